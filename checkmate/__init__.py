@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from checkmate.tagger import TaggerUnavailable
     from checkmate.training.errors import RefusedError, SessionError
     from checkmate.training.protect import Protection, protect
-    from checkmate.training.record.wrapped import clip_grad_norm_
+    from checkmate.training.record.wrapped import clip_grad_norm_, clip_grads_with_norm_
     from checkmate.training.restore import Restored, RestoreError, restore
-    from checkmate.training.start.shard_mesh import shard_mesh
+    from checkmate.training.start.shard_mesh import job_mesh, shard_mesh
     from checkmate.wire.layout import LayoutError
 
     __version__: str
@@ -46,6 +46,8 @@ __all__ = [
     "UnsupportedOptimizer",
     "__version__",
     "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "job_mesh",
     "protect",
     "restore",
     "shard_mesh",
@@ -53,6 +55,8 @@ __all__ = [
 
 _WHERE: Final = {
     "clip_grad_norm_": "checkmate.training.record.wrapped",
+    "clip_grads_with_norm_": "checkmate.training.record.wrapped",
+    "job_mesh": "checkmate.training.start.shard_mesh",
     "KeysError": "checkmate.keys.errors",
     "LayoutError": "checkmate.wire.layout",
     "Protection": "checkmate.training.protect",

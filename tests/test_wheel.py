@@ -18,9 +18,9 @@ from testbed.jobs import job_data
 from tests.support import environments
 from tests.support.environments import ROOT
 from tests.support.labs.live import needs_clang, needs_root
-from topologies import picture, state
+from topologies import state
 from topologies.describe.job_files import JOB_FILE
-from topologies.describe.topology import CONTROLLER
+from topologies.describe.topology import CONTROLLER, load
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PACKAGES = ("checkmate", "controlplane", "p4src", "softswitch", "topologies")
@@ -170,7 +170,8 @@ def test_an_installed_wheel_makes_a_lab_and_trains_in_it(wheel: Path, tmp_path: 
     try:
         inside = ("lab", "exec", name, CONTROLLER, "--", "checkmate")
         assert "written" in run(*inside, "run", "--once", str(state.folder(name) / JOB_FILE))
-        script = (picture.SCRIPT[-1], "--iterations", "3", "--layers", "1", "--width", "64", "--heads", "2")
+        small = ("--iterations", "3", "--layers", "1", "--width", "64", "--heads", "2")
+        script = (load("single_tor").script[-1], *small)
         assert "iteration 2: loss" in run("lab", "train", name, "--", "-m", *script)
     finally:
         run("lab", "down", name)

@@ -30,7 +30,14 @@ TREE: Final = {
     "Project": ["changelog", "contributing", "security-policy"],
 }
 PUBLIC: Final = {
-    "autofunction": ("restore", "protect", "clip_grad_norm_"),
+    "autofunction": (
+        "restore",
+        "protect",
+        "clip_grad_norm_",
+        "clip_grads_with_norm_",
+        "job_mesh",
+        "shard_mesh",
+    ),
     "autoclass": ("Restored", "RestoreError", "Protection"),
 }
 CONFIGURATION: Final = """

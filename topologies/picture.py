@@ -18,12 +18,6 @@ from topologies.kernel.namespaces import name_of
 
 SHADOWS_SHOWN: Final = 5
 """Number of shadow nodes whose commands `lab up` prints; the others are alike."""
-SCRIPT: Final = ("-m", "checkmate.examples.gpt.train")
-"""The training script that it suggests, and that `lab train` starts."""
-
-
-_KILL: Final = f"sh -c 'pkill -9 -n --ns $$ --nslist net -f [c]{SCRIPT[-1][1:]}'"
-"""Kills the newest process of the script in the same namespace: the script itself, not its torchrun."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +128,9 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
     ]
     if len(shadows) > SHADOWS_SHOWN:
         shadows[SHADOWS_SHOWN - 1 : -1] = ["  ... and so on, each in its own terminal, up to"]
+    module = topology.script[-1]
+    # Kills the newest process of the script in the namespace: the script itself, not its torchrun.
+    kill = f"sh -c 'pkill -9 -n --ns $$ --nslist net -f [{module[0]}]{module[1:]}'"
     return "\n".join(
         [
             f"job: {job_file}",
@@ -143,8 +140,8 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
             "or by hand (run and each shadow occupy a terminal until Ctrl-C):",
             f"  {control} run {job}",
             *shadows,
-            f"  {torchrun.loop(topology, inside, SCRIPT)}",
-            f"  {inside} {topology.trainers[-1].name} -- {_KILL}   # training resumes",
+            f"  {torchrun.loop(topology, inside, topology.script)}",
+            f"  {inside} {topology.trainers[-1].name} -- {kill}   # training resumes",
             f"  {control} status {job}",
             f"  {control} consolidate {job} --out checkpoint/",
             f"  {control} remove {job}   # after run has stopped",

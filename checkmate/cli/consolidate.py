@@ -34,6 +34,7 @@ class FormatChoice(StrEnum):
 
     dcp = "dcp"
     torch = "torch"
+    torchtitan = "torchtitan"
 
 
 @says_errors
@@ -45,7 +46,10 @@ def consolidate(
     ],
     kind: Annotated[
         FormatChoice,
-        typer.Option("--format", help="dcp: PyTorch Distributed Checkpoint, a folder; torch: one file."),
+        typer.Option(
+            "--format",
+            help="dcp: PyTorch Distributed Checkpoint, a folder; torch: one file; torchtitan: its keys.",
+        ),
     ] = FormatChoice.dcp,
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.1, help="Seconds to wait for all shards.")
@@ -75,6 +79,8 @@ def consolidate(
     loaded = read_job(job)
     if every is None:
         _check_free(to, kind)
+    elif kind is FormatChoice.torchtitan:
+        raise UsageFault("--every keeps checkpoints for checkmate.restore, which needs --format dcp or torch")
     keys = [] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.READER)]
     keep_only(*to_read(keys), *to_write(to))
     with waiting(err, "starting"):  # torch takes a second

@@ -15,6 +15,7 @@ import typer
 
 from checkmate.cli.common import UsageFault, out, says_errors
 from checkmate.job import editor_schema, starter
+from checkmate.job.fields import GPUS_MOST
 from checkmate.job.files import SUFFIXES, JobError, read_job
 from checkmate.job.schema import Job, Switch
 from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
@@ -39,8 +40,18 @@ def init(
         str | None, typer.Option("--job", help="Name of the job.", show_default="that of the file")
     ] = None,
     ranks: Annotated[
-        str, typer.Option("--ranks", help="Number of ranks, or their hosts: gpu0,gpu1.", metavar="HOSTS")
+        str,
+        typer.Option("--ranks", help="Number of ranks' hosts, or their names: gpu0,gpu1.", metavar="HOSTS"),
     ] = "2",
+    gpus_per_host: Annotated[
+        int,
+        typer.Option(
+            "--gpus-per-host",
+            min=1,
+            max=GPUS_MOST,
+            help="Ranks on each of the hosts in --ranks, which share a replica of a sharded model.",
+        ),
+    ] = 1,
     shadow_nodes: Annotated[
         str, typer.Option("--shadow-nodes", help="Number of shadow nodes, or their hosts.", metavar="HOSTS")
     ] = "1",
@@ -144,7 +155,8 @@ _PARSED: Final[dict[str, Callable[[str], object]]] = {
 }
 _QUESTIONS: Final = {
     "job": "name of the job",
-    "ranks": "ranks (their number, or hosts on the management network with commas)",
+    "ranks": "hosts of ranks (their number, or names on the management network with commas)",
+    "gpus_per_host": "ranks on each of them",
     "shadow_nodes": "shadow nodes (their number, or hosts)",
     "nics": "NICs of a shadow node (1 or 2)",
     "channels": f"channels of the ring (1 to {CHANNELS_MAX})",

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from checkmate.cli.common import err, out, says_errors
 from checkmate.cli.completing import lab_names
-from topologies import inside, picture, torchrun
+from topologies import inside, torchrun
 from topologies.lab import Lab
 from topologies.logs import LabLogs, LogLine
 from topologies.signals import unwinding
@@ -80,7 +80,7 @@ def train(
     lab: LabName,
     script: Annotated[
         list[str] | None,
-        typer.Argument(help="A script and its arguments, as for torchrun.", show_default="a small GPT"),
+        typer.Argument(help="A script and its arguments, as for torchrun.", show_default="the lab's example"),
     ] = None,
     restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="How often training restarts after deaths of ranks.")
@@ -93,7 +93,7 @@ def train(
 
     Example: checkmate lab train single_tor -- train.py --epochs 2
     """
-    with unwinding(), training_in(lab, script or picture.SCRIPT, restarts=restarts, console=err) as training:
+    with unwinding(), training_in(lab, script, restarts=restarts, console=err) as training:
         training.follow(_show_line, lambda text: err.print(text, soft_wrap=True))
 
 

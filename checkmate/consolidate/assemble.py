@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from checkmate import state
+from checkmate.consolidate.chunks import equal_bits
 from checkmate.consolidate.snapshot import GroupState, Snapshot
+from checkmate.consolidate.stages import stages
+from checkmate.consolidate.whole import StageState, assemble_stage
+from checkmate.job.schema import Job
 from checkmate.optim.options import parse_options
 from checkmate.optim.supported import FROZEN
 from checkmate.rpc import shadow_pb2 as pb
@@ -18,12 +21,13 @@ from checkmate.rpc.protocol import PROTOCOL
 
 
 def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
-    """Return a job's checkpoint: its DP group's dictionary, or `{"group0": ..., "group1": ...}` for several.
+    """Return a job's checkpoint: its model's dictionary, or `{"group0": ..., "group1": ...}` for stages.
 
-    Each group has `model`, `optimizer`, `scheduler` and `scaler` for `load_state_dict` (the last two may be
+    Each stage has `model`, `optimizer`, `scheduler` and `scaler` for `load_state_dict` (the last two may be
     `None`), `scheduler_class` (may be empty), `rng` and `extra` by global rank, `buffers` by name (and
     `rank_buffers` if ranks have different ones), `protocol` (the format), `job`, `run`, `generation`,
-    `group` and `iteration`, the last one trained.
+    `group` (the stage) and `iteration`, the last one trained. Chunks of a sharded model are removed from the
+    snapshot as whole tensors are made of them, so the memory for both is never needed at once.
 
     Args:
         snapshot: The state.
@@ -32,22 +36,23 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
             has scheduler, scaler, rng and extra as bytes of `torch.save`.
 
     Raises:
-        StateError: Some part can't be read.
+        StateError: Some part can't be read, or chunks are not whole tensors together.
     """
-    groups = [_group(snapshot, index, group, by_name) for index, group in enumerate(snapshot.groups)]
-    return groups[0] if len(groups) == 1 else {f"group{index}": group for index, group in enumerate(groups)}
+    found = [
+        _stage(snapshot, number, {group: snapshot.groups[group] for group in groups}, by_name)
+        for number, groups in enumerate(stages(snapshot.job, [one.layout for one in snapshot.groups]))
+    ]
+    return found[0] if len(found) == 1 else {f"group{number}": one for number, one in enumerate(found)}
 
 
-def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> dict[str, Any]:
-    ranks = [rank.rank for rank in snapshot.job.dp_groups[index].ranks]
-    parts = {ranks[part.position]: part for part in group.record.parts}
-    step = next((part.step for part in group.record.parts if part.position == 0), pb.Step())
-    everything = {name: state.loads(data) for name, data in group.record.buffers.items()}
-    buffers = {name: tensor for name, tensor in everything.items() if not state.is_frozen_state(name)}
-    states = {n: state.from_held(group.layout.parameters[n], *held) for n, held in group.states.items()}
-    group = replace(group, states=states)
-    # If ranks have different buffers, each part has the rank's own; the first rank's are in `buffers`.
-    own = {rank: state.loads(part.buffers) for rank, part in parts.items() if part.position and part.buffers}
+def _stage(
+    snapshot: Snapshot, number: int, members: Mapping[int, GroupState], by_name: bool
+) -> dict[str, Any]:
+    first, *_ = members.values()
+    stage = assemble_stage(members)
+    buffers = {name: tensor for name, tensor in stage.beside.items() if not state.is_frozen_state(name)}
+    parts = _parts(snapshot.job, members)
+    step = next((part.step for part in first.record.parts if part.position == 0), pb.Step())
     small = {
         "scheduler": plain(state.loads(step.scheduler)) if step.scheduler else None,
         "scaler": plain(state.loads(step.scaler)) if step.scaler else None,
@@ -59,54 +64,96 @@ def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> 
         "protocol": PROTOCOL,
         "run": snapshot.run,
         "generation": snapshot.generation,
-        "group": index,
+        "group": number,
         "iteration": snapshot.iteration,
-        "model": _model(group, buffers),
-        "optimizer": optimizer_state(group, step, state.frozen_states(everything), by_name),
+        "model": _model(stage, buffers, first.names),
+        "optimizer": _optimizer_state(first.optimizer, stage, step, by_name),
         "buffers": buffers,
         "scheduler_class": step.scheduler_class,
         **small,
     }
-    if own:
+    if own := _rank_buffers(snapshot.job, members, stage.buffers, buffers):
         found["rank_buffers"] = own
     if by_name:
         found["exact"] = state.dumps(small)
     return found
 
 
-def _model(group: GroupState, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _parts(job: Job, members: Mapping[int, GroupState]) -> dict[int, pb.RecordPart]:
+    """Return the parts of the records by global rank."""
+    return {
+        job.dp_groups[group].ranks[part.position].rank: part
+        for group, member in members.items()
+        for part in member.record.parts
+    }
+
+
+def _rank_buffers(
+    job: Job,
+    members: Mapping[int, GroupState],
+    first: Mapping[int, Mapping[str, torch.Tensor]],
+    shared: Mapping[str, torch.Tensor],
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the buffers of ranks whose own are not those that the stage has, by global rank.
+
+    Those of each DP group's first rank are in `first`, those of the others in their parts of the record.
+    """
+    found = {}
+    for group, member in members.items():
+        frozen = {known.name for known in member.layout.frozen}
+        found[job.dp_groups[group].ranks[0].rank] = {
+            name: tensor
+            for name, tensor in first[group].items()
+            if not (name in shared and equal_bits(tensor, shared[name]))
+        }
+        for part in member.record.parts:
+            if part.position and part.buffers:
+                own = state.loads(part.buffers)
+                rank = job.dp_groups[group].ranks[part.position].rank
+                found[rank] = {name: tensor for name, tensor in own.items() if name not in frozen}
+    return {rank: own for rank, own in found.items() if own}
+
+
+def _model(
+    stage: StageState, buffers: Mapping[str, torch.Tensor], names: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
     """Return the model's `state_dict()`, with tied tensors under all of their names."""
-    tensors = dict(buffers)
-    for number, parameter in enumerate(group.layout.parameters):
-        tensors[parameter.name], _ = group.states[number]
-    keys = group.names or {name: name for name in tensors}
+    tensors = {**buffers, **{name: stage.states[number][0] for number, name in enumerate(stage.names)}}
+    keys = names or {name: name for name in tensors}
     return {key: tensors[name] for key, name in sorted(keys.items()) if name in tensors}
 
 
-def optimizer_state(
-    group: GroupState, step: pb.Step, frozen: Mapping[int, Mapping[str, object]], by_name: bool
+def _optimizer_state(
+    spec: pb.OptimizerSpec, stage: StageState, step: pb.Step, by_name: bool
 ) -> dict[str, Any]:
-    """Return a state for `optimizer.load_state_dict`, with the hyperparameters of the next step.
-
-    `frozen` is the state of parameters whose gradients are not reduced.
-    """
-    spec = group.optimizer
+    """Return a state for `optimizer.load_state_dict`, with the hyperparameters of the next step."""
     texts = list(step.next_options) or list(step.options) or [one.options for one in spec.groups]
+    frozen = state.frozen_states(stage.beside)
     states: dict[int | str, dict[str, object]] = {}
     groups: list[dict[str, Any]] = []
     count = 0
     for described, text in zip(spec.groups, texts, strict=True):
         keys: list[int | str] = []
         for number in described.parameters:
-            known = group.layout.parameters[number].name if number != FROZEN else f"(not trained {count})"
+            known = stage.names[number] if number != FROZEN else not_trained(count)
             keys.append(known if by_name else count)
-            values = frozen.get(count, {}) if number == FROZEN else group.states[number][1]
+            values = frozen.get(count, {}) if number == FROZEN else stage.states[number][1]
             count += 1
             if values:
                 states[keys[-1]] = dict(values)
         made = {**plain(parse_options(text)), "params": keys}
         groups.append({**made, "param_names": list(described.names)} if described.names else made)
     return {"state": states, "param_groups": groups}
+
+
+def not_trained(number: int) -> str:
+    """Return what identifies the parameter of this number in an optimizer, if training does not reduce it."""
+    return f"(not trained {number})"
+
+
+def is_not_trained(name: str) -> bool:
+    """Return whether a name is one of `not_trained`."""
+    return name.startswith("(not trained ")
 
 
 def plain(value: Any) -> Any:

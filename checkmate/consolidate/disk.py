@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from checkmate import state
 from checkmate.consolidate import folder, unfinished
+from checkmate.consolidate.chunks import Select, everything
 from checkmate.rpc.protocol import PROTOCOL
 
-Format = Literal["dcp", "torch"]
-"""PyTorch Distributed Checkpoint, a folder; or one `torch.save` file."""
+Format = Literal["dcp", "torch", "torchtitan"]
+"""PyTorch Distributed Checkpoint, a folder; one `torch.save` file; or a folder with torchtitan's keys."""
 
 _METADATA: Final = folder.INDEX  # DCP writes it last
 _MODE: Final = 0o600  # parameters may be secret
@@ -71,14 +72,18 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_file() and path.suffix == ".pt"
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, select: Select = everything) -> dict[str, Any]:
     """Return a checkpoint like `assemble.checkpoint`'s, with parameters and ranks by number, on the CPU.
+
+    `select` determines what to read of tensors; a file is read as a whole all the same.
 
     Raises:
         DiskError: It can't be read as a checkpoint.
     """
     try:
-        found = _read(path)
+        found = _read(path, None, select)
+        if "optimizer" in found and "model" not in found:
+            raise ValueError("it has torchtitan's keys; consolidate with --format dcp writes what this reads")
         if "model" in found:
             return _checked(_by_number(found))
         return {f"group{i}": _checked(_by_number(found[f"group{i}"])) for i in range(max(len(found), 1))}
@@ -107,11 +112,11 @@ def run_of(path: Path) -> str | None:
     return run if isinstance(run, str) else None
 
 
-def group_of(checkpoint: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return one DP group's part of a checkpoint. Raise `KeyError` if it lacks this group."""
-    if "model" in checkpoint and index == checkpoint["group"]:
+def stage_in(checkpoint: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return one stage's part of a checkpoint. Raise `KeyError` if it lacks this stage."""
+    if "model" in checkpoint and number == checkpoint["group"]:
         return dict(checkpoint)
-    return dict(checkpoint[f"group{index}"])
+    return dict(checkpoint[f"group{number}"])
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -124,7 +129,7 @@ def clear_unfinished(folder: Path) -> None:
 def _check_free(path: Path, kind: Format) -> None:
     if path.is_dir() and (kind == "torch" or any(path.iterdir())):
         raise OSError("the folder exists already; specify another, or remove it")
-    if path.exists() and not path.is_dir() and kind == "dcp":
+    if path.exists() and not path.is_dir() and kind != "torch":
         raise OSError("a file of this name exists already; specify another, or remove it")
 
 
@@ -156,12 +161,22 @@ def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
         _sync(one)
 
 
-def _read(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
+def _read(path: Path, keys: set[str] | None = None, select: Select = everything) -> dict[str, Any]:
     """Read all or some keys, without running anything that is in the checkpoint."""
     if path.is_dir():
-        return folder.read(path, keys)
+        return folder.read(path, keys, select)
     found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=keys is not None)
+    _cut(found, (), select)
     return found
+
+
+def _cut(found: dict[Any, Any], path: tuple[object, ...], select: Select) -> None:
+    """Replace tensors by what is selected of them."""
+    for key, value in found.items():
+        if isinstance(value, dict):
+            _cut(value, (*path, key), select)
+        elif isinstance(value, torch.Tensor) and (box := select((*path, key), value.shape)):
+            found[key] = value[box.slices].clone()
 
 
 def _by_number(group: Mapping[str, Any]) -> dict[str, Any]:

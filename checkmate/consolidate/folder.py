@@ -9,17 +9,18 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint import default_planner, filesystem, state_dict_loader
+from torch.distributed.checkpoint import default_planner, filesystem, planner_helpers, state_dict_loader
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from checkmate import state
+from checkmate.consolidate.chunks import Box, Select, everything
 
 INDEX: Final = ".metadata"
 INDEX_MAX: Final = 256 << 20
@@ -118,15 +119,59 @@ class _Reader(filesystem.FileSystemReader):
 
 
 class _Planner(default_planner._EmptyStateDictLoadPlanner):
-    """A planner that reads values without running code."""
+    """A planner that reads values without running code, and of tensors only what is selected."""
+
+    def __init__(self, keys: set[str] | None, select: Select) -> None:
+        super().__init__(keys)  # type: ignore[no-untyped-call]
+        self._select = select
+        self._boxes: dict[str, tuple[Box, meta.TensorStorageMetadata]] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: meta.Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        places = metadata.planner_data or {}
+        for name, value in metadata.state_dict_metadata.items():
+            if not self._should_include_key(name, metadata):
+                continue
+            path = places.get(name, (name,))
+            if isinstance(value, meta.TensorStorageMetadata):
+                set_element(state_dict, path, self._room(name, path, value))
+            else:
+                set_element(state_dict, path, value)
+        default_planner.DefaultLoadPlanner.set_up_planner(self, state_dict, metadata, is_coordinator)
+
+    def _room(self, name: str, path: Sequence[object], stored: meta.TensorStorageMetadata) -> torch.Tensor:
+        """Return an empty tensor for what is selected of a stored one."""
+        box = self._select(path, stored.size)
+        if box is not None:
+            self._boxes[name] = (box, stored)
+        return torch.empty(stored.size if box is None else box.shape, dtype=stored.properties.dtype)
+
+    def create_local_plan(self) -> LoadPlan:
+        if not self._boxes:
+            return super().create_local_plan()
+        assert self.metadata is not None
+        others = {name: value for name, value in self.state_dict.items() if name not in self._boxes}
+        items = default_planner.create_default_local_load_plan(others, self.metadata).items
+        for name, (box, stored) in self._boxes.items():
+            chunk = meta.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            items += planner_helpers.create_read_items_for_chunk_list(name, stored, [chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: meta.MetadataIndex) -> torch.Tensor:
+        if index.fqn not in self._boxes:
+            return super().lookup_tensor(index)
+        found: torch.Tensor = self.state_dict[index.fqn]
+        return found
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         mapping = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, mapping, state.loads(value.getvalue()))
 
 
-def read(folder: Path, keys: set[str] | None = None) -> dict[str, Any]:
-    """Return all or some values of a folder, like PyTorch's `dcp_to_torch_save`.
+def read(folder: Path, keys: set[str] | None = None, select: Select = everything) -> dict[str, Any]:
+    """Return all or some values of a folder, like PyTorch's `dcp_to_torch_save`; of tensors what is selected.
 
     Raises:
         FolderError: Its index is not one that PyTorch writes, or does not fit its files.
@@ -135,7 +180,7 @@ def read(folder: Path, keys: set[str] | None = None) -> dict[str, Any]:
         OSError: A file can't be read.
     """
     found: dict[str, Any] = {}
-    planner = _Planner(keys)  # type: ignore[no-untyped-call]
+    planner = _Planner(keys, select)
     reader = _Reader(folder, read_index(folder))
     state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
     return found

@@ -15,6 +15,7 @@ import torch
 from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader
+from checkmate.consolidate.torchtitan_keys import keyed_for_torchtitan
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import Lacking, NoAnswer
 from checkmate.nodes.target import LAB_HINT, Source
@@ -220,11 +221,14 @@ def next_due(iteration: int, every: int) -> int:
 
 
 def _write(snapshot: Snapshot, path: Path, kind: disk.Format, start: float, *, over: bool) -> Saved:
-    disk.save(checkpoint(snapshot, by_name=kind == "dcp"), path, kind, replace=over)
     states = [values for group in snapshot.groups for values in group.states.values()]
     tensors = [
         t for tensor, values in states for t in (tensor, *values.values()) if isinstance(t, torch.Tensor)
     ]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    del states, tensors  # so that chunks can be freed as they are assembled
+    made = checkpoint(snapshot, by_name=kind != "torch")
+    disk.save(keyed_for_torchtitan(made) if kind == "torchtitan" else made, path, kind, replace=over)
     return Saved(
         path,
         snapshot.job.job,
@@ -232,6 +236,6 @@ def _write(snapshot: Snapshot, path: Path, kind: disk.Format, start: float, *, o
         snapshot.generation,
         snapshot.iteration,
         sum(group.layout.shards for group in snapshot.groups),
-        sum(tensor.nbytes for tensor in tensors),
+        nbytes,
         time.monotonic() - start,
     )

@@ -60,6 +60,8 @@ def _kept(path: Path) -> Kept | None:
 def choices(place: Path, discarded: int = 0) -> list[Path]:
     """Return the checkpoints to resume from: those in a folder, the newest first, or `place` itself.
 
+    A file is taken for a checkpoint whatever its name is.
+
     Damaged ones are included, so that an older one is never used silently. Those of a folder that are of a
     run up to the generation `discarded` are not: `checkmate reset` has discarded it.
 
@@ -68,14 +70,19 @@ def choices(place: Path, discarded: int = 0) -> list[Path]:
     """
     return (
         [place]
-        if is_checkpoint(place)
+        if _is_named(place)
         else [kept.path for kept in listed(place) if kept.generation > discarded or not discarded]
     )
 
 
+def _is_named(place: Path) -> bool:
+    """Return whether a path is a checkpoint or another file, but not a folder of checkpoints."""
+    return is_checkpoint(place) or place.is_file()
+
+
 def greatest_generation(place: Path) -> int:
     """Return the greatest generation in a folder, or beside a checkpoint, or 0. May raise `DiskError`."""
-    folder = place.absolute().parent if is_checkpoint(place) else place
+    folder = place.absolute().parent if _is_named(place) else place
     return max((kept.generation for kept in listed(folder)), default=0)
 
 

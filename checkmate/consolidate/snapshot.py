@@ -48,12 +48,6 @@ class Missing(RuntimeError):
     exit_code = 8
 
 
-class ShardedError(RuntimeError):
-    """The model is sharded, which is not supported yet."""
-
-    exit_code = 1
-
-
 class Unreachable(Missing):
     """No shadow node answered within the timeout."""
 
@@ -122,7 +116,6 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
         Raises:
             Missing: No iteration was complete within the timeout.
             Unreachable: No node has answered.
-            ShardedError: The model is sharded.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -216,12 +209,6 @@ def one_group(group: int, shards: Sequence[ShardState]) -> GroupState:
     record, without = record_of(headers)
     if without:
         raise Lacking({(group, first.shard.shard): [_not_come(without)]})
-    if any(parameter.whole for parameter in shards[0].layout.parameters):
-        raise ShardedError(
-            f"DP group {group} has chunks of a sharded model's parameters, and consolidate can't assemble "
-            "these: save the model in the script, with torch.distributed.checkpoint. checkmate.restore "
-            "resumes from the shadow nodes as usual"
-        )
     return GroupState(shards[0].layout, first.optimizer, record, first.names, states)
 
 

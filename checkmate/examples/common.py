@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 
 def parser(module: str, doc: str | None, iterations: int) -> argparse.ArgumentParser:
@@ -21,6 +23,28 @@ def parser(module: str, doc: str | None, iterations: int) -> argparse.ArgumentPa
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--out", type=Path, help="folder for losses and the final state; none by default")
     return made
+
+
+def add_device(made: argparse.ArgumentParser) -> None:
+    """Add the option `--device`, of which this machine must have one."""
+    made.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, or cuda and a number")
+
+
+def _device(text: str) -> torch.device:
+    """Return the device of that name. Raise `ArgumentTypeError` if this machine has none."""
+    try:
+        torch.empty(0, device=text)
+        return torch.device(text)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text} can't be used here: {reason}") from None
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a model's parameters and optimizer state by name, whole and on rank 0. All ranks call it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found, stepped = get_state_dict(model, optimizer, options=options)
+    return {"model": found, "optimizer": stepped}
 
 
 class LossLog:

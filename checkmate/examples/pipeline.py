@@ -6,6 +6,9 @@ The job has two groups under `dp_groups`. The first half of the ranks has the fi
 second. Rank i of a stage sends its activations to rank i of the other, and gets their gradients back. Each
 stage has its own DDP, over its own process group, and is protected by itself; a restart brings both stages to
 the same iteration.
+
+With --shard, FSDP2 shards each stage. The job then has a `mesh` with two stages (`pp: 2`), and
+`checkmate.shard_mesh` returns the part of it that has this rank's stage and replica.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
-from checkmate.examples.common import LossLog, parser
+from checkmate.examples.common import LossLog, parser, whole_state
 
 BATCH, INPUTS, WIDTH = 32, 64, 128
 
@@ -32,15 +36,19 @@ def batch(iteration: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Stage:
     """One of the two stages on this rank: its model, and how data crosses to the other stage."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, shard: bool) -> None:
         ranks = dist.get_world_size() // 2
-        groups = [dist.new_group(list(range(first, first + ranks))) for first in (0, ranks)]
         self.number, self.place = divmod(dist.get_rank(), ranks)
         self.other = (1 - self.number) * ranks + self.place
         torch.manual_seed(seed + self.number)  # the same model on all ranks of a stage
         sizes = [(INPUTS, WIDTH), (WIDTH, INPUTS)][self.number]
         model = nn.Sequential(nn.Linear(*sizes), nn.Tanh() if self.number == 0 else nn.Identity())
-        self.ddp = DistributedDataParallel(model, process_group=groups[self.number])
+        self.model: nn.Module = model
+        if shard:
+            fully_shard(model, mesh=checkmate.shard_mesh("cpu"))
+        else:
+            groups = [dist.new_group(list(range(first, first + ranks))) for first in (0, ranks)]
+            self.model = DistributedDataParallel(model, process_group=groups[self.number])
 
     def train(self, iteration: int) -> torch.Tensor:
         """Run forward and backward; return the loss, which both stages know."""
@@ -48,7 +56,7 @@ class Stage:
         return self._first(inputs) if self.number == 0 else self._second(targets)
 
     def _first(self, inputs: torch.Tensor) -> torch.Tensor:
-        activations = self.ddp(inputs)
+        activations = self.model(inputs)
         dist.send(activations.detach(), self.other)
         gradients, loss = torch.empty_like(activations), torch.empty(())
         dist.recv(gradients, self.other)
@@ -59,7 +67,7 @@ class Stage:
     def _second(self, targets: torch.Tensor) -> torch.Tensor:
         activations = torch.empty(BATCH, WIDTH)
         dist.recv(activations, self.other)
-        loss = functional.mse_loss(self.ddp(activations.requires_grad_()), targets)
+        loss = functional.mse_loss(self.model(activations.requires_grad_()), targets)
         loss.backward()
         assert activations.grad is not None
         dist.send(activations.grad, self.other)
@@ -69,13 +77,15 @@ class Stage:
 
 def main() -> None:
     """Train, and print the loss of each iteration."""
-    options = parser("checkmate.examples.pipeline", __doc__, 60).parse_args()
+    made = parser("checkmate.examples.pipeline", __doc__, 60)
+    made.add_argument("--shard", action="store_true", help="shard each stage with FSDP2, instead of DDP")
+    options = made.parse_args()
     dist.init_process_group("gloo")
-    stage = Stage(options.seed)
-    optimizer = torch.optim.AdamW(stage.ddp.parameters(), lr=1e-2)
+    stage = Stage(options.seed, shard=options.shard)
+    model, optimizer = stage.model, torch.optim.AdamW(stage.model.parameters(), lr=1e-2)
 
-    start, _ = checkmate.restore(stage.ddp, optimizer)
-    protection = checkmate.protect(stage.ddp, optimizer)
+    start, _ = checkmate.restore(model, optimizer)
+    protection = checkmate.protect(model, optimizer)
     log = LossLog(options.out)
 
     with protection:
@@ -84,7 +94,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             log(iteration, loss.item())
-    log.save({"model": stage.ddp.module.state_dict(), "optimizer": optimizer.state_dict()})
+    log.save(whole_state(model, optimizer))
     dist.destroy_process_group()
 
 

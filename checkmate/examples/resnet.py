@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
-from checkmate.examples.common import LossLog, parser
+from checkmate.examples.common import LossLog, add_device, parser
 
 CLASSES = 4
 
@@ -63,9 +63,9 @@ def images(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 def main() -> None:
     """Train, and print the loss of each iteration."""
     options_of = parser("checkmate.examples.resnet", __doc__, 60)
-    options_of.add_argument("--device", default="cpu", help="cpu, cuda, or cuda and a number")
+    add_device(options_of)
     options = options_of.parse_args()
-    device = torch.device(options.device)
+    device: torch.device = options.device
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     dist.init_process_group("gloo")
     torch.manual_seed(options.seed)  # the same model on all ranks

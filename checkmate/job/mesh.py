@@ -1,7 +1,8 @@
 """Jobs whose ranks are a mesh: its DP groups, their hosts and their shadow nodes. Pure.
 
 Ranks are numbered as torch's DeviceMesh numbers them: row by row over pp, dp_replicate, dp_shard, tp. Those
-that differ in dp_replicate only are a DP group, in this order. Works on a file's data, before `placing`.
+that differ in dp_replicate only are a DP group, in this order; if a host has several of them, those at the
+same place of their hosts. Works on a file's data, before `placing`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ RULE: Final = (
 KEY: Final = "mesh"
 _OF_GROUPS: Final = ("pp", "dp_shard", "tp")
 """Dimensions that number the groups, row by row."""
+LOCAL: Final = "local_rank"
+"""The last such dimension, of a mesh with several replicas on a host."""
 
 
 def expand(raw: Any) -> list[Fault]:
@@ -64,12 +67,18 @@ def _misfits(mesh: Mesh, hosts: int, gpus: int) -> Iterator[Fault]:
     elif ranks != hosts * gpus:
         have = f"{counted(hosts, 'host')} with gpus_per_host: {gpus} have {hosts * gpus:,}"
         yield Fault((KEY,), f"has {ranks:,} ranks, but {have}; change the mesh, hosts or gpus_per_host")
-    elif inner < gpus:
+    elif 1 < inner < gpus:
         yield Fault(
             (KEY,),
             f"puts ranks 0 and {inner} of one DP group on the same host, because dp_shard x tp is {inner}, "
             f"less than gpus_per_host: {gpus}; a switch copies what passes between hosts, so make it "
-            f"{gpus} or more, or list dp_groups",
+            f"{gpus} or more, or 1 for DDP, or list dp_groups",
+        )
+    elif inner == 1 and (mesh.dp_replicate % gpus or mesh.dp_replicate == gpus):
+        yield Fault(
+            (KEY,),
+            f"has {mesh.dp_replicate} replicas for gpus_per_host: {gpus}; a switch copies what passes "
+            f"between hosts, so make dp_replicate a multiple of {gpus}, and more than that",
         )
 
 
@@ -90,14 +99,15 @@ def _groups(
     mesh: Mesh, hosts: list[tuple[str, int]], gpus: int, nodes: list[int], replicas: object
 ) -> Iterator[dict[str, Any]]:
     """Yield the DP groups, as a job file has them. `hosts`: the name of each, and its number of NICs."""
-    inner = mesh.dp_shard * mesh.tp
-    for group, (stage, place) in enumerate(product(range(mesh.pp), range(inner))):
-        first = stage * mesh.dp_replicate * inner + place
-        ranks = range(first, first + mesh.dp_replicate * inner, inner)
+    local = replicas_on_a_host(mesh, gpus)
+    apart = mesh.dp_shard * mesh.tp * local
+    for group, (stage, place) in enumerate(product(range(mesh.pp), range(apart))):
+        first = stage * mesh.dp_replicate * apart // local + place
+        ranks = range(first, first + mesh.dp_replicate * apart // local, apart)
         made: dict[str, Any] = {"ranks": [_rank(number, hosts, gpus) for number in ranks]}
         if nodes:
             each = replicas if _is_number(replicas, SHARDS_MAX) else 1
-            made["shadow_nodes"] = [nodes[i] for i in serving(group, mesh.groups, len(nodes), each)]
+            made["shadow_nodes"] = [nodes[i] for i in serving(group, mesh.pp * apart, len(nodes), each)]
         yield made
 
 
@@ -115,26 +125,45 @@ def serving(group: int, groups: int, nodes: int, replicas: int) -> list[int]:
     return [(first + i) % nodes for i in range(count)]
 
 
-def coordinates(job: Job, group: int) -> dict[str, int]:
-    """Return a DP group's place in the mesh, by dimension; empty for a job without a mesh."""
+def replicas_on_a_host(mesh: Mesh, gpus: int) -> int:
+    """Return the number of replicas of the model that a host has: 1 if its ranks are shards of one."""
+    return gpus if mesh.dp_shard * mesh.tp == 1 else 1
+
+
+def replica_groups(job: Job, group: int) -> tuple[int, ...]:
+    """Return the DP groups that train a group's model by the job's mesh: itself, and those beside it."""
+    local = dimensions(job).get(LOCAL, 1)
+    first = group - group % local
+    return tuple(range(first, first + local))
+
+
+def dimensions(job: Job) -> dict[str, int]:
+    """Return the sizes of the dimensions that number DP groups; empty for a job without a mesh."""
     if job.mesh is None:
         return {}
-    rest, tp = divmod(group, job.mesh.tp)
-    return dict(zip(_OF_GROUPS, (*divmod(rest, job.mesh.dp_shard), tp), strict=True))
+    found = {name: getattr(job.mesh, name) for name in _OF_GROUPS}
+    local = replicas_on_a_host(job.mesh, job.gpus_per_host or 1)
+    return {**found, LOCAL: local} if local > 1 else found
+
+
+def coordinates(job: Job, group: int) -> dict[str, int]:
+    """Return a DP group's place in the mesh, by dimension; empty for a job without a mesh."""
+    found = {}
+    for name, size in reversed(dimensions(job).items()):
+        group, found[name] = divmod(group, size)
+    return dict(reversed(found.items()))
 
 
 def group_name(job: Job, group: int) -> str:
     """Return a DP group's name in messages: `11 (pp 1, dp_shard 3)`; without dimensions of size 1."""
-    found = coordinates(job, group)
-    shown = [f"{name} {at}" for name, at in found.items() if getattr(job.mesh, name) > 1]
+    known = dimensions(job)
+    shown = [f"{name} {at}" for name, at in coordinates(job, group).items() if known[name] > 1]
     return f"{group} ({', '.join(shown)})" if shown else str(group)
 
 
 def sizes(job: Job) -> str:
     """Return the dimensions over which DP groups are counted, as ` (pp 2 x dp_shard 8)`; or an empty text."""
-    if job.mesh is None:
-        return ""
-    shown = [f"{name} {size}" for name in _OF_GROUPS if (size := getattr(job.mesh, name)) > 1]
+    shown = [f"{name} {size}" for name, size in dimensions(job).items() if size > 1]
     return f" ({' x '.join(shown)})" if shown else ""
 
 

@@ -192,11 +192,6 @@ class Mesh(_Model):
     dp_shard: Size = 1
     tp: Size = 1
 
-    @property
-    def groups(self) -> int:
-        """Number of DP groups."""
-        return self.pp * self.dp_shard * self.tp
-
 
 class DpGroup(_Model):
     """A data-parallel group with its ranks in ring order. `shadow_nodes` are ids, by default all."""

@@ -20,10 +20,14 @@ _RANKS_MAX: Final = 250
 
 @dataclass(frozen=True)
 class Start:
-    """What a job file begins with. `ranks` and `shadow_nodes`: their hosts on the management network."""
+    """What a job file begins with. `ranks` and `shadow_nodes`: their hosts on the management network.
+
+    With several GPUs per host, `ranks` are the hosts, and the file has a mesh.
+    """
 
     job: str
     ranks: Sequence[str]
+    gpus_per_host: int
     shadow_nodes: Sequence[str]
     nics: int
     collective: str
@@ -54,7 +58,8 @@ def hosts(text: str, what: str) -> list[str]:
 
 def text(start: Start, file: str) -> str:
     """Return the content of a job file with that name."""
-    return "\n".join([*_head(start, file), *_ranks(start), *_nodes(start), *_fabric(start), ""])
+    trainers = _mesh(start) if start.gpus_per_host > 1 else _ranks(start)
+    return "\n".join([*_head(start, file), *trainers, *_nodes(start), *_fabric(start), ""])
 
 
 def _head(start: Start, file: str) -> Iterator[str]:
@@ -76,6 +81,20 @@ def _ranks(start: Start) -> Iterator[str]:
     yield "  - ranks:  # in the order of the ring, each with its port of the switch (*)"
     for rank, host in enumerate(start.ranks):
         yield f"      - {{rank: {rank}, {_nic(start, rank + 1, rank + 1)}, mgmt: {_quoted(host)}}}"
+    yield ""
+
+
+def _mesh(start: Start) -> Iterator[str]:
+    yield "# Each host has the ranks of one replica, sharded by FSDP2. Other meshes: `checkmate docs job`."
+    yield f"mesh: {{dp_replicate: {len(start.ranks)}, dp_shard: {start.gpus_per_host}}}"
+    yield f"gpus_per_host: {start.gpus_per_host}"
+    yield "# Trainers, in the order of ranks. mgmt: on the management network."
+    yield "hosts:"
+    for number, host in enumerate(start.ranks):
+        yield f"  - name: {_quoted(host)}"
+        yield f"    mgmt: {_quoted(host)}"
+        yield "    nics:  # on the training network, one or more, ip, mac and port (*)"
+        yield f"      - {{{_nic(start, number + 1, number + 1)}}}"
     yield ""
 
 

@@ -42,9 +42,8 @@ def shared_object(cache: Path | None = None) -> Path:
     except CompilerRefused as error:
         raise PluginError(f"the C compiler refused the NCCL plugin ({error}): {PACKAGES}") from None
     except OSError as error:
-        raise PluginError(
-            f"no access to the compiled plugin ({error}): set XDG_CACHE_HOME to a folder you can write to"
-        ) from None
+        remedy = "choose another folder" if cache else "set XDG_CACHE_HOME to a folder you can write to"
+        raise PluginError(f"no access to the compiled plugin ({error}): {remedy}") from None
 
 
 def _command() -> list[str]:

@@ -194,7 +194,9 @@ def _number(parameter: nn.Parameter, number: Mapping[nn.Parameter, int], group: 
     if parameter.requires_grad:
         raise UnsupportedOptimizer(
             f"parameter group {group} has a parameter of shape {tuple(parameter.shape)} that the model "
-            "does not have or that training does not reduce; use another optimizer for it"
+            "does not have or that training does not reduce; use another optimizer for it. If fully_shard "
+            "has replaced it, make the optimizer after that. If it is an fp32 copy of a parameter, keep the "
+            "parameter itself in fp32, and compute in bf16 by autocast or by FSDP's param_dtype"
         )
     return FROZEN
 

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from ipaddress import IPv4Address
 
 from checkmate.job import boundaries
+from checkmate.job.mesh import replica_groups
 from checkmate.job.schema import Job
 from checkmate.planner.models.named import Model
 from checkmate.planner.models.optimizers import NamedOptimizer
@@ -19,6 +20,7 @@ from checkmate.shadow.receive.plans import SETS
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import RING_SLICING
+from checkmate.wire.shares import WHOLE, Share
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class NodeDemand:
 
 @dataclass(frozen=True)
 class Demand:
-    """The demand of a job. `models` has the stage of each DP group.
+    """The demand of a job. `models` has the stage of each DP group, of which it may have a share.
 
     The channels of a training rank share `link_bits_per_s`.
     """
@@ -113,7 +115,7 @@ class Demand:
     def layouts(self) -> tuple[Layout, ...]:
         """Each DP group's layout."""
         return tuple(
-            layout_of(model, self.job.shards(group), self.job.collective)
+            layout_of(model, self.job.shards(group), self.job.collective, share_of(self.job, group))
             for group, model in enumerate(self.models)
         )
 
@@ -231,10 +233,16 @@ def socket_bytes(streams: int, receive_buffer: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def layout_of(model: Model, shards: int, collective: str = "ring") -> Layout:
+def layout_of(model: Model, shards: int, collective: str = "ring", share: Share = WHOLE) -> Layout:
     """Return the layout of a model in training. Versions of NCCL differ by some KiB in a stream."""
     slicing = NcclSlicing() if collective == "nccl" else RING_SLICING
-    return make_layout(model.parameters, shards, slicing=slicing)
+    return make_layout(model.parameters, shards, slicing=slicing, share=share)
+
+
+def share_of(job: Job, group: int) -> Share:
+    """Return what of its model a DP group has, by the job's mesh."""
+    together = replica_groups(job, group)
+    return Share(together.index(group), len(together))
 
 
 def _shard(layout: Layout, group: int, number: int, nodes: tuple[int, ...]) -> ShardDemand:

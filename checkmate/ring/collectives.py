@@ -41,7 +41,7 @@ class AllReduce(AbstractContextManager["AllReduce"]):
         on_error: Callable[[RingError], None],
         slice_bytes: int = SLICE_BYTES,
         *,
-        average: bool = True,
+        divisor: int | None = None,
     ) -> None:
         """Start the threads.
 
@@ -54,7 +54,7 @@ class AllReduce(AbstractContextManager["AllReduce"]):
                 kernel completely, so that it may be overwritten. A thread of the ring waits for it to return.
             on_error: Called at most once, by a thread of the ring, if the ring breaks for good.
             slice_bytes: The size of the pieces in which chunks are sent and reduced.
-            average: Whether sums are divided by the number of ranks.
+            divisor: What sums are divided by: the number of ranks by default, 1 to sum.
         """
         for tensor in tensors:
             if not tensor.is_floating_point():
@@ -66,7 +66,7 @@ class AllReduce(AbstractContextManager["AllReduce"]):
             for channel, sender in enumerate(ring.senders):
                 if isinstance(sender, TaggedSocket):
                     self._tagged |= {(channel, shard): sender for shard in shards}
-        divisor = place.ranks if average else 1
+        divisor = divisor or place.ranks
         self._engine = Engine(ring, buckets, allreduce_steps, slice_bytes, on_done, on_error, divisor=divisor)
         self._engine.bind(tensors)
         self._interval = sys.getswitchinterval()

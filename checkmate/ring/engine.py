@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from checkmate.ring.place import RingError
 from checkmate.ring.steps import Arrival, Position, RingSteps
 from checkmate.wire.schedule import Bucket
 from checkmate.wording import counted
+
+SomeBucket = TypeVar("SomeBucket", bound=Bucket)
 
 OnTagged = Callable[[int, int, memoryview], None]
 """Called with (channel, shadow id, bytes) before tagged bytes are sent, in the channel's own thread."""
@@ -33,8 +36,8 @@ class Engine:
     def __init__(
         self,
         ring: Ring,
-        buckets: Sequence[Bucket],
-        steps_of: Callable[[Bucket, Position, int], RingSteps],
+        buckets: Sequence[SomeBucket],
+        steps_of: Callable[[SomeBucket, Position, int], RingSteps],
         slice_bytes: int,
         on_done: Callable[[int], None],
         on_error: Callable[[RingError], None],
@@ -44,7 +47,7 @@ class Engine:
         place = ring.place
         channels = range(place.channels)
         self._ring = ring
-        self._buckets = buckets
+        self._buckets: Sequence[Bucket] = buckets
         self._slice_bytes = slice_bytes
         self._on_done = on_done
         self._on_error = on_error

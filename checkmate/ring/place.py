@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from ipaddress import IPv4Address
 
 from checkmate.errors import CheckmateError
-from checkmate.job.schema import Job
+from checkmate.job.schema import Job, Rank
 from checkmate.keys.secret_files import SECRET_BYTES
 from checkmate.ring.greetings import Greeting
 from checkmate.wire import tag
 
 DEFAULT_PORT = 47000
 """Port of channel 0; channel c uses this plus c."""
+HOST_PORT = 46000
+"""The first port of rings within a host, of which each rank has two (`host_ports`)."""
 
 
 def ring_ports(job: Job, group: int) -> list[int]:
-    """Return the port of channel 0 of each rank of a DP group.
+    """Return the port of channel 0 of each rank of a DP group: of each address, `CHANNELS_MAX` a rank."""
+    at = _at_their_addresses(job)
+    return [DEFAULT_PORT + tag.CHANNELS_MAX * at[rank.rank] for rank in job.dp_groups[group].ranks]
 
-    Of ranks with one address, each has `CHANNELS_MAX` ports, in order of their numbers.
-    """
-    at: dict[IPv4Address, list[int]] = {}
-    for one in job.dp_groups:
-        for rank in one.ranks:
-            at.setdefault(rank.ip, []).append(rank.rank)
-    return [
-        DEFAULT_PORT + tag.CHANNELS_MAX * sorted(at[rank.ip]).index(rank.rank)
-        for rank in job.dp_groups[group].ranks
-    ]
+
+def host_ports(job: Job, ranks: Sequence[Rank]) -> list[int]:
+    """Return the first of the two ports that each of these ranks has for the rings within its host."""
+    at = _at_their_addresses(job)
+    return [HOST_PORT + 2 * at[rank.rank] for rank in ranks]
+
+
+def _at_their_addresses(job: Job) -> dict[int, int]:
+    """Return, by rank, how many ranks with its address have lower numbers."""
+    ranks = sorted((rank for group in job.dp_groups for rank in group.ranks), key=lambda rank: rank.rank)
+    before: Counter[IPv4Address] = Counter()
+    found = {}
+    for rank in ranks:
+        found[rank.rank] = before[rank.ip]
+        before[rank.ip] += 1
+    return found
 
 
 PUBLIC_KEY = blake2b(b"checkmate ring without a key", digest_size=SECRET_BYTES).digest()

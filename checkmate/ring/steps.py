@@ -89,14 +89,14 @@ def _steps(bucket: Bucket, at: Position, slice_bytes: int, rounds: range) -> Rin
     for round_ in rounds:
         shadow_id = bucket.shadow_id if round_ >= 0 and tags(at.ranks, at.rank, round_) else None
         start, stop = _bytes(bucket, at, chunk_sent(at.ranks, at.rank, round_))
-        for number, (first, last) in enumerate(_slices(start, stop, slice_bytes)):
+        for number, (first, last) in enumerate(slices(start, stop, slice_bytes)):
             chunk = 0 if number else stop - start
             after = 0 if round_ == rounds.start else before + number + 1
             sends.append(Send(first, last, chunk, shadow_id, after))
         before = len(receives)
         coming = _bytes(bucket, at, chunk_received(at.ranks, at.rank, round_))
         arrival = Arrival.KEEP if round_ >= 0 else Arrival.AVERAGE if round_ == -1 else Arrival.ADD
-        receives += [Receive(*piece, arrival) for piece in _slices(*coming, slice_bytes)]
+        receives += [Receive(*piece, arrival) for piece in slices(*coming, slice_bytes)]
     return RingSteps(tuple(sends), tuple(receives))
 
 
@@ -105,6 +105,7 @@ def _bytes(bucket: Bucket, at: Position, chunk: int) -> tuple[int, int]:
     return where.start * bucket.itemsize, where.stop * bucket.itemsize
 
 
-def _slices(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+def slices(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the ends of the pieces of at most `size` bytes, in order."""
     for first in range(start, stop, size):
         yield first, min(first + size, stop)

@@ -7,8 +7,8 @@ from typing import Final
 PROTOCOL: Final = 4
 """The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older.
 
-Version 1 had no `Reset`, layouts of version 2 no slicing, and those of version 3 no chunks and no
-types of gradients.
+Version 1 had no `Reset`, layouts of version 2 no slicing, and those of version 3 no chunks, no
+shares and no types of gradients.
 """
 
 

@@ -640,6 +640,7 @@ class NodeStatus(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     DISCARDED_FIELD_NUMBER: builtins.int
     TRAINERS_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -680,6 +681,10 @@ class NodeStatus(google.protobuf.message.Message):
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartsHeld]:
         """in the answer to Fence"""
 
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of each DP group, in the job file of the node"""
+
     def __init__(
         self,
         *,
@@ -703,8 +708,9 @@ class NodeStatus(google.protobuf.message.Message):
         protocol: builtins.int = ...,
         discarded: builtins.int = ...,
         trainers: builtins.int = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "ranks", b"ranks", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -42,7 +42,7 @@ from checkmate.training.record.windows import Slices
 from checkmate.training.start.buffers import recorded_buffers
 from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.install import lay_out_state
-from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out
+from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out_shares
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.wire.layout import Layout
 
@@ -115,7 +115,7 @@ def protect(
     check_model(watched)
     check_kept(watched)
     names = wrapped.trained()
-    layout = lay_out(wrapped, place.shards, slicing_of(place, wrapped))
+    layouts = lay_out_shares(wrapped, place, slicing_of(place, wrapped))
     spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(names.values())})
     check_all_stepped(spec, list(names))
     lay_out_state(optimizer)
@@ -124,7 +124,7 @@ def protect(
         start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         standing.hold()
         undo.callback(standing.release)
-        return _assemble(place, watched, layout, spec, stubs, start, deadline, undo, required=required)
+        return _assemble(place, watched, layouts, spec, stubs, start, deadline, undo, required=required)
 
 
 def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
@@ -138,7 +138,7 @@ def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
 def _assemble(
     place: Membership,
     watched: Watched,
-    layout: Layout,
+    layouts: Mapping[int, Layout],
     spec: pb.OptimizerSpec,
     stubs: Stubs,
     start: Start,
@@ -151,17 +151,17 @@ def _assemble(
 
     `undo` closes the parts created so far; the protection takes it over.
     """
-    names = watched.model.trained()
+    names, layout = watched.model.trained(), layouts[place.group]
     parameters = list(names.values())
     devices = {parameter.device for parameter in parameters}
     reducer, untagged = make_reducer(
-        place, layout, start, devices, undo, required=required, average=watched.model.averages
+        place, layouts, start, devices, undo, required=required, average=watched.model.averages
     )
     if untagged:
         place = replace(place, followed=False)
         if place.first:
             _log.warning(_UNTAGGED, "; ".join(untagged))
-    hook = make_reduction(watched.model, layout, reducer, start.next_iteration)
+    hook = make_reduction(watched.model, reducer, start.next_iteration)
     undo.callback(hook.close)
     steps, buffers = StepExclusion(start.next_iteration), recorded_buffers(place, watched, parameters, start)
     device = parameters[0].device.type

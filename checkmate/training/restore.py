@@ -128,6 +128,8 @@ def _begin(
     if plan.kind == "reset":
         _log_once(place, _RESET)
         return Start(plan), None
+    if plan.kind == "refused":
+        raise RestoreError(plan.trouble)
     if plan.kind == "nodes":
         start = Start(plan, plan.iteration + 1, keep=True)
         extra, trouble = _together(place, lambda: _from_nodes(place, watched, stubs, start, timeout))
@@ -209,30 +211,32 @@ def _from_disk(
     if trouble:
         instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _ANEW])))
-    record, extra = resumed
+    record = resumed.record
     _log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
+    if place.rank == 0 and resumed.other_ranks:
+        _log.warning("%s: %s", path, resumed.other_ranks)
     if older:
         _log_once(place, f"older checkpoints were not used: {found.passed_over}")
-    return Start(plan, record.iteration + 1, record=record), extra
+    return Start(plan, record.iteration + 1, record=record), resumed.extra
 
 
 def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
     """Fetch and install the planned iteration; return the user's `extra`."""
-    layout = membership.lay_out(watched.model, place.shards, slicing_of(place, watched.model))
+    layouts = membership.lay_out_shares(watched.model, place, slicing_of(place, watched.model))
     parameters = list(watched.model.trained().values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     plan = start.plan
     wanted = {
         Asked(place.job.job, plan.run, plan.iteration, group, shard): nodes
         for (group, shard), nodes in plan.holders.items()
-        if group == place.group
+        if group in layouts
     }
-    got = fetch(wanted, layout, stubs, place.rank, timeout)
+    got = fetch(wanted, layouts, stubs, place, timeout)
     if plan.iteration >= 0 and not got.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")
     check_optimizer(got.optimizer, spec_of(watched.optimizer, numbers))
     check_record(got.record, watched, place)
-    states = {n: from_held(got.layout.parameters[n], *values) for n, values in got.states.items()}
+    states = {n: from_held(got.parameters[n], *values) for n, values in got.states.items()}
     install_parameters(parameters, states)
     given = [group.options for group in got.optimizer.groups]
     options = part_of(got.record, 0).step.next_options or given

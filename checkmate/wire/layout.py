@@ -18,6 +18,8 @@ from checkmate.errors import CheckmateError
 from checkmate.wire.nccl_slicing import KIND as NCCL_KIND
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import RING_SLICING, Bucket, Slicing
+from checkmate.wire.shares import WHOLE, Share, owners
+from checkmate.wording import counted
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
 """Size at which a bucket is closed, as in DDP (`bucket_cap_mb`)."""
@@ -128,13 +130,20 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters in registration order, and buckets in the order of the ring."""
+    """Parameters in registration order, and buckets in the order of the ring.
+
+    With a `share`, the buckets are those of the share's parameters alone. All shares number the parameters of
+    the whole model.
+    """
 
     parameters: tuple[Parameter, ...]
     shards: int
     bucket_bytes: int
     buckets: tuple[BucketLayout, ...]
     slicing: Slicing = RING_SLICING
+    frozen: tuple[Parameter, ...] = ()
+    """Chunks of parameters that training does not reduce, which are in no bucket."""
+    share: Share = WHOLE
 
     @cached_property
     def schedule(self) -> tuple[Bucket, ...]:
@@ -148,7 +157,9 @@ class Layout:
 
     @cached_property
     def empty(self) -> tuple[int, ...]:
-        """Parameters without elements, which are in no bucket but may have optimizer state."""
+        """The first share's parameters without elements: in no bucket, but they may have optimizer state."""
+        if self.share.index:
+            return ()
         return tuple(number for number, known in enumerate(self.parameters) if not known.elements)
 
     def of_shard(self, shard: int) -> list[int]:
@@ -166,6 +177,10 @@ class Layout:
         }
         if self.slicing != RING_SLICING:  # layouts from before there was another one have no name of it
             said["slicing"] = dict(self.slicing.describe())
+        if self.frozen:
+            said["frozen"] = [_described(parameter) for parameter in self.frozen]
+        if self.share != WHOLE:
+            said["share"] = [self.share.index, self.share.count]
         return json.dumps(said, sort_keys=True)
 
     @cached_property
@@ -180,7 +195,10 @@ def from_json(text: str) -> Layout:
         said = json.loads(text)
         parameters = [_parameter(p) for p in said["parameters"]]
         shards, bucket_bytes = _numbers([said["shards"], said["bucket_bytes"]])
-        return make_layout(parameters, shards, bucket_bytes, _slicing(said.get("slicing")))
+        frozen = [_parameter(p) for p in said.get("frozen", [])]
+        index, count = _numbers(said.get("share", [0, 1]))
+        share, slicing = Share(index, count), _slicing(said.get("slicing"))
+        return make_layout(parameters, shards, bucket_bytes, slicing, frozen, share)
     except KeyError as error:
         raise LayoutError(f"not a layout: it lacks {error}") from None
     except (TypeError, ValueError, RecursionError) as error:
@@ -242,8 +260,10 @@ def make_layout(
     shards: int,
     bucket_bytes: int = BUCKET_BYTES,
     slicing: Slicing = RING_SLICING,
+    frozen: Sequence[Parameter] = (),
+    share: Share = WHOLE,
 ) -> Layout:
-    """Lay out a model's trained parameters.
+    """Lay out a model's trained parameters, or a share of them.
 
     They are taken in reverse order, in which backward completes their gradients, cut into shards of similar
     size, and each shard into buckets.
@@ -253,12 +273,14 @@ def make_layout(
         shards: the number of shards.
         bucket_bytes: size at which a bucket is closed.
         slicing: how the AllReduce cuts buckets.
+        frozen: chunks of parameters that are not reduced.
+        share: the share that is laid out.
 
     Returns:
         The layout, whose buckets are without empty parameters.
 
     Raises:
-        LayoutError: if all parameters are empty, or one has an unsupported type.
+        LayoutError: if all parameters are empty, or fewer than shares, or one has an unsupported type.
     """
     for parameter in parameters:
         for dtype in (parameter.dtype, parameter.gradient_dtype):
@@ -268,19 +290,32 @@ def make_layout(
         dimensions = range(len(parameter.shape))
         if parameter.dim_order and sorted(parameter.dim_order) != [*dimensions]:
             raise LayoutError(f"{parameter.name} has dimensions {[*dimensions]}, not {parameter.dim_order}")
+    for parameter in (*parameters, *frozen):
         if (parameter.whole or parameter.offset) and not _is_chunk(parameter):
             raise LayoutError(
                 f"{parameter.name}, {parameter.shape} at {parameter.offset}, is not within {parameter.whole}"
             )
     if shards < 1 or bucket_bytes < 1:
         raise LayoutError(f"{shards} shards with buckets of {bucket_bytes} bytes; each must be at least 1")
-    order = [i for i in reversed(range(len(parameters))) if parameters[i].elements]
-    if not order:
-        raise LayoutError("no parameter needs a gradient")
+    order = _order(parameters, share)
     buckets: list[BucketLayout] = []
     for shard, run in _runs(order, parameters, shards).items():
         buckets += _buckets(run, parameters, shard, bucket_bytes)
-    return Layout(tuple(parameters), shards, bucket_bytes, tuple(buckets), slicing)
+    return Layout(tuple(parameters), shards, bucket_bytes, tuple(buckets), slicing, tuple(frozen), share)
+
+
+def _order(parameters: Sequence[Parameter], share: Share) -> list[int]:
+    """Return a share's parameters that have elements, in the order in which backward completes gradients."""
+    filled = [i for i, parameter in enumerate(parameters) if parameter.elements]
+    if not filled:
+        raise LayoutError("no parameter needs a gradient")
+    if not share.index < share.count <= len(filled):
+        raise LayoutError(
+            f"share {share.index} of {share.count} of a model of {counted(len(filled), 'parameter')}: each "
+            "share needs a parameter, so use as many ranks of a host as there are parameters, or fewer"
+        )
+    owned = owners([parameters[i].nbytes for i in filled], share.count)
+    return [i for i, owner in zip(reversed(filled), reversed(owned), strict=True) if owner == share.index]
 
 
 def _is_chunk(parameter: Parameter) -> bool:

@@ -10,9 +10,16 @@ _FROM_FIRST = ("model", "buffers")
 
 
 def differences(
-    rank: int, lines: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
+    rank: int,
+    lines: Sequence[Mapping[str, Any]],
+    expected: Sequence[Mapping[str, Any]],
+    *,
+    broadcast: bool = True,
 ) -> list[str]:
-    """Return each start's first difference: in the resumed iteration, in a loss, or in the state."""
+    """Return each start's first difference: in the resumed iteration, in a loss, or in the state.
+
+    `broadcast`: whether all ranks get the first one's buffers, as under DDP.
+    """
     reference = {line["iteration"]: line for line in expected if line["event"] == "iteration"}
     found: dict[int, str] = {}
     for line in lines:
@@ -25,10 +32,8 @@ def differences(
             elif parts := _parts(line["digest"], reference[iteration]["digest"]):
                 found[attempt] = f"rank{rank}, start {attempt}: after iteration {iteration} differ {parts}"
         elif line["event"] == "resumed" and iteration:
-            parts = _parts(
-                line["digest"], reference[iteration - 1]["digest"], () if rank == 0 else _FROM_FIRST
-            )
-            if parts:
+            but = _FROM_FIRST if broadcast and rank else ()
+            if parts := _parts(line["digest"], reference[iteration - 1]["digest"], but):
                 found[attempt] = (
                     f"rank{rank}, start {attempt}: as restored (iteration {iteration}) differ {parts}"
                 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Final
 
 from tests.chaos.scenario import FEATURES, Event, ModelSpec, NetworkSpec, Scenario
@@ -34,6 +35,12 @@ _PARTS: Final = {
 }
 """Probability of each part of a model."""
 
+_SHARDABLE: Final = frozenset(
+    {"tied", "frozen", "unused", "sometimes", "norm", "embedding", "dropout", "buffer", "groups"}
+    | {"autocast", "validation", "loader"}
+)
+"""Parts that FSDP2 and `protect` accept in a sharded model."""
+
 _OPTIMIZERS: Final = (
     *("SGD", "SGD", "Adam", "AdamW", "AdamW", "NAdam", "RAdam", "Adamax"),
     *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
@@ -57,6 +64,8 @@ def generate(seed: int, without: Collection[str] = ()) -> Scenario:
     draw = _Draw(seed, frozenset(without))
     network = _network(draw)
     model = _model(draw)
+    if network.shards > 1:
+        model = _sharded(draw, model)
     events = _events(draw, network, model.iterations)
     if draw.has("lost-shards", 0.15):
         events += _lost_shards(draw.of("which lost shards"), network, model.iterations)
@@ -85,14 +94,17 @@ class _Draw:
 
 def _network(draw: _Draw) -> NetworkSpec:
     nodes = draw.of("nodes").choice((1, 2, 2, 3))
+    ranks = draw.of("ranks").choice((2, 2, 2, 3, 3, 4, 5))
+    shards = draw.of("how many shards").choice((2, 2, 3)) if draw.has("shards", 0.25) else 1
     return NetworkSpec(
-        ranks=draw.of("ranks").choice((2, 2, 2, 3, 3, 4, 5)),
+        ranks=ranks if shards == 1 else min(ranks, 5 - shards),
+        shards=shards,
         switches=draw.of("how many switches").choice((2, 3)) if draw.has("switches", 0.25) else 1,
         channels=2 if draw.has("channels", 0.4) else 1,
         nodes=tuple(draw.of(f"nics of {node}").choice((1, 1, 2)) for node in range(nodes)),
         replicas=2 if nodes > 1 and draw.has("replicas", 0.4) else 1,
         loss=draw.of("loss").choice((0.005, 0.01)) if draw.has("packet-loss", 0.1) else 0.0,
-        every=draw.of("every").choice((3, 10)) if draw.has("disk", 0.15) else 0,
+        every=draw.of("every").choice((3, 10)) if draw.has("disk", 0.15) and shards == 1 else 0,
     )
 
 
@@ -126,6 +138,27 @@ def _model(draw: _Draw) -> ModelSpec:
         bucket_mb=draw.of("bucket").choice((0.002, 0.01, 0.05)),
         iterations=iterations * (3 if fast else 1),
         pause=0.0 if fast else draw.of("pause").choice((0.02, 0.05, 0.1)),
+    )
+
+
+def _sharded(draw: _Draw, model: ModelSpec) -> ModelSpec:
+    """Return a model that can be sharded: without some parts, and with an optimizer that DTensor knows."""
+    parts = tuple(part for part in model.parts if part in _SHARDABLE)
+    options = dict(model.options)
+    name = "SGD" if model.optimizer == "Rprop" else model.optimizer
+    if name not in ("Adam", "AdamW") and options.pop("fused", False):
+        options["foreach"] = True
+    precisions: tuple[str, ...] = ("fp32",)
+    if "norm" not in parts and draw.allows("low-precision"):  # BatchNorm's buffers stay fp32
+        precisions = ("fp32", "bf16", "bf16-gradients")
+    return replace(
+        model,
+        parts=parts,
+        turned=(),
+        optimizer=name,
+        options=options,
+        infinite=(),
+        precision=draw.of("precision").choice(precisions),
     )
 
 
@@ -179,14 +212,14 @@ def _events(draw: _Draw, network: NetworkSpec, iterations: int) -> tuple[Event, 
 def _lost_shards(draw: random.Random, network: NetworkSpec, iterations: int) -> tuple[Event, ...]:
     """Return kills of a shadow node and a rank at the same time."""
     at, seconds = draw.randrange(iterations // 2, iterations - 4), round(draw.uniform(0.2, 3), 2)
-    node, rank = f"shadow{draw.randrange(len(network.nodes))}", f"rank{draw.randrange(network.ranks)}"
+    node, rank = f"shadow{draw.randrange(len(network.nodes))}", f"rank{draw.randrange(network.world)}"
     return Event(at, "kill", node, 0.0, seconds), Event(at, "kill", rank, 0.005)
 
 
 def _happening(kind: str, draw: random.Random, network: NetworkSpec, iterations: int) -> list[Event]:
     at = draw.randrange(1, iterations - 4) if draw.random() < 0.9 else 0
     delay = round(draw.choice((0.0, 0.0, draw.uniform(0, 0.1))), 3)
-    rank, other = (f"rank{draw.randrange(network.ranks)}" for _ in range(2))
+    rank, other = (f"rank{draw.randrange(network.world)}" for _ in range(2))
     node = f"shadow{draw.randrange(len(network.nodes))}"
     switch = f"tor{draw.randrange(network.switches)}"
     seconds = round(draw.choice((0.2, 0.5, draw.uniform(0.5, 2), draw.uniform(2, 6))), 2)

@@ -118,7 +118,7 @@ def make_optimizer(model: RandomNet, orders: Orders) -> torch.optim.Optimizer:
         parameters = [{"params": matrices}, {"params": others, "lr": orders.options["lr"] / 2}]
     optimizer: torch.optim.Optimizer = kind(parameters, **orders.options)
     if orders.has("frozen"):
-        model.frozen.grad = torch.randn(7)
+        model.frozen.grad = torch.ones_like(model.frozen)
         optimizer.step()
         model.frozen.grad = None
     return optimizer

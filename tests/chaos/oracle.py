@@ -47,7 +47,7 @@ class ResumePromise:
     """Promise for the next start: the earliest iteration at which it resumes.
 
     Attributes:
-        lost: Shards that may be lost.
+        lost: Shards that may be lost, counted over all DP groups.
         unknown: Whether the job may be unknown to all nodes, so that training restarts without an error.
         on_disk: Whether there is a checkpoint, which is used if no shard is available.
     """
@@ -85,7 +85,7 @@ def promise(
 ) -> ResumePromise:
     """Return the promise for the start at time `until`, after the start `before`."""
     unsound = {node for node in range(len(network.nodes)) if not _sound(facts, node, before.over, until)}
-    lost = [s for s in range(len(network.nodes)) if unsound.issuperset(network.holders(s))]
+    lost = [number for number, nodes in enumerate(network.holders()) if unsound.issuperset(nodes)]
     repeats = 0 if before.clean else CRASH
     reached = before.resumed if before.completed is None else before.completed + 1 - repeats
     at_least = max(before.resumed, reached)

@@ -16,13 +16,18 @@ def describe(scenario: Scenario) -> list[tuple[str, str]]:
     nics = ", ".join(map(str, network.nodes))
     options = ", ".join(f"{key}={value}" for key, value in model.options.items())
     extras = [f"switches {network.switches}", f"channels {network.channels}", f"replicas {network.replicas}"]
+    extras += [f"shards {network.shards}"] if network.shards > 1 else []
     extras += [f"loss {network.loss:g}"] if network.loss else []
     extras += [f"consolidate --every {network.every}"] if network.every else []
     training = [f"{model.iterations} iterations", f"pause {model.pause:g} s", f"boundary {model.boundary}"]
     training += [f"clip {model.clip:g} (norm {model.clip_norm:g})"] if model.clip else []
+    training += [f"precision {model.precision}"] if model.precision != "fp32" else []
     training += [f"accumulate {model.accumulate}"] if model.accumulate > 1 else []
     return [
-        ("network", f"ranks {network.ranks}, nodes with {nics} NICs, " + ", ".join(extras)),
+        (
+            "network",
+            f"ranks {network.ranks}, shards {network.shards}, nodes with {nics} NICs, " + ", ".join(extras),
+        ),
         ("model", f"width {model.width}, " + ", ".join((*model.parts, *model.turned)) or "plain"),
         ("optimizer", f"{model.optimizer}({options}), schedule {model.schedule}"),
         ("training", ", ".join(training)),

@@ -114,7 +114,7 @@ class Trial:
     def __init__(self, world: ChaosWorld, outcome: TrialOutcome, progress: Callable[[str], None]) -> None:
         self._world, self._outcome, self._progress = world, outcome, progress
         self._scenario = world.scenario
-        ranks = range(self._scenario.network.ranks)
+        ranks = range(self._scenario.network.world)
         self._logs = [RankLog(world.folder / f"rank{rank}.jsonl") for rank in ranks]
         self._before: PastStart | None = None
         self._resumed: int | None = None
@@ -275,4 +275,5 @@ class Trial:
         for rank, log in enumerate(self._logs):
             expected = RankLog(self._world.folder / "reference" / f"rank{rank}.jsonl")
             expected.look()
-            self._outcome.problems += differences(rank, log.lines, expected.lines)
+            broadcast = self._scenario.network.shards == 1
+            self._outcome.problems += differences(rank, log.lines, expected.lines, broadcast=broadcast)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from checkmate.job.mesh import serving
+
 FEATURES: Final[Mapping[str, str]] = {
     "memory-format": "channels_last, channels_last_3d and transposed parameters",
     "scalar": "a 0-dim parameter",
@@ -33,7 +35,9 @@ FEATURES: Final[Mapping[str, str]] = {
     "autocast": "autocast to bf16",
     "ema": "an EMA in extra(), updated after the step",
     "validation": "random numbers drawn after the step",
+    "low-precision": "bf16 compute of a sharded model, with gradients in fp32 or bf16",
     "fast": "iterations without a pause",
+    "shards": "FSDP2 with replicas, in two or three shards, which are the ranks of a host",
     "switches": "two or three switches",
     "channels": "two channels",
     "replicas": "two holders of each shard",
@@ -57,7 +61,10 @@ FEATURES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The model. `parts` are names in FEATURES of parts of the model; `turned` is for `OddShapes`."""
+    """The model. `parts` are names in FEATURES of parts of the model; `turned` is for `OddShapes`.
+
+    `precision` is that of a sharded model: fp32, bf16 (compute), or bf16-gradients (both).
+    """
 
     parts: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
@@ -69,6 +76,7 @@ class ModelSpec:
     clip_norm: float = 2.0
     accumulate: int = 1
     infinite: tuple[int, ...] = ()
+    precision: str = "fp32"
     boundary: str = "steps"
     bucket_mb: float = 0.01
     iterations: int = 40
@@ -81,9 +89,13 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """The network. `nodes` has the number of each shadow node's NICs; `loss` is for training links."""
+    """The network. `nodes` has the number of each shadow node's NICs; `loss` is for training links.
+
+    A ring has `ranks` ranks. With several `shards`, each is a DP group, and a host has a rank of each.
+    """
 
     ranks: int = 2
+    shards: int = 1
     switches: int = 1
     channels: int = 1
     nodes: tuple[int, ...] = (1,)
@@ -91,22 +103,39 @@ class NetworkSpec:
     loss: float = 0.0
     every: int = 0
 
+    @property
+    def world(self) -> int:
+        """The number of all ranks."""
+        return self.ranks * self.shards
+
     def topology(self) -> dict[str, Any]:
-        """Return the data of its lab's YAML: ranks and shadow nodes are attached to the switches in turn."""
+        """Return the data of its lab's YAML: hosts and shadow nodes are attached to the switches in turn."""
         names = [f"tor{number}" for number in range(self.switches)]
+        attached = [names[rank % self.switches] for rank in range(self.ranks)]
+        ranks: dict[str, Any] = {"dp_groups": [{"ranks": attached}]}
+        if self.shards > 1:
+            mesh = {"dp_replicate": self.ranks, "dp_shard": self.shards}
+            hosts = [[switch] for switch in attached]
+            ranks = {"hosts": hosts, "mesh": mesh, "gpus_per_host": self.shards}
         return {
-            "title": f"a ring of {self.ranks} on {self.switches} switches",
+            "title": f"rings of {self.ranks} on {self.switches} switches",
             "channels": self.channels,
             "replicas": self.replicas,
             "switches": names,
             "links": [[a, b] for a, b in itertools.pairwise(names)],
-            "dp_groups": [{"ranks": [names[rank % self.switches] for rank in range(self.ranks)]}],
+            **ranks,
             "shadow_nodes": [[names[node % self.switches]] * count for node, count in enumerate(self.nodes)],
         }
 
-    def holders(self, shard: int) -> list[int]:
-        """Return the shadow nodes that hold a shard."""
-        return [(shard + i) % len(self.nodes) for i in range(self.replicas)]
+    def holders(self) -> list[list[int]]:
+        """Return the shadow nodes that hold each shard of each DP group's model."""
+        count = len(self.nodes)
+        lists = [serving(group, self.shards, count, self.replicas) for group in range(self.shards)]
+        return [
+            [nodes[(shard + i) % len(nodes)] for i in range(self.replicas)]
+            for nodes in lists
+            for shard in range(len(nodes))
+        ]
 
 
 @dataclass(frozen=True)

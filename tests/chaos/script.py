@@ -14,26 +14,26 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import checkmate
 from checkmate.ring import RingPlace, connect_ring
-from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.reducing import RingReducer
-from checkmate.training.model.ddp import DdpModel
-from checkmate.training.start.membership import lay_out
+from checkmate.training.gradients.wiring import make_reduction
+from checkmate.training.model.choosing import model_of
+from checkmate.training.start.membership import join, lay_out
 from tests.chaos.model import INPUTS, ROWS, RandomNet, make_optimizer, make_scheduler
 from tests.chaos.scenario import Scenario
+from tests.chaos.wrapped import synchronising, wrap
 from topologies.training.in_rank import Unprotected
 from topologies.training.verdict import digest
 
@@ -43,15 +43,17 @@ ANEW = 3
 
 
 class UntaggedRing(Unprotected):
-    """Replacement of `protect`: the same ring and bits, on loopback, without a job."""
+    """Replacement of `protect`: the same rings and bits, on loopback."""
 
-    def __init__(self, ddp: DistributedDataParallel, channels: int, shards: int) -> None:
-        model = DdpModel(ddp)
-        layout = lay_out(model, shards)
-        ips = [f"127.0.0.{rank + 1}" for rank in range(dist.get_world_size())]
-        self._ring = connect_ring(RingPlace(dist.get_rank(), ips, channels, fingerprint=layout.fingerprint))
-        reducer = RingReducer(self._ring, layout)
-        self._hook = GradientHook(ddp, layout, list(model.trained().values()), reducer, 0)
+    def __init__(self, module: nn.Module) -> None:
+        model = model_of(module)
+        place = join(model)
+        layout = lay_out(model, place.shards)
+        ips = [f"127.0.0.{rank.rank + 1}" for rank in place.job.dp_groups[place.group].ranks]
+        ring = RingPlace(place.position, ips, place.job.channels, fingerprint=layout.fingerprint)
+        self._ring = connect_ring(ring)
+        reducer = RingReducer(self._ring, layout, divisor=None if model.averages else 1)
+        self._hook = make_reduction(model, reducer, 0)
         self._hook.register()
 
     def close(self) -> None:
@@ -71,9 +73,7 @@ class ChaosRank:
         begins = 0 if orders["fresh"] else self.attempt  # restored state always differs from initial state
         torch.manual_seed(scenario.seed + 1000 * begins)
         self.model = RandomNet(self.training)
-        self.ddp = DistributedDataParallel(
-            self.model, bucket_cap_mb=self.training.bucket_mb, find_unused_parameters=True
-        )
+        self.wrapped = wrap(self.model, scenario)
         self.optimizer = make_optimizer(self.model, self.training)
         self.scheduler = make_scheduler(self.optimizer, self.training)
         self.scaler = (
@@ -82,7 +82,8 @@ class ChaosRank:
             else None
         )
         averaging: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
-        self.ema = AveragedModel(self.model, multi_avg_fn=averaging)
+        if self.training.has("ema"):  # FSDP2's models can't be copied
+            self.ema = AveragedModel(self.model, multi_avg_fn=averaging)
         self.best = 0.0
         self.loader = StatefulDataLoader(_Rows(scenario.seed), batch_size=ROWS, shuffle=True)
         self._rows = torch.zeros(ROWS, INPUTS)
@@ -129,14 +130,13 @@ class ChaosRank:
 
     def _begin(self) -> tuple[int, Any]:
         if self.reference:
-            network = self.scenario.network
-            return 0, UntaggedRing(self.ddp, network.channels, len(network.nodes))
+            return 0, UntaggedRing(self.wrapped)
         parts = {"scheduler": self.scheduler, "scaler": self.scaler}
         if self.orders["checkpoints"]:
             os.environ["CHECKMATE_CHECKPOINTS"] = self.orders["checkpoints"]
         first, extra = 0, None
         if not self.orders["fresh"]:
-            first, extra = checkmate.restore(self.ddp, self.optimizer, **parts, timeout=TIMEOUT)
+            first, extra = checkmate.restore(self.wrapped, self.optimizer, **parts, timeout=TIMEOUT)
         if extra is not None:
             self.best = extra["best"]
             if "ema" in extra:
@@ -146,18 +146,18 @@ class ChaosRank:
         self.say("resumed", iteration=first, digest=self.digest() if first else "")
         if first == 0 and self.attempt and not self.orders["fresh"]:
             sys.exit(ANEW)
-        return first, checkmate.protect(self.ddp, self.optimizer, **parts, extra=self.extra, wait=20.0)
+        return first, checkmate.protect(self.wrapped, self.optimizer, **parts, extra=self.extra, wait=20.0)
 
     def iterate(self, iteration: int) -> float:
         """Train one iteration up to the optimizer's step and its related work; return its loss."""
         orders, total = self.training, 0.0
         sometimes = orders.has("sometimes") and iteration % 3 == 1
         for micro in range(orders.accumulate):
-            with nullcontext() if micro == orders.accumulate - 1 else self.ddp.no_sync():
+            with synchronising(self.wrapped, micro == orders.accumulate - 1):
                 x = self._rows + torch.randn(ROWS, INPUTS)
                 x[0, 1] += random.random() + float(np.random.rand())
                 with torch.autocast("cpu", torch.bfloat16, enabled=orders.has("autocast")):
-                    loss = ((self.ddp(x, sometimes=sometimes) - x.sum(1) * 0.1) ** 2).mean()
+                    loss = ((self.wrapped(x, sometimes=sometimes) - x.sum(1) * 0.1) ** 2).mean()
                 if iteration in orders.infinite:
                     loss = loss * float("inf")
                 total += float(loss.detach())
@@ -170,7 +170,7 @@ class ChaosRank:
             self.scaler.unscale_(self.optimizer)
         if self.training.clip:
             norm = self.training.clip_norm
-            checkmate.clip_grad_norm_(self.ddp.parameters(), self.training.clip, norm_type=norm)
+            checkmate.clip_grad_norm_(self.wrapped.parameters(), self.training.clip, norm_type=norm)
         if self.scaler is None:
             self.optimizer.step()
         else:

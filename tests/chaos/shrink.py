@@ -41,7 +41,7 @@ def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         infinite = () if part == "scaler" else model.infinite
         yield part, replace(scenario, model=replace(model, parts=fewer, infinite=infinite))
     plain = ModelSpec(optimizer=model.optimizer, options=model.options)
-    for name in ("turned", "schedule", "clip", "accumulate", "boundary"):
+    for name in ("turned", "schedule", "clip", "accumulate", "precision", "boundary"):
         if getattr(model, name) != getattr(plain, name):
             yield name, replace(scenario, model=replace(model, **{name: getattr(plain, name)}))
     for name in ("loss", "every", "channels", "replicas"):
@@ -49,7 +49,10 @@ def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
             smaller = replace(network, **{name: getattr(NetworkSpec(), name)})
             yield name, replace(scenario, network=smaller)
     used = {event.who for event in events}
-    if network.ranks > 2 and f"rank{network.ranks - 1}" not in used:
+    needed = 1 + max((int(who.removeprefix("rank")) for who in used if who.startswith("rank")), default=0)
+    if network.shards > 1 and needed <= network.ranks * (network.shards - 1):
+        yield "a shard", replace(scenario, network=replace(network, shards=network.shards - 1))
+    if network.ranks > 2 and needed <= (network.ranks - 1) * network.shards:
         yield "a rank", replace(scenario, network=replace(network, ranks=network.ranks - 1))
     if network.switches > 1 and f"tor{network.switches - 1}" not in used:
         yield "a switch", replace(scenario, network=replace(network, switches=network.switches - 1))

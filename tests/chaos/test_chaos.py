@@ -20,6 +20,8 @@ from tests.support.labs.live import needs_clang, needs_root
 from topologies.describe.topology import build
 
 CORPUS = "9,47"
+SHARDED_CORPUS = "1,7,25,29"
+"""Sharded jobs, with ranks, nodes, links and controllers that fail."""
 OFF: dict[str, str] = {}
 """Features that are off in the corpus and in random runs, each with the known defect."""
 
@@ -46,6 +48,15 @@ def test_a_fixed_corpus() -> None:
 @needs_root
 @needs_clang
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_fixed_corpus_of_sharded_jobs() -> None:
+    assert all(generate(int(seed)).network.shards > 1 for seed in SHARDED_CORPUS.split(","))
+    chaos("--seeds", SHARDED_CORPUS, seconds=390)
+
+
+@needs_root
+@needs_clang
+@pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_ten_minutes_of_random_seeds() -> None:
     chaos("--minutes", "10", seconds=990)
@@ -57,9 +68,13 @@ def test_a_seed_gives_one_scenario_that_a_lab_can_have(seed: int) -> None:
     assert made == generate(seed)
     assert Scenario.from_json(made.to_json()) == made
     topology = build("chaos", made.network.topology())
-    assert len(topology.ranks) == made.network.ranks
-    names = {"ctl", "job", *(s.name for s in topology.switches), *(h.name for h in topology.hosts)}
+    assert len(topology.ranks) == made.network.world
+    names = {"ctl", "job", *(one.name for one in topology.switches), *(one.name for one in topology.ranks)}
+    names |= {one.name for one in topology.shadow_nodes}
     assert {event.who for event in made.events} <= names
+    nodes = range(len(made.network.nodes))
+    groups = [group.shadow_nodes or tuple(nodes) for group in topology.groups]
+    assert [holders[0] for holders in made.network.holders()] == [one for group in groups for one in group]
     assert all(0 <= event.at < made.model.iterations - 4 for event in made.events)
 
 
@@ -76,6 +91,9 @@ def test_seeds_have_every_kind_of_event_and_every_part() -> None:
     assert {part for one in made for part in one.model.parts} <= set(FEATURES)
     assert {one.network.ranks for one in made} == {2, 3, 4, 5}
     assert {one.network.switches for one in made} == {1, 2, 3}
+    sharded = [one for one in made if one.network.shards > 1]
+    assert {(one.network.ranks, one.network.shards) for one in sharded} == {(2, 2), (3, 2), (2, 3)}
+    assert {one.model.precision for one in sharded} == {"fp32", "bf16", "bf16-gradients"}
 
 
 def test_a_feature_that_is_left_out_changes_no_other() -> None:
@@ -121,6 +139,18 @@ def test_a_node_that_is_live_again_before_the_crash_is_sound() -> None:
     assert made([Fact(5.0, "lost", 1), Fact(9.0, "live", 1)]) == ResumePromise(20)
     assert made([Fact(5.0, "lost", 1), Fact(11.0, "live", 1)]).lost == (1,)
     assert made([Fact(9.0, "lost", 1), Fact(8.0, "live", 1)]).lost == (1,)
+
+
+def test_each_shard_of_a_sharded_model_has_holders_of_its_own() -> None:
+    """Two DP groups: of three nodes, the first has one and the second two; a node may hold several shards."""
+    network = NetworkSpec(shards=2, nodes=(1, 1, 1))
+    assert network.holders() == [[0], [1], [2]]
+    assert replace(network, replicas=2).holders() == [[0, 1], [1, 0], [1, 2], [2, 1]]
+    alone = replace(network, nodes=(1,))
+    assert made([Fact(9.0, "lost", 0)], alone) == ResumePromise(20, lost=(0, 1), unknown=True)
+    live = [*LIVE, Fact(1.0, "live", 2)]
+    lost = promise(network, [*live, Fact(9.0, "lost", 1)], CRASHED, 12.0, on_disk=False)
+    assert lost == ResumePromise(20, lost=(1,))
 
 
 def test_nodes_that_were_never_live_promise_nothing() -> None:

@@ -94,7 +94,7 @@ class ChaosWorld:
         orders = self._orders(f"orders{self.attempt}", self.folder, fresh=fresh, reference=False)
         environment = {"MASTER_ADDR": str(first.mgmt), "GLOO_SOCKET_IFNAME": MGMT_INTERFACE}
         self.ranks = [
-            self._rank(rank.number, rank.name, orders, environment) for rank in self.lab.topology.ranks
+            self._rank(rank.number, rank.host.name, orders, environment) for rank in self.lab.topology.ranks
         ]
 
     def start_reference(self) -> list[subprocess.Popen[bytes]]:
@@ -103,7 +103,7 @@ class ChaosWorld:
         folder.mkdir()
         orders = self._orders("orders", folder, fresh=True, reference=True)
         environment = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks = range(self.scenario.network.ranks)
+        ranks = range(self.scenario.network.world)
         return [self._rank(rank, "ctl", orders, environment, f"reference{rank}") for rank in ranks]
 
     def statuses(self, node: int) -> Iterator[dict[str, Any]]:
@@ -133,8 +133,9 @@ class ChaosWorld:
         return self.controller.member.process if who == "ctl" else self.lab.switch_process(who)
 
     def set_link(self, who: str, *, up: bool) -> None:
-        """Set the switch's end of a host's first training link up or down."""
-        nic = self.lab.topology.host(who).interfaces[0]
+        """Set the switch's end of a rank's or a shadow node's first training link up or down."""
+        hosts = {rank.name: rank.host for rank in self.lab.topology.ranks}
+        nic = (hosts.get(who) or self.lab.topology.host(who)).interfaces[0]
         with netlink(self.lab.namespace(nic.switch)) as ip:
             index = ip.link_lookup(ifname=f"port{nic.port}")[0]
             ip.link("set", index=index, state="up" if up else "down")
@@ -175,7 +176,7 @@ class ChaosWorld:
         given = {
             **environment,
             "RANK": str(rank),
-            "WORLD_SIZE": str(self.scenario.network.ranks),
+            "WORLD_SIZE": str(self.scenario.network.world),
             "MASTER_PORT": str(PORT + max(self.attempt, 0)),
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -19,6 +19,7 @@ from tests.support.cli import COMMAND, invoke
     [
         [],
         ["--ranks", "gpu0,fd00::2,gpu2.example.org", "--shadow-nodes", "cpu0", "--nics", "2"],
+        ["--ranks", "4", "--gpus-per-host", "8", "--shadow-nodes", "8"],
         ["--ranks", "20", "--shadow-nodes", "3", "--channels", "8", "--replicas", "2", "--job", "llama"],
     ],
 )
@@ -53,11 +54,24 @@ def test_options_are_in_the_file(tmp_path: Path) -> None:
     assert (switch.address, str(job.keys)) == ("10.1.1.1:9559", "/etc/keys")
 
 
+def test_several_gpus_per_host_are_a_mesh(tmp_path: Path) -> None:
+    options = ["--ranks", "a,b", "--gpus-per-host", "2", "--shadow-nodes", "2"]
+    code, output = invoke("init", tmp_path / "gpt.yaml", *options)
+    assert code == 0, output
+    job = read_job(tmp_path / "gpt.yaml")
+    assert [[rank.rank for rank in group.ranks] for group in job.dp_groups] == [[0, 2], [1, 3]]
+    assert [(rank.host, rank.mgmt) for group in job.dp_groups for rank in group.ranks] == [
+        ("a", "a"),
+        ("b", "b"),
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--ranks", "0"], "--ranks must be a number from 1 to 250, or hosts such as trainer0,trainer1"),
         (["--ranks", "a,,b"], "--ranks must be a number"),
+        (["--ranks", "1", "--gpus-per-host", "2"], "mesh.dp_replicate: must be from 2"),
         (["--ranks", "1"], "dp_groups[0].ranks: needs at least 2 items, has 1"),
         (["--replicas", "2"], "replicas: 2 replicas need as many shadow nodes"),
         (["--collective", "gloo"], "--collective must be ring or nccl, not gloo"),
@@ -93,7 +107,8 @@ def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, stdin=side, stdout=side, stderr=side
     ) as process:
         os.close(side)
-        os.write(terminal, b"m\xc3\xa9\nllama\n0\n1\ngpu0,gpu1\n\n4\nbmv2\n\n")
+        # Ctrl-D at the end: no question waits.
+        os.write(terminal, b"m\xc3\xa9\nllama\n0\n1\ngpu0,gpu1\n\n\n4\nbmv2\n\n\x04")
         said = b""
         try:
             while piece := os.read(terminal, 4096):
@@ -105,7 +120,7 @@ def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
     assert (job.job, job.channels, job.fabric.switches[0].target) == ("llama", 4, "bmv2")
     assert [rank.mgmt for rank in job.dp_groups[0].ranks] == ["gpu0", "gpu1"]
     assert [len(node.nics) for node in job.shadow_nodes] == [2]
-    assert said.count(b"ranks (their number") == 3
+    assert said.count(b"hosts of ranks (their number") == 3
     assert said.count(b"name of the job") == 2
     assert b"needs at least 2 items, has 1" in said
     assert b"must be a number from 1 to 250" in said

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from checkmate import state
 from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.follow import follow, next_due
-from checkmate.consolidate.snapshot import Missing, ShardedError, SnapshotReader, Unreachable, one_group
+from checkmate.consolidate.snapshot import Missing, SnapshotReader, Unreachable, one_group
 from checkmate.nodes.reader import ShardState
 from checkmate.nodes.standing import Lacking
 from checkmate.rpc import shadow_pb2 as pb
@@ -154,13 +153,6 @@ def test_shards_of_two_models_are_not_put_together() -> None:
     with pytest.raises(Lacking, match="shard 1 of DP group 0 has another model") as caught:
         one_group(0, [ours, theirs])
     assert caught.value.wrong == {(0, 1)}
-
-
-def test_chunks_of_a_sharded_model_are_not_taken_for_whole_parameters() -> None:
-    one = fetched(0, [], [])
-    chunk = Parameter("w", (4,), "float32", whole=(7,), offset=(0,))
-    with pytest.raises(ShardedError, match=r"DP group 0 .* can't assemble .* torch.distributed.checkpoint"):
-        one_group(0, [replace(one, layout=make_layout([chunk], 2, 100))])
 
 
 def test_nodes_that_have_forgotten_everything(place: Callable[..., ConsolidatePlace]) -> None:
@@ -331,6 +323,36 @@ def test_the_command_keeps_the_last_few(
     for path, iteration in zip(left, reversed(iterations), strict=False):
         here.check(disk.load(path), iteration)
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in left)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_a_sharded_job_is_followed_with_whole_tensors(
+    place: Callable[..., ConsolidatePlace], kind: disk.Format, tmp_path: Path
+) -> None:
+    here = place(groups=2, nodes=2, ranks=2, sharded=True)
+    stopped, saved, troubles = threading.Event(), list[Path](), list[str]()
+
+    with (
+        here.going_on(),
+        SnapshotReader(here.job, stopped=stopped) as nodes,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        following = pool.submit(
+            follow,
+            *(nodes, tmp_path, kind, 10.0, 5, 2, stopped),
+            lambda one: saved.append(one.path),
+            troubles.append,
+        )
+        try:
+            wait_until(lambda: len(saved) >= 4, "four checkpoints", 60)
+        finally:
+            stopped.set()
+            following.result()
+    assert troubles == []
+    left = kept_in(tmp_path)
+    assert left == saved[:-3:-1]
+    for path in left:
+        here.check(disk.load(path), int(path.name.removesuffix(".pt")[-8:]))
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])

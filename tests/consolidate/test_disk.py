@@ -38,7 +38,7 @@ def test_what_is_written_is_read_back(kind: disk.Format, groups: int, tmp_path: 
     found = disk.load(path)
     assert equal(sorted(found), sorted(made))
     for index in range(groups):
-        ours, theirs = disk.group_of(made, index), disk.group_of(found, index)
+        ours, theirs = disk.stage_in(made, index), disk.stage_in(found, index)
         assert {key: equal(theirs[key], ours[key]) for key in ours} == dict.fromkeys(ours, True)
     assert (ours["iteration"], ours["job"], ours["group"]) == (2, "demo", groups - 1)
     assert [p.name for p in path.parent.iterdir()] == [path.name]

@@ -56,6 +56,10 @@ def test_what_is_named_otherwise_or_not_whole_stays(kind: disk.Format, tmp_path:
         [newest.name, "iteration-00000099", "other.pt"]
     )
     assert kept.choices(newest) == [newest]
+    other = tmp_path / "any name"
+    other.write_bytes(b"")
+    assert kept.choices(other) == [other]
+    assert kept.greatest_generation(other) == kept.greatest_generation(tmp_path)
     assert kept.choices(tmp_path) == [newest, tmp_path / "iteration-00000099"]
 
 

@@ -15,40 +15,13 @@ from jsonschema import Draft202012Validator
 from checkmate.job import checks, editor_schema
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import JobError, read_job
-from checkmate.job.mesh import RULE, coordinates, group_name, serving
+from checkmate.job.mesh import RULE, coordinates, group_name, replica_groups, serving, sizes
 from checkmate.job.placing import place
-from testbed.jobs import job_data, mac
+from testbed.jobs import job_data
 from tests.support.cli import invoke
-from tests.support.job_files import faults, write
+from tests.support.job_files import faults, interface, meshed, write
 
 EDITORS = Draft202012Validator(editor_schema.of_job())
-
-
-def meshed(
-    pp: int = 1,
-    replicate: int = 2,
-    shard: int = 1,
-    tp: int = 1,
-    *,
-    gpus: int = 1,
-    nics: int = 1,
-    **kwargs: Any,
-) -> dict[str, Any]:
-    """Return a job with a mesh, and as many hosts as it needs."""
-    data = job_data(**kwargs)
-    del data["dp_groups"]
-    data["mesh"] = {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "tp": tp}
-    data["gpus_per_host"] = gpus
-    data["hosts"] = [
-        {"name": f"gpu{h}", "nics": [interface(h * nics + i) for i in range(nics)]}
-        for h in range(pp * replicate * shard * tp // gpus)
-    ]
-    return data
-
-
-def interface(number: int) -> dict[str, Any]:
-    at = {"ip": f"10.8.{number // 250}.{number % 250 + 1}", "mac": mac(8, number)}
-    return at | {"switch": "tor0", "port": 100 + number}
 
 
 def test_groups_are_the_replicate_lines_of_torchs_mesh(tmp_path: Path) -> None:
@@ -79,6 +52,20 @@ def test_groups_on_the_same_nics_have_shadow_ids_of_their_own(tmp_path: Path) ->
     assert first_shadow_ids(alone) == (0,) * 8
 
 
+def test_replicas_on_a_host_have_a_group_for_each_place_there(tmp_path: Path) -> None:
+    job = read_job(write(tmp_path, meshed(2, 6, gpus=2, nodes=4)))
+    members = [[rank.rank for rank in group.ranks] for group in job.dp_groups]
+    assert members == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert [rank.host for rank in job.dp_groups[3].ranks] == ["gpu3", "gpu4", "gpu5"]
+    assert [group.shadow_nodes for group in job.dp_groups] == [(0,), (1,), (2,), (3,)]
+    assert [replica_groups(job, group) for group in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert group_name(job, 3) == "3 (pp 1, local_rank 1)"
+    assert sizes(job) == " (pp 2 x local_rank 2)"
+    alone = read_job(write(tmp_path, meshed(1, 4, gpus=1)))
+    assert [len(group.ranks) for group in alone.dp_groups] == [4] and replica_groups(alone, 0) == (0,)
+    assert coordinates(alone, 0) == {"pp": 0, "dp_shard": 0, "tp": 0}
+
+
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 4))
 def test_shadow_nodes_are_divided_by_the_rule(groups: int, nodes: int, replicas: int) -> None:
     replicas = min(replicas, nodes)
@@ -95,7 +82,11 @@ def test_shadow_nodes_are_divided_by_the_rule(groups: int, nodes: int, replicas:
 @pytest.mark.parametrize(
     ("change", "where", "message"),
     [
-        ({"mesh": {"dp_replicate": 4}}, "mesh", "ranks 0 and 1 of one DP group on the same host, because"),
+        ({"mesh": {"dp_replicate": 4, "dp_shard": 2}, "gpus_per_host": 4}, "mesh",
+         "ranks 0 and 2 of one DP group on the same host, because"),
+        ({"mesh": {"dp_replicate": 2, "pp": 2}}, "mesh",
+         "has 2 replicas for gpus_per_host: 2; a switch copies what passes between hosts"),
+        ({"mesh": {"dp_replicate": 3}, "gpus_per_host": 2}, "mesh", "has 3 ranks, but 2 hosts"),
         ({"mesh": {"dp_replicate": 3}}, "mesh", "has 3 ranks, but 2 hosts with gpus_per_host: 2 have 4"),
         ({"gpus_per_host": 4}, "mesh", "has 4 ranks, but 2 hosts with gpus_per_host: 4 have 8"),
         ({"mesh": {"dp_replicate": 1, "dp_shard": 4}}, "mesh.dp_replicate", "from 2 to 65536"),
@@ -185,3 +176,15 @@ def test_an_empty_value_is_a_fault(tmp_path: Path, key: str) -> None:
 def test_gpus_per_host_without_a_mesh_is_a_fault(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="gpus_per_host"):
         read_job(write(tmp_path, job_data() | {"gpus_per_host": 3}))
+
+
+def test_the_capacity_of_replicas_on_a_host_counts_the_model_once(tmp_path: Path) -> None:
+    file = write(tmp_path, meshed(1, 4, gpus=2, nodes=2))
+    text = invoke("plan", file, "--capacity", "--model", "ResNet50")[1]
+    assert "DP groups 0 (local_rank 0) to 1 (local_rank 1), together:" in " ".join(text.split())
+    output = invoke("plan", file, "--capacity", "--model", "ResNet50", "--json")[1]
+    found = json.loads(output[output.index("{\n") :])
+    assert sum(nic["bytes"] for nic in found["nics"]) == found["models"][0]["bytes"]
+    one, other = (shard["nbytes"] for shard in found["shards"])
+    assert one + other == found["models"][0]["bytes"]
+    assert abs(one - other) < 0.01 * one

@@ -151,6 +151,7 @@ def test_a_frame_with_a_wrong_number_of_messages_breaks_the_connection(newest: P
         receive = newest.receiver.irecv(receiver, room, 10)[1]
         assert receive is not None
         until(lambda: newest.receiver.test(receive)[0] or None)
+        until(lambda: len(newest.libraries[1].broken) or None)
         assert newest.libraries[1].broken.endswith("Protocol error")
         newest.receiver.close_receive(receiver)
 

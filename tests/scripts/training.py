@@ -143,7 +143,7 @@ class ScriptRank:
         )
         self.sampler = {"seen": 0}
         for seed in (torch.manual_seed, random.seed, np.random.seed):
-            seed(orders.seed + 1 + self.rank)
+            seed(orders.seed + 1 + (self._replica() if orders.tensor else self.rank))
 
     def run(self) -> None:
         """Restore, protect, train, and save the result."""
@@ -208,7 +208,7 @@ class ScriptRank:
             with self._synchronising(last):
                 x, y = self.batch()
                 with torch.autocast(orders.device, torch.bfloat16, enabled=orders.autocast):
-                    loss = ((self.ddp(x) - y) ** 2).mean()
+                    loss = ((self.ddp(x.to(self.model.head.weight.dtype)) - y) ** 2).mean()
                 if iteration in orders.infinite:
                     loss = loss * float("inf")
                 total += float(loss.detach())
@@ -216,7 +216,7 @@ class ScriptRank:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if orders.clip:
-            checkmate.clip_grad_norm_(self.ddp.parameters(), orders.clip)
+            self.clip()
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -226,6 +226,15 @@ class ScriptRank:
         self.optimizer.zero_grad()
         time.sleep(orders.pause)
         return total
+
+    def clip(self) -> None:
+        """Clip gradients, in the way of those who combine norms themselves beside tensor parallelism."""
+        if not self.orders.tensor:
+            checkmate.clip_grad_norm_(self.ddp.parameters(), self.orders.clip)
+            return
+        parameters = list(self.ddp.parameters())
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        checkmate.clip_grads_with_norm_(parameters, self.orders.clip, norm.full_tensor())
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rows from all random generators, so that each of them matters."""
@@ -277,12 +286,38 @@ class ScriptRank:
     def _sharded(self) -> nn.Module:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415 - takes seconds
 
-        mesh = checkmate.shard_mesh(self.orders.device)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if self.orders.autocast else None)
+        mesh = self._split() if self.orders.tensor else checkmate.shard_mesh(self.orders.device)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self.orders.autocast else None,
+            reduce_dtype=torch.float32 if self.orders.narrow else None,
+        )
+        if self.orders.narrow:
+            self.model.bfloat16()
         for layer in [*self.model.body, self.model]:
             if isinstance(layer, nn.Linear | SmallModel):
                 fully_shard(layer, mesh=mesh, mp_policy=policy)
         return self.model
+
+    def _split(self) -> Any:
+        """Split all layers over the DP groups; return the mesh of a single shard."""
+        from torch.distributed import tensor  # noqa: PLC0415 - takes seconds
+        from torch.distributed.tensor import parallel  # noqa: PLC0415
+
+        ranks = torch.tensor(self.orders.groups).t().unsqueeze(1)
+        names = ("dp_replicate", "dp_shard", "tp")
+        mesh = dist.device_mesh.DeviceMesh(self.orders.device, ranks, mesh_dim_names=names)
+        whole = tensor.Replicate()
+        rows = parallel.RowwiseParallel(input_layouts=whole)
+        parallel.parallelize_module(self.model.head, mesh["tp"], rows)
+        for layer in self.model.body:
+            if isinstance(layer, nn.Linear):
+                columns = parallel.ColwiseParallel(output_layouts=whole)
+                parallel.parallelize_module(layer, mesh["tp"], columns)
+        return mesh["dp_shard"]
+
+    def _replica(self) -> int:
+        """Return this rank's position in its DP group."""
+        return next(group.index(self.rank) for group in self.orders.groups if self.rank in group)
 
     def _synchronising(self, last: bool) -> AbstractContextManager[None]:
         """Have the backward of a micro-batch reduce gradients if it is the last one."""
@@ -300,7 +335,8 @@ class ScriptRank:
     def _dp_group(self) -> Any:
         """Return this rank's DP group; every rank has to create all of them."""
         found = None
-        for ranks in self.orders.groups or [list(range(dist.get_world_size()))]:
+        every = [list(range(dist.get_world_size()))]
+        for ranks in (not self.orders.together and self.orders.groups) or every:
             group = dist.new_group(ranks)
             if self.rank in ranks:
                 found = group

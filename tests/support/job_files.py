@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from checkmate.job.files import JobError, read_job
+from testbed.jobs import job_data, mac
 
 
 def write(folder: Path, data: Any, name: str = "job.yaml") -> Path:
@@ -41,3 +42,31 @@ def edited(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     else:
         at[last] = value
     return made
+
+
+def meshed(
+    pp: int = 1,
+    replicate: int = 2,
+    shard: int = 1,
+    tp: int = 1,
+    *,
+    gpus: int = 1,
+    nics: int = 1,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Return a job with a mesh, and as many hosts as it needs."""
+    data = job_data(**kwargs)
+    del data["dp_groups"]
+    data["mesh"] = {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+    data["gpus_per_host"] = gpus
+    data["hosts"] = [
+        {"name": f"gpu{h}", "nics": [interface(h * nics + i) for i in range(nics)]}
+        for h in range(pp * replicate * shard * tp // gpus)
+    ]
+    return data
+
+
+def interface(number: int) -> dict[str, Any]:
+    """Return a NIC of a host on the training network."""
+    at = {"ip": f"10.8.{number // 250}.{number % 250 + 1}", "mac": mac(8, number)}
+    return at | {"switch": "tor0", "port": 100 + number}

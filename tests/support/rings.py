@@ -54,7 +54,7 @@ def play(
     assert [(len(own.sends), len(own.receives)) for own in steps] == list(zip(sent, received, strict=True))
 
 
-def averaged(values: Sequence[torch.Tensor], channels: int) -> torch.Tensor:
+def averaged(values: Sequence[torch.Tensor], channels: int, divisor: int | None = None) -> torch.Tensor:
     """Return the ring's expected average: chunk k is summed starting with rank k, then divided."""
     ranks = len(values)
     expected = values[0].clone()
@@ -65,7 +65,7 @@ def averaged(values: Sequence[torch.Tensor], channels: int) -> torch.Tensor:
             total = values[chunk][part].clone()
             for step in range(1, ranks):
                 total = total + values[(chunk + step) % ranks][part]
-            expected[part] = total / ranks
+            expected[part] = total / (divisor or ranks)
     return expected
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,47 @@ def lab_files(draw: st.DrawFn) -> dict[str, Any]:
         "collective": "ring" if len(hosts) > 1 else draw(st.sampled_from(["ring", "nccl"])),
         "shadow_nodes": nodes,
     }
+
+
+@st.composite
+def meshed_labs(draw: st.DrawFn) -> dict[str, Any]:
+    """Return a lab with a mesh, whose hosts have one or two NICs."""
+    mesh = {name: draw(st.integers(1, 2)) for name in ("pp", "dp_shard", "tp")}
+    mesh["dp_replicate"] = draw(st.integers(2, 3))
+    inner = mesh["dp_shard"] * mesh["tp"]
+    gpus = draw(st.sampled_from([one for one in (1, 2, 4) if inner % one == 0]))
+    hosts = mesh["pp"] * mesh["dp_replicate"] * inner // gpus
+    nics = st.lists(st.just("tor"), min_size=1, max_size=2)
+    nodes = draw(st.lists(nics, min_size=1, max_size=5))
+    return {
+        "title": "drawn",
+        "example": draw(st.sampled_from(["gpt.train", "hsdp"])),
+        "replicas": draw(st.integers(1, len(nodes))),
+        "switches": ["tor"],
+        "hosts": draw(st.lists(nics, min_size=hosts, max_size=hosts)),
+        "mesh": mesh,
+        "gpus_per_host": gpus,
+        "shadow_nodes": nodes,
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=meshed_labs())
+def test_a_lab_has_the_groups_of_its_jobs_mesh(
+    data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    topology = build("drawn", data)
+    (job,) = read_jobs([write(topology, tmp_path_factory.mktemp("lab"))])
+    assert job.mesh is not None and job.mesh.model_dump() == data["mesh"]
+    expected = [
+        ([(rank.rank, rank.host, rank.ip) for rank in group.ranks], group.shadow_nodes)
+        for group in job.dp_groups
+    ]
+    assert expected == [
+        ([(rank.number, rank.host.name, rank.interface.ip) for rank in group.ranks], group.shadow_nodes)
+        for group in topology.groups
+    ]
+    assert len(topology.trainers) == len(data["hosts"])
 
 
 @settings(max_examples=60, deadline=None)
@@ -207,14 +249,14 @@ def test_what_to_try_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert shlex.split(loop)[7 : 7 + len(inside)] == inside
 
 
-@settings(max_examples=30, deadline=None)
-@given(data=lab_files())
+@settings(max_examples=60, deadline=None)
+@given(data=lab_files() | meshed_labs())
 def test_a_recorded_topology_is_the_same(data: dict[str, Any]) -> None:
     topology = build("kept", data)
     assert build("kept", job_files.topology_data(topology)) == topology
 
 
-@pytest.mark.parametrize("name", ["single_tor", "paper_testbed", "two_hosts"])
+@pytest.mark.parametrize("name", ["single_tor", "paper_testbed", "two_hosts", "hsdp"])
 def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None:
     """The shell itself expands the line."""
     topology = load(name)
@@ -229,7 +271,7 @@ def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None
 
 
 def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
-    assert describe.names() == ["paper_testbed", "single_tor", "two_hosts", "two_stages", "two_tor"]
+    assert describe.names() == ["hsdp", "paper_testbed", "single_tor", "two_hosts", "two_stages", "two_tor"]
     single, two, paper = (load(name) for name in ("single_tor", "two_tor", "paper_testbed"))
     assert (len(single.ranks), [len(n.interfaces) for n in single.shadow_nodes]) == (4, [2, 2])
     assert [len(group.ranks) for group in paper.groups] == [6, 6]
@@ -239,6 +281,15 @@ def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
     holding = {nic.switch for node in job.shadow_nodes for nic in node.nics}
     assert tagging == holding == {"tor0", "tor1"}
     assert Network([job]).tree_ports("tor0") == {5}
+
+
+def test_each_lab_trains_with_an_example_that_there_is() -> None:
+    scripts = {name: load(name).script for name in describe.names()}
+    assert all(flag == "-m" and find_spec(module) for flag, module in scripts.values())
+    assert {scripts["hsdp"][1], scripts["two_stages"][1]} == {
+        "checkmate.examples.hsdp",
+        "checkmate.examples.pipeline",
+    }
 
 
 @pytest.mark.parametrize("name", ["nowhere", "missing.yaml"])

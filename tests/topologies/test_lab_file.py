@@ -18,11 +18,14 @@ RING = ["tor0", "tor1"]
 NIC = [["tor0"]]
 SHARED = {"hosts": [["tor0"], ["tor1"]], "dp_groups": [{"hosts": [0, 1]}]}
 
+MESH = {"hosts": [["tor0"], ["tor1"]], "mesh": {"dp_replicate": 2, "dp_shard": 2}, "gpus_per_host": 2}
+
 
 def told(change: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return location and message of the faults of a valid lab after a change."""
+    """Return location and message of the faults of a valid lab after a change; a mesh replaces groups."""
+    good = {key: value for key, value in GOOD.items() if not (key == "dp_groups" and "mesh" in change)}
     with pytest.raises(BadTopology) as caught:
-        build("bad", GOOD | change)
+        build("bad", good | change)
     return [(fault.path, fault.message) for fault in caught.value.faults]
 
 
@@ -60,6 +63,24 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
             "list hosts in ascending order",
         ),
         (SHARED | {"hosts": [["tor0"]] * 3}, "dp_groups", "the same number of ranks, but host 0 has 1"),
+        ({"example": "gtp"}, "example", "must be 'gpt.train', 'hsdp' or 'pipeline', not 'gtp'"),
+        (MESH | {"gpus_per_host": 0}, "gpus_per_host", "from 1 to 64, not 0"),
+        (MESH | {"gpus_per_host": 1}, "mesh", "has 4 ranks, but 2 hosts with gpus_per_host: 1 have 2"),
+        (
+            MESH | {"mesh": {"dp_replicate": 2}},
+            "mesh",
+            "has 2 ranks, but 2 hosts with gpus_per_host: 2 have 4",
+        ),
+        (MESH | {"mesh": {"dp_replicate": 2, "ep": 2}}, "mesh.ep", "unknown key"),
+        (MESH | {"hosts": None}, "hosts", "must be a list"),
+        (MESH | {"dp_groups": [{"hosts": [0, 1]}]}, "dp_groups", "is what mesh describes already"),
+        (MESH | {"replicas": 3}, "replicas", "3 replicas need as many shadow nodes; the job has 2"),
+        (
+            MESH
+            | {"mesh": {"dp_replicate": 2, "dp_shard": 76}, "gpus_per_host": 38, "hosts": [["tor0"]] * 4},
+            "mesh",
+            "at most 150 ranks in all groups together, not 152",
+        ),
         ({"dp_groups": [{"ranks": ["tor0"]}]}, "dp_groups[0].ranks", "needs at least 2 items, has 1"),
         (
             {"dp_groups": [{"ranks": RING}, {"ranks": ["tor0", "top"]}]},

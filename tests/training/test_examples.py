@@ -19,6 +19,17 @@ pytestmark = [*faulty.marks, pytest.mark.slow]
 
 ITERATIONS, KILLED = 30, 13
 PAIR = build("pair", on_one_switch(2, (1, 1)))
+
+
+def meshed(name: str, hosts: int, **mesh: int) -> Topology:
+    """Return a lab of hosts with two ranks each, and two shadow nodes."""
+    made: dict[str, object] = {"title": "two ranks on each host", "switches": ["tor"], "mesh": mesh}
+    nics = {"hosts": [["tor"]] * hosts, "gpus_per_host": 2, "shadow_nodes": [["tor"]] * 2}
+    return build(name, made | nics)
+
+
+THREE_REPLICAS = meshed("three_replicas", 3, dp_replicate=3, dp_shard=2)
+STAGES = meshed("stages", 4, pp=2, dp_replicate=2, dp_shard=2)
 SMALL_GPT = ("--layers", "1", "--width", "64", "--heads", "2", "--context", "32")
 
 
@@ -40,6 +51,9 @@ def needs(library: str) -> pytest.MarkDecorator:
         ("gpt.train", PAIR, SMALL_GPT),
         ("resnet", PAIR, ()),
         ("pipeline", load("two_stages"), ()),
+        ("pipeline", STAGES, ("--shard",)),
+        ("hsdp", load("hsdp"), ()),
+        ("hsdp", THREE_REPLICAS, ("--layers", "1")),
         ("loader", PAIR, ()),
         pytest.param("accelerated", PAIR, (), marks=needs("accelerate")),
         pytest.param("lightning", PAIR, (), marks=needs("lightning")),
@@ -57,6 +71,13 @@ def test_an_example_resumes(
     record, state = train(name, topology, killed, tmp_path / "killed")
     (recovery,) = record.recoveries()
     assert KILLED - 1 <= recovery.resumed_with <= KILLED
+    resumed = {
+        one.more["iteration"]
+        for events in record.events.values()
+        for one in events
+        if one.name == "restored" and one.more["iteration"]
+    }
+    assert resumed == {recovery.resumed_with}  # on all ranks, of all groups
     assert list(record.curve) == list(range(ITERATIONS))
     assert record.losses == reference.losses
     assert not record.changed_when_repeated

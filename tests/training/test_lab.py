@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import read_job
@@ -105,6 +106,25 @@ def test_hosts_with_two_ranks_each_are_killed(tmp_path: Path, nics: int) -> None
         assert all(stream["bytes"] > 0 for stream in streams)
         for node in lab.shadows.values():
             assert "differ" not in node.complaints()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2, "turned": TURNED}, {"amp": True, "infinite": (2,), "autocast": True}],
+    ids=["plain", "accumulated", "mixed precision"],
+)
+def test_all_ranks_of_two_hosts_train_one_model(options: dict[str, Any], tmp_path: Path) -> None:
+    """Each DP group has a share of the model; nodes compare their share of all parameters and state."""
+    with training_lab(TWO_HOSTS | {"hosts": [["tor"]] * 2}) as lab:
+        kill_and_resume(lab, tmp_path, 4, iterations=8, together=True, **options)
+        for node in lab.shadows.values():
+            assert "differ" not in node.complaints()
+        file = tmp_path / "checkpoint.pt"
+        lab.consolidate("--format", "torch", "--out", file)
+    found, state = torch.load(file, weights_only=True), LabRun(tmp_path / "killed", 4).state(0)
+    assert equal(found["model"], state["model"])
+    assert equal(found["optimizer"], state["optimizer"])
 
 
 @pytest.mark.slow
@@ -248,11 +268,32 @@ def test_stages_of_a_pipeline_resume_at_one_iteration(tmp_path: Path) -> None:
 SHARDED = {**PIPELINE, "title": "two shards of two replicas"}
 
 
+def check_whole(found: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Check that a checkpoint has the rows of ranks 0 and 2, which are one replica of a sharded model."""
+    names = [name for name in ranks[0]["model"] if "running" not in name and "num_batches" not in name]
+    for name in names:
+        assert equal(found["model"][name], torch.cat([ranks[rank]["model"][name] for rank in (0, 2)])), name
+    states = [ranks[rank]["optimizer"]["state"] for rank in (0, 2)]
+    assert found["optimizer"]["state"].keys() == states[0].keys()
+    for number, entries in found["optimizer"]["state"].items():
+        assert equal(entries["step"], states[0][number]["step"])
+        for entry in ("exp_avg", "exp_avg_sq"):
+            assert equal(entries[entry], torch.cat([one[number][entry] for one in states])), (number, entry)
+    if found["extra"] is not None:
+        assert found["extra"] == {rank: state["sampler"] for rank, state in enumerate(ranks)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulate": 2}, {"autocast": True, "batch_norm": False}, {"nccl": "2.29", "width": 401}],
-    ids=["plain", "accumulated", "bf16 gradients", "double of nccl"],
+    [
+        {},
+        {"accumulate": 2},
+        {"autocast": True, "batch_norm": False},
+        {"narrow": True, "batch_norm": False},
+        {"nccl": "2.29", "width": 401},
+    ],
+    ids=["plain", "accumulated", "bf16 gradients", "bf16 parameters", "double of nccl"],
 )
 def test_a_sharded_model_resumes_with_all_its_shards(options: dict[str, Any], tmp_path: Path) -> None:
     """Replicas x shards of 2 x 2: layers with an odd number of rows, so that the second shard has fewer."""
@@ -263,8 +304,80 @@ def test_a_sharded_model_resumes_with_all_its_shards(options: dict[str, Any], tm
         assert all("not tagged" not in rank.complaints() for rank in lab.ranks)
         for node in lab.shadows.values():
             assert "differ" not in node.complaints()
-        with pytest.raises(LabError, match="chunks of a sharded model's parameters"):
-            lab.consolidate("--out", tmp_path / "checkpoint")
+        file = tmp_path / "checkpoint.pt"
+        lab.consolidate("--format", "torch", "--out", file)
+    check_whole(torch.load(file, weights_only=True), LabRun(tmp_path / "killed", 4).states())
+
+
+def change_groups(lab: TrainingLab, groups: list[list[int]], nodes: list[list[int]]) -> None:
+    """Give the lab's job these DP groups of the same ranks, with these shadow nodes."""
+    data = yaml.safe_load(lab.lab.job_file.read_text())
+    ranks = {rank["rank"]: rank for group in data["dp_groups"] for rank in group["ranks"]}
+    data["dp_groups"] = [
+        {"ranks": [ranks[number] for number in group], "shadow_nodes": ids}
+        for group, ids in zip(groups, nodes, strict=True)
+    ]
+    lab.lab.job_file.write_text(yaml.safe_dump(data))
+
+
+def restart_all(lab: TrainingLab) -> None:
+    """Start shadow nodes and controller again, as after a change of the job file."""
+    for member in list(lab.shadows.values()):
+        lab.crew.restart(member)
+    lab.controller.restart()
+    lab.await_ready(list(lab.shadows.values()))
+
+
+@pytest.mark.slow
+def test_other_replicas_and_shards_go_on_from_a_checkpoint_on_disk(tmp_path: Path) -> None:
+    """2 x 2, then DDP of all four ranks, then 2 x 2 again; each time the bits on disk."""
+    shapes = {True: ([[0, 1], [2, 3]], [[0], [1]]), False: ([[0, 1, 2, 3]], [[0, 1]])}
+    with training_lab(SHARDED) as lab:
+
+        def train(sharded: bool, iterations: int, **more: Any) -> LabRun:
+            folder = tmp_path / f"to{iterations}"
+            orders = ScriptOrders(str(folder), iterations=iterations, sharded=sharded, width=33, **more)
+            folder.mkdir(exist_ok=True)
+            groups = tuple(map(tuple, shapes[sharded][0]))
+            file = replace(orders, groups=groups, batch_norm=False, keep_each=True).write(folder / "orders")
+            lab.start_script("tests.scripts.training", file)
+            lab.crew.finish(lab.ranks, 100)
+            return LabRun(folder, 4)
+
+        run = train(True, 4)
+        for sharded, iterations, kind in ((False, 7, "torch"), (True, 9, "dcp")):
+            file = tmp_path / f"before{iterations}"
+            lab.consolidate("--format", kind, "--out", file)
+            change_groups(lab, *shapes[sharded])
+            with pytest.raises(LabError, match="To continue with other ranks, save the state with"):
+                train(sharded, iterations, checkpoints=str(file), seed=98)
+            lab.kill_ranks()
+            restart_all(lab)
+            before, run = run, train(sharded, iterations, checkpoints=str(file), seed=99)
+            assert run.resumed() == iterations - 3 + sharded
+            whole, parts = (before, run) if sharded else (run, before)
+            states = whole.states("" if sharded else "restored.")[0]
+            check_whole({**states, "extra": None}, parts.states("restored." if sharded else ""))
+        assert train(True, 9).resumed() == 9
+        for node in lab.shadows.values():
+            assert "differ" not in node.complaints()
+
+
+@pytest.mark.slow
+def test_a_model_split_by_tensor_parallelism_resumes_with_all_its_parts(tmp_path: Path) -> None:
+    """Replicas x shards x tensor parallelism of 2 x 1 x 2: layers with an odd number of rows and columns."""
+    with training_lab({**PIPELINE, "title": "two tensor-parallel ranks of two replicas"}) as lab:
+        more = {"sharded": True, "tensor": True, "width": 33, "batch_norm": False, "accumulate": 2}
+        kill_and_resume(lab, tmp_path, 5, iterations=10, **more)
+        for node in lab.shadows.values():
+            assert "differ" not in node.complaints()
+        file = tmp_path / "checkpoint.pt"
+        lab.consolidate("--format", "torch", "--out", file)
+    found = torch.load(file, weights_only=True)["model"]
+    one, other = (LabRun(tmp_path / "killed", 4).state(rank)["model"] for rank in (0, 2))
+    for name in one:
+        together = torch.cat([one[name], other[name]], dim=1 if name == "head.weight" else 0)
+        assert equal(found[name], one[name] if name in ("head.bias", "unused") else together), name
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.wire.layout import ITEMSIZES, LayoutError, Parameter, dim_order, from_json, make_layout
+from checkmate.wire.shares import Share
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 ORDERED = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape)))))
@@ -80,6 +81,34 @@ def test_json_gives_the_same_layout(model: list[Parameter], shards: int, bucket_
     assert make_layout(model, shards, bucket_bytes + 1).fingerprint != layout.fingerprint
 
 
+@given(MODELS, st.integers(1, 3), st.integers(1, 4))
+def test_shares_have_each_parameter_once(model: list[Parameter], shards: int, count: int) -> None:
+    filled = [p for p in model if p.elements]
+    if len(filled) < count:
+        with pytest.raises(
+            LayoutError, match="no parameter" if not filled else "each share needs a parameter"
+        ):
+            make_layout(model, shards, share=Share(0, count))
+        return
+    shares = [make_layout(model, shards, 500, share=Share(index, count)) for index in range(count)]
+    held = [number for layout in shares for shard in range(shards) for number in layout.of_shard(shard)]
+    assert sorted(held) == [*range(len(model))]
+    sizes = [sum(bucket.nbytes for bucket in layout.schedule) for layout in shares]
+    assert max(sizes) - min(sizes) <= max(p.nbytes for p in model)
+    for layout in shares:
+        assert layout.parameters == tuple(model), "all have the numbers of the whole model"
+        assert from_json(layout.to_json()) == layout
+    assert len({layout.fingerprint for layout in shares}) == count
+
+
+def test_a_share_that_does_not_exist_is_refused() -> None:
+    said = json.loads(make_layout([Parameter("w", (2, 3), "float32")] * 3, 1, share=Share(1, 2)).to_json())
+    assert said["share"] == [1, 2]
+    for wrong in ([2, 2], [0, 4], [0, 1 << 40], [0], [0, 0], 5, None):
+        with pytest.raises(LayoutError, match="not a layout"):
+            from_json(json.dumps({**said, "share": wrong}))
+
+
 SMALL = st.lists(st.integers(1, 4), max_size=5).map(tuple)
 
 
@@ -131,6 +160,10 @@ def test_a_chunk_keeps_its_place_in_the_whole_parameter() -> None:
     assert from_json(layout.to_json()).parameters == (chunk,)
     assert layout.fingerprint != make_layout([replace(chunk, offset=(0, 0))], 1).fingerprint
     assert "whole" not in make_layout([rows], 1).to_json()
+    frozen = Parameter("norm", (3,), "int8", whole=(6,), offset=(3,))
+    assert from_json(make_layout([chunk], 1, frozen=[frozen]).to_json()).frozen == (frozen,)
+    with pytest.raises(LayoutError, match=r"norm, \(3,\) at \(4,\), is not within \(6,\)"):
+        make_layout([chunk], 1, frozen=[replace(frozen, offset=(4,))])
 
 
 def test_a_gradient_may_have_another_type_than_its_parameter() -> None:

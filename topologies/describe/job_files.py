@@ -11,6 +11,7 @@ from topologies.describe.topology import (
     STUB_TCP_PORT,
     BadDescription,
     Host,
+    LabGroup,
     LabRank,
     SwitchNode,
     Topology,
@@ -60,11 +61,7 @@ def job(topology: Topology, name: str) -> dict[str, Any]:
         "replicas": topology.replicas,
         **_collective(topology),
         **({"hosts": hosts} if hosts else {}),
-        "dp_groups": [
-            {"ranks": [(_placed_rank if hosts else _rank)(rank) for rank in group.ranks]}
-            | ({} if group.shadow_nodes is None else {"shadow_nodes": list(group.shadow_nodes)})
-            for group in topology.groups
-        ],
+        **(_mesh(topology) or {"dp_groups": [_group(group, hosts) for group in topology.groups]}),
         "shadow_nodes": [_shadow(node) for node in topology.shadow_nodes],
     }
 
@@ -74,21 +71,14 @@ def topology_data(topology: Topology) -> dict[str, Any]:
     hosts = [[nic.switch for nic in host.interfaces] for host in topology.trainers] if topology.shared else []
     return {
         "title": topology.title,
+        "example": topology.example,
         "channels": topology.channels,
         "replicas": topology.replicas,
         **_collective(topology),
         "switches": [switch.name for switch in topology.switches],
         "links": [[link.a[0], link.b[0]] for link in topology.links],
         **({"hosts": hosts} if hosts else {}),
-        "dp_groups": [
-            (
-                {"hosts": [rank.host.number for rank in group.ranks]}
-                if hosts
-                else {"ranks": [rank.interface.switch for rank in group.ranks]}
-            )
-            | ({} if group.shadow_nodes is None else {"shadow_nodes": list(group.shadow_nodes)})
-            for group in topology.groups
-        ],
+        **(_mesh(topology) or {"dp_groups": [_group_data(group, hosts) for group in topology.groups]}),
         "shadow_nodes": [[nic.switch for nic in node.interfaces] for node in topology.shadow_nodes],
     }
 
@@ -100,6 +90,30 @@ def as_yaml(data: dict[str, Any], title: str) -> str:
 
 def _collective(topology: Topology) -> dict[str, str]:
     return {} if topology.collective == "ring" else {"collective": topology.collective}
+
+
+def _mesh(topology: Topology) -> dict[str, Any]:
+    """Return the keys of a lab's mesh, which a job file and a topology have in common; none without one."""
+    if topology.mesh is None:
+        return {}
+    return {
+        "mesh": topology.mesh.model_dump(),
+        "gpus_per_host": len(topology.ranks) // len(topology.trainers),
+    }
+
+
+def _group(group: LabGroup, hosts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"ranks": [(_placed_rank if hosts else _rank)(rank) for rank in group.ranks]} | _nodes(group)
+
+
+def _group_data(group: LabGroup, hosts: list[list[str]]) -> dict[str, Any]:
+    if hosts:
+        return {"hosts": [rank.host.number for rank in group.ranks]} | _nodes(group)
+    return {"ranks": [rank.interface.switch for rank in group.ranks]} | _nodes(group)
+
+
+def _nodes(group: LabGroup) -> dict[str, list[int]]:
+    return {} if group.shadow_nodes is None else {"shadow_nodes": list(group.shadow_nodes)}
 
 
 def _switch(switch: SwitchNode, target: Target) -> dict[str, Any]:

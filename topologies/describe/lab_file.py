@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from checkmate.job.faults import Fault, Path, parts, show_path
-from checkmate.job.fields import Collective
+from checkmate.job.fields import GPUS_MOST, Collective
+from checkmate.job.schema import Mesh
 from checkmate.job.validation import validated
 from checkmate.wording import counted
+from topologies.describe import lab_mesh
+
+Example = Literal["gpt.train", "hsdp", "pipeline"]
+"""A script of `checkmate.examples` that trains in labs with such groups."""
 
 _RANKS_MAX: Final = 150
 _SHARDS_MAX: Final = 16
@@ -47,6 +52,7 @@ class LabFile(_Model):
     """The whole file, as docs/lab.md describes it."""
 
     title: Annotated[str, Field(min_length=1)]
+    example: Example = "gpt.train"
     channels: Annotated[int, Field(ge=1, le=8, strict=True)] = 1
     replicas: Annotated[int, Field(ge=1, le=_SHARDS_MAX, strict=True)] = 1
     collective: Collective = "ring"
@@ -56,7 +62,9 @@ class LabFile(_Model):
         tuple[Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=8)], ...],
         Field(max_length=_RANKS_MAX),
     ] = ()
-    dp_groups: Annotated[tuple[GroupFile, ...], Field(min_length=1)]
+    mesh: Mesh | None = None
+    gpus_per_host: Annotated[int, Field(ge=1, le=GPUS_MOST, strict=True)] | None = None
+    dp_groups: Annotated[tuple[GroupFile, ...], Field(min_length=1)] = ()
     shadow_nodes: Annotated[
         tuple[Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=2)], ...],
         Field(min_length=1, max_length=100),
@@ -85,8 +93,13 @@ def _between(raw: dict[str, Any], reserved: Collection[str]) -> Iterator[Fault]:
         yield from _unknown(raw, switches)
         yield from _apart(switches, top.fields.get("links"))
     yield from _too_many_ranks(raw)
+    meshed = any(key in raw for key in lab_mesh.KEYS)
+    if meshed:
+        yield from lab_mesh.groups_of(raw)[1]
+    elif "dp_groups" not in raw:
+        yield Fault(("dp_groups",), "is missing")
     if (hosts := top.fields.get("hosts")) is not None:
-        yield from _placed(raw, len(hosts))
+        yield from () if meshed else _placed(raw, len(hosts))
         if top.fields.get("collective") == "nccl":
             yield from _descending(raw)
         if sum(map(len, hosts)) > _RANKS_MAX:
@@ -161,10 +174,10 @@ def _apart(switches: Sequence[str], links: Sequence[tuple[str, str]] | None) -> 
 def _too_many_ranks(raw: dict[str, Any]) -> Iterator[Fault]:
     groups = [group.fields for group in parts(raw, GroupFile, "dp_groups")]
     listed = [group.get(key) or () for group in groups for key in ("ranks", "hosts")]
-    if (ranks := sum(map(len, listed))) > _RANKS_MAX:
-        yield Fault(
-            ("dp_groups",), f"a lab has at most {_RANKS_MAX} ranks in all groups together, not {ranks}"
-        )
+    made = [group["ranks"] for group in lab_mesh.groups_of(raw)[0]]
+    for key, members in (("dp_groups", listed), ("mesh", made)):
+        if (ranks := sum(map(len, members))) > _RANKS_MAX:
+            yield Fault((key,), f"a lab has at most {_RANKS_MAX} ranks in all groups together, not {ranks}")
 
 
 def _placed(raw: dict[str, Any], hosts: int) -> Iterator[Fault]:

@@ -15,10 +15,11 @@ from typing import Final, Literal
 
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.fields import Collective
+from checkmate.job.schema import Mesh
 from checkmate.job.yaml_lines import JobError, Located, read_document
 from checkmate.wording import did_you_mean
-from topologies.describe import lab_file
-from topologies.describe.lab_file import LabFile
+from topologies.describe import lab_file, lab_mesh
+from topologies.describe.lab_file import Example, LabFile
 
 FOLDER: Final = Path(__file__).parent.parent
 DATA_NET: Final = IPv4Network("10.0.0.0/16")
@@ -146,6 +147,14 @@ class Topology:
     links: tuple[Link, ...]
     groups: tuple[LabGroup, ...]
     shadow_nodes: tuple[Host, ...]
+    mesh: Mesh | None = None
+    """What `groups` were made from."""
+    example: Example = "gpt.train"
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """The script that trains in the lab unless another is named, as torchrun takes it."""
+        return "-m", f"checkmate.examples.{self.example}"
 
     @property
     def ranks(self) -> tuple[LabRank, ...]:
@@ -228,7 +237,7 @@ class _Builder:
         return self.used[switch]
 
     def build(self, name: str) -> Topology:
-        groups = tuple(self.placed() if self.lab.hosts else self.groups())
+        groups = tuple(self.meshed() if self.lab.mesh else self.placed() if self.lab.hosts else self.groups())
         shadows = tuple(self.shadow(node, nics) for node, nics in enumerate(self.lab.shadow_nodes))
         links = tuple(Link((a, self.port(a)), (b, self.port(b))) for a, b in self.lab.links)
         return Topology(
@@ -241,6 +250,8 @@ class _Builder:
             links,
             groups,
             shadows,
+            self.lab.mesh,
+            self.lab.example,
         )
 
     def groups(self) -> Iterator[LabGroup]:
@@ -255,7 +266,7 @@ class _Builder:
 
     def placed(self) -> Iterator[LabGroup]:
         """Yield groups with ranks on the lab's hosts. Each host has the same number of ranks, in sequence."""
-        hosts = [self.trainer(f"host{i}", i, switches) for i, switches in enumerate(self.lab.hosts)]
+        hosts = self.hosts()
         each = sum(len(group.hosts or ()) for group in self.lab.dp_groups) // len(hosts)
         local = Counter[int]()
         for group in self.lab.dp_groups:
@@ -265,6 +276,18 @@ class _Builder:
                 ranks.append(LabRank(number * each + local[number], hosts[number], nic))
                 local[number] += 1
             yield LabGroup(tuple(ranks), group.shadow_nodes)
+
+    def meshed(self) -> Iterator[LabGroup]:
+        """Yield the groups of the lab's mesh."""
+        hosts = self.hosts()
+        made, _ = lab_mesh.groups_of(self.lab.model_dump(mode="json", exclude_unset=True))
+        for group in made:
+            ranks = [LabRank(rank["rank"], hosts[rank["host"]], rank["nic"]) for rank in group["ranks"]]
+            yield LabGroup(tuple(ranks), tuple(group["shadow_nodes"]))
+
+    def hosts(self) -> list[Host]:
+        """Return the hosts that the lab lists."""
+        return [self.trainer(f"host{i}", i, switches) for i, switches in enumerate(self.lab.hosts)]
 
     def trainer(self, name: str, number: int, switches: tuple[str, ...]) -> Host:
         """Return a training host with a NIC at each of these switches."""

@@ -94,7 +94,7 @@ def compare(
 
 def table(verdict: Verdict) -> FittedTable:
     """Return the verdict as a table, with the first ten digits of each SHA-256."""
-    columns = ("boundary", "ch", "shard", "node", "NIC", "bytes", "tagged", "read", "equal")
+    columns = ("boundary", "ch", "shadow id", "node", "NIC", "bytes", "tagged", "read", "equal")
     shown = FittedTable("shadow streams", *columns, numbers=("bytes",))
     for row in verdict.rows:
         shown.add_row(

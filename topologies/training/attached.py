@@ -93,18 +93,19 @@ class LabTraining:
 
 @contextlib.contextmanager
 def training_in(
-    name: str, script: Sequence[str], *, restarts: int, console: Console
+    name: str, script: Sequence[str] | None, *, restarts: int, console: Console
 ) -> Iterator[LabTraining]:
     """Start a script on all ranks of a lab, which is locked meanwhile; at the end everything is stopped.
 
     Args:
         name: The lab.
-        script: The script and its arguments, as for torchrun.
+        script: The script and its arguments, as for torchrun; the topology's own by default.
         restarts: The number of restarts after deaths of ranks.
         console: Where the steps are shown.
     """
     state.require_root()
     lab = Lab.attached(name)
+    script = script or lab.topology.script
     if not script[0].startswith("-") and not Path(script[0]).is_file():
         raise BadDescription(f"{script[0]} does not exist; name a script, or a module with -m")
     with state.locked(name), Crew(lab) as crew, contextlib.ExitStack() as stack:

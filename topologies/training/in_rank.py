@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.optim import Optimizer
 
 import checkmate
@@ -27,10 +27,11 @@ from checkmate.ring import connect_ring
 from checkmate.ring.connections import PlainSocket
 from checkmate.ring.place import RingPlace, ring_ports
 from checkmate.tagger import TaggedSocket
-from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.reducing import RingReducer
-from checkmate.training.model.ddp import DdpModel
-from checkmate.training.start.membership import join, lay_out
+from checkmate.training.gradients.wiring import make_reduction
+from checkmate.training.model.choosing import model_of
+from checkmate.training.model.trained import TrainedModel
+from checkmate.training.start.membership import join, lay_out, named_job
 from topologies.training.orders import PHASES, Kill, Orders, read
 from topologies.training.verdict import digest
 
@@ -68,8 +69,8 @@ class Unprotected:
 class Untagged(Unprotected):
     """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
 
-    def __init__(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
-        model = DdpModel(ddp)
+    def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:
+        model = model_of(module)
         session = join(model)
         layout = lay_out(model, session.shards)
         place = RingPlace(
@@ -82,8 +83,9 @@ class Untagged(Unprotected):
         )
         self._ring = connect_ring(place)
         parameters = list(model.trained().values())
-        reducer = RingReducer(self._ring, layout, pinned=parameters[0].is_cuda)
-        self._hook = GradientHook(ddp, layout, parameters, reducer, 0)
+        divisor = None if model.averages else 1
+        reducer = RingReducer(self._ring, layout, pinned=parameters[0].is_cuda, divisor=divisor)
+        self._hook = make_reduction(model, reducer, 0)
         self._hook.register()
 
     def close(self) -> None:
@@ -94,7 +96,8 @@ class Untagged(Unprotected):
 
 def arm(
     kill: Kill,
-    ddp: DistributedDataParallel,
+    model: TrainedModel,
+    ranks: int,
     optimizer: Optimizer,
     iteration: Callable[[], int],
     last_words: Callable[[], None],
@@ -103,7 +106,8 @@ def arm(
 
     Args:
         kill: The point.
-        ddp: The wrapped model.
+        model: The model.
+        ranks: The number of ranks in this rank's DP group.
         optimizer: Its optimizer.
         iteration: Returns the current iteration.
         last_words: Called just before.
@@ -114,14 +118,14 @@ def arm(
             die(last_words)
 
     if kill.phase == "forward":
-        modules = list(ddp.module.modules())
+        modules = list(model.inner.modules())
         modules[len(modules) // 2].register_forward_hook(die_if_due)
     elif kill.phase == "before the step":
         optimizer.register_step_pre_hook(die_if_due)
     elif kill.phase == "after the step":
         optimizer.register_step_post_hook(die_if_due)
     else:
-        rounds = ddp.process_group.size() - 1
+        rounds = ranks - 1
         first = 2 * rounds * kill.bucket + (rounds if kill.phase == "all-gather" else 0)
         _watch_ring(range(first, first + rounds), iteration, kill.iteration, last_words)
 
@@ -179,6 +183,7 @@ class Driven:
         """The iteration that began last."""
         self._began: float | None = None
         self._used = 0.0
+        self._accumulates, self._over = False, True
         self._state: Callable[[], object] = dict
 
     def note(self, event: str, **more: object) -> None:
@@ -205,11 +210,19 @@ class Driven:
             return restored
 
         def protecting(model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-            self._state = lambda: {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            trained = model_of(model)
+            self._state = lambda: {
+                "model": trained.inner.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
             protection = protect(model, optimizer, *arguments, **options)
             model.register_forward_pre_hook(lambda *_: self._before_forward())  # after Checkmate's own
+            if options.get("scaler") is None:  # which may leave a step out
+                optimizer.register_step_post_hook(lambda *_: self._stepped())
+                self._accumulates = True
             for kill in self._kills(*PHASES):
-                arm(kill, model, optimizer, lambda: self.iteration, self._before_dying(kill))
+                ranks = _ring_size(self.rank)
+                arm(kill, trained, ranks, optimizer, lambda: self.iteration, self._before_dying(kill))
             if self._orders.extension is not None:
                 importlib.import_module(self._orders.extension).install(self, model, optimizer)
             if self._orders.cpus is not None:
@@ -224,8 +237,17 @@ class Driven:
         self._note_iteration()
         self.note("ended", digest=digest(self._state()).hex())
 
+    def _stepped(self) -> None:
+        self._over = True
+
     def _before_forward(self) -> None:
-        """End the previous iteration, with all that the script does in it, and begin the next."""
+        """End the previous iteration, with all that the script does in it, and begin the next.
+
+        A forward before the optimizer's step is a further micro-batch of the same iteration.
+        """
+        if self._accumulates and not self._over:
+            return
+        self._over = False
         self._note_iteration()
         while not self._may_begin():
             time.sleep(_POLL_SECONDS)
@@ -264,6 +286,12 @@ def main() -> None:
     sys.argv = [orders.module, *orders.arguments]
     runpy.run_module(orders.module, run_name="__main__", alter_sys=True)
     driven.ended()
+
+
+def _ring_size(rank: int) -> int:
+    """Return the number of ranks in a rank's DP group."""
+    groups = ([one.rank for one in group.ranks] for group in named_job().dp_groups)
+    return next(len(ranks) for ranks in groups if rank in ranks)
 
 
 def _pin(cpus: Collection[int]) -> None:

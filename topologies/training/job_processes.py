@@ -16,7 +16,8 @@ from topologies.crew import CHECKMATE, Crew, Member
 from topologies.describe.topology import Host, LabError
 
 _SCRIPT_ERROR: Final = re.compile(
-    r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$",
+    r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)"
+    r"((?:\w[\w.]*(?:Error|Exception|Interrupt)\b|checkmate\.[\w.]+:).*)$",
     re.MULTILINE,
 )
 _READY_SECONDS: Final = 60.0
@@ -97,7 +98,7 @@ class JobProcesses:
         except LabError as error:
             ranks: dict[str, list[str]] = {}
             for name, member in self.ranks.items():
-                for found in _SCRIPT_ERROR.findall(member.complaints())[-1:]:
+                for found in script_errors(member.complaints())[-1:]:
                     ranks.setdefault(found, []).append(name)
             words = [f"{', '.join(names)} failed with: {found}" for found, names in ranks.items()]
             failed = words and all(member.process.poll() for member in self.ranks.values())
@@ -107,3 +108,8 @@ class JobProcesses:
         job = str(self.crew.lab.job_file)
         argv = [*program, "shadow", job, "--id", str(host.number), *self.shadow_options]
         self.shadows[host.name] = self.crew.start(host.name, host.name, argv, cpus=self._shadow_cpus)
+
+
+def script_errors(complaints: str) -> list[str]:
+    """Return the errors in a script's standard error, in which tracebacks end."""
+    return _SCRIPT_ERROR.findall(complaints)

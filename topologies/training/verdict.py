@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from checkmate.state import local_of
 from checkmate.wording import counted
 from topologies.training.record import Interval, JobRecord, TimedBlock, interval
 
@@ -162,7 +163,10 @@ def differences(one: object, other: object) -> list[str]:
 
 
 def digest(state: object) -> bytes:
-    """Return a digest of 16 bytes: equal if all tensors have the same bits and all else is equal."""
+    """Return a digest of 16 bytes: equal if all tensors have the same bits and all else is equal.
+
+    Of a sharded tensor, this rank's part counts.
+    """
     made = hashlib.blake2b(digest_size=16)
     for path, leaf in leaves(state):
         for part in (path.encode(), _bits(leaf)):
@@ -180,6 +184,7 @@ def _equal(a: Any, b: Any) -> bool:
 def _bits(leaf: object) -> bytes:
     """Return a leaf's type and value, and a tensor's shape."""
     if isinstance(leaf, torch.Tensor):
+        leaf = local_of(leaf)
         flat = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
         return f"tensor {leaf.dtype} {tuple(leaf.shape)} ".encode() + flat.numpy().tobytes()
     return f"{type(leaf).__name__} {leaf!r}".encode()

@@ -95,7 +95,7 @@ def _stages(job: Job, names: Sequence[str], dtype: str | None) -> list[Model]:
         return stages_of(models[0], groups)
     parts = job.mesh.dp_shard * job.mesh.tp
     stages = (sharded(stage, parts) for stage in stages_of(models[0], job.mesh.pp))
-    return [shard for shard in stages for _ in range(parts)]
+    return [shard for shard in stages for _ in range(groups // job.mesh.pp)]
 
 
 def _limits(iteration_time: str | None, node_memory: str | None, nic_rate: str) -> Limits:

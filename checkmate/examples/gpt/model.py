@@ -21,6 +21,8 @@ class Shape:
     heads: int = 5
     context: int = 64
     dropout: float = 0.1
+    tied: bool = False
+    """Whether the embedding of bytes is the head's weight, too."""
 
 
 class TransformerBlock(nn.Module):
@@ -67,6 +69,8 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.layers))
         self.normal = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        if shape.tied:
+            self.head.weight = self.bytes.weight
         self.apply(_initialise)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -76,7 +80,7 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.normal(x))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _initialise(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
-from checkmate.examples.common import LossLog, parser
+from checkmate.examples.common import LossLog, add_device, parser
 from checkmate.examples.gpt import text
 from checkmate.examples.gpt.model import Gpt, Shape
 
@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
     made.add_argument("--heads", type=int, default=5)
     made.add_argument("--dropout", type=float, default=0.1)
     made.add_argument("--learning-rate", type=float, default=1e-3)
-    made.add_argument("--device", default="cpu", help="cpu, cuda, or cuda and a number")
+    add_device(made)
     made.add_argument("--bucket-mb", type=float, default=4, help="size of gradient buckets in MiB")
     return made.parse_args()
 

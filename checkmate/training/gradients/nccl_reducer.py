@@ -63,6 +63,7 @@ class NcclReducer:
             required: Whether the end of tagging is an error.
             average: Whether sums are divided by the number of ranks.
         """
+        self.layout = layout
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, communicator.device)
         self.communicator: Final = communicator
         self._tags, self._name, self._required, self._average = tags, name, required, average

@@ -9,15 +9,20 @@ from typing import Protocol
 import torch
 
 from checkmate.ring import AllReduce, Ring, RingError
+from checkmate.state import DTYPES
 from checkmate.training.gradients.staging import Staging, staging_for
-from checkmate.wire.layout import Layout
+from checkmate.wire.layout import BucketLayout, Layout
 
 Ends = Mapping[tuple[int, int], int]
 """The number of tagged bytes of each stream, by channel and shard."""
 
 
 class Reducer(Protocol):
-    """Averages or sums the layout's buckets over a DP group, in order of index, each once per iteration."""
+    """Averages or sums a layout's buckets over all replicas, in order of index, each once per iteration."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout: of the whole model, if several DP groups train it."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -50,24 +55,33 @@ class Reducer(Protocol):
 
 def zero_buckets(layout: Layout, device: torch.device, *, pinned: bool = False) -> list[torch.Tensor]:
     """Return a flat tensor of zeros for each bucket of a layout."""
-    return [
-        torch.zeros(bucket.elements, dtype=getattr(torch, bucket.dtype), device=device, pin_memory=pinned)
-        for bucket in layout.buckets
-    ]
+    return [zero_bucket(bucket, device, pinned=pinned) for bucket in layout.buckets]
+
+
+def zero_bucket(bucket: BucketLayout, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    """Return a flat tensor of zeros for a bucket."""
+    return torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype], device=device, pin_memory=pinned)
 
 
 class RingReducer:
     """Reduces in host memory, over the tagging ring, which its creator closes."""
 
     def __init__(
-        self, ring: Ring, layout: Layout, *, first_id: int = 0, pinned: bool = False, average: bool = True
+        self,
+        ring: Ring,
+        layout: Layout,
+        *,
+        first_id: int = 0,
+        pinned: bool = False,
+        divisor: int | None = None,
     ) -> None:
         """Allocate buckets, in `pinned` memory if gradients are on a GPU.
 
-        `first_id`: shard 0's in tags. `average`: whether sums are divided by the number of ranks.
+        `first_id`: shard 0's in tags. `divisor`: of sums; the number of ranks by default.
         """
+        self.layout = layout
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, torch.device("cpu"), pinned=pinned)
-        self._ring, self._first_id, self._average = ring, first_id, average
+        self._ring, self._first_id, self._divisor = ring, first_id, divisor
         self._buckets = [replace(one, shadow_id=first_id + one.shadow_id) for one in layout.schedule]
         self._allreduce: AllReduce
 
@@ -78,7 +92,7 @@ class RingReducer:
     def open(self, on_done: Callable[[int], None], on_error: Callable[[RingError], None]) -> None:
         """Start the ring's threads."""
         self._allreduce = AllReduce(
-            self._ring, self._buckets, self.tensors, on_done, on_error, average=self._average
+            self._ring, self._buckets, self.tensors, on_done, on_error, divisor=self._divisor
         )
 
     def submit(self, index: int) -> None:
@@ -93,6 +107,10 @@ class RingReducer:
     def passed(self, ends: Ends) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends."""
         return self._allreduce.passed({(c, shard + self._first_id): end for (c, shard), end in ends.items()})
+
+    def abort(self) -> None:
+        """Break the ring, so that the other ranks learn of an error here."""
+        self._ring.abort()
 
     def close(self) -> None:
         """End the threads. A bucket in progress fails and breaks the ring."""

@@ -106,10 +106,16 @@ class GradientReduction(ABC):
         """End the threads and the reducer. A reduction in progress fails."""
         self._undo.close()
 
-    def _lend(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> Gradients:
+    def _lend(
+        self,
+        gradients: Mapping[int, torch.Tensor],
+        buffer: torch.Tensor,
+        exact: Mapping[int, torch.Tensor] | None = None,
+    ) -> Gradients:
         """Reduce flat gradients, by parameter and without empty ones, in backward's thread, after `_begin`.
 
-        Their averages replace them. Then the returned future is completed with `buffer`.
+        If they are rounded, `exact` has what to reduce. Their averages replace them. Then the returned future
+        is completed with `buffer`.
         """
         staging = self._stagings[buffer.device]
         pending = _Pending(staging.future(), buffer, staging, len(gradients))
@@ -126,7 +132,7 @@ class GradientReduction(ABC):
             self._fail(self.error)
         else:
             flats = [self._flats[number] for number in gradients]
-            staging.take(flats, list(gradients.values()), lambda: self._ready(gradients))
+            staging.take(flats, list((exact or gradients).values()), lambda: self._ready(gradients))
         return pending.future
 
     def _reduced_twice(self, number: int) -> RuntimeError:
@@ -151,7 +157,11 @@ class GradientReduction(ABC):
             staging.begin()
         self._futures.clear()
         iteration = self.iteration
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._await_reduced(iteration))
+        self._after_backward(lambda: self._await_reduced(iteration))
+
+    def _after_backward(self, work: Callable[[], None]) -> None:
+        """Call `work` at the end of backward, or of its callbacks if this is one of them."""
+        torch.autograd.Variable._execution_engine.queue_callback(work)
 
     def _await_reduced(self, iteration: int) -> None:
         """Wait for the ring at the end of backward, before a last callback of DDP. Raise `RingError`.
@@ -163,7 +173,7 @@ class GradientReduction(ABC):
         if self.error is not None and self._incomplete:
             raise self.error
         # After DDP's callback, which fills `.grad`.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self.on_reduced(iteration))
+        self._after_backward(lambda: self.on_reduced(iteration))
 
     def _ready(self, numbers: Iterable[int]) -> None:
         """Submit the buckets that are complete now that these gradients are there, in order of index."""

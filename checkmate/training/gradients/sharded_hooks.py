@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from checkmate.ring import RingError
-from checkmate.state import dtype_name, local_of
+from checkmate.state import DTYPES, dtype_name, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.reducing import Reducer
 from checkmate.training.gradients.reduction import GradientReduction
@@ -23,14 +23,20 @@ class ShardedHooks(GradientReduction):
     FSDP reduces and scatters the gradients of a unit's parameters as one flat tensor, and passes that to the
     all-reduce hook, without a word of whose it is. Then it sets `.grad` of each of these parameters to a view
     of it, and calls the parameter's own hooks. So each of these lends `.grad` itself.
+
+    If parameters have a narrower type, FSDP first rounds the flat tensor, as a copy. Then each hook lends its
+    part of the flat tensor, and `.grad` gets the average of that, rounded.
     """
 
     def __init__(self, model: FsdpModel, layout: Layout, reducer: Reducer, first_iteration: int) -> None:
         super().__init__(layout, list(model.trained().values()), reducer, first_iteration)
-        self._units = model.units.values()
+        self._model = model
         self._handles: list[Any] = []
         self._types = {bucket.dtype for bucket in layout.buckets}
+        self._begun = False  # FSDP may reduce a unit of which this rank has no elements after all others
         self._seen: set[int] = set()  # parameters with a gradient in this iteration's backward
+        self._in_schedule = False  # at the end of a reduction that is not within backward
+        self._scattered = torch.empty(0)  # the flat tensor of the unit whose parameters' hooks are called
 
     @property
     def active(self) -> bool:
@@ -43,7 +49,7 @@ class ShardedHooks(GradientReduction):
         for number, parameter in enumerate(self._parameters):
             hook = partial(self._accumulated, number)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        for unit in self._units:
+        for unit in self._model.units.values():
             unit.set_all_reduce_hook(self.scattered)
 
     def close(self) -> None:
@@ -59,10 +65,23 @@ class ShardedHooks(GradientReduction):
             raise self.error or RingError("the model's Protection is closed, so gradients are not reduced")
         if dtype_name(flat.dtype) not in self._types:
             raise RuntimeError(f"FSDP reduces gradients of {flat.dtype}; known: {', '.join(self._types)}")
-        if not self._missing:
+        if not self._begun:
+            self._check_settings()
             self._check_empty()
+            self._begun = True
             self._seen.clear()
             self._begin()
+        self._scattered = flat
+
+    def _check_settings(self) -> None:
+        """Raise `RefusedError` if the script has changed FSDP's settings since `register`."""
+        self._model.check_settings()
+        for name, unit in self._model.units.items():
+            if any(group._all_reduce_hook != self.scattered for group in param_groups(unit)):
+                raise RefusedError(
+                    f"{name or type(self._model.inner).__name__} got another all-reduce hook after "
+                    "checkmate.protect, so its gradients would not be reduced: remove set_all_reduce_hook"
+                )
 
     def _check_empty(self) -> None:
         """Raise `RefusedError` if there are gradients, to which FSDP would add those of this rank."""
@@ -85,15 +104,54 @@ class ShardedHooks(GradientReduction):
             return
         self._check_type(number, gradient)
         flat = gradient.view(-1)
-        self._lend({number: flat}, flat)
+        self._lend({number: flat}, flat, {number: self._exact(number, flat)})
+
+    def _exact(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a flat gradient in the type in which FSDP has reduced it."""
+        reduced = DTYPES[self._layout.parameters[number].gradient_dtype]
+        if torch.promote_types(reduced, gradient.dtype) == gradient.dtype:
+            return gradient
+        begin = gradient.storage_offset()
+        exact = self._scattered[begin : begin + gradient.numel()]
+        if self.iteration == self._first_iteration and not torch.equal(exact.to(gradient.dtype), gradient):
+            raise RuntimeError(
+                f"{self._layout.parameters[number].name}: PyTorch {torch.__version__} does not store FSDP's "
+                f"gradients as expected: keep parameters in {reduced}, with param_dtype={gradient.dtype}"
+            )
+        return exact
+
+    def _after_backward(self, work: Callable[[], None]) -> None:
+        """Call `work` at the end of backward, or of the reduction that a pipeline schedule does later."""
+        if torch._C._current_graph_task_id() != -1:
+            super()._after_backward(work)
+            return
+        if self._in_schedule:
+            work()
+            return
+        state: Any = self._model.outer._get_fsdp_state()  # type: ignore[operator]
+        finish = state._root_post_backward_final_callback
+
+        def end() -> None:
+            del state._root_post_backward_final_callback
+            finish()
+            self._in_schedule = True
+            try:
+                work()
+            finally:
+                self._in_schedule = False
+
+        # FSDP has no hook there. Schedules call this last.
+        state._root_post_backward_final_callback = end
 
     def _await_reduced(self, iteration: int) -> None:
         """Reduce zeros for parameters without a gradient, and wait. FSDP's last callback has returned."""
+        self._scattered = torch.empty(0)
         absent = {}
         for number in self._flats.keys() - self._seen:
             like = self._flats[number]
             absent[number] = torch.zeros_like(like, device=self._parameters[number].device)
             self._lend({number: absent[number]}, absent[number])
+        self._begun = False
         super()._await_reduced(iteration)
         for number, zeros in absent.items():
             if zeros.any():

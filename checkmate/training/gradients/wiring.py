@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -11,9 +11,10 @@ import torch
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, RingTimeout, connect_ring
-from checkmate.ring.place import ring_ports
+from checkmate.ring.place import host_ports, ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
 from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.gradients.reducing import Reducer, RingReducer
 from checkmate.training.gradients.reduction import GradientReduction
@@ -26,7 +27,7 @@ from checkmate.wire.layout import Layout
 
 def make_reducer(
     place: Membership,
-    layout: Layout,
+    layouts: Mapping[int, Layout],
     start: Start,
     devices: Collection[torch.device],
     undo: ExitStack,
@@ -38,7 +39,7 @@ def make_reducer(
 
     Args:
         place: This rank's place.
-        layout: The layout.
+        layouts: The layouts of the DP groups that train the model, by group.
         start: The start of training.
         devices: The devices that have gradients.
         undo: Closes what the reducer uses.
@@ -49,19 +50,26 @@ def make_reducer(
         SessionError: NCCL's sends can't be tagged, and that is required.
         Others: As `connect`.
     """
+    layout = layouts[place.group]
     if place.job.collective == "ring":
         pinned = any(device.type == "cuda" for device in devices)
         ring = connect(place, layout, start, undo)
-        return RingReducer(ring, layout, first_id=place.first_id, pinned=pinned, average=average), []
+        divisor = place.replicas if average else 1
+        reducer = RingReducer(ring, layout, first_id=place.first_id, pinned=pinned, divisor=divisor)
+        if not place.together:
+            return reducer, []
+        rings = undo.enter_context(HostRings(host_place(place, layouts, start)))
+        return HostReducer(
+            merge(list(layouts.values())), place.share.index, reducer, rings, pinned=pinned
+        ), []
     (device,) = devices
     maker = NcclMaker(place, layout, start, device, undo, required, average)
     return maker.make(), maker.troubles
 
 
-def make_reduction(
-    model: TrainedModel, layout: Layout, reducer: Reducer, first_iteration: int
-) -> GradientReduction:
+def make_reduction(model: TrainedModel, reducer: Reducer, first_iteration: int) -> GradientReduction:
     """Return what has a model's gradients reduced."""
+    layout = reducer.layout
     if isinstance(model, DdpModel):
         return GradientHook(model.ddp, layout, list(model.trained().values()), reducer, first_iteration)
     from checkmate.training.gradients.sharded_hooks import ShardedHooks  # noqa: PLC0415 - imports FSDP
@@ -69,6 +77,28 @@ def make_reduction(
 
     assert isinstance(model, FsdpModel)
     return ShardedHooks(model, layout, reducer, first_iteration)
+
+
+def host_place(place: Membership, layouts: Mapping[int, Layout], start: Start) -> RingPlace:
+    """Return this rank's place among those of its host that train its model. Nothing there is tagged."""
+    ranks = place.host_ranks
+    common = b"".join(layout.fingerprint for layout in layouts.values())
+    return RingPlace(
+        place.share.index,
+        [str(rank.ip) for rank in ranks],
+        1,
+        incarnation=start.plan.incarnation,
+        fingerprint=_fingerprint(common, start, f"within {ranks[0].host}"),
+        ports=host_ports(place.job, ranks),
+        names=[rank.named for rank in ranks],
+        key=access(place.job, Role.TRAINER).secret(Secret.RING),
+    )
+
+
+def _fingerprint(layout: bytes, start: Start, more: str) -> bytes:
+    """Return what ranks of a ring must have in common, in 16 bytes."""
+    common = layout + f"{start.plan.run} {start.next_iteration}{more}".encode()
+    return hashlib.blake2b(common, digest_size=16).digest()
 
 
 def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) -> Ring:
@@ -80,14 +110,13 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         RingError: The ring could not be connected.
     """
     group = f" {place.group}" if place.job.hosts else ""  # its ranks' addresses may be those of others
-    common = layout.fingerprint + f"{start.plan.run} {start.next_iteration}{group}".encode()
     where = RingPlace(
         place.position,
         place.ips,
         place.job.channels,
         incarnation=start.plan.incarnation,
         dscp_bit=place.job.tag.dscp_bit,
-        fingerprint=hashlib.blake2b(common, digest_size=16).digest(),
+        fingerprint=_fingerprint(layout.fingerprint, start, group),
         ports=ring_ports(place.job, place.group),
         device=place.interface,
         names=place.names,

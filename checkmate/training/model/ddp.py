@@ -13,9 +13,16 @@ class DdpModel(TrainedModel):
     """The model inside of a DDP. Buckets are as large as DDP's own (`bucket_cap_mb`)."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        """Create it. Raise `SessionError` if this DDP can't be protected."""
+        """Create it. Raise `SessionError` or `RefusedError` if this DDP can't be protected."""
         if ddp.mixed_precision is not None:
             raise SessionError("DDP's mixed_precision keeps its own gradients: use torch.autocast instead")
+        for parameter in ddp._module_parameters:
+            if hasattr(parameter, "_st_info"):  # what DDP has made of a DTensor
+                raise RefusedError(
+                    "tensor parallelism has split the model, and DDP does not keep which parts of parameters "
+                    "a rank has: in place of DDP, apply fully_shard with "
+                    'mesh=checkmate.job_mesh(device_type)["dp_shard"], whose size may be 1'
+                )
         self.ddp = ddp
         self.outer, self.inner = ddp, ddp.module
         self.bucket_bytes = ddp.bucket_bytes_cap

@@ -1,8 +1,12 @@
-"""A model that PyTorch's `fully_shard` has cut into shards (FSDP2), on a mesh of the shards alone."""
+"""A model that PyTorch's `fully_shard` has cut into shards (FSDP2), on a mesh of the shards alone.
+
+Tensor parallelism may have split its parameters before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final
@@ -11,8 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from checkmate.state import dtype_name
+from checkmate.state import dtype_name, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.wire.layout import BUCKET_BYTES, Parameter
@@ -52,6 +57,7 @@ class FsdpModel(TrainedModel):
             for group in param_groups(unit)
             for one in group.fsdp_params
         }
+        self._kept_frozen = self.frozen()
         if not self.trained():
             raise RefusedError("no parameter of the model needs a gradient, so there is nothing to follow")
         for name, parameter in self.trained().items():
@@ -63,14 +69,36 @@ class FsdpModel(TrainedModel):
             _check_mesh(name, parameter)
         for name, unit in self.units.items():
             _check_unit(name or type(module).__name__, unit)
+        _check_elements(list(self.trained().values()))
         self.averages = _averages(self.units)
+        self.check_settings()
 
     @property
     def shard_ranks(self) -> list[int]:
-        """The global ranks that share this rank's replica, in order of the shards."""
-        mesh = next(iter(self.trained().values())).device_mesh  # type: ignore[attr-defined]
-        found: list[int] = mesh.mesh.tolist()
+        """The global ranks that share this rank's replica, in order of their parts of it."""
+        meshes: list[Any] = [parameter.device_mesh for parameter in self.trained().values()]  # type: ignore[attr-defined]
+        found: list[int] = max((mesh.mesh for mesh in meshes), key=torch.Tensor.numel).flatten().tolist()
         return found
+
+    def check_settings(self) -> None:
+        """Raise `RefusedError` if the script has changed what FSDP reduces, or how it divides gradients."""
+        if new := [name for name, parameter in self._kept_frozen.items() if parameter.requires_grad]:
+            raise RefusedError(
+                f"{min(new)} got requires_grad=True after checkmate.protect, so its gradients would not be "
+                "reduced over the replicas: set it before, and protect again"
+            )
+        if _averages(self.units) != self.averages:
+            raise RefusedError(
+                "set_gradient_divide_factor was called after checkmate.protect, which decides whether "
+                "gradients are averaged or summed over replicas: call it before"
+            )
+        for name, unit in self.units.items():
+            if any(getattr(group, "force_sum_reduction_for_comms", False) for group in param_groups(unit)):
+                raise RefusedError(  # since PyTorch 2.8
+                    f"{name or type(self.inner).__name__}: with set_force_sum_reduction_for_comms(True), "
+                    "FSDP divides gradients after their reduction, so shadow nodes would get others: remove "
+                    "that call"
+                )
 
     def check_forward(self) -> None:
         """Do nothing: FSDP itself needs all ranks in each iteration."""
@@ -82,6 +110,10 @@ class FsdpModel(TrainedModel):
     def describe(self) -> list[Parameter]:
         """Return this rank's chunks of the trained parameters."""
         return [_chunk(name, p, self._reduced[p]) for name, p in self.trained().items()]
+
+    def describe_frozen(self) -> list[Parameter]:
+        """Return this rank's chunks of the frozen parameters."""
+        return [_chunk(name, p, p.dtype) for name, p in self.frozen().items() if isinstance(p, DTensor)]
 
     def _unit_of(self, name: str) -> str:
         """Return the name of the innermost unit that contains a parameter."""
@@ -99,37 +131,76 @@ def param_groups(unit: FSDPModule) -> Iterator[Any]:
 
 
 def _chunk(name: str, parameter: torch.Tensor, reduced: torch.dtype) -> Parameter:
-    """Return this rank's chunk of a parameter whose gradient is `reduced` in a type.
-
-    FSDP gives each rank but the last ones the same number of rows.
-    """
+    """Return this rank's chunk of a parameter whose gradient is `reduced` in a type."""
     assert isinstance(parameter, DTensor)
-    (placement,) = parameter.placements
-    assert isinstance(placement, Shard)
-    with torch.no_grad():
-        local = parameter.to_local()
-    size, mesh = parameter.shape[placement.dim], parameter.device_mesh
-    offset = [0] * parameter.ndim
-    offset[placement.dim] = min(-(-size // mesh.size()) * mesh.get_local_rank(), size)
+    local = local_of(parameter)
+    offset, _ = _box(parameter, _coordinate(parameter))
     known = Parameter.of(name, local.shape, local.stride(), dtype_name(local.dtype))
     gradient = "" if reduced == local.dtype else dtype_name(reduced)
     return replace(known, whole=tuple(parameter.shape), offset=tuple(offset), gradient=gradient)
 
 
+def _coordinate(parameter: DTensor) -> list[int]:
+    """Return this rank's coordinate in a parameter's mesh."""
+    found = parameter.device_mesh.get_coordinate()
+    assert found is not None
+    return list(found)
+
+
+def _box(parameter: DTensor, coordinate: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return where in the whole parameter the part of a rank begins, and its shape.
+
+    Tensor parallelism, the mesh's last dimension, has split it before FSDP has. Either gives each rank but
+    the last ones the same number of rows.
+    """
+    mesh = parameter.device_mesh
+    offset, shape = [0] * parameter.ndim, list(parameter.shape)
+    for dimension, placement in reversed(list(enumerate(parameter.placements))):
+        if isinstance(placement, Shard | _StridedShard):
+            size = shape[placement.dim]
+            rows = -(-size // mesh.size(dimension))
+            begin = min(rows * coordinate[dimension], size)
+            offset[placement.dim] += begin
+            shape[placement.dim] = min(rows, size - begin)
+    return offset, shape
+
+
 def _check_mesh(name: str, parameter: torch.Tensor) -> None:
-    """Raise `RefusedError` unless a trained parameter is sharded on a mesh of one dimension."""
+    """Raise `RefusedError` unless FSDP has sharded a trained parameter, and tensor parallelism at most."""
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
-    if any(isinstance(one, Replicate) for one in placements):
+    if isinstance(placements[0], Replicate):
         raise RefusedError(
             f"{name} is on the mesh {mesh.mesh_dim_names or tuple(mesh.shape)}, on which FSDP itself reduces "
             "gradients over the replicas, so they can't be copied: give fully_shard the dimension of the "
             'shards alone, mesh=checkmate.shard_mesh(device_type), or mesh["dp_shard"] of yours'
         )
-    if mesh.ndim != 1 or type(placements[0]) is not Shard:
+    split = placements[1:]
+    if len(split) > 1 or any(type(one) not in (Shard, Replicate) for one in split):
         raise RefusedError(
-            f"{name} has the placements {placements}: only shards on a mesh of one dimension can be "
-            "protected, not those of tensor parallelism"
+            f"{name} has the placements {placements}: shadow nodes can follow shards of FSDP, and one "
+            "dimension of tensor parallelism that shards or replicates parameters"
+        )
+    own, (_, usual) = tuple(local_of(parameter).shape), _box(parameter, _coordinate(parameter))
+    if own != tuple(usual):
+        raise RefusedError(
+            f"{name}: this rank has {own} of {tuple(parameter.shape)}, but with {placements} PyTorch would "
+            f"give it {tuple(usual)}: split it with distribute_tensor or parallelize_module"
+        )
+
+
+def _check_elements(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise `RefusedError`, on all ranks of a replica, if its last shard has no element of any parameter."""
+    elements = 0
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        _, *others = _coordinate(parameter)
+        shards = parameter.device_mesh.size(0)
+        elements += math.prod(_box(parameter, [shards - 1, *others])[1])
+    if not elements:
+        raise RefusedError(
+            f"no parameter has a part on the last of {shards} shards, and a rank without any can't be "
+            "followed: use fewer shards. fully_shard gives the same number of rows to all shards but the last"
         )
 
 
@@ -141,13 +212,13 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
             f"{name}: its parameters have several meshes, and FSDP has no all-reduce hook then: use one mesh"
         )
     for group in groups:
+        if getattr(group.mesh_info, "dp_mesh_dims", None) is not None:  # since PyTorch 2.12
+            raise RefusedError(
+                f"{name}: dp_mesh_dims of fully_shard can't be followed: give it the dimension of the "
+                "shards, mesh=checkmate.shard_mesh(device_type)"
+            )
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise RefusedError(f"{name}: gradients that FSDP offloads to the CPU can't be protected yet")
-        if getattr(group, "force_sum_reduction_for_comms", False):  # since PyTorch 2.8
-            raise RefusedError(
-                f"{name}: with set_force_sum_reduction_for_comms(True), FSDP divides gradients after their "
-                "reduction, so shadow nodes would get others: leave it out"
-            )
         for parameter in group.fsdp_params:
             _check_types(name, group.mp_policy, parameter.sharded_param.dtype)
 
@@ -181,15 +252,10 @@ def _reduced_dtype(policy: Any, dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_types(name: str, policy: Any, dtype: torch.dtype) -> None:
-    """Raise `RefusedError` if FSDP changes gradients after their reduction, other than to a wider type."""
+    """Raise `RefusedError` if FSDP changes gradients after their reduction, other than their type."""
     reduced = _reduced_dtype(policy, dtype)
     if reduced not in _EXACT:
         raise RefusedError(
             f"{name}: FSDP divides gradients of {reduced} after their reduction, so shadow nodes would get "
             "others: set reduce_dtype=torch.float32 in its MixedPrecisionPolicy"
-        )
-    if torch.promote_types(reduced, dtype) != dtype:
-        raise RefusedError(
-            f"{name}: FSDP reduces gradients in {reduced} and rounds them to {dtype}, the parameters' type: "
-            f"set reduce_dtype={dtype} in its MixedPrecisionPolicy, or keep parameters in {reduced}"
         )

@@ -37,7 +37,7 @@ class TrainedModel(ABC):
 
     @property
     def shard_ranks(self) -> Sequence[int]:
-        """The global ranks that share a replica, in order of its shards; empty if each rank has all of it."""
+        """The global ranks that share a replica, in order of its parts; empty if each rank has all of it."""
         return ()
 
     @abstractmethod
@@ -55,6 +55,10 @@ class TrainedModel(ABC):
             for name, p in self.trained().items()
         ]
 
+    def describe_frozen(self) -> list[Parameter]:
+        """Return this rank's chunks of the parameters that it does not train."""
+        return []
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers, by name."""
         return {**self.parameters(), **dict(self.inner.named_buffers())}
@@ -64,10 +68,13 @@ class TrainedModel(ABC):
         named = self.parameters().items()
         return {name: p for name, p in named if p.requires_grad and name not in self.ignored}
 
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that need no gradient, by name."""
+        return {name: p for name, p in self.parameters().items() if not p.requires_grad}
+
     def kept_beside(self) -> dict[str, torch.Tensor]:
         """Return the buffers and frozen parameters, by name."""
-        frozen = {name: p for name, p in self.parameters().items() if not p.requires_grad}
-        every: dict[str, torch.Tensor] = {**frozen, **dict(self.inner.named_buffers())}
+        every: dict[str, torch.Tensor] = {**self.frozen(), **dict(self.inner.named_buffers())}
         return {name: tensor for name, tensor in every.items() if name not in self.ignored}
 
     def state_names(self) -> dict[str, str]:

@@ -63,16 +63,60 @@ def clip_grad_norm_(
         RuntimeError: The total norm is not finite, with `error_if_nonfinite`.
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    found = {id(listener): listener for p in chosen if (listener := attached(p, ClipListener))}
+    listeners = _before_clipping(chosen)
+    norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+    _note_clipping(listeners, chosen, max_norm, norm)
+    return norm
+
+
+def clip_grads_with_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Clip with `torch.nn.utils.clip_grads_with_norm_`, and note the coefficient in the step record.
+
+    It is for scripts that combine norms themselves, for example those of pipeline stages. It needs PyTorch
+    2.6. The result is the same as torch's, bit for bit. Without `checkmate.protect` this is torch's function
+    alone.
+
+    Args:
+        parameters: The parameters whose gradients are clipped, together.
+        max_norm: The largest total norm.
+        total_norm: The total norm of the gradients: a scalar tensor, the same on all ranks.
+        foreach: Use torch's foreach implementation; by default torch decides.
+
+    Raises:
+        RefusedError: A gradient was changed since its reduction in a way that shadow nodes can't repeat.
+    """
+    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    listeners = _before_clipping(chosen)
+    torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, total_norm, foreach)
+    _note_clipping(listeners, chosen, max_norm, total_norm)
+
+
+def _before_clipping(parameters: Sequence[torch.Tensor]) -> list[ClipListener]:
+    """Return the listeners of parameters, once each, after they have checked the gradients."""
+    found = {id(listener): listener for p in parameters if (listener := attached(p, ClipListener))}
     for listener in found.values():
         listener.before()
-    norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
-    if found and any(p.grad is not None for p in chosen):
-        # torch's own expression: its clip_grad_norm_ returns the norm alone
-        coefficient = _whole(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
-        for listener in found.values():
-            listener.noted(chosen, coefficient)
-    return norm
+    return list(found.values())
+
+
+def _note_clipping(
+    listeners: Sequence[ClipListener],
+    parameters: Sequence[torch.Tensor],
+    max_norm: float,
+    norm: torch.Tensor,
+) -> None:
+    """Tell listeners the coefficient that torch has used."""
+    if not listeners or all(p.grad is None for p in parameters):
+        return
+    # torch's own expression: its functions do not return the coefficient
+    coefficient = _whole(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+    for listener in listeners:
+        listener.noted(parameters, coefficient)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

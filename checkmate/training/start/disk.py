@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from checkmate import state
 from checkmate.consolidate import disk, kept
+from checkmate.consolidate.stages import stage_of
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.capture import Watched
 from checkmate.training.start.install import (
     InstallError,
-    check_ranks,
     check_record,
     install_record,
     load_optimizer,
 )
+from checkmate.training.start.local_parts import LocalParts, load_model
 from checkmate.training.start.membership import Membership
+from checkmate.wording import counted
 
 CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
 _LISTED: Final = 3
@@ -74,70 +77,108 @@ def nothing(folder: str | Path | None) -> str:
     return f"no checkpoint folder is set (pass checkpoints= or set {CHECKPOINTS_VARIABLE})"
 
 
-def resume(path: Path, place: Membership, watched: Watched) -> tuple[pb.IterationRecord, Any]:
-    """Install a checkpoint, bit for bit.
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint on disk has brought."""
 
-    Returns:
-        The record of the checkpoint's iteration, and this rank's `extra`.
+    record: pb.IterationRecord
+    """Of the checkpoint's iteration, as shadow nodes get it with the seeds."""
+    extra: Any
+    """This rank's."""
+    other_ranks: str = ""
+    """How the ranks have changed since, for a warning; empty if they are the same."""
+
+
+def resume(path: Path, place: Membership, watched: Watched) -> Resumed:
+    """Install a checkpoint, bit for bit.
 
     Raises:
         DiskError: It can't be read.
         InstallError: It is of another job or doesn't fit the script.
     """
-    if watched.model.shard_ranks:
-        raise InstallError(
-            f"{path} can't be loaded into a sharded model: load it with torch.distributed.checkpoint and "
-            "set_state_dict after `checkmate reset JOB`, without checkpoints="
-        )
-    checkpoint = disk.load(path)
+    stage = _stage(place, watched)
+    parts = LocalParts(watched, stage)
+    checkpoint = disk.load(path, parts.select)
     try:
-        found = disk.group_of(checkpoint, place.group)
+        found = disk.stage_in(checkpoint, stage)
     except KeyError:
-        raise InstallError(f"{path} has no DP group {place.group}") from None
+        raise InstallError(f"{path} has no stage {stage}") from None
     if found["job"] != place.job.job:
         raise InstallError(f"{path} belongs to the job {found['job']}, not to {place.job.job}")
+    if parts.misfits:
+        raise InstallError(f"{path} doesn't fit the script: {parts.misfits[0]}")
     try:
         return _install(found, place, watched)
     except (RuntimeError, ValueError, KeyError) as error:
         raise InstallError(f"{path} doesn't fit the script: {' '.join(str(error).split())}") from error
 
 
-def _install(found: dict[str, Any], place: Membership, watched: Watched) -> tuple[pb.IterationRecord, Any]:
-    check_ranks(len(found["rng"]), place)
+def _stage(place: Membership, watched: Watched) -> int:
+    sharded = bool(watched.model.shard_ranks)
+    return stage_of(place.job, place.group, sharded=sharded, together=place.together)
+
+
+def _install(found: dict[str, Any], place: Membership, watched: Watched) -> Resumed:
     record = _record_of(found, place)
     check_record(record, watched, place)
-    missing, unexpected = watched.model.inner.load_state_dict(found["model"], strict=False)
+    missing, unexpected = load_model(watched.model, found["model"])
     lacking = set(missing) & watched.model.trained().keys()
     if lacking or unexpected:
         raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
     load_optimizer(watched.optimizer, found["optimizer"])
     options = [options_of(group) for group in watched.optimizer.param_groups]
     record.parts[0].step.MergeFrom(pb.Step(options=options, next_options=options))
-    return record, install_record(watched, record, place.position)
+    extra = install_record(watched, record, place.position)
+    return Resumed(record, extra, _other_ranks(found, place, watched))
+
+
+def _other_ranks(found: Mapping[str, Any], place: Membership, watched: Watched) -> str:
+    """Return how the ranks of this rank's stage are not those of the checkpoint, or ""."""
+    stage, sharded = _stage(place, watched), bool(watched.model.shard_ranks)
+    groups = place.together or [
+        number for number in place.job.groups if stage_of(place.job, number, sharded=sharded) == stage
+    ]
+    ours = {rank.rank for number in groups for rank in place.job.dp_groups[number].ranks}
+    theirs = set(found["rng"])
+    if ours == theirs:
+        return ""
+    said = f"it is of {counted(len(theirs), 'rank')}, and there are {len(ours)} now"
+    if new := sorted(ours - theirs):
+        listed = ", ".join(map(str, new[:_LISTED])) + (
+            f" and {len(new) - _LISTED} more" if new[_LISTED:] else ""
+        )
+        said += f": ranks {listed} keep the script's random generators, and get extra() of rank {min(theirs)}"
+    return said
 
 
 def _record_of(found: dict[str, Any], place: Membership) -> pb.IterationRecord:
     """Return the record of a checkpoint's iteration, which is sent to shadow nodes with the seeds.
 
-    It does not have the optimizer's options yet.
+    It does not have the optimizer's options yet. A rank that the checkpoint does not know gets the lowest
+    rank's `extra`, because that often counts what all ranks have done; but no random generators, because two
+    ranks would draw the same numbers.
     """
     record = pb.IterationRecord(iteration=found["iteration"])
-    for position, member in enumerate(place.job.dp_groups[place.group].ranks):
+    members = place.job.dp_groups[place.group].ranks
+    buffers = found.get("rank_buffers", {})  # what differs from those of the stage's first rank
+    first = buffers.get(members[0].rank, {})
+    common = found["extra"].get(min(found["extra"], default=None))
+    for position, member in enumerate(members):
         part = record.parts.add(
             job=place.job.job, group=place.group, position=position, iteration=found["iteration"]
         )
         if member.rank in found["rng"]:
             part.rng = state.dump_generators(found["rng"][member.rank])
-        if member.rank in found["extra"]:
-            part.extra = state.dumps(found["extra"][member.rank])
-        own = found.get("rank_buffers", {}).get(member.rank)
-        if own:
-            part.buffers = state.dumps(own)
+        if member.rank in found["extra"] or (found["extra"] and member.rank not in found["rng"]):
+            part.extra = state.dumps(found["extra"].get(member.rank, common))
+        own = found["buffers"] | buffers.get(member.rank, {})
+        if position and (names := first.keys() | buffers.get(member.rank, {}).keys()):
+            part.buffers = state.dumps({name: own[name] for name in sorted(names)})
     step = record.parts[0].step
     step.scheduler_class = found.get("scheduler_class", "")
     for name in ("scheduler", "scaler"):
         if found[name] is not None:
             setattr(step, name, state.dumps(found[name]))
-    for name, tensor in found["buffers"].items():
+    for name, tensor in (found["buffers"] | first).items():
         record.buffers[name] = state.dumps(tensor)
     return record

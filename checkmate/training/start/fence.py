@@ -13,6 +13,7 @@ import grpc
 
 from checkmate.job.schema import Job
 from checkmate.nodes import target
+from checkmate.nodes.other_ranks import RESHARDING, other_ranks
 from checkmate.nodes.standing import (
     Answers,
     Lacking,
@@ -144,6 +145,8 @@ def plan_restore(
     fence.close()
     if 0 < discarded(fence.answers) == greatest_generation(fence.answers):
         return _after_reset(job, stubs, fence, on_disk())
+    if trouble := other_ranks(job, fence.answers):
+        return _without_nodes("refused", fence, f"{trouble}. {RESHARDING}")
     if fence.complete and all(answer.holds_nothing for answer in fence.answers.values()):
         return _without_nodes("nothing", fence)
     _freeze(job, stubs, fence)

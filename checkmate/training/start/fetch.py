@@ -1,4 +1,4 @@
-"""Fetches a DP group's shards from their holders in parallel, and checks that they fit the model."""
+"""Fetches a model's shards from their holders in parallel, and checks that they fit the model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from checkmate.nodes.reader import Asked, Reading, States, most_parts, read_shar
 from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.start.membership import Membership
 from checkmate.wire.layout import Layout, Parameter
 from checkmate.wording import counted
 
@@ -21,10 +22,10 @@ class FetchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Fetched:
-    """A DP group's complete state, the record of its iteration, and its optimizer."""
+    """A model's complete state, and the record and the optimizer of this rank's DP group."""
 
-    layout: Layout
-    """The nodes' layout: the state is in its memory order, which may differ from ours."""
+    parameters: Sequence[Parameter]
+    """The nodes' parameters: the state is in their memory order, which may differ from ours."""
     states: States
     record: pb.IterationRecord
     optimizer: pb.OptimizerSpec
@@ -33,39 +34,44 @@ class Fetched:
 
 
 def fetch(
-    wanted: Mapping[Asked, Sequence[int]], layout: Layout, stubs: Stubs, rank: int, timeout: float
+    wanted: Mapping[Asked, Sequence[int]],
+    layouts: Mapping[int, Layout],
+    stubs: Stubs,
+    place: Membership,
+    timeout: float,
 ) -> Fetched:
-    """Fetch all shards of a DP group at once.
+    """Fetch all shards of a model at once.
 
     Buffers may come with any shard. Before the first iteration there are none: the script creates them.
 
     Args:
         wanted: The shards and their holders.
-        layout: This rank's layout.
+        layouts: The layouts of the DP groups that train the model, by group.
         stubs: Stubs of the job's nodes.
-        rank: This rank's number, which rotates the order of the holders.
+        place: This rank's place. Its number rotates the order of the holders.
         timeout: In seconds, for all shards together.
 
     Raises:
         FetchError: None of a shard's holders returns it, or buffers are missing, or the model differs.
     """
-    how = Reading(time.monotonic() + timeout, accept=partial(_check_model, layout))
+    how = Reading(time.monotonic() + timeout, accept=partial(_check_model, layouts))
     try:
-        order = {asked: spread(holders, rank) for asked, holders in wanted.items()}
-        shards = list(read_shards(stubs, order, how).values())
+        order = {asked: spread(holders, place.rank) for asked, holders in wanted.items()}
+        found = read_shards(stubs, order, how)
     except Lacking as error:
         raise FetchError(str(error)) from None
-    states = {number: values for shard in shards for number, values in shard.states.items()}
+    states = {number: values for shard in found.values() for number, values in shard.states.items()}
+    shards = [shard for (group, _), shard in found.items() if group == place.group]
     headers = [shard.header for shard in shards]
     record, without = record_of(headers)
     if without and record.parts:
-        shards_named = ", ".join(name(shard) for shard in sorted((one.group, one.shard) for one in wanted))
+        shards_named = ", ".join(name(shard) for shard in sorted(found) if shard[0] == place.group)
         raise FetchError(
             f"no holder of {shards_named} has {len(without)} of the model's buffers and frozen parameters: "
             f"{', '.join(without)}"
         )
-    same = all(shard.layout.fingerprint == layout.fingerprint for shard in shards)
-    return Fetched(shards[0].layout, states, record, most_parts(headers).optimizer, same)
+    same = all(shard.layout.fingerprint == layouts[place.group].fingerprint for shard in shards)
+    return Fetched(shards[0].layout.parameters, states, record, most_parts(headers).optimizer, same)
 
 
 def spread(holders: Sequence[int], rank: int) -> list[int]:
@@ -74,9 +80,9 @@ def spread(holders: Sequence[int], rank: int) -> list[int]:
     return [*holders[start:], *holders[:start]]
 
 
-def _check_model(ours: Layout, _: pb.SeedHeader, theirs: Layout) -> None:
+def _check_model(ours: Mapping[int, Layout], header: pb.SeedHeader, theirs: Layout) -> None:
     """Raise `FetchError` if the nodes hold another model."""
-    difference = different(theirs, ours)
+    difference = different(theirs, ours[header.shard.group])
     if difference:
         raise FetchError(
             f"the shadow nodes hold another model: {difference}; `checkmate reset JOB` discards it"
@@ -90,6 +96,8 @@ def different(theirs: Layout, ours: Layout) -> str:
     """
     if theirs.shards != ours.shards:
         return f"it is divided into {counted(theirs.shards, 'shard')}, ours into {ours.shards}"
+    if theirs.share != ours.share:
+        return f"{theirs.share.count} ranks of a host have a share of it, of ours {ours.share.count}"
     for old, new in zip(theirs.parameters, ours.parameters, strict=False):
         if _compared(old) != _compared(new):
             return f"it has {_shown(old)} in place of {_shown(new)}"

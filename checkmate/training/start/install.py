@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from checkmate import state
+from checkmate.nodes.other_ranks import RESHARDING
 from checkmate.optim.supported import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import in_memory_order
@@ -51,21 +52,15 @@ def check_record(record: pb.IterationRecord, watched: Watched, place: Membership
     """
     if not record.parts:
         return
-    check_ranks(len(record.parts), place)
+    if len(record.parts) != place.ranks:
+        raise InstallError(
+            f"the state has {counted(len(record.parts), 'rank')} in DP group {place.group}, but the job now "
+            f"has {place.ranks}. {RESHARDING}"
+        )
     step = part_of(record, 0).step
     scheduler, scaler = (state.loads(data) if data else None for data in (step.scheduler, step.scaler))
     check_scheduler(watched.scheduler, scheduler, step.scheduler_class)
     check_scaler(watched.scaler, scaler)
-
-
-def check_ranks(stored: int, place: Membership) -> None:
-    """Raise `InstallError` if the state has another number of ranks than the job's DP group."""
-    if stored != place.ranks:
-        raise InstallError(
-            f"the state has {counted(stored, 'rank')} in DP group {place.group}, but the job now has "
-            f"{place.ranks}. Random generators and extra() belong to single ranks: start the same number of "
-            "ranks, or discard it with `checkmate reset JOB`"
-        )
 
 
 def check_scheduler(ours: Any, stored: Mapping[str, Any] | None, stored_class: str = "") -> None:
@@ -182,12 +177,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> N
             there = ours.get(name)
             if isinstance(value, torch.Tensor) and there is not None and there.dtype != value.dtype:
                 ours[name] = value.to(there.device)
-            ours[name] = _sharded_like(flat[index], ours[name])
+            ours[name] = sharded_like(flat[index], ours[name])
     lay_out_state(optimizer)
 
 
-def _sharded_like(parameter: torch.Tensor, value: object) -> object:
-    """Return an entry of a parameter's state, as a DTensor if the parameter is one and has its shape."""
+def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
+    """Return this rank's part of something, as a DTensor if the parameter is one and has its shape."""
     local = state.local_of(parameter)
     if local is parameter or not isinstance(value, torch.Tensor) or value.shape != local.shape:
         return value

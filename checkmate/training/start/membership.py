@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import JobError, read_job
-from checkmate.job.schema import Job, ShadowNode
+from checkmate.job.mesh import group_name
+from checkmate.job.schema import Job, Rank, ShadowNode
 from checkmate.keys.access import access
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
@@ -27,8 +28,10 @@ from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
 from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.together import groups_of_model
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
+from checkmate.wire.shares import WHOLE, Share
 from checkmate.wording import counted
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
@@ -45,6 +48,8 @@ class Membership:
     """Index of its DP group."""
     position: int
     """Position in its DP group's ring."""
+    together: tuple[int, ...] = ()
+    """The DP groups that train its model, a share of it each, on hosts with several ranks; else empty."""
     followed: bool = True
     """Whether shadow nodes follow; they can't if gradients are not tagged."""
 
@@ -83,6 +88,23 @@ class Membership:
         """Return the name of any rank of the job in messages."""
         ranks = [one for group in self.job.dp_groups for one in group.ranks]
         return next((one.named for one in ranks if one.rank == rank), f"rank {rank}")
+
+    @property
+    def share(self) -> Share:
+        """What of the model its group reduces."""
+        return Share(self.together.index(self.group), len(self.together)) if self.together else WHOLE
+
+    @property
+    def host_ranks(self) -> list[Rank]:
+        """The ranks on its host that train its model, one of each DP group; it alone by default."""
+        own = self.job.dp_groups[self.group].ranks[self.position]
+        groups = [self.job.dp_groups[group].ranks for group in self.together or [self.group]]
+        return [rank for ranks in groups for rank in ranks if rank is own or rank.host == own.host]
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that train its model."""
+        return self.ranks * self.share.count
 
     @property
     def side(self) -> int | None:
@@ -148,12 +170,8 @@ def place(job: Job, rank: int, world: int, together: Sequence[int] | None) -> Me
     if group is None:
         known = ", ".join(str(number) for ranks in members for number in sorted(ranks))
         raise SessionError(f"rank {rank} is not in the job {job.job}; its dp_groups have {known}")
-    if together is not None and set(together) != set(members[group]):
-        raise SessionError(
-            f"DDP averages over ranks {sorted(together)}, but the job's dp_groups[{group}] has "
-            f"{sorted(members[group])}: give DDP a process_group of these"
-        )
-    return Membership(job, rank, group, members[group].index(rank))
+    groups = groups_of_model(job, group, together)
+    return Membership(job, rank, group, members[group].index(rank), groups if len(groups) > 1 else ())
 
 
 def named_job() -> Job:
@@ -182,40 +200,60 @@ def join(model: TrainedModel) -> Membership:
         raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")
     found = place(job, rank, dist.get_world_size(), model.replicas)
     if model.shard_ranks:
-        _check_shards(found, model.shard_ranks)
-    first = min(member.rank for member in job.dp_groups[found.group].ranks)
+        _check_shards(found, model)
+    number, *_ = found.together or [found.group]
+    spokesman = job.dp_groups[number].ranks[0].rank
+    first = min(model.replicas or [spokesman])
     # The ring's first rank records buffers.
-    if model.broadcasts_buffers and any(True for _ in model.inner.buffers()) and found.spokesman != first:
+    if model.broadcasts_buffers and any(True for _ in model.inner.buffers()) and spokesman != first:
         raise SessionError(
             f"DDP broadcasts the buffers of rank {first}, but the ring begins with rank "
-            f"{found.spokesman}: list rank {first} first in the job's dp_groups[{found.group}]"
+            f"{spokesman}: list rank {first} first in the job's dp_groups[{number}]"
         )
     return found
 
 
-def _check_shards(found: Membership, shard_ranks: Sequence[int]) -> None:
-    """Raise `SessionError` on all ranks if a DP group's ranks don't train one shard. All ranks call it."""
-    told = exchange.gather([shard_ranks.index(found.rank), len(shard_ranks)], named=found.named)
+def _check_shards(found: Membership, model: TrainedModel) -> None:
+    """Raise `SessionError` on all ranks if a DP group's ranks don't train a part alike. All ranks call it."""
+    own = [model.shard_ranks.index(found.rank), len(model.shard_ranks), model.averages]
+    told = exchange.gather(own, named=found.named)
     for number, group in enumerate(found.job.dp_groups):
+        name = f"DP group {group_name(found.job, number)}"
         first, *others = (member.rank for member in group.ranks)
         for other in others:
-            if told[other] != told[first]:
-                (one, shards), (another, more) = told[first], told[other]
+            (one, parts, averages), (another, more, also) = told[first], told[other]
+            if averages != also:
                 raise SessionError(
-                    f"dp_groups[{number}] has {found.named(first)} with shard {one} of {shards} and "
-                    f"{found.named(other)} with shard {another} of {more}, but the ranks of a DP group have "
-                    "replicas of one shard: list the ranks of each shard in a DP group of its own, and use "
-                    "checkmate.shard_mesh"
+                    f"{name}: only one of {found.named(first)} and {found.named(other)} has "
+                    "set_gradient_divide_factor: call it on all ranks, or on none"
+                )
+            if (one, parts) != (another, more):
+                raise SessionError(
+                    f"{name} has {found.named(first)} with part {one} of {parts} of the model and "
+                    f"{found.named(other)} with part {another} of {more}, but the ranks of a DP group have "
+                    "replicas of one part: make FSDP's mesh with checkmate.shard_mesh or checkmate.job_mesh, "
+                    "from a job with a mesh, or with a DP group for the ranks of each part"
                 )
 
 
-def lay_out(model: TrainedModel, shards: int, slicing: Slicing = RING_SLICING) -> Layout:
-    """Return the layout of a model's trained parameters.
+def lay_out(
+    model: TrainedModel, shards: int, slicing: Slicing = RING_SLICING, share: Share = WHOLE
+) -> Layout:
+    """Return the layout of a model's parameters.
 
     Raises:
         LayoutError: A parameter is not dense in memory.
     """
-    return make_layout(model.describe(), shards, model.bucket_bytes, slicing)
+    return make_layout(model.describe(), shards, model.bucket_bytes, slicing, model.describe_frozen(), share)
+
+
+def lay_out_shares(model: TrainedModel, place: Membership, slicing: Slicing) -> dict[int, Layout]:
+    """Return the layouts of all DP groups that train a model, by group. Raise `LayoutError` as `lay_out`."""
+    groups = place.together or (place.group,)
+    return {
+        group: lay_out(model, place.job.shards(group), slicing, Share(index, len(groups)))
+        for index, group in enumerate(groups)
+    }
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from checkmate.nodes.standing import Shard
 
-PlanKind = Literal["nodes", "nothing", "reset", "none"]
+PlanKind = Literal["nodes", "nothing", "reset", "none", "refused"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class RestartPlan:
     """Rank 0's decision, for all ranks, on how this start of training begins.
 
     `kind` is `nodes` to resume from `iteration` of `holders`, `nothing` if no node holds anything, `reset` if
-    `checkmate reset` has discarded everything and nothing has begun since, or `none` if no complete state is
-    available, for the reason in `trouble`.
+    `checkmate reset` has discarded everything and nothing has begun since, `none` if no complete state is
+    available, for the reason in `trouble`, or `refused` if there is one that other ranks have left.
     """
 
     kind: PlanKind

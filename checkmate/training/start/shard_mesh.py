@@ -1,4 +1,4 @@
-"""The mesh for `fully_shard`, from the job's DP groups."""
+"""The meshes for `fully_shard` and `parallelize_module`, from the job's DP groups."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ if TYPE_CHECKING:
 DIMENSIONS: Final = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
+def job_mesh(device_type: str) -> DeviceMesh:
+    """Return the mesh of the job's ranks, whose parts are for `parallelize_module` and `fully_shard`.
+
+    All ranks call it, once, because it makes process groups. `job_mesh("cuda")["dp_shard"]` is what
+    `shard_mesh` returns. Do not give `fully_shard` the dimension `dp_replicate`: Checkmate reduces over it.
+
+    Args:
+        device_type: The devices of the ranks: `cuda` or `cpu`.
+
+    Returns:
+        A mesh of the dimensions `pp`, `dp_replicate`, `dp_shard` and `tp`, as in the `mesh` of the job, which
+        CHECKMATE_JOB names. Without a `mesh`, all of the job's DP groups are shards of one model.
+
+    Raises:
+        SessionError: The job can't be read, or its DP groups have different numbers of ranks.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes seconds
+
+    return DeviceMesh(device_type, arranged(named_job()), mesh_dim_names=DIMENSIONS)
+
+
 def shard_mesh(device_type: str) -> DeviceMesh:
     """Return the mesh of the shards for `fully_shard(module, mesh=...)`. All ranks call it.
 
@@ -30,16 +51,13 @@ def shard_mesh(device_type: str) -> DeviceMesh:
         A mesh of one dimension, `dp_shard`.
 
     Raises:
-        SessionError: The job can't be read, or its DP groups have different numbers of ranks.
+        SessionError: As `job_mesh`.
     """
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes seconds
-
-    ranks = arranged(named_job())
-    return DeviceMesh(device_type, ranks, mesh_dim_names=DIMENSIONS)["dp_shard"]
+    return job_mesh(device_type)["dp_shard"]
 
 
 def arranged(job: Job) -> torch.Tensor:
-    """Return a job's ranks, by `DIMENSIONS`. Raise `SessionError` as `shard_mesh`.
+    """Return a job's ranks, by `DIMENSIONS`. Raise `SessionError` as `job_mesh`.
 
     Without a `mesh` in the job, all of its DP groups are shards of one model.
     """

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,29 @@ from checkmate.consolidate.snapshot import Snapshot, SnapshotReader
 from checkmate.job.schema import Job
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.wire.layout import Parameter, make_layout
 from testbed.small_training import RUN, SmallTraining
 from tests.support.shadow.world import World
 
 
 class Trained(SmallTraining):
-    """A training with a schedule, and records like those of real ranks."""
+    """A training with a schedule, and records like those of real ranks.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    With `shards` its parameters are chunks of a sharded model's, of which group g has the g-th rows.
+    """
+
+    def __init__(self, *args: Any, shards: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if shards:
+            known = [self._chunk(one, shards) for one in self.layout.parameters]
+            self.layout = make_layout(known, self.layout.shards, self.layout.bucket_bytes)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.options: list[str] = []
+
+    def _chunk(self, known: Parameter, shards: int) -> Parameter:
+        rows, *others = known.shape
+        offset = (self.group * rows, *(0 for _ in others))
+        return replace(known, whole=(shards * rows, *others), offset=offset)
 
     def record(self, nodes: Any = None) -> None:
         self.options = [options_of(group) for group in self.optimizer.param_groups]
@@ -73,8 +86,10 @@ class Trained(SmallTraining):
 class ConsolidatePlace:
     """Shadow nodes, and a training of each DP group."""
 
-    def __init__(self, stack: ExitStack, **kwargs: Any) -> None:
+    def __init__(self, stack: ExitStack, *, sharded: bool = False, **kwargs: Any) -> None:
+        """With `sharded` all DP groups have chunks of one model."""
         self.world = World(stack, **kwargs)
+        self._sharded = sharded
         self.job: Job = self.world.job
         self.trainings: list[Trained] = []
         stack.callback(self.close)
@@ -85,7 +100,11 @@ class ConsolidatePlace:
         incarnation = max((training.incarnation + 1 for training in self.trainings), default=0)
         self.close()
         groups = range(len(self.job.dp_groups))
-        self.trainings = [Trained(self.job, self.world.copies, group=group) for group in groups]
+        shards = len(groups) if self._sharded else 0
+        self.trainings = [
+            Trained(self.job, self.world.copies, group=group, shards=shards, seed=1 + group)
+            for group in groups
+        ]
         for training in self.trainings:
             training.incarnation = incarnation
             training.begin(list(self.world.nodes), run=run, generation=1)
@@ -104,8 +123,26 @@ class ConsolidatePlace:
         self.world.stepped(self.trainings[0].iteration)
 
     def check(self, found: dict[str, Any], iteration: int) -> None:
+        if self._sharded:
+            self._check_whole(found, iteration)
+            return
         for index, training in enumerate(self.trainings):
-            training.check_group(disk.group_of(found, index), iteration)
+            training.check_group(disk.stage_in(found, index), iteration)
+
+    def _check_whole(self, found: dict[str, Any], iteration: int) -> None:
+        """Check that a checkpoint has the rows of all groups, one after another."""
+        assert (found["job"], found["iteration"], found["group"]) == (self.job.job, iteration, 0)
+        held = [one.states[iteration] for one in self.trainings]
+        for number, known in enumerate(self.trainings[0].layout.parameters):
+            chunks = [state.from_held(known, *states[number]) for states in held]
+            assert torch.equal(found["model"][known.name], torch.cat([tensor for tensor, _ in chunks]))
+            theirs = found["optimizer"]["state"][number]
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(theirs[name], torch.cat([values[name] for _, values in chunks]))  # type: ignore[misc]
+            assert torch.equal(theirs["step"], torch.as_tensor(chunks[0][1]["step"]))
+        ranks = {rank.rank: position for g in self.job.dp_groups for position, rank in enumerate(g.ranks)}
+        assert {rank: one["at"] - 10 * iteration for rank, one in found["extra"].items()} == ranks
+        assert found["buffers"]["seen"].item() == iteration and "rank_buffers" not in found
 
     def read(self, timeout: float = 20, at_least: int = 0) -> Snapshot:
         with SnapshotReader(self.job) as nodes:

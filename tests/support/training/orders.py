@@ -22,6 +22,9 @@ class ScriptOrders:
         frozen_mb: Size of a parameter without gradient.
         nccl: A release of NCCL, of which a double reduces gradients, such as 2.29.
         sharded: Whether `fully_shard` shards the model, over the job's DP groups, instead of DDP.
+        together: Whether all DP groups train one model.
+        tensor: Whether tensor parallelism splits the model over the DP groups, before `fully_shard` does.
+        narrow: Whether a sharded model's parameters are bf16, and their gradients fp32.
         turned: `OddShapes` beside the layers, in these memory formats.
     """
 
@@ -37,6 +40,7 @@ class ScriptOrders:
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.01})
     bucket_mb: float = 0.02
     accumulate: int = 1
+    together: bool = False
     autocast: bool = False
     amp: bool = False
     infinite: tuple[int, ...] = ()
@@ -57,6 +61,8 @@ class ScriptOrders:
     frozen_mb: int = 0
     nccl: str = ""
     sharded: bool = False
+    tensor: bool = False
+    narrow: bool = False
     turned: tuple[str, ...] = ()
     open_end: bool = False
 

@@ -12,8 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from checkmate.ring import RingError
 
 _SECONDS = 100.0
 
@@ -82,3 +85,11 @@ def _serve(end: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         end.send((words, result))
+
+
+def failing_backward(loss: torch.Tensor) -> str:
+    """Run a backward that has to fail because of a ring; return the error once all ranks are here."""
+    with pytest.raises(RingError) as raised:
+        torch.autograd.backward(loss)
+    dist.barrier()
+    return str(raised.value)

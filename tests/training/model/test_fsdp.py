@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed import fsdp
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import local_of
@@ -22,12 +29,10 @@ from checkmate.training.model.choosing import model_of
 from checkmate.training.model.fsdp import FsdpModel
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import disk, membership
-from checkmate.training.start.install import InstallError, install_optimizer, install_parameters
+from checkmate.training.start.install import install_optimizer, install_parameters
 from checkmate.wire.layout import Layout, make_layout
-from testbed.jobs import job
 from tests.support.training.alone import alone
-from tests.support.training.sharded import ShardedNet, replicated, shard
+from tests.support.training.sharded import ShardedNet, SplitNet, hybrid, replicated, shard, split
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +58,7 @@ def test_parameters_are_in_the_order_in_which_backward_ends_reversed() -> None:
     described = {one.name: one for one in model.describe()}
     assert described["embedding.weight"].whole == (11, 6)
     assert described["embedding.weight"].offset == (0, 0)
+    assert [(one.name, one.whole) for one in model.describe_frozen()] == [("blocks.0.0.bias", (13,))]
 
 
 def test_whole_parameters_during_evaluation_are_not_taken_for_the_trained_ones() -> None:
@@ -65,7 +71,32 @@ def test_whole_parameters_during_evaluation_are_not_taken_for_the_trained_ones()
 
 
 def two_dimensions() -> nn.Module:
-    return shard(ShardedNet(), replicated(1, 1))
+    return shard(ShardedNet(), hybrid(replicated(1, 1)))
+
+
+def with_tensor_parallelism(change: Callable[[SplitNet], object] = lambda model: None) -> Any:
+    model = split(SplitNet(), replicated(1, 1)["tp"])
+    change(model)
+    return model
+
+
+def halved(model: SplitNet) -> None:
+    """Replace a parameter of 6 elements by one of which this rank has 5."""
+    mesh = replicated(1, 1)["tp"]
+    part = DTensor.from_local(
+        torch.ones(5), mesh, [Shard(0)], run_check=False, shape=torch.Size([6]), stride=(1,)
+    )
+    model.norm.weight = nn.Parameter(part)
+
+
+def named_dimensions() -> nn.Module:
+    mesh = replicated(1, 1)["dp_shard", "tp"]
+    model = distribute_module(nn.Linear(3, 3), mesh)
+    dimensions = getattr(fsdp, "DataParallelMeshDims", None)
+    if dimensions is None:
+        pytest.skip("PyTorch has them since 2.12")
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dimensions(shard="dp_shard"))
+    return model
 
 
 def not_sharded() -> nn.Module:
@@ -93,6 +124,18 @@ def with_setting(name: str, value: object) -> Callable[[], nn.Module]:
     ("make", "words"),
     [
         (two_dimensions, r"on the mesh \('dp_replicate', 'dp_shard'\).*mesh=checkmate.shard_mesh\("),
+        (
+            lambda: shard(with_tensor_parallelism(), hybrid(replicated(1, 1))),
+            r"on the mesh \('dp_replicate', 'dp_shard', 'tp'\).*mesh=checkmate.shard_mesh\(",
+        ),
+        (
+            lambda: shard(with_tensor_parallelism(halved), replicated(1, 1)["dp_shard"]),
+            r"^norm.weight: this rank has \(5,\) of \(6,\), but .* PyTorch would give it \(6,\): split",
+        ),
+        (
+            named_dimensions,
+            "^FSDPLinear: dp_mesh_dims .* the dimension of the shards, mesh=checkmate.shard_mesh",
+        ),
         (frozen, "no parameter of the model needs a gradient"),
         (not_sharded, "^scale is not sharded.*leave it out of ignored_params"),
         (lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "offloads to the CPU"),
@@ -101,14 +144,6 @@ def with_setting(name: str, value: object) -> Callable[[], nn.Module]:
         (
             lambda: sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)),
             r"of torch.float16 after their reduction.*reduce_dtype=torch.float32",
-        ),
-        (
-            lambda: shard(
-                ShardedNet().bfloat16(),
-                replicated(1, 1)["dp_shard"],
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-            ),
-            r"in torch.float32 and rounds them to torch.bfloat16.*: set reduce_dtype=torch.bfloat16",
         ),
     ],
 )
@@ -119,12 +154,13 @@ def test_settings_with_which_shadow_nodes_would_get_other_gradients(
         model_of(make())
 
 
-def test_a_checkpoint_on_disk_is_refused_with_what_loads_it() -> None:
-    module = sharded()
-    watched = Watched(model_of(module), torch.optim.SGD(module.parameters(), lr=0.1))
-    place = membership.place(job(groups=1, ranks=2), 0, 2, None)
-    with pytest.raises(InstallError, match=r"^kept/it can't be loaded .* torch.distributed.checkpoint"):
-        disk.resume(Path("kept/it"), place, watched)
+def test_ddp_beside_tensor_parallelism_is_refused_with_what_works() -> None:
+    """DDP accepts such a model only with `device_mesh`."""
+    mesh = replicated(1, 1)
+    ddp = DistributedDataParallel(with_tensor_parallelism(), device_mesh=mesh["dp_replicate"])
+    with pytest.raises(RefusedError, match=r"in place of DDP, apply fully_shard .* whose size may be 1$"):
+        model_of(ddp)
+    model_of(shard(with_tensor_parallelism(), mesh["dp_shard"])).describe()
 
 
 def test_a_pytorch_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +174,7 @@ class OneRank:
     """A reducer of one rank: its gradients are the average."""
 
     def __init__(self, layout: Layout) -> None:
+        self.layout = layout
         self.tensors = zero_buckets(layout, torch.device("cpu"))
 
     def staging(self, device: torch.device, on_error: object) -> Staging:

@@ -155,8 +155,9 @@ def test_a_new_process_goes_on_from_the_newest(
     (path,) = there.paths
     assert (there.generation, there.passed_over) == (2, "")
     other = DiskScript(2)
-    again, extra = disk.resume(path, PLACE, other.watched)
-    assert extra == {"seen": 7}
+    resumed = disk.resume(path, PLACE, other.watched)
+    again = resumed.record
+    assert (resumed.extra, resumed.other_ranks) == ({"seen": 7}, "")
     found = other.everything()
     for name in expected:
         assert digest(found[name]) == digest(expected[name]), name
@@ -281,11 +282,33 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR has gamma"
     ):
         disk.resume(path, PLACE, other.watched)
-    more = membership.place(job(ranks=3), 0, 3, [0, 1, 2])
-    with pytest.raises(InstallError, match="has 2 ranks in DP group 0, but the job now has 3"):
-        disk.resume(path, more, DiskScript(2).watched)
     for name in ("model", "optimizer", "scheduler"):
         assert digest(other.everything()[name]) == digest(expected[name]), name
+
+
+def test_ranks_that_the_checkpoint_does_not_know_go_on_with_generators_of_their_own(tmp_path: Path) -> None:
+    """They get the `extra` of the lowest rank; ranks that are there get their own."""
+    script = DiskScript(1)
+    made = checkpoint(script.snapshot(script.train(2)))
+    made["extra"] = {0: "first", 1: "second"}
+    on_disk.save(made, tmp_path / "c.pt", "torch")
+    four = job(ranks=4)
+    other = DiskScript(2)
+    torch.manual_seed(77)
+    expected = torch.rand(2)
+    torch.manual_seed(77)
+    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 3, 4, None), other.watched)
+    assert torch.equal(torch.rand(2), expected)
+    assert resumed.extra == "first"
+    assert resumed.other_ranks == (
+        "it is of 2 ranks, and there are 4 now: ranks 2, 3 keep the script's random generators, and get "
+        "extra() of rank 0"
+    )
+    assert [state.loads(part.extra) for part in resumed.record.parts] == ["first", "second", "first", "first"]
+    assert [bool(part.rng) for part in resumed.record.parts] == [True, True, False, False]
+    torch.manual_seed(77)
+    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 1, 4, None), other.watched)
+    assert not torch.equal(torch.rand(2), expected) and resumed.extra == "second"
 
 
 def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> None:

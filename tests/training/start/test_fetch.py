@@ -13,6 +13,7 @@ from checkmate import state
 from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.training.start.fetch import Fetched, FetchError, different, fetch
+from checkmate.training.start.membership import Membership
 from checkmate.wire.layout import Parameter, make_layout
 from testbed.small_training import RUN
 from tests.support.labs.end_hosts import needs_buffers
@@ -40,7 +41,7 @@ def fetched(said: Sequence[str], *, iterations: int = 2) -> Fetched:
         stubs = Stubs(here.job, None)
         stack.callback(stubs.close)
         wanted = {Asked(here.job.job, RUN, iterations - 1, 0, shard): [shard] for shard in range(2)}
-        return fetch(wanted, training.layout, stubs, 0, 10.0)
+        return fetch(wanted, {0: training.layout}, stubs, Membership(here.job, 0, 0, 0), 10.0)
 
 
 def test_all_buffers_come_with_the_shards() -> None:

@@ -180,7 +180,7 @@ def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPat
     states: States = {number: (tensor.detach() + 1, {}) for number, tensor in enumerate(other.parameters)}
 
     def fetched(*_: object) -> Fetched:
-        return Fetched(loop.layout, states, found, spec, True)
+        return Fetched(loop.layout.parameters, states, found, spec, True)
 
     monkeypatch.setattr(restore, "fetch", fetched)
     theirs = Watched(other.wrapped, other.optimizer, ExponentialLR(other.optimizer, 0.9))

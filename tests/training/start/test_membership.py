@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.job.schema import Job, Mesh
 from checkmate.training.errors import SessionError
 from checkmate.training.model.choosing import model_of
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import membership
 from checkmate.wire.layout import LayoutError
+from checkmate.wire.shares import Share
 from testbed.jobs import job, job_data
 from tests.support.training.alone import alone
 
@@ -48,10 +50,65 @@ def test_faults_are_told() -> None:
         membership.place(made, 0, 3, [0, 1])
     with pytest.raises(SessionError, match=r"rank 7 is not in the job demo; its dp_groups have 0, 1, 2, 3"):
         membership.place(made, 7, 4, [7])
+    with pytest.raises(SessionError, match=r"DDP averages over ranks \[0, 1, 2\], but .*\[0\] has \[0, 1\]"):
+        membership.place(made, 0, 4, [0, 1, 2])
+
+
+def on_hosts(*groups: Sequence[int]) -> Job:
+    """Return a job with these ranks in each DP group, in order of the hosts h0, h1 and so on."""
+    made = job(groups=len(groups), ranks=len(groups[0]), nodes=2)
+    members = [
+        [
+            rank.model_copy(update={"rank": number, "host": f"h{at}"})
+            for at, (number, rank) in enumerate(zip(numbers, group.ranks, strict=True))
+        ]
+        for numbers, group in zip(groups, made.dp_groups, strict=True)
+    ]
+    changed = [
+        group.model_copy(update={"ranks": tuple(ranks)})
+        for group, ranks in zip(made.dp_groups, members, strict=True)
+    ]
+    return made.model_copy(update={"dp_groups": tuple(changed)})
+
+
+def test_groups_on_the_same_hosts_train_one_model_if_ddp_spans_them() -> None:
+    made = on_hosts([0, 3, 6], [1, 4, 7], [2, 5, 8])
+    place = membership.place(made, 7, 9, range(9))
+    assert (place.group, place.position, place.together) == (1, 2, (0, 1, 2))
+    assert (place.share, place.replicas) == (Share(1, 3), 9)
+    assert [rank.rank for rank in place.host_ranks] == [6, 7, 8]
+    alone = membership.place(made, 7, 9, [1, 4, 7])
+    assert (alone.together, alone.share, alone.replicas) == ((), Share(0, 1), 3)
+    assert [rank.rank for rank in alone.host_ranks] == [7]
+    stage = membership.place(made, 7, 9, [1, 4, 7, 2, 5, 8])
+    assert (stage.together, stage.share) == ((1, 2), Share(0, 2))
     with pytest.raises(
-        SessionError, match=r"DDP averages over ranks \[0, 1, 2, 3\], but .*\[0\] has \[0, 1\]"
+        SessionError, match=r"over ranks \[1, 2, 4, 7\], but .* dp_groups\[1\] has \[1, 4, 7\]"
     ):
-        membership.place(made, 0, 4, [0, 1, 2, 3])
+        membership.place(made, 7, 9, [1, 4, 7, 2])
+
+
+def test_groups_of_a_model_that_are_not_on_the_same_hosts_are_refused() -> None:
+    elsewhere = on_hosts([0, 2], [1, 3])
+    moved = [rank.model_copy(update={"host": f"x{rank.rank}"}) for rank in elsewhere.dp_groups[1].ranks]
+    groups = (elsewhere.dp_groups[0], elsewhere.dp_groups[1].model_copy(update={"ranks": tuple(moved)}))
+    for made in (job(groups=2, ranks=2), elsewhere.model_copy(update={"dp_groups": groups})):
+        with pytest.raises(
+            SessionError, match=r"\[0\] and dp_groups\[1\], which are not on the same hosts: "
+        ):
+            membership.place(made, 0, 4, range(4))
+    with pytest.raises(SessionError, match=r"several on each host, which collective: nccl can't do yet"):
+        membership.place(on_hosts([0, 2], [1, 3]).model_copy(update={"collective": "nccl"}), 0, 4, range(4))
+
+
+def test_a_mesh_determines_which_groups_train_a_model() -> None:
+    update = {"mesh": Mesh(dp_replicate=4), "gpus_per_host": 2}
+    made = on_hosts([0, 2], [1, 3]).model_copy(update=update)
+    assert membership.place(made, 3, 4, range(4)).together == (0, 1)
+    with pytest.raises(SessionError, match=r"ranks \[1, 3\], but the job's mesh has \[0, 1, 2, 3\]"):
+        membership.place(made, 3, 4, [1, 3])
+    with pytest.raises(SessionError, match="several replicas on a host, which only DDP can train"):
+        membership.place(made, 3, 4, None)
 
 
 def test_holders_and_shards() -> None:

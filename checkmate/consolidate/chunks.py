@@ -1,0 +1,139 @@
+"""Assembles whole tensors from chunks, which are boxes, some of which several DP groups may have. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from checkmate.state import StateError
+
+_SHOWN: Final = 3
+"""The number of chunks that a message shows."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: where it begins and how large it is, in each dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What selects it in the whole tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} at {list(self.offset)}"
+
+
+Select = Callable[[Sequence[object], Sequence[int]], Box | None]
+"""Returns what to read of a tensor with these keys and this shape; `None` for all of it."""
+
+
+def everything(path: Sequence[object], shape: Sequence[int]) -> Box | None:
+    """Select all of each tensor."""
+    return None
+
+
+class Cover:
+    """Boxes that together are a whole tensor, each element once; several DP groups may have the same box."""
+
+    def __init__(self, name: str, whole: Sequence[int], boxes: Mapping[int, Box]) -> None:
+        """Check the boxes.
+
+        Args:
+            name: The tensor's name in messages.
+            whole: The shape of the whole tensor.
+            boxes: The box of each DP group.
+
+        Raises:
+            StateError: A box is outside of the tensor, a part is missing, or boxes overlap but are not equal.
+        """
+        self._name, self._whole, self._boxes = name, tuple(whole), dict(boxes)
+        self._first: dict[Box, int] = {}
+        for group, box in boxes.items():
+            self._check_within(group, box)
+            if box.elements:
+                self._first.setdefault(box, group)
+        self._check_overlaps()
+        covered = sum(box.elements for box in self._first)
+        if covered != math.prod(self._whole):
+            raise StateError(
+                f"{name}: a chunk is missing: DP groups have {covered:,} of the {math.prod(self._whole):,} "
+                f"elements of {list(self._whole)}: {self._shown()}"
+            )
+
+    def assemble(self, what: str, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the whole tensor, which is the chunk itself if there is only one.
+
+        Args:
+            what: The tensor's name in messages.
+            tensors: The chunk of each DP group.
+
+        Raises:
+            StateError: DP groups have another type, or other bits of the same chunk.
+        """
+        types = {tensor.dtype for tensor in tensors.values()}
+        if len(types) > 1:
+            raise StateError(f"{what} has different types: {', '.join(sorted(map(str, types)))}")
+        for group, tensor in tensors.items():
+            box = self._boxes[group]
+            first = self._first.get(box, group)
+            if first != group and not equal_bits(tensor, tensors[first]):
+                raise StateError(
+                    f"{what}: DP groups {first} and {group} have the same chunk, {box}, but other values"
+                )
+        if len(self._first) == 1:
+            return tensors[next(iter(self._first.values()))]
+        found = torch.empty(self._whole, dtype=types.pop())
+        for box, group in self._first.items():
+            found[box.slices].copy_(tensors[group])
+        return found
+
+    def _check_within(self, group: int, box: Box) -> None:
+        sizes = zip(box.offset, box.shape, self._whole, strict=False)
+        known = len(box.offset) == len(box.shape) == len(self._whole)
+        if not known or not all(0 <= at <= at + size <= most for at, size, most in sizes):
+            raise StateError(
+                f"{self._name}: the chunk of DP group {group}, {box}, is not within {list(self._whole)}"
+            )
+
+    def _check_overlaps(self) -> None:
+        """Raise `StateError` if two boxes have some elements in common."""
+        boxes = list(self._first)
+        if len(boxes) < 2 or not self._whole:
+            return
+        start = np.array([box.offset for box in boxes])
+        stop = start + np.array([box.shape for box in boxes])
+        for number, box in enumerate(boxes):
+            common = (start[number] < stop[:number]) & (start[:number] < stop[number])
+            for other in np.flatnonzero(common.all(axis=1)):
+                one, two = self._first[boxes[int(other)]], self._first[box]
+                raise StateError(
+                    f"{self._name}: the chunk of DP group {two}, {box}, overlaps that of DP group {one}, "
+                    f"{boxes[int(other)]}"
+                )
+
+    def _shown(self) -> str:
+        shown = [f"{box} in DP group {group}" for box, group in self._first.items()]
+        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        return (", ".join(shown[:_SHOWN]) or "none") + more
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, type and bits."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    ours, theirs = (x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
+    return torch.equal(ours, theirs)

@@ -1,0 +1,177 @@
+"""Makes the state of a stage from its DP groups, with whole tensors in place of chunks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from checkmate import state
+from checkmate.consolidate.chunks import Box, Cover, equal_bits
+from checkmate.consolidate.snapshot import GroupState
+from checkmate.nodes.reader import States
+from checkmate.wire.layout import Parameter
+
+
+@dataclass(frozen=True)
+class StageState:
+    """The state of one stage, with whole tensors that have the script's shapes."""
+
+    names: tuple[str, ...]
+    """Of the trained parameters, by number."""
+    states: States
+    beside: Mapping[str, torch.Tensor]
+    """Buffers, frozen parameters, and the optimizer's state of these; each as the first DP group has it."""
+    buffers: Mapping[int, Mapping[str, torch.Tensor]]
+    """Those of each DP group's first rank."""
+
+
+def assemble_stage(members: Mapping[int, GroupState]) -> StageState:
+    """Assemble a stage of these DP groups. If it has several, chunks are removed from them as they are used.
+
+    Raises:
+        StateError: The groups have different parameters or state, or chunks are missing or overlap.
+    """
+    first, *_ = members
+    names = tuple(parameter.name for parameter in members[first].layout.parameters)
+    for group, member in members.items():
+        if tuple(parameter.name for parameter in member.layout.parameters) != names:
+            raise state.StateError(
+                f"DP groups {first} and {group} are of one stage, but have other parameters"
+            )
+        if _grouped(member) != _grouped(members[first]):
+            raise state.StateError(f"DP groups {first} and {group} have other optimizers or parameter groups")
+    states = {number: _trained(members, number) for number in range(len(names))}
+    loaded = {
+        group: {name: state.loads(data) for name, data in member.record.buffers.items()}
+        for group, member in members.items()
+    }
+    buffers = {group: _buffers(member, loaded[group]) for group, member in members.items()}
+    return StageState(names, states, _beside(members, loaded), buffers)
+
+
+def _grouped(member: GroupState) -> object:
+    return member.optimizer.name, [list(one.parameters) for one in member.optimizer.groups]
+
+
+def _trained(members: Mapping[int, GroupState], number: int) -> tuple[torch.Tensor, dict[str, object]]:
+    """Return a parameter and its optimizer state."""
+    chunks, tensors, states = {}, {}, {}
+    for group, member in members.items():
+        known = member.layout.parameters[number]
+        if number not in member.states:  # it is of another share
+            continue
+        chunks[group] = known
+        held = member.states.pop(number) if len(members) > 1 else member.states[number]
+        tensors[group], states[group] = state.from_held(known, *held)
+    name = known.name
+    if not chunks:
+        raise state.StateError(f"no DP group has the share of the model to which {name} belongs")
+    cover = _cover(chunks)
+    return cover.assemble(name, tensors), _entries(name, cover, tensors, states)
+
+
+def _cover(chunks: Mapping[int, Parameter]) -> Cover:
+    first, *_ = chunks.values()
+    whole = first.whole or first.shape
+    for group, known in chunks.items():
+        if (known.whole or known.shape) != whole:
+            there = list(known.whole or known.shape)
+            raise state.StateError(f"{known.name} is {list(whole)}, but {there} in DP group {group}")
+    boxes = {g: Box(one.offset or (0,) * len(one.shape), one.shape) for g, one in chunks.items()}
+    return Cover(first.name, whole, boxes)
+
+
+def _entries(
+    name: str,
+    cover: Cover,
+    chunks: Mapping[int, torch.Tensor],
+    states: Mapping[int, Mapping[str, object]],
+) -> dict[str, object]:
+    """Return a parameter's optimizer state. What does not have its shape must be the same in all groups.
+
+    Empty chunks have no state of their own if there are others.
+    """
+    full = {group: entries for group, entries in states.items() if chunks[group].numel()} or states
+    first, *_ = full
+    found: dict[str, object] = {}
+    for entry in full[first]:
+        what = f"{entry} of {name}"
+        values = {group: entries.get(entry) for group, entries in full.items()}
+        tensors = {g: v for g, v in values.items() if isinstance(v, torch.Tensor)}
+        if len(tensors) == len(full) and all(t.shape == chunks[g].shape for g, t in tensors.items()):
+            found[entry] = cover.assemble(what, tensors)
+        else:
+            found[entry] = _common(what, values)
+    for group, entries in full.items():
+        if entries.keys() != found.keys():
+            raise state.StateError(f"{name} has other optimizer state in DP group {first} than in {group}")
+    return found
+
+
+def _common(what: str, values: Mapping[int, object]) -> object:
+    """Return a value that all groups have."""
+    (first, found), *others = values.items()
+    for group, other in others:
+        if isinstance(found, torch.Tensor) and isinstance(other, torch.Tensor):
+            same = equal_bits(found, other)
+        else:
+            same = type(found) is type(other) and found == other
+        if not same:
+            raise state.StateError(f"{what} is another one in DP group {first} than in DP group {group}")
+    return found
+
+
+def _buffers(member: GroupState, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a group's buffers, without chunks of frozen parameters and their optimizer state."""
+    frozen = {known.name for known in member.layout.frozen}
+    return {
+        name: tensor for name, tensor in loaded.items() if not (name in frozen or state.is_frozen_state(name))
+    }
+
+
+def _beside(
+    members: Mapping[int, GroupState], loaded: Mapping[int, Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Return buffers, frozen parameters and their optimizer state. Buffers are those of the first group.
+
+    `loaded` is what each group's record has of these.
+    """
+    first, *_ = members
+    covers: dict[str, Cover] = {}
+    of_shapes: dict[object, Cover] = {}
+    for known in members[first].layout.frozen:
+        chunks = {group: _frozen(member, known.name) for group, member in members.items()}
+        covers[known.name] = _cover(chunks)
+        of_shapes[_shapes(chunks)] = covers[known.name]
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in loaded[first].items():
+        values = {group: tensors[name] for group, tensors in loaded.items() if name in tensors}
+        if name in covers and len(values) == len(members):  # else a chunk was too large for the records
+            found[name] = covers[name].assemble(name, values)
+        elif state.is_frozen_state(name):
+            found[name] = _frozen_state(name, of_shapes.get(_shapes(values)), values)
+        elif name not in covers:
+            found[name] = tensor
+    return found
+
+
+def _frozen(member: GroupState, name: str) -> Parameter:
+    """Return a group's chunk of a frozen parameter."""
+    found = next((known for known in member.layout.frozen if known.name == name), None)
+    if found is None:
+        raise state.StateError(f"{name} is not frozen in all DP groups of its stage")
+    return found
+
+
+def _frozen_state(name: str, cover: Cover | None, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Return state of a frozen parameter, of which only the shapes of chunks show which one it is."""
+    if cover is not None:
+        return cover.assemble(name, values)
+    _common(name, values)
+    return next(iter(values.values()))
+
+
+def _shapes(chunks: Mapping[int, Parameter] | Mapping[int, torch.Tensor]) -> object:
+    return tuple((group, tuple(one.shape)) for group, one in chunks.items())

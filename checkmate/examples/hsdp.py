@@ -1,0 +1,113 @@
+"""Train a GPT that FSDP2 shards, with replicas of each shard (HSDP).
+
+CHECKMATE_JOB=job.yaml torchrun --nnodes 2 --nproc-per-node 2 ... --max-restarts 10 -m checkmate.examples.hsdp
+
+The job has a DP group for each shard, and `checkmate.shard_mesh` makes FSDP's mesh from them. FSDP reduces
+and scatters gradients over the shards of a replica, and Checkmate reduces the rest over the replicas. Of what
+concerns Checkmate, two lines differ from a script with DistributedDataParallel: the one that makes this mesh,
+and accumulation, for which FSDP has `set_requires_gradient_sync`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+
+import checkmate
+from checkmate.examples.common import LossLog, parser, whole_state
+from checkmate.examples.gpt import text
+from checkmate.examples.gpt.model import Gpt, Shape
+from checkmate.examples.gpt.train import warm_up_then_cosine
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""Parameters and optimizer state are fp32, forward and backward bf16, and gradients are reduced in fp32."""
+
+
+def parallelize(model: Gpt, mesh: DeviceMesh) -> None:
+    """Shard each block, and then the rest: tied embeddings belong to the root."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=POLICY)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+
+
+class Trainer:
+    """A rank's model, optimizer, scheduler and data."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = join(options.device)
+        torch.manual_seed(options.seed)  # the same model on all ranks, of which each keeps its part
+        shape = Shape(options.layers, options.width, options.heads, tied=True)
+        self.model: Any = Gpt(shape).to(self.device)
+        parallelize(self.model, checkmate.shard_mesh(self.device.type))
+        rate = options.learning_rate
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.1)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: warm_up_then_cosine(step, options.iterations))
+        self.data = text.read()
+        self.context = shape.context
+        torch.manual_seed(options.seed + 1 + dist.get_rank())  # different batches and dropout on each rank
+
+    def train(self) -> None:
+        """Restore, train to the end, and print the loss of each iteration."""
+        model, optimizer, scheduler = self.model, self.optimizer, self.scheduler
+        start, _ = checkmate.restore(model, optimizer, scheduler=scheduler)
+        log = LossLog(self.options.out)
+        with checkmate.protect(model, optimizer, scheduler=scheduler) as protection:
+            for iteration in protection.steps(range(start, self.options.iterations)):
+                log(iteration, self.step())
+        log.save(whole_state(model, optimizer))
+
+    def step(self) -> float:
+        """Train one iteration of several micro-batches; return their mean loss."""
+        micros, total = self.options.accumulate, 0.0
+        for micro in range(micros):
+            self.model.set_requires_gradient_sync(micro == micros - 1)  # reduce once, with the last one
+            batch = self.data.batch(self.options.batch, self.context)
+            loss = self.model(*(tokens.to(self.device) for tokens in batch)) / micros
+            loss.backward()
+            total += loss.item()
+        checkmate.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return total
+
+
+def join(device_type: str) -> torch.device:
+    """Make the default process group; return this rank's device."""
+    if device_type == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def parse() -> argparse.Namespace:
+    made = parser("checkmate.examples.hsdp", __doc__, 60)
+    made.add_argument("--batch", type=int, default=2, help="size of a rank's micro-batches")
+    made.add_argument("--accumulate", type=int, default=3, help="micro-batches in an iteration")
+    made.add_argument("--layers", type=int, default=2)
+    made.add_argument("--width", type=int, default=128)
+    made.add_argument("--heads", type=int, default=4)
+    made.add_argument("--learning-rate", type=float, default=1e-3)
+    made.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    return made.parse_args()
+
+
+def main() -> None:
+    """Train, and print the loss of each iteration."""
+    Trainer(parse()).train()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
