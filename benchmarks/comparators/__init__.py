@@ -1,0 +1,1 @@
+"""Ways to survive failures, each behind `system.CheckpointSystem`, which the evaluation compares."""

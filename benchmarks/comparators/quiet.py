@@ -1,0 +1,44 @@
+"""When the network is free of training's gradients."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
+
+import threading
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket  # torch.distributed's, where mypy finds it
+
+_SECONDS: Final = 60.0
+
+
+class Quiet:
+    """Whether no gradients are being reduced."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._changed = threading.Condition()
+        self._reducing = 0
+
+    def wait(self) -> None:
+        """Wait until none are. Raise `TimeoutError` after a minute."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._reducing, _SECONDS):
+                raise TimeoutError(f"gradients have been reduced for {_SECONDS:g} s")
+
+    def averaging(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket as DDP does by itself: a communication hook."""
+        self._add(1)
+        tensor = bucket.buffer().div_(self._group.size())
+        reduced = dist.all_reduce(tensor, group=self._group, async_op=True).get_future()
+        averaged: torch.futures.Future[torch.Tensor] = reduced.then(self._done)
+        return averaged
+
+    def _done(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        self._add(-1)
+        return reduced.value()[0]
+
+    def _add(self, count: int) -> None:
+        with self._changed:
+            self._reducing += count
+            self._changed.notify_all()

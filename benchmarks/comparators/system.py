@@ -1,0 +1,92 @@
+"""The interface of what the evaluation compares, and what all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank keeps checkpoints, and how often.
+
+    Attributes:
+        disk: A folder that all ranks share.
+        memory: A folder in this host's memory, such as a tmpfs, which outlives the process.
+        interval: The number of iterations from one checkpoint to the next.
+    """
+
+    disk: Path
+    memory: Path
+    interval: int = 1
+
+
+class CheckpointSystem(ABC):
+    """A way to survive failures of a DDP job. All ranks make the same calls.
+
+    A script calls `attach`, then `recover`, and `after_step` after each step of the optimizer.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def attach(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        """Take over the job's model and optimizer."""
+        self._ddp, self._optimizer = ddp, optimizer
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+
+    def due(self, iteration: int) -> bool:
+        """Return whether a checkpoint follows an iteration."""
+        return (iteration + 1) % self.place.interval == 0
+
+    @abstractmethod
+    def after_step(self, iteration: int) -> None:
+        """Begin or make the checkpoint of an iteration, if it is due."""
+
+    @abstractmethod
+    def recover(self) -> int:
+        """Install the newest checkpoint that all ranks can have. Return the next iteration; 0 without one."""
+
+    def finish(self) -> None:  # noqa: B027 - most have nothing to wait for
+        """Wait until all that has begun is complete."""
+
+    def close(self) -> None:
+        """Finish, and end threads and processes."""
+        self.finish()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to save, by name. The tensors are the job's own, not copies."""
+        return {"model": self._ddp.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def install(self, state: dict[str, Any]) -> None:
+        """Load what `state` returned."""
+        self._ddp.module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+class NoCheckpoints(CheckpointSystem):
+    """Training begins with iteration 0 after each failure."""
+
+    name = "none"
+
+    def after_step(self, iteration: int) -> None:
+        """Do nothing."""
+
+    def recover(self) -> int:
+        """Return 0."""
+        return 0
+
+
+def agreed(value: Any) -> Any:
+    """Return rank 0's value on all ranks."""
+    told = [value]
+    dist.broadcast_object_list(told)
+    return told[0]

@@ -1,0 +1,111 @@
+"""Each comparator recovers what it promises: a broken one would flatter Checkmate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.comparators.frequency import Frequency, interval_for
+from benchmarks.comparators.gemini import holder_of, newest_of, peers
+from benchmarks.comparators.host_memory import Copy
+from tests.benchmarks.comparing import SYSTEMS, train
+from tests.support.training.rank_processes import RankProcesses
+
+_UNTIL = 9
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    with RankProcesses() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reference(processes: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The final state without an interruption."""
+    folder = str(tmp_path_factory.mktemp("reference"))
+    (_, one), (_, other) = processes.run(2, train, "none", folder, 1, _UNTIL)
+    assert one != other, "ranks have different buffers"
+    return str(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize(("interval", "first"), [(1, 5), (3, 3), (20, 0)])
+def test_a_job_resumes_with_its_newest_checkpoint(
+    processes: RankProcesses,
+    reference: str,
+    tmp_path: Path,
+    name: str,
+    interval: int,
+    first: int,
+) -> None:
+    expected = 0 if name == "none" else first
+    processes.run(2, train, name, str(tmp_path), interval, 5)
+    (resumed, state), _ = processes.run(2, train, name, str(tmp_path), interval, _UNTIL)
+    assert (resumed, state) == (expected, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemini", "Gemini, blocking"])
+def test_gemini_recovers_a_host_from_its_peer(
+    processes: RankProcesses, reference: str, tmp_path: Path, name: str
+) -> None:
+    processes.run(2, train, name, str(tmp_path), 1, 5)
+    for file in (tmp_path / "memory0").iterdir():
+        file.unlink()
+    (resumed, state), _ = processes.run(2, train, name, str(tmp_path), 1, _UNTIL)
+    assert (resumed, state) == (5, reference)
+    for host in ("memory0", "memory1"):
+        for file in (tmp_path / host).iterdir():
+            file.unlink()
+    assert processes.run(2, train, name, str(tmp_path), 1, 1)[0][0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_kill_in_the_middle_of_a_checkpoint(reference: str, tmp_path: Path, name: str) -> None:
+    """What is written when all processes die is not used, and the checkpoint before it is complete."""
+    killed = 5
+    with RankProcesses() as made, pytest.raises(AssertionError, match="its process ended"):
+        made.run(2, train, name, str(tmp_path), 1, _UNTIL, killed)
+    with RankProcesses() as made:
+        (resumed, state), _ = made.run(2, train, name, str(tmp_path), 1, _UNTIL)
+    newest = {"none": 0, "torch.save": killed + 1, "DCP": killed + 1, "Gemini, blocking": killed + 1}
+    in_progress = 2 if name == "PCcheck" else 1
+    assert newest.get(name, killed + 1 - in_progress) <= resumed <= newest.get(name, killed + 1)
+    assert state == reference
+
+
+@given(st.integers(2, 40))
+def test_each_rank_has_one_peer_each_way(ranks: int) -> None:
+    sends, receives = zip(*(peers(ranks, rank) for rank in range(ranks)), strict=True)
+    assert sorted(sends) == sorted(receives) == [*range(ranks)]
+    assert all(rank != other and receives[other] == rank for rank, other in enumerate(sends))
+
+
+def test_gemini_takes_the_newest_iteration_of_which_every_part_is_left() -> None:
+    told = [[Copy(0, 4, 0), Copy(1, 4, 0), Copy(0, 5, 1)], [Copy(1, 5, 1), Copy(1, 4, 0)]]
+    assert newest_of(told) == 5
+    assert [holder_of(told, rank, 5) for rank in (0, 1)] == [0, 1]
+    assert newest_of([told[0], []]) == 4
+    assert newest_of([[], told[1]]) is None
+
+
+def test_checkfreq_hides_the_writing_behind_iterations() -> None:
+    assert interval_for([0.1, 0.1], 0.05, 0.56) == 6
+    assert interval_for([1.0], 0.1, 0.2) == 1
+
+
+def test_checkfreq_saves_less_often_if_that_costs_too_much() -> None:
+    frequency = Frequency(profiled=range(2, 4))
+    assert [frequency.iterated(1.0) for _ in range(4)] == [False, False, False, True]
+    frequency.saved(0.5, 2.5)
+    assert frequency.interval == 2
+    for seconds in (1.0, 1.0, 1.0, 1.2):  # nothing, then a tenth more over two iterations
+        frequency.iterated(seconds)
+    assert frequency.interval == 4
