@@ -35,6 +35,7 @@ SUITES = {
     "shadow_memory": "shadow.memory",
     "tls": "shadow.tls",
     "iteration": "training.iteration",
+    "sharded": "training.sharded",
     "batches": "shadow.batches",
     "recovery": "training.recovery",
 }

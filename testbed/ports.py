@@ -40,7 +40,7 @@ _ports: Final = _Ports()
 
 
 def free_port(count: int = 8) -> int:
-    """Return the first of some ports in a row that are free on all addresses, and given to no other caller here."""
+    """Return the first of some ports in a row that are free on all addresses, given to nobody else here."""
     while True:
         taken = _ports.take(count)
         if all(_is_free(port) for port in taken):

@@ -13,14 +13,14 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from rich.progress import Progress
 
-from benchmarks.figures import Figure, Result, Skipped, ratios, spread95
-from benchmarks.training import saving, twins
+from benchmarks.figures import Figure, Result, Skipped, ratios
+from benchmarks.training import saving
+from benchmarks.training.twin_labs import Blocks, absolute, cost, race
 from topologies.describe.topology import load
 from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
 from topologies.training.record import TimedBlock
@@ -36,10 +36,6 @@ SAVES: Final = {f"{what} {every}": every for what in ("torch.save", "async_save"
 """Modes of `benchmarks.training.saving`, with the number of iterations between two checkpoints."""
 _WARM_UP: Final = 20
 _BLOCK_SECONDS: Final = 300.0
-_TWINS_SECONDS: Final = 1800.0
-
-Blocks = Mapping[str, list[TimedBlock]]
-"""Blocks by name; those of one round or pair have the same index."""
 
 
 def measure() -> list[Result]:
@@ -47,28 +43,17 @@ def measure() -> list[Result]:
     if os.geteuid() != 0:
         return [Skipped("iteration time", "needs root, for network namespaces")]
     with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
-        cost = _cost(_twins(Path(folder, "twins")))
+        raced = race(
+            Path(folder, "twins"),
+            "single_tor",
+            "benchmarks.training.twins",
+            ("--batch", str(BATCH)),
+            STARTS,
+            TURNS,
+        )
+        costs = cost(raced, len(load("single_tor").ranks))
         with _jobs(Path(folder)) as jobs:
-            return [*cost, *_saving(_race(jobs))]
-
-
-def _twins(folder: Path) -> Blocks:
-    """Return each turn of both twins."""
-    topology = load("single_tor")
-    ranks = len(topology.ranks)
-    found: dict[str, list[TimedBlock]] = defaultdict(list)
-    with Progress(transient=True) as bar:
-        task = bar.add_task("twins", total=STARTS * TURNS)
-        for seed in range(STARTS):
-            arguments = ("--iterations", str(TURNS), "--batch", str(BATCH), "--seed", str(seed))
-            plan, place = JobPlan(arguments, module="benchmarks.training.twins"), folder / str(seed)
-            with training_lab(topology, "softswitch", "bench_twins", plan, place) as job:
-                start_all([job])
-                done = partial(twins.turns, place, ranks)
-                job.finish(_TWINS_SECONDS, lambda: bar.update(task, completed=seed * TURNS + done()))  # noqa: B023
-            for kind, blocks in twins.read(place, ranks).items():
-                found[kind] += blocks
-    return found
+            return [*costs, *_saving(_race(jobs))]
 
 
 @contextlib.contextmanager
@@ -126,21 +111,6 @@ def _block(job: TrainingJob, iterations: int, mode: str = "") -> TimedBlock:
     return timed[0]
 
 
-def _cost(found: Blocks) -> list[Result]:
-    ours, theirs = (found[kind] for kind in twins.KINDS)
-    time = ratios([one.seconds for one in ours], [one.seconds for one in theirs])
-    used = ratios([one.processor for one in ours], [one.processor for one in theirs])
-    ranks = len(load("single_tor").ranks)
-    # The cost per rank is constant, so this determines the ratio for iterations of another length.
-    more = [1000 * (a.processor - b.processor) / ranks for a, b in zip(ours, theirs, strict=True)]
-    return [
-        Figure("Checkmate / the same ring untagged", time, "", 1.01, 1.03, smaller=True, note=spread95(time)),
-        Figure("the same in processor time of all ranks", used, "", smaller=True, note=spread95(used)),
-        Figure("the difference in processor time per rank", tuple(more), "ms", note=spread95(more)),
-        *_absolute({kind: found[kind] for kind in twins.KINDS}),
-    ]
-
-
 def _saving(found: Blocks) -> list[Result]:
     seconds = {name: [block.seconds for block in blocks] for name, blocks in found.items()}
     plain = seconds["nothing"]
@@ -150,11 +120,4 @@ def _saving(found: Blocks) -> list[Result]:
         what, _, every = mode.partition(" ")
         name = f"gloo with {what} every {every} / gloo without checkpoints"
         results.append(Figure(name, ratios(seconds[mode], plain), "", smaller=True))
-    return results + _absolute({"gloo": found["nothing"]})
-
-
-def _absolute(found: Blocks) -> list[Result]:
-    return [
-        Figure(f"absolute: {name}", tuple(block.seconds for block in blocks), "s")
-        for name, blocks in found.items()
-    ]
+    return results + absolute({"gloo": found["nothing"]})

@@ -1,24 +1,29 @@
-"""One rank that trains two models in turns: one protected, and its twin over the same ring, untagged.
+"""One rank that trains twins in turns: one protected, and two over the same kind of ring, untagged.
 
 Two jobs in separate processes differ by several percent even if both do the same, because of their memory
-layout and other load on the machine. Here both are in one process, seconds apart. Checkmate's waiting threads
-also use processor time during the twin's iterations. That is measured separately and subtracted. The options
-are those of `checkmate.examples.gpt.train`: --iterations is the number of timed iterations of each, and with
-an odd --seed the twin is created first.
+layout and other load on the machine. Here all are in one process, seconds apart. Checkmate's waiting threads
+also use processor time during the others' iterations. That is measured separately and subtracted. The second
+untagged twin is the control: its ratio to the first shows how well a ratio can be measured.
+
+Run as a module, it trains `checkmate.examples.gpt`'s model. The options are those of
+`checkmate.examples.gpt.train`: --iterations is the number of timed turns, and --seed rotates the order in
+which twins are created.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -28,73 +33,101 @@ from checkmate.examples.gpt.model import Gpt, Shape
 from topologies.training.in_rank import Untagged
 from topologies.training.record import TimedBlock
 
-KINDS: Final = ("checkmate", "untagged")
+KINDS: Final = ("checkmate", "untagged", "control")
 _WARM_UP: Final = 12
 """Turns that are not timed: DDP rebuilds its buckets, and TCP windows open."""
 _STANDING: Final = "standing"
 _IDLE_SECONDS: Final = 5.0
 
 
-class Twin:
+class Twin(Protocol):
+    """What a rank trains."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+
+    def step(self) -> float:
+        """Train one iteration; return its loss."""
+
+
+class GptTwin:
     """A model with optimizer and data, as in `checkmate.examples.gpt.train`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(options.seed)
         shape = Shape(options.layers, options.width, options.heads, options.context, options.dropout)
-        self.ddp = DistributedDataParallel(Gpt(shape), bucket_cap_mb=options.bucket_mb)
-        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=options.learning_rate, weight_decay=0.1)
+        self.model: nn.Module = DistributedDataParallel(Gpt(shape), bucket_cap_mb=options.bucket_mb)
+        rate = options.learning_rate
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=rate, weight_decay=0.1
+        )
         steps = options.iterations
         self.scheduler = LambdaLR(self.optimizer, lambda step: train.warm_up_then_cosine(step, steps))
         self._data = text.read(options.text)
         self._batch, self._context = options.batch, options.context
-        self.mark: Callable[[], None] = lambda: None
 
-    def iterate(self) -> float:
+    def step(self) -> float:
         """Train one iteration; return its loss."""
-        loss = self.ddp(*self._data.batch(self._batch, self._context))
+        loss = self.model(*self._data.batch(self._batch, self._context))
         loss.backward()
-        checkmate.clip_grad_norm_(self.ddp.parameters(), 1.0)
+        checkmate.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        self.mark()
         return float(loss.item())
 
 
 def main() -> None:
-    """Train both, and write the time of each turn to --out."""
+    """Train all, and write the time of each turn to --out."""
     options = train.parse()
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    made = Twin(options), Twin(options)
-    ours, theirs = made if options.seed % 2 == 0 else made[::-1]
-    with Untagged(theirs.ddp):  # first, because a process has one protected model
-        before = _idle()
-        checkmate.restore(ours.ddp, ours.optimizer, scheduler=ours.scheduler)
-        twins = dict(zip(KINDS, (ours, theirs), strict=True))
-        with (
-            checkmate.protect(ours.ddp, ours.optimizer, scheduler=ours.scheduler) as protection,
-            _file(options.out, rank).open("w") as log,
-        ):
-            ours.mark = protection.mark
-            torch.manual_seed(options.seed + 1 + rank)
-            for turn in range(-_WARM_UP, options.iterations):
-                found = _turn(twins, KINDS if turn % 2 else KINDS[::-1])
-                if turn >= 0:
-                    print(json.dumps(found), file=log, flush=True)
-            print(json.dumps({_STANDING: _idle() - before}), file=log)
+    race(options, lambda: GptTwin(options))
     dist.destroy_process_group()
 
 
-def _turn(twins: Mapping[str, Twin], order: Sequence[str]) -> dict[str, tuple[float, float]]:
+def race(options: argparse.Namespace, make: Callable[[], Twin]) -> None:
+    """Train one twin of each kind in turns, and write the time of each turn to `options.out`."""
+    rank, first = dist.get_rank(), options.seed % len(KINDS)
+    twins = {kind: make() for kind in KINDS[first:] + KINDS[:first]}
+    with contextlib.ExitStack() as held:
+        for number, kind in enumerate(KINDS[1:]):  # first, because a process has one protected model
+            held.enter_context(Untagged(twins[kind].model, ring=number))
+        before = _idle()
+        ours: Any = twins[KINDS[0]]
+        checkmate.restore(ours.model, ours.optimizer, scheduler=ours.scheduler)
+        protection = held.enter_context(
+            checkmate.protect(ours.model, ours.optimizer, scheduler=ours.scheduler)
+        )
+        log = held.enter_context(_file(options.out, rank).open("w"))
+        torch.manual_seed(options.seed + 1 + rank)
+        for turn in range(-_WARM_UP, options.iterations):
+            found = _turn(twins, order(turn), protection.mark)
+            if turn >= 0:
+                print(json.dumps(found), file=log, flush=True)
+        print(json.dumps({_STANDING: _idle() - before}), file=log)
+
+
+def order(turn: int) -> Sequence[str]:
+    """Return the order of a turn: two turns in a row have opposite ones, and each kind is in the middle."""
+    first = turn // 2 % len(KINDS)
+    found = KINDS[first:] + KINDS[:first]
+    return found[::-1] if turn % 2 else found
+
+
+def _turn(
+    twins: Mapping[str, Twin], kinds: Sequence[str], mark: Callable[[], None]
+) -> dict[str, tuple[float, float]]:
     """Return seconds, and processor time of this rank in seconds, for one iteration of each."""
     found, losses = {}, set()
     random = torch.get_rng_state()
-    for kind in order:
-        torch.set_rng_state(random)  # both have the same input, so their losses must be equal
+    for kind in kinds:
+        torch.set_rng_state(random)  # all have the same input, so their losses must be equal
         dist.barrier()
         began, used = time.monotonic(), time.process_time()
-        losses.add(twins[kind].iterate())
+        losses.add(twins[kind].step())
+        if kind == KINDS[0]:
+            mark()
         found[kind] = (time.monotonic() - began, time.process_time() - used)
     if len(losses) > 1:
         raise SystemExit(f"the twins differ: {losses}")
@@ -122,12 +155,13 @@ def read(folder: Path, ranks: int) -> dict[str, list[TimedBlock]]:
     """Return means of two turns, one in each order, by kind: mean seconds, and processor time of all ranks.
 
     Ranks share one core, so the time of all their waiting threads is subtracted from the untagged
-    iteration's.
+    iterations'.
     """
     said = [[json.loads(line) for line in _file(folder, rank).open()] for rank in range(ranks)]
     standing = sum(rank.pop()[_STANDING] for rank in said)
     found: dict[str, list[TimedBlock]] = {}
-    for kind, share in zip(KINDS, (0.0, standing), strict=True):
+    for kind in KINDS:
+        share = 0.0 if kind == KINDS[0] else standing
         each = [
             (fmean(rank[kind][0] for rank in turn), sum(rank[kind][1] for rank in turn))
             for turn in zip(*said, strict=True)

@@ -40,15 +40,15 @@ def parallelize(model: Gpt, mesh: DeviceMesh) -> None:
 class Trainer:
     """A rank's model, optimizer, scheduler and data."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.device = join(options.device)
+    def __init__(self, options: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> None:
+        self.options, self.device = options, device
         torch.manual_seed(options.seed)  # the same model on all ranks, of which each keeps its part
         shape = Shape(options.layers, options.width, options.heads, tied=True)
-        self.model: Any = Gpt(shape).to(self.device)
-        parallelize(self.model, checkmate.shard_mesh(self.device.type))
+        self.model: Any = Gpt(shape).to(device)
+        parallelize(self.model, mesh)
         rate = options.learning_rate
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.1)
+        parameters = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1)
         self.scheduler = LambdaLR(self.optimizer, lambda step: warm_up_then_cosine(step, options.iterations))
         self.data = text.read()
         self.context = shape.context
@@ -105,7 +105,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     """Train, and print the loss of each iteration."""
-    Trainer(parse()).train()
+    options = parse()
+    device = join(options.device)
+    Trainer(options, device, checkmate.shard_mesh(device.type)).train()
     dist.destroy_process_group()
 
 

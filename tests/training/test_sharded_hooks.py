@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from checkmate.ring import RingError
@@ -40,8 +41,10 @@ def ranks() -> Iterator[RankProcesses]:
         yield processes
 
 
-def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return this rank's part of each gradient that is there."""
+    found = [one.grad for one in model.parameters() if one.grad is not None]
+    return [one.to_local() if isinstance(one, DTensor) else one for one in found]
 
 
 @dataclass(frozen=True)
@@ -113,15 +116,18 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
                     batch = rows(rank // case.tensor, iteration, part)
                     model(batch, more=iteration == 2).square().mean().backward()
             assert reduced == [FIRST_ITERATION + one for one in range(iteration + 1)]
-            for mine, native in zip(ours.parameters(), theirs.parameters(), strict=True):
-                gradient, expected = local(mine.grad), local(native.grad)
-                assert (gradient is None) == (expected is None)
-                if gradient is not None and expected is not None:
-                    assert torch.equal(gradient, expected)
-                    compared += gradient.numel()
+            assert [one.grad is None for one in ours.parameters()] == [
+                one.grad is None for one in theirs.parameters()
+            ]
+            for gradient, expected in zip(gradients_of(ours), gradients_of(theirs), strict=True):
+                assert torch.equal(gradient, expected)
+                compared += gradient.numel()
+            del gradient, expected
+            held = [StorageWeakRef(one.untyped_storage()) for one in gradients_of(ours)]  # type: ignore[no-untyped-call]
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            assert held and all(one.expired() for one in held)  # type: ignore[no-untyped-call]
     return compared
 
 

@@ -66,10 +66,15 @@ class Unprotected:
         self.close()
 
 
+_PORTS: Final = 1000
+"""More than the ring of one job has at an address."""
+
+
 class Untagged(Unprotected):
     """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
 
-    def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:
+    def __init__(self, module: nn.Module, *_: Any, ring: int = 0, **__: Any) -> None:
+        """Connect it; `ring` is its number if the process has several."""
         model = model_of(module)
         session = join(model)
         layout = lay_out(model, session.shards)
@@ -77,7 +82,7 @@ class Untagged(Unprotected):
             session.position,
             session.ips,
             session.job.channels,
-            ports=ring_ports(session.job, session.group),
+            ports=[port + ring * _PORTS for port in ring_ports(session.job, session.group)],
             device=session.interface,
             fingerprint=layout.fingerprint,
         )

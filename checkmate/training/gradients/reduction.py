@@ -155,7 +155,6 @@ class GradientReduction(ABC):
         self._unready = [len(bucket.places) for bucket in self._layout.buckets]
         for staging in self._stagings.values():
             staging.begin()
-        self._futures.clear()
         iteration = self.iteration
         self._after_backward(lambda: self._await_reduced(iteration))
 
@@ -168,8 +167,8 @@ class GradientReduction(ABC):
 
         DDP would not keep the error's type, and would first wait for a collective that may fail, too.
         """
-        for future in self._futures:
-            future.wait()
+        while self._futures:  # which hold the gradients, too
+            self._futures.pop().wait()
         if self.error is not None and self._incomplete:
             raise self.error
         # After DDP's callback, which fills `.grad`.

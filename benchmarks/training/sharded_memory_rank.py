@@ -1,0 +1,66 @@
+"""One rank that trains a sharded GPT, and measures its memory.
+
+CHECKMATE_BENCH_MESH says how replicas are averaged: by Checkmate (`job`), or by FSDP itself (`native`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import checkmate
+from checkmate.examples import hsdp
+
+MESH: Final = "CHECKMATE_BENCH_MESH"
+_WARM_UP: Final = 3
+
+
+def main() -> None:
+    """Train, and write this rank's memory in bytes to --out."""
+    options = hsdp.parse()
+    device = hsdp.join(options.device)
+    trainer = hsdp.Trainer(options, device, _mesh(device.type))
+    peaks, rests = [], []
+    with contextlib.ExitStack() as held:
+        mark = _protect(trainer, held) if os.environ[MESH] == "job" else lambda: None
+        for iteration in range(options.iterations):
+            Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
+            trainer.step()
+            mark()
+            if iteration >= _WARM_UP:
+                peaks.append(_status("VmHWM"))
+                rests.append(_status("VmRSS"))
+        local = sum(parameter.to_local().nbytes for parameter in trainer.model.parameters())
+    found = {"peak": peaks, "rest": rests, "buckets": local}
+    Path(options.out, f"rank{dist.get_rank()}.memory.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _mesh(device_type: str) -> DeviceMesh:
+    if os.environ[MESH] == "job":
+        return checkmate.shard_mesh(device_type)
+    return init_device_mesh(device_type, (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _protect(trainer: hsdp.Trainer, held: contextlib.ExitStack) -> Callable[[], None]:
+    """Have shadow nodes follow until `held` ends; return what marks the end of an iteration."""
+    model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.scheduler
+    checkmate.restore(model, optimizer, scheduler=scheduler)
+    return held.enter_context(checkmate.protect(model, optimizer, scheduler=scheduler)).mark
+
+
+def _status(what: str) -> int:
+    """Return a size of this process in bytes, as `/proc/self/status` has it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
+
+
+if __name__ == "__main__":
+    main()

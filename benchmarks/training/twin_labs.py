@@ -1,0 +1,68 @@
+"""Twins in labs: several starts of `benchmarks.training.twins`, and what the protected one costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from rich.progress import Progress
+
+from benchmarks.figures import Figure, Result, ratios, spread95
+from benchmarks.training import twins
+from topologies.describe.topology import load
+from topologies.training.job import JobPlan, start_all, training_lab
+from topologies.training.record import TimedBlock
+
+_SECONDS: Final = 1800.0
+
+Blocks = Mapping[str, list[TimedBlock]]
+"""Blocks by name; those of one round or pair have the same index."""
+
+
+def race(
+    folder: Path, topology: str, module: str, arguments: tuple[str, ...], starts: int, turns: int
+) -> Blocks:
+    """Return each pair of turns of the twins that `module` trains in a lab, from several starts."""
+    described = load(topology)
+    ranks = len(described.ranks)
+    found: dict[str, list[TimedBlock]] = defaultdict(list)
+    with Progress(transient=True) as bar:
+        task = bar.add_task("twins", total=starts * turns)
+        for seed in range(starts):
+            options = (*arguments, "--iterations", str(turns), "--seed", str(seed))
+            plan, place = JobPlan(options, module=module), folder / str(seed)
+            with training_lab(described, "softswitch", "bench_twins", plan, place) as job:
+                start_all([job])
+                done = partial(twins.turns, place, ranks)
+                job.finish(_SECONDS, lambda: bar.update(task, completed=seed * turns + done()))  # noqa: B023
+            for kind, blocks in twins.read(place, ranks).items():
+                found[kind] += blocks
+    return found
+
+
+def cost(found: Blocks, ranks: int) -> list[Result]:
+    """Return what protection costs, beside the control."""
+    ours, theirs, control = (found[kind] for kind in twins.KINDS)
+    time = ratios([one.seconds for one in ours], [one.seconds for one in theirs])
+    level = ratios([one.seconds for one in control], [one.seconds for one in theirs])
+    used = ratios([one.processor for one in ours], [one.processor for one in theirs])
+    # The cost per rank is constant, so this determines the ratio for iterations of another length.
+    more = [1000 * (a.processor - b.processor) / ranks for a, b in zip(ours, theirs, strict=True)]
+    return [
+        Figure("Checkmate / the same ring untagged", time, "", 1.01, 1.03, smaller=True, note=spread95(time)),
+        Figure("control: a second untagged twin / the first", level, "", note=spread95(level)),
+        Figure("processor time of all ranks", used, "", smaller=True, note=spread95(used)),
+        Figure("the difference in processor time per rank", tuple(more), "ms", note=spread95(more)),
+        *absolute({kind: found[kind] for kind in twins.KINDS}),
+    ]
+
+
+def absolute(found: Blocks) -> list[Result]:
+    """Return seconds by name."""
+    return [
+        Figure(f"absolute: {name}", tuple(block.seconds for block in blocks), "s")
+        for name, blocks in found.items()
+    ]
