@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -64,6 +70,8 @@ class ShardedCase:
     """Whether blocks are compiled, as far as autograd's graphs."""
     reused: bool = False
     """Whether a block is used twice in each forward."""
+    offloaded: bool = False
+    """Whether FSDP keeps parameters and gradients on the CPU."""
     tensor: int = 1
     """Over how many ranks tensor parallelism splits parameters."""
 
@@ -98,8 +106,9 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
     plain.append(copy.deepcopy(plain[0]))
     ours, theirs = (split(one, mesh["tp"]) if isinstance(one, SplitNet) else one for one in plain)
     policy = MixedPrecisionPolicy(param_dtype=case.compute, reduce_dtype=case.reduced)
-    shard(theirs, hybrid(mesh), mp_policy=policy)
-    shard(ours, mesh["dp_shard"], mp_policy=policy)
+    offload = CPUOffloadPolicy(pin_memory=False) if case.offloaded else OffloadPolicy()
+    shard(theirs, hybrid(mesh), mp_policy=policy, offload_policy=offload)
+    shard(ours, mesh["dp_shard"], mp_policy=policy, offload_policy=offload)
     for unit in (one for model in (ours, theirs) for one in model.modules()):
         if case.factor is not None and isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(case.factor)
@@ -143,6 +152,10 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
         pytest.param(ShardedCase(checkpointed=True), marks=pytest.mark.slow),
         pytest.param(ShardedCase(compiled=True), marks=pytest.mark.slow),
         pytest.param(ShardedCase(reused=True), marks=pytest.mark.slow),
+        pytest.param(ShardedCase(offloaded=True), marks=pytest.mark.slow),
+        pytest.param(
+            ShardedCase(offloaded=True, kept=torch.bfloat16, reduced=torch.float32), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses, case: ShardedCase) -> None:

@@ -103,6 +103,7 @@ class ShardedHooks(GradientReduction):
         if not gradient.numel():
             return
         self._check_type(number, gradient)
+        self._model.await_offloaded(parameter)
         flat = gradient.view(-1)
         self._lend({number: flat}, flat, {number: self._exact(number, flat)})
 
@@ -112,7 +113,7 @@ class ShardedHooks(GradientReduction):
         if torch.promote_types(reduced, gradient.dtype) == gradient.dtype:
             return gradient
         begin = gradient.storage_offset()
-        exact = self._scattered[begin : begin + gradient.numel()]
+        exact = self._scattered[begin : begin + gradient.numel()].to(gradient.device)
         if self.iteration == self._first_iteration and not torch.equal(exact.to(gradient.dtype), gradient):
             raise RuntimeError(
                 f"{self._layout.parameters[number].name}: PyTorch {torch.__version__} does not store FSDP's "

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -51,12 +51,12 @@ class FsdpModel(TrainedModel):
         order = {name: number for number, name in enumerate(self.units)}
         named = sorted(module.named_parameters(), key=lambda one: order[self._unit_of(one[0])])
         self._parameters = dict(named)
-        self._reduced = {
-            one.sharded_param: _reduced_dtype(group.mp_policy, one.sharded_param.dtype)
-            for unit in self.units.values()
-            for group in param_groups(unit)
-            for one in group.fsdp_params
-        }
+        self._fsdp_params: dict[torch.Tensor, Any] = {}
+        self._reduced: dict[torch.Tensor, torch.dtype] = {}
+        for group in (group for unit in self.units.values() for group in param_groups(unit)):
+            for one in group.fsdp_params:
+                self._fsdp_params[one.sharded_param] = one
+                self._reduced[one.sharded_param] = _reduced_dtype(group.mp_policy, one.sharded_param.dtype)
         self._kept_frozen = self.frozen()
         if not self.trained():
             raise RefusedError("no parameter of the model needs a gradient, so there is nothing to follow")
@@ -99,6 +99,12 @@ class FsdpModel(TrainedModel):
                     "FSDP divides gradients after their reduction, so shadow nodes would get others: remove "
                     "that call"
                 )
+
+    def await_offloaded(self, parameter: torch.Tensor) -> None:
+        """Wait until a gradient is on the CPU, if FSDP is copying it there (CPUOffloadPolicy)."""
+        event = self._fsdp_params[parameter].grad_offload_event
+        if event is not None:  # before PyTorch 2.13
+            event.synchronize()
 
     def check_forward(self) -> None:
         """Do nothing: FSDP itself needs all ranks in each iteration."""
@@ -217,8 +223,6 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
                 f"{name}: dp_mesh_dims of fully_shard can't be followed: give it the dimension of the "
                 "shards, mesh=checkmate.shard_mesh(device_type)"
             )
-        if isinstance(group.offload_policy, CPUOffloadPolicy):
-            raise RefusedError(f"{name}: gradients that FSDP offloads to the CPU can't be protected yet")
         for parameter in group.fsdp_params:
             _check_types(name, group.mp_policy, parameter.sharded_param.dtype)
 

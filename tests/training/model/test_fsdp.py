@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
@@ -138,7 +137,6 @@ def with_setting(name: str, value: object) -> Callable[[], nn.Module]:
         ),
         (frozen, "no parameter of the model needs a gradient"),
         (not_sharded, "^scale is not sharded.*leave it out of ignored_params"),
-        (lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "offloads to the CPU"),
         (with_setting("set_force_sum_reduction_for_comms", True), "divides gradients after their reduction"),
         (with_setting("set_gradient_divide_factor", 2.0), "only some .*, blocks.0 has not: call it on all"),
         (
