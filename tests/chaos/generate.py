@@ -104,7 +104,7 @@ def _network(draw: _Draw) -> NetworkSpec:
         nodes=tuple(draw.of(f"nics of {node}").choice((1, 1, 2)) for node in range(nodes)),
         replicas=2 if nodes > 1 and draw.has("replicas", 0.4) else 1,
         loss=draw.of("loss").choice((0.005, 0.01)) if draw.has("packet-loss", 0.1) else 0.0,
-        every=draw.of("every").choice((3, 10)) if draw.has("disk", 0.15) and shards == 1 else 0,
+        every=draw.of("every").choice((3, 10)) if draw.has("disk", 0.15) else 0,
     )
 
 
