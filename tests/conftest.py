@@ -20,6 +20,7 @@ from tests.support.shadow.checked_locks import CheckedLock
 from tests.support.shadow.processes import NodeProcess, Start, start_in
 from tests.support.shadow.recording_node import RecordingNode
 from tests.support.shadow.world import World
+from tests.support.training.rank_processes import RankProcesses
 from topologies import lab as labs
 
 
@@ -40,6 +41,13 @@ def name() -> Iterator[str]:
     unique = f"t{os.getpid()}_{random.randrange(10**6)}"
     yield unique
     labs.down(unique)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankProcesses]:
+    """Yield processes that run functions as the ranks of a process group."""
+    with RankProcesses() as processes:
+        yield processes
 
 
 @pytest.fixture

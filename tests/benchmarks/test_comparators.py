@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,25 +18,18 @@ _UNTIL = 9
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[RankProcesses]:
-    with RankProcesses() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def reference(processes: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> str:
+def reference(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The final state without an interruption."""
     folder = str(tmp_path_factory.mktemp("reference"))
-    (_, one), (_, other) = processes.run(2, train, "none", folder, 1, _UNTIL)
+    (_, one), (_, other) = ranks.run(2, train, "none", folder, 1, _UNTIL)
     assert one != other, "ranks have different buffers"
     return str(one)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.parametrize(("interval", "first"), [(1, 5), (3, 3), (20, 0)])
 def test_a_job_resumes_with_its_newest_checkpoint(
-    processes: RankProcesses,
+    ranks: RankProcesses,
     reference: str,
     tmp_path: Path,
     name: str,
@@ -45,25 +37,24 @@ def test_a_job_resumes_with_its_newest_checkpoint(
     first: int,
 ) -> None:
     expected = 0 if name == "none" else first
-    processes.run(2, train, name, str(tmp_path), interval, 5)
-    (resumed, state), _ = processes.run(2, train, name, str(tmp_path), interval, _UNTIL)
+    ranks.run(2, train, name, str(tmp_path), interval, 5)
+    (resumed, state), _ = ranks.run(2, train, name, str(tmp_path), interval, _UNTIL)
     assert (resumed, state) == (expected, reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemini", "Gemini, blocking"])
 def test_gemini_recovers_a_host_from_its_peer(
-    processes: RankProcesses, reference: str, tmp_path: Path, name: str
+    ranks: RankProcesses, reference: str, tmp_path: Path, name: str
 ) -> None:
-    processes.run(2, train, name, str(tmp_path), 1, 5)
+    ranks.run(2, train, name, str(tmp_path), 1, 5)
     for file in (tmp_path / "memory0").iterdir():
         file.unlink()
-    (resumed, state), _ = processes.run(2, train, name, str(tmp_path), 1, _UNTIL)
+    (resumed, state), _ = ranks.run(2, train, name, str(tmp_path), 1, _UNTIL)
     assert (resumed, state) == (5, reference)
     for host in ("memory0", "memory1"):
         for file in (tmp_path / host).iterdir():
             file.unlink()
-    assert processes.run(2, train, name, str(tmp_path), 1, 1)[0][0] == 0
+    assert ranks.run(2, train, name, str(tmp_path), 1, 1)[0][0] == 0
 
 
 @pytest.mark.slow

@@ -28,12 +28,6 @@ from tests.support.training.rank_processes import RankProcesses, failing_backwar
 FIRST_ITERATION = 7
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    with RankProcesses() as processes:
-        yield processes
-
-
 class HookNet(nn.Module):
     """Parameters of several types and memory formats: one empty, one frozen, and perhaps unused ones."""
 
@@ -197,12 +191,7 @@ CASES = {
 }
 
 
-QUICK = ("four ranks", "unused", "accumulated, views")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_defined_average(ranks: RankProcesses, name: str) -> None:
     count, case = CASES[name]
     seen = ranks.run(count, train, free_port(), case)
@@ -212,7 +201,6 @@ def test_gradients_are_the_defined_average(ranks: RankProcesses, name: str) -> N
         assert seen[0][0] == 2, "DDP's buckets didn't change on the way"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 2, 4])
 def test_gradients_of_seven_ranks_are_the_defined_average(ranks: RankProcesses, channels: int) -> None:
     case = HookCase(channels, unused=True, shards=3, ddp={"find_unused_parameters": True})

@@ -29,12 +29,6 @@ from tests.support.training.rank_processes import RankProcesses, failing_backwar
 CHANNELS = 2
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    with RankProcesses() as processes:
-        yield processes
-
-
 @given(st.lists(st.integers(1, 50), min_size=8, max_size=30), st.integers(1, 8), st.integers(1, 3))
 def test_merged_buckets_follow_backward(sizes: list[int], count: int, shards: int) -> None:
     known = [Parameter(f"p{i}", (size,), "float32") for i, size in enumerate(sizes)]
@@ -172,7 +166,7 @@ def train(rank: int, count: int, local: int, port: int) -> int:
 
 @pytest.mark.parametrize(
     ("count", "local"),
-    [(4, 2), pytest.param(6, 2, marks=pytest.mark.slow), pytest.param(8, 4, marks=pytest.mark.slow)],
+    [(4, 2), (6, 2), (8, 4)],
 )
 def test_gradients_are_the_defined_average_of_all_ranks(ranks: RankProcesses, count: int, local: int) -> None:
     compared = ranks.run(count, train, local, free_port())

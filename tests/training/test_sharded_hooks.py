@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -39,12 +38,6 @@ from tests.support.training.sharded import (
 )
 
 SHARDS = 2
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    with RankProcesses() as processes:
-        yield processes
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
@@ -144,18 +137,16 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
     "case",
     [
         ShardedCase(),
-        pytest.param(ShardedCase(accumulate=3), marks=pytest.mark.slow),
-        pytest.param(ShardedCase(factor=float(SHARDS)), marks=pytest.mark.slow),
-        pytest.param(ShardedCase(compute=torch.bfloat16), marks=pytest.mark.slow),
-        pytest.param(ShardedCase(kept=torch.bfloat16, reduced=torch.float32), marks=pytest.mark.slow),
-        pytest.param(ShardedCase(kept=torch.bfloat16), marks=pytest.mark.slow),
-        pytest.param(ShardedCase(checkpointed=True), marks=pytest.mark.slow),
-        pytest.param(ShardedCase(compiled=True), marks=pytest.mark.slow),
-        pytest.param(ShardedCase(reused=True), marks=pytest.mark.slow),
-        pytest.param(ShardedCase(offloaded=True), marks=pytest.mark.slow),
-        pytest.param(
-            ShardedCase(offloaded=True, kept=torch.bfloat16, reduced=torch.float32), marks=pytest.mark.slow
-        ),
+        ShardedCase(accumulate=3),
+        ShardedCase(factor=float(SHARDS)),
+        ShardedCase(compute=torch.bfloat16),
+        ShardedCase(kept=torch.bfloat16, reduced=torch.float32),
+        ShardedCase(kept=torch.bfloat16),
+        ShardedCase(checkpointed=True),
+        ShardedCase(compiled=True),
+        ShardedCase(reused=True),
+        ShardedCase(offloaded=True),
+        ShardedCase(offloaded=True, kept=torch.bfloat16, reduced=torch.float32),
     ],
 )
 def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses, case: ShardedCase) -> None:

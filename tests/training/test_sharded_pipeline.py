@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,12 +17,6 @@ from tests.support.training.rank_processes import RankProcesses
 from tests.support.training.sharded import FIRST_ITERATION, hooked
 
 STAGES, REPLICAS, WIDTH, ROWS, PARTS = 2, 2, 5, 8, 4
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    with RankProcesses() as processes:
-        yield processes
 
 
 class Stage(nn.Module):
@@ -83,6 +76,5 @@ def follow_native(rank: int, count: int, ports: list[int]) -> int:
     return compared
 
 
-@pytest.mark.slow
 def test_gradients_under_a_schedule_are_those_of_native_hsdp(ranks: RankProcesses) -> None:
     assert set(ranks.run(STAGES * REPLICAS, follow_native, [free_port(), free_port()])) == {3 * (42 + 40)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ from testbed.jobs import job_data
 from tests.support.job_files import meshed, write
 from tests.support.training.rank_processes import RankProcesses
 from tests.support.training.sharded import ShardedNet, SplitNet, replicated, shard, split
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    with RankProcesses() as processes:
-        yield processes
 
 
 def cut(rank: int, count: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -21,11 +21,23 @@ from checkmate.ring import RingError
 _SECONDS = 100.0
 
 
+_IMPORTED: Final = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "checkmate.training.protect",
+)
+"""What most functions need. It takes seconds to import."""
+
+
 class RankProcesses:
-    """Processes that import PyTorch once. A function must be at module level, to be picklable."""
+    """Processes that import nothing: they are forked from one that has. All functions are at module level.
+
+    They are used again, but not after a failure.
+    """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(_IMPORTED))
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -44,6 +56,8 @@ class RankProcesses:
                 self._ends[rank].send((rank, ranks, store, function, arguments))
             answers = [self._answer(rank) for rank in range(ranks)]
         bad = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(answers) if words]
+        if bad:
+            self._end()
         assert not bad, "\n".join(bad)
         return [result for _, result in answers]
 
@@ -53,9 +67,14 @@ class RankProcesses:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
+        self._processes.clear()
+        self._ends.clear()
 
     def _answer(self, rank: int) -> tuple[str, Any]:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ from checkmate.training.start.disk import OnDisk
 from checkmate.training.start.exchange import VERSION, ExchangeError
 from checkmate.training.start.plans import RestartPlan
 from tests.support.training.rank_processes import RankProcesses
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    with RankProcesses() as processes:
-        yield processes
 
 
 def _exchanged(rank: int, count: int) -> tuple[list[Any], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,19 +32,13 @@ from tests.support.training.resharded import (
 from tests.support.training.sharded import replicated, shard
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    with RankProcesses() as processes:
-        yield processes
-
-
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
         (MeshCase(2, 2), "dcp"),
-        pytest.param(MeshCase(2, 2), "torch", marks=pytest.mark.slow),
-        pytest.param(MeshCase(2, 3), "dcp", marks=pytest.mark.slow),
-        pytest.param(MeshCase(3, 2), "torch", marks=pytest.mark.slow),
+        (MeshCase(2, 2), "torch"),
+        (MeshCase(2, 3), "dcp"),
+        (MeshCase(3, 2), "torch"),
     ],
     ids=str,
 )
