@@ -5,6 +5,7 @@ They are normal processes, with their own namespace and cgroup, that can be kill
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -57,7 +58,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send a signal unless it has ended."""
         if self._process.exitcode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # the server has waited for it, and says so soon
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chaos.compare import differences
+from tests.chaos.forked import Forked
 from tests.chaos.generate import UnknownFeature, generate
 from tests.chaos.oracle import Fact, PastStart, ResumePromise, loses, promise, settles
 from tests.chaos.run import TrialOutcome
@@ -177,6 +179,13 @@ def test_what_loses_something() -> None:
     assert loses(Event(3, "kill", "tor0"), TWO, True) == [0, 1]
     assert loses(Event(3, "kill", "tor1"), replace(TWO, switches=2), False) == [0, 1]
     assert settles(Event(3, "down", "shadow0")) > settles(Event(3, "kill", "shadow0")) == 0
+
+
+def test_a_signal_to_a_process_that_has_just_ended_is_nothing() -> None:
+    """The server of forked processes reaps them, and tells their status a moment later."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    Forked(SimpleNamespace(pid=ended.pid, exitcode=None)).kill()  # type: ignore[arg-type]
 
 
 def line(
