@@ -58,7 +58,7 @@ class Lab:
             loss: Share of frames that training links lose in each direction.
             jitter: Longest delay of training links in each direction, in seconds; frames stay in order.
             offloads: Whether interfaces segment and compute checksums; by default as the target needs.
-            switch_cpus: CPUs of the switches; by default all.
+            switch_cpus: CPUs of the switches, on which they go first; by default all.
             progress: Called with each step.
         """
         self.topology = topology
@@ -279,7 +279,9 @@ class Lab:
         command = switches.command(
             switch, self.target, self.directory, notifications=notifications, statistics=statistics
         )
-        with self.log(switch.name).open("ab") as log:
+        # A real switch does not wait for the hosts' processes, so neither does one that shares their CPUs.
+        first = contextlib.nullcontext() if self.switch_cpus is None else processes.ahead()
+        with self.log(switch.name).open("ab") as log, first:
             self._processes[switch.name] = self.start(
                 switch.name, command, stdout=log, stderr=subprocess.STDOUT, cpus=self.switch_cpus
             )

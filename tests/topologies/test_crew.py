@@ -18,6 +18,7 @@ from tests.support.waiting import wait_until
 from topologies import torchrun
 from topologies.crew import Crew, serving, status
 from topologies.describe.topology import BadDescription, LabError, load
+from topologies.kernel import processes
 from topologies.kernel.processes import descendants
 from topologies.lab import Lab
 
@@ -73,6 +74,14 @@ def test_switches_are_pinned_and_others_are_not(lab: Lab, crew: Crew) -> None:
     (switch,) = lab.switch_pids.values()
     assert os.sched_getaffinity(switch) == {max(before)}
     assert os.sched_getaffinity(crew.start("free", "rank0", ["sleep", "60"]).process.pid) == before
+
+
+def test_pinned_switches_go_first_as_far_as_that_is_permitted(lab: Lab, crew: Crew) -> None:
+    with processes.ahead():
+        permitted = os.sched_getscheduler(0)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert [os.sched_getscheduler(switch) for switch in lab.switch_pids.values()] == [permitted]
+    assert os.sched_getscheduler(crew.start("last", "rank0", ["sleep", "60"]).process.pid) == os.SCHED_OTHER
 
 
 def test_a_killed_process_takes_what_it_started_with_it(crew: Crew) -> None:
