@@ -1,6 +1,6 @@
 # Checkmate. `make demo` and `make test` do all of their own set-up.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-switch test test-all lint ptf p4 nccl proto bench docs clean
+.PHONY: help setup demo demo-switch test test-all lint ptf p4 nccl proto bench evaluation docs clean
 RUN := .venv/bin/python
 TARGET ?= softswitch
 P4_TARGET ?= bmv2
@@ -45,6 +45,9 @@ proto: setup ## Generate checkmate/rpc's Python from its .proto
 
 bench: setup ## Measure the figures of docs/figures.md
 	@$(RUN) -m benchmarks
+
+evaluation: setup ## Measure beside other systems, for docs/evaluation.md; hours, or 30 minutes with QUICK=1
+	@$(RUN) -m benchmarks.evaluation $(if $(QUICK),--quick) --page docs/evaluation.md
 
 docs: setup ## The documentation as a site, in build/site; needs no network once set up
 	@$(RUN) -m tools.site build/site

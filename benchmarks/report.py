@@ -66,12 +66,13 @@ def report(
         table = f"Measured on {day.isoformat()}: {where}.\n{markdown(title, results)}"
         if picture := draw(page.parent / "pictures", name, everything[name]["results"]):
             table += f"\n![{title}](pictures/{picture.name})\n"
-        text = _replaced(text, name, table)
+        text = replaced(text, name, table)
     page.write_text(text)
     kept.write_text(json.dumps(everything, indent=2) + "\n")
 
 
-def _replaced(text: str, name: str, table: str) -> str:
+def replaced(text: str, name: str, table: str) -> str:
+    """Return a page with what is between a name's comments replaced; they are added if there are none."""
     opening, closing = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
     pattern = re.compile(f"{re.escape(opening)}.*?{re.escape(closing)}", re.DOTALL)
     made = f"{opening}{table}{closing}"

@@ -46,6 +46,11 @@ class CheckFreq(SavedFiles):
             self._thread = threading.Thread(target=self._save_all, daemon=True)
             self._thread.start()
 
+    @property
+    def interval(self) -> int:
+        """The number of iterations from one checkpoint to the next, now; 0 on ranks that do not save."""
+        return self.frequency.interval
+
     def after_step(self, iteration: int) -> None:
         """Begin the checkpoint on rank 0, if it is due."""
         if self.rank:

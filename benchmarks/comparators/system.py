@@ -43,6 +43,11 @@ class CheckpointSystem(ABC):
         self._ddp, self._optimizer = ddp, optimizer
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
+    @property
+    def interval(self) -> int:
+        """The number of iterations from one checkpoint to the next, now."""
+        return self.place.interval
+
     def due(self, iteration: int) -> bool:
         """Return whether a checkpoint follows an iteration."""
         return (iteration + 1) % self.place.interval == 0

@@ -110,19 +110,27 @@ def test_hosts_with_two_ranks_each_are_killed(tmp_path: Path, nics: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate": 2, "turned": TURNED}, {"amp": True, "infinite": (2,), "autocast": True}],
-    ids=["plain", "accumulated", "mixed precision"],
+    ("hosts", "local", "options"),
+    [
+        pytest.param(2, 2, {}, id="plain"),
+        pytest.param(2, 2, {"accumulate": 2, "turned": TURNED}, id="accumulated"),
+        pytest.param(2, 2, {"amp": True, "infinite": (2,), "autocast": True}, id="mixed precision"),
+        pytest.param(3, 2, {}, id="three hosts"),
+        pytest.param(2, 4, {}, id="four ranks a host"),
+    ],
 )
-def test_all_ranks_of_two_hosts_train_one_model(options: dict[str, Any], tmp_path: Path) -> None:
+def test_all_ranks_of_several_hosts_train_one_model(
+    hosts: int, local: int, options: dict[str, Any], tmp_path: Path
+) -> None:
     """Each DP group has a share of the model; nodes compare their share of all parameters and state."""
-    with training_lab(TWO_HOSTS | {"hosts": [["tor"]] * 2}) as lab:
+    groups = [{"hosts": [*range(hosts)]}] * local
+    with training_lab(TWO_HOSTS | {"hosts": [["tor"]] * hosts, "dp_groups": groups}) as lab:
         kill_and_resume(lab, tmp_path, 4, iterations=8, together=True, **options)
         for node in lab.shadows.values():
             assert "differ" not in node.complaints()
         file = tmp_path / "checkpoint.pt"
         lab.consolidate("--format", "torch", "--out", file)
-    found, state = torch.load(file, weights_only=True), LabRun(tmp_path / "killed", 4).state(0)
+    found, state = torch.load(file, weights_only=True), LabRun(tmp_path / "killed", hosts * local).state(0)
     assert equal(found["model"], state["model"])
     assert equal(found["optimizer"], state["optimizer"])
 
