@@ -8,7 +8,8 @@ stage has its own DDP, over its own process group, and is protected by itself; a
 the same iteration.
 
 With --shard, FSDP2 shards each stage. The job then has a `mesh` with two stages (`pp: 2`), and
-`checkmate.shard_mesh` returns the part of it that has this rank's stage and replica.
+`checkmate.shard_mesh` returns the part of it that has this rank's stage and replica. With --schedule too,
+micro-batches pass through the stages as one of PyTorch's schedules orders them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +26,8 @@ import checkmate
 from checkmate.examples.common import LossLog, parser, whole_state
 
 BATCH, INPUTS, WIDTH = 32, 64, 128
+MICROS = 4
+"""Micro-batches of a schedule."""
 
 
 def batch(iteration: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,13 +79,44 @@ class Stage:
         return loss
 
 
+class ScheduledStage(Stage):
+    """The same, under PyTorch's schedule of one forward and one backward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, shard=True)
+        self._group = checkmate.job_mesh("cpu")["pp"].get_group()
+        stage = PipelineStage(self.model, self.number, 2, torch.device("cpu"), group=self._group)
+        # Scaling would change gradients after their reduction, so the loss is divided instead.
+        self._schedule = Schedule1F1B(stage, MICROS, loss_fn=self._loss, scale_grads=False)
+
+    def train(self, iteration: int) -> torch.Tensor:
+        """Run forward and backward of all micro-batches; return their mean loss."""
+        inputs, targets = batch(iteration, self.place)
+        losses: list[torch.Tensor] = []
+        if self.number == 0:
+            self._schedule.step(inputs)
+            loss = torch.empty(())
+        else:
+            self._schedule.step(target=targets, losses=losses)
+            loss = torch.stack(losses).sum().detach()
+        dist.broadcast(loss, group=self._group, group_src=1)
+        return loss
+
+    @staticmethod
+    def _loss(found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(found, targets) / MICROS
+
+
 def main() -> None:
     """Train, and print the loss of each iteration."""
     made = parser("checkmate.examples.pipeline", __doc__, 60)
     made.add_argument("--shard", action="store_true", help="shard each stage with FSDP2, instead of DDP")
+    made.add_argument("--schedule", action="store_true", help="with --shard: train by PyTorch's Schedule1F1B")
     options = made.parse_args()
+    if options.schedule and not options.shard:
+        made.error("--schedule needs --shard")
     dist.init_process_group("gloo")
-    stage = Stage(options.seed, shard=options.shard)
+    stage = ScheduledStage(options.seed) if options.schedule else Stage(options.seed, shard=options.shard)
     model, optimizer = stage.model, torch.optim.AdamW(stage.model.parameters(), lr=1e-2)
 
     start, _ = checkmate.restore(model, optimizer)

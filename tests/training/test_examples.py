@@ -52,6 +52,7 @@ def needs(library: str) -> pytest.MarkDecorator:
         ("resnet", PAIR, ()),
         ("pipeline", load("two_stages"), ()),
         ("pipeline", STAGES, ("--shard",)),
+        ("pipeline", STAGES, ("--shard", "--schedule")),
         ("hsdp", load("hsdp"), ()),
         ("hsdp", THREE_REPLICAS, ("--layers", "1")),
         ("loader", PAIR, ()),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +23,15 @@ pytestmark = [
     pytest.mark.timeout(500),
 ]
 
-QUICK = ["A loader that knows its place"]
-SLOW = [title for title in recipes() if title not in QUICK]
-
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Path]:
-    """Run some recipes in one lab, once; return their results."""
-
-    @functools.cache
-    def ran(*titles: str) -> Path:
-        folder = tmp_path_factory.mktemp("recipes")
-        with training_lab(on_one_switch(RANKS, (1, 1))) as lab:
-            lab.start_script("tests.scripts.recipes", folder, *titles)
-            lab.crew.finish(lab.ranks, SECONDS)
-        return folder
-
-    return lambda titles: ran(*titles)
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all recipes in one lab; return the folder of their results."""
+    folder = tmp_path_factory.mktemp("recipes")
+    with training_lab(on_one_switch(RANKS, (1, 1))) as lab:
+        lab.start_script("tests.scripts.recipes", folder, *recipes())
+        lab.crew.finish(lab.ranks, SECONDS)
+    return folder
 
 
 def found(folder: Path, title: str, phase: str, rank: int) -> dict[str, Any]:
@@ -53,9 +43,9 @@ def test_there_are_the_recipes() -> None:
     assert all("checkmate.protect(" in code for code in recipes().values())
 
 
-@pytest.mark.parametrize("title", [*QUICK, *(pytest.param(title, marks=pytest.mark.slow) for title in SLOW)])
-def test_a_resumed_run_is_the_undisturbed_one(run: Callable[[list[str]], Path], title: str) -> None:
-    left = run(QUICK if title in QUICK else SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("title", recipes())
+def test_a_resumed_run_is_the_undisturbed_one(left: Path, title: str) -> None:
     for rank in range(RANKS):
         reference, resumed = (found(left, title, phase, rank) for phase in ("undisturbed", "resumed"))
         (start,) = resumed["started"]
