@@ -1,0 +1,1 @@
+"""Checkmate beside other ways to survive failures: `python -m benchmarks.evaluation --help`."""

@@ -1,0 +1,89 @@
+"""The evaluation's cells: what each one measures, and in which order. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, OWN_FREQUENCY, RING
+
+Kind = Literal["throughput", "failures", "losses"]
+INTERVALS: Final = (1, 5, 20)
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One measurement in a lab of its own. A cell of another `start` is the same, measured again.
+
+    `interval` is the number of iterations from one checkpoint to the next, and 0 if the system chooses it.
+    """
+
+    kind: Kind
+    workload: str
+    system: str
+    interval: int
+    start: int
+
+    @property
+    def key(self) -> str:
+        """The cell's file name."""
+        words = [self.kind, self.workload, self.system, str(self.interval), str(self.start)]
+        return "-".join(word.replace(" ", "_").replace(",", "").replace(".", "_") for word in words)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured: `iterations` without failures, `seconds` with them, every `mtbf` s on average."""
+
+    starts: int
+    intervals: Sequence[int]
+    workloads: Sequence[str]
+    iterations: int
+    seconds: float
+    mtbf: float
+    failing_starts: int = 1
+
+
+WHOLE: Final = Extent(3, INTERVALS, ("gpt", "batchnorm", "embeddings"), 40, 300.0, 45.0, 2)
+QUICK: Final = Extent(1, (1,), ("gpt",), 20, 60.0, 25.0)
+
+
+def matrix(extent: Extent) -> list[Cell]:
+    """Return all cells in the order in which they are measured.
+
+    Each start has every system once, in a random order, so that a machine that drifts is fair to all.
+    """
+    found: list[Cell] = []
+    for start in range(extent.starts):
+        found += _shuffled(_throughput(extent, start), start)
+    for start in range(extent.failing_starts):
+        found += _shuffled(_failures(extent, start), start)
+    return found + [Cell("losses", "gpt", system, 1, 0) for system in (CHECKMATE, *COMPARATORS)]
+
+
+def _throughput(extent: Extent, start: int) -> Iterator[Cell]:
+    for workload in extent.workloads:
+        for system in (GLOO, RING):
+            yield Cell("throughput", workload, system, 0, start)
+        yield Cell("throughput", workload, CHECKMATE, 1, start)
+        for system in COMPARATORS:
+            for interval in extent.intervals if workload == "gpt" else extent.intervals[:1]:
+                yield Cell("throughput", workload, system, interval, start)
+        if OWN_FREQUENCY in COMPARATORS and workload == "gpt":
+            yield Cell("throughput", workload, OWN_FREQUENCY, 0, start)
+
+
+def _failures(extent: Extent, start: int) -> Iterator[Cell]:
+    yield Cell("failures", "gpt", GLOO, 0, start)
+    yield Cell("failures", "gpt", CHECKMATE, 1, start)
+    for system in COMPARATORS:
+        for interval in extent.intervals:
+            yield Cell("failures", "gpt", system, interval, start)
+
+
+def _shuffled(cells: Iterator[Cell], start: int) -> list[Cell]:
+    found = list(cells)
+    random.Random(start).shuffle(found)
+    return found

@@ -1,0 +1,181 @@
+"""Measure one cell: a job in a lab of its own, undisturbed or with kills at random times."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.comparators.frequency import PROFILED
+from benchmarks.evaluation.cells import Cell, Extent
+from benchmarks.evaluation.systems import OWN_FREQUENCY, reduce_of
+from topologies.describe.topology import LabError, load
+from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
+
+WARM_UP: Final = 5
+"""Iterations that are not timed: DDP rebuilds its buckets, and TCP windows open."""
+_LOSSES: Final = 12
+_ENDLESS: Final = 1_000_000
+_SECONDS: Final = 1800.0
+_TOPOLOGY: Final = "single_tor"
+_STATUS: Final = "/proc/{}/status"
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a cell's job writes: checkpoints to `disk`, and to a tmpfs, its own records to `out`."""
+
+    disk: Path
+    memory: Path
+    out: Path
+
+
+def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> dict[str, Any]:
+    """Return a cell's raw data. `scratch` is on the file system to which checkpoints go.
+
+    Raises:
+        LabError: The job fails, although nobody has killed it.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="checkmate-evaluation-", dir=scratch) as disk,
+        tempfile.TemporaryDirectory(prefix="checkmate-evaluation-", dir="/dev/shm") as memory,
+        tempfile.TemporaryDirectory(prefix="checkmate-evaluation-") as out,
+    ):
+        folders = Folders(Path(disk), Path(memory), Path(out))
+        plan = _plan(cell, folders, _iterations(cell, extent))
+        with training_lab(load(_TOPOLOGY), "softswitch", "evaluation", plan, folders.out) as job:
+            start_all([job])
+            if cell.kind == "throughput":
+                job.finish(_SECONDS, lambda: progress(f"iteration {_reached(job)}"))
+                kills: list[float] = []
+            elif cell.kind == "failures":
+                kills = _fail_at_random(job, cell, extent, progress)
+            else:
+                kills = _fail_every_second_iteration(job, progress)
+            ended = time.monotonic()
+            helpers = [_peak(member.process.pid) for member in job.shadows.values()]
+        return {
+            "ranks": _logs(folders.out),
+            "timed_from": WARM_UP + _profiled(cell),
+            "kills": kills,
+            "ended": ended,
+            "helpers": helpers,
+        }
+
+
+def _iterations(cell: Cell, extent: Extent) -> int:
+    """Return how many iterations the job has."""
+    if cell.kind == "failures":
+        return _ENDLESS
+    if cell.kind == "losses":
+        return _LOSSES
+    return WARM_UP + _profiled(cell) + extent.iterations + 1
+
+
+def _profiled(cell: Cell) -> int:
+    """Return after how many iterations the system knows its interval."""
+    return PROFILED.stop if cell.system == OWN_FREQUENCY and not cell.interval else 0
+
+
+def _plan(cell: Cell, folders: Folders, iterations: int) -> JobPlan:
+    arguments = {
+        "workload": cell.workload,
+        "system": cell.system,
+        "interval": cell.interval,
+        "iterations": iterations,
+        "disk": folders.disk,
+        "memory": folders.memory,
+    }
+    return JobPlan(
+        tuple(word for name, value in arguments.items() for word in (f"--{name}", str(value))),
+        module="benchmarks.evaluation.rank",
+        reduce=reduce_of(cell.system),
+        restarts=0 if cell.kind == "throughput" else 1000,
+        # All use the same links: gloo gets the training network, not mgmt.
+        environment={"GLOO_SOCKET_IFNAME": "data0"},
+    )
+
+
+def _fail_at_random(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> list[float]:
+    """Kill ranks at random for some time; return when. All systems have the same times between kills."""
+    drawn = random.Random(f"{cell.start} kills")
+    end = time.monotonic() + extent.seconds
+    kills: list[float] = []
+    while (due := time.monotonic() + drawn.expovariate(1 / extent.mtbf)) < end:
+        rank = drawn.randrange(len(job.ranks))
+        while time.monotonic() < due:
+            _check(job, kills)
+            progress(f"iteration {_reached(job)}, {len(kills)} kills")
+            time.sleep(0.2)
+        if _kill(job, rank):
+            kills.append(time.monotonic())
+    while time.monotonic() < end:
+        _check(job, kills)
+        time.sleep(0.2)
+    return kills
+
+
+def _fail_every_second_iteration(job: TrainingJob, progress: Progress) -> list[float]:
+    """Kill a rank after every second iteration until the job ends; return when."""
+    kills: list[float] = []
+    due = 2
+    deadline = time.monotonic() + _SECONDS
+    while any(member.running for member in job.ranks.values()):
+        _check(job, kills)
+        if time.monotonic() > deadline:
+            raise LabError(f"the job has not ended within {_SECONDS:g} s")
+        progress(f"iteration {_reached(job)}, {len(kills)} kills")
+        if due < _LOSSES and _reached(job) >= due and _kill(job, len(kills) % len(job.ranks)):
+            kills.append(time.monotonic())
+            due += 2
+        time.sleep(0.02)
+    job.finish(1.0)
+    return kills
+
+
+def _kill(job: TrainingJob, rank: int) -> bool:
+    """Kill a rank's process with SIGKILL, if there is one; its torchrun goes on."""
+    return bool(job.crew.kill_children(job.ranks[f"rank{rank}"]))
+
+
+def _check(job: TrainingJob, kills: list[float]) -> None:
+    """Raise `LabError` if ranks end by themselves, which torchrun would hide by starting them again."""
+    starts = max(sum(event.name == "started" for event in events) for events in job.record().events.values())
+    if starts > 2 * (len(kills) + 1) + 1:
+        with job.explained():
+            raise LabError(f"ranks were started {starts} times for {len(kills)} kills")
+
+
+def _reached(job: TrainingJob) -> int:
+    """Return how many iterations all ranks have completed."""
+    logs = _logs(job.folder)
+    if len(logs) < len(job.crew.lab.topology.ranks):
+        return 0
+    return 1 + min(max((line.get("iteration", -1) for line in log), default=-1) for log in logs)
+
+
+def _peak(pid: int) -> int:
+    """Return the peak of a process's resident memory in bytes."""
+    lines = Path(_STATUS.format(pid)).read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def _logs(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the lines that each rank has written."""
+    files = sorted(folder.glob("steps*.jsonl"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def clear(scratch: Path) -> None:
+    """Remove what a killed measurement has left."""
+    for place in (scratch, Path("/dev/shm"), Path(tempfile.gettempdir())):
+        for left in place.glob("checkmate-evaluation-*"):
+            shutil.rmtree(left)

@@ -1,0 +1,198 @@
+"""The page of the evaluation: tables and plots of its cells, with their data as CSV beside it.
+
+The page has a pair of comments for each table, between which it is written; all else is left as it is.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib
+from matplotlib.figure import Figure as Picture
+
+from benchmarks.evaluation.cells import Cell, Extent
+from benchmarks.evaluation.summary import Failures, Throughput, failures, losses, throughputs
+from benchmarks.figures import number
+from benchmarks.report import replaced
+
+_MB: Final = 1e6
+_Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
+_COLUMNS: Final = ("kind", "workload", "system", "interval", "figure", "unit", "samples")
+
+
+def write(page: Path, raw: Mapping[Cell, Mapping[str, Any]], extent: Extent) -> None:
+    """Write tables and plots of the cells that there are, and the CSV.
+
+    Args:
+        page: The Markdown file. It may be missing.
+        raw: The cells' data.
+        extent: What was measured.
+    """
+    undisturbed, disturbed, changed = throughputs(raw), failures(raw, extent.seconds), losses(raw)
+    text = page.read_text() if page.exists() else "# Evaluation\n"
+    for name, table in (
+        ("measured", _measured(raw, extent)),
+        ("throughput", _table(*_throughput_rows(undisturbed)) + _plot(page, undisturbed)),
+        ("failures", _table(*_failure_rows(disturbed))),
+        ("resources", _table(*_resource_rows(undisturbed))),
+        ("losses", _table(*_loss_rows(changed))),
+    ):
+        text = replaced(text, name, table)
+    page.write_text(text)
+    _write_csv(page.with_suffix(".csv"), undisturbed, disturbed, changed)
+
+
+def _measured(raw: Mapping[Cell, Mapping[str, Any]], extent: Extent) -> str:
+    commits, days, machines = (
+        {str(data[what]) for data in raw.values()} for what in ("commit", "day", "machine")
+    )
+    return (
+        f"Measured on {', '.join(sorted(days))}, commit {', '.join(sorted(commits))}: "
+        f"{'; '.join(sorted(machines))}.\n"
+        f"{len(raw)} cells; {extent.starts} starts. The time between failures is exponential, "
+        f"{extent.mtbf:g} s on average, in periods of {extent.seconds:g} s.\n"
+    )
+
+
+def _throughput_rows(found: Sequence[Throughput]) -> _Rows:
+    head = ("model", "system", "interval", "to gloo without checkpoints", "to Checkmate's ring without them")
+    rows = [
+        (one.workload, one.system, _interval(one.interval), spread(one.relative), spread(one.ring))
+        for one in found
+    ]
+    return head, rows
+
+
+def _failure_rows(found: Sequence[Failures]) -> _Rows:
+    head = (
+        "system",
+        "interval",
+        "iterations repeated a kill",
+        "to the next trained iteration, s",
+        "to where training was, s",
+        "useful iterations an hour",
+    )
+    rows = [
+        (
+            one.system,
+            _interval(one.interval),
+            *(spread(each) for each in (one.repeated, one.next_trained, one.regained, one.useful)),
+        )
+        for one in found
+    ]
+    return head, rows
+
+
+def _resource_rows(found: Sequence[Throughput]) -> _Rows:
+    head = (
+        "model",
+        "system",
+        "interval",
+        "trainer's memory",
+        "helpers' memory",
+        "written",
+        "sent by trainers",
+    )
+    rows = [
+        (
+            one.workload,
+            one.system,
+            _interval(one.interval),
+            *(number(each / _MB, "MB") for each in (one.trainers, one.helpers, one.written, one.sent)),
+        )
+        for one in found
+    ]
+    return head, rows
+
+
+def _loss_rows(found: Mapping[str, float]) -> _Rows:
+    rows = [(system, "the same bits" if not most else f"{most:.3g}") for system, most in found.items()]
+    return ("system", "greatest difference of a loss"), rows
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def spread(samples: Sequence[float]) -> str:
+    """Return the median, with the least and the greatest of several samples."""
+    if not samples:
+        return "none"
+    median = number(statistics.median(samples))
+    if len(samples) == 1:
+        return median
+    return f"{median} ({number(min(samples))} to {number(max(samples))}, n={len(samples)})"
+
+
+def _interval(interval: int) -> str:
+    return str(interval) if interval else "never"
+
+
+def _plot(page: Path, found: Sequence[Throughput]) -> str:
+    """Draw throughput beside frequency, for each model; return the page's links."""
+    links = ""
+    for workload in dict.fromkeys(one.workload for one in found if one.checkpoints):
+        picture = Picture(figsize=(8, 4.5), layout="constrained")
+        axes = picture.add_subplot()
+        for system in dict.fromkeys(one.system for one in found):
+            points = sorted(
+                (one.checkpoints, statistics.median(one.relative))
+                for one in found
+                if (one.workload, one.system) == (workload, system) and one.checkpoints
+            )
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=system)
+        axes.axhline(1, color="0.4", linewidth=1, linestyle="--")
+        axes.set(
+            xscale="log",
+            xlabel="checkpoints in 1,000 iterations",
+            ylabel="throughput, to none",
+            ylim=(0, None),
+        )
+        axes.legend(fontsize="small")
+        file = page.parent / "pictures" / f"evaluation-{workload}.svg"
+        with matplotlib.rc_context({"svg.hashsalt": "checkmate", "svg.fonttype": "none"}):
+            picture.savefig(file, metadata={"Date": None})
+        links += f"\n![Throughput beside the frequency of checkpoints, {workload}](pictures/{file.name})\n"
+    return links
+
+
+def _write_csv(
+    file: Path, undisturbed: Sequence[Throughput], disturbed: Sequence[Failures], changed: Mapping[str, float]
+) -> None:
+    """Write every sample behind the tables."""
+    with file.open("w", newline="") as out:
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        for one in undisturbed:
+            where = ("throughput", one.workload, one.system, one.interval)
+            for name, unit, samples in (
+                ("throughput to gloo without checkpoints", "", one.relative),
+                ("throughput to the ring without checkpoints", "", one.ring),
+                ("an iteration", "s", one.seconds),
+                ("trainer's memory", "B", (one.trainers,)),
+                ("helpers' memory", "B", (one.helpers,)),
+                ("written in an iteration", "B", (one.written,)),
+                ("sent in an iteration", "B", (one.sent,)),
+            ):
+                writer.writerow([*where, name, unit, _samples(samples)])
+        for each in disturbed:
+            where = ("failures", "gpt", each.system, each.interval)
+            for name, unit, samples in (
+                ("iterations repeated", "", each.repeated),
+                ("to the next trained iteration", "s", each.next_trained),
+                ("to where training was", "s", each.regained),
+                ("useful iterations an hour", "", each.useful),
+            ):
+                writer.writerow([*where, name, unit, _samples(samples)])
+        for system, most in changed.items():
+            writer.writerow(["losses", "gpt", system, 1, "greatest difference of a loss", "", repr(most)])
+
+
+def _samples(samples: Sequence[float]) -> str:
+    return " ".join(f"{one:.6g}" for one in samples)
