@@ -13,6 +13,7 @@ from torch import nn
 
 from checkmate.consolidate.disk import DiskError
 from checkmate.errors import CheckmateError
+from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
@@ -189,17 +190,23 @@ def _agree(place: Membership, kind: type[A], make: Callable[[], A]) -> A:
 
 
 def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of this rank's `do`, and the errors of all ranks."""
-    result, trouble = None, None
+    """Return the result of this rank's `do`, and the errors of all ranks.
+
+    Raise `RestoreError` on all ranks if the state of one is of other ranks: older state must not replace it.
+    """
+    result, trouble, final = None, None, False
     try:
         result = do()
-    except (FetchError, InstallError, DiskError, StateError, ValueError) as error:
-        trouble = f"{place.name}: {error}"
+    except (FetchError, InstallError, DiskError, OtherRanks, StateError, ValueError) as error:
+        trouble, final = f"{place.name}: {error}", isinstance(error, OtherRanks)
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
         _log.exception("rank %d can't install the state", place.rank)
         trouble = f"{place.name}: {type(error).__name__}: {error}"
-    troubles = exchange.gather(trouble and exchange.shortened(trouble), named=place.named)
-    return result, "; ".join(str(one) for one in troubles if one)
+    told = exchange.gather([trouble and exchange.shortened(trouble), final], named=place.named)
+    troubles = "; ".join(str(one) for one, _ in told if one)
+    if any(refused for _, refused in told):
+        raise RestoreError(next(str(one) for one, refused in told if refused))
+    return result, troubles
 
 
 def _from_disk(

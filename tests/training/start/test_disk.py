@@ -21,6 +21,7 @@ from checkmate.consolidate import disk as on_disk
 from checkmate.consolidate import kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import GroupState, Snapshot
+from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
@@ -319,3 +320,11 @@ def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> 
 
     _, trouble = restore._together(PLACE, load)
     assert trouble == "rank 0 (192.168.0.0): TypeError: a scheduler of the script's own wants other keys"
+
+
+def test_state_of_other_ranks_is_not_replaced_by_an_older_checkpoint() -> None:
+    def load() -> None:
+        raise OtherRanks("the shadow nodes hold other parts of the model")
+
+    with pytest.raises(restore.RestoreError, match="^rank 0 .*: the shadow nodes hold other parts"):
+        restore._together(PLACE, load)
