@@ -25,9 +25,10 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
 
     Each stage has `model`, `optimizer`, `scheduler` and `scaler` for `load_state_dict` (the last two may be
     `None`), `scheduler_class` (may be empty), `rng` and `extra` by global rank, `buffers` by name (and
-    `rank_buffers` if ranks have different ones), `protocol` (the format), `job`, `run`, `generation`,
-    `group` (the stage) and `iteration`, the last one trained. Chunks of a sharded model are removed from the
-    snapshot as whole tensors are made of them, so the memory for both is never needed at once.
+    `rank_buffers` if ranks have different ones), `ranks` in order and `tp`, how many of these share a sample,
+    `protocol` (the format), `job`, `run`, `generation`, `group` (the stage) and `iteration`, the last one
+    trained. Chunks of a sharded model are removed from the snapshot as whole tensors are made of them, so the
+    memory for both is never needed at once.
 
     Args:
         snapshot: The state.
@@ -65,6 +66,8 @@ def _stage(
         "run": snapshot.run,
         "generation": snapshot.generation,
         "group": number,
+        "ranks": sorted(rank.rank for group in members for rank in snapshot.job.dp_groups[group].ranks),
+        "tp": 1 if snapshot.job.mesh is None else snapshot.job.mesh.tp,
         "iteration": snapshot.iteration,
         "model": _model(stage, buffers, first.names),
         "optimizer": _optimizer_state(first.optimizer, stage, step, by_name),

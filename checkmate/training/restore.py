@@ -220,7 +220,7 @@ def _from_disk(
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _ANEW])))
     record = resumed.record
     _log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
-    if place.rank == 0 and resumed.other_ranks:
+    if resumed.other_ranks:
         _log.warning("%s: %s", path, resumed.other_ranks)
     if older:
         _log_once(place, f"older checkpoints were not used: {found.passed_over}")

@@ -15,6 +15,7 @@ from checkmate.consolidate.snapshot import Snapshot
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, membership
+from checkmate.training.start.counterparts import Counterparts, StageRanks
 from checkmate.training.start.install import InstallError, own_buffers
 from tests.support.training.alone import alone
 from tests.support.training.lab import equal
@@ -48,20 +49,23 @@ def test_to_shards_and_back(
     """A DDP's checkpoint is loaded into shards; their checkpoint has the same tensors, and a DDP loads it."""
     model, states = saved(tmp_path / "one", kind)
     told = ranks.run(case.ranks, resume, case, str(tmp_path / "one"))
-    for found, optimizer, _, warned in told:
+    for found, optimizer, _, _ in told:
         assert equal(found, model)
         assert equal(by_number(optimizer), by_number(states))
-        assert warned.startswith(f"it is of 2 ranks, and there are {case.ranks} now: ranks 2, 3")
+    first, second, *new = (warned for _, _, _, warned in told)
+    assert first.startswith(f"it is of 2 ranks, and there are {case.ranks} now: ranks 2, 3") and not second
+    assert all(warned.startswith(f"rank {rank} keeps") for rank, warned in enumerate(new, 2))
     groups = tuple(unpacked(*told[number][2]) for number in range(case.shards))
     snapshot = Snapshot(case.job(), "run", ITERATION, groups)
     on_disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "two", kind)
     one, two = (on_disk.load(tmp_path / name) for name in ("one", "two"))
     assert equal(two["model"], one["model"]) and equal(two["buffers"], one["buffers"])
     assert equal(by_number(two["optimizer"]["state"]), by_number(one["optimizer"]["state"]))
-    for found, optimizer, _, warned in ranks.run(2, resume, MeshCase(2, 1), str(tmp_path / "two")):
+    back = ranks.run(2, resume, MeshCase(2, 1), str(tmp_path / "two"))
+    for found, optimizer, _, _ in back:
         assert equal(found, model)
         assert equal(by_number(optimizer), by_number(states))
-        assert warned == ""  # the ranks that had generators
+    assert [warned for _, _, _, warned in back] == [f"it is of {case.ranks} ranks, and there are 2 now", ""]
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
@@ -96,6 +100,7 @@ def test_ranks_in_other_groups_get_their_own_buffers(
     """A checkpoint has what differs from the stage's first rank; a group may begin with another."""
     found = {
         "iteration": 8,
+        "ranks": [*range(8)],
         "rng": {},
         "extra": {},
         "scheduler": None,
@@ -105,6 +110,7 @@ def test_ranks_in_other_groups_get_their_own_buffers(
     }
     for rank, value in expected.items():
         place = membership.place(case.job(), rank, case.ranks, None)
-        record = disk._record_of(found, place)
+        ranks = Counterparts.of(found, StageRanks.of(case.job(), case.job().groups))
+        record = disk._record_of(found, place, ranks.of_rank)
         shared = {name: state.loads(data) for name, data in record.buffers.items()}
         assert (shared | own_buffers(record, place.position))["mean"].item() == value
