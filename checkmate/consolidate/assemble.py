@@ -11,7 +11,7 @@ import torch
 from checkmate import state
 from checkmate.consolidate.chunks import equal_bits
 from checkmate.consolidate.snapshot import GroupState, Snapshot
-from checkmate.consolidate.stages import stages
+from checkmate.consolidate.stages import Trained, stages
 from checkmate.consolidate.whole import StageState, assemble_stage
 from checkmate.job.schema import Job
 from checkmate.optim.options import parse_options
@@ -39,9 +39,10 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
     Raises:
         StateError: Some part can't be read, or chunks are not whole tensors together.
     """
+    trained = [Trained.of_layout(one.layout) for one in snapshot.groups]
     found = [
         _stage(snapshot, number, {group: snapshot.groups[group] for group in groups}, by_name)
-        for number, groups in enumerate(stages(snapshot.job, [one.layout for one in snapshot.groups]))
+        for number, groups in enumerate(stages(snapshot.job, trained))
     ]
     return found[0] if len(found) == 1 else {f"group{number}": one for number, one in enumerate(found)}
 

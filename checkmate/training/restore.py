@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from checkmate.consolidate.disk import DiskError
+from checkmate.consolidate.stages import Trained, stages
 from checkmate.errors import CheckmateError
 from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.nodes.reader import Asked
@@ -214,7 +215,11 @@ def _from_disk(
 ) -> tuple[Start, Any]:
     """Resume from the newest checkpoint. Only the user chooses an older one: it loses iterations."""
     path, *older = found.paths
-    resumed, trouble = _together(place, lambda: disk.resume(path, place, watched))
+    own = disk.trained_by(place, watched).message()
+    told = exchange.gather(own if place.first else None, named=place.named)
+    trained = [Trained.of_message(told[group.ranks[0].rank]) for group in place.job.dp_groups]
+    groups = stages(place.job, trained)
+    resumed, trouble = _together(place, lambda: disk.resume(path, place, watched, groups))
     if trouble:
         instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _ANEW])))

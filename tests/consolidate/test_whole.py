@@ -16,7 +16,7 @@ from checkmate import state
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import GroupState, Snapshot
-from checkmate.consolidate.stages import stage_of, stages
+from checkmate.consolidate.stages import Trained, stages
 from checkmate.job.schema import Mesh
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError
@@ -162,10 +162,7 @@ def layouts(*names: str) -> list[Layout]:
 )
 def test_groups_of_one_stage(mesh: Mesh | None, names: list[str], groups: list[list[int]]) -> None:
     made = job(groups=len(names), ranks=2).model_copy(update={"mesh": mesh})
-    assert stages(made, layouts(*names)) == groups
-    for stage, members in enumerate(groups):
-        if mesh is not None:
-            assert {stage_of(made, group, sharded=True) for group in members} == {stage}
+    assert stages(made, [Trained.of_layout(one) for one in layouts(*names)]) == groups
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])

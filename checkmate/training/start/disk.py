@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from checkmate import state
 from checkmate.consolidate import disk, kept
-from checkmate.consolidate.stages import stage_of
+from checkmate.consolidate.stages import Trained
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.capture import Watched
@@ -89,14 +89,26 @@ class Resumed:
     """How the ranks have changed since, for a warning in this rank's log; empty if it has none to give."""
 
 
-def resume(path: Path, place: Membership, watched: Watched) -> Resumed:
+def trained_by(place: Membership, watched: Watched) -> Trained:
+    """Return what this rank's DP group trains."""
+    known = [(name, p.shape, state.dtype_name(p.dtype)) for name, p in watched.model.trained().items()]
+    return Trained.of(known, sharded=bool(watched.model.shard_ranks), share=place.share)
+
+
+def resume(path: Path, place: Membership, watched: Watched, stages: Sequence[Sequence[int]]) -> Resumed:
     """Install a checkpoint, bit for bit.
+
+    Args:
+        path: The checkpoint.
+        place: This rank's place.
+        watched: What it trains.
+        stages: The DP groups of each stage of the job.
 
     Raises:
         DiskError: It can't be read.
         InstallError: It is of another job or doesn't fit the script.
     """
-    stage = _stage(place, watched)
+    stage = next(number for number, groups in enumerate(stages) if place.group in groups)
     parts = LocalParts(watched, stage)
     checkpoint = disk.load(path, parts.select)
     try:
@@ -108,20 +120,17 @@ def resume(path: Path, place: Membership, watched: Watched) -> Resumed:
     if parts.misfits:
         raise InstallError(f"{path} doesn't fit the script: {parts.misfits[0]}")
     try:
-        resumed, ranks = _install(found, place, watched)
+        resumed, ranks = _install(found, place, watched, StageRanks.of(place.job, stages[stage]))
     except (RuntimeError, ValueError, KeyError) as error:
         raise InstallError(f"{path} doesn't fit the script: {' '.join(str(error).split())}") from error
     named = "it" if "model" in checkpoint else f"stage {stage} of it"
     return replace(resumed, other_ranks=ranks.warning(place.rank, named))
 
 
-def _stage(place: Membership, watched: Watched) -> int:
-    sharded = bool(watched.model.shard_ranks)
-    return stage_of(place.job, place.group, sharded=sharded, together=place.together)
-
-
-def _install(found: dict[str, Any], place: Membership, watched: Watched) -> tuple[Resumed, Counterparts]:
-    ranks = Counterparts.of(found, _stage_ranks(place, watched))
+def _install(
+    found: dict[str, Any], place: Membership, watched: Watched, ours: StageRanks
+) -> tuple[Resumed, Counterparts]:
+    ranks = Counterparts.of(found, ours)
     record = _record_of(found, place, ranks.of_rank)
     check_record(record, watched, place)
     missing, unexpected = load_model(watched.model, found["model"])
@@ -133,15 +142,6 @@ def _install(found: dict[str, Any], place: Membership, watched: Watched) -> tupl
     record.parts[0].step.MergeFrom(pb.Step(options=options, next_options=options))
     extra = install_record(watched, record, place.position)
     return Resumed(record, extra), ranks
-
-
-def _stage_ranks(place: Membership, watched: Watched) -> StageRanks:
-    """Return the ranks of this rank's stage."""
-    stage, sharded = _stage(place, watched), bool(watched.model.shard_ranks)
-    groups = place.together or [
-        number for number in place.job.groups if stage_of(place.job, number, sharded=sharded) == stage
-    ]
-    return StageRanks.of(place.job, groups)
 
 
 def _record_of(found: dict[str, Any], place: Membership, of_rank: Mapping[int, int]) -> pb.IterationRecord:

@@ -17,7 +17,7 @@ from checkmate.wording import counted
 
 VERSION: Final = 4
 """Of these messages and of their order. Version 1 had pickled objects, and did not name itself; version 2 did
-not compare NCCL's plugins; version 3 did not say whether an error is of other ranks."""
+not compare NCCL's plugins; version 3 did not say what groups train."""
 MESSAGE_BYTES: Final = 16 << 20
 """The largest message; the longest are plans, with some bytes per shard."""
 _MAGIC: Final = 0xC4EC_0000

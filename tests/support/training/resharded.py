@@ -128,7 +128,7 @@ def resume(rank: int, count: int, case: MeshCase, path: str) -> tuple[Any, Any, 
     sharded: nn.Module = model if case.shards > 1 else DistributedDataParallel(model)
     watched = Watched(model_of(sharded), optimizer)
     place = membership.place(case.job(), rank, count, watched.model.replicas)
-    resumed = disk.resume(Path(path), place, watched)
+    resumed = disk.resume(Path(path), place, watched, [[*range(case.shards)]])
     made = packed(group_state(watched, resumed.record))
     found = full(model.state_dict()), full(optimizer.state_dict()["state"])
     return *found, made, resumed.other_ranks

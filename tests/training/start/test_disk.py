@@ -48,6 +48,8 @@ from topologies.training.verdict import digest
 
 JOB = job(ranks=2)
 PLACE = membership.place(JOB, 0, 2, [0, 1])
+ONE = [[0]]
+"""The DP groups of each stage, if there is one."""
 
 
 class DiskScript:
@@ -161,7 +163,7 @@ def test_a_new_process_goes_on_from_the_newest(
     (path,) = there.paths
     assert (there.generation, there.passed_over) == (2, "")
     other = DiskScript(2)
-    resumed = disk.resume(path, PLACE, other.watched)
+    resumed = disk.resume(path, PLACE, other.watched, ONE)
     again = resumed.record
     assert (resumed.extra, resumed.other_ranks) == ({"seen": 7}, "")
     found = other.everything()
@@ -187,7 +189,7 @@ def test_state_gets_the_memory_format_of_the_parameter_that_is_there(
     record = script.train(3)
     on_disk.save(checkpoint(script.snapshot(record), by_name=kind == "dcp"), tmp_path / "c.pt", kind)
     other = DiskScript(2, turned=turned)
-    disk.resume(tmp_path / "c.pt", PLACE, other.watched)
+    disk.resume(tmp_path / "c.pt", PLACE, other.watched, ONE)
     ours, theirs = (next(iter(one.model.parameters())) for one in (other, script))
     assert ours.stride() == ((1, 5) if turned else (6, 1))
     for name in ("exp_avg", "exp_avg_sq"):
@@ -268,26 +270,26 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = kept.path_of(tmp_path, 0, 1, "torch")
     on_disk.save({**made, "job": "another"}, path, "torch")
     with pytest.raises(InstallError, match="belongs to the job another, not to demo"):
-        disk.resume(path, PLACE, script.watched)
+        disk.resume(path, PLACE, script.watched, ONE)
     on_disk.save(made, path, "torch", replace=True)
     with pytest.raises(InstallError, match="doesn't fit the script: .*size mismatch for 0.weight"):
-        disk.resume(path, PLACE, DiskScript(1, width=7).watched)
+        disk.resume(path, PLACE, DiskScript(1, width=7).watched, ONE)
     bare = Watched(script.wrapped, script.optimizer)
     with pytest.raises(
         InstallError, match="has a scheduler, a OneCycleLR: pass scheduler= to checkmate.restore"
     ):
-        disk.resume(path, PLACE, bare)
+        disk.resume(path, PLACE, bare, ONE)
     other = DiskScript(2)
     other.scheduler = ExponentialLR(other.optimizer, 0.9)  # type: ignore[assignment]
     expected = other.everything()
     with pytest.raises(InstallError, match="scheduler is a OneCycleLR, but the script's is an ExponentialLR"):
-        disk.resume(path, PLACE, other.watched)
+        disk.resume(path, PLACE, other.watched, ONE)
     older = {name: value for name, value in made.items() if name != "scheduler_class"}
     on_disk.save(older, path, "torch", replace=True)
     with pytest.raises(
         InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR has gamma"
     ):
-        disk.resume(path, PLACE, other.watched)
+        disk.resume(path, PLACE, other.watched, ONE)
     for name in ("model", "optimizer", "scheduler"):
         assert digest(other.everything()[name]) == digest(expected[name]), name
 
@@ -303,16 +305,16 @@ def test_ranks_that_the_checkpoint_does_not_know_go_on_with_generators_of_their_
     torch.manual_seed(77)
     expected = torch.rand(2)
     torch.manual_seed(77)
-    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 3, 4, None), other.watched)
+    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 3, 4, None), other.watched, ONE)
     assert torch.equal(torch.rand(2), expected)
     assert resumed.extra == "first"
     assert resumed.other_ranks.startswith("rank 3 keeps the script's random generators, and gets extra() of")
     assert [state.loads(part.extra) for part in resumed.record.parts] == ["first", "second", "first", "first"]
     assert [bool(part.rng) for part in resumed.record.parts] == [True, True, False, False]
     torch.manual_seed(77)
-    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 1, 4, None), other.watched)
+    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 1, 4, None), other.watched, ONE)
     assert not torch.equal(torch.rand(2), expected) and resumed.extra == "second" and not resumed.other_ranks
-    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 0, 4, None), other.watched)
+    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 0, 4, None), other.watched, ONE)
     assert resumed.other_ranks == (
         "it is of 2 ranks, and there are 4 now: ranks 2, 3 keep the script's random generators, and get "
         "extra() of the checkpoint's rank 0"
@@ -349,7 +351,7 @@ def test_ranks_are_matched_by_place_within_their_stage(name: str, tmp_path: Path
         other = DiskScript(2)
         place = membership.place(job_now, rank, 8, None)
         torch.manual_seed(100 + rank)
-        resumed = disk.resume(tmp_path / name, place, other.watched)
+        resumed = disk.resume(tmp_path / name, place, other.watched, [[0], [1]])
         found[rank] = resumed.extra, torch.initial_seed(), resumed.other_ranks
     of = {0: 0, 1: 1, 4: 2, 5: 3}
     assert {rank: seed for rank, (_, seed, _) in found.items()} == {

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from checkmate import state
 from checkmate.consolidate import disk as on_disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import Snapshot
+from checkmate.consolidate.stages import Trained
+from checkmate.consolidate.stages import stages as find_stages
+from checkmate.job.schema import Job
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, membership
 from checkmate.training.start.counterparts import Counterparts, StageRanks
 from checkmate.training.start.install import InstallError, own_buffers
+from testbed.jobs import job_data
 from tests.support.training.alone import alone
 from tests.support.training.lab import equal
 from tests.support.training.rank_processes import RankProcesses
@@ -25,6 +32,7 @@ from tests.support.training.resharded import (
     MeshCase,
     by_number,
     full,
+    group_state,
     resume,
     saved,
     script,
@@ -82,8 +90,39 @@ def test_another_model_is_refused_before_anything_is_changed(kind: on_disk.Forma
             InstallError,
             match=r"c doesn't fit the script: it has model.blocks.0.2.bias \[6\] in place of .*\[5\]",
         ):
-            disk.resume(tmp_path / "c", place, Watched(model_of(model), optimizer))
+            disk.resume(tmp_path / "c", place, Watched(model_of(model), optimizer), [[0]])
         assert equal(full(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_sharded_stages_without_a_mesh_are_read_back(kind: on_disk.Format, tmp_path: Path) -> None:
+    """The DP groups of a stage are found by their parameters, in writing and in reading."""
+    made = Job.model_validate(job_data(groups=2, ranks=2))
+    with alone():
+        stages = [stage_of(seed) for seed in (1, 2)]
+        groups = [group_state(watched, pb.IterationRecord(iteration=ITERATION)) for watched in stages]
+        snapshot = Snapshot(made, "run", ITERATION, tuple(groups))
+        on_disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "c", kind)
+        expected = [full(watched.model.inner.state_dict()) for watched in stages]
+        places = [membership.place(made, group.ranks[0].rank, 4, None) for group in made.dp_groups]
+        trained = [disk.trained_by(*one) for one in zip(places, stages, strict=True)]
+        assert trained == [Trained.of_layout(group.layout) for group in groups]
+        found = find_stages(made, [Trained.of_message(one.message()) for one in trained])
+        assert found == [[0], [1]]
+        for place, watched, one in zip(places, stages, expected, strict=True):
+            with torch.no_grad():
+                for parameter in watched.model.trained().values():
+                    state.local_of(parameter).zero_()
+            disk.resume(tmp_path / "c", place, watched, found)
+            assert equal(full(watched.model.inner.state_dict()), one)
+
+
+def stage_of(seed: int) -> Watched:
+    """Return a stage's model in a single shard, with names of its own."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(OrderedDict({f"layer{seed}": nn.Linear(4, 3)}))
+    fully_shard(model, mesh=replicated(1, 1)["dp_shard"])
+    return Watched(model_of(model), torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize(
