@@ -90,7 +90,10 @@ class DiskScript:
             lambda _: {},
             slices=Slices(layout, list(names.values()), self.optimizer),
             buffers=Buffers(
-                lambda: self.wrapped.kept_beside() | frozen_state(self.optimizer, set(names.values())),
+                lambda: (
+                    self.wrapped.kept_beside()
+                    | frozen_state(self.optimizer, set(names.values()), self.wrapped.parameters())
+                ),
                 everything=True,
             ),
         )
