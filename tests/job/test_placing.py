@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from checkmate.keys.roles import Role, hosts_of
 from checkmate.ring.place import ring_ports
 from controlplane import plan as planning
 from testbed.jobs import job_data, tofino_job_data
+from tests.support.cli import invoke
 from tests.support.job_files import edited, faults, write
 
 EDITORS = Draft202012Validator(editor_schema.of_job())
@@ -166,6 +168,20 @@ def test_with_nccl_shadow_ids_of_groups_on_the_same_hosts_end_at_15(tmp_path: Pa
     found = faults(tmp_path, data)
     assert list(found) == ["dp_groups[4]"]
     assert "has shadow ids 16 to 19" in found["dp_groups[4]"]
+
+
+def test_what_nccl_will_not_train_is_said_for_groups_on_the_same_hosts(tmp_path: Path) -> None:
+    """The job file does not say whether its groups are shards or replicas under DDP."""
+    status, text = invoke("validate", write(tmp_path, hosted() | {"collective": "nccl"}))
+    assert status == 0
+    assert "note: demo: if DDP averages over the ranks of dp_groups[0] and dp_groups[1]" in " ".join(
+        text.split()
+    )
+    printed = invoke("validate", tmp_path / "job.yaml", "--json")[1]
+    data = json.loads(printed[printed.index("{") :])
+    assert "use collective: ring for that" in data["notes"][0]
+    assert "note" not in invoke("validate", write(tmp_path, hosted()))[1]
+    assert "note" not in invoke("validate", write(tmp_path, job_data(groups=2) | {"collective": "nccl"}))[1]
 
 
 @pytest.mark.parametrize("rank", [{"rank": 0}, {"rank": 0, "host": "a", "ip": "10.0.0.1"}, {"host": "a"}])
