@@ -245,12 +245,7 @@ def notes(job: Job) -> Iterator[str]:
     """Yield what will be refused of a valid job, depending on the training script."""
     if job.collective != "nccl" or job.mesh is not None:
         return
-    on: dict[frozenset[str], list[int]] = defaultdict(list)
-    for index, group in enumerate(job.dp_groups):
-        hosts = frozenset(rank.host for rank in group.ranks if rank.host is not None)
-        if hosts:
-            on[hosts].append(index)
-    for groups in on.values():
+    for groups in job.groups_by_hosts():
         if len(groups) > 1:
             named = " and ".join(show_path(("dp_groups", index)) for index in groups[:2])
             more = " and so on" if groups[2:] else ""
