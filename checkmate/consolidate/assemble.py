@@ -26,9 +26,9 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
     Each stage has `model`, `optimizer`, `scheduler` and `scaler` for `load_state_dict` (the last two may be
     `None`), `scheduler_class` (may be empty), `rng` and `extra` by global rank, `buffers` by name (and
     `rank_buffers` if ranks have different ones), `ranks` in order and `tp`, how many of these share a sample,
-    `protocol` (the format), `job`, `run`, `generation`, `group` (the stage) and `iteration`, the last one
-    trained. Chunks of a sharded model are removed from the snapshot as whole tensors are made of them, so the
-    memory for both is never needed at once.
+    `protocol` (the format), `job`, `run`, `generation`, `group` (the stage), `iteration`, the last one
+    trained, and `ended`, whether training ended with it. Chunks of a sharded model are removed from the
+    snapshot as whole tensors are made of them, so the memory for both is never needed at once.
 
     Args:
         snapshot: The state.
@@ -70,6 +70,7 @@ def _stage(
         "ranks": sorted(rank.rank for group in members for rank in snapshot.job.dp_groups[group].ranks),
         "tp": 1 if snapshot.job.mesh is None else snapshot.job.mesh.tp,
         "iteration": snapshot.iteration,
+        "ended": step.last,
         "model": _model(stage, buffers, first.names),
         "optimizer": _optimizer_state(first.optimizer, stage, step, by_name),
         "buffers": buffers,

@@ -51,6 +51,7 @@ _RESET: Final = (
 FRESH_SECONDS: Final = 10.0
 """How long a start that needs no state from the nodes waits for them to be fenced."""
 _ANEW: Final = "`checkmate reset JOB` has the next start begin with iteration 0"
+_ENDED: Final = f"training had ended with iteration {{}}: {_ANEW}"
 
 
 class RestoreError(CheckmateError, RuntimeError):
@@ -138,7 +139,7 @@ def _begin(
         if not trouble:
             _log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
             if plan.iteration >= 0 and part_of(start.record, 0).step.last:
-                _log_once(place, f"training had ended with iteration {plan.iteration}: {_ANEW}")
+                _log_once(place, _ENDED.format(plan.iteration))
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
         seen = (plan.generation_seen, plan.discarded)
@@ -225,6 +226,8 @@ def _from_disk(
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _ANEW])))
     record = resumed.record
     _log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
+    if resumed.ended:
+        _log_once(place, _ENDED.format(record.iteration))
     if resumed.other_ranks:
         _log.warning("%s: %s", path, resumed.other_ranks)
     if older:

@@ -105,7 +105,8 @@ def test_a_host_of_one_rank_is_a_rank_with_an_address(tmp_path: Path) -> None:
         ("dp_groups/1/ranks/0/ip", "10.0.0.9", "dp_groups[1].ranks[0].ip", "a matter of the rank's host"),
         ("dp_groups/1/ranks/0/mgmt", "a", "dp_groups[1].ranks[0].mgmt", "a matter of the rank's host"),
         ("dp_groups/1/ranks/0/rank", 2, "dp_groups[1].ranks[0].rank", "rank number 2 is taken already"),
-        ("hosts", ..., "dp_groups[0].ranks[0].host", "the job has none: list them under hosts"),
+        ("hosts", ..., "hosts", "is missing; ranks are on gpu0, gpu1: list these with their nics"),
+        ("hosts", [], "hosts", "is empty; ranks are on gpu0, gpu1"),
         ("hosts/0/name", "gpu1", "hosts[1].name", "host name gpu1 is taken already by hosts[0]"),
         ("hosts/0/name", "a b", "hosts[0].name", "must be a name"),
         ("hosts/0/nics", [], "hosts[0].nics", "needs at least 1 item"),
@@ -125,7 +126,7 @@ def test_a_fault_is_placed_where_it_is_in_the_file(
 ) -> None:
     found = faults(tmp_path, edited(hosted(), path, value))
     assert message in found[where]
-    if not (path == "hosts" or (path, value) == ("hosts/0/name", "gpu1")):
+    if (path, value) != ("hosts/0/name", "gpu1"):
         assert list(found) == [where], "and nothing follows from it"
 
 

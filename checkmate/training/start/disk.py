@@ -85,6 +85,8 @@ class Resumed:
     """Of the checkpoint's iteration, as shadow nodes get it with the seeds."""
     extra: Any
     """This rank's."""
+    ended: bool = False
+    """Whether training had ended with that iteration."""
     other_ranks: str = ""
     """How the ranks have changed since, for a warning in this rank's log; empty if it has none to give."""
 
@@ -141,7 +143,7 @@ def _install(
     options = [options_of(group) for group in watched.optimizer.param_groups]
     record.parts[0].step.MergeFrom(pb.Step(options=options, next_options=options))
     extra = install_record(watched, record, place.position)
-    return Resumed(record, extra), ranks
+    return Resumed(record, extra, ended=bool(found.get("ended"))), ranks
 
 
 def _record_of(found: dict[str, Any], place: Membership, of_rank: Mapping[int, int]) -> pb.IterationRecord:

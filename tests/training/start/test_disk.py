@@ -240,6 +240,7 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
     names = ", ".join(path.name for path in older[:3])
     assert caplog.messages == [
         f"resumed from {newest}: iteration 2 comes next",
+        f"training had ended with iteration 1: {restore._ANEW}",
         f"older checkpoints were not used: {names} and 1 more",
     ]
 
