@@ -14,6 +14,7 @@ import torch
 from checkmate import state
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role
+from checkmate.nodes.other_ranks import job_ranks
 from checkmate.optim import supported
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
@@ -131,6 +132,7 @@ class SmallTraining:
             capability=torch.backends.cpu.get_cpu_capability(),
             device="cpu",
             ranks=self.ranks,
+            job_ranks=job_ranks(self.job),
             run=run,
             start=self.start,
             continues=self.continues,

@@ -15,6 +15,19 @@ from checkmate.cli.common import UsageFault, out, says_errors
 from checkmate.output.tables import FittedTable
 
 _INSTALLED: Final = Path("share/doc/checkmate-training")
+_SUBJECTS: Final = {
+    "capacity": "planning",
+    "consolidate": "checkpoint",
+    "ddp": "training",
+    "fsdp": "training",
+    "hosts": "job",
+    "hsdp": "training",
+    "keys": "security",
+    "mesh": "job",
+    "protect": "training",
+    "restore": "training",
+}
+"""What has no page of its own, and the page that has it."""
 
 
 def page_names() -> list[str]:
@@ -46,7 +59,7 @@ def docs(
         return
     name = page.removesuffix(".md").removeprefix("docs/")
     if name not in pages:
-        near = difflib.get_close_matches(name, pages, 1)
+        near = difflib.get_close_matches(_SUBJECTS.get(name.lower(), name), pages, 1)
         meant = f"did you mean {near[0]}?" if near else f"the pages are {', '.join(pages)}"
         raise UsageFault(f"no page {page}; {meant}")
     pydoc.pager(pages[name].read_text())

@@ -147,7 +147,7 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 _PARSED: Final[dict[str, Callable[[str], object]]] = {
-    "ranks": lambda text: starter.hosts(text, "trainer"),
+    "ranks": lambda text: starter.hosts(text, "trainer", least=2),
     "shadow_nodes": lambda text: starter.hosts(text, "shadow"),
     "collective": _one_of(COLLECTIVES),
     "target": _one_of(TARGETS),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,14 +70,24 @@ class LabStanding:
 
 
 def _lab(topology: str, target: str, name: str | None, mtu: int, share: str, delay: str) -> labs.Lab:
-    return labs.Lab(
-        describe.load(topology),
-        target_of(target),
-        name=name,
-        mtu=mtu,
-        loss=loss.fraction(share),
-        jitter=jitter.seconds(delay),
-    )
+    """Return the lab. Raise `BadDescription` with the faults of all options."""
+    parsed: dict[str, Callable[[], Any]] = {
+        "topology": lambda: describe.load(topology),
+        "target": lambda: target_of(target),
+        "loss": lambda: loss.fraction(share),
+        "jitter": lambda: jitter.seconds(delay),
+    }
+    made, faults = {}, []
+    for option, parse in parsed.items():
+        try:
+            made[option] = parse()
+        except describe.BadDescription as error:
+            faults.append(error)
+    if len(faults) > 1:
+        raise describe.BadDescription("; ".join(map(str, faults)))
+    if faults:
+        raise faults[0]
+    return labs.Lab(**made, name=name, mtu=mtu)
 
 
 @app.command()

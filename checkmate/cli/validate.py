@@ -16,7 +16,7 @@ from checkmate.cli.common import (
     says_errors,
     set_of,
 )
-from checkmate.job import mesh
+from checkmate.job import checks, mesh
 from checkmate.job.files import JobError
 from checkmate.keys.checking import check_files
 from checkmate.wording import counted
@@ -48,10 +48,11 @@ def validate(
         loaded, plans = checked_plan(found, files.faults)
     except JobError as error:
         raise Invalid(error.faults) from None
-    for note in files.notes:
+    notes = [*files.notes, *(note for job in loaded for note in checks.notes(job))]
+    for note in notes:
         err.print(Text.assemble(("note:", "yellow"), f" {note}"), soft_wrap=True)
     if as_json:
-        data = {"valid": True, "faults": [], "notes": files.notes, "jobs": [job.job for job in loaded]}
+        data = {"valid": True, "faults": [], "notes": notes, "jobs": [job.job for job in loaded]}
         print_json(data)
         return
     for job in loaded:

@@ -11,7 +11,7 @@ import torch
 from checkmate import state
 from checkmate.consolidate.chunks import equal_bits
 from checkmate.consolidate.snapshot import GroupState, Snapshot
-from checkmate.consolidate.stages import stages
+from checkmate.consolidate.stages import Trained, stages
 from checkmate.consolidate.whole import StageState, assemble_stage
 from checkmate.job.schema import Job
 from checkmate.optim.options import parse_options
@@ -25,8 +25,9 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
 
     Each stage has `model`, `optimizer`, `scheduler` and `scaler` for `load_state_dict` (the last two may be
     `None`), `scheduler_class` (may be empty), `rng` and `extra` by global rank, `buffers` by name (and
-    `rank_buffers` if ranks have different ones), `protocol` (the format), `job`, `run`, `generation`,
-    `group` (the stage) and `iteration`, the last one trained. Chunks of a sharded model are removed from the
+    `rank_buffers` if ranks have different ones), `ranks` in order and `tp`, how many of these share a sample,
+    `protocol` (the format), `job`, `run`, `generation`, `group` (the stage), `iteration`, the last one
+    trained, and `ended`, whether training ended with it. Chunks of a sharded model are removed from the
     snapshot as whole tensors are made of them, so the memory for both is never needed at once.
 
     Args:
@@ -38,9 +39,10 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
     Raises:
         StateError: Some part can't be read, or chunks are not whole tensors together.
     """
+    trained = [Trained.of_layout(one.layout) for one in snapshot.groups]
     found = [
         _stage(snapshot, number, {group: snapshot.groups[group] for group in groups}, by_name)
-        for number, groups in enumerate(stages(snapshot.job, [one.layout for one in snapshot.groups]))
+        for number, groups in enumerate(stages(snapshot.job, trained))
     ]
     return found[0] if len(found) == 1 else {f"group{number}": one for number, one in enumerate(found)}
 
@@ -65,7 +67,10 @@ def _stage(
         "run": snapshot.run,
         "generation": snapshot.generation,
         "group": number,
+        "ranks": sorted(rank.rank for group in members for rank in snapshot.job.dp_groups[group].ranks),
+        "tp": 1 if snapshot.job.mesh is None else snapshot.job.mesh.tp,
         "iteration": snapshot.iteration,
+        "ended": step.last,
         "model": _model(stage, buffers, first.names),
         "optimizer": _optimizer_state(first.optimizer, stage, step, by_name),
         "buffers": buffers,

@@ -18,6 +18,7 @@ from checkmate import state
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role
+from checkmate.nodes.other_ranks import other_ranks
 from checkmate.nodes.reader import (
     Asked,
     NotReserved,
@@ -114,7 +115,7 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
             at_least: The lowest iteration to read, unless training ends before it.
 
         Raises:
-            Missing: No iteration was complete within the timeout.
+            Missing: No iteration was complete within the timeout, or the job has other ranks than the nodes'.
             Unreachable: No node has answered.
         """
         deadline = time.monotonic() + timeout
@@ -132,7 +133,10 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
                     raise Missing(f"no iteration is complete within {timeout:g} s: {error}") from error
 
     def source(self) -> Source:
-        """Return the nodes' newest iteration now. Raise `Lacking` if no node offers some shard."""
+        """Return the nodes' newest iteration now.
+
+        Raise `Lacking` if no node offers some shard, and `Missing` if the nodes have a job of other ranks.
+        """
         return self._source(time.monotonic() + ANSWER_SECONDS)
 
     def _source(self, deadline: float) -> Source:
@@ -140,6 +144,8 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
         timeout = max(min(ANSWER_SECONDS, deadline - time.monotonic()), 0.1)
         nodes = [node.id for node in self.job.shadow_nodes]
         answers = self._stubs.ask(nodes, lambda stub: stub.Status, request, timeout)
+        if trouble := other_ranks(self.job, answers):
+            raise Missing(f"{trouble}: specify the job file of the shadow nodes")
         return find_source(self.job, answers)
 
     def _attempt(self, deadline: float, at_least: int) -> Snapshot:

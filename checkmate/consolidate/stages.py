@@ -2,53 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from checkmate.job.mesh import coordinates
 from checkmate.job.schema import Job
 from checkmate.wire.layout import Layout
-from checkmate.wire.shares import Share
+from checkmate.wire.shares import WHOLE, Share
 
 
-def stages(job: Job, layouts: Sequence[Layout]) -> list[list[int]]:
+@dataclass(frozen=True)
+class Trained:
+    """What a DP group trains, as far as its stage follows from that."""
+
+    parameters: str
+    """A fingerprint of the parameters, as they are without shards."""
+    sharded: bool = False
+    share: Share = WHOLE
+
+    @classmethod
+    def of(
+        cls, parameters: Iterable[tuple[str, Sequence[int], str]], *, sharded: bool, share: Share = WHOLE
+    ) -> Trained:
+        """Return it for trained parameters: their names, whole shapes and types."""
+        data = json.dumps([[name, list(shape), dtype] for name, shape, dtype in parameters])
+        return cls(hashlib.blake2b(data.encode(), digest_size=16).hexdigest(), sharded, share)
+
+    @classmethod
+    def of_layout(cls, layout: Layout) -> Trained:
+        """Return it for a layout."""
+        known = [(one.name, one.whole or one.shape, one.dtype) for one in layout.parameters]
+        return cls.of(known, sharded=any(one.whole for one in layout.parameters), share=layout.share)
+
+    def message(self) -> dict[str, Any]:
+        """Return what JSON can express, for `of_message`."""
+        return asdict(self)
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> Trained:
+        """Return it from a `message`."""
+        return cls(**{**message, "share": Share(**message["share"])})
+
+
+def stages(job: Job, trained: Sequence[Trained]) -> list[list[int]]:
     """Return the DP groups of each stage, in order of their first ones.
 
     The DP groups of a sharded model are one stage: those of one `pp` in the job's mesh, or else those that
-    have chunks of the same parameter. So are those with shares of a model, on the same hosts. Each other DP
+    have chunks of the same parameters. So are those with shares of a model, on the same hosts. Each other DP
     group is a stage.
+
+    Args:
+        job: The job.
+        trained: What each of its DP groups trains.
     """
     found: list[list[int]] = []
-    of_mesh: dict[int, list[int]] = {}
-    of_name: dict[str, list[int]] = {}
-    for group, layout in enumerate(layouts):
-        names = [parameter.name for parameter in layout.parameters if parameter.whole]
-        if layout.share.count > 1:
-            stage = next((one for one in found if _continues(job, layouts, one, group)), [])
-        elif names and job.mesh is not None:
-            stage = of_mesh.setdefault(coordinates(job, group)["pp"], [])
+    sharded: dict[object, list[int]] = {}
+    for group, one in enumerate(trained):
+        if one.share.count > 1:
+            stage = next((stage for stage in found if _continues(job, trained, stage, group)), [])
+        elif one.sharded:
+            of = one.parameters if job.mesh is None else coordinates(job, group)["pp"]
+            stage = sharded.setdefault(of, [])
         else:
-            stage = next((of_name[name] for name in names if name in of_name), [])
-        of_name.update(dict.fromkeys(names, stage))
+            stage = []
         if not stage:
             found.append(stage)
         stage.append(group)
     return found
 
 
-def _continues(job: Job, layouts: Sequence[Layout], stage: Sequence[int], group: int) -> bool:
+def _continues(job: Job, trained: Sequence[Trained], stage: Sequence[int], group: int) -> bool:
     """Return whether a DP group has the next share of a model, of which a stage's groups have the first."""
-    first, own = layouts[stage[0]], layouts[group]
+    first, own = trained[stage[0]], trained[group]
     hosts = [{rank.host for rank in job.dp_groups[one].ranks} for one in (stage[0], group)]
     next_share = Share(len(stage), first.share.count)
     return own.share == next_share and own.parameters == first.parameters and hosts[0] == hosts[1]
-
-
-def stage_of(job: Job, group: int, *, sharded: bool, together: Sequence[int] = ()) -> int:
-    """Return the number of a DP group's stage.
-
-    Without a mesh, all groups of a sharded model are one; if groups train a model `together`, all stages have
-    as many groups.
-    """
-    if job.mesh is None and together:
-        return min(together) // len(together)
-    return coordinates(job, group).get("pp", 0) if sharded or together else group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from checkmate.consolidate.chunks import Box, Cover, equal_bits
 from checkmate.consolidate.snapshot import GroupState
 from checkmate.nodes.reader import States
 from checkmate.wire.layout import Parameter
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _entries(
     return found
 
 
-def _common(what: str, values: Mapping[int, object]) -> object:
+def _common(what: str, values: Mapping[int, T]) -> T:
     """Return a value that all groups have."""
     (first, found), *others = values.items()
     for group, other in others:
@@ -139,19 +142,22 @@ def _beside(
     `loaded` is what each group's record has of these.
     """
     first, *_ = members
-    covers: dict[str, Cover] = {}
-    of_shapes: dict[object, Cover] = {}
-    for known in members[first].layout.frozen:
-        chunks = {group: _frozen(member, known.name) for group, member in members.items()}
-        covers[known.name] = _cover(chunks)
-        of_shapes[_shapes(chunks)] = covers[known.name]
+    chunks = {
+        known.name: {group: _frozen(member, known.name) for group, member in members.items()}
+        for known in members[first].layout.frozen
+    }
+    covers = {name: _cover(found) for name, found in chunks.items()}
     found: dict[str, torch.Tensor] = {}
     for name, tensor in loaded[first].items():
         values = {group: tensors[name] for group, tensors in loaded.items() if name in tensors}
         if name in covers and len(values) == len(members):  # else a chunk was too large for the records
             found[name] = covers[name].assemble(name, values)
         elif state.is_frozen_state(name):
-            found[name] = _frozen_state(name, of_shapes.get(_shapes(values)), values)
+            parameter = state.frozen_parameter(name)
+            if parameter in chunks and _shapes(values) == _shapes(chunks[parameter]):
+                found[name] = covers[parameter].assemble(name, values)
+            else:
+                found[name] = _common(name, values)
         elif name not in covers:
             found[name] = tensor
     return found
@@ -165,13 +171,5 @@ def _frozen(member: GroupState, name: str) -> Parameter:
     return found
 
 
-def _frozen_state(name: str, cover: Cover | None, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return state of a frozen parameter, of which only the shapes of chunks show which one it is."""
-    if cover is not None:
-        return cover.assemble(name, values)
-    _common(name, values)
-    return next(iter(values.values()))
-
-
 def _shapes(chunks: Mapping[int, Parameter] | Mapping[int, torch.Tensor]) -> object:
-    return tuple((group, tuple(one.shape)) for group, one in chunks.items())
+    return {group: tuple(one.shape) for group, one in chunks.items()}

@@ -241,6 +241,21 @@ def _misplaced_for_nccl(raw: Any, ranks: Sequence[Part]) -> Iterator[Fault]:
             )
 
 
+def notes(job: Job) -> Iterator[str]:
+    """Yield what will be refused of a valid job, depending on the training script."""
+    if job.collective != "nccl" or job.mesh is not None:
+        return
+    for groups in job.groups_by_hosts():
+        if len(groups) > 1:
+            named = " and ".join(show_path(("dp_groups", index)) for index in groups[:2])
+            more = " and so on" if groups[2:] else ""
+            yield (
+                f"{job.job}: if DDP averages over the ranks of {named}{more}, which share hosts, then "
+                "checkmate.restore and checkmate.protect refuse it with collective: nccl, because NCCL can't "
+                "sum within hosts yet: use collective: ring for that. Shards (HSDP) and stages are trained"
+            )
+
+
 def beyond_the_plugin(job: Job) -> Iterator[Fault]:
     """Yield DP groups of a valid job that have shadow ids for which NCCL's plugin has no room."""
     for index, first in enumerate(first_shadow_ids(job) if job.collective == "nccl" else ()):

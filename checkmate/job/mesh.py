@@ -44,7 +44,7 @@ def expand(raw: Any) -> list[Fault]:
     if not faults and len(whole) == 1 and _is_number(gpus, GPUS_MOST):
         mesh = Mesh(**whole[0].fields)
         names = list(dict.fromkeys(host.fields["name"] for host in hosts if "name" in host.fields))
-        faults = [*_misfits(mesh, len(hosts), gpus), *_too_few_nodes(raw)]
+        faults = [*_misfits(mesh, len(hosts), gpus), *_beyond_nccl(raw, mesh, gpus), *_too_few_nodes(raw)]
         if not faults and len(names) == len(hosts):
             nics = [len(n) if isinstance(n := host.raw.get("nics"), list) else 1 for host in hosts]
             placed = [*zip(names, nics, strict=True)]
@@ -79,6 +79,16 @@ def _misfits(mesh: Mesh, hosts: int, gpus: int) -> Iterator[Fault]:
             (KEY,),
             f"has {mesh.dp_replicate} replicas for gpus_per_host: {gpus}; a switch copies what passes "
             f"between hosts, so make dp_replicate a multiple of {gpus}, and more than that",
+        )
+
+
+def _beyond_nccl(raw: Mapping[str, Any], mesh: Mesh, gpus: int) -> Iterator[Fault]:
+    """Yield that only our own ring sums gradients within hosts."""
+    if raw.get("collective") == "nccl" and (local := replicas_on_a_host(mesh, gpus)) > 1:
+        yield Fault(
+            ("collective",),
+            f"nccl can't sum over the {local} replicas that the mesh puts on each host yet: use ring, or "
+            f"make the ranks of a host shards of one replica (dp_shard: {gpus})",
         )
 
 

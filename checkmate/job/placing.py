@@ -21,6 +21,7 @@ _OF_NIC: Final = ("ip", "mac", "switch", "port", "addresses")
 OF_HOST: Final = (*_OF_NIC, "mgmt")
 """Keys that a placed rank has from its host."""
 _NO_GROUPS: Final = Fault(("dp_groups",), "is missing")
+_OR_MESH: Final = "is missing; list the job's DP groups, or give a mesh (`checkmate docs job`)"
 _SHOWN: Final = 10
 
 
@@ -39,7 +40,7 @@ class Placing:
         """Return each fault once, at its place in the file, without those that follow from our own."""
         own = {fault.path for fault in self.faults}
         found = [
-            Fault(self._origin(fault.path), fault.message)
+            Fault(self._origin(fault.path), _OR_MESH if fault == _NO_GROUPS else fault.message)
             for fault in faults
             if fault.path not in own
             and not (fault.path[:-1] in self.unplaced and fault.path[-1] in OF_HOST)
@@ -70,6 +71,9 @@ def place(raw: Any) -> Placing:
         found.faults.append(Fault(("gpus_per_host",), "is for a mesh, and the job has none: remove it"))
     listed = parts(raw, TrainingHost, "hosts")
     hosts = {host.fields["name"]: host for host in reversed(listed) if "name" in host.fields}
+    if isinstance(raw, dict) and not raw.get("hosts"):
+        _without_hosts(raw, found)
+        return found
     unsure = len(listed) > sum("name" in host.fields for host in listed)
     on: Counter[Path] = Counter()
     for rank in parts(raw, Rank, "dp_groups", "ranks"):
@@ -89,6 +93,18 @@ def place(raw: Any) -> Placing:
     return found
 
 
+def _without_hosts(raw: dict[str, Any], found: Placing) -> None:
+    """Tell once that the job lists no hosts if ranks name some."""
+    placed = [rank for rank in parts(raw, Rank, "dp_groups", "ranks") if is_placed(rank)]
+    for rank in placed:
+        found.refuse(rank, "host", "")
+    if names := list(dict.fromkeys(rank.raw["host"] for rank in placed if isinstance(rank.raw["host"], str))):
+        more = ", ..." if names[_SHOWN:] else ""
+        listed = ", ".join(names[:_SHOWN]) + more
+        empty = "is empty" if "hosts" in raw else "is missing"
+        found.faults.append(Fault(("hosts",), f"{empty}; ranks are on {listed}: list these with their nics"))
+
+
 def _refused(rank: Part, hosts: Mapping[str, Part]) -> tuple[str, str] | None:
     """Return the key and the reason if a rank cannot be placed; both empty if that is told elsewhere."""
     for key in OF_HOST:
@@ -100,8 +116,7 @@ def _refused(rank: Part, hosts: Mapping[str, Part]) -> tuple[str, str] | None:
     if name is None:
         return "host", "is empty; it must be the name of a host in hosts"
     if name not in hosts:
-        known = _there(hosts) if hosts else "the job has none: list them under hosts"
-        return "host", f"no host {name!r} in hosts; {known}"
+        return "host", f"no host {name!r} in hosts; {_there(hosts)}"
     nics = hosts[name].raw.get("nics")
     if not isinstance(nics, list) or not nics:
         return "", ""

@@ -258,6 +258,14 @@ class Job(_Model):
         """The indices of its DP groups."""
         return range(len(self.dp_groups))
 
+    def groups_by_hosts(self) -> list[list[int]]:
+        """Return the DP groups; those whose ranks are on the same hosts of `hosts` are together."""
+        found: dict[object, list[int]] = {}
+        for index, group in enumerate(self.dp_groups):
+            hosts = frozenset(rank.host for rank in group.ranks)
+            found.setdefault(index if None in hosts else hosts, []).append(index)
+        return list(found.values())
+
     def shadow_list(self, group: int) -> tuple[int, ...]:
         """Return the ids of the shadow nodes that hold a DP group's shards, in the order of shards."""
         return self.dp_groups[group].shadow_nodes or tuple(node.id for node in self.shadow_nodes)

@@ -46,13 +46,16 @@ class Start:
         return self.target.startswith("tofino")
 
 
-def hosts(text: str, what: str) -> list[str]:
-    """Return hosts that are given as names with commas, or as a number. Raise `ValueError` for neither."""
-    if text.isdecimal() and 0 < int(text) <= _RANKS_MAX:
+def hosts(text: str, what: str, least: int = 1) -> list[str]:
+    """Return hosts that are given as names with commas, or as a number.
+
+    Raise `ValueError` for neither, and for fewer than `least`.
+    """
+    if text.isdecimal() and least <= int(text) <= _RANKS_MAX:
         return [f"{what}{number}" for number in range(int(text))]
     named = [name.strip() for name in text.split(",")]
-    if text.lstrip("-").isdecimal() or not all(named) or len(named) > _RANKS_MAX:
-        raise ValueError(f"must be a number from 1 to {_RANKS_MAX}, or hosts such as {what}0,{what}1")
+    if text.lstrip("-").isdecimal() or not all(named) or not least <= len(named) <= _RANKS_MAX:
+        raise ValueError(f"must be a number from {least} to {_RANKS_MAX}, or hosts such as {what}0,{what}1")
     return named
 
 

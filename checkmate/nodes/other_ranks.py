@@ -1,12 +1,12 @@
-"""Finds shadow nodes whose state is of another number of ranks or DP groups than the job's. Pure."""
+"""Finds shadow nodes whose state is of other ranks, DP groups or another mesh than the job's. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
-from checkmate.job.schema import Job
-from checkmate.nodes.standing import node_name
+from checkmate.job.schema import Job, Mesh
+from checkmate.nodes.standing import Answers, node_name
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wording import at_iteration, counted
 
@@ -14,25 +14,66 @@ RESHARDING: Final = (
     "To continue with other ranks, save the state with `checkmate consolidate`, with the job file as it was "
     "then; start the shadow nodes again with the new one; and specify restore(..., checkpoints=)"
 )
+_SHOWN: Final = 8
+"""The number of ranks of a DP group that a message names."""
 
 
-def other_ranks(job: Job, answers: Mapping[int, pb.NodeStatus]) -> str:
-    """Return which node holds something of a job with other DP groups, or "".
+class OtherRanks(RuntimeError):
+    """The nodes' state is whole, but of other ranks. No older state may take its place."""
+
+
+def job_ranks(job: Job) -> pb.JobRanks:
+    """Return what a job's shadow nodes, and its trainers, tell each other about its ranks."""
+    mesh = {} if job.mesh is None else {name: getattr(job.mesh, name) for name in Mesh.model_fields}
+    groups = (pb.GroupRanks(ranks=[rank.rank for rank in group.ranks]) for group in job.dp_groups)
+    return pb.JobRanks(mesh=mesh, groups=groups)
+
+
+def other_ranks(job: Job, answers: Answers) -> str:
+    """Return which node holds something of a job with another mesh or other DP groups, or "".
 
     `answers` are those of the nodes. A node that holds nothing does not count.
     """
-    ours = [len(group.ranks) for group in job.dp_groups]
+    ours = job_ranks(job)
     for node, answer in sorted(answers.items()):
-        theirs = list(answer.ranks)
-        if theirs and theirs != ours and not answer.holds_nothing:
+        if isinstance(answer, str) or answer.holds_nothing or not answer.job_ranks.groups:
+            continue
+        if found := difference(answer.job_ranks, ours):
             newest = max((hold.stepped for hold in answer.holds), default=-1)
             return (
                 f"{node_name(job, node)} holds a state {at_iteration(newest)}, and its job file has "
-                f"{_groups(theirs)}, but the job now has {_groups(ours)}"
+                f"{found[0]}, but the job now has {found[1]}"
             )
     return ""
 
 
-def _groups(ranks: Sequence[int]) -> str:
-    sizes = " and ".join(map(str, sorted(set(ranks))))
-    return f"{counted(len(ranks), 'DP group')} of {sizes} ranks"
+def difference(theirs: pb.JobRanks, ours: pb.JobRanks) -> tuple[str, str] | None:
+    """Return, in words, what two job files have instead of each other; `None` if ranks train the same.
+
+    A job with a mesh, and one that lists the DP groups of that mesh, do not differ.
+    """
+    old, new = dict(theirs.mesh), dict(ours.mesh)
+    changed = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
+    if old and new and changed:
+        return _mesh(old, changed), _mesh(new, changed)
+    if [len(group.ranks) for group in theirs.groups] != [len(group.ranks) for group in ours.groups]:
+        return _sizes(theirs), _sizes(ours)
+    for number, (before, now) in enumerate(zip(theirs.groups, ours.groups, strict=True)):
+        if before != now:
+            return f"DP group {number} with ranks {_listed(before)}", f"it with ranks {_listed(now)}"
+    return None
+
+
+def _mesh(mesh: Mapping[str, int], changed: list[str]) -> str:
+    known = [name for name in Mesh.model_fields if name in changed]
+    return f"a mesh with {' and '.join(f'{name} {mesh.get(name, 0)}' for name in known)}"
+
+
+def _sizes(found: pb.JobRanks) -> str:
+    sizes = " and ".join(map(str, sorted({len(group.ranks) for group in found.groups})))
+    return f"{counted(len(found.groups), 'DP group')} of {sizes or 'no'} ranks"
+
+
+def _listed(group: pb.GroupRanks) -> str:
+    more = ", ..." if len(group.ranks) > _SHOWN else ""
+    return ", ".join(map(str, group.ranks[:_SHOWN])) + more

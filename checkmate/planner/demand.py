@@ -112,10 +112,29 @@ class Demand:
     receive_buffer: int
 
     @cached_property
+    def _beside(self) -> dict[int, list[int]]:
+        """The DP groups on the same hosts as each one."""
+        return {group: groups for groups in self.job.groups_by_hosts() for group in groups}
+
+    def together(self, group: int) -> tuple[int, ...]:
+        """Return the DP groups that train a group's model, a share of it each.
+
+        Without a mesh they are those on the same hosts that have the same model.
+        """
+        if self.job.mesh is not None:
+            return replica_groups(self.job, group)
+        return tuple(other for other in self._beside[group] if self.models[other] is self.models[group])
+
+    def share_of(self, group: int) -> Share:
+        """Return what of its model a DP group has."""
+        together = self.together(group)
+        return Share(together.index(group), len(together))
+
+    @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Each DP group's layout."""
         return tuple(
-            layout_of(model, self.job.shards(group), self.job.collective, share_of(self.job, group))
+            layout_of(model, self.job.shards(group), self.job.collective, self.share_of(group))
             for group, model in enumerate(self.models)
         )
 
@@ -237,12 +256,6 @@ def layout_of(model: Model, shards: int, collective: str = "ring", share: Share 
     """Return the layout of a model in training. Versions of NCCL differ by some KiB in a stream."""
     slicing = NcclSlicing() if collective == "nccl" else RING_SLICING
     return make_layout(model.parameters, shards, slicing=slicing, share=share)
-
-
-def share_of(job: Job, group: int) -> Share:
-    """Return what of its model a DP group has, by the job's mesh."""
-    together = replica_groups(job, group)
-    return Share(together.index(group), len(together))
 
 
 def _shard(layout: Layout, group: int, number: int, nodes: tuple[int, ...]) -> ShardDemand:

@@ -640,7 +640,7 @@ class NodeStatus(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     DISCARDED_FIELD_NUMBER: builtins.int
     TRAINERS_FIELD_NUMBER: builtins.int
-    RANKS_FIELD_NUMBER: builtins.int
+    JOB_RANKS_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -682,8 +682,8 @@ class NodeStatus(google.protobuf.message.Message):
         """in the answer to Fence"""
 
     @property
-    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """of each DP group, in the job file of the node"""
+    def job_ranks(self) -> Global___JobRanks:
+        """in the job file of the node"""
 
     def __init__(
         self,
@@ -708,12 +708,75 @@ class NodeStatus(google.protobuf.message.Message):
         protocol: builtins.int = ...,
         discarded: builtins.int = ...,
         trainers: builtins.int = ...,
-        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        job_ranks: Global___JobRanks | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "ranks", b"ranks", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job_ranks", b"job_ranks"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
+
+@typing.final
+class JobRanks(google.protobuf.message.Message):
+    """Which ranks train what, by a job file."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class MeshEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    MESH_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    @property
+    def mesh(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """sizes of dimensions; empty: the job has no mesh"""
+
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupRanks]: ...
+    def __init__(
+        self,
+        *,
+        mesh: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        groups: collections.abc.Iterable[Global___GroupRanks] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["groups", b"groups", "mesh", b"mesh"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___JobRanks: typing_extensions.TypeAlias = JobRanks
+
+@typing.final
+class GroupRanks(google.protobuf.message.Message):
+    """The global ranks of a DP group, in the order of its ring."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: builtins.int
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ranks", b"ranks"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GroupRanks: typing_extensions.TypeAlias = GroupRanks
 
 @typing.final
 class Behind(google.protobuf.message.Message):
@@ -853,6 +916,7 @@ class BeginRequest(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
     CONTINUES_FIELD_NUMBER: builtins.int
+    JOB_RANKS_FIELD_NUMBER: builtins.int
     job: builtins.str
     group: builtins.int
     incarnation: builtins.int
@@ -897,6 +961,10 @@ class BeginRequest(google.protobuf.message.Message):
         parameters that are not reduced.
         """
 
+    @property
+    def job_ranks(self) -> Global___JobRanks:
+        """in the job file of the trainers"""
+
     def __init__(
         self,
         *,
@@ -919,10 +987,11 @@ class BeginRequest(google.protobuf.message.Message):
         generation: builtins.int = ...,
         protocol: builtins.int = ...,
         continues: builtins.bytes = ...,
+        job_ranks: Global___JobRanks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job_ranks", b"job_ranks", "optimizer", b"optimizer"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "continues", b"continues", "device", b"device", "first_iteration", b"first_iteration", "generation", b"generation", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "protocol", b"protocol", "ranks", b"ranks", "run", b"run", "start", b"start", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "continues", b"continues", "device", b"device", "first_iteration", b"first_iteration", "generation", b"generation", "group", b"group", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "protocol", b"protocol", "ranks", b"ranks", "run", b"run", "start", b"start", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginRequest: typing_extensions.TypeAlias = BeginRequest

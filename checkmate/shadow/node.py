@@ -18,6 +18,7 @@ import torch
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
+from checkmate.nodes.other_ranks import job_ranks
 from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks, memory
 from checkmate.shadow.hold import Hold
@@ -84,6 +85,7 @@ class Node:
         threads: int | None = None,
     ) -> None:
         self.job, self.id, self.access = job, node_id, access
+        self.job_ranks = job_ranks(job)
         self.plans = hold_plans(job, node_id)
         self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
         self.changed = threading.Condition(locks.ordered_lock("node"))

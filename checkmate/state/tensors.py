@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +103,9 @@ def _turned(
 
 _TENSOR: Final = "tensor"
 _NAME: Final = re.compile(
-    r"optimizer\.state\[(?P<index>\d+)\]\[(?P<place>\d+)\]\.(?P<entry>.+) \((?P<kind>\w+)\)", re.DOTALL
+    r"optimizer\.state\[(?P<index>\d+)\]\[(?P<place>\d+)\](\[(?P<parameter>\"([^\"\\]|\\.)*\")\])?"
+    r"\.(?P<entry>.+) \((?P<kind>\w+)\)",
+    re.DOTALL,
 )
 """Names contain the place of an entry because buffers have no order. No buffer has such a name."""
 _NUMBERS: Final = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
@@ -113,11 +116,26 @@ def is_frozen_state(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def name_frozen(index: int, entries: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the state of the parameter with this number in `optimizer.state_dict()`, as named tensors.
+def frozen_parameter(name: str) -> str:
+    """Return the name of the parameter to which such state belongs, or "" if it is unknown."""
+    match = _NAME.fullmatch(name)
+    return str(json.loads(match["parameter"])) if match is not None and match["parameter"] else ""
 
-    Raises `StateError` if an entry is neither a tensor nor a number.
+
+def name_frozen(
+    index: int, entries: Mapping[str, object], parameter: str = ""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the state of a parameter as named tensors.
+
+    Args:
+        index: The parameter's number in `optimizer.state_dict()`.
+        entries: Its state.
+        parameter: Its name in the model, if it has one.
+
+    Raises:
+        StateError: An entry is neither a tensor nor a number.
     """
+    named = f"[{json.dumps(parameter)}]" if parameter else ""
     for place, (entry, value) in enumerate(entries.items()):
         kind = _TENSOR if isinstance(value, torch.Tensor) else type(value).__name__
         if isinstance(value, torch.Tensor):
@@ -128,7 +146,7 @@ def name_frozen(index: int, entries: Mapping[str, object]) -> Iterator[tuple[str
             tensor = torch.tensor(value, dtype=_NUMBERS[kind])
         else:
             raise StateError(f"{entry} of the optimizer state is neither a tensor nor a number, but a {kind}")
-        yield f"optimizer.state[{index}][{place}].{entry} ({kind})", tensor
+        yield f"optimizer.state[{index}][{place}]{named}.{entry} ({kind})", tensor
 
 
 def frozen_states(found: Mapping[str, torch.Tensor]) -> dict[int, dict[str, object]]:

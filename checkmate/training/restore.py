@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from checkmate.consolidate.disk import DiskError
+from checkmate.consolidate.stages import Trained, stages
 from checkmate.errors import CheckmateError
+from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
@@ -49,6 +51,7 @@ _RESET: Final = (
 FRESH_SECONDS: Final = 10.0
 """How long a start that needs no state from the nodes waits for them to be fenced."""
 _ANEW: Final = "`checkmate reset JOB` has the next start begin with iteration 0"
+_ENDED: Final = f"training had ended with iteration {{}}: {_ANEW}"
 
 
 class RestoreError(CheckmateError, RuntimeError):
@@ -136,7 +139,7 @@ def _begin(
         if not trouble:
             _log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
             if plan.iteration >= 0 and part_of(start.record, 0).step.last:
-                _log_once(place, f"training had ended with iteration {plan.iteration}: {_ANEW}")
+                _log_once(place, _ENDED.format(plan.iteration))
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
         seen = (plan.generation_seen, plan.discarded)
@@ -189,17 +192,23 @@ def _agree(place: Membership, kind: type[A], make: Callable[[], A]) -> A:
 
 
 def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of this rank's `do`, and the errors of all ranks."""
-    result, trouble = None, None
+    """Return the result of this rank's `do`, and the errors of all ranks.
+
+    Raise `RestoreError` on all ranks if the state of one is of other ranks: older state must not replace it.
+    """
+    result, trouble, final = None, None, False
     try:
         result = do()
-    except (FetchError, InstallError, DiskError, StateError, ValueError) as error:
-        trouble = f"{place.name}: {error}"
+    except (FetchError, InstallError, DiskError, OtherRanks, StateError, ValueError) as error:
+        trouble, final = f"{place.name}: {error}", isinstance(error, OtherRanks)
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
         _log.exception("rank %d can't install the state", place.rank)
         trouble = f"{place.name}: {type(error).__name__}: {error}"
-    troubles = exchange.gather(trouble and exchange.shortened(trouble), named=place.named)
-    return result, "; ".join(str(one) for one in troubles if one)
+    told = exchange.gather([trouble and exchange.shortened(trouble), final], named=place.named)
+    troubles = "; ".join(str(one) for one, _ in told if one)
+    if any(refused for _, refused in told):
+        raise RestoreError(next(str(one) for one, refused in told if refused))
+    return result, troubles
 
 
 def _from_disk(
@@ -207,13 +216,19 @@ def _from_disk(
 ) -> tuple[Start, Any]:
     """Resume from the newest checkpoint. Only the user chooses an older one: it loses iterations."""
     path, *older = found.paths
-    resumed, trouble = _together(place, lambda: disk.resume(path, place, watched))
+    own = disk.trained_by(place, watched).message()
+    told = exchange.gather(own if place.first else None, named=place.named)
+    trained = [Trained.of_message(told[group.ranks[0].rank]) for group in place.job.dp_groups]
+    groups = stages(place.job, trained)
+    resumed, trouble = _together(place, lambda: disk.resume(path, place, watched, groups))
     if trouble:
         instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _ANEW])))
     record = resumed.record
     _log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
-    if place.rank == 0 and resumed.other_ranks:
+    if resumed.ended:
+        _log_once(place, _ENDED.format(record.iteration))
+    if resumed.other_ranks:
         _log.warning("%s: %s", path, resumed.other_ranks)
     if older:
         _log_once(place, f"older checkpoints were not used: {found.passed_over}")

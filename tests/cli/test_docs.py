@@ -34,6 +34,13 @@ def test_a_page_that_does_not_exist_is_refused_with_a_near_one() -> None:
     assert "the pages are checkpoint, cli," in " ".join(invoke("docs", "zzz")[1].split())
 
 
+def test_subjects_without_a_page_lead_to_one() -> None:
+    assert invoke("docs", "hsdp") == (2, "error: no page hsdp; did you mean training?\n")
+    pages = command._pages()
+    assert set(command._SUBJECTS.values()) <= pages.keys()
+    assert pages.keys().isdisjoint(command._SUBJECTS)
+
+
 def test_messages_name_pages_that_exist_and_no_files_of_a_checkout() -> None:
     """Docstrings and comments may; what users read must work from a wheel too."""
     texts = [file.read_text() for name in PACKAGES for file in (ROOT / name).rglob("*.py")]

@@ -165,6 +165,22 @@ def test_nodes_that_have_forgotten_everything(place: Callable[..., ConsolidatePl
         here.read(timeout=1)
 
 
+def test_a_job_file_with_other_ranks_is_refused(place: Callable[..., ConsolidatePlace]) -> None:
+    """It would give random generators to other ranks than they are of."""
+    here = place(nodes=1, ranks=2)
+    here.iterate()
+    first, second = (rank.rank for rank in here.job.dp_groups[0].ranks)
+    ranks = [
+        rank.model_copy(update={"rank": number})
+        for rank, number in zip(here.job.dp_groups[0].ranks, (second, first), strict=True)
+    ]
+    group = here.job.dp_groups[0].model_copy(update={"ranks": tuple(ranks)})
+    other = here.job.model_copy(update={"dp_groups": (group,)})
+    words = "with ranks 0, 1, but the job now has it with ranks 1, 0: specify"
+    with SnapshotReader(other) as nodes, pytest.raises(Missing, match=words):
+        nodes.read(5)
+
+
 class Liar(rpc.ShadowServicer):
     """A server in a node's place that changes the answers of another holder of the same shards."""
 

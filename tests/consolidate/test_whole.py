@@ -16,7 +16,8 @@ from checkmate import state
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import GroupState, Snapshot
-from checkmate.consolidate.stages import stage_of, stages
+from checkmate.consolidate.stages import Trained, stages
+from checkmate.consolidate.whole import assemble_stage
 from checkmate.job.schema import Mesh
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError
@@ -64,7 +65,7 @@ def shard_group(whole: GroupState, *place: int) -> GroupState:
     buffers["count"] += place[0]
     index = 1  # of `scale` in the optimizer
     entries = {name: part_of(frozen, value) for name, value in FROZEN_STATE.items()}
-    buffers |= dict(state.name_frozen(index, entries))
+    buffers |= dict(state.name_frozen(index, entries, "scale"))
     for name, tensor in buffers.items():
         record.buffers[name] = state.dumps(tensor)
     return replace(whole, layout=make_layout(known, 1, frozen=[frozen]), states=states, record=record)
@@ -115,6 +116,28 @@ def test_other_bits_of_a_replica_are_an_error() -> None:
         checkpoint(snapshot)
 
 
+def test_state_of_frozen_parameters_with_equal_chunks_gets_the_shape_of_its_own() -> None:
+    """Tensor parallelism splits one of them, and replicates the other."""
+    whole = DiskRun().snapshot().groups[0]
+    split, same = (Parameter(name, (2, 4), "float32") for name in ("split", "same"))
+    split = replace(split, shape=(2, 8))
+    values = torch.arange(16.0).view(2, 8)
+    members = {}
+    for group in range(2):
+        frozen = (chunk(split, 0, 1, group, 2), replace(same, whole=(2, 4), offset=(0, 0)))
+        record = pb.IterationRecord()
+        record.CopyFrom(whole.record)
+        for number, one in enumerate(frozen):
+            tensor = part_of(one, values if one.name == "split" else values[:, :4])
+            for name, entry in state.name_frozen(10 + number, {"exp_avg": tensor}, one.name):
+                record.buffers[name] = state.dumps(entry)
+        members[group] = replace(
+            whole, layout=replace(whole.layout, frozen=frozen), record=record, states=dict(whole.states)
+        )
+    found = state.frozen_states(assemble_stage(members).beside)
+    assert equal(found, {10: {"exp_avg": values}, 11: {"exp_avg": values[:, :4]}})
+
+
 def test_another_number_of_steps_is_an_error() -> None:
     snapshot = sharded(DiskRun(), 2)
     snapshot.groups[1].states[0][1]["step"] = torch.tensor(99.0)
@@ -162,10 +185,7 @@ def layouts(*names: str) -> list[Layout]:
 )
 def test_groups_of_one_stage(mesh: Mesh | None, names: list[str], groups: list[list[int]]) -> None:
     made = job(groups=len(names), ranks=2).model_copy(update={"mesh": mesh})
-    assert stages(made, layouts(*names)) == groups
-    for stage, members in enumerate(groups):
-        if mesh is not None:
-            assert {stage_of(made, group, sharded=True) for group in members} == {stage}
+    assert stages(made, [Trained.of_layout(one) for one in layouts(*names)]) == groups
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])

@@ -243,7 +243,7 @@ def test_a_fabric_that_is_no_path_is_refused(tmp_path: Path) -> None:
     found = faults(write(tmp_path, 'job: a\nfabric: "a\\0b"'))
     assert found == {
         "fabric": "must be the path of a file",
-        "dp_groups": "is missing",
+        "dp_groups": "is missing; list the job's DP groups, or give a mesh (`checkmate docs job`)",
         "shadow_nodes": "is missing",
     }
 

@@ -117,10 +117,21 @@ def test_a_fault_is_placed_and_says_what_would_be_right(
     assert all(path.startswith(("hosts", where.partition("[")[0])) for path in found), found
 
 
+def test_replicas_on_a_host_need_the_ring(tmp_path: Path) -> None:
+    """NCCL has no reduction within hosts, and only DDP trains such a mesh."""
+    found = faults(tmp_path, meshed(replicate=4, gpus=2) | {"collective": "nccl"})
+    assert found == {
+        "collective": "nccl can't sum over the 2 replicas that the mesh puts on each host yet: use ring, or "
+        "make the ranks of a host shards of one replica (dp_shard: 2)"
+    }
+    for data in (meshed(replicate=4), meshed(shard=2, gpus=2)):
+        assert read_job(write(tmp_path, data | {"collective": "nccl"})).collective == "nccl"
+
+
 def test_without_a_mesh_a_job_needs_groups(tmp_path: Path) -> None:
     data = meshed(gpus=1)
     del data["mesh"]
-    assert faults(tmp_path, data) == {"dp_groups": "is missing"}
+    assert "or give a mesh" in faults(tmp_path, data)["dp_groups"]
 
 
 @given(st.data())

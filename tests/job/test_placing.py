@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from checkmate.keys.roles import Role, hosts_of
 from checkmate.ring.place import ring_ports
 from controlplane import plan as planning
 from testbed.jobs import job_data, tofino_job_data
+from tests.support.cli import invoke
 from tests.support.job_files import edited, faults, write
 
 EDITORS = Draft202012Validator(editor_schema.of_job())
@@ -103,7 +105,8 @@ def test_a_host_of_one_rank_is_a_rank_with_an_address(tmp_path: Path) -> None:
         ("dp_groups/1/ranks/0/ip", "10.0.0.9", "dp_groups[1].ranks[0].ip", "a matter of the rank's host"),
         ("dp_groups/1/ranks/0/mgmt", "a", "dp_groups[1].ranks[0].mgmt", "a matter of the rank's host"),
         ("dp_groups/1/ranks/0/rank", 2, "dp_groups[1].ranks[0].rank", "rank number 2 is taken already"),
-        ("hosts", ..., "dp_groups[0].ranks[0].host", "the job has none: list them under hosts"),
+        ("hosts", ..., "hosts", "is missing; ranks are on gpu0, gpu1: list these with their nics"),
+        ("hosts", [], "hosts", "is empty; ranks are on gpu0, gpu1"),
         ("hosts/0/name", "gpu1", "hosts[1].name", "host name gpu1 is taken already by hosts[0]"),
         ("hosts/0/name", "a b", "hosts[0].name", "must be a name"),
         ("hosts/0/nics", [], "hosts[0].nics", "needs at least 1 item"),
@@ -123,7 +126,7 @@ def test_a_fault_is_placed_where_it_is_in_the_file(
 ) -> None:
     found = faults(tmp_path, edited(hosted(), path, value))
     assert message in found[where]
-    if not (path == "hosts" or (path, value) == ("hosts/0/name", "gpu1")):
+    if (path, value) != ("hosts/0/name", "gpu1"):
         assert list(found) == [where], "and nothing follows from it"
 
 
@@ -166,6 +169,20 @@ def test_with_nccl_shadow_ids_of_groups_on_the_same_hosts_end_at_15(tmp_path: Pa
     found = faults(tmp_path, data)
     assert list(found) == ["dp_groups[4]"]
     assert "has shadow ids 16 to 19" in found["dp_groups[4]"]
+
+
+def test_what_nccl_will_not_train_is_said_for_groups_on_the_same_hosts(tmp_path: Path) -> None:
+    """The job file does not say whether its groups are shards or replicas under DDP."""
+    status, text = invoke("validate", write(tmp_path, hosted() | {"collective": "nccl"}))
+    assert status == 0
+    assert "note: demo: if DDP averages over the ranks of dp_groups[0] and dp_groups[1]" in " ".join(
+        text.split()
+    )
+    printed = invoke("validate", tmp_path / "job.yaml", "--json")[1]
+    data = json.loads(printed[printed.index("{") :])
+    assert "use collective: ring for that" in data["notes"][0]
+    assert "note" not in invoke("validate", write(tmp_path, hosted()))[1]
+    assert "note" not in invoke("validate", write(tmp_path, job_data(groups=2) | {"collective": "nccl"}))[1]
 
 
 @pytest.mark.parametrize("rank", [{"rank": 0}, {"rank": 0, "host": "a", "ip": "10.0.0.1"}, {"host": "a"}])

@@ -62,6 +62,32 @@ def test_the_command_ends_with_2_and_the_whole_plan_where_something_does_not_fit
     assert f"{job_file}:" in output
 
 
+def test_groups_on_the_same_hosts_have_shares_without_a_mesh(tmp_path: Path) -> None:
+    """As DDP's replicas on a host have."""
+    data = job_data(groups=1, ranks=2, nodes=2)
+    own = data["dp_groups"][0]["ranks"]
+    data["hosts"] = [
+        {"name": f"gpu{h}", "nics": [{key: rank[key] for key in ("ip", "mac", "switch", "port")}]}
+        for h, rank in enumerate(own)
+    ]
+    data["dp_groups"] = [
+        {"ranks": [{"rank": 2 * h + i, "host": f"gpu{h}"} for h in range(2)], "shadow_nodes": [i]}
+        for i in range(2)
+    ]
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    line: list[str | Path] = ["plan", file, "--capacity", "--model", "ResNet50"]
+    code, output = invoke(*line)
+    assert code == 0
+    assert "DP groups 0 to 1, together: ResNet50, float32" in " ".join(output.split())
+    output = invoke(*line, "--json")[1]
+    said = json.loads(output[output.index("{\n") :])
+    assert [model["name"] for model in said["models"]] == ["ResNet50"] * 2
+    assert sum(shard["elements"] for shard in said["shards"]) == 25_557_032
+    code, output = invoke(*line, "--model", "ResNet50")
+    assert "DP group 1: ResNet50, float32" in " ".join(output.split()), "two models: a stage each"
+
+
 def test_the_verdict_comes_first_and_details_only_when_asked_for(job_file: Path) -> None:
     line: list[str | Path] = [
         "plan",

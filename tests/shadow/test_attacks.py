@@ -14,6 +14,7 @@ import pytest
 
 from checkmate import machine_memory
 from checkmate.job.schema import Job
+from checkmate.nodes.other_ranks import job_ranks
 from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
@@ -32,6 +33,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = needs_buffers
 NAN = float("nan")
+OTHER = pb.JobRanks(groups=[pb.GroupRanks(ranks=[1, 0, 2])])
 
 
 @pytest.fixture
@@ -48,6 +50,7 @@ def request_of(job: Job, **other: Any) -> pb.BeginRequest:
         "job": job.job,
         "protocol": PROTOCOL,
         "ranks": len(job.dp_groups[0].ranks),
+        "job_ranks": job_ranks(job),
         "run": "one",
         "layout": layout.to_json(),
         "optimizer": spec,
@@ -85,6 +88,10 @@ def laid(shape: object, shards: int = 1) -> str:
         ({"start": b"short"}, "start has 5 bytes"),
         ({"continues": b""}, "continues has 0 bytes"),
         ({"run": "r" * 1000}, "run has 1000 characters"),
+        (
+            {"job_ranks": OTHER},
+            "job file has DP group 0 with ranks 1, 0, 2, but this node's has it with ranks 0, 1, 2",
+        ),
         ({"protocol": 0}, "the caller has an older version of Checkmate"),
         ({"protocol": PROTOCOL + 1}, "this shadow node has an older version of Checkmate"),
     ],

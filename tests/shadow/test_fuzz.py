@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from checkmate import state
 from checkmate.job.schema import Job
+from checkmate.nodes.other_ranks import job_ranks
 from checkmate.optim.options import OptionsError, options_of, parse_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
@@ -139,6 +140,7 @@ def begin(job: Job, channel: grpc.Channel) -> None:
         job=job.job,
         protocol=PROTOCOL,
         ranks=len(job.dp_groups[0].ranks),
+        job_ranks=job_ranks(job),
         run="one",
         layout=LAYOUT.to_json(),
         optimizer=spec,

@@ -12,6 +12,7 @@ import torch
 
 from checkmate import state
 from checkmate.job.schema import Job
+from checkmate.nodes.other_ranks import job_ranks
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.protocol import PROTOCOL
@@ -61,6 +62,7 @@ def request_of(of: Job, **other: Any) -> pb.BeginRequest:
         "start": START,
         "continues": START,
         "ranks": len(of.dp_groups[0].ranks),
+        "job_ranks": job_ranks(of),
         "layout": layout.to_json(),
         "optimizer": spec,
         **other,

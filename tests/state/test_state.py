@@ -23,6 +23,7 @@ from checkmate.state import (
     bytes_of,
     dump_generators,
     dumps,
+    frozen_parameter,
     frozen_states,
     is_frozen_state,
     load_generators,
@@ -274,9 +275,9 @@ def test_every_gradient_type_is_there() -> None:
     assert {name: module.DTYPES[name].itemsize for name in ITEMSIZES} == ITEMSIZES
 
 
-@given(st.dictionaries(st.integers(0, 1000), ENTRIES.filter(bool), max_size=3))
+@given(st.dictionaries(st.integers(0, 1000), ENTRIES.filter(bool), max_size=3), st.text(max_size=9))
 def test_state_of_frozen_parameters_comes_back_from_among_the_buffers(
-    states: dict[int, dict[str, object]],
+    states: dict[int, dict[str, object]], parameter: str
 ) -> None:
     found = {
         "body.0.running_mean": torch.ones(3),
@@ -285,7 +286,9 @@ def test_state_of_frozen_parameters_comes_back_from_among_the_buffers(
     }
     assert not any(map(is_frozen_state, found))
     for index, entries in states.items():
-        found.update((name, loads(dumps(tensor))) for name, tensor in name_frozen(index, entries))
+        named = dict(name_frozen(index, entries, parameter))
+        assert {frozen_parameter(name) for name in named} == {parameter}
+        found.update((name, loads(dumps(tensor))) for name, tensor in named.items())
     assert sum(map(is_frozen_state, found)) == sum(map(len, states.values()))
     back = frozen_states(dict(reversed(found.items())))
     assert back.keys() == states.keys()

@@ -205,6 +205,9 @@ def test_command_line_up_and_down(name: str) -> None:
     [
         (["up", "nowhere"], "no lab 'nowhere'"),
         (["up", "single_tor", "--target", "tofin"], "no target 'tofin'"),
+        (["up", "x", "--target", "tofin"], "no lab 'x'; there are "),
+        (["up", "x", "--target", "tofin", "--loss", "9"], "; no target 'tofin'; "),
+        (["up", "x", "--target", "tofin", "--loss", "9"], "'9' is not a loss rate"),
         (["up", "single_tor", "--loss", "2"], "'2' is not a loss"),
         (["up", "single_tor", "--jitter", "5m"], "'5m' is not a jitter"),
         (["up", "single_tor", "--mtu", "100"], "invalid MTU 100"),

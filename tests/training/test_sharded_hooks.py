@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from checkmate.ring import RingError
+from checkmate.state import local_of
 from checkmate.training.errors import RefusedError
 from testbed.ports import free_port
 from tests.support.training.rank_processes import RankProcesses, failing_backward
@@ -182,6 +183,20 @@ def lose_a_replica(rank: int, count: int, ports: list[int]) -> str:
 def test_backward_ends_when_a_replica_is_gone(ranks: RankProcesses) -> None:
     told = ranks.run(4, lose_a_replica, [free_port(), free_port()])
     assert "rank 1" in told[0] and "rank 1" in told[1]
+
+
+def begin_with_nan(rank: int, count: int, ports: list[int]) -> bool:
+    """Return whether all gradients of narrow parameters are NaN after a first loss that is."""
+    model = ShardedNet().to(torch.bfloat16)
+    shard(model, replicated(2, 1)["dp_shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    with hooked(model, rank, 2, ports):
+        (model(rows(rank, 0)).sum() * float("nan")).backward()
+        found = [local_of(p.grad) for p in model.parameters() if p.grad is not None]
+        return len(found) > 3 and all(bool(one.isnan().any()) for one in found)
+
+
+def test_nan_in_the_first_iteration_is_a_gradient_like_others(ranks: RankProcesses) -> None:
+    assert ranks.run(2, begin_with_nan, [free_port()]) == [True, True]
 
 
 class NarrowNet(nn.Module):

@@ -97,7 +97,7 @@ def _between(raw: dict[str, Any], reserved: Collection[str]) -> Iterator[Fault]:
     if meshed:
         yield from lab_mesh.groups_of(raw)[1]
     elif "dp_groups" not in raw:
-        yield Fault(("dp_groups",), "is missing")
+        yield Fault(("dp_groups",), "is missing; list the lab's DP groups, or give a mesh")
     if (hosts := top.fields.get("hosts")) is not None:
         yield from () if meshed else _placed(raw, len(hosts))
         if top.fields.get("collective") == "nccl":

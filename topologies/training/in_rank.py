@@ -7,6 +7,7 @@ and can replace Checkmate by another AllReduce for comparison.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,7 +15,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
@@ -25,13 +26,16 @@ import checkmate
 from checkmate import Restored
 from checkmate.ring import connect_ring
 from checkmate.ring.connections import PlainSocket
-from checkmate.ring.place import RingPlace, ring_ports
+from checkmate.ring.place import RingPlace, host_ports, ring_ports
 from checkmate.tagger import TaggedSocket
-from checkmate.training.gradients.reducing import RingReducer
+from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
+from checkmate.training.gradients.reducing import Reducer, RingReducer
 from checkmate.training.gradients.wiring import make_reduction
 from checkmate.training.model.choosing import model_of
 from checkmate.training.model.trained import TrainedModel
-from checkmate.training.start.membership import join, lay_out, named_job
+from checkmate.training.start.membership import Membership, join, lay_out_shares, named_job
+from checkmate.wire.layout import Layout
+from checkmate.wire.schedule import RING_SLICING
 from topologies.training.orders import PHASES, Kill, Orders, read
 from topologies.training.verdict import digest
 
@@ -67,7 +71,7 @@ class Unprotected:
 
 
 _PORTS: Final = 1000
-"""More than the ring of one job has at an address."""
+"""More than the rings of one job have at an address."""
 
 
 class Untagged(Unprotected):
@@ -77,7 +81,8 @@ class Untagged(Unprotected):
         """Connect it; `ring` is its number if the process has several."""
         model = model_of(module)
         session = join(model)
-        layout = lay_out(model, session.shards)
+        layouts = lay_out_shares(model, session, RING_SLICING)
+        layout = layouts[session.group]
         place = RingPlace(
             session.position,
             session.ips,
@@ -86,17 +91,37 @@ class Untagged(Unprotected):
             device=session.interface,
             fingerprint=layout.fingerprint,
         )
-        self._ring = connect_ring(place)
-        parameters = list(model.trained().values())
-        divisor = None if model.averages else 1
-        reducer = RingReducer(self._ring, layout, pinned=parameters[0].is_cuda, divisor=divisor)
-        self._hook = make_reduction(model, reducer, 0)
-        self._hook.register()
+        pinned = next(iter(model.trained().values())).is_cuda
+        divisor = session.replicas if model.averages else 1
+        with contextlib.ExitStack() as undo:
+            inner = RingReducer(
+                undo.enter_context(connect_ring(place)), layout, pinned=pinned, divisor=divisor
+            )
+            reducer: Reducer = inner
+            if session.together:
+                rings = undo.enter_context(HostRings(_host_place(session, layouts, ring)))
+                merged = merge(list(layouts.values()))
+                reducer = HostReducer(merged, session.share.index, inner, rings, pinned=pinned)
+            hook = make_reduction(model, reducer, 0)
+            undo.callback(hook.close)
+            hook.register()
+            self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Close the ring."""
-        self._hook.close()
-        self._ring.close()
+        """Close the rings."""
+        self._undo.close()
+
+
+def _host_place(session: Membership, layouts: Mapping[int, Layout], ring: int) -> RingPlace:
+    """Return this rank's place among those of its host that train its model."""
+    ranks = session.host_ranks
+    return RingPlace(
+        session.share.index,
+        [str(rank.ip) for rank in ranks],
+        1,
+        ports=[port - ring * _PORTS for port in host_ports(session.job, ranks)],
+        fingerprint=layouts[session.together[0]].fingerprint,
+    )
 
 
 def arm(

@@ -92,10 +92,13 @@ def _stages(job: Job, names: Sequence[str], dtype: str | None) -> list[Model]:
     if len(models) == groups:
         return models
     if job.mesh is None:
-        return stages_of(models[0], groups)
+        beside = job.groups_by_hosts()
+        stages = stages_of(models[0], len(beside))
+        of_group = {group: stage for stage, one in zip(stages, beside, strict=True) for group in one}
+        return [of_group[group] for group in job.groups]
     parts = job.mesh.dp_shard * job.mesh.tp
-    stages = (sharded(stage, parts) for stage in stages_of(models[0], job.mesh.pp))
-    return [shard for shard in stages for _ in range(groups // job.mesh.pp)]
+    chunks = (sharded(stage, parts) for stage in stages_of(models[0], job.mesh.pp))
+    return [chunk for chunk in chunks for _ in range(groups // job.mesh.pp)]
 
 
 def _limits(iteration_time: str | None, node_memory: str | None, nic_rate: str) -> Limits:

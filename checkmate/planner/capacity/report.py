@@ -9,7 +9,7 @@ from itertools import groupby
 from rich.text import Text
 
 from checkmate.job.faults import show_path
-from checkmate.job.mesh import group_name, replica_groups
+from checkmate.job.mesh import group_name
 from checkmate.output.tables import FittedTable
 from checkmate.planner.capacity.misfits import PEAK, Check
 from checkmate.planner.capacity.plan import TRANSCEIVERS, Capacity, SwitchUse
@@ -187,7 +187,9 @@ def _models(found: Capacity) -> Iterator[tuple[str, Model]]:
         (first, model), (last, _) = groups[0], groups[-1]
         names = f"DP group {group_name(job, first)}"
         if len(groups) > 1:
-            how = "together" if replica_groups(job, first) == tuple(group for group, _ in groups) else "each"
+            how = (
+                "together" if found.demand.together(first) == tuple(group for group, _ in groups) else "each"
+            )
             names = f"DP groups {group_name(job, first)} to {group_name(job, last)}, {how}"
         yield f"{names}: {model.name}, {dtype_of(model)}", model
 

@@ -117,7 +117,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
         generation=state.generation,
         discarded=state.ended.discarded,
         trainers=node.trainers(),
-        ranks=[len(group.ranks) for group in node.job.dp_groups],
+        job_ranks=node.job_ranks,
         holds=[hold_status(group, hold) for group, hold in holds],
         torch=torch.__version__,
         capability=torch.backends.cpu.get_cpu_capability(),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from checkmate.job.schema import Job
+from checkmate.nodes.other_ranks import difference, job_ranks
 from checkmate.optim.options import OptionsError, parse_options
 from checkmate.optim.supported import FROZEN, SUPPORTED
 from checkmate.rpc import shadow_pb2 as pb
@@ -71,6 +72,11 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
     if request.ranks != ranks:
         raise CallRefused(
             f"{counted(request.ranks, 'rank')}: DP group {request.group} of job {job.job} has {ranks}"
+        )
+    if found := difference(request.job_ranks, job_ranks(job)):
+        raise CallRefused(
+            f"the trainers' job file has {found[0]}, but this node's has {found[1]}; trainers and shadow "
+            "nodes must read the same job file"
         )
     layout = _layout(job, request)
     _check_optimizer(request.optimizer, len(layout.parameters))

@@ -17,6 +17,7 @@ from checkmate.ring import Ring, RingError, RingPlace, connect_ring
 from checkmate.ring.engine import Engine
 from checkmate.ring.owned import OwnedBucket, broadcast_steps, reduce_steps
 from checkmate.ring.steps import SLICE_BYTES, Position, RingSteps
+from checkmate.ring.watching import NextWatch
 from checkmate.training.gradients.reducing import Ends, RingReducer, zero_bucket
 from checkmate.training.gradients.staging import Staging
 from checkmate.wire.layout import BucketLayout, Layout
@@ -86,7 +87,8 @@ class HostReducer:
     """The reducer of a rank that shares its host with others of the same model.
 
     A bucket is summed along the host's ranks, at its owner. If that is this rank, `inner` reduces it over the
-    hosts. Then it is broadcast. Each of the three has its buckets in order of index on all ranks.
+    hosts. Then it is broadcast. Each of the three has its buckets in order of index on all ranks. If a rank
+    of the host ends, all of its ranks fail, whether they wait for that one or not.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class HostReducer:
         self._on_error: Callable[[RingError], None]
         self._inward: Engine
         self._outward: Engine
+        self._watch: NextWatch
 
     def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
         """Return what copies gradients between this device and host memory."""
@@ -128,6 +131,7 @@ class HostReducer:
         self._outward = self._engine(self._rings.outward, broadcast_steps, on_done)
         self._inner.open(lambda number: self._may_go_out(self._own[number]), self._fail)
         self._inward = self._engine(self._rings.inward, reduce_steps, self._summed)
+        self._watch = NextWatch(self._rings.inward, self._fail)
 
     def submit(self, index: int) -> None:
         """Reduce the next bucket. Raise `RingError` after an error."""
@@ -148,6 +152,7 @@ class HostReducer:
         self._inward.close()
         self._inner.close()
         self._outward.close()
+        self._watch.close(well=self._error is None)
 
     def _engine(
         self,

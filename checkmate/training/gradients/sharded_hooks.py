@@ -114,7 +114,7 @@ class ShardedHooks(GradientReduction):
             return gradient
         begin = gradient.storage_offset()
         exact = self._scattered[begin : begin + gradient.numel()].to(gradient.device)
-        if self.iteration == self._first_iteration and not torch.equal(exact.to(gradient.dtype), gradient):
+        if self.iteration == self._first_iteration and not _same(exact.to(gradient.dtype), gradient):
             raise RuntimeError(
                 f"{self._layout.parameters[number].name}: PyTorch {torch.__version__} does not store FSDP's "
                 f"gradients as expected: keep parameters in {reduced}, with param_dtype={gradient.dtype}"
@@ -160,6 +160,11 @@ class ShardedHooks(GradientReduction):
                     f"{self._layout.parameters[number].name} has no gradient on this rank, but on another "
                     "replica: each iteration has to use the same parameters on all ranks"
                 )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same values. NaN is one, whatever its bits."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def check_hooks(model: FsdpModel) -> None:

@@ -43,15 +43,23 @@ def copied(tensor: torch.Tensor) -> Later:
 
 
 def frozen_state(
-    optimizer: torch.optim.Optimizer, trained: Collection[nn.Parameter]
+    optimizer: torch.optim.Optimizer,
+    trained: Collection[nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state of parameters whose gradients are not reduced, named by `name_frozen`."""
+    """Return the optimizer's state of parameters whose gradients are not reduced, named by `name_frozen`.
+
+    `trained` has the other parameters, and `parameters` all of the model, by name.
+    """
+    names = {parameter: name for name, parameter in parameters.items()}
     flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
         name: tensor
         for index, parameter in enumerate(flat)
         if parameter not in trained and parameter in optimizer.state
-        for name, tensor in name_frozen(index, _local_state(optimizer.state[parameter]))
+        for name, tensor in name_frozen(
+            index, _local_state(optimizer.state[parameter]), names.get(parameter, "")
+        )
     }
 
 

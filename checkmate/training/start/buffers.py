@@ -19,7 +19,8 @@ def recorded_buffers(
     model, optimizer = watched.model, watched.optimizer
     if place.first:
         return Buffers(
-            lambda: model.kept_beside() | frozen_state(optimizer, set(parameters)), everything=True
+            lambda: model.kept_beside() | frozen_state(optimizer, set(parameters), model.parameters()),
+            everything=True,
         )
     if model.broadcasts_buffers:
         return Buffers(dict, everything=False)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from checkmate.training.errors import SessionError
 from checkmate.wording import counted
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Of these messages and of their order. Version 1 had pickled objects, and did not name itself; version 2 did
-not compare NCCL's plugins."""
+not compare NCCL's plugins; version 3 did not say what groups train."""
 MESSAGE_BYTES: Final = 16 << 20
 """The largest message; the longest are plans, with some bytes per shard."""
 _MAGIC: Final = 0xC4EC_0000

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
 from checkmate.nodes.reader import Asked, Reading, States, most_parts, read_shards, record_of
 from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
@@ -53,6 +54,7 @@ def fetch(
 
     Raises:
         FetchError: None of a shard's holders returns it, or buffers are missing, or the model differs.
+        OtherRanks: The nodes hold other parts of the model.
     """
     how = Reading(time.monotonic() + timeout, accept=partial(_check_model, layouts))
     try:
@@ -81,8 +83,14 @@ def spread(holders: Sequence[int], rank: int) -> list[int]:
 
 
 def _check_model(ours: Mapping[int, Layout], header: pb.SeedHeader, theirs: Layout) -> None:
-    """Raise `FetchError` if the nodes hold another model."""
-    difference = different(theirs, ours[header.shard.group])
+    """Raise `FetchError` if the nodes hold another model, and `OtherRanks` if other parts of it."""
+    own = ours[header.shard.group]
+    difference = different(theirs, own)
+    if difference and in_other_parts(theirs, own):
+        raise OtherRanks(
+            f"the shadow nodes hold other parts of the model in DP group {header.shard.group}: {difference}. "
+            f"{RESHARDING}"
+        )
     if difference:
         raise FetchError(
             f"the shadow nodes hold another model: {difference}; `checkmate reset JOB` discards it"
@@ -104,6 +112,16 @@ def different(theirs: Layout, ours: Layout) -> str:
     if len(theirs.parameters) != len(ours.parameters):
         return f"it has {len(theirs.parameters)} trained parameters, ours {len(ours.parameters)}"
     return ""
+
+
+def in_other_parts(theirs: Layout, ours: Layout) -> bool:
+    """Return whether a stored model differs from ours because ranks share it out in another way."""
+    if theirs.share != ours.share:
+        return True
+    old = {known.name: known for known in theirs.parameters}
+    both = [(old[known.name], known) for known in ours.parameters if known.name in old]
+    same = [(one, other) for one, other in both if (one.whole or one.shape) == (other.whole or other.shape)]
+    return any((one.shape, one.offset) != (other.shape, other.offset) for one, other in same)
 
 
 def _compared(parameter: Parameter) -> Parameter:

@@ -13,6 +13,7 @@ import torch
 
 from checkmate import state
 from checkmate.job.mesh import group_name
+from checkmate.nodes.other_ranks import job_ranks
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
@@ -75,6 +76,7 @@ class Opening:
             capability=torch.backends.cpu.get_cpu_capability(),
             device=self.device,
             ranks=self.place.ranks,
+            job_ranks=job_ranks(self.place.job),
             run=start.plan.run,
             start=start.plan.start,
             continues=start.plan.continues,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from checkmate import state
-from checkmate.nodes.other_ranks import RESHARDING
+from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
 from checkmate.optim.supported import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import in_memory_order
@@ -46,14 +46,15 @@ def check_optimizer(stored: pb.OptimizerSpec, ours: pb.OptimizerSpec) -> None:
 
 
 def check_record(record: pb.IterationRecord, watched: Watched, place: Membership) -> None:
-    """Raise `InstallError` if a record's ranks, scheduler or scaler are not like the script's.
+    """Raise `InstallError` if a record's scheduler or scaler is not like the script's.
 
-    A record without parts, from before the first iteration, fits anything.
+    Raise `OtherRanks` if it is of another number of ranks. A record without parts, from before the first
+    iteration, fits anything.
     """
     if not record.parts:
         return
     if len(record.parts) != place.ranks:
-        raise InstallError(
+        raise OtherRanks(
             f"the state has {counted(len(record.parts), 'rank')} in DP group {place.group}, but the job now "
             f"has {place.ranks}. {RESHARDING}"
         )

@@ -88,7 +88,7 @@ def group_state(watched: Watched, record: pb.IterationRecord) -> GroupState:
         )
         for p, number in numbers.items()
     }
-    beside = model.kept_beside() | frozen_state(watched.optimizer, set(numbers))
+    beside = model.kept_beside() | frozen_state(watched.optimizer, set(numbers), model.parameters())
     made = pb.IterationRecord(iteration=ITERATION, parts=record.parts)
     for name, tensor in beside.items():
         made.buffers[name] = state.dumps(state.local_of(tensor).detach())
@@ -128,7 +128,7 @@ def resume(rank: int, count: int, case: MeshCase, path: str) -> tuple[Any, Any, 
     sharded: nn.Module = model if case.shards > 1 else DistributedDataParallel(model)
     watched = Watched(model_of(sharded), optimizer)
     place = membership.place(case.job(), rank, count, watched.model.replicas)
-    resumed = disk.resume(Path(path), place, watched)
+    resumed = disk.resume(Path(path), place, watched, [[*range(case.shards)]])
     made = packed(group_state(watched, resumed.record))
     found = full(model.state_dict()), full(optimizer.state_dict()["state"])
     return *found, made, resumed.other_ranks

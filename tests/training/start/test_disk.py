@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from checkmate.consolidate import disk as on_disk
 from checkmate.consolidate import kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import GroupState, Snapshot
+from checkmate.job.files import read_job
+from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
@@ -33,15 +36,20 @@ from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import disk, membership, plans
+from checkmate.training.start.counterparts import Counterparts, StageRanks
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Start
 from checkmate.training.start.plans import plan_new_run
 from testbed.jobs import job
+from tests.support.job_files import meshed, write
 from tests.support.training.alone import alone
+from tests.support.training.resharded import PLAIN
 from topologies.training.verdict import digest
 
 JOB = job(ranks=2)
 PLACE = membership.place(JOB, 0, 2, [0, 1])
+ONE = [[0]]
+"""The DP groups of each stage, if there is one."""
 
 
 class DiskScript:
@@ -82,7 +90,10 @@ class DiskScript:
             lambda _: {},
             slices=Slices(layout, list(names.values()), self.optimizer),
             buffers=Buffers(
-                lambda: self.wrapped.kept_beside() | frozen_state(self.optimizer, set(names.values())),
+                lambda: (
+                    self.wrapped.kept_beside()
+                    | frozen_state(self.optimizer, set(names.values()), self.wrapped.parameters())
+                ),
                 everything=True,
             ),
         )
@@ -155,7 +166,7 @@ def test_a_new_process_goes_on_from_the_newest(
     (path,) = there.paths
     assert (there.generation, there.passed_over) == (2, "")
     other = DiskScript(2)
-    resumed = disk.resume(path, PLACE, other.watched)
+    resumed = disk.resume(path, PLACE, other.watched, ONE)
     again = resumed.record
     assert (resumed.extra, resumed.other_ranks) == ({"seen": 7}, "")
     found = other.everything()
@@ -181,7 +192,7 @@ def test_state_gets_the_memory_format_of_the_parameter_that_is_there(
     record = script.train(3)
     on_disk.save(checkpoint(script.snapshot(record), by_name=kind == "dcp"), tmp_path / "c.pt", kind)
     other = DiskScript(2, turned=turned)
-    disk.resume(tmp_path / "c.pt", PLACE, other.watched)
+    disk.resume(tmp_path / "c.pt", PLACE, other.watched, ONE)
     ours, theirs = (next(iter(one.model.parameters())) for one in (other, script))
     assert ours.stride() == ((1, 5) if turned else (6, 1))
     for name in ("exp_avg", "exp_avg_sq"):
@@ -229,6 +240,7 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
     names = ", ".join(path.name for path in older[:3])
     assert caplog.messages == [
         f"resumed from {newest}: iteration 2 comes next",
+        f"training had ended with iteration 1: {restore._ANEW}",
         f"older checkpoints were not used: {names} and 1 more",
     ]
 
@@ -262,26 +274,26 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = kept.path_of(tmp_path, 0, 1, "torch")
     on_disk.save({**made, "job": "another"}, path, "torch")
     with pytest.raises(InstallError, match="belongs to the job another, not to demo"):
-        disk.resume(path, PLACE, script.watched)
+        disk.resume(path, PLACE, script.watched, ONE)
     on_disk.save(made, path, "torch", replace=True)
     with pytest.raises(InstallError, match="doesn't fit the script: .*size mismatch for 0.weight"):
-        disk.resume(path, PLACE, DiskScript(1, width=7).watched)
+        disk.resume(path, PLACE, DiskScript(1, width=7).watched, ONE)
     bare = Watched(script.wrapped, script.optimizer)
     with pytest.raises(
         InstallError, match="has a scheduler, a OneCycleLR: pass scheduler= to checkmate.restore"
     ):
-        disk.resume(path, PLACE, bare)
+        disk.resume(path, PLACE, bare, ONE)
     other = DiskScript(2)
     other.scheduler = ExponentialLR(other.optimizer, 0.9)  # type: ignore[assignment]
     expected = other.everything()
     with pytest.raises(InstallError, match="scheduler is a OneCycleLR, but the script's is an ExponentialLR"):
-        disk.resume(path, PLACE, other.watched)
+        disk.resume(path, PLACE, other.watched, ONE)
     older = {name: value for name, value in made.items() if name != "scheduler_class"}
     on_disk.save(older, path, "torch", replace=True)
     with pytest.raises(
         InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR has gamma"
     ):
-        disk.resume(path, PLACE, other.watched)
+        disk.resume(path, PLACE, other.watched, ONE)
     for name in ("model", "optimizer", "scheduler"):
         assert digest(other.everything()[name]) == digest(expected[name]), name
 
@@ -297,18 +309,87 @@ def test_ranks_that_the_checkpoint_does_not_know_go_on_with_generators_of_their_
     torch.manual_seed(77)
     expected = torch.rand(2)
     torch.manual_seed(77)
-    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 3, 4, None), other.watched)
+    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 3, 4, None), other.watched, ONE)
     assert torch.equal(torch.rand(2), expected)
     assert resumed.extra == "first"
-    assert resumed.other_ranks == (
-        "it is of 2 ranks, and there are 4 now: ranks 2, 3 keep the script's random generators, and get "
-        "extra() of rank 0"
-    )
+    assert resumed.other_ranks.startswith("rank 3 keeps the script's random generators, and gets extra() of")
     assert [state.loads(part.extra) for part in resumed.record.parts] == ["first", "second", "first", "first"]
     assert [bool(part.rng) for part in resumed.record.parts] == [True, True, False, False]
     torch.manual_seed(77)
-    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 1, 4, None), other.watched)
-    assert not torch.equal(torch.rand(2), expected) and resumed.extra == "second"
+    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 1, 4, None), other.watched, ONE)
+    assert not torch.equal(torch.rand(2), expected) and resumed.extra == "second" and not resumed.other_ranks
+    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 0, 4, None), other.watched, ONE)
+    assert resumed.other_ranks == (
+        "it is of 2 ranks, and there are 4 now: ranks 2, 3 keep the script's random generators, and get "
+        "extra() of the checkpoint's rank 0"
+    )
+
+
+def staged(path: Path) -> None:
+    """Save a checkpoint of two stages of two replicas each; a rank's generator has its number as seed."""
+    script = DiskScript(1)
+    snapshot = script.snapshot(script.train(2))
+    data = meshed(pp=2, replicate=2)
+    mesh = read_job(write(path.parent, data))
+    groups = []
+    for first in (0, 2):
+        (group,) = (replace(one, record=pb.IterationRecord()) for one in snapshot.groups)
+        group.record.CopyFrom(snapshot.groups[0].record)
+        for part in group.record.parts:
+            rank = first + part.position
+            torch.manual_seed(rank)
+            part.rng = state.dump_generators({"torch": torch.get_rng_state(), **PLAIN})
+            part.extra = state.dumps(f"of rank {rank}")
+        groups.append(group)
+    made = replace(snapshot, job=mesh, groups=tuple(groups))
+    on_disk.save(checkpoint(made, by_name=path.suffix == ""), path, "torch" if path.suffix else "dcp")
+
+
+@pytest.mark.parametrize("name", ["c.pt", "c"])
+def test_ranks_are_matched_by_place_within_their_stage(name: str, tmp_path: Path) -> None:
+    """With four replicas instead of two, stage 1 has the ranks 4 to 7, and had 2 and 3."""
+    staged(tmp_path / name)
+    job_now = read_job(write(tmp_path, meshed(pp=2, replicate=4)))
+    found: dict[int, tuple[Any, int, str]] = {}
+    for rank in range(8):
+        other = DiskScript(2)
+        place = membership.place(job_now, rank, 8, None)
+        torch.manual_seed(100 + rank)
+        resumed = disk.resume(tmp_path / name, place, other.watched, [[0], [1]])
+        found[rank] = resumed.extra, torch.initial_seed(), resumed.other_ranks
+    of = {0: 0, 1: 1, 4: 2, 5: 3}
+    assert {rank: seed for rank, (_, seed, _) in found.items()} == {
+        rank: of.get(rank, 100 + rank) for rank in range(8)
+    }
+    assert {rank: extra for rank, (extra, _, _) in found.items()} == {
+        rank: f"of rank {of.get(rank, 0 if rank < 4 else 2)}" for rank in range(8)
+    }
+    assert {rank for rank, (_, _, warned) in found.items() if warned} == {0, 2, 3, 4, 6, 7}
+    assert found[4][2] == (
+        "stage 1 of it is of 2 ranks, and there are 4 now: ranks 6, 7 keep the script's random generators, "
+        "and get extra() of the checkpoint's rank 2"
+    )
+    assert found[7][2] == (
+        "rank 7 keeps the script's random generators, and gets extra() of the checkpoint's rank 2, because "
+        "the checkpoint has no rank in its place"
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        (StageRanks((4, 5, 6, 7)), StageRanks((0, 1, 2, 3)), {0: 4, 1: 5, 2: 6, 3: 7}),
+        (StageRanks((0, 1, 2, 3), tp=2), StageRanks((0, 1)), {0: 0, 1: 2}),
+        (StageRanks((0, 1)), StageRanks((2, 3, 4, 5), tp=2), {2: 0, 4: 1}),
+    ],
+    ids=["another stage's ranks", "without tensor parallelism", "with tensor parallelism"],
+)
+def test_ranks_that_share_a_sample_stay_together(
+    theirs: StageRanks, ours: StageRanks, expected: dict[int, int]
+) -> None:
+    found = Counterparts(theirs, ours)
+    assert found.of_rank == expected
+    assert bool(found.warning(ours.ranks[0], "it")) == (len(theirs.ranks) != len(ours.ranks))
 
 
 def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> None:
@@ -319,3 +400,11 @@ def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> 
 
     _, trouble = restore._together(PLACE, load)
     assert trouble == "rank 0 (192.168.0.0): TypeError: a scheduler of the script's own wants other keys"
+
+
+def test_state_of_other_ranks_is_not_replaced_by_an_older_checkpoint() -> None:
+    def load() -> None:
+        raise OtherRanks("the shadow nodes hold other parts of the model")
+
+    with pytest.raises(restore.RestoreError, match="^rank 0 .*: the shadow nodes hold other parts"):
+        restore._together(PLACE, load)

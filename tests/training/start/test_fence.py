@@ -79,17 +79,17 @@ def test_state_of_other_ranks_is_refused_with_the_way_over_the_disk(
     served: list[RecordingNode], job: Job, stubs: Stubs
 ) -> None:
     """At once, and without fencing: a checkpoint can still be read. A node that holds nothing may be used."""
-    served[0].status = pb.NodeStatus(node=0, holds_nothing=True, ranks=[2, 2])
+    two, one = (pb.JobRanks(groups=[pb.GroupRanks(ranks=[0, 1])] * count) for count in (2, 1))
+    served[0].status = pb.NodeStatus(node=0, holds_nothing=True, job_ranks=two)
     served[1].status = node(1, hold((0, 1), 6, 8))
-    served[1].status.ranks.extend([2, 2])
+    served[1].status.job_ranks.CopyFrom(two)
     plan = fence.plan_restore(job, stubs, 60)
     assert plan.kind == "refused"
     assert plan.trouble.startswith(
         f"shadow node 1 ({served[1].address}) holds a state at iteration 6, and its job file has 2 DP groups "
         "of 2 ranks, but the job now has 1 DP group of 2 ranks. To continue with other ranks, save the state "
     )
-    served[1].status.ranks[:] = [2]
-    served[0].status.ranks[:] = [2]
+    served[1].status.job_ranks.CopyFrom(one)
     assert fence.plan_restore(job, stubs, 0.5).kind == "none"
 
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from checkmate import state
+from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
-from checkmate.training.start.fetch import Fetched, FetchError, different, fetch
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.start.fetch import Fetched, FetchError, _check_model, different, fetch, in_other_parts
 from checkmate.training.start.membership import Membership
 from checkmate.wire.layout import Parameter, make_layout
 from testbed.small_training import RUN
@@ -72,3 +74,24 @@ def test_another_number_of_shards_or_another_shard_is_another_model() -> None:
     assert different(other, ours) == told
     whole = make_layout([Parameter("w", (4, 2), "float32")], 1)
     assert different(whole, ours).startswith("it has w [4, 2] float32 in place of w [4, 2] at")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "moved"),
+    [
+        (Parameter("w", (3, 2), "float32", whole=(7, 2), offset=(4, 0)), True),
+        (Parameter("w", (7, 2), "float32"), True),
+        (Parameter("w", (4, 2), "float32"), False),
+        (Parameter("v", (4, 2), "float32", whole=(7, 2), offset=(0, 0)), False),
+    ],
+    ids=["another chunk", "not sharded", "another shape", "another name"],
+)
+def test_other_parts_of_the_same_model_are_told_from_another_model(theirs: Parameter, moved: bool) -> None:
+    ours = make_layout([Parameter("w", (4, 2), "float32", whole=(7, 2), offset=(0, 0))], 1)
+    assert in_other_parts(make_layout([theirs], 1), ours) == moved
+    assert different(make_layout([theirs], 1), ours)
+    header = pb.SeedHeader(shard=pb.Shard(group=0))
+    with pytest.raises(
+        OtherRanks if moved else FetchError, match="other parts" if moved else "another model"
+    ):
+        _check_model({0: ours}, header, make_layout([theirs], 1))

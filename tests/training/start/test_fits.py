@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.nodes.reader import States
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
@@ -163,7 +164,7 @@ def test_another_scaler_is_named() -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_is_told(ranks: int) -> None:
     words = f"has {ranks} rank.* in DP group 0, but the job now has 2"
-    with pytest.raises(InstallError, match=words):
+    with pytest.raises(OtherRanks, match=words):
         check_record(stored(ranks), script(), PLACE)
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from checkmate import state
 from checkmate.consolidate import disk as on_disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import Snapshot
+from checkmate.consolidate.stages import Trained
+from checkmate.consolidate.stages import stages as find_stages
+from checkmate.job.schema import Job
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, membership
+from checkmate.training.start.counterparts import Counterparts, StageRanks
 from checkmate.training.start.install import InstallError, own_buffers
+from testbed.jobs import job_data
 from tests.support.training.alone import alone
 from tests.support.training.lab import equal
 from tests.support.training.rank_processes import RankProcesses
@@ -24,6 +32,7 @@ from tests.support.training.resharded import (
     MeshCase,
     by_number,
     full,
+    group_state,
     resume,
     saved,
     script,
@@ -48,20 +57,23 @@ def test_to_shards_and_back(
     """A DDP's checkpoint is loaded into shards; their checkpoint has the same tensors, and a DDP loads it."""
     model, states = saved(tmp_path / "one", kind)
     told = ranks.run(case.ranks, resume, case, str(tmp_path / "one"))
-    for found, optimizer, _, warned in told:
+    for found, optimizer, _, _ in told:
         assert equal(found, model)
         assert equal(by_number(optimizer), by_number(states))
-        assert warned.startswith(f"it is of 2 ranks, and there are {case.ranks} now: ranks 2, 3")
+    first, second, *new = (warned for _, _, _, warned in told)
+    assert first.startswith(f"it is of 2 ranks, and there are {case.ranks} now: ranks 2, 3") and not second
+    assert all(warned.startswith(f"rank {rank} keeps") for rank, warned in enumerate(new, 2))
     groups = tuple(unpacked(*told[number][2]) for number in range(case.shards))
     snapshot = Snapshot(case.job(), "run", ITERATION, groups)
     on_disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "two", kind)
     one, two = (on_disk.load(tmp_path / name) for name in ("one", "two"))
     assert equal(two["model"], one["model"]) and equal(two["buffers"], one["buffers"])
     assert equal(by_number(two["optimizer"]["state"]), by_number(one["optimizer"]["state"]))
-    for found, optimizer, _, warned in ranks.run(2, resume, MeshCase(2, 1), str(tmp_path / "two")):
+    back = ranks.run(2, resume, MeshCase(2, 1), str(tmp_path / "two"))
+    for found, optimizer, _, _ in back:
         assert equal(found, model)
         assert equal(by_number(optimizer), by_number(states))
-        assert warned == ""  # the ranks that had generators
+    assert [warned for _, _, _, warned in back] == [f"it is of {case.ranks} ranks, and there are 2 now", ""]
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
@@ -78,8 +90,39 @@ def test_another_model_is_refused_before_anything_is_changed(kind: on_disk.Forma
             InstallError,
             match=r"c doesn't fit the script: it has model.blocks.0.2.bias \[6\] in place of .*\[5\]",
         ):
-            disk.resume(tmp_path / "c", place, Watched(model_of(model), optimizer))
+            disk.resume(tmp_path / "c", place, Watched(model_of(model), optimizer), [[0]])
         assert equal(full(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_sharded_stages_without_a_mesh_are_read_back(kind: on_disk.Format, tmp_path: Path) -> None:
+    """The DP groups of a stage are found by their parameters, in writing and in reading."""
+    made = Job.model_validate(job_data(groups=2, ranks=2))
+    with alone():
+        stages = [stage_of(seed) for seed in (1, 2)]
+        groups = [group_state(watched, pb.IterationRecord(iteration=ITERATION)) for watched in stages]
+        snapshot = Snapshot(made, "run", ITERATION, tuple(groups))
+        on_disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "c", kind)
+        expected = [full(watched.model.inner.state_dict()) for watched in stages]
+        places = [membership.place(made, group.ranks[0].rank, 4, None) for group in made.dp_groups]
+        trained = [disk.trained_by(*one) for one in zip(places, stages, strict=True)]
+        assert trained == [Trained.of_layout(group.layout) for group in groups]
+        found = find_stages(made, [Trained.of_message(one.message()) for one in trained])
+        assert found == [[0], [1]]
+        for place, watched, one in zip(places, stages, expected, strict=True):
+            with torch.no_grad():
+                for parameter in watched.model.trained().values():
+                    state.local_of(parameter).zero_()
+            disk.resume(tmp_path / "c", place, watched, found)
+            assert equal(full(watched.model.inner.state_dict()), one)
+
+
+def stage_of(seed: int) -> Watched:
+    """Return a stage's model in a single shard, with names of its own."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(OrderedDict({f"layer{seed}": nn.Linear(4, 3)}))
+    fully_shard(model, mesh=replicated(1, 1)["dp_shard"])
+    return Watched(model_of(model), torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +139,7 @@ def test_ranks_in_other_groups_get_their_own_buffers(
     """A checkpoint has what differs from the stage's first rank; a group may begin with another."""
     found = {
         "iteration": 8,
+        "ranks": [*range(8)],
         "rng": {},
         "extra": {},
         "scheduler": None,
@@ -105,6 +149,7 @@ def test_ranks_in_other_groups_get_their_own_buffers(
     }
     for rank, value in expected.items():
         place = membership.place(case.job(), rank, case.ranks, None)
-        record = disk._record_of(found, place)
+        ranks = Counterparts.of(found, StageRanks.of(case.job(), case.job().groups))
+        record = disk._record_of(found, place, ranks.of_rank)
         shared = {name: state.loads(data) for name, data in record.buffers.items()}
         assert (shared | own_buffers(record, place.position))["mean"].item() == value

@@ -1,0 +1,74 @@
+"""Shadow nodes whose job file has another mesh, or other DP groups, than the job that restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkmate.job.files import read_job
+from checkmate.job.schema import Job
+from checkmate.nodes.other_ranks import difference, job_ranks, other_ranks
+from checkmate.rpc import shadow_pb2 as pb
+from testbed.jobs import job_data
+from tests.support.job_files import meshed, write
+from tests.support.shadow.standings import hold, node
+
+
+def grouped(*groups: list[int]) -> Job:
+    """Return a job that lists its DP groups."""
+    data = job_data(groups=len(groups), ranks=len(groups[0]))
+    for group, numbers in zip(data["dp_groups"], groups, strict=True):
+        for rank, number in zip(group["ranks"], numbers, strict=True):
+            rank["rank"] = number
+    return Job.model_validate(data)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ({"shard": 2}, {"tp": 2}, ("a mesh with dp_shard 2 and tp 1", "a mesh with dp_shard 1 and tp 2")),
+        ({"shard": 2}, {"pp": 2}, ("a mesh with pp 1 and dp_shard 2", "a mesh with pp 2 and dp_shard 1")),
+        (
+            {"pp": 2, "shard": 3},
+            {"pp": 3, "shard": 2},
+            ("a mesh with pp 2 and dp_shard 3", "a mesh with pp 3 and dp_shard 2"),
+        ),
+        ({"replicate": 4}, {"replicate": 4, "gpus": 2}, ("1 DP group of 4 ranks", "2 DP groups of 2 ranks")),
+    ],
+)
+def test_meshes_of_as_many_groups_are_told_apart(
+    old: dict[str, int], new: dict[str, int], words: tuple[str, str], tmp_path: Path
+) -> None:
+    theirs, ours = (job_ranks(read_job(write(tmp_path, meshed(**one)))) for one in (old, new))
+    assert difference(theirs, theirs) is None
+    assert difference(theirs, ours) == words
+
+
+def test_more_ranks_on_a_host_train_the_same_shards(tmp_path: Path) -> None:
+    one, two = (read_job(write(tmp_path, meshed(shard=2, gpus=gpus))) for gpus in (1, 2))
+    assert difference(job_ranks(one), job_ranks(two)) is None
+
+
+def test_groups_are_told_apart_by_their_ranks_and_order(tmp_path: Path) -> None:
+    """Records name a rank by its place in the ring. A mesh may take the place of the groups that it has."""
+    ours = job_ranks(grouped([0, 2], [1, 3]))
+    assert difference(ours, job_ranks(read_job(write(tmp_path, meshed(shard=2))))) is None
+    other = job_ranks(grouped([0, 1], [2, 3]))
+    assert difference(ours, other) == ("DP group 0 with ranks 0, 2", "it with ranks 0, 1")
+    turned = job_ranks(grouped([0, 2], [3, 1]))
+    assert difference(ours, turned) == ("DP group 1 with ranks 1, 3", "it with ranks 3, 1")
+
+
+def test_the_node_and_both_meshes_are_named(tmp_path: Path) -> None:
+    """A node that holds nothing does not count."""
+    old, new = (read_job(write(tmp_path, meshed(**{one: 2}, nodes=2))) for one in ("shard", "tp"))
+    held, nothing = node(1, hold((0, 1), 6, 8)), node(0)
+    for one in (held, nothing):
+        one.job_ranks.CopyFrom(job_ranks(old))
+    answers: dict[int, pb.NodeStatus | str] = {0: nothing, 1: held, 2: "can't be reached"}
+    assert other_ranks(old, answers) == ""
+    assert other_ranks(new, answers) == (
+        "shadow node 1 (192.168.100.1:7000) holds a state at iteration 6, and its job file has a mesh with "
+        "dp_shard 2 and tp 1, but the job now has a mesh with dp_shard 1 and tp 2"
+    )

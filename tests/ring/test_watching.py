@@ -1,0 +1,59 @@
+"""A rank of a ring notices that the next one has ended, although nothing is sent or received."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from checkmate.ring import Ring, RingError, RingPlace, connect_ring
+from checkmate.ring.watching import NextWatch
+from testbed.ports import free_port
+from tests.support.rings import loopback, on_all_ranks
+from tests.support.waiting import wait_until
+
+RANKS = 4
+
+
+@dataclass
+class Watched:
+    """A rank of a ring, which breaks its connections if the next one has ended."""
+
+    ring: Ring
+    told: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.watch = NextWatch(self.ring, self._ended)
+
+    def _ended(self, error: RingError) -> None:
+        self.told.append(str(error))
+        self.ring.abort()
+
+
+@pytest.fixture
+def ranks() -> list[Watched]:
+    port = free_port()
+    rings = on_all_ranks(
+        RANKS, lambda rank: connect_ring(RingPlace(rank, loopback(RANKS), 1, port=port), timeout=20)
+    )
+    return [Watched(ring) for ring in rings]
+
+
+def test_the_end_of_one_is_noticed_by_all(ranks: list[Watched]) -> None:
+    """One after another, against the ring: each breaks its connections to the one before."""
+    ranks[2].ring.abort()  # as the kernel does for a process that ends
+    wait_until(lambda: all(one.told for one in ranks), "all ranks notice", 10)
+    for one in ranks:
+        one.watch.close(well=False)
+        one.ring.close()
+    assert [len(one.told) for one in ranks] == [1] * RANKS
+    assert "rank 2" in ranks[1].told[0] and "on the same host, has ended" in ranks[1].told[0]
+
+
+def test_ranks_that_close_one_after_another_are_no_error(ranks: list[Watched]) -> None:
+    for one in ranks:
+        one.watch.close(well=True)
+        one.ring.close()
+    assert [one.told for one in ranks] == [[]] * RANKS
+    assert not [thread for thread in threading.enumerate() if thread.name == "ring watch"]
