@@ -30,8 +30,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import checkmate
 from checkmate.examples.gpt import text, train
 from checkmate.examples.gpt.model import Gpt, Shape
-from topologies.training.in_rank import Untagged
 from topologies.training.record import TimedBlock
+from topologies.training.unprotected import Untagged
 
 KINDS: Final = ("checkmate", "untagged", "control")
 _WARM_UP: Final = 12

@@ -34,7 +34,7 @@ from checkmate.training.start.membership import join, lay_out
 from tests.chaos.model import INPUTS, ROWS, RandomNet, make_optimizer, make_scheduler
 from tests.chaos.scenario import Scenario
 from tests.chaos.wrapped import synchronising, wrap
-from topologies.training.in_rank import Unprotected
+from topologies.training.unprotected import Unprotected
 from topologies.training.verdict import digest
 
 TIMEOUT = 12.0

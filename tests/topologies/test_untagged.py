@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from testbed.jobs import job_data
 from tests.support.training.rank_processes import RankProcesses
-from topologies.training.in_rank import Untagged
+from topologies.training.unprotected import Untagged
 
 
 def two_hosts(folder: Path) -> Path:

@@ -7,194 +7,23 @@ and can replace Checkmate by another AllReduce for comparison.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import runpy
-import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import Any, Final
 
 import checkmate
-from checkmate import Restored
-from checkmate.ring import connect_ring
-from checkmate.ring.connections import PlainSocket
-from checkmate.ring.place import RingPlace, host_ports, ring_ports
-from checkmate.tagger import TaggedSocket
-from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
-from checkmate.training.gradients.reducing import Reducer, RingReducer
-from checkmate.training.gradients.wiring import make_reduction
 from checkmate.training.model.choosing import model_of
-from checkmate.training.model.trained import TrainedModel
-from checkmate.training.start.membership import Membership, join, lay_out_shares, named_job
-from checkmate.wire.layout import Layout
-from checkmate.wire.schedule import RING_SLICING
+from checkmate.training.start.membership import named_job
+from topologies.training.killing import arm, die
 from topologies.training.orders import PHASES, Kill, Orders, read
+from topologies.training.unprotected import Unprotected, Untagged, nothing_to_restore
 from topologies.training.verdict import digest
-
-Batch = TypeVar("Batch")
-
-
-def nothing_to_restore(*_: Any, **__: Any) -> Restored:
-    """Replace `checkmate.restore`: training begins with iteration 0."""
-    return Restored(0, None)
-
-
-class Unprotected:
-    """Replacement of `checkmate.protect`: DDP's own AllReduce averages gradients."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches."""
-        return iter(batches)
-
-    def mark(self) -> None:
-        """Do nothing: the ends of iterations are not needed."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to close."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-_PORTS: Final = 1000
-"""More than the rings of one job have at an address."""
-
-
-class Untagged(Unprotected):
-    """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
-
-    def __init__(self, module: nn.Module, *_: Any, ring: int = 0, **__: Any) -> None:
-        """Connect it; `ring` is its number if the process has several."""
-        model = model_of(module)
-        session = join(model)
-        layouts = lay_out_shares(model, session, RING_SLICING)
-        layout = layouts[session.group]
-        place = RingPlace(
-            session.position,
-            session.ips,
-            session.job.channels,
-            ports=[port + ring * _PORTS for port in ring_ports(session.job, session.group)],
-            device=session.interface,
-            fingerprint=layout.fingerprint,
-        )
-        pinned = next(iter(model.trained().values())).is_cuda
-        divisor = session.replicas if model.averages else 1
-        with contextlib.ExitStack() as undo:
-            inner = RingReducer(
-                undo.enter_context(connect_ring(place)), layout, pinned=pinned, divisor=divisor
-            )
-            reducer: Reducer = inner
-            if session.together:
-                rings = undo.enter_context(HostRings(_host_place(session, layouts, ring)))
-                merged = merge(list(layouts.values()))
-                reducer = HostReducer(merged, session.share.index, inner, rings, pinned=pinned)
-            hook = make_reduction(model, reducer, 0)
-            undo.callback(hook.close)
-            hook.register()
-            self._undo = undo.pop_all()
-
-    def close(self) -> None:
-        """Close the rings."""
-        self._undo.close()
-
-
-def _host_place(session: Membership, layouts: Mapping[int, Layout], ring: int) -> RingPlace:
-    """Return this rank's place among those of its host that train its model."""
-    ranks = session.host_ranks
-    return RingPlace(
-        session.share.index,
-        [str(rank.ip) for rank in ranks],
-        1,
-        ports=[port - ring * _PORTS for port in host_ports(session.job, ranks)],
-        fingerprint=layouts[session.together[0]].fingerprint,
-    )
-
-
-def arm(
-    kill: Kill,
-    model: TrainedModel,
-    ranks: int,
-    optimizer: Optimizer,
-    iteration: Callable[[], int],
-    last_words: Callable[[], None],
-) -> None:
-    """Have this process kill itself at the point in `kill`.
-
-    Args:
-        kill: The point.
-        model: The model.
-        ranks: The number of ranks in this rank's DP group.
-        optimizer: Its optimizer.
-        iteration: Returns the current iteration.
-        last_words: Called just before.
-    """
-
-    def die_if_due(*_: Any) -> None:
-        if iteration() == kill.iteration:
-            die(last_words)
-
-    if kill.phase == "forward":
-        modules = list(model.inner.modules())
-        modules[len(modules) // 2].register_forward_hook(die_if_due)
-    elif kill.phase == "before the step":
-        optimizer.register_step_pre_hook(die_if_due)
-    elif kill.phase == "after the step":
-        optimizer.register_step_post_hook(die_if_due)
-    else:
-        rounds = ranks - 1
-        first = 2 * rounds * kill.bucket + (rounds if kill.phase == "all-gather" else 0)
-        _watch_ring(range(first, first + rounds), iteration, kill.iteration, last_words)
-
-
-def _watch_ring(
-    chunks: range, iteration: Callable[[], int], when: int, last_words: Callable[[], None]
-) -> None:
-    """Kill this process in the middle of a write of these chunks, as counted on one ring connection."""
-    watched: list[object] = []
-    begun = -1
-
-    def begin(sock: Any, length: int, shadow_id: int | None, original: Callable[..., None]) -> None:
-        nonlocal begun
-        if iteration() == when and watched[:1] in ([], [sock]):
-            watched[:] = [sock]
-            begun += 1
-        original(sock, length, shadow_id)
-
-    def write(sock: Any, piece: memoryview | bytes, original: Callable[..., None]) -> None:
-        if watched[:1] == [sock] and begun in chunks[1:]:
-            original(sock, piece[: len(piece) // 2])
-            die(last_words)
-        original(sock, piece)
-
-    for kind in (PlainSocket, TaggedSocket):
-        _wrap(kind, begin, write)
-
-
-def _wrap(kind: Any, begin: Callable[..., None], write: Callable[..., None]) -> None:
-    begin_before, write_before = kind.begin_chunk, kind.write
-    kind.begin_chunk = lambda self, length, shadow_id=None: begin(self, length, shadow_id, begin_before)
-    kind.write = lambda self, piece: write(self, piece, write_before)
-
-
-def die(last_words: Callable[[], None]) -> None:
-    """Call `last_words`, and kill this process with SIGKILL."""
-    last_words()
-    os.kill(os.getpid(), signal.SIGKILL)
-
 
 _POLL_SECONDS: Final = 0.005
 

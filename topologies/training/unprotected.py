@@ -1,0 +1,104 @@
+"""What takes the place of `checkmate.restore` and `checkmate.protect` in ranks that are compared with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, Self, TypeVar
+
+from torch import nn
+
+from checkmate import Restored
+from checkmate.ring import connect_ring
+from checkmate.ring.place import RingPlace, host_ports, ring_ports
+from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
+from checkmate.training.gradients.reducing import Reducer, RingReducer
+from checkmate.training.gradients.wiring import make_reduction
+from checkmate.training.model.choosing import model_of
+from checkmate.training.start.membership import Membership, join, lay_out_shares
+from checkmate.wire.layout import Layout
+from checkmate.wire.schedule import RING_SLICING
+
+Batch = TypeVar("Batch")
+
+
+def nothing_to_restore(*_: Any, **__: Any) -> Restored:
+    """Replace `checkmate.restore`: training begins with iteration 0."""
+    return Restored(0, None)
+
+
+class Unprotected:
+    """Replacement of `checkmate.protect`: DDP's own AllReduce averages gradients."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches."""
+        return iter(batches)
+
+    def mark(self) -> None:
+        """Do nothing: the ends of iterations are not needed."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_PORTS: Final = 1000
+"""More than the rings of one job have at an address."""
+
+
+class Untagged(Unprotected):
+    """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
+
+    def __init__(self, module: nn.Module, *_: Any, ring: int = 0, **__: Any) -> None:
+        """Connect it; `ring` is its number if the process has several."""
+        model = model_of(module)
+        session = join(model)
+        layouts = lay_out_shares(model, session, RING_SLICING)
+        layout = layouts[session.group]
+        place = RingPlace(
+            session.position,
+            session.ips,
+            session.job.channels,
+            ports=[port + ring * _PORTS for port in ring_ports(session.job, session.group)],
+            device=session.interface,
+            fingerprint=layout.fingerprint,
+        )
+        pinned = next(iter(model.trained().values())).is_cuda
+        divisor = session.replicas if model.averages else 1
+        with contextlib.ExitStack() as undo:
+            inner = RingReducer(
+                undo.enter_context(connect_ring(place)), layout, pinned=pinned, divisor=divisor
+            )
+            reducer: Reducer = inner
+            if session.together:
+                rings = undo.enter_context(HostRings(_host_place(session, layouts, ring)))
+                merged = merge(list(layouts.values()))
+                reducer = HostReducer(merged, session.share.index, inner, rings, pinned=pinned)
+            hook = make_reduction(model, reducer, 0)
+            undo.callback(hook.close)
+            hook.register()
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Close the rings."""
+        self._undo.close()
+
+
+def _host_place(session: Membership, layouts: Mapping[int, Layout], ring: int) -> RingPlace:
+    """Return this rank's place among those of its host that train its model."""
+    ranks = session.host_ranks
+    return RingPlace(
+        session.share.index,
+        [str(rank.ip) for rank in ranks],
+        1,
+        ports=[port - ring * _PORTS for port in host_ports(session.job, ranks)],
+        fingerprint=layouts[session.together[0]].fingerprint,
+    )
