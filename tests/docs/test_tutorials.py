@@ -12,7 +12,13 @@ import pytest
 from tests.support.labs.live import needs_root
 
 ROOT = Path(__file__).parents[2]
-LABS = {"1-laptop": "try", "2-script": "mine", "4-operate": "ops", "5-recover": "crash"}
+LABS = {
+    "1-laptop": "try",
+    "2-script": "mine",
+    "4-operate": "ops",
+    "5-recover": "crash",
+    "6-shards": "shards",
+}
 """By page, the name that its lab has. The third page needs a real switch."""
 _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -58,6 +58,12 @@ def needs(library: str) -> pytest.MarkDecorator:
         ("loader", PAIR, ()),
         pytest.param("accelerated", PAIR, (), marks=needs("accelerate")),
         pytest.param("lightning", PAIR, (), marks=needs("lightning")),
+        pytest.param(
+            "titan.train",
+            load("hsdp"),
+            (),
+            marks=[needs("torchtitan"), pytest.mark.timeout(300)],  # its imports take seconds
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from checkmate.ring import RingError
 from checkmate.state import DTYPES, dtype_name, local_of
@@ -34,6 +36,8 @@ class ShardedHooks(GradientReduction):
         self._handles: list[Any] = []
         self._types = {bucket.dtype for bucket in layout.buckets}
         self._begun = False  # FSDP may reduce a unit of which this rank has no elements after all others
+        self._ending = False  # the iteration may end with the backward that is going on
+        self._awaited = False  # what the last forward returned has not had its backward
         self._seen: set[int] = set()  # parameters with a gradient in this iteration's backward
         self._in_schedule = False  # at the end of a reduction that is not within backward
         self._scattered = torch.empty(0)  # the flat tensor of the unit whose parameters' hooks are called
@@ -49,6 +53,7 @@ class ShardedHooks(GradientReduction):
         for number, parameter in enumerate(self._parameters):
             hook = partial(self._accumulated, number)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._handles.append(self._model.outer.register_forward_hook(self._forwarded))
         for unit in self._model.units.values():
             unit.set_all_reduce_hook(self.scattered)
 
@@ -70,8 +75,34 @@ class ShardedHooks(GradientReduction):
             self._check_empty()
             self._begun = True
             self._seen.clear()
+            self._ending = True
             self._begin()
+        elif not self._ending:
+            self._ending = True
+            iteration = self.iteration
+            self._after_backward(lambda: self._await_reduced(iteration))
         self._scattered = flat
+
+    def _forwarded(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Note that a backward of `output` will come; a loss in chunks has one of the head before it."""
+        if self._begun and not self._ending:
+            first = {
+                number in self._seen: self._layout.parameters[number].name
+                for number in sorted(self._flats, reverse=True)
+            }
+            raise RefusedError(
+                f"backward() has reached {first.get(True, 'some parameters')}, but not {first[False]}: call "
+                "backward() on what the model returns, before its next forward"
+            )
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    self._awaited = True
+                    tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
+
+    def _reached(self, gradient: torch.Tensor) -> None:
+        """Note that backward has come to what the model returned."""
+        self._awaited = False
 
     def _check_settings(self) -> None:
         """Raise `RefusedError` if the script has changed FSDP's settings since `register`."""
@@ -145,7 +176,13 @@ class ShardedHooks(GradientReduction):
         state._root_post_backward_final_callback = end
 
     def _await_reduced(self, iteration: int) -> None:
-        """Reduce zeros for parameters without a gradient, and wait. FSDP's last callback has returned."""
+        """Reduce zeros for parameters without a gradient, and wait. FSDP's last callback has returned.
+
+        Do nothing if the backward of what the model returned is still to come.
+        """
+        self._ending = False
+        if self._awaited and self._flats.keys() - self._seen:
+            return
         self._scattered = torch.empty(0)
         absent = {}
         for number in self._flats.keys() - self._seen:

@@ -78,7 +78,13 @@ class TrainedModel(ABC):
         return {name: tensor for name, tensor in every.items() if name not in self.ignored}
 
     def state_names(self) -> dict[str, str]:
-        """Return, by key of the model's `state_dict()`, the name of its tensor among `tensors`."""
+        """Return, by key of the model's `state_dict()`, the name of its tensor among `tensors`.
+
+        A trained parameter for which a hook of the model's stores others, such as its parts, has its name as
+        key: `load_state_dict` takes that too.
+        """
         names = {id(tensor): name for name, tensor in self.tensors().items()}
         stored = self.inner.state_dict(keep_vars=True)
-        return {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
+        found = {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
+        stored_as_they_are = set(found.values())
+        return found | {name: name for name in self.trained() if name not in stored_as_they_are}

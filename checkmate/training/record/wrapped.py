@@ -7,7 +7,7 @@ scheduler: its class and its steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,10 @@ from torch.amp.grad_scaler import OptState
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached, detach
 from checkmate.training.errors import RefusedError
+
+# Noted here, because a script may put ours in their place for a framework that clips by itself.
+_torchs_clip_grad_norm_: Final = torch.nn.utils.clip_grad_norm_
+_torchs_clip_grads_with_norm_: Final[Any] = getattr(torch.nn.utils, "clip_grads_with_norm_", None)  # 2.6
 
 Noted = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 """Called with the parameters whose gradients were multiplied, and with the factor."""
@@ -64,7 +68,7 @@ def clip_grad_norm_(
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     listeners = _before_clipping(chosen)
-    norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm = _torchs_clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     _note_clipping(listeners, chosen, max_norm, norm)
     return norm
 
@@ -92,7 +96,7 @@ def clip_grads_with_norm_(
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     listeners = _before_clipping(chosen)
-    torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, total_norm, foreach)
+    _torchs_clip_grads_with_norm_(chosen, max_norm, total_norm, foreach)
     _note_clipping(listeners, chosen, max_norm, total_norm)
 
 

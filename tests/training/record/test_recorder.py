@@ -262,6 +262,21 @@ def test_gradients_changed_behind_our_back_are_refused(change: Callable[[Recorde
         loop.optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grads_with_norm_"])
+def test_our_clipping_may_take_the_place_of_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a framework that clips by itself, such as torchtitan."""
+    monkeypatch.setattr(torch.nn.utils, name, getattr(checkmate, name))
+    loop = RecordedLoop(adamw)
+    loop.backward()
+    parameters = list(loop.model.parameters())
+    norms = {"total_norm": torch.tensor(2.0)} if name == "clip_grads_with_norm_" else {}
+    getattr(torch.nn.utils, name)(parameters, 1e-3, **norms)
+    loop.optimizer.step()
+    (part,) = loop.close()
+    (scaling,) = part.step.scalings
+    assert 0 < scaling.factor < 1
+
+
 def test_clipping_that_clips_nothing_is_no_change() -> None:
     loop = RecordedLoop(adamw)
     loop.backward()

@@ -210,6 +210,37 @@ def test_a_checkpoint_file_keeps_memory_formats(tmp_path: Path) -> None:
     assert [tensor.stride() for tensor in lies] == [(1, 5), (1, 5)]
 
 
+def split_on_save(module: nn.Module, stored: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Store a weight's halves under names of their own, as torchtitan's FusedQKVLinear does its thirds."""
+    stored[f"{prefix}upper"], stored[f"{prefix}lower"] = stored.pop(f"{prefix}weight").split([2, 3])
+
+
+def merge_on_load(module: nn.Module, stored: dict[str, Any], prefix: str, *_: object) -> None:
+    if f"{prefix}upper" in stored:
+        halves = [stored.pop(f"{prefix}{name}") for name in ("upper", "lower")]
+        stored[f"{prefix}weight"] = torch.cat(halves)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_a_checkpoint_has_parameters_that_the_models_hooks_store_otherwise(
+    kind: on_disk.Format, tmp_path: Path
+) -> None:
+    scripts = [DiskScript(seed) for seed in (1, 2)]
+    for script in scripts:
+        linear: Any = script.model[0]
+        linear.register_state_dict_post_hook(split_on_save)
+        linear.register_load_state_dict_pre_hook(merge_on_load)
+    first, second = scripts
+    weight, other = (dict(script.model.named_parameters())["0.weight"] for script in scripts)
+    assert "0.weight" not in first.model.state_dict()
+    made = checkpoint(first.snapshot(first.train(3)), by_name=kind == "dcp")
+    assert torch.equal(made["model"]["0.weight"], weight)
+    on_disk.save(made, tmp_path / "c.pt", kind)
+    disk.resume(tmp_path / "c.pt", PLACE, second.watched, ONE)
+    assert torch.equal(other, weight)
+    assert digest(second.everything()["optimizer"]) == digest(first.everything()["optimizer"])
+
+
 def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHECKMATE_CHECKPOINTS", raising=False)
     assert disk.look(None) == disk.look(tmp_path / "none") == disk.OnDisk()
