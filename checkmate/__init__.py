@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from checkmate.training.record.wrapped import clip_grad_norm_, clip_grads_with_norm_
     from checkmate.training.restore import Restored, RestoreError, restore
     from checkmate.training.start.shard_mesh import job_mesh, shard_mesh
-    from checkmate.wire.layout import LayoutError
+    from checkmate.wire.parameter import LayoutError
 
     __version__: str
 
@@ -58,7 +58,7 @@ _WHERE: Final = {
     "clip_grads_with_norm_": "checkmate.training.record.wrapped",
     "job_mesh": "checkmate.training.start.shard_mesh",
     "KeysError": "checkmate.keys.errors",
-    "LayoutError": "checkmate.wire.layout",
+    "LayoutError": "checkmate.wire.parameter",
     "Protection": "checkmate.training.protect",
     "protect": "checkmate.training.protect",
     "RefusedError": "checkmate.training.errors",

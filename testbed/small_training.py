@@ -21,7 +21,8 @@ from checkmate.rpc.channels import open_channel
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.record.windows import Slices, to_message
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import StreamLayout, stream_layout
 from testbed.copies import Copies, StreamKey
 from testbed.jobs import keys_of

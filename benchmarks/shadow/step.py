@@ -15,7 +15,8 @@ from checkmate.optim.supported import options_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.replica import Replica
 from checkmate.state import bytes_of
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wording import counted
 
 TITLE = "Shadow node, stepping: a shard of 25 million fp32 parameters / torch's own step, pair by pair"

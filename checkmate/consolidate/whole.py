@@ -12,7 +12,7 @@ from checkmate import state
 from checkmate.consolidate.chunks import Box, Cover, equal_bits
 from checkmate.consolidate.snapshot import GroupState
 from checkmate.nodes.reader import States
-from checkmate.wire.layout import Parameter
+from checkmate.wire.parameter import Parameter
 
 T = TypeVar("T")
 

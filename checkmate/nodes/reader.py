@@ -19,7 +19,8 @@ from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs, reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.state import StateError
-from checkmate.wire.layout import Layout, LayoutError, from_json
+from checkmate.wire.layout import Layout, from_json
+from checkmate.wire.parameter import LayoutError
 
 _MARGINS: Final = (0, 1, 2, 4, 8)
 """How many iterations to reserve ahead of the newest one, in successive attempts."""

@@ -16,7 +16,7 @@ import torch
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state.tensors import DTYPES, StateError, bytes_of, dtype_name
-from checkmate.wire.layout import Parameter
+from checkmate.wire.parameter import Parameter
 from checkmate.wording import counted
 
 PIECE_BYTES: Final = 1 << 20

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from checkmate.errors import CheckmateError
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.wire.layout import Parameter
+from checkmate.wire.parameter import Parameter
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     str(dtype).removeprefix("torch."): dtype

@@ -8,101 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Final
 
-from checkmate.errors import CheckmateError
 from checkmate.wire.nccl_slicing import KIND as NCCL_KIND
 from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.parameter import ITEMSIZES, LayoutError, Parameter, described, numbers, parameter_of
 from checkmate.wire.schedule import RING_SLICING, Bucket, Slicing
 from checkmate.wire.shares import WHOLE, Share, owners
 from checkmate.wording import counted
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
 """Size at which a bucket is closed, as in DDP (`bucket_cap_mb`)."""
-
-ELEMENTS_MAX: Final = 1 << 48
-DIMENSIONS_MAX: Final = 64
-"""Limits of a parameter in a description, well beyond any real one."""
-
-ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Supported types of gradients, by their name in torch, and bytes per element."""
-
-
-class LayoutError(CheckmateError, ValueError):
-    """Parameters have no valid layout."""
-
-
-def dim_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return a tensor's dimensions from outermost to innermost in memory; empty if that is row-major.
-
-    Dimensions of size 1 come first, so that equal memory gives equal orders. Raises `LayoutError` if elements
-    overlap or have gaps between them.
-    """
-    if 0 in shape:
-        return ()
-    wide = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -strides[d])
-    nearer = 1
-    for dimension in reversed(wide):
-        if strides[dimension] != nearer:
-            said = f"shape {tuple(shape)}, strides {tuple(strides)}"
-            raise LayoutError(f"its elements overlap or have gaps between them: {said}")
-        nearer *= shape[dimension]
-    if wide == sorted(wide):
-        return ()
-    return (*(d for d in range(len(shape)) if shape[d] == 1), *wide)
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter that training reduces: its name in the model (without DDP's prefix), shape and type.
-
-    Its gradient and its state on shadow nodes are in memory order: like the contiguous tensor
-    `parameter.permute(dim_order)`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    dim_order: tuple[int, ...] = ()
-    """Its dimensions from outermost to innermost in memory; empty if row-major."""
-    whole: tuple[int, ...] = ()
-    """If it is a chunk of a sharded parameter, the shape of that; else empty."""
-    offset: tuple[int, ...] = ()
-    """If it is a chunk, where in the whole parameter it begins, in each dimension; else empty."""
-    gradient: str = ""
-    """The type in which its gradient is reduced, if it is not its own; a step casts the gradient to that."""
-
-    @classmethod
-    def of(cls, name: str, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Parameter:
-        """Return the parameter with this layout in memory. Raise `LayoutError` if it is not dense."""
-        try:
-            return cls(name, tuple(shape), dtype, dim_order(shape, strides))
-        except LayoutError as error:
-            raise LayoutError(f"{name} cannot be protected: {error}; make it contiguous()") from None
-
-    @property
-    def gradient_dtype(self) -> str:
-        """The type in which its gradient is reduced."""
-        return self.gradient or self.dtype
-
-    @property
-    def memory_shape(self) -> tuple[int, ...]:
-        """The shape of the contiguous tensor in memory."""
-        return tuple(self.shape[d] for d in self.dim_order) if self.dim_order else self.shape
-
-    @property
-    def elements(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Its length in bytes."""
-        return self.elements * ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +88,7 @@ class Layout:
 
     def to_json(self) -> str:
         """Return a description from which the other side builds the same layout."""
-        parameters = [_described(parameter) for parameter in self.parameters]
+        parameters = [described(parameter) for parameter in self.parameters]
         said: dict[str, Any] = {
             "parameters": parameters,
             "shards": self.shards,
@@ -178,7 +97,7 @@ class Layout:
         if self.slicing != RING_SLICING:  # layouts from before there was another one have no name of it
             said["slicing"] = dict(self.slicing.describe())
         if self.frozen:
-            said["frozen"] = [_described(parameter) for parameter in self.frozen]
+            said["frozen"] = [described(parameter) for parameter in self.frozen]
         if self.share != WHOLE:
             said["share"] = [self.share.index, self.share.count]
         return json.dumps(said, sort_keys=True)
@@ -193,50 +112,16 @@ def from_json(text: str) -> Layout:
     """Return the layout that `Layout.to_json` describes. Raise `LayoutError` if the text is invalid."""
     try:
         said = json.loads(text)
-        parameters = [_parameter(p) for p in said["parameters"]]
-        shards, bucket_bytes = _numbers([said["shards"], said["bucket_bytes"]])
-        frozen = [_parameter(p) for p in said.get("frozen", [])]
-        index, count = _numbers(said.get("share", [0, 1]))
+        parameters = [parameter_of(p) for p in said["parameters"]]
+        shards, bucket_bytes = numbers([said["shards"], said["bucket_bytes"]])
+        frozen = [parameter_of(p) for p in said.get("frozen", [])]
+        index, count = numbers(said.get("share", [0, 1]))
         share, slicing = Share(index, count), _slicing(said.get("slicing"))
         return make_layout(parameters, shards, bucket_bytes, slicing, frozen, share)
     except KeyError as error:
         raise LayoutError(f"not a layout: it lacks {error}") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise LayoutError(f"not a layout: {error}") from None
-
-
-def _described(parameter: Parameter) -> dict[str, Any]:
-    """Return a parameter's fields, without those of a chunk or of its gradient that it does not need."""
-    needless = [name for name in ("whole", "offset", "gradient") if not getattr(parameter, name)]
-    return {name: value for name, value in asdict(parameter).items() if name not in needless}
-
-
-def _parameter(said: Any) -> Parameter:
-    """Return a parameter of a description. Raise `TypeError`, `KeyError` or `ValueError` if it is not one."""
-    name, dtype, gradient = said["name"], said["dtype"], said.get("gradient", "")
-    if not all(isinstance(one, str) for one in (name, dtype, gradient)):
-        raise TypeError("a parameter's name and types must be strings")
-    found = Parameter(
-        name,
-        _numbers(said["shape"]),
-        dtype,
-        _numbers(said["dim_order"]),
-        _numbers(said.get("whole", [])),
-        _numbers(said.get("offset", [])),
-        gradient,
-    )
-    if len(found.shape) > DIMENSIONS_MAX:
-        raise ValueError(f"{name} has {len(found.shape)} dimensions, more than {DIMENSIONS_MAX}")
-    if math.prod(max(size, 1) for size in found.shape) > ELEMENTS_MAX:
-        raise ValueError(f"{name} has more than {ELEMENTS_MAX} elements")
-    return found
-
-
-def _numbers(said: Any) -> tuple[int, ...]:
-    """Return a list of numbers as a tuple. Raise `TypeError` if it contains anything else."""
-    if not isinstance(said, list) or not all(type(one) is int and 0 <= one <= ELEMENTS_MAX for one in said):
-        raise TypeError(f"sizes must be a list of numbers from 0 to {ELEMENTS_MAX}")
-    return tuple(said)
 
 
 def _slicing(said: Any) -> Slicing:

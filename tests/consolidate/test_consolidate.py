@@ -30,7 +30,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.protocol import PROTOCOL
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.small_training import RUN, START
 from tests.support.checkpoints import half_way, hidden
 from tests.support.cli import COMMAND

@@ -21,7 +21,8 @@ from checkmate.consolidate.whole import assemble_stage
 from checkmate.job.schema import Mesh
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.jobs import job
 from tests.support.checkpoints import DiskRun
 from tests.support.training.lab import equal

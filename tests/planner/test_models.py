@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.planner.models.named import NAMED, Model, ModelError, layers_of, load_model, stages_of
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start.membership import lay_out
-from checkmate.wire.layout import ITEMSIZES, Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import ITEMSIZES, Parameter
 
 DIGESTS = {
     "ResNet50": "e49e1f349708ac17",

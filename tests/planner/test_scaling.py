@@ -30,7 +30,7 @@ from checkmate.planner.scaling import (
     read_profile,
 )
 from checkmate.planner.units import NODES_MAX
-from checkmate.wire.layout import Parameter
+from checkmate.wire.parameter import Parameter
 from testbed.jobs import job
 from tests.support.planner import ADAMW, TINY, named, times
 

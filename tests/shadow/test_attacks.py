@@ -24,7 +24,8 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import memory
 from checkmate.shadow.logic.bounds import RESERVATIONS_MAX
 from checkmate.shadow.service import calls_max
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.record_line import RecordLine
 from testbed.small_training import START, status
 from tests.support.labs.end_hosts import needs_buffers

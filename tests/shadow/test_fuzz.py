@@ -26,7 +26,8 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow.logic.bounds import check_decision, check_progress
 from checkmate.shadow.logic.group import CallRefused
-from checkmate.wire.layout import LayoutError, Parameter, from_json, make_layout
+from checkmate.wire.layout import from_json, make_layout
+from checkmate.wire.parameter import LayoutError, Parameter
 from testbed.copies import local_job
 from testbed.small_training import START, status
 from tests.support.fuzz import damaged, fuzz, messages

@@ -21,8 +21,9 @@ from checkmate.shadow.hold import Hold
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import hold_plans
 from checkmate.shadow.replica.replica import Replica
-from checkmate.wire.layout import Layout, LayoutError, Parameter, from_json, make_layout
+from checkmate.wire.layout import Layout, from_json, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.parameter import LayoutError, Parameter
 from checkmate.wire.schedule import RING_SLICING, side_of, stream_layout, tags
 from testbed.jobs import job
 from tests.support.nccl.ring import RingChannel

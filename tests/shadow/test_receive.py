@@ -34,7 +34,8 @@ from checkmate.shadow.receive.plans import (
     start_of,
     whole_through,
 )
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import Bucket, StreamLayout, stream_layout
 from testbed.copies import local_job
 from testbed.jobs import job

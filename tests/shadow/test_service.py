@@ -20,7 +20,8 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow.process import Serving
 from checkmate.shadow.receive.connect import StreamError
 from checkmate.shadow.service import ServeError
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.copies import Copies, local_job
 from testbed.record_line import RecordLine
 from testbed.small_training import RUN, SHAPES, START, SmallTraining, status

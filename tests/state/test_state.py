@@ -269,7 +269,7 @@ def test_damaged_state_never_crashes(data: st.DataObject) -> None:
 
 
 def test_every_gradient_type_is_there() -> None:
-    from checkmate.wire.layout import ITEMSIZES  # noqa: PLC0415
+    from checkmate.wire.parameter import ITEMSIZES  # noqa: PLC0415
 
     assert set(ITEMSIZES) <= set(module.DTYPES)
     assert {name: module.DTYPES[name].itemsize for name in ITEMSIZES} == ITEMSIZES

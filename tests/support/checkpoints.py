@@ -17,7 +17,8 @@ from checkmate.consolidate import disk
 from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.optim.supported import options_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.jobs import job
 from tests.support.waiting import wait_until
 

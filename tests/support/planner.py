@@ -13,7 +13,7 @@ from checkmate.planner.models.named import Model, load_model
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import StepTimes
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
-from checkmate.wire.layout import Parameter
+from checkmate.wire.parameter import Parameter
 
 ADAMW = NamedOptimizer("adamw")
 LINE = 100e9

@@ -20,7 +20,8 @@ from checkmate.ring import Ring, RingError, RingPlace, connect_ring
 from checkmate.state import dtype_name, from_held, in_memory_order
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.reducing import RingReducer
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.ports import free_port
 from tests.support.rings import averaged, loopback, same_bits
 from tests.support.training.rank_processes import RankProcesses, failing_backward

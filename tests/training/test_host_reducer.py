@@ -21,7 +21,8 @@ from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, MergedLayout, merge
 from checkmate.training.gradients.reducing import RingReducer
 from checkmate.training.model.ddp import DdpModel
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wire.shares import Share
 from testbed.ports import free_port
 from tests.support.rings import averaged, same_bits

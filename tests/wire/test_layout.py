@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.wire.layout import ITEMSIZES, LayoutError, Parameter, dim_order, from_json, make_layout
+from checkmate.wire.layout import from_json, make_layout
+from checkmate.wire.parameter import ITEMSIZES, LayoutError, Parameter, dim_order
 from checkmate.wire.shares import Share
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from checkmate.planner.models.architectures import Shaped, gpt, llama, resnet, vit
-from checkmate.wire.layout import ITEMSIZES, Parameter
+from checkmate.wire.parameter import ITEMSIZES, Parameter
 from checkmate.wording import counted
 
 _LAYER = re.compile(r"(?:[^.]*_)?\d+")

@@ -20,7 +20,8 @@ from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.shadow.receive.connector import Reader
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.shadow.receive.plans import StreamPlan
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import LAST, stream_layout
 from checkmate.wire.tcp import SO_RCVBUFFORCE
 

@@ -12,7 +12,7 @@ from checkmate.planner.scaling import StepTimes, largest_share, predicted
 from checkmate.planner.units import NODES_MAX
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.shadow.receive.plans import SETS
-from checkmate.wire.layout import ITEMSIZES
+from checkmate.wire.parameter import ITEMSIZES
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.memory import trim
 from checkmate.shadow.replica.replica import Replica
 from checkmate.state import DTYPES
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wording import counted
 
 STEPS_LEAST: Final = 3

@@ -24,7 +24,8 @@ from checkmate.shadow.logic.bounds import (
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job
 from checkmate.shadow.replica.blocks import check_scalings
 from checkmate.state import DTYPES
-from checkmate.wire.layout import Layout, LayoutError, from_json
+from checkmate.wire.layout import Layout, from_json
+from checkmate.wire.parameter import LayoutError
 from checkmate.wire.schedule import FIRST, LAST
 from checkmate.wording import counted, size
 

@@ -23,7 +23,7 @@ from checkmate.optim.supported import build, default_dtype
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.held import Held, HeldPiece
 from checkmate.state import DTYPES
-from checkmate.wire.layout import Parameter
+from checkmate.wire.parameter import Parameter
 
 BLOCKS: Final = 8
 """Approximate number of blocks of a shard. Fewer take less time, more take less memory."""

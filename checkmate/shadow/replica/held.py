@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from checkmate.state import DTYPES
-from checkmate.wire.layout import Parameter
+from checkmate.wire.parameter import Parameter
 
 SURE_ITEMSIZE: Final = 4
 """Size of elements from which results do not depend on the number of threads."""

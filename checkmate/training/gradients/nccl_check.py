@@ -17,7 +17,8 @@ from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.start import exchange, nccl_runtime
 from checkmate.training.start.membership import Start, place
 from checkmate.training.start.plans import RestartPlan
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import Slicing
 
 SIZES: Final = (1, 1000, 65_537, 1_000_003, 5_000_000)

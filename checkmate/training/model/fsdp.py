@@ -20,7 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from checkmate.state import dtype_name, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.trained import TrainedModel
-from checkmate.wire.layout import BUCKET_BYTES, Parameter
+from checkmate.wire.layout import BUCKET_BYTES
+from checkmate.wire.parameter import Parameter
 
 _EXACT: Final = (torch.float32, torch.bfloat16)
 """Types of gradients that FSDP does not divide after the reduction."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from checkmate.wire.layout import Parameter
+from checkmate.wire.parameter import Parameter
 
 
 class TrainedModel(ABC):

@@ -11,7 +11,7 @@ from torch import nn
 from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.windows import Copy, Slices, Window
-from checkmate.wire.layout import dim_order
+from checkmate.wire.parameter import dim_order
 
 
 class StepChecks:

@@ -13,7 +13,8 @@ from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start.membership import Membership
-from checkmate.wire.layout import Layout, Parameter
+from checkmate.wire.layout import Layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wording import counted
 
 

@@ -17,7 +17,7 @@ from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched, install_generators
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.membership import Membership
-from checkmate.wire.layout import LayoutError, Parameter, dim_order
+from checkmate.wire.parameter import LayoutError, Parameter, dim_order
 from checkmate.wording import counted
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]

@@ -11,7 +11,7 @@ from checkmate.consolidate.chunks import Box
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.start.install import sharded_like
-from checkmate.wire.layout import Parameter
+from checkmate.wire.parameter import Parameter
 
 
 class LocalParts:

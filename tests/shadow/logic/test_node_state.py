@@ -20,7 +20,8 @@ from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import STALL
 from checkmate.shadow.receive.plans import SETS, hold_plans
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import stream_layout
 from testbed.copies import local_job
 

@@ -19,7 +19,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica import blocks
 from checkmate.shadow.replica.replica import Gone, NotStepped, Replica, ReplicaError
 from checkmate.state import dtype_name
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 from tests.support.shadow.replicas import bytes_of_replica, iteration_of
 from tests.support.training.optimizer_steps import (
     MAKERS,

@@ -24,8 +24,9 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.tagger import Tagger
 from checkmate.training.start.membership import Membership
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import FIRST, LAST, stream_layout
 from tests.support.nccl.double import DoubleNccl
 

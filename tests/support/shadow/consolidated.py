@@ -20,7 +20,8 @@ from checkmate.consolidate.snapshot import Snapshot, SnapshotReader
 from checkmate.job.schema import Job
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.small_training import RUN, SmallTraining
 from tests.support.shadow.world import World
 

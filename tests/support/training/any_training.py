@@ -18,7 +18,8 @@ from torch import nn
 from checkmate.optim.supported import SUPPORTED, beginnings, options_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import DTYPES, dtype_name, to_held
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 
 State = dict[int, tuple[torch.Tensor, dict[str, object]]]
 

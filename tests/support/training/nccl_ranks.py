@@ -20,8 +20,9 @@ from checkmate.training.start import membership, nccl_runtime
 from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.nccl_runtime import NcclRuntime
 from checkmate.training.start.plans import RestartPlan
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.parameter import Parameter
 from testbed.jobs import job_data
 from tests.support.nccl.double import DoubleNccl
 

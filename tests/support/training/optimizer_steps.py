@@ -14,7 +14,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.replica import Replica
 from checkmate.state import bytes_of, dtype_name, to_held
 from checkmate.training.record.windows import Window, to_message
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from tests.support.shadow.replicas import iteration_of
 
 SHAPES: list[tuple[int, ...]] = [(40, 30), (), (1,), (7,), (300,), (13, 5, 3), (1000,), (36, 36)]

@@ -21,7 +21,8 @@ from checkmate.training.record.buffers import Buffers
 from checkmate.training.start.followers import give_buffers
 from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.plans import plan_new_run
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.jobs import job
 from tests.support.shadow.recording_node import SECONDS, RecordingNode
 from tests.support.waiting import wait_until

@@ -10,7 +10,8 @@ import torch
 
 from checkmate.ring import RingError
 from checkmate.training.gradients.nccl_reducer import NcclReducer
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.parameter import Parameter
 
 STREAMS = {(0, 0): 24, (1, 0): 16}
 

@@ -11,8 +11,9 @@ import torch
 from checkmate.ring import RingError
 from checkmate.training.gradients.nccl_check import _seen
 from checkmate.training.gradients.nccl_reducer import NcclReducer
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.parameter import Parameter
 
 LAYOUT = make_layout([Parameter("p", (10,), "float32")], 1, slicing=NcclSlicing())
 

@@ -16,7 +16,8 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start.fetch import Fetched, FetchError, _check_model, different, fetch, in_other_parts
 from checkmate.training.start.membership import Membership
-from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 from testbed.small_training import RUN
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.world import World, settle

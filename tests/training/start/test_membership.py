@@ -18,7 +18,7 @@ from checkmate.training.errors import SessionError
 from checkmate.training.model.choosing import model_of
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import membership
-from checkmate.wire.layout import LayoutError
+from checkmate.wire.parameter import LayoutError
 from checkmate.wire.shares import Share
 from testbed.jobs import job, job_data
 from tests.support.training.alone import alone
