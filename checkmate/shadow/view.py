@@ -73,7 +73,9 @@ def plain(message: Message) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.message_type:
+        if field.message_type and field.message_type.GetOptions().map_entry:
+            value = dict(value)
+        elif field.message_type:
             value = [plain(one) for one in value] if field.is_repeated else plain(value)
         elif field.is_repeated:
             value = list(value)

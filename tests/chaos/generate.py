@@ -64,7 +64,7 @@ def generate(seed: int, without: Collection[str] = ()) -> Scenario:
     draw = _Draw(seed, frozenset(without))
     network = _network(draw)
     model = _model(draw)
-    if network.shards > 1:
+    if network.sharded:
         model = _sharded(draw, model)
     events = _events(draw, network, model.iterations)
     if draw.has("lost-shards", 0.15):
@@ -105,6 +105,7 @@ def _network(draw: _Draw) -> NetworkSpec:
         replicas=2 if nodes > 1 and draw.has("replicas", 0.4) else 1,
         loss=draw.of("loss").choice((0.005, 0.01)) if draw.has("packet-loss", 0.1) else 0.0,
         every=draw.of("every").choice((3, 10)) if draw.has("disk", 0.15) else 0,
+        together=shards > 1 and draw.has("together", 0.4),
     )
 
 

@@ -17,6 +17,7 @@ def describe(scenario: Scenario) -> list[tuple[str, str]]:
     options = ", ".join(f"{key}={value}" for key, value in model.options.items())
     extras = [f"switches {network.switches}", f"channels {network.channels}", f"replicas {network.replicas}"]
     extras += [f"shards {network.shards}"] if network.shards > 1 else []
+    extras += ["together"] if network.together else []
     extras += [f"loss {network.loss:g}"] if network.loss else []
     extras += [f"consolidate --every {network.every}"] if network.every else []
     training = [f"{model.iterations} iterations", f"pause {model.pause:g} s", f"boundary {model.boundary}"]

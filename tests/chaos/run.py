@@ -275,5 +275,5 @@ class Trial:
         for rank, log in enumerate(self._logs):
             expected = RankLog(self._world.folder / "reference" / f"rank{rank}.jsonl")
             expected.look()
-            broadcast = self._scenario.network.shards == 1
+            broadcast = not self._scenario.network.sharded
             self._outcome.problems += differences(rank, log.lines, expected.lines, broadcast=broadcast)

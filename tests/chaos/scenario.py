@@ -38,6 +38,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "low-precision": "bf16 compute of a sharded model, with gradients in fp32 or bf16",
     "fast": "iterations without a pause",
     "shards": "FSDP2 with replicas, in two or three shards, which are the ranks of a host",
+    "together": "these ranks train one model under DDP instead, each a share of it",
     "switches": "two or three switches",
     "channels": "two channels",
     "replicas": "two holders of each shard",
@@ -91,7 +92,8 @@ class ModelSpec:
 class NetworkSpec:
     """The network. `nodes` has the number of each shadow node's NICs; `loss` is for training links.
 
-    A ring has `ranks` ranks. With several `shards`, each is a DP group, and a host has a rank of each.
+    A ring has `ranks` ranks. With several `shards`, each is a DP group, and a host has a rank of each. The
+    model is sharded then; if the groups train one `together` instead, each has a share of it.
     """
 
     ranks: int = 2
@@ -102,6 +104,12 @@ class NetworkSpec:
     replicas: int = 1
     loss: float = 0.0
     every: int = 0
+    together: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 shards the model."""
+        return self.shards > 1 and not self.together
 
     @property
     def world(self) -> int:
@@ -115,6 +123,8 @@ class NetworkSpec:
         ranks: dict[str, Any] = {"dp_groups": [{"ranks": attached}]}
         if self.shards > 1:
             mesh = {"dp_replicate": self.ranks, "dp_shard": self.shards}
+            if self.together:
+                mesh = {"dp_replicate": self.world}
             hosts = [[switch] for switch in attached]
             ranks = {"hosts": hosts, "mesh": mesh, "gpus_per_host": self.shards}
         return {

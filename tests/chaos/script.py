@@ -20,46 +20,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import checkmate
-from checkmate.ring import RingPlace, connect_ring
-from checkmate.training.gradients.reducing import RingReducer
-from checkmate.training.gradients.wiring import make_reduction
-from checkmate.training.model.choosing import model_of
-from checkmate.training.start.membership import join, lay_out
 from tests.chaos.model import INPUTS, ROWS, RandomNet, make_optimizer, make_scheduler
 from tests.chaos.scenario import Scenario
 from tests.chaos.wrapped import synchronising, wrap
-from topologies.training.unprotected import Unprotected
+from topologies.training.unprotected import Untagged
 from topologies.training.verdict import digest
 
 TIMEOUT = 12.0
 ANEW = 3
 """Exit status of a rank that cannot resume: it has to be started with `fresh`."""
-
-
-class UntaggedRing(Unprotected):
-    """Replacement of `protect`: the same rings and bits, on loopback."""
-
-    def __init__(self, module: nn.Module) -> None:
-        model = model_of(module)
-        place = join(model)
-        layout = lay_out(model, place.shards)
-        ips = [f"127.0.0.{rank.rank + 1}" for rank in place.job.dp_groups[place.group].ranks]
-        ring = RingPlace(place.position, ips, place.job.channels, fingerprint=layout.fingerprint)
-        self._ring = connect_ring(ring)
-        reducer = RingReducer(self._ring, layout, divisor=None if model.averages else 1)
-        self._hook = make_reduction(model, reducer, 0)
-        self._hook.register()
-
-    def close(self) -> None:
-        """End the ring."""
-        self._hook.close()
-        self._ring.close()
 
 
 class ChaosRank:
@@ -130,7 +104,7 @@ class ChaosRank:
 
     def _begin(self) -> tuple[int, Any]:
         if self.reference:
-            return 0, UntaggedRing(self.wrapped)
+            return 0, Untagged(self.wrapped, loopback=True)
         parts = {"scheduler": self.scheduler, "scaler": self.scaler}
         if self.orders["checkpoints"]:
             os.environ["CHECKMATE_CHECKPOINTS"] = self.orders["checkpoints"]

@@ -48,6 +48,8 @@ def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         if getattr(network, name) != getattr(NetworkSpec(), name):
             smaller = replace(network, **{name: getattr(NetworkSpec(), name)})
             yield name, replace(scenario, network=smaller)
+    if network.together:
+        yield "one model of all", replace(scenario, network=replace(network, together=False))
     used = {event.who for event in events}
     needed = 1 + max((int(who.removeprefix("rank")) for who in used if who.startswith("rank")), default=0)
     if network.shards > 1 and needed <= network.ranks * (network.shards - 1):

@@ -22,8 +22,8 @@ from tests.support.labs.live import needs_clang, needs_root
 from topologies.describe.topology import build
 
 CORPUS = "9,47"
-SHARDED_CORPUS = "1,7,25,29"
-"""Sharded jobs, with ranks, nodes, links and controllers that fail."""
+HOSTS_CORPUS = "1,7,25,29"
+"""Jobs with several ranks a host, sharded or not; ranks, nodes, links and controllers fail."""
 OFF: dict[str, str] = {}
 """Features that are off in the corpus and in random runs, each with the known defect."""
 
@@ -51,9 +51,11 @@ def test_a_fixed_corpus() -> None:
 @needs_clang
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_fixed_corpus_of_sharded_jobs() -> None:
-    assert all(generate(int(seed)).network.shards > 1 for seed in SHARDED_CORPUS.split(","))
-    chaos("--seeds", SHARDED_CORPUS, seconds=390)
+def test_a_fixed_corpus_of_hosts_with_several_ranks() -> None:
+    networks = [generate(int(seed)).network for seed in HOSTS_CORPUS.split(",")]
+    assert [(one.sharded, one.together) for one in networks].count((True, False)) == 2
+    assert [(one.sharded, one.together) for one in networks].count((False, True)) == 2
+    chaos("--seeds", HOSTS_CORPUS, seconds=390)
 
 
 @needs_root
@@ -93,7 +95,12 @@ def test_seeds_have_every_kind_of_event_and_every_part() -> None:
     assert {part for one in made for part in one.model.parts} <= set(FEATURES)
     assert {one.network.ranks for one in made} == {2, 3, 4, 5}
     assert {one.network.switches for one in made} == {1, 2, 3}
-    sharded = [one for one in made if one.network.shards > 1]
+    assert {(one.network.shards > 1, one.network.together) for one in made} == {
+        (False, False),
+        (True, False),
+        (True, True),
+    }
+    sharded = [one for one in made if one.network.sharded]
     assert {(one.network.ranks, one.network.shards) for one in sharded} == {(2, 2), (3, 2), (2, 3)}
     assert {one.model.precision for one in sharded} == {"fp32", "bf16", "bf16-gradients"}
 

@@ -29,7 +29,7 @@ _POLICIES: Final = {
 def wrap(model: RandomNet, scenario: Scenario) -> nn.Module:
     """Return what a script passes to Checkmate. Buckets are small, so that there are several."""
     mib = scenario.model.bucket_mb
-    if scenario.network.shards == 1:
+    if not scenario.network.sharded:
         return DistributedDataParallel(model, bucket_cap_mb=mib, find_unused_parameters=True)
     FsdpModel.bucket_bytes = int(mib * _MIB)
     mesh, policy = checkmate.shard_mesh("cpu"), _POLICIES[scenario.model.precision]

@@ -9,6 +9,7 @@ from typing import Any, Final, Self, TypeVar
 from torch import nn
 
 from checkmate import Restored
+from checkmate.job.schema import Rank
 from checkmate.ring import connect_ring
 from checkmate.ring.place import RingPlace, host_ports, ring_ports
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
@@ -57,18 +58,24 @@ _PORTS: Final = 1000
 class Untagged(Unprotected):
     """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
 
-    def __init__(self, module: nn.Module, *_: Any, ring: int = 0, **__: Any) -> None:
-        """Connect it; `ring` is its number if the process has several."""
+    def __init__(self, module: nn.Module, *_: Any, ring: int = 0, loopback: bool = False, **__: Any) -> None:
+        """Connect it.
+
+        Args:
+            module: The model.
+            ring: Its number, if the process has several.
+            loopback: Whether ranks have addresses of this machine, instead of the job's.
+        """
         model = model_of(module)
         session = join(model)
         layouts = lay_out_shares(model, session, RING_SLICING)
         layout = layouts[session.group]
         place = RingPlace(
             session.position,
-            session.ips,
+            _addresses(session.job.dp_groups[session.group].ranks, loopback),
             session.job.channels,
             ports=[port + ring * _PORTS for port in ring_ports(session.job, session.group)],
-            device=session.interface,
+            device=None if loopback else session.interface,
             fingerprint=layout.fingerprint,
         )
         pinned = next(iter(model.trained().values())).is_cuda
@@ -79,7 +86,7 @@ class Untagged(Unprotected):
             )
             reducer: Reducer = inner
             if session.together:
-                rings = undo.enter_context(HostRings(_host_place(session, layouts, ring)))
+                rings = undo.enter_context(HostRings(_host_place(session, layouts, ring, loopback)))
                 merged = merge(list(layouts.values()))
                 reducer = HostReducer(merged, session.share.index, inner, rings, pinned=pinned)
             hook = make_reduction(model, reducer, 0)
@@ -92,12 +99,16 @@ class Untagged(Unprotected):
         self._undo.close()
 
 
-def _host_place(session: Membership, layouts: Mapping[int, Layout], ring: int) -> RingPlace:
+def _addresses(ranks: Iterable[Rank], loopback: bool) -> list[str]:
+    return [f"127.0.0.{rank.rank + 1}" if loopback else str(rank.ip) for rank in ranks]
+
+
+def _host_place(session: Membership, layouts: Mapping[int, Layout], ring: int, loopback: bool) -> RingPlace:
     """Return this rank's place among those of its host that train its model."""
     ranks = session.host_ranks
     return RingPlace(
         session.share.index,
-        [str(rank.ip) for rank in ranks],
+        _addresses(ranks, loopback),
         1,
         ports=[port - ring * _PORTS for port in host_ports(session.job, ranks)],
         fingerprint=layouts[session.together[0]].fingerprint,

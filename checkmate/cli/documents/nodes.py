@@ -24,6 +24,10 @@ def of_message(message: Descriptor, base: type[Part] = Part) -> type[Part]:
     fields: dict[str, Any] = {}
     for field in message.fields:
         kind: Any = _TYPES.get(field.cpp_type, int)
+        if field.message_type and field.message_type.GetOptions().map_entry:
+            value = field.message_type.fields_by_name["value"]
+            fields[field.name] = (dict[str, _TYPES.get(value.cpp_type, int)], ...)  # type: ignore[misc]
+            continue
         if field.message_type:
             kind = of_message(field.message_type, _Hold if field.message_type.name == "HoldStatus" else Part)
         fields[field.name] = (list[kind] if field.is_repeated else kind, ...)
