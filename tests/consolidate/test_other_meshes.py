@@ -27,7 +27,7 @@ from tests.support.checkpoints import DiskRun
 from tests.support.training.lab import equal
 from tests.support.training.rank_processes import RankProcesses
 from tests.support.training.resharded import ITERATION, MeshCase, full, resume, saved, unpacked
-from tests.support.training.sharded import ShardedNet, replicated, shard
+from tests.support.training.sharded import ShardedNet, hybrid, replicated, shard
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -37,7 +37,7 @@ def load_natively(rank: int, count: int, shape: tuple[int, int], path: str, *, f
     torch.manual_seed(3)
     model = ShardedNet()
     if count > 1:
-        shard(model, replicated(*shape))
+        shard(model, hybrid(replicated(*shape)))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.3)
     options = FLAT if flat else StateDictOptions()
     weights = get_model_state_dict(model)
