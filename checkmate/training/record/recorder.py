@@ -253,7 +253,8 @@ class Recorder:
             self._accumulated = True
             _log.warning(
                 "iteration %d: a backward without optimizer.step() or zero_grad(). To accumulate gradients, "
-                "use ddp.no_sync(): a run resumed between two such backwards lacks what was accumulated",
+                "use ddp.no_sync(), or with FSDP set_requires_gradient_sync(False): a run resumed between "
+                "two such backwards lacks what was accumulated",
                 noted.iteration,
             )
 

@@ -159,6 +159,7 @@ def test_a_backward_without_a_step_is_skipped_and_said_so(caplog: pytest.LogCapt
         parts = loop.close()
     assert [part.step.skipped for part in parts] == [False, True, False, False]
     assert "iteration 1: a backward without optimizer.step()" in caplog.text
+    assert "use ddp.no_sync(), or with FSDP set_requires_gradient_sync(False)" in caplog.text
 
 
 def test_an_iteration_without_its_step_is_not_resumed_from() -> None:
