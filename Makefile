@@ -46,8 +46,8 @@ proto: setup ## Generate checkmate/rpc's Python from its .proto
 bench: setup ## Measure the figures of docs/figures.md
 	@$(RUN) -m benchmarks
 
-evaluation: setup ## Measure beside other systems, for docs/evaluation.md; hours, or 30 minutes with QUICK=1
-	@$(RUN) -m benchmarks.evaluation $(if $(QUICK),--quick) --page docs/evaluation.md
+evaluation: setup ## Compare with other systems, in docs/evaluation.md: hours; QUICK=1: 30 minutes, in out/
+	@$(RUN) -m benchmarks.evaluation $(if $(QUICK),--quick --page out/evaluation.md,--page docs/evaluation.md)
 
 docs: setup ## The documentation as a site, in build/site; needs no network once set up
 	@$(RUN) -m tools.site build/site

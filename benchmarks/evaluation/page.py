@@ -156,6 +156,7 @@ def _plot(page: Path, found: Sequence[Throughput]) -> str:
         )
         axes.legend(fontsize="small")
         file = page.parent / "pictures" / f"evaluation-{workload}.svg"
+        file.parent.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context({"svg.hashsalt": "checkmate", "svg.fonttype": "none"}):
             picture.savefig(file, metadata={"Date": None})
         links += f"\n![Throughput beside the frequency of checkpoints, {workload}](pictures/{file.name})\n"

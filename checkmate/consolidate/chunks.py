@@ -92,7 +92,8 @@ class Cover:
             first = self._first.get(box, group)
             if first != group and not equal_bits(tensor, tensors[first]):
                 raise StateError(
-                    f"{what}: DP groups {first} and {group} have the same chunk, {box}, but other values"
+                    f"{what}: DP groups {first} and {group} have the same chunk, {box}, but other values; if "
+                    "these are stages of a pipeline, give the job a mesh with pp"
                 )
         if len(self._first) == 1:
             return tensors[next(iter(self._first.values()))]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from checkmate.job.schema import Job, Mesh
-from checkmate.nodes.standing import Answers, node_name
+from checkmate.nodes.standing import Answers, counted_holds, node_name
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wording import at_iteration, counted
 
@@ -32,11 +32,15 @@ def job_ranks(job: Job) -> pb.JobRanks:
 def other_ranks(job: Job, answers: Answers) -> str:
     """Return which node holds something of a job with another mesh or other DP groups, or "".
 
-    `answers` are those of the nodes. A node that holds nothing does not count.
+    `answers` are those of the nodes. Only those with the newest run count: one that was away may come back
+    with an older run, of a job file that was replaced meanwhile.
     """
     ours = job_ranks(job)
-    for node, answer in sorted(answers.items()):
-        if isinstance(answer, str) or answer.holds_nothing or not answer.job_ranks.groups:
+    held = counted_holds(answers)
+    newest_run = max((hold.generation for _, hold in held), default=0)
+    for node in sorted({node for node, hold in held if hold.generation == newest_run}):
+        answer = answers[node]
+        if isinstance(answer, str) or not answer.job_ranks.groups:
             continue
         if found := difference(answer.job_ranks, ours):
             newest = max((hold.stepped for hold in answer.holds), default=-1)

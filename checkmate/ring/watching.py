@@ -16,6 +16,8 @@ from checkmate.ring.connections import Ring
 from checkmate.ring.place import RingError
 
 _FAREWELL: Final = b"\x02"
+_GRACE: Final = 0.5
+"""Seconds in which what the next rank has sent before its end can still complete an iteration."""
 
 
 class NextWatch:
@@ -24,13 +26,13 @@ class NextWatch:
     def __init__(self, ring: Ring, on_ended: Callable[[RingError], None]) -> None:
         """Start. `on_ended` is called at most once, by the thread."""
         self._ring, self._on_ended = ring, on_ended
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._wait, name="ring watch", daemon=True)
         self._thread.start()
 
     def close(self, *, well: bool) -> None:
         """End the thread. If all is `well`, the previous rank will not take this one's end for an error."""
-        self._closed = True
+        self._closed.set()
         with contextlib.suppress(OSError):  # the connection is broken already
             if well:
                 self._ring.receivers[0].send(_FAREWELL)
@@ -43,7 +45,7 @@ class NextWatch:
             said = self._ring.senders[0].socket.recv(1)
         except OSError:
             said = b""
-        if said == _FAREWELL or self._closed:
+        if said == _FAREWELL or self._closed.wait(_GRACE):
             return
         place = self._ring.place
         peer = place.name((place.rank + 1) % place.ranks)

@@ -266,10 +266,16 @@ class Protection:
         Args:
             last: Whether training is complete, so that the last iteration counts although no forward follows.
         """
+        self._end(last, well=_ends_well(sys.exc_info()[1]))
+
+    def _end(self, last: bool, *, well: bool) -> None:
+        """Close once. `well`: whether the script does not end by an error."""
         if self._closed:
             return
         self._closed = True
-        last = last and _ends_well(sys.exc_info()[1])
+        last = last and well
+        if not well:
+            self._hook.give_up()
         patience = FLUSH_SECONDS if last and self._hook.error is None else HASTE_SECONDS
         deadline = time.monotonic() + patience
         with self._undo:
@@ -286,12 +292,12 @@ class Protection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(last=_ends_well(error))
+        self._end(last=True, well=_ends_well(error))
 
     def _at_exit(self) -> None:
         """Close at the end of the script, but not at that of a forked child."""
         if os.getpid() == self._pid:
-            self.close(last=getattr(sys, "last_value", None) is None)
+            self._end(last=True, well=getattr(sys, "last_value", None) is None)
 
 
 def _ends_well(error: BaseException | None) -> bool:

@@ -60,6 +60,18 @@ def test_groups_are_told_apart_by_their_ranks_and_order(tmp_path: Path) -> None:
     assert difference(ours, turned) == ("DP group 1 with ranks 1, 3", "it with ranks 3, 1")
 
 
+def test_a_node_that_comes_back_with_an_older_run_does_not_count(tmp_path: Path) -> None:
+    """It was away while the others were given another mesh, and began a new run."""
+    old, new = (read_job(write(tmp_path, meshed(**{one: 2}, nodes=2))) for one in ("shard", "tp"))
+    stale, newest = node(0, hold((0, 0), 40, 40)), node(1, hold((0, 0), 5000, 5000))
+    stale.job_ranks.CopyFrom(job_ranks(old))
+    newest.job_ranks.CopyFrom(job_ranks(new))
+    stale.holds[0].generation, newest.holds[0].generation = 1, 2
+    answers: dict[int, pb.NodeStatus | str] = {0: stale, 1: newest}
+    assert other_ranks(new, answers) == ""
+    assert "tp 2" in other_ranks(old, answers)
+
+
 def test_the_node_and_both_meshes_are_named(tmp_path: Path) -> None:
     """A node that holds nothing does not count."""
     old, new = (read_job(write(tmp_path, meshed(**{one: 2}, nodes=2))) for one in ("shard", "tp"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -49,6 +50,17 @@ def test_the_end_of_one_is_noticed_by_all(ranks: list[Watched]) -> None:
         one.ring.close()
     assert [len(one.told) for one in ranks] == [1] * RANKS
     assert "rank 2" in ranks[1].told[0] and "on the same host, has ended" in ranks[1].told[0]
+
+
+def test_what_was_sent_before_the_end_can_still_be_used(ranks: list[Watched]) -> None:
+    """A rank that is behind reads the rest of an iteration that the next one has completed."""
+    ranks[2].ring.abort()
+    time.sleep(0.2)
+    assert not any(one.told for one in ranks)
+    for one in ranks:
+        one.watch.close(well=False)
+        one.ring.close()
+    assert [one.told for one in ranks] == [[]] * RANKS
 
 
 def test_ranks_that_close_one_after_another_are_no_error(ranks: list[Watched]) -> None:

@@ -243,6 +243,28 @@ def test_a_rank_that_ends_is_noticed_by_an_idle_rank_of_its_host(ranks: RankProc
     assert "rank 1" in told[0] and "on the same host, has ended" in told[0]
 
 
+def leave_by_an_error(rank: int, count: int, port: int) -> str:
+    """Rank 1's script fails between two iterations; return the error of rank 0, which is in no backward."""
+    ddp = DistributedDataParallel(HostNet(), bucket_cap_mb=0.003)
+    with hooked(ddp, HostRank(rank, count, 2, port)) as (hook, rings, _):
+        ddp(rows(rank, 0, 0), more=True).backward()
+        dist.barrier()
+        if rank == 1:
+            hook.give_up()
+            hook.close()
+            for ring in rings:
+                ring.close()
+        if rank == 0:
+            wait_until(lambda: hook.error is not None, "an error", 10)
+        dist.barrier()
+        return str(hook.error)
+
+
+def test_a_script_that_fails_is_noticed_by_an_idle_rank_of_its_host(ranks: RankProcesses) -> None:
+    told = ranks.run(4, leave_by_an_error, free_port())
+    assert "rank 1" in told[0] and "on the same host, has ended" in told[0]
+
+
 def leave_early(rank: int, count: int, port: int) -> str:
     """Rank 1 closes its hook and its rings while the others wait in backward; return their errors."""
     told = ""

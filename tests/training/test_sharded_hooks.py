@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -165,6 +167,62 @@ def test_gradients_beside_tensor_parallelism_are_those_of_native_hsdp(
     ports = [free_port() for _ in range(2 * shards)]
     compared = ranks.run(4 * shards, follow_native, ports, ShardedCase(tensor=2))
     assert min(compared) > 400
+
+
+class ElsewhereTorch:
+    """PyTorch for FSDP's reduction, whose gradients are copied, as from a GPU to the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def as_strided(*arguments: Any, **options: Any) -> torch.Tensor:
+        return torch.as_strided(*arguments, **options).clone()
+
+
+class SilentNet(nn.Module):
+    """In the first iteration, its head is zero, and so are all other gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(rows).tanh())
+        return out
+
+
+def offload_narrow(rank: int, count: int, port: int) -> bool:
+    """Return whether offloaded bf16 gradients of all iterations are those of a model that is not sharded."""
+    torch.manual_seed(1)
+    alone = SilentNet().bfloat16()
+    model = copy.deepcopy(alone)
+    for unit in (model.body, model):
+        fully_shard(
+            unit,
+            mesh=replicated(count, 1)["dp_shard"],
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            offload_policy=CPUOffloadPolicy(pin_memory=False),
+        )
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (alone, model)]
+    same = []
+    with pytest.MonkeyPatch.context() as patch, hooked(model, rank, count, [port]):
+        patch.setattr(_fsdp_collectives, "torch", ElsewhereTorch())
+        for _ in range(3):
+            for one in (alone, model):
+                (one(torch.ones(4, 6).bfloat16()) - 1).square().mean().backward()
+            pairs = zip(gradients_of(alone), gradients_of(model), strict=True)
+            same += [torch.equal(one, other) for one, other in pairs]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return len(same) == 9 and all(same)
+
+
+def test_offloaded_narrow_gradients_have_their_places_in_the_flat_tensor(ranks: RankProcesses) -> None:
+    """A copy on the CPU does not tell them: it begins at 0. Zeros in the first iteration prove nothing."""
+    assert all(ranks.run(2, offload_narrow, free_port()))
 
 
 def lose_a_replica(rank: int, count: int, ports: list[int]) -> str:

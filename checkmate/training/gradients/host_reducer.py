@@ -114,6 +114,7 @@ class HostReducer:
         self._inner, self._rings = inner, rings
         self._lock = threading.Lock()
         self._error: RingError | None = None
+        self._given_up = False
         self._ready: set[int] = set()  # buckets that may be broadcast, or received
         self._next = 0  # bucket to broadcast
         self._on_error: Callable[[RingError], None]
@@ -147,12 +148,16 @@ class HostReducer:
         """Return whether the next rank has acknowledged all bytes up to these ends."""
         return self._inner.passed(ends)
 
+    def give_up(self) -> None:
+        """Note that the script ends by an error."""
+        self._given_up = True
+
     def close(self) -> None:
         """End the threads. A bucket in progress fails and breaks all rings."""
         self._inward.close()
         self._inner.close()
         self._outward.close()
-        self._watch.close(well=self._error is None)
+        self._watch.close(well=self._error is None and not self._given_up)
 
     def _engine(
         self,

@@ -130,6 +130,9 @@ class NcclReducer:
         done = all(received[one] >= end for one, end in ends.items())
         return done or bool(self._trouble())
 
+    def give_up(self) -> None:
+        """Do nothing: other ranks are NCCL's matter."""
+
     def close(self) -> None:
         """Do nothing: launches end with the communicator."""
 

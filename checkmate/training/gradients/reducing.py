@@ -49,6 +49,9 @@ class Reducer(Protocol):
     def passed(self, ends: Ends) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends."""
 
+    def give_up(self) -> None:
+        """Note that the script ends by an error, of which other ranks of this host are told at `close`."""
+
     def close(self) -> None:
         """End. Buckets in progress are lost."""
 
@@ -111,6 +114,9 @@ class RingReducer:
     def abort(self) -> None:
         """Break the ring, so that the other ranks learn of an error here."""
         self._ring.abort()
+
+    def give_up(self) -> None:
+        """Do nothing: there are no other ranks of this host."""
 
     def close(self) -> None:
         """End the threads. A bucket in progress fails and breaks the ring."""

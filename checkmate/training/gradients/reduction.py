@@ -102,6 +102,10 @@ class GradientReduction(ABC):
         """Return whether the next rank has acknowledged all bytes up to these ends."""
         return self._reducer.passed(ends)
 
+    def give_up(self) -> None:
+        """Note that the script ends by an error, of which other ranks of this host are told at `close`."""
+        self._reducer.give_up()
+
     def close(self) -> None:
         """End the threads and the reducer. A reduction in progress fails."""
         self._undo.close()

@@ -40,7 +40,9 @@ class ShardedHooks(GradientReduction):
         self._awaited = False  # what the last forward returned has not had its backward
         self._seen: set[int] = set()  # parameters with a gradient in this iteration's backward
         self._in_schedule = False  # at the end of a reduction that is not within backward
-        self._scattered = torch.empty(0)  # the flat tensor of the unit whose parameters' hooks are called
+        # The flat tensor of the unit whose parameters' hooks are called, and the next one's place in it.
+        self._scattered, self._at = torch.empty(0), 0
+        self._compared: set[int] = set()  # parameters whose place there is known to be right
 
     @property
     def active(self) -> bool:
@@ -81,7 +83,7 @@ class ShardedHooks(GradientReduction):
             self._ending = True
             iteration = self.iteration
             self._after_backward(lambda: self._await_reduced(iteration))
-        self._scattered = flat
+        self._scattered, self._at = flat, 0
 
     def _forwarded(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Note that a backward of `output` will come; a loss in chunks has one of the head before it."""
@@ -131,25 +133,29 @@ class ShardedHooks(GradientReduction):
         if number in self._seen:
             raise self._reduced_twice(number)
         self._seen.add(number)
+        at, self._at = self._at, self._at + self._model.padded_elements(parameter)
         if not gradient.numel():
             return
         self._check_type(number, gradient)
         self._model.await_offloaded(parameter)
         flat = gradient.view(-1)
-        self._lend({number: flat}, flat, {number: self._exact(number, flat)})
+        self._lend({number: flat}, flat, {number: self._exact(number, flat, at)})
 
-    def _exact(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a flat gradient in the type in which FSDP has reduced it."""
+    def _exact(self, number: int, gradient: torch.Tensor, at: int) -> torch.Tensor:
+        """Return a flat gradient in the type in which FSDP has reduced it, `at` elements into its unit's."""
         reduced = DTYPES[self._layout.parameters[number].gradient_dtype]
         if torch.promote_types(reduced, gradient.dtype) == gradient.dtype:
             return gradient
-        begin = gradient.storage_offset()
-        exact = self._scattered[begin : begin + gradient.numel()].to(gradient.device)
-        if self.iteration == self._first_iteration and not _same(exact.to(gradient.dtype), gradient):
+        exact = self._scattered[at : at + gradient.numel()].to(gradient.device)
+        if number in self._compared:
+            return exact
+        if not _same(exact.to(gradient.dtype), gradient):
             raise RuntimeError(
                 f"{self._layout.parameters[number].name}: PyTorch {torch.__version__} does not store FSDP's "
                 f"gradients as expected: keep parameters in {reduced}, with param_dtype={gradient.dtype}"
             )
+        if gradient.isfinite().all() and gradient.any():  # zeros are everywhere
+            self._compared.add(number)
         return exact
 
     def _after_backward(self, work: Callable[[], None]) -> None:

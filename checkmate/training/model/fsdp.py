@@ -107,6 +107,10 @@ class FsdpModel(TrainedModel):
         if event is not None:  # before PyTorch 2.13
             event.synchronize()
 
+    def padded_elements(self, parameter: torch.Tensor) -> int:
+        """Return how many elements a gradient has in the flat tensor that FSDP reduces and scatters."""
+        return int(self._fsdp_params[parameter].padded_sharded_param_size.numel())
+
     def check_forward(self) -> None:
         """Do nothing: FSDP itself needs all ranks in each iteration."""
 

@@ -187,6 +187,9 @@ class OneRank:
     def passed(self, ends: object) -> bool:
         return True
 
+    def give_up(self) -> None:
+        """Do nothing."""
+
     def close(self) -> None: ...
 
 
