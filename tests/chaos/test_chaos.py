@@ -21,7 +21,7 @@ from tests.chaos.shrink import shrink, smaller_ones
 from tests.support.labs.live import needs_clang, needs_root
 from topologies.describe.topology import build
 
-CORPUS = "9,47"
+CORPUS = ("9", "47")
 HOSTS_CORPUS = "1,7,25,29"
 """Jobs with several ranks a host, sharded or not; ranks, nodes, links and controllers fail."""
 OFF: dict[str, str] = {}
@@ -43,8 +43,11 @@ def chaos(*arguments: str, seconds: float) -> None:
 @needs_root
 @needs_clang
 @pytest.mark.timeout(200)
-def test_a_fixed_corpus() -> None:
-    chaos("--seeds", CORPUS, seconds=190)
+@pytest.mark.parametrize(
+    "seed", [CORPUS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in CORPUS[1:])]
+)
+def test_a_fixed_corpus(seed: str) -> None:
+    chaos("--seeds", seed, seconds=190)
 
 
 @needs_root

@@ -52,6 +52,7 @@ def load_natively(rank: int, count: int, shape: tuple[int, int], path: str, *, f
     return full(model.state_dict()), full(found)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # eight processes
 def test_two_by_four_loads_anywhere(ranks: RankProcesses, tmp_path: Path) -> None:
     """With our keys and with torchtitan's."""

@@ -84,7 +84,7 @@ def drained(training: SmallTraining) -> tuple[bool, float]:
     [
         (2, 1, 2.0),
         pytest.param(2, 0, 2.0, marks=pytest.mark.slow),
-        (1, 0, 2.0),
+        pytest.param(1, 0, 2.0, marks=pytest.mark.slow),
         pytest.param(2, 1, 7.0, marks=pytest.mark.slow),  # longer than any silence
         pytest.param(2, 0, 7.0, marks=pytest.mark.slow),
         pytest.param(3, 1, 25.0, marks=pytest.mark.slow),  # longer than gRPC's keepalive
