@@ -69,13 +69,19 @@ def number(value: float, unit: str = "") -> str:
     return f"{text} {unit}".strip()
 
 
+def median_and_spread(samples: Sequence[float], unit: str = "") -> str:
+    """Return the median, with the least and the greatest of several samples."""
+    median = number(statistics.median(samples), unit)
+    if len(samples) == 1:
+        return median
+    return f"{median} ({number(min(samples))} to {number(max(samples))}, n={len(samples)})"
+
+
 def row(result: Result) -> tuple[str, str, str, str]:
     """Return name, value with spread, aim and floor, and verdict."""
     if isinstance(result, Skipped):
         return result.name, f"not measured: {result.reason}", "", "skipped"
-    value = number(result.median, result.unit)
-    if len(result.samples) > 1:
-        value += f" ({number(min(result.samples))} to {number(max(result.samples))}, n={len(result.samples)})"
+    value = median_and_spread(result.samples, result.unit)
     goal = ""
     if result.floor is not None:
         aim = number(result.aim if result.aim is not None else result.floor)

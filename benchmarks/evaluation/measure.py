@@ -15,6 +15,7 @@ from typing import Any, Final
 from benchmarks.comparators.frequency import PROFILED
 from benchmarks.evaluation.cells import Cell, Extent
 from benchmarks.evaluation.systems import OWN_FREQUENCY, reduce_of
+from testbed.process_memory import peak_resident
 from topologies.describe.topology import LabError, load
 from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
 
@@ -24,7 +25,8 @@ _LOSSES: Final = 12
 _ENDLESS: Final = 1_000_000
 _SECONDS: Final = 1800.0
 _TOPOLOGY: Final = "single_tor"
-_STATUS: Final = "/proc/{}/status"
+_STARTED: Final = '"event": "started"'
+_ITERATION: Final = '"iteration":'
 
 Progress = Callable[[str], None]
 
@@ -61,7 +63,7 @@ def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> di
             else:
                 kills = _fail_every_second_iteration(job, progress)
             ended = time.monotonic()
-            helpers = [_peak(member.process.pid) for member in job.shadows.values()]
+            helpers = [peak_resident(member.process.pid) for member in job.shadows.values()]
         return {
             "ranks": _logs(folders.out),
             "timed_from": WARM_UP + _profiled(cell),
@@ -148,30 +150,31 @@ def _kill(job: TrainingJob, rank: int) -> bool:
 
 def _check(job: TrainingJob, kills: list[float]) -> None:
     """Raise `LabError` if ranks end by themselves, which torchrun would hide by starting them again."""
-    starts = max(sum(event.name == "started" for event in events) for events in job.record().events.values())
+    starts = max(file.read_text().count(_STARTED) for file in job.folder.glob("rank*.events.jsonl"))
     if starts > 2 * (len(kills) + 1) + 1:
         with job.explained():
             raise LabError(f"ranks were started {starts} times for {len(kills)} kills")
 
 
 def _reached(job: TrainingJob) -> int:
-    """Return how many iterations all ranks have completed."""
-    logs = _logs(job.folder)
+    """Return how many iterations all ranks have completed, those again after a kill counted from there.
+
+    It is asked often while training is timed, so it reads one line of each log.
+    """
+    logs = [file.read_text().splitlines() for file in _files(job.folder)]
     if len(logs) < len(job.crew.lab.topology.ranks):
         return 0
-    return 1 + min(max((line.get("iteration", -1) for line in log), default=-1) for log in logs)
+    newest = (next((line for line in reversed(log) if _ITERATION in line), None) for log in logs)
+    return 1 + min(-1 if line is None else int(json.loads(line)["iteration"]) for line in newest)
 
 
-def _peak(pid: int) -> int:
-    """Return the peak of a process's resident memory in bytes."""
-    lines = Path(_STATUS.format(pid)).read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("steps*.jsonl"))
 
 
 def _logs(folder: Path) -> list[list[dict[str, Any]]]:
     """Return the lines that each rank has written."""
-    files = sorted(folder.glob("steps*.jsonl"))
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in _files(folder)]
 
 
 def clear(scratch: Path) -> None:

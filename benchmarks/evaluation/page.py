@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Picture
 
 from benchmarks.evaluation.cells import Cell, Extent
 from benchmarks.evaluation.summary import Failures, Throughput, failures, losses, throughputs
-from benchmarks.figures import number
+from benchmarks.figures import median_and_spread, number
 from benchmarks.report import replaced
 
 _MB: Final = 1e6
@@ -61,7 +61,7 @@ def _measured(raw: Mapping[Cell, Mapping[str, Any]], extent: Extent) -> str:
 def _throughput_rows(found: Sequence[Throughput]) -> _Rows:
     head = ("model", "system", "interval", "to gloo without checkpoints", "to Checkmate's ring without them")
     rows = [
-        (one.workload, one.system, _interval(one.interval), spread(one.relative), spread(one.ring))
+        (one.workload, one.system, _interval(one.interval), _spread(one.relative), _spread(one.ring))
         for one in found
     ]
     return head, rows
@@ -80,7 +80,7 @@ def _failure_rows(found: Sequence[Failures]) -> _Rows:
         (
             one.system,
             _interval(one.interval),
-            *(spread(each) for each in (one.repeated, one.next_trained, one.regained, one.useful)),
+            *(_spread(each) for each in (one.repeated, one.next_trained, one.regained, one.useful)),
         )
         for one in found
     ]
@@ -119,14 +119,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def spread(samples: Sequence[float]) -> str:
-    """Return the median, with the least and the greatest of several samples."""
-    if not samples:
-        return "none"
-    median = number(statistics.median(samples))
-    if len(samples) == 1:
-        return median
-    return f"{median} ({number(min(samples))} to {number(max(samples))}, n={len(samples)})"
+def _spread(samples: Sequence[float]) -> str:
+    return median_and_spread(samples) if samples else "none"
 
 
 def _interval(interval: int) -> str:

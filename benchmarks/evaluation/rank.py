@@ -15,6 +15,7 @@ import checkmate
 from benchmarks.comparators.system import Place
 from benchmarks.evaluation.systems import system_of
 from benchmarks.evaluation.workloads import Workload, make
+from testbed.process_memory import peak_resident
 
 _NIC = "data0"
 
@@ -65,20 +66,17 @@ def _say(log: TextIO, **said: Any) -> None:
 
 def used() -> Used:
     """Return what this process has used."""
-    status = _fields("/proc/self/status")
-    io = _fields("/proc/self/io")
+    written = next(
+        int(line.split()[1])
+        for line in Path("/proc/self/io").read_text().splitlines()
+        if line.startswith("write_bytes:")
+    )
     sent = next(
         int(line.split()[9])
         for line in Path("/proc/self/net/dev").read_text().splitlines()
         if line.split()[0] == f"{_NIC}:"
     )
-    return Used(1024 * int(status["VmHWM"].split()[0]), int(io["write_bytes"]), sent)
-
-
-def _fields(file: str) -> dict[str, str]:
-    """Return the fields of a file of /proc."""
-    pairs = (line.split(":", 1) for line in Path(file).read_text().splitlines())
-    return {name: value.strip() for name, value in pairs}
+    return Used(peak_resident(), written, sent)
 
 
 def parse() -> argparse.Namespace:

@@ -119,7 +119,7 @@ def losses(raw: Raw) -> dict[str, float]:
 
 def iteration_seconds(data: Mapping[str, Any]) -> float:
     """Return the mean time from one iteration to the next on rank 0."""
-    ends = {line["iteration"]: line["at"] for line in data["ranks"][0] if "iteration" in line}
+    ends = {line["iteration"]: line["at"] for line in _steps(data["ranks"][0])}
     first, last = _timed(data)
     return float((ends[last] - ends[first]) / (last - first))
 
@@ -133,9 +133,7 @@ def recoveries(data: Mapping[str, Any]) -> list[tuple[float, float]]:
     found = []
     for kill in data["kills"]:
         resumed = _first(line["at"] for line in log if "resumed" in line and line["at"] > kill)
-        trained = [
-            line for line in log if "iteration" in line and resumed is not None and line["at"] > resumed
-        ]
+        trained = [line for line in _steps(log) if resumed is not None and line["at"] > resumed]
         missing = _highest(log, kill)
         after = _first(line["at"] for line in trained)
         back = _first(line["at"] for line in trained if line["iteration"] >= missing)
@@ -145,10 +143,13 @@ def recoveries(data: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 def repeated(data: Mapping[str, Any]) -> float:
     """Return how many iterations rank 0 has completed again, for each kill."""
-    done = [
-        line["iteration"] for line in data["ranks"][0] if "iteration" in line and line["at"] <= data["ended"]
-    ]
+    done = [line["iteration"] for line in _steps(data["ranks"][0]) if line["at"] <= data["ended"]]
     return (len(done) - len(set(done))) / len(data["kills"])
+
+
+def _steps(log: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the lines of a log that are iterations."""
+    return [line for line in log if "iteration" in line]
 
 
 def _first(times: Iterable[float]) -> float | None:
@@ -157,14 +158,12 @@ def _first(times: Iterable[float]) -> float | None:
 
 def _timed(data: Mapping[str, Any]) -> tuple[int, int]:
     """Return the first and the last iteration between whose ends time is measured."""
-    return data["timed_from"], max(line["iteration"] for line in data["ranks"][0] if "iteration" in line)
+    return data["timed_from"], max(line["iteration"] for line in _steps(data["ranks"][0]))
 
 
 def _highest(log: Sequence[Mapping[str, Any]], until: float) -> int:
     """Return how many iterations were completed at a time, however often."""
-    return 1 + max(
-        (line["iteration"] for line in log if "iteration" in line and line["at"] <= until), default=-1
-    )
+    return 1 + max((line["iteration"] for line in _steps(log) if line["at"] <= until), default=-1)
 
 
 def _interval(data: Mapping[str, Any]) -> int:
@@ -178,7 +177,7 @@ def _resources(data: Mapping[str, Any]) -> tuple[float, float, float, float]:
     written = sent = 0.0
     peaks = []
     for log in data["ranks"]:
-        by_iteration = {line["iteration"]: line["used"] for line in log if "iteration" in line}
+        by_iteration = {line["iteration"]: line["used"] for line in _steps(log)}
         begin, end = by_iteration[first], by_iteration[last]
         written += (end["written"] - begin["written"]) / (last - first)
         sent += (end["sent"] - begin["sent"]) / (last - first)
@@ -187,7 +186,7 @@ def _resources(data: Mapping[str, Any]) -> tuple[float, float, float, float]:
 
 
 def _losses(log: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    return {line["iteration"]: line["loss"] for line in log if "iteration" in line}
+    return {line["iteration"]: line["loss"] for line in _steps(log)}
 
 
 def _baseline(cell: Cell, system: str) -> Cell:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import checkmate
 from checkmate.examples import hsdp
+from testbed.process_memory import peak_resident, resident
 
 MESH: Final = "CHECKMATE_BENCH_MESH"
 _WARM_UP: Final = 3
@@ -35,8 +36,8 @@ def main() -> None:
             trainer.step()
             mark()
             if iteration >= _WARM_UP:
-                peaks.append(_status("VmHWM"))
-                rests.append(_status("VmRSS"))
+                peaks.append(peak_resident())
+                rests.append(resident())
         local = sum(parameter.to_local().nbytes for parameter in trainer.model.parameters())
     found = {"peak": peaks, "rest": rests, "buckets": local}
     Path(options.out, f"rank{dist.get_rank()}.memory.json").write_text(json.dumps(found))
@@ -54,12 +55,6 @@ def _protect(trainer: hsdp.Trainer, held: contextlib.ExitStack) -> Callable[[], 
     model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.scheduler
     checkmate.restore(model, optimizer, scheduler=scheduler)
     return held.enter_context(checkmate.protect(model, optimizer, scheduler=scheduler)).mark
-
-
-def _status(what: str) -> int:
-    """Return a size of this process in bytes, as `/proc/self/status` has it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.wire.schedule import nic_of
 from checkmate.wire.tag import Hello
+from testbed.process_memory import resident
 from tests.support.labs.live import LiveSwitch, acknowledged, live_switch, needs_root, targets, was_reset
 from topologies.describe.job_files import Target
 from topologies.kernel import namespaces
@@ -269,7 +270,7 @@ def test_a_flood_of_syns_and_resets_keeps_nobody_from_connecting(live: LiveSwitc
 
         raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
         raw.bind((host.interfaces[-1].name, 0))
-        memory = _resident(controller.member.process.pid)
+        memory = resident(controller.member.process.pid)
         for frame in frames * 10:
             raw.send(frame)
         start = time.monotonic()
@@ -277,13 +278,5 @@ def test_a_flood_of_syns_and_resets_keeps_nobody_from_connecting(live: LiveSwitc
         took = time.monotonic() - start
         assert len(sockets) == 8
         assert took < 5
-        assert _resident(controller.member.process.pid) - memory < 50_000
+        assert resident(controller.member.process.pid) - memory < 50_000 << 10
         raw.close()
-
-
-def _resident(pid: int) -> int:
-    """Return the resident memory in kB."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1])
-    raise AssertionError("no VmRSS")

@@ -7,24 +7,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from finsy.proto import U128, p4r, p4r_grpc
 
+from testbed.process_memory import resident
 from tests.softswitch.support.client import DEVICE, Client, insert
 from tests.softswitch.support.process import descriptors, process
 
 LOOPBACK = ("--no-p4", "--grpc-server-addr", "127.0.0.1:0")
 SERVICE = "/p4.v1.P4Runtime/"
-
-
-def memory(pid: int) -> int:
-    """Return the bytes of memory that a process has."""
-    (line,) = (each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmRSS" in each)
-    return int(line.split()[1]) << 10
 
 
 @contextmanager
@@ -104,9 +98,9 @@ def test_corrupt_messages_leave_no_memory() -> None:
                 assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
         send(300)
-        before = memory(running.pid)
+        before = resident(running.pid)
         send(count)
-        assert (memory(running.pid) - before) / count < 2000
+        assert (resident(running.pid) - before) / count < 2000
 
 
 def test_large_write_of_a_stranger_is_not_parsed() -> None:
@@ -117,11 +111,11 @@ def test_large_write_of_a_stranger_is_not_parsed() -> None:
         request = p4r.WriteRequest(device_id=DEVICE, election_id=U128.encode(7)).SerializeToString()
         with grpc.insecure_channel(address) as channel:
             write: Any = channel.unary_unary(SERVICE + "Write")
-            before = memory(running.pid)
+            before = resident(running.pid)
             peak = 0
             call = write.future(request + b"\x22\x00" * (7 << 20), timeout=30)
             while not call.done():
-                peak = max(peak, memory(running.pid))
+                peak = max(peak, resident(running.pid))
             with pytest.raises(grpc.RpcError) as refused:
                 call.result()
             assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
@@ -141,14 +135,14 @@ def test_replies_to_a_client_that_does_not_read_are_bounded() -> None:
                 message.arbitration.election_id.low += 1
                 yield message.SerializeToString()
 
-        before = memory(running.pid)
+        before = resident(running.pid)
         with grpc.insecure_channel(address) as channel:
             stream: Any = channel.stream_stream(SERVICE + "StreamChannel")
             call = stream(flood())
             try:
                 assert running.stderr is not None
                 assert "is cut off: it does not read its messages" in running.stderr.readline()
-                assert memory(running.pid) - before < 20 << 20
+                assert resident(running.pid) - before < 20 << 20
             finally:
                 ended.set()
                 call.cancel()
