@@ -6,9 +6,11 @@ import ctypes
 import itertools
 import os
 import socket
+import struct
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Final
 
 from checkmate.privileges import Capability, give_up
 from checkmate.tagger import cgroups
@@ -47,6 +49,14 @@ class SocketState(ctypes.Structure):
         ("tail", ctypes.c_uint32),
         ("ranges", Range * RANGES),
     )
+
+    def set_range(self, number: int, *values: int) -> None:
+        """Set the fields of a range, in their order, at once: it happens for each chunk."""
+        _RANGE.pack_into(self, _FIRST_RANGE + number % RANGES * _RANGE.size, *values)
+
+
+_RANGE: Final = struct.Struct("=IIIHBB")
+_FIRST_RANGE: Final = SocketState.ranges.offset
 
 
 class Tagger(AbstractContextManager["Tagger"]):

@@ -20,6 +20,9 @@ CHUNK_MAX = (1 << 31) - 1
 RETIRE_AFTER = 1 << 30
 """Ranges are removed from the kernel before this many untagged bytes follow the last tagged one."""
 
+_REAPED_FROM = 16
+"""The number of ranges from which on acknowledged ones are dropped: asking the kernel takes time."""
+
 _POLL_SECONDS = 0.0001
 
 
@@ -110,15 +113,18 @@ class TaggedSocket:
                 "the tagger has not seen this connection: the socket must be created in the tagger's cgroup, "
                 "passed to TaggedSocket before it connects, and be connected"
             )
-        self._await_ranges(RANGES - 1)
+        if len(self._ends) >= _REAPED_FROM:
+            self._await_ranges(RANGES - 1)
         position = self._positions.get(shadow_id, 0)
-        entry = state.ranges[state.tail % RANGES]
-        entry.anchor = (state.first_sequence + self.written) % tag.MODULUS
-        entry.length = length
-        entry.sequence = position % tag.MODULUS
-        entry.shadow_id = shadow_id
-        entry.channel = self._channel
-        entry.incarnation = self._incarnation
+        state.set_range(
+            state.tail,
+            (state.first_sequence + self.written) % tag.MODULUS,
+            length,
+            position % tag.MODULUS,
+            shadow_id,
+            self._channel,
+            self._incarnation,
+        )
         state.tail = (state.tail + 1) % tag.MODULUS
         self._tagger.store(self.socket, state)
         self._ends.append((self.written + length, shadow_id, position + length))

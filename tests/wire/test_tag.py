@@ -218,5 +218,9 @@ def test_the_shared_structures_are_the_same() -> None:
     assert c_fields("tagged_socket") == c_sizes(program.SocketState)[:-1]
     assert "struct tag_range ranges[TAGGER_RANGES];" in C_HEADER.read_text()
     assert ctypes.sizeof(program.SocketState) == 24 + 16 * program.RANGES
+    state, values = program.SocketState(), (1, 2, 3, 4, 5, 6)
+    state.set_range(program.RANGES + 7, *values)
+    assert tuple(getattr(state.ranges[7], name) for name, _ in program.Range._fields_) == values
+    assert not state.ranges[6].incarnation and not state.ranges[8].anchor
     listed = re.findall(r"FAULT_(\w+),", C_HEADER.read_text())
     assert [name.lower() for name in listed] == list(program.FAULTS)

@@ -72,7 +72,7 @@ class StepChecks:
         return [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
 
 
-SAMPLE_BYTES: Final = 16 * 1024
+SAMPLE_BYTES: Final = 4 * 1024
 SAMPLED: Final = 8
 """The number of gradients sampled per iteration, in rotation, and of windows of parameters."""
 
