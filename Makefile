@@ -1,6 +1,6 @@
 # Checkmate. `make demo` and `make test` do all of their own set-up.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-switch test test-all lint ptf p4 nccl proto bench evaluation docs clean
+.PHONY: help setup demo demo-switch test test-all lint ptf p4 nccl proto bench comparators evaluation docs clean
 RUN := .venv/bin/python
 TARGET ?= softswitch
 P4_TARGET ?= bmv2
@@ -21,7 +21,7 @@ demo-switch: setup ## The switch alone: a lab, a job, verified shadow streams
 test: setup ## Lint and quick tests, under 10 minutes
 	@$(RUN) -m pytest -m "not slow" -n 2 --dist loadgroup
 
-test-all: setup ## Everything: each lab on each target
+test-all: comparators ## Everything: each lab on each target
 	@$(RUN) -m pytest
 
 lint: setup ## ruff, mypy --strict, import-linter, and the mechanical rules of English
@@ -46,8 +46,12 @@ proto: setup ## Generate checkmate/rpc's Python from its .proto
 bench: setup ## Measure the figures of docs/figures.md
 	@$(RUN) -m benchmarks
 
-evaluation: setup ## Compare with other systems, in docs/evaluation.md: hours; QUICK=1: 30 minutes, in out/
-	@$(RUN) -m benchmarks.evaluation $(if $(QUICK),--quick --page out/evaluation.md,--page docs/evaluation.md)
+comparators: setup ## The packages of others with which the evaluation compares, in build/comparators
+	@$(RUN) -m pip install --quiet --upgrade --no-deps --require-hashes --target build/comparators -r benchmarks/comparators/packages.txt
+
+RAW = --raw $1.jsonl --page $1.md
+evaluation: comparators ## Compare with other systems, in docs/evaluation.md: hours; QUICK=1: 30 minutes, in out/
+	@$(RUN) -m benchmarks.evaluation $(if $(QUICK),--quick $(call RAW,out/quick),$(call RAW,docs/evaluation))
 
 docs: setup ## The documentation as a site, in build/site; needs no network once set up
 	@$(RUN) -m tools.site build/site

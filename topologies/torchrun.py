@@ -53,16 +53,32 @@ def command(
             TORCHELASTIC_RESTART_COUNT counts only the deaths of its own ranks.
     """
     hosts = topology.trainers
+    return _command(
+        hosts[0], host, len(hosts), len(topology.ranks) // len(hosts), topology.name, script, restarts
+    )
+
+
+def alone(
+    topology: Topology, host: Host, script: Sequence[str | Path], *, restarts: int = RESTARTS
+) -> list[str | Path]:
+    """Return the command line of a torchrun of one host's ranks, which are a job of their own."""
+    ranks = len(topology.ranks) // len(topology.trainers)
+    return _command(host, host, 1, ranks, host.name, script, restarts)
+
+
+def _command(
+    first: Host, host: Host, hosts: int, ranks: int, name: str, script: Sequence[str | Path], restarts: int
+) -> list[str | Path]:
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
-        f"--nnodes={len(hosts)}",
-        f"--nproc-per-node={len(topology.ranks) // len(hosts)}",
+        f"--nnodes={hosts}",
+        f"--nproc-per-node={ranks}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={hosts[0].mgmt}:{PORT}",
-        f"--rdzv-conf=is_host={int(host == hosts[0])}",
-        f"--rdzv-id={topology.name}",
+        f"--rdzv-endpoint={first.mgmt}:{PORT}",
+        f"--rdzv-conf=is_host={int(host == first)}",
+        f"--rdzv-id={name}",
         f"--local-addr={host.mgmt}",
         f"--max-restarts={restarts}",
         "--monitor-interval=0.1",

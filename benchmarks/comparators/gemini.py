@@ -18,14 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparators.flat import bounds, empty, flatten, restored
 from benchmarks.comparators.host_memory import VERSIONS, Copy, HostMemory
+from benchmarks.comparators.parted import PartedState
 from benchmarks.comparators.quiet import Quiet
-from benchmarks.comparators.system import CheckpointSystem, Place
+from benchmarks.comparators.system import Place
 
 CHUNK: Final = 4 << 20
 """Bytes that are sent at a time: about the 1 to 2 million numbers of the artifact for 100 Gbit/s."""
 
 
-class Gemini(CheckpointSystem):
+class Gemini(PartedState):
     """Checkpoints in memory, one in progress at a time. Sends between reductions, if `interleaved`."""
 
     name = "Gemini"
@@ -96,23 +97,9 @@ class Gemini(CheckpointSystem):
         self.finish()
         self._sender.shutdown()
 
-    def state(self) -> dict[str, Any]:
-        """Return the state, buffers first: ranks have different ones, and DDP takes rank 0's."""
-        return {
-            "buffers": dict(self._ddp.module.named_buffers()),
-            "parameters": dict(self._ddp.module.named_parameters()),
-            "optimizer": self._optimizer.state_dict(),
-        }
-
-    def install(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
-        super().install(
-            {"model": {**state["buffers"], **state["parameters"]}, "optimizer": state["optimizer"]}
-        )
-
     def _bounds(self, nbytes: int, rank: int) -> tuple[int, int]:
         """Return a rank's part."""
-        buffers = sum(one.nbytes for one in self._ddp.module.buffers())
+        buffers = sum(one.nbytes for one in self.buffers())
         return bounds(nbytes, self.ranks, rank, buffers)
 
     def _described(self, told: Sequence[Sequence[Copy]], holder: int, newest: int) -> Any:

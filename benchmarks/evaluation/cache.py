@@ -1,54 +1,43 @@
-"""Raw data of cells that are measured, a file each."""
+"""Raw data of the cells that are measured: a file with a line of JSON for each."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import subprocess
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from benchmarks.evaluation.cells import Cell
-from benchmarks.report import machine
+from benchmarks.evaluation.record import Record, read
 
 
 class Cache:
-    """A folder of raw data. A file is complete: it gets its name last."""
+    """A file of records, to which cells are added."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, file: Path) -> None:
+        """Read it; it may be missing. A line that is not complete is left out, and removed by `put`."""
+        self._file = file
+        self._lines: dict[str, str] = {}
+        text = file.read_text() if file.exists() else ""
+        for line in text[: text.rfind("\n") + 1].splitlines():
+            key, record = json.loads(line)
+            self._lines[key] = json.dumps(record, separators=(",", ":"))
 
     def __contains__(self, cell: Cell) -> bool:
-        return self._file(cell).exists()
+        return cell.key in self._lines
 
-    def put(self, cell: Cell, found: dict[str, Any]) -> None:
-        """Keep what was measured, with the commit, the day and the machine."""
-        said = {
-            "commit": _commit(),
-            "day": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "machine": machine(),
-            **found,
-        }
-        temporary = self._folder / ".unfinished"
-        temporary.write_text(json.dumps(said))
-        temporary.replace(self._file(cell))
+    def put(self, cell: Cell, record: Record) -> None:
+        """Keep what was measured."""
+        self._lines[cell.key] = record.to_json()
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._file.with_name(f".{self._file.name}")
+        with temporary.open("w") as out:
+            for key in sorted(self._lines):
+                out.write(f"[{json.dumps(key)},{self._lines[key]}]\n")
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(self._file)
 
-    def cells(self, wanted: Iterable[Cell]) -> dict[Cell, dict[str, Any]]:
-        """Return the raw data of those that are there."""
-        return {cell: json.loads(self._file(cell).read_text()) for cell in wanted if cell in self}
-
-    def _file(self, cell: Cell) -> Path:
-        return self._folder / f"{cell.key}.json"
-
-
-def _commit() -> str:
-    """Return the commit that is measured, with + if the tree differs from it."""
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return said.stdout.strip() or "unknown"
+    def records(self, wanted: Iterable[Cell]) -> dict[Cell, Record]:
+        """Return those that are there."""
+        return {cell: read(self._lines[cell.key]) for cell in wanted if cell in self}

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.comparators import packages
 from benchmarks.comparators.frequency import PROFILED
 from benchmarks.evaluation.cells import Cell, Extent
-from benchmarks.evaluation.systems import OWN_FREQUENCY, reduce_of
+from benchmarks.evaluation.record import Record, interval_of, log_of, losses_of, since, steps_of, used_of
+from benchmarks.evaluation.systems import LIVE, OWN_FREQUENCY, reduce_of
+from benchmarks.report import machine
 from testbed.process_memory import peak_resident
-from topologies.describe.topology import LabError, load
+from topologies.describe.topology import CONTROLLER, MGMT_NET, LabError, load
 from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
 
 WARM_UP: Final = 5
 """Iterations that are not timed: DDP rebuilds its buckets, and TCP windows open."""
-_LOSSES: Final = 12
+_LOSSES: Final = 8
 _ENDLESS: Final = 1_000_000
 _SECONDS: Final = 1800.0
 _TOPOLOGY: Final = "single_tor"
+_LIGHTHOUSE_PORT: Final = 29510
+_LIGHTHOUSE: Final = (
+    *(sys.executable, packages.FOLDER / "bin" / "torchft_lighthouse"),
+    *("--bind", f"[::]:{_LIGHTHOUSE_PORT}", "--min_replicas", "1"),
+)
 _STARTED: Final = '"event": "started"'
 _ITERATION: Final = '"iteration":'
 
@@ -40,7 +52,7 @@ class Folders:
     out: Path
 
 
-def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> dict[str, Any]:
+def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> Record:
     """Return a cell's raw data. `scratch` is on the file system to which checkpoints go.
 
     Raises:
@@ -54,23 +66,40 @@ def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> di
         folders = Folders(Path(disk), Path(memory), Path(out))
         plan = _plan(cell, folders, _iterations(cell, extent))
         with training_lab(load(_TOPOLOGY), "softswitch", "evaluation", plan, folders.out) as job:
+            if cell.system == LIVE:
+                others = {max(os.sched_getaffinity(0))}
+                found = {"PYTHONPATH": str(packages.FOLDER)}
+                job.crew.start("lighthouse", CONTROLLER, _LIGHTHOUSE, cpus=others, environment=found)
             start_all([job])
-            if cell.kind == "throughput":
-                job.finish(_SECONDS, lambda: progress(f"iteration {_reached(job)}"))
-                kills: list[float] = []
-            elif cell.kind == "failures":
-                kills = _fail_at_random(job, cell, extent, progress)
-            else:
-                kills = _fail_every_second_iteration(job, progress)
+            began = time.monotonic()
+            kills = _run(job, cell, extent, progress)
             ended = time.monotonic()
-            helpers = [peak_resident(member.process.pid) for member in job.shadows.values()]
-        return {
-            "ranks": _logs(folders.out),
-            "timed_from": WARM_UP + _profiled(cell),
-            "kills": kills,
-            "ended": ended,
-            "helpers": helpers,
-        }
+            helpers = tuple(peak_resident(member.process.pid) for member in job.shadows.values())
+        logs = [log_of(file.read_text()) for file in _files(folders.out)]
+    timed_from = WARM_UP + _profiled(cell)
+    return Record(
+        commit=commit(),
+        day=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        machine=machine(),
+        steps=steps_of(logs, began, alone=cell.system == LIVE),
+        timed_from=timed_from,
+        interval=interval_of(logs),
+        kills=since(kills, began),
+        ended=round(ended - began, 4),
+        losses=() if cell.kind == "failures" else losses_of(logs, _LOSSES),
+        used=used_of(logs, timed_from) if cell.kind == "throughput" else (),
+        helpers=helpers,
+    )
+
+
+def _run(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> list[float]:
+    """Let a job train to its end, or as long as is measured. Return when ranks were killed."""
+    if cell.kind == "failures":
+        return _fail_at_random(job, cell, extent, progress)
+    if cell.kind == "losses":
+        return _fail_every_second_iteration(job, progress)
+    job.finish(_SECONDS, lambda: progress(f"iteration {_reached(job)}"))
+    return []
 
 
 def _iterations(cell: Cell, extent: Extent) -> int:
@@ -95,14 +124,17 @@ def _plan(cell: Cell, folders: Folders, iterations: int) -> JobPlan:
         "iterations": iterations,
         "disk": folders.disk,
         "memory": folders.memory,
+        "lighthouse": f"http://{MGMT_NET[1]}:{_LIGHTHOUSE_PORT}",
     }
+    live = cell.system == LIVE
     return JobPlan(
         tuple(word for name, value in arguments.items() for word in (f"--{name}", str(value))),
-        module="benchmarks.evaluation.rank",
+        module="benchmarks.evaluation.live_rank" if live else "benchmarks.evaluation.rank",
         reduce=reduce_of(cell.system),
         restarts=0 if cell.kind == "throughput" else 1000,
         # All use the same links: gloo gets the training network, not mgmt.
         environment={"GLOO_SOCKET_IFNAME": "data0"},
+        alone=live,
     )
 
 
@@ -172,9 +204,13 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("steps*.jsonl"))
 
 
-def _logs(folder: Path) -> list[list[dict[str, Any]]]:
-    """Return the lines that each rank has written."""
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in _files(folder)]
+def commit() -> str:
+    """Return the commit that is measured, with + if anything but the documentation differs from it."""
+    said = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ".", ":!docs"], check=False).returncode
+    return said + "+" * bool(changed) if said else "unknown"
 
 
 def clear(scratch: Path) -> None:

@@ -9,13 +9,15 @@ import csv
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import matplotlib
 from matplotlib.figure import Figure as Picture
 
-from benchmarks.evaluation.cells import Cell, Extent
+from benchmarks.evaluation.cells import Cell, Extent, matrix
+from benchmarks.evaluation.record import Record
 from benchmarks.evaluation.summary import Failures, Throughput, failures, losses, throughputs
+from benchmarks.evaluation.systems import LIVE
 from benchmarks.figures import median_and_spread, number
 from benchmarks.report import replaced
 
@@ -24,18 +26,19 @@ _Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 _COLUMNS: Final = ("kind", "workload", "system", "interval", "figure", "unit", "samples")
 
 
-def write(page: Path, raw: Mapping[Cell, Mapping[str, Any]], extent: Extent) -> None:
+def write(page: Path, records: Mapping[Cell, Record], extent: Extent) -> None:
     """Write tables and plots of the cells that there are, and the CSV.
 
     Args:
         page: The Markdown file. It may be missing.
-        raw: The cells' data.
+        records: The cells' data.
         extent: What was measured.
     """
-    undisturbed, disturbed, changed = throughputs(raw), failures(raw, extent.seconds), losses(raw)
+    undisturbed = throughputs(records)
+    disturbed, changed = failures(records, extent.seconds), losses(records)
     text = page.read_text() if page.exists() else "# Evaluation\n"
     for name, table in (
-        ("measured", _measured(raw, extent)),
+        ("measured", _measured(records, extent)),
         ("throughput", _table(*_throughput_rows(undisturbed)) + _plot(page, undisturbed)),
         ("failures", _table(*_failure_rows(disturbed))),
         ("resources", _table(*_resource_rows(undisturbed))),
@@ -46,15 +49,16 @@ def write(page: Path, raw: Mapping[Cell, Mapping[str, Any]], extent: Extent) -> 
     _write_csv(page.with_suffix(".csv"), undisturbed, disturbed, changed)
 
 
-def _measured(raw: Mapping[Cell, Mapping[str, Any]], extent: Extent) -> str:
+def _measured(records: Mapping[Cell, Record], extent: Extent) -> str:
     commits, days, machines = (
-        {str(data[what]) for data in raw.values()} for what in ("commit", "day", "machine")
+        ", ".join(sorted({getattr(record, what) for record in records.values()}))
+        for what in ("commit", "day", "machine")
     )
     return (
-        f"Measured on {', '.join(sorted(days))}, commit {', '.join(sorted(commits))}: "
-        f"{'; '.join(sorted(machines))}.\n"
-        f"{len(raw)} cells; {extent.starts} starts. The time between failures is exponential, "
-        f"{extent.mtbf:g} s on average, in periods of {extent.seconds:g} s.\n"
+        f"Measured on {days}, commit {commits}: {machines}.\n"
+        f"{len(records)} of {len(matrix(extent))} cells. "
+        f"The time between failures is exponential, {extent.mtbf:g} s on average, "
+        f"in periods of {extent.seconds:g} s.\n"
     )
 
 
@@ -142,6 +146,9 @@ def _plot(page: Path, found: Sequence[Throughput]) -> str:
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=system)
         axes.axhline(1, color="0.4", linewidth=1, linestyle="--")
+        for live in (one for one in found if (one.workload, one.system) == (workload, LIVE)):
+            label = f"{LIVE}, no checkpoints"
+            axes.axhline(statistics.median(live.relative), color="0.6", linestyle=":", label=label)
         axes.set(
             xscale="log",
             xlabel="checkpoints in 1,000 iterations",

@@ -1,17 +1,17 @@
-"""What raw data of cells say: medians with their spread, paired by start. Pure."""
+"""What the records of cells say: samples, paired by start. Pure."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.evaluation.cells import Cell
-from benchmarks.evaluation.systems import CHECKMATE, GLOO, RING
+from benchmarks.evaluation.record import Record
+from benchmarks.evaluation.systems import CHECKMATE, GLOO, LIVE, RING
 
-Raw = Mapping[Cell, Mapping[str, Any]]
+Records = Mapping[Cell, Record]
 Samples = tuple[float, ...]
 
 
@@ -48,6 +48,7 @@ class Failures:
     `repeated` has the iterations that were trained again, for each kill, and `useful` those of an hour that
     were not lost; both have a sample for each start. `next_trained` has the seconds from a kill to the end of
     the next iteration, and `regained` those until training was where it had been: a sample for each kill.
+    An iteration without some ranks counts as the share of those that were there.
     """
 
     system: str
@@ -58,9 +59,11 @@ class Failures:
     useful: Samples
 
 
-def throughputs(raw: Raw) -> list[Throughput]:
+def throughputs(records: Records) -> list[Throughput]:
     """Return each system, workload by workload. Systems without their baseline are left out."""
-    seconds = {cell: iteration_seconds(data) for cell, data in raw.items() if cell.kind == "throughput"}
+    seconds = {
+        cell: iteration_seconds(record) for cell, record in records.items() if cell.kind == "throughput"
+    }
     groups: dict[tuple[str, str, int], list[Cell]] = defaultdict(list)
     for cell in seconds:
         groups[cell.workload, cell.system, cell.interval].append(cell)
@@ -70,14 +73,14 @@ def throughputs(raw: Raw) -> list[Throughput]:
         whole = [pair for pair in pairs if pair[1] in seconds and pair[2] in seconds]
         if not whole:
             continue
-        resources = [_resources(raw[cell]) for cell, _, _ in whole]
+        resources = [_resources(records[cell]) for cell, _, _ in whole]
         means = [statistics.fmean(each) for each in zip(*resources, strict=True)]
-        chosen = max(_interval(raw[cell]) for cell, _, _ in whole)
+        chosen = max(records[cell].interval for cell, _, _ in whole)
         found.append(
             Throughput(
                 workload,
                 system,
-                interval or (chosen if system not in (GLOO, RING) else 0),
+                interval or (chosen if system not in (GLOO, RING, LIVE) else 0),
                 tuple(seconds[base] / seconds[cell] for cell, base, _ in whole),
                 tuple(seconds[ring] / seconds[cell] for cell, _, ring in whole),
                 tuple(seconds[cell] for cell, _, _ in whole),
@@ -87,106 +90,79 @@ def throughputs(raw: Raw) -> list[Throughput]:
     return sorted(found, key=lambda one: (one.workload, _rank(one.system), one.system, one.interval))
 
 
-def failures(raw: Raw, seconds: float) -> list[Failures]:
+def failures(records: Records, seconds: float) -> list[Failures]:
     """Return each system that was killed, over periods of `seconds`."""
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
-    for cell, data in sorted(raw.items()):
+    groups: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for cell, record in sorted(records.items()):
         if cell.kind == "failures":
-            groups[cell.system, cell.interval].append(data)
+            groups[cell.system, cell.interval].append(record)
     found = []
     for (system, interval), starts in groups.items():
-        killed = [data for data in starts if data["kills"]]
-        times = [each for data in killed for each in recoveries(data)]
+        killed = [record for record in starts if record.kills]
+        times = [each for record in killed for each in recoveries(record)]
         after, regained = zip(*times, strict=True) if times else ((), ())
-        useful = tuple(3600 / seconds * _highest(data["ranks"][0], data["ended"]) for data in starts)
-        again = tuple(repeated(data) for data in killed)
-        found.append(Failures(system, interval, again, after, regained, useful))
+        hourly = tuple(3600 / seconds * useful(record) for record in starts)
+        again = tuple(repeated(record) for record in killed)
+        found.append(Failures(system, interval, again, after, regained, hourly))
     return sorted(found, key=lambda one: (_rank(one.system), one.system, one.interval))
 
 
-def losses(raw: Raw) -> dict[str, float]:
+def losses(records: Records) -> dict[str, float]:
     """Return, by system, the greatest difference of a loss after restores from that of an undisturbed run."""
     found = {}
-    for cell, data in raw.items():
+    for cell, record in records.items():
         base = Cell("throughput", cell.workload, GLOO if cell.system != CHECKMATE else RING, 0, 0)
-        if cell.kind == "losses" and base in raw:
-            pairs = [_losses(log) for log in data["ranks"]], [_losses(log) for log in raw[base]["ranks"]]
+        if cell.kind == "losses" and base in records:
+            pairs = zip(record.losses, records[base].losses, strict=True)
             found[cell.system] = max(
-                abs(ours[one] - theirs[one]) for ours, theirs in zip(*pairs, strict=True) for one in ours
+                abs(ours - theirs) for rank in pairs for ours, theirs in zip(*rank, strict=True)
             )
     return found
 
 
-def iteration_seconds(data: Mapping[str, Any]) -> float:
-    """Return the mean time from one iteration to the next on rank 0."""
-    ends = {line["iteration"]: line["at"] for line in _steps(data["ranks"][0])}
-    first, last = _timed(data)
-    return float((ends[last] - ends[first]) / (last - first))
+def iteration_seconds(record: Record) -> float:
+    """Return the mean time from one iteration's end to the next one's."""
+    ends = {step.iteration: step.ended for step in record.steps}
+    first, last = min(one for one in ends if one >= record.timed_from), max(ends)
+    return (ends[last] - ends[first]) / (last - first)
 
 
-def recoveries(data: Mapping[str, Any]) -> list[tuple[float, float]]:
+def recoveries(record: Record) -> list[tuple[float, float]]:
     """Return, for each kill, seconds to the end of the next trained iteration, and until no work was missing.
 
-    If that did not come before the end, it is the time until the end.
+    That is an iteration that began after the kill. If it did not come before the end, it is the time until
+    the end.
     """
-    log = [line for line in data["ranks"][0] if line["at"] <= data["ended"]]
+    done = [step for step in record.steps if step.ended <= record.ended]
     found = []
-    for kill in data["kills"]:
-        resumed = _first(line["at"] for line in log if "resumed" in line and line["at"] > kill)
-        trained = [line for line in _steps(log) if resumed is not None and line["at"] > resumed]
-        missing = _highest(log, kill)
-        after = _first(line["at"] for line in trained)
-        back = _first(line["at"] for line in trained if line["iteration"] >= missing)
-        found.append(((after or data["ended"]) - kill, (back or data["ended"]) - kill))
+    for kill in record.kills:
+        missing = max((step.iteration + 1 for step in done if step.ended <= kill), default=0)
+        trained = [step for step in done if step.began > kill]
+        after = next((step.ended for step in trained), record.ended)
+        back = next((step.ended for step in trained if step.iteration >= missing), record.ended)
+        found.append((after - kill, back - kill))
     return found
 
 
-def repeated(data: Mapping[str, Any]) -> float:
-    """Return how many iterations rank 0 has completed again, for each kill."""
-    done = [line["iteration"] for line in _steps(data["ranks"][0]) if line["at"] <= data["ended"]]
-    return (len(done) - len(set(done))) / len(data["kills"])
+def repeated(record: Record) -> float:
+    """Return how many iterations were completed again, for each kill."""
+    done = [step.iteration for step in record.steps if step.ended <= record.ended]
+    return (len(done) - len(set(done))) / len(record.kills)
 
 
-def _steps(log: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the lines of a log that are iterations."""
-    return [line for line in log if "iteration" in line]
+def useful(record: Record) -> float:
+    """Return the number of iterations that were completed, however often; with shares of the ranks."""
+    return sum({step.iteration: step.share for step in record.steps if step.ended <= record.ended}.values())
 
 
-def _first(times: Iterable[float]) -> float | None:
-    return next(iter(times), None)
-
-
-def _timed(data: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the first and the last iteration between whose ends time is measured."""
-    return data["timed_from"], max(line["iteration"] for line in _steps(data["ranks"][0]))
-
-
-def _highest(log: Sequence[Mapping[str, Any]], until: float) -> int:
-    """Return how many iterations were completed at a time, however often."""
-    return 1 + max((line["iteration"] for line in _steps(log) if line["at"] <= until), default=-1)
-
-
-def _interval(data: Mapping[str, Any]) -> int:
-    """Return the interval that the system had at the end."""
-    return max((int(line["interval"]) for line in data["ranks"][0] if "interval" in line), default=0)
-
-
-def _resources(data: Mapping[str, Any]) -> tuple[float, float, float, float]:
+def _resources(record: Record) -> tuple[float, float, float, float]:
     """Return bytes written and sent in an iteration, and peak memory of a trainer and of all helpers."""
-    first, last = _timed(data)
-    written = sent = 0.0
-    peaks = []
-    for log in data["ranks"]:
-        by_iteration = {line["iteration"]: line["used"] for line in _steps(log)}
-        begin, end = by_iteration[first], by_iteration[last]
-        written += (end["written"] - begin["written"]) / (last - first)
-        sent += (end["sent"] - begin["sent"]) / (last - first)
-        peaks.append(end["peak"])
-    return written, sent, statistics.fmean(peaks), float(sum(data["helpers"]))
-
-
-def _losses(log: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    return {line["iteration"]: line["loss"] for line in _steps(log)}
+    return (
+        sum(used.written / used.iterations for used in record.used),
+        sum(used.sent / used.iterations for used in record.used),
+        statistics.fmean(used.peak for used in record.used),
+        float(sum(record.helpers)),
+    )
 
 
 def _baseline(cell: Cell, system: str) -> Cell:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from benchmarks.comparators import packages
 from benchmarks.comparators.checkfreq import CheckFreq
 from benchmarks.comparators.concurrent import ConcurrentCheckpoints
 from benchmarks.comparators.gemini import Gemini, GeminiBlocking
@@ -17,11 +18,20 @@ GLOO: Final = "no checkpoints"
 """DDP over gloo, as all comparators use it."""
 RING: Final = "no checkpoints, Checkmate's ring"
 """The ring that Checkmate uses, untagged, without shadow nodes."""
+LIVE: Final = "torchft"
+"""Live recovery; its ranks come and go, and have a script of their own."""
 OWN_FREQUENCY: Final = CheckFreq.name
 """The system that chooses its own interval."""
+_LM: Final = "lm-resiliency"
 
-_SYSTEMS: Final = (TorchSave, DcpSave, DcpAsyncSave, CheckFreq, ConcurrentCheckpoints, Gemini, GeminiBlocking)
-COMPARATORS: Final[Mapping[str, type[CheckpointSystem]]] = {system.name: system for system in _SYSTEMS}
+_OURS: Final[Mapping[str, type[CheckpointSystem]]] = {
+    system.name: system
+    for system in (TorchSave, DcpSave, DcpAsyncSave, CheckFreq, ConcurrentCheckpoints, Gemini, GeminiBlocking)
+}
+COMPARATORS: Final = (*_OURS, _LM)
+"""Those that make checkpoints."""
+_PACKAGES: Final[Mapping[str, str]] = {LIVE: "torchft", _LM: "lm_resiliency"}
+"""What they need of `packages`."""
 
 
 def reduce_of(system: str) -> Reduce:
@@ -30,6 +40,16 @@ def reduce_of(system: str) -> Reduce:
     return known.get(system, "gloo")
 
 
+def installed(system: str) -> bool:
+    """Return whether this machine has what a system needs."""
+    return system not in _PACKAGES or packages.installed(_PACKAGES[system])
+
+
 def system_of(name: str, place: Place) -> CheckpointSystem:
     """Return what a rank uses besides `checkmate.protect`, which labs replace if it is not Checkmate."""
-    return COMPARATORS.get(name, NoCheckpoints)(place)
+    if name == _LM:
+        packages.use()
+        from benchmarks.comparators.lm_gemini import LmResiliency  # noqa: PLC0415 - it may be missing
+
+        return LmResiliency(place)
+    return _OURS.get(name, NoCheckpoints)(place)

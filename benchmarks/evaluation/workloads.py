@@ -52,24 +52,33 @@ class Recommender(nn.Module):
         return out
 
 
-def make(name: str) -> Workload:
-    """Return a workload by name; `torch.distributed` must be initialised."""
+Parallel = Callable[[nn.Module, float], DistributedDataParallel]
+"""Makes DDP of a model; the number is its `bucket_cap_mb`."""
+
+
+def make(name: str, parallel: Parallel) -> Workload:
+    """Return a workload by name, the same on all ranks."""
     torch.manual_seed(_SEED)
-    return WORKLOADS[name]()
+    return WORKLOADS[name](parallel)
 
 
-def _gpt() -> Workload:
-    ddp = DistributedDataParallel(Gpt(Shape()), bucket_cap_mb=4)
+def plain_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:
+    """Return DDP as it is."""
+    return DistributedDataParallel(module, bucket_cap_mb=bucket_mb)
+
+
+def _gpt(parallel: Parallel) -> Workload:
+    ddp = parallel(Gpt(Shape()), 4)
     return Workload(ddp, _adamw(ddp, 1e-3), partial(_gpt_loss, text.read()))
 
 
 def _gpt_loss(data: text.Text, ddp: DistributedDataParallel) -> torch.Tensor:
-    loss: torch.Tensor = ddp(*data.batch(8, 64))
+    loss: torch.Tensor = ddp(*data.batch(4, 64))
     return loss
 
 
-def _batchnorm() -> Workload:
-    ddp = DistributedDataParallel(resnet(48), bucket_cap_mb=1)
+def _batchnorm(parallel: Parallel) -> Workload:
+    ddp = parallel(resnet(48), 1)
     return Workload(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9), _image_loss)
 
 
@@ -78,8 +87,8 @@ def _image_loss(ddp: DistributedDataParallel) -> torch.Tensor:
     return functional.cross_entropy(ddp(pictures), labels)
 
 
-def _embeddings() -> Workload:
-    ddp = DistributedDataParallel(Recommender(), bucket_cap_mb=4)
+def _embeddings(parallel: Parallel) -> Workload:
+    ddp = parallel(Recommender(), 4)
     return Workload(ddp, _adamw(ddp, 1e-3), _score_loss)
 
 
@@ -92,7 +101,7 @@ def _adamw(ddp: DistributedDataParallel, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(ddp.parameters(), lr=rate, weight_decay=0.1)
 
 
-WORKLOADS: Final[dict[str, Callable[[], Workload]]] = {
+WORKLOADS: Final[dict[str, Callable[[Parallel], Workload]]] = {
     "gpt": _gpt,
     "batchnorm": _batchnorm,
     "embeddings": _embeddings,

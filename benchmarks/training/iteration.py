@@ -30,7 +30,7 @@ TITLE: Final = (
     f"Iteration time: a GPT of 5 million parameters, {BATCH} x 64 bytes per rank, 4 ranks that share one core"
 )
 ROUNDS: Final = 3
-STARTS, TURNS = 3, 50
+STARTS, TURNS = 3, 100
 """Jobs of twins, and turns in each: the machine's speed varies by a tenth from one second to the next."""
 SAVES: Final = {f"{what} {every}": every for what in ("torch.save", "async_save") for every in (1, 5, 20)}
 """Modes of `benchmarks.training.saving`, with the number of iterations between two checkpoints."""

@@ -6,30 +6,24 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comparators.checkfreq import CheckFreq
-from benchmarks.comparators.concurrent import ConcurrentCheckpoints
-from benchmarks.comparators.gemini import Gemini, GeminiBlocking
-from benchmarks.comparators.saving import DcpAsyncSave, DcpSave, TorchSave
-from benchmarks.comparators.system import CheckpointSystem, NoCheckpoints, Place
+from benchmarks.comparators.system import Place
+from benchmarks.evaluation.systems import COMPARATORS, installed, system_of
 from topologies.training.verdict import digest
 
-SYSTEMS: dict[str, type[CheckpointSystem]] = {
-    system.name: system
-    for system in (
-        NoCheckpoints,
-        TorchSave,
-        DcpSave,
-        DcpAsyncSave,
-        CheckFreq,
-        ConcurrentCheckpoints,
-        Gemini,
-        GeminiBlocking,
+SYSTEMS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            not installed(name), reason="make comparators has not installed its package"
+        ),
     )
-}
+    for name in ("none", *COMPARATORS)
+]
 
 
 def train(
@@ -43,7 +37,7 @@ def train(
     model = nn.Sequential(nn.Linear(16, 65), nn.BatchNorm1d(65), nn.ReLU(), nn.Linear(65, 3))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    system = SYSTEMS[name](Place(Path(folder, "disk"), Path(folder, f"memory{rank}"), interval))
+    system = system_of(name, Place(Path(folder, "disk"), Path(folder, f"memory{rank}"), interval))
     system.attach(ddp, optimizer)
     first = system.recover()
     for iteration in range(first, until):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,48 +10,64 @@ from typing import Any
 from benchmarks.evaluation.cache import Cache
 from benchmarks.evaluation.cells import QUICK, WHOLE, Cell, Extent, matrix
 from benchmarks.evaluation.page import write
-from benchmarks.evaluation.summary import failures, losses, recoveries, repeated, throughputs
-from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, RING
+from benchmarks.evaluation.record import (
+    Record,
+    Step,
+    Usage,
+    interval_of,
+    log_of,
+    losses_of,
+    steps_of,
+    used_of,
+)
+from benchmarks.evaluation.summary import failures, losses, recoveries, repeated, throughputs, useful
+from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, LIVE, RING
 
 EXTENT = Extent(1, (1,), ("gpt",), 4, 100.0, 30.0)
 
 
-def log(*steps: tuple[float, int], resumed: dict[float, int] | None = None) -> list[dict[str, Any]]:
-    """Return a rank's log: times and iterations, and with which iteration it resumed at a time."""
-    found: list[dict[str, Any]] = [{"at": at, "resumed": to} for at, to in (resumed or {0.0: 0}).items()]
-    for at, iteration in steps:
-        used = {"peak": 5_000_000, "written": 100 * iteration, "sent": 1000 * iteration}
-        found.append({"at": at, "iteration": iteration, "loss": 1.0 / (1 + iteration), "used": used})
-    return sorted(found, key=lambda line: float(line["at"]))
+def record(
+    *steps: tuple[float, int],
+    interval: int = 0,
+    kills: tuple[float, ...] = (),
+    ended: float = 100.0,
+    losses: tuple[tuple[float, ...], ...] = ((1.0, 0.5), (1.0, 0.25)),
+) -> Record:
+    """Return a record of iterations that took half a second, with the times at which they ended."""
+    return Record(
+        commit="c0ffee",
+        day="2026-01-01",
+        machine="a machine",
+        steps=tuple(Step(iteration, at - 0.5, at) for at, iteration in steps),
+        timed_from=1,
+        interval=interval,
+        kills=kills,
+        ended=ended,
+        losses=losses,
+        used=(Usage(3, 5_000_000, 300, 3000),) * 2,
+        helpers=(7_000_000,),
+    )
 
 
-def undisturbed(seconds: float, interval: int = 0) -> dict[str, Any]:
-    one = log(*((1 + seconds * number, number) for number in range(5)))
-    one.append({"at": 100.0, "interval": interval})
-    return {
-        "ranks": [one, one],
-        "timed_from": 1,
-        "kills": [],
-        "ended": 100.0,
-        "helpers": [7_000_000],
-        "commit": "c0ffee",
-        "day": "2026-01-01",
-        "machine": "a machine",
-    }
+def undisturbed(seconds: float, interval: int = 0) -> Record:
+    return record(*((1 + seconds * number, number) for number in range(5)), interval=interval)
 
 
-DISTURBED = undisturbed(1) | {
-    "ranks": [log((1, 0), (2, 1), (3, 2), (10, 1), (11, 2), (12, 3), resumed={0.0: 0, 8.0: 1})],
-    "kills": [3.5],
-    "ended": 20.0,
-}
+DISTURBED = record((1, 0), (2, 1), (3, 2), (10, 1), (11, 2), (12, 3), kills=(3.5,), ended=20.0)
+
+
+def line(at: float, iteration: int, **more: object) -> dict[str, Any]:
+    """Return what a rank says of an iteration."""
+    used = {"peak": 5 + iteration, "written": 100 * iteration, "sent": 1000 * iteration}
+    said = {"at": at, "began": at - 0.5, "iteration": iteration, "loss": at / 2, "used": used}
+    return said | more
 
 
 def test_every_system_has_each_cell_once_and_all_have_baselines() -> None:
     for extent in (QUICK, WHOLE):
         cells = matrix(extent)
         assert len({cell.key for cell in cells}) == len(cells)
-        assert {cell.system for cell in cells} == {CHECKMATE, GLOO, RING, *COMPARATORS}
+        assert {cell.system for cell in cells} == {CHECKMATE, GLOO, RING, LIVE, *COMPARATORS}
         for cell in cells:
             if cell.kind == "throughput":
                 bases = {Cell("throughput", cell.workload, base, 0, cell.start) for base in (GLOO, RING)}
@@ -92,7 +109,7 @@ def test_a_kill_costs_the_way_back_and_what_is_repeated() -> None:
 
 
 def test_a_kill_from_which_training_has_not_come_back_lasts_to_the_end() -> None:
-    assert recoveries(DISTURBED | {"kills": [3.5, 15.0]})[1] == (5.0, 5.0)
+    assert recoveries(replace(DISTURBED, kills=(3.5, 15.0)))[1] == (5.0, 5.0)
 
 
 def test_useful_iterations_are_counted_once() -> None:
@@ -101,16 +118,33 @@ def test_useful_iterations_are_counted_once() -> None:
     assert found.repeated == (2.0,)
 
 
+def test_an_iteration_that_a_rank_has_missed_is_useful_in_part() -> None:
+    assert useful(DISTURBED) == 4
+    steps = [step._replace(share=0.75 if step.iteration == 3 else 1.0) for step in DISTURBED.steps]
+    assert useful(replace(DISTURBED, steps=tuple(steps))) == 3.75
+
+
 def test_losses_are_compared_with_a_run_of_the_same_reduction() -> None:
-    changed = DISTURBED | {"ranks": [log((1, 0), (2, 1))]}
-    changed["ranks"][0][1]["loss"] += 0.5
-    raw = {
-        Cell("throughput", "gpt", RING, 0, 0): undisturbed(1.0),
+    records = {
+        Cell("throughput", "gpt", RING, 0, 0): record((1, 0), losses=((1.0, 2.0), (3.0, 4.0))),
         Cell("throughput", "gpt", GLOO, 0, 0): undisturbed(1.0),
-        Cell("losses", "gpt", CHECKMATE, 1, 0): changed | {"ranks": changed["ranks"] * 2},
-        Cell("losses", "gpt", "DCP", 1, 0): DISTURBED | {"ranks": DISTURBED["ranks"] * 2},
+        Cell("losses", "gpt", CHECKMATE, 1, 0): record((1, 0), losses=((1.0, 2.5), (3.0, 4.0))),
+        Cell("losses", "gpt", "DCP", 1, 0): DISTURBED,
     }
-    assert losses(raw) == {CHECKMATE: 0.5, "DCP": 0.0}
+    assert losses(records) == {CHECKMATE: 0.5, "DCP": 0.0}
+
+
+def test_a_record_has_what_ranks_have_said() -> None:
+    logs = [
+        [{"at": 10.2, "resumed": 0}, line(11, 0), line(12, 1), line(13, 2), line(15, 1), {"interval": 4}],
+        [line(11.25, 0), line(12, 1), line(14, 2), line(15.5, 1, share=0.5)],
+    ]
+    assert steps_of(logs, 10.0, alone=False)[::3] == (Step(0, 0.5, 1.0), Step(1, 4.5, 5.0))
+    assert steps_of(logs, 10.0, alone=True) == (Step(0, 0.5, 1.0), Step(1, 1.5, 2.0), Step(2, 2.5, 3.0))
+    assert losses_of(logs, 2) == ((5.5, 7.5), (5.625, 7.75))
+    assert used_of(logs, 1) == (Usage(1, 7, 100, 1000),) * 2
+    assert interval_of(logs) == 4
+    assert log_of('{"at": 1}\n{"at": 2}\n{"a') == [{"at": 1}, {"at": 2}]
 
 
 def test_a_page_keeps_its_words_and_has_every_sample_as_csv(tmp_path: Path) -> None:
@@ -123,14 +157,21 @@ def test_a_page_keeps_its_words_and_has_every_sample_as_csv(tmp_path: Path) -> N
     text = page.read_text()
     assert text.startswith("# Words\n") and "More words." in text and "old" not in text
     assert "| DCP | 5 | 2 | 6.5 | 8.5 | 144 |" in text
-    assert "commit c0ffee" in text
+    assert "commit c0ffee" in text and f"3 of {len(matrix(EXTENT))} cells" in text
     assert "failures,gpt,DCP,5,useful iterations an hour,,144" in page.with_suffix(".csv").read_text()
 
 
 def test_cells_are_kept_whole(tmp_path: Path) -> None:
-    cache, cell = Cache(tmp_path), Cell("losses", "gpt", "Gemini, blocking", 1, 0)
-    assert cell not in cache
-    cache.put(cell, {"kills": [1.0]})
-    assert cell in cache
-    assert cache.cells([cell])[cell]["kills"] == [1.0]
-    assert [file.name for file in tmp_path.iterdir()] == ["losses-gpt-Gemini_blocking-1-0.json"]
+    file, cell = tmp_path / "folder" / "raw.jsonl", Cell("losses", "gpt", "Gemini, blocking", 1, 0)
+    assert cell not in Cache(file)
+    Cache(file).put(cell, DISTURBED)
+    with file.open("a") as raw:
+        raw.write('["losses-gpt-DCP-1-0",{"commit":')  # a measurement was killed
+    cache = Cache(file)
+    assert cache.records([cell, Cell("losses", "gpt", "DCP", 1, 0)]) == {cell: DISTURBED}
+    cache.put(Cell("losses", "gpt", "DCP", 1, 0), DISTURBED)
+    assert [line[:24] for line in file.read_text().splitlines()] == [
+        '["losses-gpt-DCP-1-0",{"',
+        '["losses-gpt-Gemini_bloc',
+    ]
+    assert [left.name for left in file.parent.iterdir()] == ["raw.jsonl"]

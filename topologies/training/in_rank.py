@@ -3,6 +3,9 @@
 It hooks into the script's calls of `checkmate.restore` and `checkmate.protect`. It records when each
 iteration begins and ends, holds iterations back until the lab releases them, kills the rank at given points,
 and can replace Checkmate by another AllReduce for comparison.
+
+A further argument says that each host's ranks are a job of their own. It is added to the script's RANK, which
+is then the rank in the lab.
 """
 
 from __future__ import annotations
@@ -139,6 +142,7 @@ class Driven:
 def main() -> None:
     """Run the script in the orders, like `python -m`."""
     orders = read(Path(sys.argv[1]).read_text())
+    os.environ["RANK"] = str(int(os.environ["RANK"]) + sum(map(int, sys.argv[2:])))
     driven = Driven(orders)
     driven.note("started", process=_process_start())
     driven.install()

@@ -34,7 +34,10 @@ SCRIPT: Final = "checkmate.examples.gpt.train"
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The training to run, and the ranks to kill. `arguments` are those of the script, without --out."""
+    """The training to run, and the ranks to kill. `arguments` are those of the script, without --out.
+
+    With `alone`, each host's ranks are a job of their own, which torchrun restarts alone.
+    """
 
     arguments: tuple[str, ...] = ()
     module: str = SCRIPT
@@ -45,6 +48,7 @@ class JobPlan:
     shadow_options: tuple[str, ...] = ()
     extension: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
 
 
 class TrainingJob(JobProcesses):
@@ -88,7 +92,8 @@ class TrainingJob(JobProcesses):
         file = self.folder / "orders.json"
         file.write_text(orders.to_json())
         script: list[str | Path] = ["-m", "topologies.training.in_rank", file]
-        self.start_ranks(script, restarts=self.plan.restarts, environment=self.plan.environment)
+        plan = self.plan
+        self.start_ranks(script, restarts=plan.restarts, environment=plan.environment, alone=plan.alone)
 
     def let(self, iterations: int, mode: str = "") -> None:
         """Let the ranks begin all iterations below this one; `mode` is for the extension."""

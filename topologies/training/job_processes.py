@@ -68,11 +68,19 @@ class JobProcesses:
         *,
         restarts: int = torchrun.RESTARTS,
         environment: Mapping[str, str] | None = None,
+        alone: bool = False,
     ) -> None:
-        """Start each host's torchrun of a script with its arguments."""
+        """Start each host's torchrun of a script with its arguments.
+
+        With `alone`, each host's ranks are a job of their own, which torchrun restarts alone, and the number
+        of the host's first rank is the script's last argument.
+        """
         topology = self.crew.lab.topology
-        for host in topology.trainers:
+        for number, host in enumerate(topology.trainers):
             command = torchrun.command(topology, host, script, restarts=restarts)
+            if alone:
+                first = number * len(topology.ranks) // len(topology.trainers)
+                command = torchrun.alone(topology, host, [*script, str(first)], restarts=restarts)
             self.ranks[host.name] = self.crew.start(host.name, host.name, command, environment=environment)
 
     def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:

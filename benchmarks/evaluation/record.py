@@ -1,0 +1,134 @@
+"""The raw data of a cell, as they are kept: what all figures are made of. Pure.
+
+Times are in seconds since the job's start, to a tenth of a millisecond.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from pydantic import TypeAdapter
+
+_DIGITS: Final = 4
+Log = Sequence[Mapping[str, Any]]
+"""What a rank has appended to its file."""
+
+
+class Step(NamedTuple):
+    """A trained iteration. `share` is that of the ranks that took part."""
+
+    iteration: int
+    began: float
+    ended: float
+    share: float = 1.0
+
+
+class Usage(NamedTuple):
+    """What a rank had used at the end of the first timed iteration, and of the last; in bytes."""
+
+    iterations: int
+    peak: int
+    written: int
+    sent: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A measured cell.
+
+    Attributes:
+        steps: Those of rank 0, or of the whole job if its ranks come and go.
+        timed_from: The iteration from whose end on time is measured.
+        interval: The number of iterations from one checkpoint to the next, at the end.
+        kills: When ranks were killed.
+        ended: When the measurement ended.
+        losses: The last loss of each iteration, by rank.
+        used: What each rank has used while time was measured; `peak` is since its start.
+        helpers: The peak resident bytes of each shadow node.
+    """
+
+    commit: str
+    day: str
+    machine: str
+    steps: tuple[Step, ...]
+    timed_from: int
+    interval: int
+    kills: tuple[float, ...]
+    ended: float
+    losses: tuple[tuple[float, ...], ...]
+    used: tuple[Usage, ...]
+    helpers: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """Return one line of JSON."""
+        return _RECORD.dump_json(self).decode()
+
+
+_RECORD: Final = TypeAdapter(Record)
+
+
+def read(text: str) -> Record:
+    """Return what `Record.to_json` wrote. Raise `ValueError` if it did not."""
+    return _RECORD.validate_json(text)
+
+
+def steps_of(logs: Sequence[Log], origin: float, *, alone: bool) -> tuple[Step, ...]:
+    """Return the iterations of rank 0; with `alone`, of any rank, at its earliest end."""
+    if not alone:
+        return tuple(_step(line, origin) for line in _trained(logs[0]))
+    earliest: dict[int, Step] = {}
+    for log in logs:
+        for line in _trained(log):
+            step = _step(line, origin)
+            known = earliest.get(step.iteration)
+            if known is None or step.ended < known.ended:
+                earliest[step.iteration] = step
+    return tuple(earliest[iteration] for iteration in sorted(earliest))
+
+
+def losses_of(logs: Sequence[Log], iterations: int) -> tuple[tuple[float, ...], ...]:
+    """Return the last loss of each of the first iterations, by rank."""
+    found = []
+    for log in logs:
+        last = {line["iteration"]: line["loss"] for line in _trained(log)}
+        found.append(tuple(last[one] for one in sorted(last) if one < iterations))
+    return tuple(found)
+
+
+def used_of(logs: Sequence[Log], timed_from: int) -> tuple[Usage, ...]:
+    """Return what each rank has used from the end of iteration `timed_from` to its last one's."""
+    found = []
+    for log in logs:
+        used = {line["iteration"]: line["used"] for line in _trained(log)}
+        first, last = min(one for one in used if one >= timed_from), max(used)
+        written, sent = (used[last][what] - used[first][what] for what in ("written", "sent"))
+        found.append(Usage(last - first, used[last]["peak"], written, sent))
+    return tuple(found)
+
+
+def interval_of(logs: Sequence[Log]) -> int:
+    """Return the interval that the system had at the end."""
+    return max((int(line["interval"]) for log in logs for line in log if "interval" in line), default=0)
+
+
+def log_of(text: str) -> Log:
+    """Return the complete lines of a rank's file."""
+    whole, _, _ = text.rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def since(times: Iterable[float], origin: float) -> tuple[float, ...]:
+    """Return times since the job's start."""
+    return tuple(round(time - origin, _DIGITS) for time in times)
+
+
+def _trained(log: Log) -> list[Mapping[str, Any]]:
+    return [line for line in log if "iteration" in line]
+
+
+def _step(line: Mapping[str, Any], origin: float) -> Step:
+    began, ended = since((line["began"], line["at"]), origin)
+    return Step(line["iteration"], began, ended, line.get("share", 1.0))
