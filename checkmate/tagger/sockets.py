@@ -18,7 +18,7 @@ CHUNK_MAX = (1 << 31) - 1
 """Maximum size of a chunk: half of the sequence space, so that a segment is never in two ranges."""
 
 RETIRE_AFTER = 1 << 30
-"""Ranges are removed from the kernel before this many untagged bytes follow the last tagged one."""
+"""A range is removed from the kernel before this many bytes follow it."""
 
 _REAPED_FROM = 16
 """The number of ranges from which on acknowledged ones are dropped: asking the kernel takes time."""
@@ -52,7 +52,7 @@ class TaggedSocket:
         self._acknowledged: dict[int, int] = {}
         # For each live range: its end in bytes written, shadow id, and its end in the stream.
         self._ends: deque[tuple[int, int, int]] = deque()
-        self._kernel_end: int | None = None  # of the newest range that the kernel still knows
+        self._kernel_oldest: int | None = None  # end of the oldest range that the kernel still knows
         self._chunk_left = 0
         bit = dscp_bit << 2
         plain = sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) & ~bit
@@ -73,10 +73,10 @@ class TaggedSocket:
             raise TaggerError(f"a chunk of {length} bytes exceeds the maximum of {CHUNK_MAX}")
         if not length:
             return
+        if self._kernel_oldest is not None and self.written + length - self._kernel_oldest > RETIRE_AFTER:
+            self._retire(self.written + length - RETIRE_AFTER)
         if shadow_id is not None:
             self._add_range(length, shadow_id)
-        elif self._kernel_end is not None and self.written + length - self._kernel_end > RETIRE_AFTER:
-            self._retire()
         self._chunk_left = length
 
     def write(self, piece: memoryview | bytes) -> None:
@@ -126,16 +126,20 @@ class TaggedSocket:
             self._incarnation,
         )
         state.tail = (state.tail + 1) % tag.MODULUS
-        self._tagger.store(self.socket, state)
         self._ends.append((self.written + length, shadow_id, position + length))
-        self._kernel_end = self.written + length
+        self._store()
         self._positions[shadow_id] = position + length
 
-    def _retire(self) -> None:
-        """Remove all ranges from the kernel: an old one would match again when sequence numbers wrap."""
-        self._await_ranges(0)
+    def _retire(self, before: int) -> None:
+        """Remove ranges that end before a byte: they would match again when sequence numbers wrap."""
+        while self._ends and self._ends[0][0] < before:
+            self._await_ranges(len(self._ends) - 1)
+        self._store()
+
+    def _store(self) -> None:
+        """Pass the ranges that are live to the kernel."""
         self._tagger.store(self.socket, self._state)
-        self._kernel_end = None
+        self._kernel_oldest = self._ends[0][0] if self._ends else None
 
     def _await_ranges(self, most: int) -> None:
         """Wait until at most `most` ranges are unacknowledged."""

@@ -320,6 +320,30 @@ def test_a_range_is_retired_before_its_sequence_numbers_come_again(
     assert len(reader.received) == 116
 
 
+def test_no_range_outlives_its_sequence_numbers_between_tagged_chunks(
+    tagger: Tagger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few ranges are not dropped at each chunk, but none is left when its numbers may come again."""
+    monkeypatch.setattr("checkmate.tagger.sockets.RETIRE_AFTER", 100)
+    known = SocketState()
+    with veth_pair() as pair:
+        reader = SocketReader(pair.b, pair.b_ip)
+        with inside(pair.a):
+            sock = socket.socket()
+        sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
+        sender.socket.connect(reader.address)
+        for number in range(12):
+            sender.send_chunk(bytes(10), 5 if number % 3 == 0 else None)
+            sender.send_chunk(bytes(15))
+            tagger.fetch(sock, known)
+            live = [known.ranges[one % RANGES] for one in range(known.head, known.tail)]
+            ends = [(one.anchor + one.length - known.first_sequence) % wire.MODULUS for one in live]
+            assert all(sender.written - end <= 100 for end in ends), (number, ends)
+        assert known.head and known.tail == 4
+        sender.socket.close()
+        reader.join(10)
+
+
 def test_a_connection_made_before_is_refused(tagger: Tagger) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,

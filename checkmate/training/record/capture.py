@@ -87,7 +87,7 @@ class Noted:
 
     iteration: int
     ends: Mapping[tuple[int, int], int]
-    captured: IterationEnd | None  # not captured yet
+    captured: IterationEnd
     stepped: bool = False
     marked: bool = False  # the script has marked its end
     settled: bool = False  # ... and has reached it

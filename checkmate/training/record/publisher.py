@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import MESSAGE_BYTES
-from checkmate.training.record.capture import IterationEnd, Noted
+from checkmate.training.record.capture import Noted
 from checkmate.training.record.windows import to_message
 from checkmate.wire.schedule import FIRST, LAST
 
@@ -40,7 +40,6 @@ def to_part(author: pb.RecordPart, noted: Noted) -> pb.RecordPart:
     `author` has the fields that all parts of the rank share.
     """
     captured = noted.captured
-    assert captured is not None, "iterations are emitted with what was captured"
     part = pb.RecordPart(
         iteration=noted.iteration,
         rng=state.dump_generators(captured.rng),
@@ -53,11 +52,12 @@ def to_part(author: pb.RecordPart, noted: Noted) -> pb.RecordPart:
     for (channel, shard), end in noted.ends.items():
         part.ends.add(side=side, channel=channel, shard=shard, end=end)
     if author.position == 0:
-        part.step.CopyFrom(_step(noted, captured))
+        part.step.CopyFrom(_step(noted))
     return part
 
 
-def _step(noted: Noted, captured: IterationEnd) -> pb.Step:
+def _step(noted: Noted) -> pb.Step:
+    captured = noted.captured
     step = pb.Step(
         skipped=noted.skipped(),
         last=noted.last,

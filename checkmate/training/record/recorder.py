@@ -98,8 +98,7 @@ class Recorder:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
         if self._open is not None:
             self._finish(self._open)
-        # In case the iteration does not get a step. If the script uses marks, there is one at its end.
-        captured = None if self._marking else self._capture.take()
+        captured = self._capture.take()  # in case the iteration gets neither a step nor a mark
         self._open = Noted(iteration, self._stream_ends(iteration), captured)
         self._checks.gradients.start()
 
@@ -131,7 +130,7 @@ class Recorder:
             noted.last = last
             if self._marking and not noted.marked:
                 self.mark()
-            if last and noted.left and noted.captured:  # whoever resumes makes that loop's iterator again
+            if last and noted.left:  # whoever resumes makes that loop's iterator again
                 noted.captured = replace(noted.captured, rng={**noted.captured.rng, "in_loop": True})
             self._finish(noted)
         self._open = None
@@ -218,9 +217,9 @@ class Recorder:
 
     def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
         """Capture the state at the iteration's end, in place of an earlier capture."""
-        captured = noted.captured = self._capture.take(in_loop=in_loop)
+        noted.captured = self._capture.take(in_loop=in_loop)
         noted.buffers = self._capture.buffers(noted.buffers)
-        self._drift.note(captured)
+        self._drift.note(noted.captured)
 
     def _finish(self, noted: Noted) -> None:
         self._open = None
@@ -229,8 +228,6 @@ class Recorder:
             self._passed_over(noted)
         if self._marking and noted.over and not noted.marked:
             self._mark_missed(noted)
-        if noted.captured is None:
-            noted.captured = self._capture.take()
         if noted.buffers is None:
             noted.buffers = self._capture.buffers(None)
         self._emit(noted)

@@ -72,7 +72,7 @@ class StepChecks:
         return [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
 
 
-SAMPLE_BYTES: Final = 4 * 1024
+SAMPLE_BYTES: Final = 16 * 1024
 SAMPLED: Final = 8
 """The number of gradients sampled per iteration, in rotation, and of windows of parameters."""
 
@@ -101,9 +101,9 @@ class GradientWatch:
         count = len(self._parameters)
         first = self._round * SAMPLED
         self._round += 1
-        chosen = [self._parameters[(first + i) % count] for i in range(min(SAMPLED, count))]
-        self._names = [name for name, _ in chosen]
-        self._samples = [_Sample(parameter, self._round) for _, parameter in chosen]
+        places = range(first, first + min(SAMPLED, count))
+        self._names = [self._parameters[place % count][0] for place in places]
+        self._samples = [_Sample(self._parameters[place % count][1], place // count) for place in places]
         self.note()
 
     def note(self) -> None:
@@ -175,11 +175,11 @@ class ParameterWatch:
 
 
 class _Sample:
-    """A window of a parameter's gradient, at a place that depends on the round."""
+    """A window of a parameter's gradient: the next one at each turn of the parameter."""
 
-    def __init__(self, parameter: nn.Parameter, round_: int) -> None:
+    def __init__(self, parameter: nn.Parameter, turn: int) -> None:
         self._parameter = parameter
-        self._round = round_
+        self._turn = turn
         self._seen: torch.Tensor | None = None  # the gradient whose memory `_bytes` shows
         self._where: tuple[int, tuple[int, ...]] = (0, ())  # address and strides of that gradient
         self._bytes = memoryview(b"")
@@ -209,7 +209,7 @@ class _Sample:
     def _window(self, flat: torch.Tensor) -> torch.Tensor:
         window = max(SAMPLE_BYTES // flat.element_size(), 1)
         windows = max(-(-flat.numel() // window), 1)
-        start = (self._round % windows) * window
+        start = (self._turn % windows) * window
         return flat[start : start + window]
 
 

@@ -54,8 +54,9 @@ def test_a_gradient_that_is_turned_round_in_place_is_seen(sums: bool) -> None:
     assert watch.changed() == ["one"]
 
 
-def test_in_time_all_parts_of_all_parameters_are_looked_at() -> None:
-    parameters = [nn.Parameter(torch.zeros(SAMPLE_BYTES // 2)) for _ in range(SAMPLED + 1)]
+@pytest.mark.parametrize("count", [SAMPLED - 1, SAMPLED + 1, 2 * SAMPLED])
+def test_in_time_all_parts_of_all_parameters_are_looked_at(count: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(SAMPLE_BYTES // 2)) for _ in range(count)]
     watch = GradientWatch([(str(number), parameter) for number, parameter in enumerate(parameters)])
     seen = set()
     for parameter in parameters:
