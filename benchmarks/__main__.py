@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.figures import Result, data, table
-from benchmarks.report import machine, report
+from benchmarks.report import commit, machine, report
 from checkmate.output.consoles import text_console
 from checkmate.output.plain_text import use_plain_streams
 from topologies.signals import unwinding
@@ -32,6 +32,7 @@ SUITES = {
     "nccl_speed": "training.nccl_speed",
     "shadow_receive": "shadow.receive",
     "shadow_step": "shadow.step",
+    "shadow_cores": "shadow.cores",
     "shadow_memory": "shadow.memory",
     "tls": "shadow.tls",
     "iteration": "training.iteration",
@@ -65,7 +66,7 @@ def main() -> int:
         console.print(table(*found[name]))
         console.print(f"({time.monotonic() - start:.0f} s)\n")
     if arguments.report:
-        report(arguments.report, found, datetime.datetime.now(datetime.UTC).date(), machine())
+        report(arguments.report, found, datetime.datetime.now(datetime.UTC).date(), machine(), commit())
     if arguments.json:
         json.dump({name: data(results) for name, (_, results) in found.items()}, sys.stdout, indent=2)
     return 1 if any(r.holds is False for _, rs in found.values() for r in rs if hasattr(r, "holds")) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -109,3 +109,11 @@ def markdown(title: str, results: Sequence[Result]) -> str:
 def data(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return the results as JSON has them."""
     return [{"kind": type(result).__name__, **asdict(result)} for result in results]
+
+
+def from_data(found: Mapping[str, Any]) -> Result:
+    """Return a result from its JSON."""
+    fields = {name: value for name, value in found.items() if name != "kind"}
+    if found["kind"] == "Skipped":
+        return Skipped(**fields)
+    return Figure(**{**fields, "samples": tuple(fields["samples"])})

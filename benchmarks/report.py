@@ -1,7 +1,7 @@
 """The page of figures: tables and plots of what was measured, with the data beside the page.
 
 `python -m benchmarks NAME --report docs/figures.md` measures and writes;
-`python -m benchmarks.report docs/figures.md` draws the plots again from the data.
+`python -m benchmarks.report docs/figures.md` writes tables and plots again from the data.
 
 The page has a pair of comments for each benchmark. A report replaces what is between them, and leaves the
 rest of the page, and the benchmarks that did not run, as they are.
@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, Final
 import matplotlib
 from matplotlib.figure import Figure as Picture
 
-from benchmarks.figures import Result, data, markdown
+from benchmarks.figures import Result, data, from_data, markdown
 from checkmate.wording import counted
 
 PLOTTED: Final[Mapping[str, tuple[str, str]]] = {
@@ -42,8 +43,19 @@ def machine() -> str:
     return f"{counted(cores, 'core')}, {models[0] if models else platform.machine()}"
 
 
+def commit() -> str:
+    """Return the commit of this tree, with + if anything but documentation differs from it."""
+    said = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--", ".", ":!docs", ":!*.md")
+    return said + "+" * bool(changed) if said else "unknown"
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+
+
 def report(
-    page: Path, found: Mapping[str, tuple[str, Sequence[Result]]], day: datetime.date, where: str
+    page: Path, found: Mapping[str, tuple[str, Sequence[Result]]], day: datetime.date, where: str, what: str
 ) -> None:
     """Write tables and plots of `found` to the page, and the data to a JSON file of the same name.
 
@@ -52,23 +64,34 @@ def report(
         found: Title and results of each benchmark, by its name.
         day: When they were measured.
         where: The machine, as from `machine`.
+        what: The commit, as from `commit`.
     """
     kept = page.with_suffix(".json")
     everything = json.loads(kept.read_text()) if kept.exists() else {}
-    text = page.read_text() if page.exists() else "# Figures\n"
     for name, (title, results) in found.items():
         everything[name] = {
             "title": title,
             "measured": day.isoformat(),
+            "commit": what,
             "machine": where,
             "results": data(results),
         }
-        table = f"Measured on {day.isoformat()}: {where}.\n{markdown(title, results)}"
-        if picture := draw(page.parent / "pictures", name, everything[name]["results"]):
-            table += f"\n![{title}](pictures/{picture.name})\n"
-        text = replaced(text, name, table)
-    page.write_text(text)
+        draw(page.parent / "pictures", name, everything[name]["results"])
+    text = page.read_text() if page.exists() else "# Figures\n"
+    page.write_text(with_tables(text, {name: everything[name] for name in found}))
     kept.write_text(json.dumps(everything, indent=2) + "\n")
+
+
+def with_tables(text: str, everything: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a page with the tables of benchmarks, by name, from their data. Pure."""
+    for name, one in everything.items():
+        results = [from_data(result) for result in one["results"]]
+        measured = f"Measured on {one['measured']}, commit {one['commit']}: {one['machine']}."
+        table = f"{measured}\n{markdown(one['title'], results)}"
+        if name in PLOTTED and _plotted(name, one["results"]):
+            table += f"\n![{one['title']}](pictures/figures-{name}.svg)\n"
+        text = replaced(text, name, table)
+    return text
 
 
 def replaced(text: str, name: str, table: str) -> str:
@@ -84,7 +107,7 @@ def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> Path 
     if name not in PLOTTED:
         return None
     unit, label = PLOTTED[name]
-    shown = [one for one in results if one["kind"] != "Skipped" and one["unit"] == unit]
+    shown = _plotted(name, results)
     if not shown:
         return None
     with matplotlib.rc_context({"svg.hashsalt": "checkmate", "svg.fonttype": "none"}):
@@ -106,18 +129,23 @@ def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> Path 
     return file
 
 
+def _plotted(name: str, results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the figures that a benchmark's plot shows."""
+    return [one for one in results if one["kind"] != "Skipped" and one["unit"] == PLOTTED[name][0]]
+
+
 def spread(result: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return least, median and greatest of a figure, or of a summary, of which only these are known."""
-    if result["kind"] == "Summary":
-        return result["least"], result["median"], result["most"]
+    """Return least, median and greatest of a figure."""
     samples = result["samples"]
     return min(samples), statistics.median(samples), max(samples)
 
 
 def main() -> None:
-    """Draw the plots of a page again from its data."""
+    """Write the tables and draw the plots of a page again from its data."""
     page = Path(sys.argv[1])
-    for name, one in json.loads(page.with_suffix(".json").read_text()).items():
+    everything = json.loads(page.with_suffix(".json").read_text())
+    page.write_text(with_tables(page.read_text(), everything))
+    for name, one in everything.items():
         draw(page.parent / "pictures", name, one["results"])
 
 

@@ -1,7 +1,7 @@
 """Live recovery: the others go on without a failed rank, and it takes their state when it comes back.
 
 This is torchft (PyPI; meta-pytorch/torchft) as its own examples use it: a manager, with a process group of
-its own, in each rank. All ask a lighthouse before each iteration who takes part, and nobody makes checkpoints.
+its own, in each rank. Nobody makes checkpoints. All ask a lighthouse before each iteration who takes part.
 Ranks are jobs of their own, which torchrun restarts alone. A failed iteration is not committed, and is tried
 again by those that are left.
 """

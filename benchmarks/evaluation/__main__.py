@@ -42,7 +42,7 @@ def main() -> int:
     for system in sorted({cell.system for cell in cells if not installed(cell.system)}):
         print(f"{system} is left out, because its package is missing: run make comparators", file=sys.stderr)
     cells = [cell for cell in cells if installed(cell.system)]
-    cache = Cache(options.raw)
+    cache = Cache(options.raw, extent)
     clear(options.scratch)
     failed = _measure(cells, extent, cache, options.scratch.resolve())
     if options.page is not None:

@@ -40,6 +40,7 @@ class Extent:
     `starts` are those of the first workload, `other_starts` those of the others.
     """
 
+    name: str
     starts: int
     intervals: Sequence[int]
     workloads: Sequence[str]
@@ -51,8 +52,8 @@ class Extent:
 
 
 # The least and the greatest of six are a 97% interval of the median.
-WHOLE: Final = Extent(6, INTERVALS, ("gpt", "batchnorm", "embeddings"), 20, 180.0, 45.0, 3, 2)
-QUICK: Final = Extent(1, (1,), ("gpt",), 20, 60.0, 25.0)
+WHOLE: Final = Extent("whole", 6, INTERVALS, ("gpt", "batchnorm", "embeddings"), 20, 180.0, 45.0, 3, 2)
+QUICK: Final = Extent("quick", 1, (1,), ("gpt",), 20, 60.0, 25.0)
 
 
 def matrix(extent: Extent) -> list[Cell]:

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from benchmarks.comparators.frequency import PROFILED
 from benchmarks.evaluation.cells import Cell, Extent
 from benchmarks.evaluation.record import Record, interval_of, log_of, losses_of, since, steps_of, used_of
 from benchmarks.evaluation.systems import LIVE, OWN_FREQUENCY, reduce_of
-from benchmarks.report import machine
+from benchmarks.report import commit, machine
 from testbed.process_memory import peak_resident
 from topologies.describe.topology import CONTROLLER, MGMT_NET, LabError, load
 from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
@@ -58,6 +57,7 @@ def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> Re
     Raises:
         LabError: The job fails, although nobody has killed it.
     """
+    measured = commit()
     with (
         tempfile.TemporaryDirectory(prefix="checkmate-evaluation-", dir=scratch) as disk,
         tempfile.TemporaryDirectory(prefix="checkmate-evaluation-", dir="/dev/shm") as memory,
@@ -78,7 +78,7 @@ def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> Re
         logs = [log_of(file.read_text()) for file in _files(folders.out)]
     timed_from = WARM_UP + _profiled(cell)
     return Record(
-        commit=commit(),
+        commit=measured,
         day=datetime.datetime.now(datetime.UTC).date().isoformat(),
         machine=machine(),
         steps=steps_of(logs, began, alone=cell.system == LIVE),
@@ -139,21 +139,23 @@ def _plan(cell: Cell, folders: Folders, iterations: int) -> JobPlan:
 
 
 def _fail_at_random(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> list[float]:
-    """Kill ranks at random for some time; return when. All systems have the same times between kills."""
+    """Kill ranks at random for some time; return when. All systems have the same times between kills.
+
+    A rank that is being started again is killed as soon as it has a process.
+    """
     drawn = random.Random(f"{cell.start} kills")
     end = time.monotonic() + extent.seconds
     kills: list[float] = []
-    while (due := time.monotonic() + drawn.expovariate(1 / extent.mtbf)) < end:
-        rank = drawn.randrange(len(job.ranks))
-        while time.monotonic() < due:
-            _check(job, kills)
-            progress(f"iteration {_reached(job)}, {len(kills)} kills")
-            time.sleep(0.2)
-        if _kill(job, rank):
-            kills.append(time.monotonic())
+    due = time.monotonic() + drawn.expovariate(1 / extent.mtbf)
+    rank = drawn.randrange(len(job.ranks))
     while time.monotonic() < end:
         _check(job, kills)
-        time.sleep(0.2)
+        progress(f"iteration {_reached(job)}, {len(kills)} kills")
+        if time.monotonic() >= due and _kill(job, rank):
+            kills.append(time.monotonic())
+            due += drawn.expovariate(1 / extent.mtbf)
+            rank = drawn.randrange(len(job.ranks))
+        time.sleep(min(0.2, max(due - time.monotonic(), 0.02)))
     return kills
 
 
@@ -202,15 +204,6 @@ def _reached(job: TrainingJob) -> int:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("steps*.jsonl"))
-
-
-def commit() -> str:
-    """Return the commit that is measured, with + if anything but the documentation differs from it."""
-    said = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ".", ":!docs"], check=False).returncode
-    return said + "+" * bool(changed) if said else "unknown"
 
 
 def clear(scratch: Path) -> None:

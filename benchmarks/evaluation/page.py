@@ -6,10 +6,11 @@ The page has a pair of comments for each table, between which it is written; all
 from __future__ import annotations
 
 import csv
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import matplotlib
 from matplotlib.figure import Figure as Picture
@@ -19,7 +20,7 @@ from benchmarks.evaluation.record import Record
 from benchmarks.evaluation.summary import Failures, Throughput, failures, losses, throughputs
 from benchmarks.evaluation.systems import LIVE
 from benchmarks.figures import median_and_spread, number
-from benchmarks.report import replaced
+from benchmarks.report import replaced, with_tables
 
 _MB: Final = 1e6
 _Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -45,8 +46,33 @@ def write(page: Path, records: Mapping[Cell, Record], extent: Extent) -> None:
         ("losses", _table(*_loss_rows(changed))),
     ):
         text = replaced(text, name, table)
+    beside = page.with_name("figures.json")
+    if beside.exists():
+        text = _with_figures(text, json.loads(beside.read_text()))
     page.write_text(text)
     _write_csv(page.with_suffix(".csv"), undisturbed, disturbed, changed)
+
+
+def _with_figures(text: str, everything: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the page with those figures of `benchmarks.report` that the paper's evaluation has, too."""
+    chosen = {
+        name: {**everything[name], "results": [one for one in everything[name]["results"] if wanted(one)]}
+        for name, wanted in _ALSO.items()
+        if name in everything
+    }
+    return with_tables(text, chosen)
+
+
+def _of_allreduce(result: Mapping[str, Any]) -> bool:
+    name = str(result["name"])
+    return name.startswith("allreduce") and name.endswith(("from the ranks", "included"))
+
+
+_ALSO: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
+    "copies": _of_allreduce,
+    "batches": lambda _: True,
+    "shadow_cores": lambda _: True,
+}
 
 
 def _measured(records: Mapping[Cell, Record], extent: Extent) -> str:
@@ -65,7 +91,7 @@ def _measured(records: Mapping[Cell, Record], extent: Extent) -> str:
 def _throughput_rows(found: Sequence[Throughput]) -> _Rows:
     head = ("model", "system", "interval", "to gloo without checkpoints", "to Checkmate's ring without them")
     rows = [
-        (one.workload, one.system, _interval(one.interval), _spread(one.relative), _spread(one.ring))
+        (one.workload, one.system, _interval_of(one), _spread(one.relative), _spread(one.ring))
         for one in found
     ]
     return head, rows
@@ -75,6 +101,7 @@ def _failure_rows(found: Sequence[Failures]) -> _Rows:
     head = (
         "system",
         "interval",
+        "kills",
         "iterations repeated a kill",
         "to the next trained iteration, s",
         "to where training was, s",
@@ -84,6 +111,7 @@ def _failure_rows(found: Sequence[Failures]) -> _Rows:
         (
             one.system,
             _interval(one.interval),
+            str(one.kills),
             *(_spread(each) for each in (one.repeated, one.next_trained, one.regained, one.useful)),
         )
         for one in found
@@ -105,7 +133,7 @@ def _resource_rows(found: Sequence[Throughput]) -> _Rows:
         (
             one.workload,
             one.system,
-            _interval(one.interval),
+            _interval_of(one),
             *(number(each / _MB, "MB") for each in (one.trainers, one.helpers, one.written, one.sent)),
         )
         for one in found
@@ -127,6 +155,10 @@ def _spread(samples: Sequence[float]) -> str:
     return median_and_spread(samples) if samples else "none"
 
 
+def _interval_of(one: Throughput) -> str:
+    return _interval(one.interval) + ", its own" * one.own
+
+
 def _interval(interval: int) -> str:
     return str(interval) if interval else "never"
 
@@ -141,7 +173,7 @@ def _plot(page: Path, found: Sequence[Throughput]) -> str:
             points = sorted(
                 (one.checkpoints, statistics.median(one.relative))
                 for one in found
-                if (one.workload, one.system) == (workload, system) and one.checkpoints
+                if (one.workload, one.system) == (workload, system) and one.checkpoints and not one.own
             )
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=system)

@@ -12,7 +12,8 @@ from typing import Any, Self
 from benchmarks.evaluation.workloads import Workload
 from testbed.process_memory import peak_resident
 
-_NIC = "data0"
+_NICS = ("data0:", "mgmt0:")
+"""The network of gradients, and that of everything else."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ def used() -> Used:
         for line in Path("/proc/self/io").read_text().splitlines()
         if line.startswith("write_bytes:")
     )
-    sent = next(
+    sent = sum(
         int(line.split()[9])
         for line in Path("/proc/self/net/dev").read_text().splitlines()
-        if line.split()[0] == f"{_NIC}:"
+        if line.split()[0] in _NICS
     )
     return Used(peak_resident(), written, sent)
 

@@ -17,7 +17,7 @@ Samples = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Throughput:
-    """A system at an interval, undisturbed; sizes in bytes.
+    """A system at an interval, undisturbed; sizes in bytes. `own`: it has chosen the interval.
 
     `relative` has its iterations per second relative to those without checkpoints, of each start. `ring` is
     the same relative to Checkmate's ring without checkpoints. `written` and `sent` are those of all ranks in
@@ -27,6 +27,7 @@ class Throughput:
     workload: str
     system: str
     interval: int
+    own: bool
     relative: Samples
     ring: Samples
     seconds: Samples
@@ -53,6 +54,7 @@ class Failures:
 
     system: str
     interval: int
+    kills: int
     repeated: Samples
     next_trained: Samples
     regained: Samples
@@ -70,17 +72,19 @@ def throughputs(records: Records) -> list[Throughput]:
     found = []
     for (workload, system, interval), cells in groups.items():
         pairs = [(cell, _baseline(cell, GLOO), _baseline(cell, RING)) for cell in sorted(cells)]
-        whole = [pair for pair in pairs if pair[1] in seconds and pair[2] in seconds]
+        whole = [pair for pair in pairs if all(_comparable(records, cell, pair[0]) for cell in pair)]
         if not whole:
             continue
         resources = [_resources(records[cell]) for cell, _, _ in whole]
         means = [statistics.fmean(each) for each in zip(*resources, strict=True)]
-        chosen = max(records[cell].interval for cell, _, _ in whole)
+        own = not interval and system not in (GLOO, RING, LIVE)
+        chosen = round(statistics.median(records[cell].interval for cell, _, _ in whole))
         found.append(
             Throughput(
                 workload,
                 system,
-                interval or (chosen if system not in (GLOO, RING, LIVE) else 0),
+                chosen if own else interval,
+                own,
                 tuple(seconds[base] / seconds[cell] for cell, base, _ in whole),
                 tuple(seconds[ring] / seconds[cell] for cell, _, ring in whole),
                 tuple(seconds[cell] for cell, _, _ in whole),
@@ -103,7 +107,8 @@ def failures(records: Records, seconds: float) -> list[Failures]:
         after, regained = zip(*times, strict=True) if times else ((), ())
         hourly = tuple(3600 / seconds * useful(record) for record in starts)
         again = tuple(repeated(record) for record in killed)
-        found.append(Failures(system, interval, again, after, regained, hourly))
+        kills = sum(len(record.kills) for record in starts)
+        found.append(Failures(system, interval, kills, again, after, regained, hourly))
     return sorted(found, key=lambda one: (_rank(one.system), one.system, one.interval))
 
 
@@ -151,8 +156,16 @@ def repeated(record: Record) -> float:
 
 
 def useful(record: Record) -> float:
-    """Return the number of iterations that were completed, however often; with shares of the ranks."""
-    return sum({step.iteration: step.share for step in record.steps if step.ended <= record.ended}.values())
+    """Return the number of iterations that were completed and not lost, with shares of the ranks."""
+    done = [step for step in record.steps if step.ended <= record.ended]
+    shares = {step.iteration: step.share for step in done}
+    return sum(share for iteration, share in shares.items() if iteration <= done[-1].iteration)
+
+
+def _comparable(records: Records, one: Cell, other: Cell) -> bool:
+    """Return whether both cells are there, and were measured on the same machine and commit."""
+    here = [records[cell] for cell in (one, other) if cell in records]
+    return len(here) == 2 and len({(record.commit, record.machine) for record in here}) == 1
 
 
 def _resources(record: Record) -> tuple[float, float, float, float]:

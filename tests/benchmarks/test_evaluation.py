@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from benchmarks.evaluation.record import (
 from benchmarks.evaluation.summary import failures, losses, recoveries, repeated, throughputs, useful
 from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, LIVE, RING
 
-EXTENT = Extent(1, (1,), ("gpt",), 4, 100.0, 30.0)
+EXTENT = Extent("some", 1, (1,), ("gpt",), 4, 100.0, 30.0)
 
 
 def record(
@@ -100,7 +101,7 @@ def test_throughput_is_relative_to_the_same_start() -> None:
 def test_a_frequency_that_a_system_chose_is_its_interval() -> None:
     raw = {Cell("throughput", "gpt", base, 0, 0): undisturbed(1.0) for base in (GLOO, RING)}
     raw[Cell("throughput", "gpt", "CheckFreq", 0, 0)] = undisturbed(1.0, 7)
-    assert [one.interval for one in throughputs(raw)] == [0, 0, 7]
+    assert [(one.interval, one.own) for one in throughputs(raw)] == [(0, False), (0, False), (7, True)]
 
 
 def test_a_kill_costs_the_way_back_and_what_is_repeated() -> None:
@@ -122,6 +123,16 @@ def test_an_iteration_that_a_rank_has_missed_is_useful_in_part() -> None:
     assert useful(DISTURBED) == 4
     steps = [step._replace(share=0.75 if step.iteration == 3 else 1.0) for step in DISTURBED.steps]
     assert useful(replace(DISTURBED, steps=tuple(steps))) == 3.75
+
+
+def test_iterations_that_are_lost_at_the_end_are_not_useful() -> None:
+    assert useful(record((1, 0), (2, 1), (3, 2), (10, 0), (11, 1), kills=(3.5,))) == 2
+
+
+def test_cells_of_another_commit_are_not_compared() -> None:
+    raw = {Cell("throughput", "gpt", base, 0, 0): undisturbed(1.0) for base in (GLOO, RING)}
+    raw[Cell("throughput", "gpt", "DCP", 1, 0)] = replace(undisturbed(2.0), commit="decaf")
+    assert "DCP" not in {one.system for one in throughputs(raw)}
 
 
 def test_losses_are_compared_with_a_run_of_the_same_reduction() -> None:
@@ -156,22 +167,23 @@ def test_a_page_keeps_its_words_and_has_every_sample_as_csv(tmp_path: Path) -> N
     write(page, raw, EXTENT)
     text = page.read_text()
     assert text.startswith("# Words\n") and "More words." in text and "old" not in text
-    assert "| DCP | 5 | 2 | 6.5 | 8.5 | 144 |" in text
+    assert "| DCP | 5 | 1 | 2 | 6.5 | 8.5 | 144 |" in text
     assert "commit c0ffee" in text and f"3 of {len(matrix(EXTENT))} cells" in text
     assert "failures,gpt,DCP,5,useful iterations an hour,,144" in page.with_suffix(".csv").read_text()
 
 
 def test_cells_are_kept_whole(tmp_path: Path) -> None:
     file, cell = tmp_path / "folder" / "raw.jsonl", Cell("losses", "gpt", "Gemini, blocking", 1, 0)
-    assert cell not in Cache(file)
-    Cache(file).put(cell, DISTURBED)
+    assert cell not in Cache(file, EXTENT)
+    Cache(file, EXTENT).put(cell, DISTURBED)
     with file.open("a") as raw:
-        raw.write('["losses-gpt-DCP-1-0",{"commit":')  # a measurement was killed
-    cache = Cache(file)
+        raw.write('["some/losses-gpt-DCP-1-0",{"commit":')  # a measurement was killed
+    cache = Cache(file, EXTENT)
     assert cache.records([cell, Cell("losses", "gpt", "DCP", 1, 0)]) == {cell: DISTURBED}
     cache.put(Cell("losses", "gpt", "DCP", 1, 0), DISTURBED)
-    assert [line[:24] for line in file.read_text().splitlines()] == [
-        '["losses-gpt-DCP-1-0",{"',
-        '["losses-gpt-Gemini_bloc',
+    assert [json.loads(line)[0] for line in file.read_text().splitlines()] == [
+        "some/losses-gpt-DCP-1-0",
+        "some/losses-gpt-Gemini_blocking-1-0",
     ]
+    assert cell not in Cache(file, QUICK), "it was measured for another time"
     assert [left.name for left in file.parent.iterdir()] == ["raw.jsonl"]

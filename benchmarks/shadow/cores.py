@@ -1,0 +1,59 @@
+"""The paper's figure of the optimizer step over cores, as far as this machine has cores.
+
+Models are the paper's, measured as `checkmate profile` does: what does not fit in memory is stepped layer by
+layer. Numbers of threads take turns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+from rich.progress import Progress
+
+from benchmarks.figures import Figure, Result, ratios
+from checkmate.planner.models.named import load_model
+from checkmate.planner.models.optimizers import NamedOptimizer
+from checkmate.planner.profile.step import measure as step_times
+from checkmate.wording import counted
+
+TITLE: Final = (
+    "Shadow node, stepping over cores: AdamW on the paper's models, as checkmate profile measures it"
+)
+MODELS: Final = ("ResNet152", "GPT2-1.5B", "GPT3-6.7B")
+ROUNDS: Final = 5
+_SECONDS: Final = 4.0
+_MEMORY: Final = 4 << 30
+
+
+def measure() -> list[Result]:
+    """Return every figure of this module."""
+    cores = len(os.sched_getaffinity(0))
+    threads = [1 << power for power in range(cores.bit_length()) if 1 << power <= cores]
+    found: list[Result] = []
+    with Progress(transient=True) as bar:
+        task = bar.add_task("steps", total=len(MODELS) * ROUNDS)
+        for name in MODELS:
+            taken: dict[int, list[float]] = defaultdict(list)
+            for number in range(ROUNDS):
+                for count, seconds in _round(name, threads if number % 2 else threads[::-1]):
+                    taken[count].append(seconds)
+                bar.advance(task)
+            for count in threads:
+                what = f"{name}: {counted(count, 'thread')}"
+                if count > 1:
+                    speed = ratios(taken[1], taken[count])
+                    found.append(Figure(f"{what}, times as fast as one", speed, ""))
+                found.append(Figure(f"{what}, a step", tuple(taken[count]), "s"))
+    return found
+
+
+def _round(name: str, threads: Sequence[int]) -> list[tuple[int, float]]:
+    """Return the seconds of a step for each number of threads, in this order."""
+    model, optimizer = load_model(name), NamedOptimizer("adamw")
+    return [
+        (count, step_times(model, optimizer, [count], _SECONDS, _MEMORY, lambda *_: None).seconds[count])
+        for count in threads
+    ]
