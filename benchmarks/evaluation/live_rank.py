@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore  # torch.distributed's, where mypy finds it
+from torch._C._distributed_c10d import FileStore, HashStore  # torch.distributed's, where mypy finds it
 
 import checkmate
 from benchmarks.comparators import packages
 from benchmarks.evaluation.rank_log import RankLog, parse
-from benchmarks.evaluation.workloads import make
+from benchmarks.evaluation.turns import Turns, train
+from benchmarks.evaluation.workloads import Workload, make, plain_ddp
 from checkmate.training.start.membership import named_job
+
+packages.use()
+
+from benchmarks.comparators.live import LiveRecovery, Meeting  # noqa: E402
 
 _SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05
@@ -23,15 +28,16 @@ _POLL_SECONDS: Final = 0.05
 
 def main() -> None:
     """Train to the end."""
-    packages.use()
-    from benchmarks.comparators.live import LiveRecovery, Meeting  # noqa: PLC0415 - it may be missing
-
     options = parse()
     rank = int(os.environ["RANK"])
     ranks = [one for group in named_job().dp_groups for one in group.ranks]
     place = next(one for one in ranks if one.rank == rank)
-    # The group of what torchrun started together. torchft has groups of its own.
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    # torchft has groups of its own. This one is for the twin with which it takes turns, or for nothing.
+    if options.timed:
+        store = FileStore(str(options.out / "group"), len(ranks))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ranks))
+    else:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     live = LiveRecovery(rank, Meeting(options.lighthouse, str(place.mgmt), str(place.ip)))
     workload = make(options.workload, live.parallel)
     # Labs replace it. They learn here that the rank is ready.
@@ -39,16 +45,23 @@ def main() -> None:
         workload = replace(workload, optimizer=live.attach(workload.ddp, workload.optimizer))
         log.say(resumed=live.recover())
         _await_all(options.out, len(ranks))
-        while (iteration := live.recover()) < options.iterations:
-            said = log.train(workload, iteration)
-            done = (
-                live.recover()
-            )  # a rank that has come back was not in that iteration, but is in this one now
-            if done > iteration:
-                log.say(**said | {"iteration": done - 1, "share": live.taking_part() / len(ranks)})
+        if options.timed:
+            turns = Turns(workload, lambda _: None, lambda: None, lambda: make(options.workload, plain_ddp))
+            train(turns, log, warm_up=options.warm_up, plain_first=options.plain_first)
+        else:
+            _train(live, workload, log, options.iterations, len(ranks))
         log.say(interval=0)
         live.close()
     dist.destroy_process_group()
+
+
+def _train(live: LiveRecovery, workload: Workload, log: RankLog, iterations: int, ranks: int) -> None:
+    """Train to the end, whoever takes part. A rank that comes back trains once for nothing."""
+    while (iteration := live.recover()) < iterations:
+        said = log.train(workload, iteration)
+        done = live.recover()
+        if done > iteration:
+            log.say(**said | {"iteration": done - 1, "share": live.taking_part() / ranks})
 
 
 def _await_all(folder: Path, ranks: int) -> None:

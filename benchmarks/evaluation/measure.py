@@ -18,7 +18,17 @@ from typing import Final
 from benchmarks.comparators import packages
 from benchmarks.comparators.frequency import PROFILED
 from benchmarks.evaluation.cells import Cell, Extent
-from benchmarks.evaluation.record import Record, interval_of, log_of, losses_of, since, steps_of, used_of
+from benchmarks.evaluation.record import (
+    Record,
+    blocks_of,
+    interval_of,
+    log_of,
+    losses_of,
+    peaks_of,
+    plain_of,
+    since,
+    steps_of,
+)
 from benchmarks.evaluation.systems import LIVE, OWN_FREQUENCY, reduce_of
 from benchmarks.report import commit, machine
 from testbed.process_memory import peak_resident
@@ -64,7 +74,7 @@ def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> Re
         tempfile.TemporaryDirectory(prefix="checkmate-evaluation-") as out,
     ):
         folders = Folders(Path(disk), Path(memory), Path(out))
-        plan = _plan(cell, folders, _iterations(cell, extent))
+        plan = _plan(cell, folders)
         with training_lab(load(_TOPOLOGY), "softswitch", "evaluation", plan, folders.out) as job:
             if cell.system == LIVE:
                 others = {max(os.sched_getaffinity(0))}
@@ -76,18 +86,19 @@ def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> Re
             ended = time.monotonic()
             helpers = tuple(peak_resident(member.process.pid) for member in job.shadows.values())
         logs = [log_of(file.read_text()) for file in _files(folders.out)]
-    timed_from = WARM_UP + _profiled(cell)
+    timed, failing = cell.kind == "throughput", cell.kind == "failures"
     return Record(
         commit=measured,
         day=datetime.datetime.now(datetime.UTC).date().isoformat(),
         machine=machine(),
-        steps=steps_of(logs, began, alone=cell.system == LIVE),
-        timed_from=timed_from,
+        steps=() if timed else steps_of(logs, began, alone=cell.system == LIVE),
         interval=interval_of(logs),
         kills=since(kills, began),
         ended=round(ended - began, 4),
-        losses=() if cell.kind == "failures" else losses_of(logs, _LOSSES),
-        used=used_of(logs, timed_from) if cell.kind == "throughput" else (),
+        losses=() if failing else losses_of(logs, _LOSSES),
+        system=blocks_of(logs) if timed else (),
+        plain=plain_of(logs) if timed else 0.0,
+        peaks=peaks_of(logs) if timed else (),
         helpers=helpers,
     )
 
@@ -102,33 +113,19 @@ def _run(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> li
     return []
 
 
-def _iterations(cell: Cell, extent: Extent) -> int:
-    """Return how many iterations the job has."""
-    if cell.kind == "failures":
-        return _ENDLESS
-    if cell.kind == "losses":
-        return _LOSSES
-    return WARM_UP + _profiled(cell) + extent.iterations + 1
-
-
-def _profiled(cell: Cell) -> int:
-    """Return after how many iterations the system knows its interval."""
-    return PROFILED.stop if cell.system == OWN_FREQUENCY and not cell.interval else 0
-
-
-def _plan(cell: Cell, folders: Folders, iterations: int) -> JobPlan:
+def _plan(cell: Cell, folders: Folders) -> JobPlan:
     arguments = {
         "workload": cell.workload,
         "system": cell.system,
         "interval": cell.interval,
-        "iterations": iterations,
+        "iterations": _LOSSES if cell.kind == "losses" else _ENDLESS,
         "disk": folders.disk,
         "memory": folders.memory,
         "lighthouse": f"http://{MGMT_NET[1]}:{_LIGHTHOUSE_PORT}",
     }
     live = cell.system == LIVE
     return JobPlan(
-        tuple(word for name, value in arguments.items() for word in (f"--{name}", str(value))),
+        (*(word for name, value in arguments.items() for word in (f"--{name}", str(value))), *_timed(cell)),
         module="benchmarks.evaluation.live_rank" if live else "benchmarks.evaluation.rank",
         reduce=reduce_of(cell.system),
         restarts=0 if cell.kind == "throughput" else 1000,
@@ -136,6 +133,17 @@ def _plan(cell: Cell, folders: Folders, iterations: int) -> JobPlan:
         environment={"GLOO_SOCKET_IFNAME": "data0"},
         alone=live,
     )
+
+
+def _timed(cell: Cell) -> tuple[str, ...]:
+    """Return the options for throughput. Every other start has the opposite order of blocks."""
+    if cell.kind != "throughput":
+        return ()
+    profiling = cell.system == OWN_FREQUENCY and not cell.interval
+    warm_up = PROFILED.stop if profiling else WARM_UP
+    # A system that adapts must not see the other block as a long iteration.
+    plain_first = cell.start % 2 and not profiling
+    return ("--timed", "--warm-up", str(warm_up), *(["--plain-first"] if plain_first else []))
 
 
 def _fail_at_random(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> list[float]:

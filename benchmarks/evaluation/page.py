@@ -89,9 +89,9 @@ def _measured(records: Mapping[Cell, Record], extent: Extent) -> str:
 
 
 def _throughput_rows(found: Sequence[Throughput]) -> _Rows:
-    head = ("model", "system", "interval", "to gloo without checkpoints", "to Checkmate's ring without them")
+    head = ("model", "system", "interval", "throughput, to none", "an iteration, s")
     rows = [
-        (one.workload, one.system, _interval_of(one), _spread(one.relative), _spread(one.ring))
+        (one.workload, one.system, _interval_of(one), _spread(one.relative), _spread(one.seconds))
         for one in found
     ]
     return head, rows
@@ -206,8 +206,7 @@ def _write_csv(
         for one in undisturbed:
             where = ("throughput", one.workload, one.system, one.interval)
             for name, unit, samples in (
-                ("throughput to gloo without checkpoints", "", one.relative),
-                ("throughput to the ring without checkpoints", "", one.ring),
+                ("throughput, to none", "", one.relative),
                 ("an iteration", "s", one.seconds),
                 ("trainer's memory", "B", (one.trainers,)),
                 ("helpers' memory", "B", (one.helpers,)),

@@ -7,7 +7,8 @@ import torch.distributed as dist
 import checkmate
 from benchmarks.comparators.system import Place
 from benchmarks.evaluation.rank_log import RankLog, parse
-from benchmarks.evaluation.systems import system_of
+from benchmarks.evaluation.systems import reduce_of, system_of
+from benchmarks.evaluation.turns import Turns, train
 from benchmarks.evaluation.workloads import make, plain_ddp
 
 
@@ -27,10 +28,20 @@ def main() -> None:
         system.attach(workload.ddp, workload.optimizer)
         first = max(first, system.recover())
         log.say(resumed=first)
-        for iteration in range(first, options.iterations):
-            log.say(**log.train(workload, iteration))
+
+        def after(iteration: int) -> None:
             system.after_step(iteration)
             protection.mark()
+
+        if options.timed:
+            own = reduce_of(options.system) == "gloo"
+            twin = None if own else lambda: make(options.workload, plain_ddp)
+            turns = Turns(workload, after, system.finish, twin)
+            train(turns, log, warm_up=options.warm_up, plain_first=options.plain_first)
+        else:
+            for iteration in range(first, options.iterations):
+                log.say(**log.train(workload, iteration))
+                after(iteration)
         log.say(interval=system.interval)
         system.close()
     dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,7 +42,7 @@ class RankLog:
         """Train an iteration; return what is to be said of it."""
         began = time.monotonic()
         loss = workload.step(iteration, self._rank)
-        return {"iteration": iteration, "loss": loss, "began": began, "used": asdict(used())}
+        return {"iteration": iteration, "loss": loss, "began": began}
 
     def say(self, **said: Any) -> None:
         """Append a line, with the time."""
@@ -72,6 +72,9 @@ def parse() -> argparse.Namespace:
     made.add_argument("--iterations", type=int, required=True)
     made.add_argument("--disk", type=Path, required=True)
     made.add_argument("--memory", type=Path, required=True)
+    made.add_argument("--timed", action="store_true", help="train a block with the system, and one without")
+    made.add_argument("--plain-first", action="store_true", help="in the opposite order")
+    made.add_argument("--warm-up", type=int, default=0, help="iterations that are not timed")
     made.add_argument("--lighthouse", default="", help="the URL of torchft's")
     made.add_argument("--out", type=Path, required=True)
     return made.parse_args()

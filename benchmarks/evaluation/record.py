@@ -26,13 +26,12 @@ class Step(NamedTuple):
     share: float = 1.0
 
 
-class Usage(NamedTuple):
-    """What a rank had used at the end of the first timed iteration, and of the last; in bytes."""
+class Block(NamedTuple):
+    """Iterations with a system, undisturbed: seconds, bytes written and bytes sent for each; means."""
 
-    iterations: int
-    peak: int
-    written: int
-    sent: int
+    seconds: float
+    written: float
+    sent: float
 
 
 @dataclass(frozen=True)
@@ -40,27 +39,29 @@ class Record:
     """A measured cell.
 
     Attributes:
-        steps: Those of rank 0, or of the whole job if its ranks come and go.
-        timed_from: The iteration from whose end on time is measured.
+        steps: Those of rank 0, or of the whole job if its ranks come and go. Only with kills.
         interval: The number of iterations from one checkpoint to the next, at the end.
         kills: When ranks were killed.
         ended: When the measurement ended.
-        losses: The last loss of each iteration, by rank.
-        used: What each rank has used while time was measured; `peak` is since its start.
+        losses: The last loss of each of the first iterations, by rank.
+        system: By rank, a block of iterations with the system.
+        plain: The seconds of an iteration without it, in the same process; of rank 0.
+        peaks: The peak resident bytes of each rank, without its twin.
         helpers: The peak resident bytes of each shadow node.
     """
 
     commit: str
     day: str
     machine: str
-    steps: tuple[Step, ...]
-    timed_from: int
-    interval: int
-    kills: tuple[float, ...]
-    ended: float
-    losses: tuple[tuple[float, ...], ...]
-    used: tuple[Usage, ...]
-    helpers: tuple[int, ...]
+    steps: tuple[Step, ...] = ()
+    interval: int = 0
+    kills: tuple[float, ...] = ()
+    ended: float = 0.0
+    losses: tuple[tuple[float, ...], ...] = ()
+    system: tuple[Block, ...] = ()
+    plain: float = 0.0
+    peaks: tuple[int, ...] = ()
+    helpers: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """Return one line of JSON."""
@@ -98,15 +99,22 @@ def losses_of(logs: Sequence[Log], iterations: int) -> tuple[tuple[float, ...], 
     return tuple(found)
 
 
-def used_of(logs: Sequence[Log], timed_from: int) -> tuple[Usage, ...]:
-    """Return what each rank has used from the end of iteration `timed_from` to its last one's."""
-    found = []
-    for log in logs:
-        used = {line["iteration"]: line["used"] for line in _trained(log)}
-        first, last = min(one for one in used if one >= timed_from), max(used)
-        written, sent = (used[last][what] - used[first][what] for what in ("written", "sent"))
-        found.append(Usage(last - first, used[last]["peak"], written, sent))
-    return tuple(found)
+def blocks_of(logs: Sequence[Log]) -> tuple[Block, ...]:
+    """Return each rank's block with the system."""
+    found = [line for log in logs for line in log if line.get("block") == "system"]
+    return tuple(
+        Block(round(one["seconds"], _DIGITS), round(one["written"]), round(one["sent"])) for one in found
+    )
+
+
+def plain_of(logs: Sequence[Log]) -> float:
+    """Return the seconds of an iteration without the system, of rank 0."""
+    return float(next(round(line["seconds"], _DIGITS) for line in logs[0] if line.get("block") == "plain"))
+
+
+def peaks_of(logs: Sequence[Log]) -> tuple[int, ...]:
+    """Return the last peak that each rank has said."""
+    return tuple([line["peak"] for line in log if "peak" in line][-1] for log in logs)
 
 
 def interval_of(logs: Sequence[Log]) -> int:

@@ -19,9 +19,9 @@ Samples = tuple[float, ...]
 class Throughput:
     """A system at an interval, undisturbed; sizes in bytes. `own`: it has chosen the interval.
 
-    `relative` has its iterations per second relative to those without checkpoints, of each start. `ring` is
-    the same relative to Checkmate's ring without checkpoints. `written` and `sent` are those of all ranks in
-    an iteration; `trainers` is the mean peak of the ranks, `helpers` that of all shadow nodes together.
+    `relative` has its iterations per second relative to those without it in the same job, of each start.
+    `written` and `sent` are those of all ranks in an iteration; `trainers` is the mean peak of the ranks,
+    `helpers` that of all shadow nodes together.
     """
 
     workload: str
@@ -29,7 +29,6 @@ class Throughput:
     interval: int
     own: bool
     relative: Samples
-    ring: Samples
     seconds: Samples
     written: float
     sent: float
@@ -62,33 +61,27 @@ class Failures:
 
 
 def throughputs(records: Records) -> list[Throughput]:
-    """Return each system, workload by workload. Systems without their baseline are left out."""
-    seconds = {
-        cell: iteration_seconds(record) for cell, record in records.items() if cell.kind == "throughput"
-    }
-    groups: dict[tuple[str, str, int], list[Cell]] = defaultdict(list)
-    for cell in seconds:
-        groups[cell.workload, cell.system, cell.interval].append(cell)
+    """Return each system, workload by workload."""
+    groups: dict[tuple[str, str, int], list[Record]] = defaultdict(list)
+    for cell, record in sorted(records.items()):
+        if cell.kind == "throughput":
+            groups[cell.workload, cell.system, cell.interval].append(record)
     found = []
-    for (workload, system, interval), cells in groups.items():
-        pairs = [(cell, _baseline(cell, GLOO), _baseline(cell, RING)) for cell in sorted(cells)]
-        whole = [pair for pair in pairs if all(_comparable(records, cell, pair[0]) for cell in pair)]
-        if not whole:
-            continue
-        resources = [_resources(records[cell]) for cell, _, _ in whole]
-        means = [statistics.fmean(each) for each in zip(*resources, strict=True)]
+    for (workload, system, interval), starts in groups.items():
         own = not interval and system not in (GLOO, RING, LIVE)
-        chosen = round(statistics.median(records[cell].interval for cell, _, _ in whole))
+        seconds = tuple(record.system[0].seconds for record in starts)
         found.append(
             Throughput(
                 workload,
                 system,
-                chosen if own else interval,
+                round(statistics.median(record.interval for record in starts)) if own else interval,
                 own,
-                tuple(seconds[base] / seconds[cell] for cell, base, _ in whole),
-                tuple(seconds[ring] / seconds[cell] for cell, _, ring in whole),
-                tuple(seconds[cell] for cell, _, _ in whole),
-                *means,
+                tuple(record.plain / took for record, took in zip(starts, seconds, strict=True)),
+                seconds,
+                statistics.fmean(sum(block.written for block in record.system) for record in starts),
+                statistics.fmean(sum(block.sent for block in record.system) for record in starts),
+                statistics.fmean(statistics.fmean(record.peaks) for record in starts),
+                statistics.fmean(sum(record.helpers) for record in starts),
             )
         )
     return sorted(found, key=lambda one: (one.workload, _rank(one.system), one.system, one.interval))
@@ -125,13 +118,6 @@ def losses(records: Records) -> dict[str, float]:
     return found
 
 
-def iteration_seconds(record: Record) -> float:
-    """Return the mean time from one iteration's end to the next one's."""
-    ends = {step.iteration: step.ended for step in record.steps}
-    first, last = min(one for one in ends if one >= record.timed_from), max(ends)
-    return (ends[last] - ends[first]) / (last - first)
-
-
 def recoveries(record: Record) -> list[tuple[float, float]]:
     """Return, for each kill, seconds to the end of the next trained iteration, and until no work was missing.
 
@@ -160,26 +146,6 @@ def useful(record: Record) -> float:
     done = [step for step in record.steps if step.ended <= record.ended]
     shares = {step.iteration: step.share for step in done}
     return sum(share for iteration, share in shares.items() if iteration <= done[-1].iteration)
-
-
-def _comparable(records: Records, one: Cell, other: Cell) -> bool:
-    """Return whether both cells are there, and were measured on the same machine and commit."""
-    here = [records[cell] for cell in (one, other) if cell in records]
-    return len(here) == 2 and len({(record.commit, record.machine) for record in here}) == 1
-
-
-def _resources(record: Record) -> tuple[float, float, float, float]:
-    """Return bytes written and sent in an iteration, and peak memory of a trainer and of all helpers."""
-    return (
-        sum(used.written / used.iterations for used in record.used),
-        sum(used.sent / used.iterations for used in record.used),
-        statistics.fmean(used.peak for used in record.used),
-        float(sum(record.helpers)),
-    )
-
-
-def _baseline(cell: Cell, system: str) -> Cell:
-    return Cell("throughput", cell.workload, system, 0, cell.start)
 
 
 def _rank(system: str) -> int:

@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evaluation.cache import Cache
-from benchmarks.evaluation.cells import QUICK, WHOLE, Cell, Extent, matrix
+from benchmarks.evaluation.cells import INTERVALS, QUICK, WHOLE, Cell, Extent, matrix
 from benchmarks.evaluation.page import write
 from benchmarks.evaluation.record import (
+    Block,
     Record,
     Step,
-    Usage,
+    blocks_of,
     interval_of,
     log_of,
     losses_of,
+    peaks_of,
+    plain_of,
     steps_of,
-    used_of,
 )
 from benchmarks.evaluation.summary import failures, losses, recoveries, repeated, throughputs, useful
 from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, LIVE, RING
+from benchmarks.evaluation.turns import BLOCK, first_of
 
-EXTENT = Extent("some", 1, (1,), ("gpt",), 4, 100.0, 30.0)
+EXTENT = Extent("some", 1, (1,), ("gpt",), 100.0, 30.0)
 
 
 def record(
@@ -40,18 +43,22 @@ def record(
         day="2026-01-01",
         machine="a machine",
         steps=tuple(Step(iteration, at - 0.5, at) for at, iteration in steps),
-        timed_from=1,
         interval=interval,
         kills=kills,
         ended=ended,
         losses=losses,
-        used=(Usage(3, 5_000_000, 300, 3000),) * 2,
-        helpers=(7_000_000,),
     )
 
 
-def undisturbed(seconds: float, interval: int = 0) -> Record:
-    return record(*((1 + seconds * number, number) for number in range(5)), interval=interval)
+def undisturbed(seconds: float, plain: float = 1.0, interval: int = 0) -> Record:
+    """Return a record of a block with a system, of which an iteration takes `seconds`, and one without."""
+    return replace(
+        record(interval=interval),
+        system=(Block(seconds, 100.0, 1000.0), Block(seconds + 9, 100.0, 1000.0)),
+        plain=plain,
+        peaks=(4_000_000, 6_000_000),
+        helpers=(7_000_000,),
+    )
 
 
 DISTURBED = record((1, 0), (2, 1), (3, 2), (10, 1), (11, 2), (12, 3), kills=(3.5,), ended=20.0)
@@ -59,9 +66,7 @@ DISTURBED = record((1, 0), (2, 1), (3, 2), (10, 1), (11, 2), (12, 3), kills=(3.5
 
 def line(at: float, iteration: int, **more: object) -> dict[str, Any]:
     """Return what a rank says of an iteration."""
-    used = {"peak": 5 + iteration, "written": 100 * iteration, "sent": 1000 * iteration}
-    said = {"at": at, "began": at - 0.5, "iteration": iteration, "loss": at / 2, "used": used}
-    return said | more
+    return {"at": at, "began": at - 0.5, "iteration": iteration, "loss": at / 2, **more}
 
 
 def test_every_system_has_each_cell_once_and_all_have_baselines() -> None:
@@ -70,9 +75,9 @@ def test_every_system_has_each_cell_once_and_all_have_baselines() -> None:
         assert len({cell.key for cell in cells}) == len(cells)
         assert {cell.system for cell in cells} == {CHECKMATE, GLOO, RING, LIVE, *COMPARATORS}
         for cell in cells:
-            if cell.kind == "throughput":
-                bases = {Cell("throughput", cell.workload, base, 0, cell.start) for base in (GLOO, RING)}
-                assert bases <= set(cells)
+            if cell.kind == "losses":
+                bases = {Cell("throughput", cell.workload, base, 0, 0) for base in (GLOO, RING)}
+                assert bases <= set(cells), "they have the losses of the undisturbed job"
 
 
 def test_the_order_of_systems_differs_from_start_to_start() -> None:
@@ -83,25 +88,34 @@ def test_the_order_of_systems_differs_from_start_to_start() -> None:
     assert all(one != other for one, other in pairwise(orders))
 
 
-def test_throughput_is_relative_to_the_same_start() -> None:
-    raw = {}
-    for start, slower in ((0, 1.0), (1, 2.0)):
-        raw[Cell("throughput", "gpt", GLOO, 0, start)] = undisturbed(1.0 * slower)
-        raw[Cell("throughput", "gpt", RING, 0, start)] = undisturbed(0.5 * slower)
-        raw[Cell("throughput", "gpt", "torch.save", 5, start)] = undisturbed(4.0 * slower, 5)
-    raw[Cell("throughput", "gpt", "torch.save", 5, 2)] = undisturbed(99.0)  # it has no baseline
-    found = {one.system: one for one in throughputs(raw)}
-    saved = found["torch.save"]
-    assert (saved.relative, saved.ring) == ((0.25, 0.25), (0.125, 0.125))
-    assert (saved.checkpoints, found[GLOO].checkpoints) == (200.0, 0.0)
+def test_throughput_is_relative_to_the_same_job() -> None:
+    raw = {
+        Cell("throughput", "gpt", "torch.save", 5, start): undisturbed(4.0 * slower, slower, 5)
+        for start, slower in ((0, 1.0), (1, 2.0))
+    }
+    (saved,) = throughputs(raw)
+    assert (saved.relative, saved.seconds) == ((0.25, 0.25), (4.0, 8.0))
+    assert (saved.checkpoints, saved.interval, saved.own) == (200.0, 5, False)
     assert (saved.written, saved.sent) == (200.0, 2000.0)  # of two ranks
     assert (saved.trainers, saved.helpers) == (5e6, 7e6)
 
 
 def test_a_frequency_that_a_system_chose_is_its_interval() -> None:
-    raw = {Cell("throughput", "gpt", base, 0, 0): undisturbed(1.0) for base in (GLOO, RING)}
-    raw[Cell("throughput", "gpt", "CheckFreq", 0, 0)] = undisturbed(1.0, 7)
-    assert [(one.interval, one.own) for one in throughputs(raw)] == [(0, False), (0, False), (7, True)]
+    raw = {
+        Cell("throughput", "gpt", GLOO, 0, 0): undisturbed(1.0),
+        Cell("throughput", "gpt", "CheckFreq", 0, 0): undisturbed(1.0, interval=7),
+    }
+    assert [(one.interval, one.own) for one in throughputs(raw)] == [(0, False), (7, True)]
+
+
+def test_blocks_begin_between_two_checkpoints_and_have_all_intervals() -> None:
+    for warm_up in (0, 5, 100):
+        first = first_of(warm_up)
+        assert first >= warm_up
+        for interval in INTERVALS:
+            begun = [one for one in range(first, first + BLOCK) if (one + 1) % interval == 0]
+            assert len(begun) == BLOCK // interval
+            assert interval == 1 or begun[-1] < first + BLOCK - 1
 
 
 def test_a_kill_costs_the_way_back_and_what_is_repeated() -> None:
@@ -129,12 +143,6 @@ def test_iterations_that_are_lost_at_the_end_are_not_useful() -> None:
     assert useful(record((1, 0), (2, 1), (3, 2), (10, 0), (11, 1), kills=(3.5,))) == 2
 
 
-def test_cells_of_another_commit_are_not_compared() -> None:
-    raw = {Cell("throughput", "gpt", base, 0, 0): undisturbed(1.0) for base in (GLOO, RING)}
-    raw[Cell("throughput", "gpt", "DCP", 1, 0)] = replace(undisturbed(2.0), commit="decaf")
-    assert "DCP" not in {one.system for one in throughputs(raw)}
-
-
 def test_losses_are_compared_with_a_run_of_the_same_reduction() -> None:
     records = {
         Cell("throughput", "gpt", RING, 0, 0): record((1, 0), losses=((1.0, 2.0), (3.0, 4.0))),
@@ -147,13 +155,24 @@ def test_losses_are_compared_with_a_run_of_the_same_reduction() -> None:
 
 def test_a_record_has_what_ranks_have_said() -> None:
     logs = [
-        [{"at": 10.2, "resumed": 0}, line(11, 0), line(12, 1), line(13, 2), line(15, 1), {"interval": 4}],
-        [line(11.25, 0), line(12, 1), line(14, 2), line(15.5, 1, share=0.5)],
+        [
+            {"at": 10.2, "resumed": 0},
+            line(11, 0),
+            line(12, 1),
+            line(13, 2),
+            line(15, 1),
+            {"interval": 4},
+            {"block": "system", "seconds": 0.5, "written": 10.4, "sent": 20},
+            {"block": "plain", "seconds": 0.25},
+            {"peak": 6},
+            {"peak": 7},
+        ],
+        [line(11.25, 0), line(12, 1), line(14, 2), line(15.5, 1, share=0.5), {"peak": 8}],
     ]
     assert steps_of(logs, 10.0, alone=False)[::3] == (Step(0, 0.5, 1.0), Step(1, 4.5, 5.0))
     assert steps_of(logs, 10.0, alone=True) == (Step(0, 0.5, 1.0), Step(1, 1.5, 2.0), Step(2, 2.5, 3.0))
     assert losses_of(logs, 2) == ((5.5, 7.5), (5.625, 7.75))
-    assert used_of(logs, 1) == (Usage(1, 7, 100, 1000),) * 2
+    assert (blocks_of(logs), plain_of(logs), peaks_of(logs)) == ((Block(0.5, 10, 20),), 0.25, (7, 8))
     assert interval_of(logs) == 4
     assert log_of('{"at": 1}\n{"at": 2}\n{"a') == [{"at": 1}, {"at": 2}]
 

@@ -1,0 +1,83 @@
+"""Throughput: iterations with a system and without one take turns in the same processes.
+
+Two jobs of the same kind differ by a tenth on a small machine, because of other load and memory layout. So
+each job is its own baseline. A block of iterations has a system's checkpoints, and one has none. Checkmate
+and its ring cannot be switched off in a process; there, the other block is of a twin in plain DDP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.evaluation.rank_log import RankLog, used
+from benchmarks.evaluation.workloads import Workload
+
+BLOCK: Final = 20
+"""Iterations of a block: a multiple of each interval."""
+_PHASE: Final = 12
+"""Where in intervals blocks begin, so that no checkpoint is begun at their end."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a rank trains in turns.
+
+    `after` follows each iteration of the system's, and `finish` waits for what it has begun. Without `twin`,
+    the same workload is trained without `after`.
+    """
+
+    workload: Workload
+    after: Callable[[int], None]
+    finish: Callable[[], None]
+    twin: Callable[[], Workload] | None = None
+
+
+def first_of(warm_up: int) -> int:
+    """Return the first iteration of the first block, if the first `warm_up` ones are not timed."""
+    return next(one for one in range(warm_up, warm_up + BLOCK) if one % BLOCK == _PHASE)
+
+
+def train(turns: Turns, log: RankLog, *, warm_up: int, plain_first: bool) -> None:
+    """Train the iterations that are not timed, and then a block of each kind."""
+    numbers = iter(range(1 << 30))
+    _block(turns, log, numbers, first_of(warm_up))
+    if plain_first:
+        _plain(turns, log, numbers)
+    began, before = time.monotonic(), used()
+    _block(turns, log, numbers, BLOCK)
+    turns.finish()
+    after = used()
+    log.say(
+        block="system",
+        seconds=(time.monotonic() - began) / BLOCK,
+        written=(after.written - before.written) / BLOCK,
+        sent=(after.sent - before.sent) / BLOCK,
+    )
+    if not plain_first:
+        _plain(turns, log, numbers)
+    if turns.twin is None:
+        log.say(peak=used().peak)
+
+
+def _block(turns: Turns, log: RankLog, numbers: Iterator[int], count: int) -> None:
+    for _ in range(count):
+        iteration = next(numbers)
+        log.say(**log.train(turns.workload, iteration))
+        turns.after(iteration)
+
+
+def _plain(turns: Turns, log: RankLog, numbers: Iterator[int]) -> None:
+    """Train a block without the system; a twin is made and warmed up before."""
+    workload, steps = turns.workload, numbers
+    if turns.twin is not None:
+        log.say(peak=used().peak)
+        workload, steps = turns.twin(), iter(range(1 << 30))
+        for _ in range(first_of(0)):
+            log.train(workload, next(steps))
+    began = time.monotonic()
+    for _ in range(BLOCK):
+        log.train(workload, next(steps))
+    log.say(block="plain", seconds=(time.monotonic() - began) / BLOCK)
