@@ -51,8 +51,8 @@ class Extent:
 
 
 # The least and the greatest of six are a 97% interval of the median.
-WHOLE: Final = Extent("whole", 6, INTERVALS, ("gpt", "batchnorm", "embeddings"), 180.0, 45.0, 3, 2)
-QUICK: Final = Extent("quick", 1, (1,), ("gpt",), 60.0, 25.0)
+WHOLE: Final = Extent("whole", 6, INTERVALS, ("gpt", "batchnorm", "embeddings"), 120.0, 40.0, 3, 2)
+QUICK: Final = Extent("quick", 1, (1,), ("gpt",), 45.0, 20.0)
 
 
 def matrix(extent: Extent) -> list[Cell]:

@@ -80,9 +80,10 @@ def _measured(records: Mapping[Cell, Record], extent: Extent) -> str:
         ", ".join(sorted({getattr(record, what) for record in records.values()}))
         for what in ("commit", "day", "machine")
     )
+    missing = len(matrix(extent)) - len(records)
     return (
         f"Measured on {days}, commit {commits}: {machines}.\n"
-        f"{len(records)} of {len(matrix(extent))} cells. "
+        f"{len(records)} of {len(matrix(extent))} cells{', the others not yet' * bool(missing)}.\n"
         f"The time between failures is exponential, {extent.mtbf:g} s on average, "
         f"in periods of {extent.seconds:g} s.\n"
     )
@@ -147,6 +148,8 @@ def _loss_rows(found: Mapping[str, float]) -> _Rows:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return "Not measured yet.\n"
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
@@ -187,6 +190,9 @@ def _plot(page: Path, found: Sequence[Throughput]) -> str:
             ylabel="throughput, to none",
             ylim=(0, None),
         )
+        places = sorted({one.checkpoints for one in found if one.checkpoints and not one.own})
+        axes.set_xticks(places, [number(one) for one in places], minor=False)
+        axes.set_xticks([], minor=True)
         axes.legend(fontsize="small")
         file = page.parent / "pictures" / f"evaluation-{workload}.svg"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -187,7 +187,8 @@ def test_a_page_keeps_its_words_and_has_every_sample_as_csv(tmp_path: Path) -> N
     text = page.read_text()
     assert text.startswith("# Words\n") and "More words." in text and "old" not in text
     assert "| DCP | 5 | 1 | 2 | 6.5 | 8.5 | 144 |" in text
-    assert "commit c0ffee" in text and f"3 of {len(matrix(EXTENT))} cells" in text
+    assert "commit c0ffee" in text and f"3 of {len(matrix(EXTENT))} cells, the others not yet" in text
+    assert "<!-- losses -->\nNot measured yet.\n<!-- /losses -->" in text
     assert "failures,gpt,DCP,5,useful iterations an hour,,144" in page.with_suffix(".csv").read_text()
 
 

@@ -1,0 +1,73 @@
+"""Figures on pages equal the raw data that are committed beside them, which name the commit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.evaluation.cache import Cache
+from benchmarks.evaluation.cells import WHOLE, matrix
+from benchmarks.evaluation.page import write
+from benchmarks.report import with_tables
+from tests.docs.test_markdown import ROOT, text_of
+
+FIGURES: dict[str, Any] = json.loads(text_of("docs/figures.json"))
+COMMIT = r"[0-9a-f]{7,}"
+
+
+def median(benchmark: str, name: str) -> float:
+    """Return the median of a figure."""
+    (found,) = (one for one in FIGURES[benchmark]["results"] if one["name"] == name)
+    return float(statistics.median(found["samples"]))
+
+
+def test_each_measurement_names_its_commit() -> None:
+    assert all(re.fullmatch(rf"{COMMIT}\+?", one["commit"]) for one in FIGURES.values())
+
+
+def test_the_figures_are_what_their_data_say() -> None:
+    page = text_of("docs/figures.md")
+    assert page == with_tables(page, FIGURES)
+
+
+RING = "Checkmate / the same ring untagged"
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ("iteration time, Checkmate", [("iteration", RING), ("sharded", RING)]),
+        (
+            "from kill -9 of a rank",
+            [("recovery", "together"), ("recovery", "checkmate.restore"), ("recovery", "checkmate.protect")],
+        ),
+        ("a shadow node's optimizer step", [("shadow_step", "AdamW")]),
+        ("2,048 streams planned", [("control_plane", "planned and written")]),
+    ],
+)
+def test_the_readme_has_figures_of_the_page(row: str, shown: list[tuple[str, str]]) -> None:
+    (line,) = (line for line in text_of("README.md").splitlines() if line.startswith(f"| {row}"))
+    numbers = re.findall(r"\d+\.\d+", line)
+    assert len(numbers) == len(shown)
+    for number, (benchmark, name) in zip(numbers, shown, strict=True):
+        digits = len(number.partition(".")[2])
+        assert number == f"{median(benchmark, name):.{digits}f}", line
+
+
+def test_the_evaluation_is_what_its_data_say(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "evaluation.md"
+    made = Path(shutil.copy(page, tmp_path))
+    shutil.copy(ROOT / "docs" / "figures.json", tmp_path)
+    records = Cache(page.with_suffix(".jsonl"), WHOLE).records(matrix(WHOLE))
+    assert records and all(re.fullmatch(COMMIT, record.commit) for record in records.values())
+    write(made, records, WHOLE)
+    assert made.read_text() == page.read_text()
+    assert made.with_suffix(".csv").read_text() == page.with_suffix(".csv").read_text()
+    drawn = {file.name for file in (tmp_path / "pictures").iterdir()}
+    assert drawn == {file.name for file in (ROOT / "docs" / "pictures").glob("evaluation-*")}
