@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import struct
@@ -270,13 +271,21 @@ def test_a_socket_keeps_its_own_dscp(tagger: Tagger) -> None:
     assert [(s.payload, s.dscp) for s in segments] == [(b"plain", 10), (b"tagged", 14)]
 
 
-def test_positions_count_tagged_bytes_only(tagger: Tagger) -> None:
+@contextlib.contextmanager
+def connected(tagger: Tagger) -> Iterator[tuple[TaggedSocket, SocketReader]]:
+    """Yield a socket that is connected to another host, where all is read until the end."""
     with veth_pair() as pair:
         reader = SocketReader(pair.b, pair.b_ip)
         with inside(pair.a):
-            sock = socket.socket()
-        sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
+            sender = TaggedSocket(tagger, socket.socket(), CHANNEL, INCARNATION)
         sender.socket.connect(reader.address)
+        yield sender, reader
+        sender.socket.close()
+        reader.join(10)
+
+
+def test_positions_count_tagged_bytes_only(tagger: Tagger) -> None:
+    with connected(tagger) as (sender, reader):
         sender.send_chunk(b"")
         sender.send_chunk(b"123", 5)
         sender.send_chunk(b"4567")
@@ -289,8 +298,6 @@ def test_positions_count_tagged_bytes_only(tagger: Tagger) -> None:
         sender.write(b"9ab")
         assert (sender.position(5), sender.position(6), sender.position(7)) == (3, 4, 0)
         assert sender.written == 11
-        sender.socket.close()
-        reader.join(10)
     assert reader.received == b"123456789ab"
 
 
@@ -299,24 +306,17 @@ def test_a_range_is_retired_before_its_sequence_numbers_come_again(
 ) -> None:
     monkeypatch.setattr("checkmate.tagger.sockets.RETIRE_AFTER", 100)
     known = SocketState()
-    with veth_pair() as pair:
-        reader = SocketReader(pair.b, pair.b_ip)
-        with inside(pair.a):
-            sock = socket.socket()
-        sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
-        sender.socket.connect(reader.address)
+    with connected(tagger) as (sender, reader):
         sender.send_chunk(b"123", 5)
         sender.send_chunk(bytes(90))
-        tagger.fetch(sock, known)
+        tagger.fetch(sender.socket, known)
         assert (known.head, known.tail) == (0, 1)
         sender.send_chunk(bytes(20))
-        tagger.fetch(sock, known)
+        tagger.fetch(sender.socket, known)
         assert (known.head, known.tail) == (1, 1)
         sender.send_chunk(b"456", 5)
-        tagger.fetch(sock, known)
+        tagger.fetch(sender.socket, known)
         assert (known.head, known.tail, known.ranges[1].sequence) == (1, 2, 3)
-        sender.socket.close()
-        reader.join(10)
     assert len(reader.received) == 116
 
 
@@ -326,22 +326,15 @@ def test_no_range_outlives_its_sequence_numbers_between_tagged_chunks(
     """Few ranges are not dropped at each chunk, but none is left when its numbers may come again."""
     monkeypatch.setattr("checkmate.tagger.sockets.RETIRE_AFTER", 100)
     known = SocketState()
-    with veth_pair() as pair:
-        reader = SocketReader(pair.b, pair.b_ip)
-        with inside(pair.a):
-            sock = socket.socket()
-        sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
-        sender.socket.connect(reader.address)
+    with connected(tagger) as (sender, _):
         for number in range(12):
             sender.send_chunk(bytes(10), 5 if number % 3 == 0 else None)
             sender.send_chunk(bytes(15))
-            tagger.fetch(sock, known)
+            tagger.fetch(sender.socket, known)
             live = [known.ranges[one % RANGES] for one in range(known.head, known.tail)]
             ends = [(one.anchor + one.length - known.first_sequence) % wire.MODULUS for one in live]
             assert all(sender.written - end <= 100 for end in ends), (number, ends)
         assert known.head and known.tail == 4
-        sender.socket.close()
-        reader.join(10)
 
 
 def test_a_connection_made_before_is_refused(tagger: Tagger) -> None:
