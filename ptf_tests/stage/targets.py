@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,14 @@ def command(target: str) -> list[str]:
     return [found]
 
 
+def tied_to(parent: int) -> list[str]:
+    """Return what a child's command begins with, so that it is killed with its parent, even by SIGKILL.
+
+    The parent may die before the child has asked for that. So the shell looks who its parent is afterwards.
+    """
+    return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(parent)]
+
+
 class SwitchProcess:
     """A running switch. Switches with different `number` have different ports."""
 
@@ -53,10 +62,8 @@ class SwitchProcess:
         if target == "bmv2":
             options += ["--thrift-port", str(_FIRST_THRIFT_PORT + number)]
         options += ["--", "--cpu-port", str(CPU_PORT), "--grpc-server-addr", self.address]
-        # It is killed with us, even if we are killed ourselves.
-        tied = ["setpriv", "--pdeathsig", "KILL", "--"]
         self._process = subprocess.Popen(
-            [*tied, *command(target), *options],
+            [*tied_to(os.getpid()), *command(target), *options],
             cwd=_ROOT,
             stdin=subprocess.DEVNULL,
             stdout=self._log,

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from ptf_tests.report import Teller
+from ptf_tests.stage.targets import tied_to
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +144,15 @@ def test_whatever_did_not_pass_is_told_with_the_reason() -> None:
     outcomes = {row.test.rpartition(".")[2]: row.outcome for row in rows[:4]}
     assert outcomes == {"test_a": "passed", "test_b": "failed", "test_c": "skipped", "test_d": "failed"}
     assert {row.suite for row in rows} == {"mixed"}
+
+
+def test_a_switch_whose_runner_has_died_at_once_does_not_run() -> None:
+    shown = [sys.executable, "-c", "print('running')"]
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for parent, said in ((os.getpid(), "running\n"), (ended.pid, "")):
+        done = subprocess.run([*tied_to(parent), *shown], capture_output=True, text=True, check=False)
+        assert done.stdout == said
 
 
 @needs_root

@@ -6,6 +6,7 @@ Everything runs in a network namespace that ends with this process.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from checkmate.job.tofino.chips import front_panel
 from ptf_tests.packets import PORTS
 from ptf_tests.stage import namespace
+from ptf_tests.stage.targets import tied_to
 
 ADDRESS = "127.0.0.1:9560"
 
@@ -41,8 +43,7 @@ def main() -> int:
     for port, number in device_ports.items():
         switch += ["-i", f"{number}@s{port}"]
     switch += ["--", "--cpu-port", "510", "--grpc-server-addr", ADDRESS]
-    tied = ["setpriv", "--pdeathsig", "KILL", "--"]
-    with subprocess.Popen([*tied, *switch], stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen([*tied_to(os.getpid()), *switch], stdout=subprocess.DEVNULL) as process:
         try:
             suites = [sys.executable, "-m", "ptf_tests", "--config", str(file), *options]
             return subprocess.run(suites, check=False).returncode
