@@ -74,6 +74,14 @@ class CheckFreq(SavedFiles):
             self._orders.put((_END, None))
             self._thread.join()
 
+    def state(self) -> dict[str, Any]:
+        """Return the state, with copies of buffers: the next forward changes them, and does not wait."""
+        found = super().state()
+        for name, buffer in self._ddp.module.named_buffers():
+            if name in found["model"]:
+                found["model"][name] = buffer.clone()
+        return found
+
     def _before_step(self, *_: object) -> None:
         """Wait until the state is copied, because the step changes it."""
         self._copied.wait()
