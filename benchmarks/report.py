@@ -88,7 +88,7 @@ def with_tables(text: str, everything: Mapping[str, Mapping[str, Any]]) -> str:
         results = [from_data(result) for result in one["results"]]
         measured = f"Measured on {one['measured']}, commit {one['commit']}: {one['machine']}."
         table = f"{measured}\n{markdown(one['title'], results)}"
-        if name in PLOTTED and _plotted(name, one["results"]):
+        if _plotted(name, one["results"]):
             table += f"\n![{one['title']}](pictures/figures-{name}.svg)\n"
         text = replaced(text, name, table)
     return text
@@ -102,14 +102,12 @@ def replaced(text: str, name: str, table: str) -> str:
     return pattern.sub(lambda _: made, text) if pattern.search(text) else f"{text}\n{made}"
 
 
-def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> Path | None:
-    """Draw a benchmark's medians and spreads, and return the SVG, or `None` if it has no plot."""
-    if name not in PLOTTED:
-        return None
-    unit, label = PLOTTED[name]
+def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> None:
+    """Draw a benchmark's medians and spreads, if it has a plot."""
     shown = _plotted(name, results)
     if not shown:
-        return None
+        return
+    unit, label = PLOTTED[name]
     with matplotlib.rc_context({"svg.hashsalt": "checkmate", "svg.fonttype": "none"}):
         picture = Picture(figsize=(8, 0.8 + 0.42 * len(shown)), layout="constrained")
         axes = picture.add_subplot()
@@ -124,13 +122,13 @@ def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> Path 
             axes.axvline(1, color="0.4", linewidth=1, linestyle="--")
         axes.set_xlabel(f"{label}; bar: median, line: least to greatest")
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"figures-{name}.svg"
-        picture.savefig(file, metadata={"Date": None})
-    return file
+        picture.savefig(folder / f"figures-{name}.svg", metadata={"Date": None})
 
 
 def _plotted(name: str, results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the figures that a benchmark's plot shows."""
+    """Return the figures that a benchmark's plot shows; none if it has no plot."""
+    if name not in PLOTTED:
+        return []
     return [one for one in results if one["kind"] != "Skipped" and one["unit"] == PLOTTED[name][0]]
 
 

@@ -117,10 +117,12 @@ def _environment(installed: Path) -> Mapping[str, str]:
 
 def _start(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a process in `folder`, where it writes files; the kernel kills it when this one ends."""
-    prctl = ctypes.CDLL(None).prctl
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def die_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has died before that
+            os._exit(1)
 
     return subprocess.Popen(
         argv,

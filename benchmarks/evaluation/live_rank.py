@@ -50,7 +50,6 @@ def main() -> None:
             train(turns, log, warm_up=options.warm_up, plain_first=options.plain_first)
         else:
             _train(live, workload, log, options.iterations, len(ranks))
-        log.say(interval=0)
         live.close()
     dist.destroy_process_group()
 

@@ -169,14 +169,16 @@ def _interval(interval: int) -> str:
 def _plot(page: Path, found: Sequence[Throughput]) -> str:
     """Draw throughput beside frequency, for each model; return the page's links."""
     links = ""
-    for workload in dict.fromkeys(one.workload for one in found if one.checkpoints):
+    regular = [one for one in found if one.checkpoints and not one.own]
+    places = sorted({one.checkpoints for one in regular})
+    for workload in dict.fromkeys(one.workload for one in regular):
         picture = Picture(figsize=(8, 4.5), layout="constrained")
         axes = picture.add_subplot()
-        for system in dict.fromkeys(one.system for one in found):
+        for system in dict.fromkeys(one.system for one in regular):
             points = sorted(
                 (one.checkpoints, statistics.median(one.relative))
-                for one in found
-                if (one.workload, one.system) == (workload, system) and one.checkpoints and not one.own
+                for one in regular
+                if (one.workload, one.system) == (workload, system)
             )
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=system)
@@ -190,7 +192,6 @@ def _plot(page: Path, found: Sequence[Throughput]) -> str:
             ylabel="throughput, to none",
             ylim=(0, None),
         )
-        places = sorted({one.checkpoints for one in found if one.checkpoints and not one.own})
         axes.set_xticks(places, [number(one) for one in places], minor=False)
         axes.set_xticks([], minor=True)
         axes.legend(fontsize="small")

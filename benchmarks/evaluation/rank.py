@@ -34,8 +34,8 @@ def main() -> None:
             protection.mark()
 
         if options.timed:
-            own = reduce_of(options.system) == "gloo"
-            twin = None if own else lambda: make(options.workload, plain_ddp)
+            switchable = reduce_of(options.system) == "gloo"
+            twin = None if switchable else lambda: make(options.workload, plain_ddp)
             turns = Turns(workload, after, system.finish, twin)
             train(turns, log, warm_up=options.warm_up, plain_first=options.plain_first)
         else:

@@ -63,6 +63,11 @@ class Record:
     peaks: tuple[int, ...] = ()
     helpers: tuple[int, ...] = ()
 
+    @property
+    def completed(self) -> list[Step]:
+        """The iterations that were completed before the measurement ended."""
+        return [step for step in self.steps if step.ended <= self.ended]
+
     def to_json(self) -> str:
         """Return one line of JSON."""
         return _RECORD.dump_json(self).decode()

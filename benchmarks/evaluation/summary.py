@@ -1,4 +1,4 @@
-"""What the records of cells say: samples, paired by start. Pure."""
+"""What the records of cells say: samples of each system. Pure."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def recoveries(record: Record) -> list[tuple[float, float]]:
     That is an iteration that began after the kill. If it did not come before the end, it is the time until
     the end.
     """
-    done = [step for step in record.steps if step.ended <= record.ended]
+    done = record.completed
     found = []
     for kill in record.kills:
         missing = max((step.iteration + 1 for step in done if step.ended <= kill), default=0)
@@ -137,13 +137,13 @@ def recoveries(record: Record) -> list[tuple[float, float]]:
 
 def repeated(record: Record) -> float:
     """Return how many iterations were completed again, for each kill."""
-    done = [step.iteration for step in record.steps if step.ended <= record.ended]
+    done = [step.iteration for step in record.completed]
     return (len(done) - len(set(done))) / len(record.kills)
 
 
 def useful(record: Record) -> float:
     """Return the number of iterations that were completed and not lost, with shares of the ranks."""
-    done = [step for step in record.steps if step.ended <= record.ended]
+    done = record.completed
     shares = {step.iteration: step.share for step in done}
     return sum(share for iteration, share in shares.items() if iteration <= done[-1].iteration)
 

@@ -73,8 +73,9 @@ class TaggedSocket:
             raise TaggerError(f"a chunk of {length} bytes exceeds the maximum of {CHUNK_MAX}")
         if not length:
             return
-        if self._kernel_oldest is not None and self.written + length - self._kernel_oldest > RETIRE_AFTER:
-            self._retire(self.written + length - RETIRE_AFTER)
+        expired = self.written + length - RETIRE_AFTER
+        if self._kernel_oldest is not None and self._kernel_oldest < expired:
+            self._retire(expired)
         if shadow_id is not None:
             self._add_range(length, shadow_id)
         self._chunk_left = length

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from benchmarks.evaluation.rank_log import RankLog
-from benchmarks.evaluation.record import blocks_of, log_of, losses_of, peaks_of, plain_of
+from benchmarks.evaluation.record import Log, blocks_of, log_of, losses_of, peaks_of, plain_of
 from benchmarks.evaluation.turns import BLOCK, Turns, first_of, train
 from benchmarks.evaluation.workloads import Workload
 
@@ -27,7 +26,7 @@ class Trained:
         return iteration + rank / 10
 
 
-def run(folder: Path, *, twin: bool, plain_first: bool) -> tuple[list[tuple[str, int]], list[dict[str, Any]]]:
+def run(folder: Path, *, twin: bool, plain_first: bool) -> tuple[list[tuple[str, int]], Log]:
     """Train; return what was trained, checkpointed and finished, in order, and the log."""
     notes: list[tuple[str, int]] = []
     other = (lambda: cast(Workload, Trained("twin", notes))) if twin else None
@@ -39,7 +38,7 @@ def run(folder: Path, *, twin: bool, plain_first: bool) -> tuple[list[tuple[str,
     )
     with RankLog(folder, 1) as log:
         train(turns, log, warm_up=5, plain_first=plain_first)
-    return notes, [json.loads(line) for line in (folder / "steps1.jsonl").read_text().splitlines()]
+    return notes, log_of((folder / "steps1.jsonl").read_text())
 
 
 @pytest.mark.parametrize("plain_first", [False, True])
@@ -66,7 +65,6 @@ def test_what_cannot_be_switched_off_takes_turns_with_a_twin(tmp_path: Path, pla
 
 
 def test_its_log_makes_a_record(tmp_path: Path) -> None:
-    run(tmp_path, twin=False, plain_first=False)
-    logs = [log_of((tmp_path / "steps1.jsonl").read_text())]
+    logs = [run(tmp_path, twin=False, plain_first=False)[1]]
     assert losses_of(logs, 3) == ((0.1, 1.1, 2.1),)
     assert len(blocks_of(logs)) == 1 and plain_of(logs) >= 0 and peaks_of(logs)[0] > 1 << 20

@@ -77,10 +77,11 @@ class JobProcesses:
         """
         topology = self.crew.lab.topology
         for number, host in enumerate(topology.trainers):
-            command = torchrun.command(topology, host, script, restarts=restarts)
             if alone:
                 first = number * len(topology.ranks) // len(topology.trainers)
                 command = torchrun.alone(topology, host, [*script, str(first)], restarts=restarts)
+            else:
+                command = torchrun.command(topology, host, script, restarts=restarts)
             self.ranks[host.name] = self.crew.start(host.name, host.name, command, environment=environment)
 
     def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
