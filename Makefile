@@ -49,9 +49,9 @@ bench: setup ## Measure the figures of docs/figures.md
 comparators: setup ## The packages of others with which the evaluation compares, in build/comparators
 	@$(RUN) -m pip install --quiet --upgrade --no-deps --require-hashes --target build/comparators -r benchmarks/comparators/packages.txt
 
-RAW = --raw $1.jsonl --page $1.md
+EVALUATION = --raw out/$1.jsonl --page $2/$1.md
 evaluation: comparators ## Compare with other systems, in docs/evaluation.md: hours; QUICK=1: 30 minutes, in out/
-	@$(RUN) -m benchmarks.evaluation $(if $(QUICK),--quick $(call RAW,out/quick),$(call RAW,docs/evaluation))
+	@$(RUN) -m benchmarks.evaluation $(if $(QUICK),--quick $(call EVALUATION,quick,out),$(call EVALUATION,evaluation,docs))
 
 docs: setup ## The documentation as a site, in build/site; needs no network once set up
 	@$(RUN) -m tools.site build/site

@@ -58,9 +58,10 @@ class CheckFreq(SavedFiles):
         now = time.monotonic()
         if self.frequency.iterated(now - self._ended):
             self._profile(iteration)
+            now = time.monotonic()  # the checkpoint alone is not a part of the next iteration
         elif self.frequency.interval and (iteration + 1) % self.frequency.interval == 0:
             self._begin(iteration)
-        self._ended = time.monotonic() if not self.frequency.interval else now
+        self._ended = now
 
     def finish(self) -> None:
         """Wait until the checkpoint that has begun is on disk."""
@@ -74,14 +75,6 @@ class CheckFreq(SavedFiles):
             self._orders.put((_END, None))
             self._thread.join()
 
-    def state(self) -> dict[str, Any]:
-        """Return the state, with copies of buffers: the next forward changes them, and does not wait."""
-        found = super().state()
-        for name, buffer in self._ddp.module.named_buffers():
-            if name in found["model"]:
-                found["model"][name] = buffer.clone()
-        return found
-
     def _before_step(self, *_: object) -> None:
         """Wait until the state is copied, because the step changes it."""
         self._copied.wait()
@@ -91,7 +84,7 @@ class CheckFreq(SavedFiles):
         self.finish()
         self._copied.clear()
         self._written.clear()
-        self._orders.put((iteration, flatten(self.state())))
+        self._orders.put((iteration, flatten(self.steady_state())))
 
     def _profile(self, iteration: int) -> None:
         """Measure a checkpoint alone."""

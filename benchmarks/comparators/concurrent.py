@@ -69,7 +69,7 @@ class ConcurrentCheckpoints(CheckpointSystem):
         if self.rank or not self.due(iteration):
             return
         self._permits.acquire()
-        flat = flatten(self.state())
+        flat = flatten(self.steady_state())
         slot = self._slot(flat.nbytes)
         copied: Future[None] = Future()
         self._copied.append(copied)

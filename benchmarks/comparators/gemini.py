@@ -31,6 +31,7 @@ class Gemini(PartedState):
 
     name = "Gemini"
     interleaved: ClassVar[bool] = True
+    switchable = False  # its hook stays
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -133,6 +134,7 @@ class GeminiBlocking(Gemini):
 
     name = "Gemini, blocking"
     interleaved = False
+    switchable = True
 
 
 def peers(ranks: int, rank: int) -> tuple[int, int]:

@@ -34,6 +34,8 @@ class CheckpointSystem(ABC):
     """
 
     name: ClassVar[str]
+    switchable: ClassVar[bool] = True
+    """Whether a job without calls of `after_step` is like one without the system."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -70,6 +72,17 @@ class CheckpointSystem(ABC):
     def state(self) -> dict[str, Any]:
         """Return the state to save, by name. The tensors are the job's own, not copies."""
         return {"model": self._ddp.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def steady_state(self) -> dict[str, Any]:
+        """Return the state that the optimizer's next step changes first, with copies of the buffers.
+
+        The next forward changes buffers, and does not wait for a copy in the background.
+        """
+        found = self.state()
+        for name, buffer in self._ddp.module.named_buffers():
+            if name in found["model"]:
+                found["model"][name] = buffer.clone()
+        return found
 
     def install(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""

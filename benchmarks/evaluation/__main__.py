@@ -3,73 +3,121 @@
 python -m benchmarks.evaluation                  all of it: up to 8 hours on two cores
 python -m benchmarks.evaluation --quick          30 minutes
 python -m benchmarks.evaluation --only gpt --only failures --page docs/evaluation.md
+python -m benchmarks.evaluation --only "Gemini, blocking"
 
-Each cell is added to --raw once it is measured, so that an interrupted run goes on where it was. To measure
-all again, remove that file. With --page, the tables and plots of that page are written again from all cells
-that there are.
+Each cell is added to --raw once it is measured, so that an interrupted run goes on where it was. Cells of
+another commit or machine are refused; to measure all again, remove that file. With --page, the tables and
+plots of that page are written again from all cells that there are, and the data beside them, as .jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from rich.progress import Progress
 
-from benchmarks.evaluation.cache import Cache
+from benchmarks.evaluation.cache import Cache, Unusable
 from benchmarks.evaluation.cells import QUICK, WHOLE, Cell, Extent, matrix
-from benchmarks.evaluation.measure import clear, measure
+from benchmarks.evaluation.measure import Here, clear, file_system_of, measure
 from benchmarks.evaluation.page import write
+from benchmarks.evaluation.record import Record
 from benchmarks.evaluation.systems import installed
+from benchmarks.report import commit, machine
 from checkmate.output.plain_text import use_plain_streams
 from topologies.describe.topology import LabError
 from topologies.signals import unwinding
 
+_FAILURES_MAX: Final = 3
+"""Cells that may fail one after another: then something else is wrong."""
+
 
 def main() -> int:
-    """Measure what is not measured yet; return 1 if a cell has failed."""
+    """Measure what is not measured yet; return 1 if a cell has failed, and 2 if nothing can be measured."""
     options = parse()
-    if os.geteuid() != 0:
-        print("the evaluation needs root, for network namespaces", file=sys.stderr)
-        return 1
     use_plain_streams()
     extent = QUICK if options.quick else WHOLE
-    cells = [cell for cell in matrix(extent) if all(word in cell.key for word in options.only)]
-    for system in sorted({cell.system for cell in cells if not installed(cell.system)}):
-        print(f"{system} is left out, because its package is missing: run make comparators", file=sys.stderr)
-    cells = [cell for cell in cells if installed(cell.system)]
-    cache = Cache(options.raw, extent)
-    clear(options.scratch)
-    failed = _measure(cells, extent, cache, options.scratch.resolve())
+    try:
+        cells = _wanted(matrix(extent), options.only)
+        cache = Cache(options.raw, extent)
+        failed = 0 if options.page_only else _all(cells, extent, cache, options.scratch)
+    except (Unusable, LabError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.page is not None:
         write(options.page, cache.records(matrix(extent)), extent)
+        beside = options.page.with_suffix(".jsonl")
+        if options.raw.exists() and not (beside.exists() and beside.samefile(options.raw)):
+            shutil.copyfile(options.raw, beside)
     return 1 if failed else 0
 
 
-def _measure(cells: list[Cell], extent: Extent, cache: Cache, scratch: Path) -> int:
-    """Measure the cells that the cache lacks; return how many have failed."""
+def _wanted(cells: Sequence[Cell], words: Sequence[str]) -> list[Cell]:
+    """Return the cells that have each word in their name, as it is or as tables have it."""
+    found = [
+        cell for cell in cells if all(word in f"{cell.key}\n{cell.kind}\n{cell.system}" for word in words)
+    ]
+    if not found:
+        systems = ", ".join(sorted({cell.system for cell in cells}))
+        raise Unusable(
+            f"no cell has all of {', '.join(map(repr, words))} in its name; a name has a kind (throughput, "
+            f"failures, losses), a model ({', '.join(sorted({cell.workload for cell in cells}))}), "
+            f"and a system: {systems}"
+        )
+    return found
+
+
+def _all(cells: Sequence[Cell], extent: Extent, cache: Cache, scratch: Path) -> int:
+    """Measure all that can be measured here; return how many cells have failed."""
+    if os.geteuid() != 0:
+        raise Unusable("the evaluation needs root, for network namespaces")
+    here = Here(commit(), scratch.resolve(), Path("out/evaluation-failed"))
+    file_system = file_system_of(here.scratch)
+    cache.require_same(Record(here.commit, "", machine(), file_system))
+    if file_system == "tmpfs":
+        print(f"{scratch} is in memory (tmpfs): checkpoints do not go to a disk", file=sys.stderr)
+    for system in sorted({cell.system for cell in cells if not installed(cell.system)}):
+        print(f"{system} is left out, because its package is missing: run make comparators", file=sys.stderr)
+    cells = [cell for cell in cells if installed(cell.system)]
     missing = [cell for cell in cells if cell not in cache]
     if len(missing) < len(cells):
         print(f"{len(cells) - len(missing)} of {len(cells)} cells are measured already")
-    failed = 0
-    with Progress(transient=True) as bar, unwinding():
-        task = bar.add_task("cells", total=len(missing))
-        for cell in missing:
+    if missing:
+        clear(here.scratch)
+    with unwinding():
+        return _measure(missing, extent, cache, here)
+
+
+def _measure(cells: Sequence[Cell], extent: Extent, cache: Cache, here: Here) -> int:
+    """Measure cells; return how many have failed. Raise `Unusable` if several do so one after another."""
+    failed: list[bool] = []
+    with Progress(transient=True) as bar:
+        task = bar.add_task("cells", total=len(cells))
+        for cell in cells:
             began = time.monotonic()
             try:
-                found = measure(cell, extent, scratch, lambda text: bar.update(task, description=text))
+                found = measure(cell, extent, here, lambda text: bar.update(task, description=text))
             except LabError as error:
-                failed += 1
-                print(f"{cell.key} failed: {error}", file=sys.stderr)
+                failed.append(True)
+                logs = here.failed / cell.key
+                print(f"{cell.key} failed: {error}; its logs are in {logs}", file=sys.stderr)
             else:
+                failed.append(False)
                 cache.put(cell, found)
                 bar.console.print(f"{cell.key}: {time.monotonic() - began:.0f} s")
+            if all(failed[-_FAILURES_MAX:]) and len(failed) >= _FAILURES_MAX:
+                raise Unusable(f"the last {_FAILURES_MAX} cells have failed")
+            if commit() != here.commit:
+                raise Unusable(f"this tree is no longer that of commit {here.commit}, which is measured")
             bar.advance(task)
-    return failed
+    return sum(failed)
 
 
 def parse() -> argparse.Namespace:
@@ -82,15 +130,36 @@ def parse() -> argparse.Namespace:
     made.add_argument(
         "--only", action="append", default=[], metavar="WORD", help="cells whose name has this word"
     )
-    made.add_argument("--raw", type=Path, default=Path("out/evaluation.jsonl"), help="file of raw data")
-    made.add_argument("--page", type=Path, metavar="PAGE.md", help="write tables, plots and CSV")
+    made.add_argument(
+        "--raw", type=_file, default=Path("out/evaluation.jsonl"), help="file of raw data, which may be new"
+    )
+    made.add_argument("--page", type=_file, metavar="PAGE.md", help="write tables, plots and CSV")
+    made.add_argument("--page-only", action="store_true", help="measure nothing")
     made.add_argument(
         "--scratch",
-        type=Path,
+        type=_folder,
         default=Path(tempfile.gettempdir()),
         help="folder on the file system to which checkpoints are written",
     )
     return made.parse_args()
+
+
+def _file(text: str) -> Path:
+    """Return the path of a file that is there or can be made."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path.parent} is not a folder: {error.strerror}") from None
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
+    return path
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder")
+    return Path(text)
 
 
 if __name__ == "__main__":

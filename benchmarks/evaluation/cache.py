@@ -6,44 +6,70 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
+
+from pydantic import TypeAdapter
 
 from benchmarks.evaluation.cells import Cell, Extent
-from benchmarks.evaluation.record import Record, read
+from benchmarks.evaluation.record import Record
+
+
+class Unusable(Exception):
+    """A file whose cells cannot stand beside new ones."""
 
 
 class Cache:
     """A file of records, to which cells are added."""
 
     def __init__(self, file: Path, extent: Extent) -> None:
-        """Read it; it may be missing. A line that is not complete is left out, and removed by `put`.
+        """Read it; it may be missing. A last line that is not complete is left out, and removed by `put`.
 
         Cells of another extent were measured for another time, and do not count.
+
+        Raises:
+            Unusable: Another line is not a record.
         """
         self._file, self._extent = file, extent
-        self._lines: dict[str, str] = {}
+        self._records: dict[str, Record] = {}
         text = file.read_text() if file.exists() else ""
-        for line in text[: text.rfind("\n") + 1].splitlines():
-            key, record = json.loads(line)
-            self._lines[key] = json.dumps(record, separators=(",", ":"))
+        for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+            try:
+                self._records.update([_LINE.validate_json(line)])
+            except ValueError as error:
+                raise Unusable(f"{file}, line {number} is not a cell's record: {error}") from None
+
+    def require_same(self, record: Record) -> None:
+        """Raise `Unusable` unless all cells were measured as `record` is: by that commit, on that machine."""
+        for key, known in self._records.items():
+            for what in ("commit", "machine", "file_system"):
+                old, new = getattr(known, what), getattr(record, what)
+                if old != new:
+                    raise Unusable(
+                        f"{self._file} has cells of another {what.replace('_', ' ')}: {key} is of {old}, "
+                        f"this is {new}; measure with --raw in another file, or remove that one"
+                    )
 
     def __contains__(self, cell: Cell) -> bool:
-        return self._key(cell) in self._lines
+        return self._key(cell) in self._records
 
     def put(self, cell: Cell, record: Record) -> None:
         """Keep what was measured."""
-        self._lines[self._key(cell)] = record.to_json()
+        self._records[self._key(cell)] = record
         self._file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._file.with_name(f".{self._file.name}")
         with temporary.open("w") as out:
-            for key in sorted(self._lines):
-                out.write(f"[{json.dumps(key)},{self._lines[key]}]\n")
+            for key in sorted(self._records):
+                out.write(f"[{json.dumps(key)},{self._records[key].to_json()}]\n")
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(self._file)
 
     def records(self, wanted: Iterable[Cell]) -> dict[Cell, Record]:
         """Return those that are there."""
-        return {cell: read(self._lines[self._key(cell)]) for cell in wanted if cell in self}
+        return {cell: self._records[self._key(cell)] for cell in wanted if cell in self}
 
     def _key(self, cell: Cell) -> str:
         return f"{self._extent.name}/{cell.key}"
+
+
+_LINE: Final = TypeAdapter(tuple[str, Record])

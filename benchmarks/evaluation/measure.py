@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
-import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,11 +18,20 @@ from typing import Final
 from benchmarks.comparators import packages
 from benchmarks.comparators.frequency import PROFILED
 from benchmarks.evaluation.cells import Cell, Extent
+from benchmarks.evaluation.kills import (
+    LOSSES,
+    SECONDS,
+    Progress,
+    await_regained,
+    fail_at_random,
+    fail_every_second_iteration,
+    logs_in,
+    reached,
+)
 from benchmarks.evaluation.record import (
     Record,
     blocks_of,
     interval_of,
-    log_of,
     losses_of,
     peaks_of,
     plain_of,
@@ -30,26 +39,25 @@ from benchmarks.evaluation.record import (
     steps_of,
 )
 from benchmarks.evaluation.systems import LIVE, OWN_FREQUENCY, reduce_of
-from benchmarks.report import commit, machine
+from benchmarks.report import machine
 from testbed.process_memory import peak_resident
 from topologies.describe.topology import CONTROLLER, MGMT_NET, LabError, load
+from topologies.lab import down
 from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
 
 WARM_UP: Final = 5
 """Iterations that are not timed: DDP rebuilds its buckets, and TCP windows open."""
-_LOSSES: Final = 8
 _ENDLESS: Final = 1_000_000
-_SECONDS: Final = 1800.0
+_ADAPTING: Final = 40
+"""Iterations in which a system that chooses its interval finds the one at which it stays."""
+_LAB: Final = "evaluation"
+_TEMPORARY: Final = "checkmate-evaluation-"
 _TOPOLOGY: Final = "single_tor"
 _LIGHTHOUSE_PORT: Final = 29510
 _LIGHTHOUSE: Final = (
     *(sys.executable, packages.FOLDER / "bin" / "torchft_lighthouse"),
     *("--bind", f"[::]:{_LIGHTHOUSE_PORT}", "--min_replicas", "1"),
 )
-_STARTED: Final = '"event": "started"'
-_ITERATION: Final = '"iteration":'
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -61,41 +69,56 @@ class Folders:
     out: Path
 
 
-def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> Record:
-    """Return a cell's raw data. `scratch` is on the file system to which checkpoints go.
+@dataclass(frozen=True)
+class Here:
+    """What all cells of a run have in common.
+
+    Attributes:
+        commit: That of this tree.
+        scratch: A folder on the file system to which checkpoints go.
+        failed: Where the logs of a cell that fails are kept.
+    """
+
+    commit: str
+    scratch: Path
+    failed: Path
+
+
+def measure(cell: Cell, extent: Extent, here: Here, progress: Progress) -> Record:
+    """Return a cell's raw data.
 
     Raises:
         LabError: The job fails, although nobody has killed it.
     """
-    measured = commit()
     with (
-        tempfile.TemporaryDirectory(prefix="checkmate-evaluation-", dir=scratch) as disk,
-        tempfile.TemporaryDirectory(prefix="checkmate-evaluation-", dir="/dev/shm") as memory,
-        tempfile.TemporaryDirectory(prefix="checkmate-evaluation-") as out,
+        tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=here.scratch) as disk,
+        tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir="/dev/shm") as memory,
+        tempfile.TemporaryDirectory(prefix=_TEMPORARY) as out,
+        _kept(Path(out), here.failed / cell.key),
     ):
         folders = Folders(Path(disk), Path(memory), Path(out))
         plan = _plan(cell, folders)
-        with training_lab(load(_TOPOLOGY), "softswitch", "evaluation", plan, folders.out) as job:
+        with training_lab(load(_TOPOLOGY), "softswitch", _LAB, plan, folders.out) as job:
             if cell.system == LIVE:
                 others = {max(os.sched_getaffinity(0))}
                 found = {"PYTHONPATH": str(packages.FOLDER)}
                 job.crew.start("lighthouse", CONTROLLER, _LIGHTHOUSE, cpus=others, environment=found)
             start_all([job])
             began = time.monotonic()
-            kills = _run(job, cell, extent, progress)
-            ended = time.monotonic()
+            kills, ended = _run(job, cell, extent, progress)
             helpers = tuple(peak_resident(member.process.pid) for member in job.shadows.values())
-        logs = [log_of(file.read_text()) for file in _files(folders.out)]
+        logs = logs_in(folders.out)
     timed, failing = cell.kind == "throughput", cell.kind == "failures"
     return Record(
-        commit=measured,
+        commit=here.commit,
         day=datetime.datetime.now(datetime.UTC).date().isoformat(),
         machine=machine(),
+        file_system=file_system_of(here.scratch),
         steps=() if timed else steps_of(logs, began, alone=cell.system == LIVE),
         interval=interval_of(logs),
         kills=since(kills, began),
         ended=round(ended - began, 4),
-        losses=() if failing else losses_of(logs, _LOSSES),
+        losses=() if failing else losses_of(logs, LOSSES),
         system=blocks_of(logs) if timed else (),
         plain=plain_of(logs) if timed else 0.0,
         peaks=peaks_of(logs) if timed else (),
@@ -103,14 +126,35 @@ def measure(cell: Cell, extent: Extent, scratch: Path, progress: Progress) -> Re
     )
 
 
-def _run(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> list[float]:
-    """Let a job train to its end, or as long as is measured. Return when ranks were killed."""
+@contextmanager
+def _kept(folder: Path, target: Path) -> Iterator[None]:
+    """Copy a folder to `target` if the block raises `LabError`."""
+    try:
+        yield
+    except LabError:
+        shutil.copytree(folder, target, dirs_exist_ok=True)
+        raise
+
+
+def file_system_of(folder: Path) -> str:
+    """Return the type of a folder's file system, such as ext4 or tmpfs."""
+    stat = ["stat", "--file-system", "--format=%T", str(folder)]
+    return subprocess.run(stat, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _run(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> tuple[list[float], float]:
+    """Let a job train to its end, or as long as is measured. Return when ranks were killed, and the end."""
+    kills: list[float] = []
     if cell.kind == "failures":
-        return _fail_at_random(job, cell, extent, progress)
+        kills = fail_at_random(job, cell, extent, progress)
+        ended = time.monotonic()
+        await_regained(job, kills, alone=cell.system == LIVE)
+        return kills, ended
     if cell.kind == "losses":
-        return _fail_every_second_iteration(job, progress)
-    job.finish(_SECONDS, lambda: progress(f"iteration {_reached(job)}"))
-    return []
+        kills = fail_every_second_iteration(job, progress)
+    else:
+        job.finish(SECONDS, lambda: progress(f"iteration {reached(job)}"))
+    return kills, time.monotonic()
 
 
 def _plan(cell: Cell, folders: Folders) -> JobPlan:
@@ -118,7 +162,7 @@ def _plan(cell: Cell, folders: Folders) -> JobPlan:
         "workload": cell.workload,
         "system": cell.system,
         "interval": cell.interval,
-        "iterations": _LOSSES if cell.kind == "losses" else _ENDLESS,
+        "iterations": LOSSES if cell.kind == "losses" else _ENDLESS,
         "disk": folders.disk,
         "memory": folders.memory,
         "lighthouse": f"http://{MGMT_NET[1]}:{_LIGHTHOUSE_PORT}",
@@ -140,82 +184,15 @@ def _timed(cell: Cell) -> tuple[str, ...]:
     if cell.kind != "throughput":
         return ()
     profiling = cell.system == OWN_FREQUENCY and not cell.interval
-    warm_up = PROFILED.stop if profiling else WARM_UP
+    warm_up = PROFILED.stop + _ADAPTING if profiling else WARM_UP
     # A system that adapts must not see the other block as a long iteration.
     plain_first = cell.start % 2 and not profiling
     return ("--timed", "--warm-up", str(warm_up), *(["--plain-first"] if plain_first else []))
 
 
-def _fail_at_random(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> list[float]:
-    """Kill ranks at random for some time; return when. All systems have the same times between kills.
-
-    A rank that is being started again is killed as soon as it has a process.
-    """
-    drawn = random.Random(f"{cell.start} kills")
-    end = time.monotonic() + extent.seconds
-    kills: list[float] = []
-    due = time.monotonic() + drawn.expovariate(1 / extent.mtbf)
-    rank = drawn.randrange(len(job.ranks))
-    while time.monotonic() < end:
-        _check(job, kills)
-        progress(f"iteration {_reached(job)}, {len(kills)} kills")
-        if time.monotonic() >= due and _kill(job, rank):
-            kills.append(time.monotonic())
-            due += drawn.expovariate(1 / extent.mtbf)
-            rank = drawn.randrange(len(job.ranks))
-        time.sleep(min(0.2, max(due - time.monotonic(), 0.02)))
-    return kills
-
-
-def _fail_every_second_iteration(job: TrainingJob, progress: Progress) -> list[float]:
-    """Kill a rank after every second iteration until the job ends; return when."""
-    kills: list[float] = []
-    due = 2
-    deadline = time.monotonic() + _SECONDS
-    while any(member.running for member in job.ranks.values()):
-        _check(job, kills)
-        if time.monotonic() > deadline:
-            raise LabError(f"the job has not ended within {_SECONDS:g} s")
-        progress(f"iteration {_reached(job)}, {len(kills)} kills")
-        if due < _LOSSES and _reached(job) >= due and _kill(job, len(kills) % len(job.ranks)):
-            kills.append(time.monotonic())
-            due += 2
-        time.sleep(0.02)
-    job.finish(1.0)
-    return kills
-
-
-def _kill(job: TrainingJob, rank: int) -> bool:
-    """Kill a rank's process with SIGKILL, if there is one; its torchrun goes on."""
-    return bool(job.crew.kill_children(job.ranks[f"rank{rank}"]))
-
-
-def _check(job: TrainingJob, kills: list[float]) -> None:
-    """Raise `LabError` if ranks end by themselves, which torchrun would hide by starting them again."""
-    starts = max(file.read_text().count(_STARTED) for file in job.folder.glob("rank*.events.jsonl"))
-    if starts > 2 * (len(kills) + 1) + 1:
-        with job.explained():
-            raise LabError(f"ranks were started {starts} times for {len(kills)} kills")
-
-
-def _reached(job: TrainingJob) -> int:
-    """Return how many iterations all ranks have completed, those again after a kill counted from there.
-
-    It is asked often while training is timed, so it reads one line of each log.
-    """
-    logs = [file.read_text().splitlines() for file in _files(job.folder)]
-    if len(logs) < len(job.crew.lab.topology.ranks):
-        return 0
-    newest = (next((line for line in reversed(log) if _ITERATION in line), None) for log in logs)
-    return 1 + min(-1 if line is None else int(json.loads(line)["iteration"]) for line in newest)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("steps*.jsonl"))
-
-
 def clear(scratch: Path) -> None:
-    """Remove what a killed measurement has left."""
+    """Remove what a killed measurement has left. Raise `LabInUse` if one is under way."""
+    down(_LAB)
     for place in (scratch, Path("/dev/shm"), Path(tempfile.gettempdir())):
-        for left in place.glob("checkmate-evaluation-*"):
-            shutil.rmtree(left)
+        for left in place.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()

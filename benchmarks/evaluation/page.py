@@ -21,6 +21,7 @@ from benchmarks.evaluation.summary import Failures, Throughput, failures, losses
 from benchmarks.evaluation.systems import LIVE
 from benchmarks.figures import median_and_spread, number
 from benchmarks.report import replaced, with_tables
+from checkmate.wording import counted
 
 _MB: Final = 1e6
 _Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -76,17 +77,29 @@ _ALSO: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
 
 
 def _measured(records: Mapping[Cell, Record], extent: Extent) -> str:
-    commits, days, machines = (
-        ", ".join(sorted({getattr(record, what) for record in records.values()}))
-        for what in ("commit", "day", "machine")
+    if not records:
+        return "Not measured yet.\n"
+    days, commits, machines, file_systems = (
+        "; ".join(sorted({getattr(record, what) for record in records.values()}))
+        for what in ("day", "commit", "machine", "file_system")
     )
-    missing = len(matrix(extent)) - len(records)
     return (
-        f"Measured on {days}, commit {commits}: {machines}.\n"
-        f"{len(records)} of {len(matrix(extent))} cells{', the others not yet' * bool(missing)}.\n"
+        f"Measured on {days}, commit {commits}: {machines}; checkpoints on disk go to {file_systems}.\n"
+        f"{len(records)} of {len(matrix(extent))} cells.\n"
+        f"{_missing([cell for cell in matrix(extent) if cell not in records])}"
         f"The time between failures is exponential, {extent.mtbf:g} s on average, "
         f"in periods of {extent.seconds:g} s.\n"
     )
+
+
+def _missing(cells: Sequence[Cell]) -> str:
+    """Return a line for each kind of cell that was not measured, or has failed."""
+    lines = ""
+    for kind in dict.fromkeys(cell.kind for cell in cells):
+        systems = [cell.system for cell in cells if cell.kind == kind]
+        names = "; ".join(sorted(dict.fromkeys(systems)))
+        lines += f"Missing: {counted(len(systems), 'cell')} of {kind}, of {names}.\n"
+    return lines
 
 
 def _throughput_rows(found: Sequence[Throughput]) -> _Rows:
@@ -155,7 +168,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _spread(samples: Sequence[float]) -> str:
-    return median_and_spread(samples) if samples else "none"
+    if not samples:
+        return "none"
+    return median_and_spread(samples) + " (n=1)" * (len(samples) == 1)
 
 
 def _interval_of(one: Throughput) -> str:
@@ -175,13 +190,14 @@ def _plot(page: Path, found: Sequence[Throughput]) -> str:
         picture = Picture(figsize=(8, 4.5), layout="constrained")
         axes = picture.add_subplot()
         for system in dict.fromkeys(one.system for one in regular):
-            points = sorted(
-                (one.checkpoints, statistics.median(one.relative))
-                for one in regular
-                if (one.workload, one.system) == (workload, system)
-            )
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=system)
+            ours = [one for one in regular if (one.workload, one.system) == (workload, system)]
+            if ours:
+                ours.sort(key=lambda one: one.checkpoints)
+                middle = [statistics.median(one.relative) for one in ours]
+                below = [at - min(one.relative) for at, one in zip(middle, ours, strict=True)]
+                above = [max(one.relative) - at for at, one in zip(middle, ours, strict=True)]
+                places_of = [one.checkpoints for one in ours]
+                axes.errorbar(places_of, middle, (below, above), marker="o", capsize=3, label=system)
         axes.axhline(1, color="0.4", linewidth=1, linestyle="--")
         for live in (one for one in found if (one.workload, one.system) == (workload, LIVE)):
             label = f"{LIVE}, no checkpoints"

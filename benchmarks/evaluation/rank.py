@@ -34,7 +34,7 @@ def main() -> None:
             protection.mark()
 
         if options.timed:
-            switchable = reduce_of(options.system) == "gloo"
+            switchable = reduce_of(options.system) == "gloo" and system.switchable
             twin = None if switchable else lambda: make(options.workload, plain_ddp)
             turns = Turns(workload, after, system.finish, twin)
             train(turns, log, warm_up=options.warm_up, plain_first=options.plain_first)

@@ -31,6 +31,7 @@ class RankLog:
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
         self._file = (folder / f"steps{rank}.jsonl").open("a")
+        print(file=self._file)  # a rank that was killed may have left half a line
 
     def __enter__(self) -> Self:
         return self

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 _DIGITS: Final = 4
 Log = Sequence[Mapping[str, Any]]
@@ -42,17 +42,21 @@ class Record:
         steps: Those of rank 0, or of the whole job if its ranks come and go. Only with kills.
         interval: The number of iterations from one checkpoint to the next, at the end.
         kills: When ranks were killed.
-        ended: When the measurement ended.
+        ended: When the period with kills ended, or the job. Steps after it show what the last kill cost.
         losses: The last loss of each of the first iterations, by rank.
         system: By rank, a block of iterations with the system.
         plain: The seconds of an iteration without it, in the same process; of rank 0.
         peaks: The peak resident bytes of each rank, without its twin.
         helpers: The peak resident bytes of each shadow node.
+        file_system: The type of that to which checkpoints go.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(ser_json_inf_nan="constants")
 
     commit: str
     day: str
     machine: str
+    file_system: str
     steps: tuple[Step, ...] = ()
     interval: int = 0
     kills: tuple[float, ...] = ()
@@ -63,11 +67,6 @@ class Record:
     peaks: tuple[int, ...] = ()
     helpers: tuple[int, ...] = ()
 
-    @property
-    def completed(self) -> list[Step]:
-        """The iterations that were completed before the measurement ended."""
-        return [step for step in self.steps if step.ended <= self.ended]
-
     def to_json(self) -> str:
         """Return one line of JSON."""
         return _RECORD.dump_json(self).decode()
@@ -76,15 +75,10 @@ class Record:
 _RECORD: Final = TypeAdapter(Record)
 
 
-def read(text: str) -> Record:
-    """Return what `Record.to_json` wrote. Raise `ValueError` if it did not."""
-    return _RECORD.validate_json(text)
-
-
 def steps_of(logs: Sequence[Log], origin: float, *, alone: bool) -> tuple[Step, ...]:
     """Return the iterations of rank 0; with `alone`, of any rank, at its earliest end."""
     if not alone:
-        return tuple(_step(line, origin) for line in _trained(logs[0]))
+        return tuple(_step(line, origin) for log in logs[:1] for line in _trained(log))
     earliest: dict[int, Step] = {}
     for log in logs:
         for line in _trained(log):
@@ -93,6 +87,19 @@ def steps_of(logs: Sequence[Log], origin: float, *, alone: bool) -> tuple[Step, 
             if known is None or step.ended < known.ended:
                 earliest[step.iteration] = step
     return tuple(earliest[iteration] for iteration in sorted(earliest))
+
+
+def missing_after(kill: float, steps: Iterable[Step]) -> int:
+    """Return the iteration that training has to reach again to be where it was."""
+    return max((step.iteration + 1 for step in steps if step.ended <= kill), default=0)
+
+
+def regained(kills: Iterable[float], steps: Sequence[Step]) -> bool:
+    """Return whether training has come back to where it was before each kill."""
+    return all(
+        any(step.began > kill and step.iteration >= missing for step in steps)
+        for kill, missing in ((kill, missing_after(kill, steps)) for kill in kills)
+    )
 
 
 def losses_of(logs: Sequence[Log], iterations: int) -> tuple[tuple[float, ...], ...]:
@@ -128,9 +135,17 @@ def interval_of(logs: Sequence[Log]) -> int:
 
 
 def log_of(text: str) -> Log:
-    """Return the complete lines of a rank's file."""
-    whole, _, _ = text.rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    """Return the lines of a rank's file. A rank that is killed may leave a part of one."""
+    return [found for line in text.splitlines() if (found := said(line)) is not None]
+
+
+def said(line: str) -> dict[str, Any] | None:
+    """Return a line of a rank's file, or `None` if it is not a whole one."""
+    try:
+        found: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return found
 
 
 def since(times: Iterable[float], origin: float) -> tuple[float, ...]:

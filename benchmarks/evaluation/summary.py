@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.evaluation.cells import Cell
-from benchmarks.evaluation.record import Record
+from benchmarks.evaluation.record import Record, Step, missing_after
 from benchmarks.evaluation.systems import CHECKMATE, GLOO, LIVE, RING
 
 Records = Mapping[Cell, Record]
@@ -121,31 +121,34 @@ def losses(records: Records) -> dict[str, float]:
 def recoveries(record: Record) -> list[tuple[float, float]]:
     """Return, for each kill, seconds to the end of the next trained iteration, and until no work was missing.
 
-    That is an iteration that began after the kill. If it did not come before the end, it is the time until
-    the end.
+    That is an iteration that began after the kill.
     """
-    done = record.completed
     found = []
     for kill in record.kills:
-        missing = max((step.iteration + 1 for step in done if step.ended <= kill), default=0)
-        trained = [step for step in done if step.began > kill]
-        after = next((step.ended for step in trained), record.ended)
-        back = next((step.ended for step in trained if step.iteration >= missing), record.ended)
-        found.append((after - kill, back - kill))
+        missing = missing_after(kill, record.steps)
+        trained = [step for step in record.steps if step.began > kill]
+        back = next(step.ended for step in trained if step.iteration >= missing)
+        found.append((trained[0].ended - kill, back - kill))
     return found
 
 
 def repeated(record: Record) -> float:
     """Return how many iterations were completed again, for each kill."""
-    done = [step.iteration for step in record.completed]
+    done = [step.iteration for step in record.steps]
     return (len(done) - len(set(done))) / len(record.kills)
 
 
 def useful(record: Record) -> float:
-    """Return the number of iterations that were completed and not lost, with shares of the ranks."""
-    done = record.completed
-    shares = {step.iteration: step.share for step in done}
-    return sum(share for iteration, share in shares.items() if iteration <= done[-1].iteration)
+    """Return the number of iterations that were completed in the period and not lost, with shares of ranks.
+
+    An iteration is lost once it or an earlier one is trained again, also after the period.
+    """
+    kept: list[Step] = []
+    for step in record.steps:
+        while kept and kept[-1].iteration >= step.iteration:
+            kept.pop()
+        kept.append(step)
+    return sum(step.share for step in kept if step.ended <= record.ended)
 
 
 def _rank(system: str) -> int:

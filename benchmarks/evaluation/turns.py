@@ -1,8 +1,12 @@
 """Throughput: iterations with a system and without one take turns in the same processes.
 
 Two jobs of the same kind differ by a tenth on a small machine, because of other load and memory layout. So
-each job is its own baseline. A block of iterations has a system's checkpoints, and one has none. Checkmate
-and its ring cannot be switched off in a process; there, the other block is of a twin in plain DDP.
+each job is its own baseline. A block of iterations has a system's checkpoints, and one has none. What cannot
+be switched off in a process, such as Checkmate and its ring, takes turns with a twin in plain DDP.
+
+A block with the system begins and ends at the same place between two checkpoints, in the middle of training:
+what is still being written at its end costs as much as what was being written when it began. Nothing is
+written during a block without the system.
 """
 
 from __future__ import annotations
@@ -16,17 +20,19 @@ from benchmarks.evaluation.rank_log import RankLog, used
 from benchmarks.evaluation.workloads import Workload
 
 BLOCK: Final = 20
-"""Iterations of a block: a multiple of each interval."""
+"""Iterations of a block: a multiple of each interval that is specified."""
 _PHASE: Final = 12
 """Where in intervals blocks begin, so that no checkpoint is begun at their end."""
+_LEAD_IN: Final = 5
+"""Iterations with the system before its block, if the block without it came first."""
 
 
 @dataclass(frozen=True)
 class Turns:
     """What a rank trains in turns.
 
-    `after` follows each iteration of the system's, and `finish` waits for what it has begun. Without `twin`,
-    the same workload is trained without `after`.
+    `after` follows each iteration of the system's, and `finish` waits for what it has begun, before a block
+    without it. Without `twin`, the same workload is trained without `after`.
     """
 
     workload: Workload
@@ -35,20 +41,23 @@ class Turns:
     twin: Callable[[], Workload] | None = None
 
 
-def first_of(warm_up: int) -> int:
-    """Return the first iteration of the first block, if the first `warm_up` ones are not timed."""
-    return next(one for one in range(warm_up, warm_up + BLOCK) if one % BLOCK == _PHASE)
+def first_of(warm_up: int, *, before: int = 0) -> int:
+    """Return the first iteration of the first block, if the first `warm_up` ones are not timed.
+
+    With `before`, it is this many iterations before the place where blocks with a system begin.
+    """
+    return next(one for one in range(warm_up, warm_up + BLOCK) if (one + before) % BLOCK == _PHASE)
 
 
 def train(turns: Turns, log: RankLog, *, warm_up: int, plain_first: bool) -> None:
     """Train the iterations that are not timed, and then a block of each kind."""
     numbers = iter(range(1 << 30))
-    _block(turns, log, numbers, first_of(warm_up))
+    _block(turns, log, numbers, first_of(warm_up, before=_LEAD_IN * plain_first))
     if plain_first:
         _plain(turns, log, numbers)
+        _block(turns, log, numbers, _LEAD_IN)
     began, before = time.monotonic(), used()
     _block(turns, log, numbers, BLOCK)
-    turns.finish()
     after = used()
     log.say(
         block="system",
@@ -71,6 +80,7 @@ def _block(turns: Turns, log: RankLog, numbers: Iterator[int], count: int) -> No
 
 def _plain(turns: Turns, log: RankLog, numbers: Iterator[int]) -> None:
     """Train a block without the system; a twin is made and warmed up before."""
+    turns.finish()
     workload, steps = turns.workload, numbers
     if turns.twin is not None:
         log.say(peak=used().peak)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.comparators.checkfreq import CheckFreq
+from benchmarks.comparators.flat import FlatState
 from benchmarks.comparators.system import Place
 from benchmarks.evaluation.systems import COMPARATORS, installed, system_of
 from topologies.training.verdict import digest
@@ -24,6 +29,24 @@ SYSTEMS = [
     )
     for name in ("none", *COMPARATORS)
 ]
+
+
+def train_with_late_copies(
+    rank: int, _: int, name: str, folder: str, interval: int, until: int
+) -> tuple[int, str]:
+    """Train as `train` does, while copies in the background take longer than a forward."""
+
+    def late(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_copy(*args: Any) -> Any:
+            time.sleep(0.05)
+            return copy(*args)
+
+        return wait_and_copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatState, "read", late(FlatState.read))
+        patch.setattr(CheckFreq, "_copy", late(CheckFreq._copy))
+        return train(rank, _, name, folder, interval, until)
 
 
 def train(

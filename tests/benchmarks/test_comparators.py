@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.comparators.checkfreq import CheckFreq
 from benchmarks.comparators.frequency import Frequency, interval_for
 from benchmarks.comparators.gemini import holder_of, newest_of, peers
 from benchmarks.comparators.host_memory import Copy
-from tests.benchmarks.comparing import SYSTEMS, train
+from benchmarks.comparators.system import Place
+from tests.benchmarks.comparing import SYSTEMS, train, train_with_late_copies
 from tests.support.training.rank_processes import RankProcesses
 
 _UNTIL = 9
@@ -40,6 +43,15 @@ def test_a_job_resumes_with_its_newest_checkpoint(
     ranks.run(2, train, name, str(tmp_path), interval, 5)
     (resumed, state), _ = ranks.run(2, train, name, str(tmp_path), interval, _UNTIL)
     assert (resumed, state) == (expected, reference)
+
+
+@pytest.mark.parametrize("name", ["CheckFreq", "PCcheck"])
+def test_a_copy_in_the_background_is_of_one_iteration(
+    ranks: RankProcesses, reference: str, tmp_path: Path, name: str
+) -> None:
+    ranks.run(2, train_with_late_copies, name, str(tmp_path), 2, 5)
+    (resumed, state), _ = ranks.run(2, train, name, str(tmp_path), 1, _UNTIL)
+    assert (resumed, state) == (4, reference), "the next forward changes buffers while the state is copied"
 
 
 @pytest.mark.parametrize("name", ["Gemini", "Gemini, blocking"])
@@ -100,3 +112,22 @@ def test_checkfreq_saves_less_often_if_that_costs_too_much() -> None:
     for seconds in (1.0, 1.0, 1.0, 1.2):  # nothing, then a tenth more over two iterations
         frequency.iterated(seconds)
     assert frequency.interval == 4
+
+
+def test_checkfreq_does_not_count_its_profile_as_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("benchmarks.comparators.checkfreq.time", SimpleNamespace(monotonic=lambda: now))
+    system = CheckFreq(Place(Path(), Path(), 0), Frequency(profiled=range(1, 3)))
+    system.rank, system._ended = 0, now
+
+    def profile(_: int) -> None:
+        nonlocal now
+        now += 5.0
+        system.frequency.saved(0.5, 1.5)
+
+    monkeypatch.setattr(system, "_profile", profile)
+    monkeypatch.setattr(system, "_begin", lambda _: None)
+    for iteration in range(6):
+        now += 1.0
+        system.after_step(iteration)
+    assert system.frequency.interval == 1

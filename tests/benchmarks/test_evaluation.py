@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation.cache import Cache
+import pytest
+
+from benchmarks.evaluation.__main__ import _wanted, main
+from benchmarks.evaluation.cache import Cache, Unusable
 from benchmarks.evaluation.cells import INTERVALS, QUICK, WHOLE, Cell, Extent, matrix
 from benchmarks.evaluation.page import write
 from benchmarks.evaluation.record import (
@@ -21,6 +26,7 @@ from benchmarks.evaluation.record import (
     losses_of,
     peaks_of,
     plain_of,
+    regained,
     steps_of,
 )
 from benchmarks.evaluation.summary import failures, losses, recoveries, repeated, throughputs, useful
@@ -42,6 +48,7 @@ def record(
         commit="c0ffee",
         day="2026-01-01",
         machine="a machine",
+        file_system="ext4",
         steps=tuple(Step(iteration, at - 0.5, at) for at, iteration in steps),
         interval=interval,
         kills=kills,
@@ -123,8 +130,12 @@ def test_a_kill_costs_the_way_back_and_what_is_repeated() -> None:
     assert repeated(DISTURBED) == 2.0
 
 
-def test_a_kill_from_which_training_has_not_come_back_lasts_to_the_end() -> None:
-    assert recoveries(replace(DISTURBED, kills=(3.5, 15.0)))[1] == (5.0, 5.0)
+def test_the_last_kill_has_its_whole_cost_though_the_period_has_ended() -> None:
+    early = replace(DISTURBED, ended=4.0)
+    assert recoveries(early) == recoveries(DISTURBED)
+    assert repeated(early) == repeated(DISTURBED)
+    assert regained((3.5,), DISTURBED.steps)
+    assert not regained((3.5,), DISTURBED.steps[:-1])
 
 
 def test_useful_iterations_are_counted_once() -> None:
@@ -139,8 +150,9 @@ def test_an_iteration_that_a_rank_has_missed_is_useful_in_part() -> None:
     assert useful(replace(DISTURBED, steps=tuple(steps))) == 3.75
 
 
-def test_iterations_that_are_lost_at_the_end_are_not_useful() -> None:
-    assert useful(record((1, 0), (2, 1), (3, 2), (10, 0), (11, 1), kills=(3.5,))) == 2
+def test_iterations_that_are_lost_are_not_useful_though_the_restart_comes_after_the_period() -> None:
+    lost = record((1, 0), (2, 1), (3, 2), (10, 0), (11, 1), (12, 2), kills=(3.5,), ended=20.0)
+    assert [useful(replace(lost, ended=end)) for end in (20.0, 11.0, 5.0)] == [3, 2, 0]
 
 
 def test_losses_are_compared_with_a_run_of_the_same_reduction() -> None:
@@ -186,8 +198,9 @@ def test_a_page_keeps_its_words_and_has_every_sample_as_csv(tmp_path: Path) -> N
     write(page, raw, EXTENT)
     text = page.read_text()
     assert text.startswith("# Words\n") and "More words." in text and "old" not in text
-    assert "| DCP | 5 | 1 | 2 | 6.5 | 8.5 | 144 |" in text
-    assert "commit c0ffee" in text and f"3 of {len(matrix(EXTENT))} cells, the others not yet" in text
+    assert "| DCP | 5 | 1 | 2 (n=1) | 6.5 (n=1) | 8.5 (n=1) | 144 (n=1) |" in text
+    assert "commit c0ffee" in text and f"3 of {len(matrix(EXTENT))} cells.\n" in text
+    assert "cells of throughput, of CheckFreq; Checkmate; DCP" in text, "what is missing is named"
     assert "<!-- losses -->\nNot measured yet.\n<!-- /losses -->" in text
     assert "failures,gpt,DCP,5,useful iterations an hour,,144" in page.with_suffix(".csv").read_text()
 
@@ -206,4 +219,68 @@ def test_cells_are_kept_whole(tmp_path: Path) -> None:
         "some/losses-gpt-Gemini_blocking-1-0",
     ]
     assert cell not in Cache(file, QUICK), "it was measured for another time"
+    cache.require_same(replace(DISTURBED, day="2027-01-01"))
+    others = [
+        replace(DISTURBED, commit="new"),
+        replace(DISTURBED, machine="new"),
+        replace(DISTURBED, file_system="new"),
+    ]
+    for other in others:
+        with pytest.raises(
+            Unusable, match=f"{file} has cells of another .*losses-gpt.*this is new; .*remove"
+        ):
+            cache.require_same(other)
     assert [left.name for left in file.parent.iterdir()] == ["raw.jsonl"]
+
+
+def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
+    cell, lost = Cell("losses", "gpt", "DCP", 1, 0), record((1, 0), losses=((math.nan, math.inf),))
+    Cache(tmp_path / "raw", EXTENT).put(cell, lost)
+    (found,) = Cache(tmp_path / "raw", EXTENT).records([cell])[cell].losses
+    assert math.isnan(found[0]) and found[1] == math.inf
+
+
+def test_a_file_of_something_else_is_refused_with_its_line(tmp_path: Path) -> None:
+    Cache(tmp_path / "raw", EXTENT).put(Cell("losses", "gpt", "DCP", 1, 0), DISTURBED)
+    with (tmp_path / "raw").open("a") as raw:
+        raw.write("<<<<<<< HEAD\n")
+    with pytest.raises(Unusable, match="raw, line 2 is not a cell's record"):
+        Cache(tmp_path / "raw", EXTENT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "torch_svae"], "no cell has all of 'torch_svae' in its name; .*torch.save"),
+        (["--raw", "."], "is a folder; name a file"),
+        (["--page", "/dev/null/page.md"], "/dev/null is not a folder"),
+        (["--scratch", "/missing"], "/missing is not a folder"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_a_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["evaluation", "--page-only", *arguments])
+    try:
+        status = main()
+    except SystemExit as ended:  # argparse's
+        status = int(ended.code or 0)
+    assert status == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_cells_are_chosen_by_the_names_that_tables_have() -> None:
+    for words in (["torch.save"], ["Gemini, blocking", "failures"], ["no checkpoints"]):
+        found = _wanted(matrix(WHOLE), words)
+        assert found and all(cell.system.startswith(words[0]) for cell in found)
+
+
+def test_a_page_is_written_again_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell("throughput", "gpt", GLOO, 0, 0)
+    Cache(tmp_path / "raw", QUICK).put(cell, undisturbed(1.0))
+    page = tmp_path / "page.md"
+    chosen = ["--quick", "--page-only", "--raw", str(tmp_path / "raw"), "--page", str(page)]
+    monkeypatch.setattr("sys.argv", ["evaluation", *chosen])
+    assert main() == 0
+    assert "| gpt | no checkpoints | never | 1 (n=1) | 1 (n=1) |" in page.read_text()
+    assert page.with_suffix(".jsonl").read_text() == (tmp_path / "raw").read_text()

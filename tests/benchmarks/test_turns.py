@@ -46,22 +46,40 @@ def test_a_system_is_its_own_baseline(tmp_path: Path, plain_first: bool) -> None
     notes, _ = run(tmp_path, twin=False, plain_first=plain_first)
     first = first_of(5)
     trained = [iteration for name, iteration in notes if name == "ours"]
-    assert trained == [*range(first + 2 * BLOCK)], "no iteration is left out, whoever makes checkpoints"
+    whole = 2 * BLOCK + (first_of(5, before=5) + 5 if plain_first else first)
+    assert trained == [*range(whole)], "no iteration is left out, whoever makes checkpoints"
     saved = [iteration for name, iteration in notes if name == "checkpoint"]
-    begin = first + BLOCK * plain_first
-    assert saved == [*range(first), *range(begin, begin + BLOCK)]
-    last = notes.index(("checkpoint", begin + BLOCK - 1))
-    assert notes[last + 1] == ("finish", -1), "a block ends when its checkpoints are complete"
+    if plain_first:
+        warm = first_of(5, before=5)
+        assert saved == [*range(warm), *range(warm + BLOCK, warm + 2 * BLOCK + 5)]
+    else:
+        assert saved == [*range(first + BLOCK)]
+    assert (saved[-1] + 1) % BLOCK == first % BLOCK, "blocks with a system begin and end at the same place"
+
+
+@pytest.mark.parametrize("twin", [False, True])
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_nothing_is_written_while_there_is_no_system_and_no_block_waits(
+    tmp_path: Path, twin: bool, plain_first: bool
+) -> None:
+    notes, _ = run(tmp_path, twin=twin, plain_first=plain_first)
+    assert notes.count(("finish", -1)) == 1
+    at = notes.index(("finish", -1))
+    plain = notes[at + 1 : at + 1 + BLOCK]
+    assert notes[at - 1][0] == "checkpoint" and "checkpoint" not in {name for name, _ in plain}
 
 
 @pytest.mark.parametrize("plain_first", [False, True])
 def test_what_cannot_be_switched_off_takes_turns_with_a_twin(tmp_path: Path, plain_first: bool) -> None:
     notes, said = run(tmp_path, twin=True, plain_first=plain_first)
-    assert [one for name, one in notes if name == "ours"] == [*range(first_of(5) + BLOCK)]
+    warm = first_of(5, before=5) + 5 if plain_first else first_of(5)
+    assert [one for name, one in notes if name == "ours"] == [*range(warm + BLOCK)]
     assert [one for name, one in notes if name == "twin"] == [*range(first_of(0) + BLOCK)]
     order = [line["block"] for line in said if "block" in line]
     assert order == (["plain", "system"] if plain_first else ["system", "plain"])
-    assert [line for line in said if "peak" in line], "memory is told before there is a twin"
+    told = [said.index(line) for line in said if "peak" in line]
+    assert len(told) == 1
+    assert told[0] < min(said.index(line) for line in said if line.get("block") == "plain")
 
 
 def test_its_log_makes_a_record(tmp_path: Path) -> None:
