@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from checkmate.job.schema import Job
-from controlplane.controller import Reconciled
+from controlplane.election import Candidacy, new_controller
 from controlplane.entities import (
     FIRST_JOB_GROUP,
     FLOOD_GROUP,
@@ -20,6 +20,7 @@ from controlplane.errors import ControlError
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
+from controlplane.reconciling import Reconciled
 
 _OF_BOUNDARIES = ("replication", "streams", "lost", "incarnations")
 _OF_HOSTS = ("sources", "guarded_addresses", "clients")
@@ -73,9 +74,12 @@ async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:
     network = Network(jobs)
     changes: list[tuple[SwitchSession, Holdings, Holdings]] = []
     done: list[Reconciled] = []
+    number = new_controller()
     async with AsyncExitStack() as stack:
         for name, switch in network.switches.items():
-            session = await stack.enter_async_context(SwitchSession(switch, Codec.for_switch(switch)))
+            session = await stack.enter_async_context(
+                SwitchSession(switch, Codec.for_switch(switch), candidacy=Candidacy(number))
+            )
             await session.check_pipeline()
             held = await session.read()
             changes.append((session, held, without(held, network, name)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from checkmate.job.files import JobError, JobFiles
@@ -12,9 +12,11 @@ from checkmate.keys.access import access
 from checkmate.keys.errors import KeysError
 from checkmate.keys.roles import Role, Secret
 from checkmate.wording import counted
-from controlplane.controller import LOG, Reconciled, SwitchController
+from controlplane.controller import LOG, SwitchController
+from controlplane.election import Candidacy, before, jobs_digest, new_controller
 from controlplane.errors import ControlError, SwitchUnreachable
 from controlplane.network import Network
+from controlplane.reconciling import Reconciled
 
 POLL_SECONDS = 0.5
 
@@ -26,6 +28,8 @@ class Fleet:
         """Prepare. With `insecure`, no keys are used: whoever can send from a NIC can connect its streams."""
         self._insecure = insecure
         self._hello_keys: dict[str, bytes] = {}
+        self._digest = 0
+        self._number = new_controller()
         self.controllers: dict[str, SwitchController] = {}
         self.network = Network([])
         self._servers: dict[str, asyncio.Task[None]] = {}
@@ -35,25 +39,25 @@ class Fleet:
         jobs: Sequence[Job],
         *,
         replace: bool = False,
+        now: Collection[str] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> list[Reconciled]:
-        """Connect to every switch, check all plans, and only then write what is missing.
+        """Connect to every switch by order of names, check all plans, and only then write what is missing.
+
+        With `now`, only those switches must be there, and `serve` connects to the others once they are.
 
         Raises:
             KeysError: The keys of role controller of a job are missing or can't be used.
             ControlError: A switch is unreachable or refuses.
         """
-        self._hello_keys.update(self._read_keys(jobs))
-        self.network = Network(jobs)
-        for name, switch in self.network.switches.items():
-            self.controllers[name] = SwitchController(switch, self.network, self._hello_keys)
-            self.controllers[name].check(self.network)
+        self.prepare(jobs)
         done: list[Reconciled] = []
         try:
-            for controller in self.controllers.values():
+            claimed = [each for name, each in self.controllers.items() if now is None or name in now]
+            for controller in claimed:
                 await controller.open(replace=replace)
-            for name, controller in self.controllers.items():
-                report = None if progress is None else partial(progress, name)
+            for controller in claimed:
+                report = None if progress is None else partial(progress, controller.switch.name)
                 done.append(await controller.write(report))
         except ControlError:
             for report_done in done:
@@ -62,20 +66,42 @@ class Fleet:
             raise
         return done
 
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Read keys and check all plans, without a switch. Raise what `start` raises for these."""
+        self._hello_keys.update(self._read_keys(jobs))
+        self._digest = jobs_digest(jobs)
+        self.network = Network(jobs)
+        self.controllers = {
+            name: self._controller(name, self.network) for name in sorted(self.network.switches)
+        }
+        for controller in self.controllers.values():
+            controller.check(self.network)
+
+    def _controller(self, name: str, network: Network) -> SwitchController:
+        candidacy = partial(self._candidacy, name)
+        return SwitchController(network.switches[name], network, self._hello_keys, candidacy)
+
+    def _candidacy(self, name: str) -> Candidacy:
+        """Return what to claim a switch with. Who has an earlier one goes for the others."""
+        earlier = (self.controllers[other] for other in before(name, self.controllers))
+        displaces = any(controller.session is not None for controller in earlier)
+        return Candidacy(self._number, self._digest, displaces)
+
     async def change(self, jobs: Sequence[Job]) -> list[Reconciled]:
         """Change to another set of jobs. If a switch refuses, revert all of them and raise its error."""
         keys, keys_before = self._read_keys(jobs), dict(self._hello_keys)
-        network, before = Network(jobs), self.network
+        network, network_before, digest_before = Network(jobs), self.network, self._digest
         for controller in self.controllers.values():
             controller.check(network)
         added = {
-            name: SwitchController(switch, network, self._hello_keys)
-            for name, switch in network.switches.items()
+            name: self._controller(name, network)
+            for name in sorted(network.switches)
             if name not in self.controllers
         }
         changed: list[SwitchController] = []
         done: list[Reconciled] = []
         self._hello_keys.update(keys)
+        self._digest = jobs_digest(jobs)
         try:
             for controller in self.controllers.values():
                 _same_switch(controller, network)
@@ -85,14 +111,17 @@ class Fleet:
                 done.append(await controller.connect())
         except ControlError:
             self._hello_keys.update(keys_before)
+            self._digest = digest_before
             for controller in changed:
-                await controller.apply(before)
+                await controller.apply(network_before)
             for controller in added.values():
                 if controller.session is not None:
                     await controller.apply(Network([]))
                     await controller.close()
             raise
         self.network = network
+        for controller in self.controllers.values():
+            await controller.renew()
         self.controllers |= added
         for name in [name for name in self.controllers if name not in network.switches]:
             await self._leave(name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -17,6 +17,7 @@ from rich.progress import MofNCompleteColumn
 from checkmate.cli.common import (
     Insecure,
     JobArguments,
+    UsageFault,
     err,
     log_to_stderr,
     out,
@@ -31,8 +32,10 @@ from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import progress
 from checkmate.privileges import keep_only, to_read
 from checkmate.wording import counted
-from controlplane.errors import SwitchUnreachable
+from controlplane.controller import LOG
+from controlplane.errors import AnotherPrimary, SwitchUnreachable
 from controlplane.serve import Fleet, follow
+from controlplane.standby import Standby
 from controlplane.status import SwitchStatus, read_status
 from controlplane.tasks import until_first
 
@@ -44,6 +47,9 @@ def run(
     jobs: JobArguments,
     once: Annotated[bool, typer.Option("--once", help="Write what is missing, and end.")] = False,
     load: Annotated[bool, typer.Option("--load", help="Load the program, whatever the switch runs.")] = False,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Wait as long as another controller has the same jobs.")
+    ] = False,
     view: Annotated[
         bool | None,
         typer.Option("--view/--no-view", help="Live view of the streams.", show_default="on a terminal"),
@@ -57,17 +63,23 @@ def run(
     leaves everything installed, so connected streams continue; `checkmate remove` removes a job. Needs each
     job's folder of keys of role controller.
 
+    With --standby, any number of controllers may run with the same job files: one serves, and if it ends,
+    another one takes over.
+
     Exit status: 2 bad input, 3 switch unreachable, 4 wrong program, 5 another primary, 6 write refused.
 
     Example: checkmate run jobs/
     """
+    if standby and (once or load):
+        raise UsageFault("--standby waits and serves; use --once or --load without it")
     files = JobFiles(jobs)
     found = read_files(files)
     first = found.require()  # bad input is refused before anything is started
     keep_only(*to_read(_read_later(found.files, first)))
     log_to_stderr()
     logging.getLogger("finsy").setLevel(logging.ERROR)
-    asyncio.run(_run(Fleet(insecure=insecure), files, first, once=once, load=load, live=view_console(view)))
+    controller = _Controller(files, insecure=insecure, load=load, live=view_console(view))
+    asyncio.run(_until_stopped(controller.stand_by(first) if standby else controller.serve(first, once=once)))
 
 
 def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
@@ -81,31 +93,51 @@ def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
             yield from (pem for pem in named.values() if pem is not None)
 
 
-async def _run(
-    fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: Console | None
-) -> None:
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Work until it ends, or a signal does."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    try:
-        await until_first(_work(fleet, files, jobs, once=once, load=load, live=live), stopped.wait())
-    finally:
-        await fleet.stop()
+    await until_first(work, stopped.wait())
 
 
-async def _work(
-    fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: Console | None
-) -> None:
-    await _apply(fleet, jobs, load)
-    if once:
-        return
-    out.print("serving; stop with Ctrl-C")
-    works = [fleet.serve(), follow(files, fleet), *([_view(fleet, live)] if live is not None else [])]
-    await until_first(*works)
+class _Controller:
+    """What `run` does with its options."""
+
+    def __init__(self, files: JobFiles, *, insecure: bool, load: bool, live: Console | None) -> None:
+        self._files, self._insecure, self._load, self._live = files, insecure, load, live
+
+    async def serve(
+        self, jobs: Sequence[Job], *, once: bool = False, now: Sequence[str] | None = None
+    ) -> None:
+        """Write what is missing; unless `once`, serve. With `now`, these switches are enough to begin."""
+        fleet = Fleet(insecure=self._insecure)
+        try:
+            await _apply(fleet, jobs, self._load, now)
+            if once:
+                return
+            out.print("serving; stop with Ctrl-C")
+            view = [] if self._live is None else [_view(fleet, self._live)]
+            await until_first(fleet.serve(), follow(self._files, fleet), *view)
+        finally:
+            await fleet.stop()
+
+    async def stand_by(self, jobs: Sequence[Job]) -> None:
+        """Serve whenever no other controller does."""
+        Fleet(insecure=self._insecure).prepare(jobs)  # faults are found now, not when it is needed
+        standby = Standby(self._files, jobs)
+        while True:
+            out.print("standing by; stop with Ctrl-C")
+            now = await standby.wait()
+            try:
+                await self.serve(standby.jobs, now=now)
+            except (AnotherPrimary, SwitchUnreachable) as error:
+                LOG.warning("%s", error)
+            standby.read_again()
 
 
-async def _apply(fleet: Fleet, jobs: list[Job], load: bool) -> None:
+async def _apply(fleet: Fleet, jobs: Sequence[Job], load: bool, now: Sequence[str] | None) -> None:
     with progress(err, MofNCompleteColumn()) as bar:
         first = bar.add_task("connecting to the switches", total=None)
         rows = {}
@@ -116,7 +148,7 @@ async def _apply(fleet: Fleet, jobs: list[Job], load: bool) -> None:
                 rows[switch] = bar.add_task(f"writing to {switch}")
             bar.update(rows[switch], completed=done, total=total)
 
-        done = await fleet.start(jobs, replace=load, progress=written)
+        done = await fleet.start(jobs, replace=load, now=now, progress=written)
     for report in done:
         loaded = "program loaded, " if report.loaded else ""
         updates = counted(report.updates, "update")

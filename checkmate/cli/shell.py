@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,10 @@ from checkmate.job.schema import Switch
 from checkmate.output.consoles import waiting
 
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
-BACKUP, PRIMARY = 1, 101
-"""Election ids below and above the controller's (`controlplane.p4runtime.connection.ELECTION_ID`)."""
+BACKUP = "0,1"
+"""The shell's election id beside a controller: high and low word, below any controller's."""
+PRIMARY_TERM = 1 << 32
+"""Controllers count terms, the high word (`controlplane.election`), from 1, and never get here."""
 REQUIREMENTS = Path(__file__).with_name("shell.txt")
 """Its packages, with the hashes of their files (`tools.lock` renews them)."""
 
@@ -86,7 +89,7 @@ def invocation(switch: Switch, *, primary: bool = False) -> tuple[list[str], dic
         "--device-id",
         str(switch.device_id),
         "--election-id",
-        f"0,{PRIMARY if primary else BACKUP}",
+        f"{PRIMARY_TERM + int(time.time())},0" if primary else BACKUP,
     ]
     if switch.tls is not None:
         command += ["--ssl", "--cacert", str(switch.tls.ca)]

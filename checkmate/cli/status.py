@@ -111,7 +111,7 @@ async def _status(jobs: Sequence[Job], timeout: float, shown: Status) -> list[Sw
 
 async def _one(network: Network, switch: Switch, deadline: float, shown: Status) -> SwitchStatus:
     """Return a switch's status once all its streams are connected or the deadline has passed."""
-    async with SwitchSession(switch, Codec.for_switch(switch), primary=False) as session:
+    async with SwitchSession(switch, Codec.for_switch(switch)) as session:
         await session.check_pipeline()
         while True:
             one = await read_status(session, network)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from types import TracebackType
 from typing import Final, Self
@@ -15,26 +16,36 @@ from finsy.p4client import P4Client, P4ClientError, P4RpcStatus
 from finsy.proto import U128, p4r
 
 from checkmate.job.schema import Switch, Tls
+from controlplane.election import Candidacy, ElectionId, Primary, Standing
 from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused
 
-ELECTION_ID = 100
-"""Above the one that `checkmate shell` uses, so that a shell beside a controller is a backup."""
 REACH_SECONDS = 5.0
 """Default time for a switch to answer."""
 LEAVE_SECONDS = 1.0
 """Time for which a controller that has just ended may still be the switch's primary."""
+_BIDS: Final = 4
+"""Bids for one switch, each above the id that another controller has had meanwhile."""
+_WAITING_IDS: Final = range(1 << 8, 1 << 32)
+"""Above the id of `checkmate shell` (`checkmate.cli.shell.BACKUP`)."""
+_PRIMARY: Final = {
+    GRPCStatusCode.OK: Primary.THIS,
+    GRPCStatusCode.ALREADY_EXISTS: Primary.ANOTHER,
+    GRPCStatusCode.NOT_FOUND: Primary.NOBODY,
+}
 GONE: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
 
 
 class SwitchConnection:
     """A connection with one switch; use as an async context manager.
 
-    Without `primary` it skips arbitration, so it can only read.
+    With a candidacy it becomes primary. Without one, it skips arbitration, so it can only read.
     """
 
-    def __init__(self, switch: Switch, *, primary: bool = True, timeout: float | None = None) -> None:
+    def __init__(
+        self, switch: Switch, *, candidacy: Candidacy | None = None, timeout: float | None = None
+    ) -> None:
         self.switch = switch
-        self._primary = primary
+        self._candidacy = candidacy
         self._timeout = REACH_SECONDS if timeout is None else timeout
         self._client = self._new_client()
 
@@ -57,8 +68,8 @@ class SwitchConnection:
         await self._client.open()
         try:
             await self._reach()
-            if self._primary:
-                await self._become_primary()
+            if self._candidacy is not None:
+                await self._become_primary(self._candidacy)
         except BaseException:
             await self._client.close()
             raise
@@ -84,29 +95,42 @@ class SwitchConnection:
                 "is its P4Runtime server running, and is `address` in the job's fabric right?"
             ) from None
 
-    async def _become_primary(self) -> None:
-        election = ELECTION_ID
-        for _ in range(2):
-            update = p4r.MasterArbitrationUpdate(
-                device_id=self.switch.device_id, election_id=U128.encode(election)
-            )
-            try:
-                await self._client.send(p4r.StreamMessageRequest(arbitration=update))
-                reply = (await asyncio.wait_for(self._client.receive(), self._timeout)).arbitration
-            except P4ClientError as error:
-                if error.is_election_id_used:
-                    raise self._another_primary() from None
-                raise self._failed("arbitration", error) from None
-            except (TimeoutError, RuntimeError):  # finsy's RuntimeError: the stream ended
-                raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
-            status = P4RpcStatus.from_status(reply.status)
-            if status.code == GRPCStatusCode.OK:
-                self._election = election
+    async def _become_primary(self, candidacy: Candidacy) -> None:
+        """Ask who is primary, and bid; raise `AnotherPrimary` if that is not to be displaced."""
+        standing = await self.ask()
+        for _ in range(_BIDS):
+            bid = candidacy.bid(standing)
+            if bid is None:
+                break
+            standing = await self._arbitrate(bid.number)
+            if standing.primary is Primary.THIS:
+                self._election = bid
                 return
-            if status.code == GRPCStatusCode.ALREADY_EXISTS:
-                raise self._another_primary()
-            election = U128.decode(reply.election_id)  # NOT_FOUND: a former primary had this higher one
         raise self._another_primary()
+
+    async def ask(self) -> Standing:
+        """Ask who is primary, as a controller that waits.
+
+        Such a one has no election id. BMv2's server takes that for 0, and refuses a second one; there, it has
+        a low one of its own. The server may then make it primary unasked.
+        """
+        target = self.switch.target
+        return await self._arbitrate(None if target == "softswitch" else random.choice(_WAITING_IDS))
+
+    async def _arbitrate(self, election: int | None) -> Standing:
+        update = p4r.MasterArbitrationUpdate(device_id=self.switch.device_id)
+        if election is not None:
+            update.election_id.CopyFrom(U128.encode(election))
+        try:
+            await self._client.send(p4r.StreamMessageRequest(arbitration=update))
+            reply = (await asyncio.wait_for(self._client.receive(), self._timeout)).arbitration
+        except P4ClientError as error:
+            if error.is_election_id_used:
+                raise self._another_primary() from None
+            raise self._failed("arbitration", error) from None
+        except (TimeoutError, RuntimeError):  # finsy's RuntimeError: the stream ended
+            raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
+        return standing_of(reply)
 
     def _open(self) -> None:
         """Raise `SwitchUnreachable` if the session is closed."""
@@ -116,7 +140,7 @@ class SwitchConnection:
     def _another_primary(self) -> AnotherPrimary:
         return AnotherPrimary(
             f"{self._name} (device {self.switch.device_id}) has another primary controller; "
-            "one `checkmate run` serves all jobs of a switch"
+            "one `checkmate run` serves all jobs of a switch, and another one waits with --standby"
         )
 
     def _failed(self, what: str, error: P4ClientError) -> Exception:
@@ -143,3 +167,9 @@ def _credentials(tls: Tls | None) -> GRPCCredentialsTLS | None:
         except OSError as error:
             raise SwitchUnreachable(f"can't read the TLS file {file}: {error.strerror}") from None
     return GRPCCredentialsTLS(cacert=tls.ca, cert=tls.cert, private_key=tls.key)
+
+
+def standing_of(reply: p4r.MasterArbitrationUpdate) -> Standing:
+    """Return what a server's message says about its primary."""
+    highest = ElectionId.of(U128.decode(reply.election_id)) if reply.HasField("election_id") else None
+    return Standing(_PRIMARY.get(P4RpcStatus.from_status(reply.status).code, Primary.ANOTHER), highest)

@@ -17,10 +17,11 @@ from finsy.proto import U128, p4r, p4r_grpc
 
 from checkmate.job.schema import Switch
 from checkmate.wording import counted
+from controlplane.election import Candidacy, Primary, Standing
 from controlplane.entities import Holdings, Update, batches
 from controlplane.errors import ControlError, SwitchUnreachable, Unsure, WriteRefused, WrongPipeline
 from controlplane.p4runtime.codec import Codec
-from controlplane.p4runtime.connection import GONE, SwitchConnection
+from controlplane.p4runtime.connection import GONE, SwitchConnection, standing_of
 
 BATCH = 250
 """Updates in a Write request. A refusal has 100 to 200 bytes of details for each update in gRPC's trailing
@@ -37,14 +38,20 @@ class NoProgram(WrongPipeline):
 class SwitchSession(SwitchConnection):
     """A P4Runtime session with one switch; use as an async context manager.
 
-    Without `primary` it only reads, beside any controller that is there.
+    Without a candidacy it only reads, beside any controller that is there.
     """
 
     def __init__(
-        self, switch: Switch, codec: Codec, *, primary: bool = True, timeout: float | None = None
+        self,
+        switch: Switch,
+        codec: Codec,
+        *,
+        candidacy: Candidacy | None = None,
+        timeout: float | None = None,
     ) -> None:
-        super().__init__(switch, primary=primary, timeout=timeout)
+        super().__init__(switch, candidacy=candidacy, timeout=timeout)
         self.codec = codec
+        self._renewed = asyncio.Event()
 
     async def ensure_pipeline(self, *, replace: bool = False) -> bool:
         """Load our program if the switch runs none, or with `replace`.
@@ -67,7 +74,7 @@ class SwitchSession(SwitchConnection):
             )
         request = p4r.SetForwardingPipelineConfigRequest(
             device_id=self.switch.device_id,
-            election_id=U128.encode(self._election),
+            election_id=U128.encode(self._election.number),
             action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
             config=self.codec.pipeline_config(),
         )
@@ -168,7 +175,7 @@ class SwitchSession(SwitchConnection):
         self._open()
         request = p4r.WriteRequest(
             device_id=self.switch.device_id,
-            election_id=U128.encode(self._election),
+            election_id=U128.encode(self._election.number),
             updates=[self.codec.encode_update(update) for update in batch],
         )
         try:
@@ -221,5 +228,46 @@ class SwitchSession(SwitchConnection):
             if message.HasField("packet"):
                 packet = P4PacketIn.decode(message, self.codec.schema)
                 yield int(packet["ingress_port"]), packet.payload
-            elif message.HasField("arbitration") and message.arbitration.status.code != GRPCStatusCode.OK:
-                raise self._another_primary()
+            elif message.HasField("arbitration"):
+                self._take(standing_of(message.arbitration))
+
+    async def standings(self) -> AsyncIterator[Standing]:
+        """Yield who is primary, now and after each change. For a session that waits, without a candidacy."""
+        yield await self.ask()
+        while True:
+            try:
+                message = await self._client.receive()
+            except P4ClientError as error:
+                raise self._failed("waiting", error) from None
+            except RuntimeError as error:  # finsy's error for the regular end of the stream
+                raise SwitchUnreachable(f"{self._name} closed the session: {error}") from None
+            if message.HasField("arbitration"):
+                yield standing_of(message.arbitration)
+
+    async def renew(self, candidacy: Candidacy) -> None:
+        """Have the election id name other job files. `packets` must be read meanwhile, and nothing written.
+
+        Raises:
+            SwitchUnreachable: The switch has not answered.
+        """
+        self._renewed.clear()
+        bid = candidacy.bid(Standing(Primary.THIS, self._election))
+        assert bid is not None
+        update = p4r.MasterArbitrationUpdate(
+            device_id=self.switch.device_id, election_id=U128.encode(bid.number)
+        )
+        try:
+            await self._client.send(p4r.StreamMessageRequest(arbitration=update))
+            await asyncio.wait_for(self._renewed.wait(), self._timeout)
+        except P4ClientError as error:
+            raise self._failed("arbitration", error) from None
+        except TimeoutError:
+            raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
+
+    def _take(self, standing: Standing) -> None:
+        """Take what the server says while this controller serves."""
+        if standing.primary is not Primary.THIS:
+            raise self._another_primary()
+        if standing.highest is not None and standing.highest.term > self._election.term:
+            self._election = standing.highest
+            self._renewed.set()

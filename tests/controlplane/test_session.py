@@ -20,6 +20,7 @@ from checkmate.cli import shell
 from checkmate.job.schema import Switch, Tls
 from checkmate.keys.roles import Role, role_folder
 from controlplane import forwarding, guard, replication, stub
+from controlplane.election import Candidacy
 from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate, Update
 from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused, WrongPipeline
 from controlplane.p4runtime.codec import Codec, compiled
@@ -29,6 +30,7 @@ from testbed.ports import free_port
 from tests.support.keys import made, served_job
 from tests.support.switch_process import LOOP, softswitch
 
+WRITER = Candidacy(7)
 CODEC = Codec.for_target("softswitch")
 EXAMPLES = Path(__file__).parent.parent.parent / "softswitch" / "examples"
 
@@ -42,7 +44,7 @@ def switch() -> Iterator[Switch]:
 @contextlib.asynccontextmanager
 async def opened(switch: Switch) -> AsyncIterator[SwitchSession]:
     """Yield a primary session; the switch runs our program, without entries."""
-    async with SwitchSession(switch, CODEC) as session:
+    async with SwitchSession(switch, CODEC, candidacy=WRITER) as session:
         await session.ensure_pipeline(replace=True)
         yield session
 
@@ -120,10 +122,10 @@ def test_another_build_of_the_program_is_told(switch: Switch, tmp_path: Path) ->
     other = Codec(P4Schema(p4info, changed))
 
     async def scenario() -> None:
-        async with SwitchSession(switch, other) as session:
+        async with SwitchSession(switch, other, candidacy=WRITER) as session:
             await session.ensure_pipeline(replace=True)
             assert not await session.ensure_pipeline()
-        async with SwitchSession(switch, CODEC) as session:
+        async with SwitchSession(switch, CODEC, candidacy=WRITER) as session:
             with pytest.raises(WrongPipeline, match="another build"):
                 await session.ensure_pipeline()
             assert await session.ensure_pipeline(replace=True)
@@ -136,7 +138,7 @@ def test_a_server_that_says_nothing_is_unreachable() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             mute = Switch.model_validate(switch_data("tor0", 0, port=silent.getsockname()[1]))
             with pytest.raises(SwitchUnreachable):
-                async with SwitchSession(mute, CODEC, timeout=0.5):
+                async with SwitchSession(mute, CODEC, timeout=0.5, candidacy=WRITER):
                     pass
 
     LOOP.run_until_complete(scenario())
@@ -144,7 +146,7 @@ def test_a_server_that_says_nothing_is_unreachable() -> None:
 
 def test_nothing_is_loaded_over_another_program_unless_told(tmp_path: Path) -> None:
     async def scenario(switch: Switch) -> None:
-        async with SwitchSession(switch, CODEC) as session:
+        async with SwitchSession(switch, CODEC, candidacy=WRITER) as session:
             with pytest.raises(WrongPipeline, match=r"runs another program \(its tables: .*routes"):
                 await session.ensure_pipeline()
             with pytest.raises(WrongPipeline, match="another program"):
@@ -160,10 +162,10 @@ def test_nothing_is_loaded_over_another_program_unless_told(tmp_path: Path) -> N
 
 def test_a_switch_without_a_program_gets_it(switch: Switch) -> None:
     async def scenario(fresh: Switch) -> None:
-        async with SwitchSession(fresh, CODEC, primary=False) as reader:
+        async with SwitchSession(fresh, CODEC) as reader:
             with pytest.raises(WrongPipeline, match="runs no program"):
                 await reader.check_pipeline()
-        async with SwitchSession(fresh, CODEC) as session:
+        async with SwitchSession(fresh, CODEC, candidacy=WRITER) as session:
             assert await session.ensure_pipeline()
             assert len(await session.read()) == 0
 
@@ -173,11 +175,11 @@ def test_a_switch_without_a_program_gets_it(switch: Switch) -> None:
 
 def test_there_is_one_primary(switch: Switch) -> None:
     async def scenario() -> None:
-        async with SwitchSession(switch, CODEC):
+        async with SwitchSession(switch, CODEC, candidacy=WRITER):
             with pytest.raises(AnotherPrimary):
-                async with SwitchSession(switch, CODEC):
+                async with SwitchSession(switch, CODEC, candidacy=WRITER):
                     pass
-        async with SwitchSession(switch, CODEC) as successor:  # the first is gone
+        async with SwitchSession(switch, CODEC, candidacy=WRITER) as successor:  # the first is gone
             await successor.ensure_pipeline()
 
     LOOP.run_until_complete(scenario())
@@ -187,7 +189,7 @@ def test_readers_may_be_many(switch: Switch) -> None:
     async def scenario() -> None:
         async with opened(switch) as session:
             await session.write(inserts(ONE))
-            async with SwitchSession(switch, CODEC, primary=False) as reader:
+            async with SwitchSession(switch, CODEC) as reader:
                 assert (await reader.read()).table("forwarding") == [ONE]
 
     LOOP.run_until_complete(scenario())
@@ -198,7 +200,7 @@ def test_an_unreachable_switch_is_told_in_time() -> None:
         nowhere = Switch.model_validate(switch_data("tor0", 0, port=free_port()))
         start = time.monotonic()
         with pytest.raises(SwitchUnreachable, match="doesn't answer within"):
-            async with SwitchSession(nowhere, CODEC, timeout=0.5):
+            async with SwitchSession(nowhere, CODEC, timeout=0.5, candidacy=WRITER):
                 pass
         assert time.monotonic() - start < 3
 
@@ -209,7 +211,7 @@ def test_a_wrong_device_id_is_told(switch: Switch) -> None:
     async def scenario() -> None:
         other = switch.model_copy(update={"device_id": 42})
         with pytest.raises(SwitchUnreachable, match="42"):
-            async with SwitchSession(other, CODEC) as session:
+            async with SwitchSession(other, CODEC, candidacy=WRITER) as session:
                 await session.ensure_pipeline()
 
     LOOP.run_until_complete(scenario())
@@ -218,7 +220,7 @@ def test_a_wrong_device_id_is_told(switch: Switch) -> None:
 def test_a_switch_that_goes_away_is_told() -> None:
     async def scenario() -> None:
         with softswitch("--no-p4") as switch:
-            session = SwitchSession(switch, CODEC)
+            session = SwitchSession(switch, CODEC, candidacy=WRITER)
             await session.__aenter__()
             await session.ensure_pipeline()
         with pytest.raises(SwitchUnreachable):
@@ -252,12 +254,12 @@ def test_tls_with_client_certificates(tmp_path: Path) -> None:
         for wrong in (None, Tls(ca=files["ca"])):
             with pytest.raises(SwitchUnreachable):
                 async with SwitchSession(
-                    switch.model_copy(update={"tls": wrong}), CODEC, timeout=1
+                    switch.model_copy(update={"tls": wrong}), CODEC, timeout=1, candidacy=WRITER
                 ) as session:
                     await session.read()
         tls = Tls(ca=files["ca"], cert=trainer / "cert.pem", key=trainer / "key.pem")
         with pytest.raises(WriteRefused, match="the client's certificate has checkmate:gpt/trainer"):
-            async with SwitchSession(switch.model_copy(update={"tls": tls}), CODEC):
+            async with SwitchSession(switch.model_copy(update={"tls": tls}), CODEC, candidacy=WRITER):
                 pytest.fail("a trainer is not a controller")
 
     with softswitch(*arguments) as switch:
@@ -287,7 +289,7 @@ def test_p4runtime_shell_reads_beside_us_and_writes_without_us(switch: Switch, t
     _shell(switch, script, tmp_path, primary=True)
 
     async def check() -> None:
-        async with SwitchSession(switch, CODEC) as session:
+        async with SwitchSession(switch, CODEC, candidacy=WRITER) as session:
             held = await session.read()
             assert TWO in held.table("forwarding")
             assert held.groups[5].replicas == {(1, 0), (2, 1)}

@@ -13,6 +13,7 @@ import p4src
 from checkmate.job.schema import Job
 from checkmate.job.tofino.ports import resolve
 from controlplane import stub
+from controlplane.election import Candidacy
 from controlplane.entities import Holdings, PortRate, Rate, TableEntry, Update, difference
 from controlplane.errors import WriteRefused, WrongPipeline
 from controlplane.network import Network
@@ -28,6 +29,8 @@ from p4src.tofino import P4INFO
 from testbed.jobs import job_data, tofino_job_data
 from tests.support.controlplane.tofino import write_compiled
 from tests.support.switch_process import LOOP, softswitch
+
+WRITER = Candidacy(7)
 
 
 def test_an_entry_says_what_it_counted() -> None:
@@ -52,15 +55,15 @@ def test_all_ways_of_asking_report_the_same() -> None:
 
         async def told() -> None:
             plan = plan_switch(network, "tor0", Holdings())
-            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
+            async with SwitchSession(switch, Codec.for_switch(switch), candidacy=WRITER) as session:
                 await session.ensure_pipeline()
                 await session.write(difference(Holdings(), plan.holdings))
                 usual = await read_status(session, network)
-            async with SwitchSession(switch, by_entry, primary=False) as session:
+            async with SwitchSession(switch, by_entry) as session:
                 assert await read_status(session, network) == usual
                 asked = by_entry.read_direct_counters("lost", [])
                 found = [by_entry.decode_direct_counter(m) async for m in session.read_entities(asked)]
-            async with SwitchSession(switch, one_by_one, primary=False) as session:
+            async with SwitchSession(switch, one_by_one) as session:
                 assert await read_status(session, network) == usual
                 asked = one_by_one.read_direct_counters("lost", (await session.read()).table("lost"))
                 assert all(one.direct_counter_entry.table_entry.match for one in asked)
@@ -81,7 +84,7 @@ def test_pis_unread_rates_are_written_again_and_removed() -> None:
 
         async def scenario() -> None:
             wanted = Holdings.of([client, limited])
-            async with SwitchSession(switch, unread) as session:
+            async with SwitchSession(switch, unread, candidacy=WRITER) as session:
                 await session.ensure_pipeline()
                 held = await session.read()
                 assert len(held.rates) == 512
@@ -93,11 +96,11 @@ def test_pis_unread_rates_are_written_again_and_removed() -> None:
                 refused = [*again[:1], Update(None, client)]
                 with pytest.raises(WriteRefused, match="is undone"):
                     await session.write(refused)
-            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
+            async with SwitchSession(switch, Codec.for_switch(switch), candidacy=WRITER) as session:
                 assert await session.read() == wanted
-            async with SwitchSession(switch, unread) as session:
+            async with SwitchSession(switch, unread, candidacy=WRITER) as session:
                 await session.write(difference(await session.read(), Holdings()))
-            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
+            async with SwitchSession(switch, Codec.for_switch(switch), candidacy=WRITER) as session:
                 assert len(await session.read()) == 0
 
         LOOP.run_until_complete(scenario())
@@ -132,18 +135,18 @@ def test_a_job_with_front_panel_names_is_installed(same_p4info: Path) -> None:
         async def installed() -> None:
             with pytest.raises(NotCompiled, match="python -m p4src.compile tofino"):
                 await Fleet().start([job])
-            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
+            async with SwitchSession(switch, Codec.for_switch(switch), candidacy=WRITER) as session:
                 await session.ensure_pipeline()
             fleet = Fleet()
             (done,) = await fleet.start([job])
             await fleet.stop()
             assert (done.updates > 10, done.loaded) == (True, False)
-            async with SwitchSession(switch, Codec.for_switch(switch), primary=False) as session:
+            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
                 held = await session.read()
             assert {e["port"] for e in held.table("forwarding") if e.action == "forward"} >= {128, 136, 144}
             assert {port for port, _ in held.groups[1].replicas} == {128 + 8 * i for i in range(7)}
             (job_switch,) = job.fabric.switches
-            async with SwitchSession(job_switch, Codec.for_switch(job_switch), primary=False) as session:
+            async with SwitchSession(job_switch, Codec.for_switch(job_switch)) as session:
                 status = await read_status(session, Network([job]))
             assert len(status.streams) == 4
 

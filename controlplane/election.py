@@ -1,0 +1,171 @@
+"""Who is primary among controllers: election ids, and the rules for claiming switches. Pure.
+
+A switch's server knows its primary, and refuses everybody else's writes (P4Runtime specification, section 5).
+Controllers of the same job files take turns by these rules:
+
+- A controller claims switches in the order of their names. It writes to none before it has the first one that
+  it can reach.
+- Who has that one may displace the primaries of those after it, if they have the same job files.
+- Who loses a switch to another controller gives all up.
+
+An election id names the job files, so that controllers can compare them without talking to each other.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from checkmate.job.schema import Job
+
+_JOBS_BITS: Final = 48
+_CONTROLLER_BITS: Final = 16
+_OWN_PATHS: Final[Any] = {"keys": True, "fabric": {"switches": {"__all__": {"tls"}}}}
+"""What differs between two machines with the same job files: where each has its keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElectionId:
+    """An election id: the higher term wins.
+
+    A write is its sender's by this number alone, so no two controllers may have the same one.
+
+    Attributes:
+        term: Counted up at each change of the primary; 0 for a controller that waits.
+        jobs: The digest of the primary's job files; 0 is unknown.
+        controller: What tells this process from others.
+    """
+
+    term: int
+    jobs: int
+    controller: int
+
+    @property
+    def number(self) -> int:
+        """The number in P4Runtime's messages, of 128 bits."""
+        return (self.term << _JOBS_BITS | self.jobs) << _CONTROLLER_BITS | self.controller
+
+    @classmethod
+    def of(cls, number: int) -> ElectionId:
+        """Return what `number` was made of. Only a primary's names job files."""
+        rest, controller = divmod(number, 1 << _CONTROLLER_BITS)
+        term, jobs = divmod(rest, 1 << _JOBS_BITS)
+        return cls(term, jobs, controller) if term else cls(0, 0, number)
+
+
+def new_controller() -> int:
+    """Return a random number for a process, as `ElectionId.controller`."""
+    return secrets.randbelow(1 << _CONTROLLER_BITS)
+
+
+def jobs_digest(jobs: Iterable[Job]) -> int:
+    """Return a number for what a set of jobs makes switches do, as `ElectionId.jobs`. It is never 0."""
+    data = sorted((job.job, job.model_dump(mode="json", exclude=_OWN_PATHS)) for job in jobs)
+    text = json.dumps(data, sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=_JOBS_BITS // 8).digest(), "big") or 1
+
+
+class Primary(enum.Enum):
+    """Who is a switch's primary, as its server says."""
+
+    THIS = "this controller"
+    ANOTHER = "another controller"
+    NOBODY = "nobody"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A server's answer to arbitration: its primary, and the highest election id that it has known."""
+
+    primary: Primary
+    highest: ElectionId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidacy:
+    """What a controller claims a switch with.
+
+    Attributes:
+        controller: Its own number (`new_controller`).
+        jobs: The digest of its job files; 0 for one that has none, such as `checkmate remove`.
+        displaces: It may take over from a primary with the same job files.
+    """
+
+    controller: int
+    jobs: int = 0
+    displaces: bool = False
+
+    def bid(self, standing: Standing) -> ElectionId | None:
+        """Return the election id to become primary with, or `None` if another controller is to stay."""
+        highest = standing.highest
+        if standing.primary is Primary.ANOTHER:
+            same = highest is not None and highest.jobs != 0 and highest.jobs == self.jobs
+            if not (self.displaces and same):
+                return None
+        return ElectionId((highest.term if highest is not None else 0) + 1, self.jobs, self.controller)
+
+
+class Verdict(enum.Enum):
+    """What a standby does."""
+
+    WAIT = "wait"
+    CLAIM = "claim"
+    OTHER_JOBS = "wait, because the primary has, or had, other job files"
+
+
+class Watch:
+    """What a standby sees of its switches, and what follows."""
+
+    def __init__(self, switches: Iterable[str], digests: Iterable[int]) -> None:
+        """Watch some switches.
+
+        Args:
+            switches: Their names.
+            digests: Those of its own job files, now and before, because they may change while a primary ends.
+        """
+        self._names = sorted(switches)
+        self._digests = frozenset(digests)
+        self._seen: dict[str, Standing | None] = {}
+        self._jobs: dict[str, int] = {}
+
+    def see(self, switch: str, standing: Standing | None) -> None:
+        """Take a switch's answer; `None` if it is unreachable."""
+        self._seen[switch] = standing
+        if standing is not None and standing.highest is not None and standing.highest.jobs:
+            self._jobs[switch] = standing.highest.jobs
+
+    @property
+    def reachable(self) -> list[str]:
+        """The switches that can be reached, in the order in which they are claimed."""
+        return [name for name in self._names if self._seen.get(name) is not None]
+
+    @property
+    def first(self) -> str | None:
+        """The switch that decides: the first reachable one; `None` as long as that is not known."""
+        for name in self._names:
+            if name not in self._seen:
+                return None
+            if self._seen[name] is not None:
+                return name
+        return None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether to claim the switches now."""
+        standing = self._seen[self.first] if self.first is not None else None
+        if standing is None:
+            return Verdict.WAIT
+        jobs = self._jobs.get(self.first or "", 0)
+        if jobs and jobs not in self._digests:
+            return Verdict.OTHER_JOBS
+        return Verdict.WAIT if standing.primary is Primary.ANOTHER else Verdict.CLAIM
+
+
+def before(name: str, names: Iterable[str]) -> Sequence[str]:
+    """Return the switches that are claimed before one."""
+    return [other for other in sorted(names) if other < name]

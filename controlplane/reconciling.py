@@ -1,0 +1,218 @@
+"""One switch and what it should hold: read, write the difference, and follow the jobs as they change."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from checkmate.job.schema import Switch
+from controlplane import plan as planning
+from controlplane.election import Candidacy
+from controlplane.endpoint.endpoint import Connected, View
+from controlplane.entities import Holdings, difference
+from controlplane.errors import SwitchUnreachable, TooMuch, Unsure
+from controlplane.memory import SwitchMemory
+from controlplane.network import Network
+from controlplane.p4runtime.codec import Codec
+from controlplane.p4runtime.session import SwitchSession
+from controlplane.plan import SwitchPlan
+
+ROUNDS = 5
+"""Reads that may show a difference from what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """The result of one reconciliation: updates written, entities held, seconds."""
+
+    switch: str
+    updates: int
+    held: int
+    seconds: float
+    loaded: bool = False
+
+
+class ReconciledSwitch:
+    """A switch, its entries, and the state that a network describes. All of it runs in one event loop."""
+
+    def __init__(
+        self,
+        switch: Switch,
+        network: Network,
+        hello_keys: Mapping[str, bytes],
+        candidacy: Callable[[], Candidacy],
+    ) -> None:
+        """Prepare a controller.
+
+        Args:
+            switch: The switch.
+            network: What it should do.
+            hello_keys: The secret `hello.key` of each job; they may change.
+            candidacy: Called at each connect, for what to claim the switch with.
+        """
+        self.switch = switch
+        self._hello_keys = hello_keys
+        self._candidacy = candidacy
+        self.codec = Codec.for_switch(switch)
+        self.network = network
+        self._memory: SwitchMemory | None = None
+        self.plan = SwitchPlan(switch.name, Holdings(), {}, {})
+        self.session: SwitchSession | None = None
+        self._opened = AsyncExitStack()
+        self._checked: tuple[Network, Holdings, SwitchPlan] | None = None
+        self._view = View.of(network, switch.name, {}, Connected(), {}, hello_keys)
+        self._writing = asyncio.Lock()
+        self._lost = asyncio.Event()
+        self._found = Holdings()
+        self._loaded = False
+        self._restoring = False
+
+    @property
+    def held(self) -> Holdings | None:
+        """What the switch should hold, as the controller remembers it; `None` before the first `write`."""
+        return self._memory.held if self._memory is not None else None
+
+    def check(self, network: Network) -> SwitchPlan:
+        """Return the plan for `network`, checked against the switch's limits. Raises `TooMuch`."""
+        held = self.held or Holdings()
+        if self._checked is not None and self._checked[:2] == (network, held):
+            return self._checked[2]
+        plan = planning.plan_switch(network, self.switch.name, held)
+        found = planning.excesses(plan, self.switch.target, planning.limits(self.switch.target))
+        if found:
+            raise TooMuch("\n".join(map(str, found)))
+        self._checked = network, held.copy(), plan  # what is held changes as streams connect
+        return plan
+
+    async def open(self, *, replace: bool = False) -> None:
+        """Open a session and read what the switch holds. Write nothing but a missing program."""
+        self.check(self.network)
+        async with AsyncExitStack() as opened:
+            session = SwitchSession(self.switch, self.codec, candidacy=self._candidacy())
+            await opened.enter_async_context(session)
+            self._loaded = await session.ensure_pipeline(replace=replace)
+            self._found = await session.read()
+            self._opened = opened.pop_all()
+        self.session = session
+
+    async def write(self, progress: Callable[[int, int], None] | None = None) -> Reconciled:
+        """Write the difference between what `open` read and what the jobs need, until a read shows none.
+
+        A controller that was killed may have left a batch that the switch still applies. If the switch has
+        lost its state, the controller writes back what it remembers, streams included.
+
+        Raises:
+            Unsure: The switch still differs: something else writes to it.
+        """
+        start = time.monotonic()
+        assert self.session is not None
+        written = 0
+        async with self._writing:
+            network, read = self.network, self._found
+            for _ in range(ROUNDS):
+                self._remember(read)
+                plan = self.check(network)
+                updates = difference(read, plan.holdings)
+                if not updates:
+                    break
+                done, total = written, written + len(updates)
+
+                def count(more: int, total: int = total) -> None:
+                    nonlocal done
+                    done += more
+                    if progress is not None:
+                        progress(done, total)
+
+                await self.session.write(updates, count)
+                written = total
+                read = await self.session.read()
+            else:
+                raise Unsure(f"switch {self.switch.name} differs from what was written to it {ROUNDS} times")
+            self._restoring = False
+            self._adopt(network, plan)
+        seconds = time.monotonic() - start
+        return Reconciled(self.switch.name, written, len(self._found), seconds, self._loaded)
+
+    def _remember(self, read: Holdings) -> None:
+        """Take the connected streams from the switch, because another controller may have connected some.
+
+        A switch that has lost its state gets back those that this controller remembers.
+        """
+        before = self._memory
+        if before is not None and not read.entries:
+            self._restoring = True
+        if before is None or not self._restoring:
+            self._memory = SwitchMemory(read.copy(), before.accepted if before is not None else None)
+
+    async def revert(self) -> None:
+        """Undo what `write` wrote."""
+        assert self.session is not None
+        await self.session.write(difference(self.plan.holdings, self._found))
+
+    async def connect(self, *, replace: bool = False) -> Reconciled:
+        """Do `open` and `write`. Close the session if either fails."""
+        await self.open(replace=replace)
+        try:
+            return await self.write()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the session. The switch keeps its entries."""
+        self.session = None
+        await self._opened.aclose()
+
+    async def apply(self, network: Network) -> Reconciled:
+        """Change this switch to another set of jobs.
+
+        A switch that is unreachable is reconciled when it returns.
+        """
+        start = time.monotonic()
+        written = 0
+        async with self._writing:
+            plan = self.check(network)
+            updates = difference(self.held or Holdings(), plan.holdings)
+            if self.session is not None:
+                try:
+                    await self.session.write(updates)
+                    written = len(updates)
+                except SwitchUnreachable:
+                    self._lost.set()
+                except Unsure:
+                    self._lost.set()
+                    raise
+            self._adopt(network, plan)
+        return Reconciled(self.switch.name, written, len(plan.holdings), time.monotonic() - start)
+
+    async def renew(self) -> None:
+        """Have the switch's primary, which is this controller, stand for the job files as they are now."""
+        async with self._writing:
+            if self.session is not None:
+                try:
+                    await self.session.renew(self._candidacy())
+                except SwitchUnreachable:
+                    self._lost.set()
+
+    def _adopt(self, network: Network, plan: SwitchPlan) -> None:
+        self.network, self.plan = network, plan
+        ids = set(plan.boundary_ids.values())
+        before = self._memory.accepted if self._memory is not None else {}
+        accepted = {key: time for key, time in before.items() if key[0] in ids}
+        self._memory = memory = SwitchMemory(plan.holdings.copy(), accepted)
+        self._view = View.of(
+            network,
+            self.switch.name,
+            plan.boundary_ids,
+            memory.connected,
+            memory.accepted,
+            self._hello_keys,
+        )
+
+    @property
+    def connected(self) -> Connected:
+        """The streams that are connected now."""
+        return self._view.connected

@@ -1,0 +1,97 @@
+"""A controller that waits beside a primary, and tells when to take over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from checkmate.job.files import JobError, JobFiles
+from checkmate.job.schema import Job, Switch
+from controlplane.controller import LOG, RECONNECT_SECONDS
+from controlplane.election import Verdict, Watch, jobs_digest
+from controlplane.errors import AnotherPrimary, SwitchUnreachable
+from controlplane.network import Network
+from controlplane.p4runtime.codec import Codec
+from controlplane.p4runtime.session import SwitchSession
+from controlplane.serve import POLL_SECONDS
+from controlplane.tasks import until_first
+
+
+class Standby:
+    """Watches the switches of jobs, and the job files, until this controller is to claim the switches."""
+
+    def __init__(self, files: JobFiles, jobs: Sequence[Job]) -> None:
+        self._files = files
+        self.jobs = list(jobs)
+        """The jobs as the files are now, or were when they last had no fault."""
+        self._digests: set[int] = set()
+
+    async def wait(self) -> list[str]:
+        """Wait until the first reachable switch has no primary. Return the reachable ones.
+
+        If the last primary had other job files, wait until they are the same.
+        """
+        while True:
+            switches, digest = Network(self.jobs).switches, jobs_digest(self.jobs)
+            self._digests.add(digest)
+            watch, changed = Watch(switches, self._digests), asyncio.Event()
+            looks = (_look(one, watch, changed) for one in switches.values())
+            await until_first(_until_free(watch, changed), self._changed(), *looks)
+            if watch.verdict is Verdict.CLAIM and digest == jobs_digest(self.jobs):
+                return watch.reachable
+
+    def read_again(self) -> bool:
+        """Read the job files; return whether they have no fault."""
+        try:
+            self.jobs = self._files.read().require()
+        except JobError as error:
+            LOG.error("the jobs are unchanged:\n%s", error)
+            return False
+        return True
+
+    async def _changed(self) -> None:
+        """Return once the job files were changed, and have no fault."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if self._files.changed():
+                await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
+                if self.read_again():
+                    return
+
+
+async def _until_free(watch: Watch, changed: asyncio.Event) -> None:
+    """Wait until the switches are to be claimed. Log what keeps this controller from it."""
+    told = None
+    while (verdict := watch.verdict) is not Verdict.CLAIM:
+        if verdict is Verdict.OTHER_JOBS and told is not verdict:
+            LOG.error(
+                "the controller of switch %s has, or had, other job files: "
+                "this one takes over only once they are the same",
+                watch.first,
+            )
+        told = verdict
+        changed.clear()
+        await changed.wait()
+    LOG.warning("switch %s has no primary controller: taking over", watch.first)
+
+
+async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:
+    """Tell the watch what a switch says, for ever."""
+    while True:
+        try:
+            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
+                await until_first(_listen(session, watch, changed), session.heartbeat())
+        except AnotherPrimary:
+            continue  # another standby has this one's id by chance
+        except SwitchUnreachable as gone:
+            if switch.name in watch.reachable:
+                LOG.warning("%s; trying again until it is back", gone)
+        watch.see(switch.name, None)
+        changed.set()
+        await asyncio.sleep(RECONNECT_SECONDS)
+
+
+async def _listen(session: SwitchSession, watch: Watch, changed: asyncio.Event) -> None:
+    async for standing in session.standings():
+        watch.see(session.switch.name, standing)
+        changed.set()

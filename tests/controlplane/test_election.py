@@ -1,0 +1,252 @@
+"""The rules by which controllers of the same jobs claim switches, and a simulation of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from checkmate.job.schema import Job
+from controlplane.election import (
+    Candidacy,
+    ElectionId,
+    Primary,
+    Standing,
+    Verdict,
+    Watch,
+    before,
+    jobs_digest,
+)
+from testbed.jobs import job as some_job
+
+JOBS, OTHERS = 0xA, 0xB
+FREE, LED = (Standing(who, ElectionId(3, JOBS, 5)) for who in (Primary.NOBODY, Primary.ANOTHER))
+
+
+def test_a_higher_term_wins_whatever_the_jobs_are() -> None:
+    most = (1 << 48) - 1
+    assert (
+        ElectionId(2, 1, 0).number > ElectionId(1, most, 9).number > ElectionId(1, most, 8).number > 1 << 64
+    )
+    assert ElectionId(1 << 63, most, 3).number < 1 << 128
+    assert ElectionId.of(ElectionId(7, OTHERS, 9).number) == ElectionId(7, OTHERS, 9)
+    assert ElectionId.of(1 << 40) == ElectionId(0, 0, 1 << 40), (
+        "a controller that waits says nothing of its jobs"
+    )
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return some_job()
+
+
+def test_the_digest_is_of_what_switches_do(job: Job) -> None:
+    assert jobs_digest([job]) == jobs_digest([job.model_copy(update={"keys": Path("elsewhere")})])
+    assert jobs_digest([job]) != jobs_digest([job.model_copy(update={"channels": 2})])
+    other = job.model_copy(update={"job": "another"})
+    assert jobs_digest([job, other]) == jobs_digest([other, job]) != jobs_digest([job])
+    assert 0 < jobs_digest([]) < 1 << 48
+
+
+def test_a_bid_is_above_the_highest_and_displaces_only_its_own_jobs_primary() -> None:
+    assert Candidacy(9, JOBS).bid(Standing(Primary.NOBODY)) == ElectionId(1, JOBS, 9)
+    assert Candidacy(9, OTHERS).bid(FREE) == ElectionId(4, OTHERS, 9), "whoever is told to run runs"
+    assert Candidacy(9, JOBS).bid(LED) is None
+    assert Candidacy(9, JOBS, displaces=True).bid(LED) == ElectionId(4, JOBS, 9)
+    assert Candidacy(9, OTHERS, displaces=True).bid(LED) is None
+    shell = Standing(Primary.ANOTHER, ElectionId(1 << 32, 0, 0))
+    assert Candidacy(9, 0, displaces=True).bid(shell) is None, "0 is not the name of any jobs"
+    promoted = Standing(Primary.THIS, ElectionId.of(77))
+    assert Candidacy(9, JOBS).bid(promoted) == ElectionId(1, JOBS, 9), "BMv2's server promotes unasked"
+
+
+def watch(*seen: Standing | None, digests: tuple[int, ...] = (JOBS,)) -> Watch:
+    """Return a watch of switches a, b, c that has seen the first ones."""
+    made = Watch("cab", digests)
+    for name, standing in zip("abc", seen, strict=False):
+        made.see(name, standing)
+    return made
+
+
+def test_the_first_reachable_switch_decides() -> None:
+    assert watch().verdict is Verdict.WAIT, "nothing is known yet"
+    assert watch(FREE).verdict is Verdict.CLAIM
+    assert watch(LED, FREE, FREE).verdict is Verdict.WAIT
+    assert watch(None, FREE, LED).verdict is Verdict.CLAIM
+    assert watch(None, FREE, LED).reachable == ["b", "c"]
+    assert watch(None, None, None).verdict is Verdict.WAIT
+    assert [*before("b", "cab")] == ["a"]
+
+
+def test_jobs_that_are_not_the_primarys_are_not_installed() -> None:
+    assert watch(FREE, digests=(OTHERS,)).verdict is Verdict.OTHER_JOBS
+    assert watch(FREE, digests=(OTHERS, JOBS)).verdict is Verdict.CLAIM, "its files were the primary's before"
+    unknown = watch(LED, digests=(OTHERS,))
+    unknown.see("a", Standing(Primary.THIS, ElectionId.of(77)))
+    assert unknown.verdict is Verdict.OTHER_JOBS, "a server that promotes unasked forgets the last primary"
+
+
+class Refused(Exception):
+    """A server ends the stream: the id is in use."""
+
+
+@dataclass
+class Server:
+    """A switch's server: as the specification has it, or as BMv2's."""
+
+    bmv2: bool
+    streams: dict[str, int] = field(default_factory=dict)
+    highest: int | None = None
+    first: str | None = None
+
+    def arbitrate(self, stream: str, number: int | None) -> Standing:
+        if self.bmv2:
+            number = number or 0
+        if number is not None and any(
+            other != stream and known == number for other, known in self.streams.items()
+        ):
+            self.leave(stream)
+            raise Refused
+        self.streams[stream] = -1 if number is None else number
+        if self.bmv2:
+            self._promote()
+        elif number is not None and number >= (self.highest or 0):
+            self.highest, self.first = number, stream
+        elif self.first == stream:
+            self.first = None
+        return self.standing(stream)
+
+    def _promote(self) -> None:
+        self.first = max(self.streams, key=lambda one: self.streams[one], default=None)
+        self.highest = self.streams[self.first] if self.first is not None else None
+
+    def leave(self, stream: str) -> None:
+        self.streams.pop(stream, None)
+        if self.bmv2:
+            self._promote()
+        elif self.first == stream:
+            self.first = None
+
+    def standing(self, stream: str) -> Standing:
+        who = Primary.THIS if self.first == stream else Primary.ANOTHER if self.first else Primary.NOBODY
+        return Standing(who, None if self.highest is None else ElectionId.of(self.highest))
+
+
+@dataclass
+class Controller:
+    """A standby that follows the rules as `standby` and `serve` do, a step at a time."""
+
+    name: str
+    servers: dict[str, Server]
+    cut: set[tuple[str, str]]
+    numbers: Iterator[int]
+    alive: bool = True
+    watch: Watch | None = None
+    held: dict[str, ElectionId] = field(default_factory=dict)
+
+    def reaches(self, switch: str) -> bool:
+        return (self.name, switch) not in self.cut
+
+    def end(self) -> None:
+        """Close all streams; a server notices even if it cannot be reached, after a while."""
+        for server in self.servers.values():
+            server.leave(f"{self.name} serves")
+            server.leave(f"{self.name} waits")
+        self.watch, self.held = None, {}
+
+    def step(self) -> None:
+        self._serve() if self.held else self._wait()
+
+    def _wait(self) -> None:
+        self.watch = self.watch or Watch(self.servers, [JOBS])
+        for name, server in self.servers.items():
+            stream = f"{self.name} waits"
+            if not self.reaches(name):
+                server.leave(stream)
+                self.watch.see(name, None)
+            elif stream in server.streams:
+                self.watch.see(name, server.standing(stream))
+            else:
+                self.watch.see(name, server.arbitrate(stream, next(self.numbers) if server.bmv2 else None))
+        if self.watch.verdict is Verdict.CLAIM:
+            reachable = self.watch.reachable
+            self.watch = None
+            for name in self.servers:
+                self.servers[name].leave(f"{self.name} waits")
+            for name in reachable:
+                if not self._claim(name):
+                    self.end()
+                    return
+
+    def _claim(self, switch: str) -> bool:
+        server, stream = self.servers[switch], f"{self.name} serves"
+        earlier = any(other in self.held for other in before(switch, self.servers))
+        candidacy = Candidacy(ord(self.name), JOBS, displaces=earlier)
+        try:
+            standing = server.arbitrate(stream, next(self.numbers) if server.bmv2 else None)
+            bid = candidacy.bid(standing)
+            if bid is None or server.arbitrate(stream, bid.number).primary is not Primary.THIS:
+                return False
+        except Refused:
+            return False
+        self.held[switch] = bid
+        return True
+
+    def _serve(self) -> None:
+        for name, server in self.servers.items():
+            stream = f"{self.name} serves"
+            if not self.reaches(name) or stream not in server.streams:
+                server.leave(stream)
+                self.held.pop(name, None)
+            elif name in self.held and server.first != stream:
+                self.end()
+                return
+        for name in self.servers:
+            if self.reaches(name) and name not in self.held and not self._claim(name):
+                self.end()
+                return
+
+
+@pytest.mark.parametrize("kinds", [(False, False, False), (True, True, True), (True, False, True)])
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_one_controller_serves_all_switches_in_the_end(
+    kinds: tuple[bool, ...], seed: int
+) -> None:
+    drawn = random.Random(seed)
+    servers = {name: Server(bmv2) for name, bmv2 in zip("abc", kinds, strict=True)}
+    cut: set[tuple[str, str]] = set()
+    numbers = count(1000)
+    controllers = [Controller(name, servers, cut, numbers) for name in ("x", "y", "z")]
+    for _ in range(150):
+        one, switch = drawn.choice(controllers), drawn.choice("abc")
+        event = drawn.random()
+        if event < 0.04:
+            one.end()
+            one.alive = False
+        elif event < 0.1:
+            one.alive = True
+        elif event < 0.15:
+            cut.add((one.name, switch))
+        elif event < 0.25:
+            cut.discard((one.name, switch))
+        elif event < 0.28:
+            servers[switch] = servers[switch].__class__(servers[switch].bmv2)
+        elif one.alive:
+            one.step()
+        first = [each.held for each in controllers if each.held]
+        served = [name for held in first for name, bid in held.items() if bid.number == servers[name].highest]
+        assert len(set(served)) == len(served), "no switch obeys two"
+    cut.clear()
+    for each in controllers:
+        each.alive = True
+    for _ in range(12):
+        drawn.shuffle(controllers)
+        for each in controllers:
+            each.step()
+    (leader,) = [each for each in controllers if each.held]
+    assert set(leader.held) == set(servers)
+    assert {server.first for server in servers.values()} == {f"{leader.name} serves"}
