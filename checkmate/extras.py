@@ -10,24 +10,26 @@ from typing import Final
 _TENSORS: Final = frozenset({"google", "grpc", "numpy", "torch"})
 _SWITCH: Final = frozenset({"finsy", "google", "grpc", "numpy"})
 _PLAN: Final = frozenset({"matplotlib", "numpy"})
+_METRICS: Final = frozenset({"prometheus_client"})
 _SHADOW: Final = _TENSORS | {"grpc_health", "pyroute2"}
 LIBRARIES: Final[Mapping[str, frozenset[str]]] = {
     "trainer": _TENSORS,
     "shadow": _SHADOW,
     "switch": _SWITCH,
     "plan": _PLAN,
-    "demo": _SHADOW | _SWITCH | _PLAN | {"thriftpy2"},
+    "metrics": _METRICS,
+    "demo": _SHADOW | _SWITCH | _PLAN | _METRICS | {"thriftpy2"},
 }
 """The modules that each extra of pyproject.toml brings."""
 _OF_COMMAND: Final[Mapping[str, tuple[str, ...]]] = {
-    "run": ("switch",),
+    "run": ("switch", "metrics"),
     "status": ("switch",),
     "remove": ("switch",),
     "cost": ("plan",),
     "lab": ("demo",),
     "nccl": ("trainer",),
 }
-_OF_OTHERS: Final = ("shadow", "plan", "switch", "demo")
+_OF_OTHERS: Final = ("shadow", "plan", "switch", "metrics", "demo")
 
 
 class ExtraMissing(ImportError):

@@ -130,6 +130,7 @@ class SwitchController(ReconciledSwitch):
                 await session.write(updates)
         except (WriteRefused, SwitchUnreachable) as error:
             memory.forget(changes)
+            self.refused[type(error).__name__] += 1
             if isinstance(error, Unsure):
                 self._lost.set()
             LOG.warning("%s", error)

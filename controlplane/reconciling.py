@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class ReconciledSwitch:
         self._found = Holdings()
         self._loaded = False
         self._restoring = False
+        self.refused: Counter[str] = Counter()
+        """Writes that failed, by error."""
+        self.reconciled = 0
+        self.reconcile_seconds = 0.0
 
     @property
     def held(self) -> Holdings | None:
@@ -134,6 +139,8 @@ class ReconciledSwitch:
             self._restoring = False
             self._adopt(network, plan)
         seconds = time.monotonic() - start
+        self.reconciled += 1
+        self.reconcile_seconds += seconds
         return Reconciled(self.switch.name, written, len(self._found), seconds, self._loaded)
 
     def _remember(self, read: Holdings) -> None:

@@ -47,6 +47,8 @@ class Options:
     exposed: bool
     """Whether other hosts may reach `address` without TLS."""
     thrift_port: int | None
+    metrics: str | None
+    """HOST:PORT at which metrics are served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="write statistics to this file every second, and at exit",
     )
+    add("--metrics", metavar="HOST:PORT", help="serve metrics for Prometheus there (nowhere)")
     return parser
 
 
@@ -174,6 +177,7 @@ def parse(arguments: Sequence[str]) -> Options:
         tls=tls,
         exposed=exposed,
         thrift_port=given.thrift_port,
+        metrics=given.metrics,
     )
 
 

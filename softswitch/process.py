@@ -14,10 +14,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 
+from checkmate.extras import ExtraMissing, needs
 from softswitch.frames.afpacket import PacketPort
 from softswitch.loglines import LineLimit
 from softswitch.options import Options, UsageError, p4info_path, parse
@@ -26,6 +28,9 @@ from softswitch.p4runtime.server import P4RuntimeServer
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.privileges import CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, keep
 from softswitch.switch import SoftSwitch
+
+if TYPE_CHECKING:
+    from checkmate.metrics import MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +85,8 @@ def run(options: Options) -> None:
         stack.callback(server.stop)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: switch.stop())
+        if options.metrics:
+            stack.enter_context(metrics(options, switch, service))
         if options.stats_file:
             stack.enter_context(stats_file(options.stats_file, switch, service))
         address = f"{options.address.rpartition(':')[0]}:{server.port}"
@@ -169,6 +176,25 @@ def stats_file(path: Path, switch: SoftSwitch, service: P4RuntimeService) -> Ite
     finally:
         done.set()
         thread.join()
+
+
+def metrics(options: Options, switch: SoftSwitch, service: P4RuntimeService) -> MetricsServer:
+    """Return a server of metrics. Raise `UsageError` if it cannot be had."""
+    assert options.metrics is not None
+    try:
+        with needs("softswitch --metrics", "metrics"):
+            from checkmate.metrics import MetricsError, MetricsServer  # noqa: PLC0415
+            from softswitch.metrics import families  # noqa: PLC0415
+    except ExtraMissing as error:
+        raise UsageError(str(error)) from None
+    try:
+        return MetricsServer(
+            options.metrics,
+            lambda: families(statistics(switch, service), options.device_id, len(service.sessions.primaries)),
+            lambda: "" if service.has_pipeline else "no program is loaded",
+        )
+    except MetricsError as error:
+        raise UsageError(str(error)) from None
 
 
 def statistics(switch: SoftSwitch, service: P4RuntimeService) -> dict[str, object]:

@@ -40,6 +40,10 @@ JobArgument = Annotated[
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Use no keys: whoever reaches the job's addresses can read it.")
 ]
+Metrics = Annotated[
+    str | None,
+    typer.Option("--metrics", metavar="HOST:PORT", help="Serve metrics there.", show_default="nowhere"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, errors included.")]
 
 
@@ -55,6 +59,16 @@ class Declined(UsageFault):
     """The user does not want what a command is about to do."""
 
     exit_code = 1
+
+
+def metrics_ports(metrics: str | None) -> list[int]:
+    """Return the TCP port of `--metrics`, if there is one. Raise `UsageFault` if it is not HOST:PORT."""
+    if metrics is None:
+        return []
+    host, _, port = metrics.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise UsageFault(f"--metrics {metrics}: must be an address such as 127.0.0.1:9460")
+    return [int(port)]
 
 
 def confirm(question: str, otherwise: str) -> None:

@@ -7,7 +7,7 @@ import logging
 import signal
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -17,9 +17,11 @@ from rich.progress import MofNCompleteColumn
 from checkmate.cli.common import (
     Insecure,
     JobArguments,
+    Metrics,
     UsageFault,
     err,
     log_to_stderr,
+    metrics_ports,
     out,
     read_files,
     says_errors,
@@ -30,7 +32,7 @@ from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import progress
-from checkmate.privileges import keep_only, to_read
+from checkmate.privileges import keep_only, to_listen, to_read
 from checkmate.wording import counted
 from controlplane.controller import LOG
 from controlplane.errors import AnotherPrimary, SwitchUnreachable
@@ -38,6 +40,9 @@ from controlplane.serve import Fleet, follow
 from controlplane.standby import Standby
 from controlplane.status import SwitchStatus, read_status
 from controlplane.tasks import until_first
+
+if TYPE_CHECKING:
+    from controlplane.metrics import Reading
 
 VIEW_SECONDS = 1.0
 
@@ -54,6 +59,7 @@ def run(
         bool | None,
         typer.Option("--view/--no-view", help="Live view of the streams.", show_default="on a terminal"),
     ] = None,
+    metrics: Metrics = None,
     insecure: Insecure = False,
 ) -> None:
     """Install jobs on their switches, then serve as the stub TCP endpoint until stopped.
@@ -75,11 +81,12 @@ def run(
     files = JobFiles(jobs)
     found = read_files(files)
     first = found.require()  # bad input is refused before anything is started
-    keep_only(*to_read(_read_later(found.files, first)))
+    keep_only(*to_read(_read_later(found.files, first)), *to_listen(metrics_ports(metrics)))
     log_to_stderr()
     logging.getLogger("finsy").setLevel(logging.ERROR)
     controller = _Controller(files, insecure=insecure, load=load, live=view_console(view))
-    asyncio.run(_until_stopped(controller.stand_by(first) if standby else controller.serve(first, once=once)))
+    work = controller.stand_by(first) if standby else controller.serve(first, once=once)
+    asyncio.run(_until_stopped(work if metrics is None else _measured(controller, work, metrics)))
 
 
 def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
@@ -102,11 +109,22 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
     await until_first(work, stopped.wait())
 
 
+async def _measured(controller: _Controller, work: Coroutine[Any, Any, None], address: str) -> None:
+    """Work, and serve metrics."""
+    from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
+    from controlplane.metrics import Reading  # noqa: PLC0415
+
+    controller.reading = Reading(asyncio.get_running_loop())
+    with MetricsServer(address, controller.reading.collect, controller.reading.not_ready):
+        await work
+
+
 class _Controller:
     """What `run` does with its options."""
 
     def __init__(self, files: JobFiles, *, insecure: bool, load: bool, live: Console | None) -> None:
         self._files, self._insecure, self._load, self._live = files, insecure, load, live
+        self.reading: Reading | None = None
 
     async def serve(
         self, jobs: Sequence[Job], *, once: bool = False, now: Sequence[str] | None = None
@@ -117,10 +135,14 @@ class _Controller:
             await _apply(fleet, jobs, self._load, now)
             if once:
                 return
+            if self.reading is not None:
+                self.reading.fleet = fleet
             out.print("serving; stop with Ctrl-C")
             view = [] if self._live is None else [_view(fleet, self._live)]
             await until_first(fleet.serve(), follow(self._files, fleet), *view)
         finally:
+            if self.reading is not None:
+                self.reading.fleet = None
             await fleet.stop()
 
     async def stand_by(self, jobs: Sequence[Job]) -> None:

@@ -14,9 +14,11 @@ import typer
 from checkmate.cli.common import (
     Insecure,
     JobArgument,
+    Metrics,
     UsageFault,
     err,
     log_to_stderr,
+    metrics_ports,
     out,
     print_json,
     says_errors,
@@ -51,6 +53,7 @@ def shadow(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads of a step.", show_default="one a core")
     ] = None,
+    metrics: Metrics = None,
     insecure: Insecure = False,
 ) -> None:
     """Receive reduced gradients on this node's NICs, step its shards, and serve the checkpoint.
@@ -63,7 +66,7 @@ def shadow(
     loaded = read_job(job)
     _check_id(loaded, node_id)
     log_to_stderr()
-    keep_only(*_needed(loaded, node_id))
+    keep_only(*_needed(loaded, node_id), *to_listen(metrics_ports(metrics)))
     with waiting(err, "starting"):  # torch takes a second
         from checkmate.shadow.process import Serving  # noqa: PLC0415
         from checkmate.shadow.view import follow, time_now  # noqa: PLC0415
@@ -77,6 +80,7 @@ def shadow(
             grace=grace,
             threads=threads,
             insecure=insecure,
+            metrics=metrics,
         ) as serving,
     ):
         if as_json:

@@ -291,6 +291,8 @@ class Node:
         if [hold for hold in stepped if hold.take_loaded()]:
             memory.trim()
         with self.moving() as state:
+            state.tally.steps += 1
+            state.tally.step_seconds += self.step_seconds
             self._stepping = False
             state.forget()
         for reader in self.readers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Final
 
@@ -11,8 +11,10 @@ from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import memory
 from checkmate.shadow.admission import RecordsGate
+from checkmate.shadow.calls.begin import node_status
 from checkmate.shadow.calls.transfer import record
 from checkmate.shadow.copier import Copier
 from checkmate.shadow.inbox import Inbox
@@ -24,6 +26,20 @@ from checkmate.shadow.service import Server, check_address, records_listener
 _SPARE_CONNECTIONS: Final = 16
 
 log = logging.getLogger("checkmate")
+
+
+def _metrics_server(address: str, node: Node) -> AbstractContextManager[object]:
+    from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
+    from checkmate.shadow.metrics import families, not_ready  # noqa: PLC0415
+
+    def status() -> pb.NodeStatus:
+        return node_status(node, node.job.job)
+
+    return MetricsServer(
+        address,
+        lambda: families(status(), node.state.tally, node.unread()),
+        lambda: not_ready(status()),
+    )
 
 
 class Serving:
@@ -38,6 +54,7 @@ class Serving:
         grace: float = GRACE,
         threads: int | None = None,
         insecure: bool = False,
+        metrics: str | None = None,
     ) -> None:
         """Prepare a node, which runs from `__enter__` on.
 
@@ -48,11 +65,13 @@ class Serving:
             grace: seconds until missing bytes of a stream count as lost.
             threads: threads of a step; by default one per core.
             insecure: serve everybody, without keys and TLS.
+            metrics: HOST:PORT at which metrics are served.
 
         Raises:
             StreamError: if this machine lacks the NICs' addresses or the right to such buffers.
             ServeError: if an address cannot be used.
             KeysError: if the node's keys are missing or can't be used.
+            MetricsError: if `metrics` cannot be used.
         """
         at = job.node(node_id)
         hosts = dict.fromkeys((split_address(at.mgmt)[0], at.records_at[0]))
@@ -69,6 +88,7 @@ class Serving:
                 job, node_id, allowed, receive_buffer=receive_buffer, grace=grace, threads=threads
             )
             undo.callback(self.node.close)
+            self._metrics = _metrics_server(metrics, self.node) if metrics is not None else nullcontext()
             connections = sum(len(plan.streams) for plan in self.node.plans) + 1  # records fill one buffer
             if shortfall := tcp_memory_shortfall(connections, receive_buffer):
                 log.warning("%s", shortfall)
@@ -89,9 +109,11 @@ class Serving:
         self._inbox.start()
         self._peers.start()
         self._copier.start()
+        self._metrics.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._metrics.__exit__(None, None, None)
         self._peers.stop()
         self._inbox.stop()
         self.node.close()

@@ -264,6 +264,11 @@ class SwitchSession(SwitchConnection):
         except TimeoutError:
             raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
 
+    @property
+    def term(self) -> int:
+        """The term of its election id."""
+        return self._election.term
+
     def _take(self, standing: Standing) -> None:
         """Take what the server says while this controller serves."""
         if standing.primary is not Primary.THIS:

@@ -59,6 +59,11 @@ class P4RuntimeService:
             self.switch.install(pipeline.program, pipeline.packet_in.length, pipeline.sums_payload)
         log.info("pipeline set, cookie %#x", pipeline.config.cookie.cookie)
 
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether a program is running."""
+        return self._committed is not None
+
     def _pipeline(self) -> Pipeline:
         pipeline = self._saved or self._committed
         if pipeline is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import grpc
@@ -121,6 +121,11 @@ class Sessions:
         self._lock = threading.Lock()
         self._sessions: set[ControllerStream] = set()
         self._primaries: tuple[ControllerStream, ...] = ()
+
+    @property
+    def primaries(self) -> Sequence[ControllerStream]:
+        """The primary of each role."""
+        return self._primaries
 
     @property
     def dropped(self) -> int:

@@ -28,7 +28,8 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
         check_seed_header(group, header)
         hold = group.hold(header.shard.shard)
     late = node.load(hold, header.iteration, seeds.all(group.layout.parameters))
-    with node.moving():
+    with node.moving() as known:
+        known.tally.seeds += 1
         group.records.adopt(header.record)
     return late
 

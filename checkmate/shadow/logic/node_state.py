@@ -18,6 +18,7 @@ from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, St
 from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.logic.starts import EndedStarts
+from checkmate.shadow.logic.tally import Tally
 from checkmate.wording import at_iteration
 
 
@@ -37,6 +38,7 @@ class NodeState:
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable, with the end of each reservation."""
         self.troubles: list[str] = []
+        self.tally = Tally()
         self._patience = PatienceMeter(now, receive_buffer)
         self._behind: frozenset[int] = frozenset()
         self._effects: list[Effect] = []
@@ -185,6 +187,7 @@ class NodeState:
         group.records.stepped(due.iteration)
         self.tell(group.records.trouble)
         if result.troubles:
+            self.tally.mismatches += 1
             hold.doubt.found(due.iteration, result.equal)
             hold.trouble = "; ".join(result.troubles)
             self._log(logging.ERROR, f"{hold}: {hold.trouble}")
@@ -231,6 +234,7 @@ class NodeState:
             lost = hold.gap(group.records, now, self.grace)
             if lost is not None:
                 if not (hold.busy or hold.has_whole):  # otherwise after that is stepped
+                    self.tally.gaps += 1
                     self._join_again(group, hold, lost)
             elif hold.live and (said := hold.lag(group.records.newest, now)):
                 self._log(*said)

@@ -1,0 +1,182 @@
+"""An HTTP server for Prometheus (`/metrics`) and service managers (`/healthz`, `/readyz`).
+
+What is served is read when it is asked for, so a process whose metrics nobody scrapes does nothing for them.
+Names follow prometheus.io/docs/practices/naming. Strangers who reach the address can read the metrics, and
+keep others from reading them for some seconds, but no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from importlib.metadata import version
+from socketserver import ThreadingTCPServer
+from types import TracebackType
+from typing import Any, Final, Self
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_REQUESTS_MAX: Final = 8
+"""Requests at a time; further connections are closed."""
+_REQUEST_SECONDS: Final = 5.0
+"""Time for a whole request, after which its connection is closed."""
+
+LOG = logging.getLogger("checkmate")
+
+
+class MetricsError(Exception):
+    """The address cannot be used; the message has the reason."""
+
+    exit_code = 2
+
+
+class MetricsServer:
+    """Serves the metrics of a process, as a context manager."""
+
+    def __init__(
+        self,
+        address: str,
+        collect: Callable[[], Iterable[Metric]],
+        not_ready: Callable[[], str],
+    ) -> None:
+        """Listen at once, so that a wrong address is told before anything starts. Start no thread.
+
+        Args:
+            address: HOST:PORT.
+            collect: Returns the metrics as they are now; called in a thread of its own.
+            not_ready: Returns why the process cannot do its work yet, or "".
+
+        Raises:
+            MetricsError: The address is invalid or in use.
+        """
+        registry = CollectorRegistry()
+        registry.register(_Collected(collect))
+        ProcessCollector(registry=registry)
+        handler = type("Handler", (_Handler,), {"registry": registry, "not_ready": staticmethod(not_ready)})
+        try:
+            self._server = _Server(*_split(address), handler)
+        except OSError as error:
+            raise MetricsError(f"--metrics {address}: {error.strerror or error}") from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self._server.server_address[1])
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise MetricsError(f"--metrics {address}: must be an address such as 127.0.0.1:9460")
+    return host.strip("[]"), int(port)
+
+
+class _Collected(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        build = {"version": version("checkmate-training")}
+        yield InfoMetricFamily("checkmate_build", "Checkmate's version.", build)
+        yield from self._collect()
+
+
+class _Server(ThreadingTCPServer):  # http.server's asks the DNS for its own name
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, handler: Any) -> None:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        self._requests = threading.BoundedSemaphore(_REQUESTS_MAX)
+        super().__init__((str(where[0]), int(where[1])), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread, unless there are too many."""
+        if self._requests.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection, and end it after a time."""
+        deadline = threading.Timer(_REQUEST_SECONDS, _break, [request])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._requests.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what went wrong, without a traceback: mostly, the client has gone."""
+        LOG.debug("a request for metrics from %s failed", client_address[0], exc_info=True)
+
+
+def _break(request: socket.socket) -> None:
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it has ended
+
+
+class _Handler(BaseHTTPRequestHandler):
+    registry: CollectorRegistry
+    not_ready: Callable[[], str]
+    server_version = "checkmate"
+    sys_version = ""
+    timeout = _REQUEST_SECONDS
+
+    def do_GET(self) -> None:
+        """Answer a request."""
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._metrics()
+        elif path == "/healthz":
+            self._answer(HTTPStatus.OK, b"ok\n")
+        elif path == "/readyz":
+            reason = self.not_ready()
+            status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
+            self._answer(status, f"{reason or 'ready'}\n".encode())
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /healthz or /readyz\n")
+
+    def _metrics(self) -> None:
+        encode, kind = choose_encoder(self.headers.get("Accept", ""))
+        try:
+            text = encode(self.registry)
+        except Exception as error:  # noqa: BLE001 - it must not end what is measured
+            LOG.error("metrics could not be read: %r", error)
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, b"metrics could not be read; see the log\n")
+            return
+        self._answer(HTTPStatus.OK, text, kind)
+
+    def _answer(self, status: HTTPStatus, text: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing: scrapes come every few seconds."""

@@ -1,0 +1,186 @@
+"""A controller's switches and streams as metrics of Prometheus.
+
+Streams are read from the switches when metrics are asked for, at most once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+from controlplane.controller import SwitchController
+from controlplane.errors import ControlError
+from controlplane.serve import Fleet
+from controlplane.status import StreamStatus, SwitchStatus, read_status
+
+READ_SECONDS: Final = 5.0
+FRESH_SECONDS: Final = 1.0
+_OF_STREAM: Final = ("switch", "job", "dp_group", "side", "channel", "shadow_id", "node", "replication_id")
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchSeen:
+    """What a controller knows of a switch. `status`: as it was read; `None` if the switch is away."""
+
+    name: str
+    term: int | None
+    """Of its election id, as long as it is primary."""
+    status: SwitchStatus | None
+    refused: Mapping[str, int]
+    """Writes that failed, by error."""
+    reconciled: int
+    reconcile_seconds: float
+
+
+def families(seen: Sequence[SwitchSeen], *, standby: bool) -> Iterator[Metric]:
+    """Yield the metrics `checkmate_controller_*`, `checkmate_switch_*` and `checkmate_stream_*`. Pure."""
+    waits = GaugeMetricFamily("checkmate_controller_standby", "Whether another controller serves.")
+    waits.add_metric((), int(standby))
+    yield waits
+    yield _gauge(
+        "checkmate_controller_primary",
+        "Whether this controller is the switch's primary.",
+        ((one.name, int(one.term is not None)) for one in seen),
+    )
+    yield _gauge(
+        "checkmate_controller_term",
+        "Of this controller's election id; it grows with each change of the primary.",
+        ((one.name, one.term) for one in seen if one.term is not None),
+    )
+    yield _gauge(
+        "checkmate_switch_up",
+        "Whether the switch answers.",
+        ((one.name, int(one.status is not None)) for one in seen),
+    )
+    failed = CounterMetricFamily(
+        "checkmate_switch_write_errors", "Writes that the switch refused.", labels=("switch", "error")
+    )
+    took = SummaryMetricFamily(
+        "checkmate_reconcile_duration_seconds", "Reconciliations after a connect.", labels=("switch",)
+    )
+    for one in seen:
+        for error, count in one.refused.items():
+            failed.add_metric((one.name, error), count)
+        took.add_metric((one.name,), one.reconciled, one.reconcile_seconds)
+    yield from (failed, took)
+    yield from _of_streams([stream for one in seen if one.status for stream in one.status.streams])
+    yield from _of_traffic([one.status for one in seen if one.status])
+
+
+def _of_streams(streams: Sequence[StreamStatus]) -> Iterator[Metric]:
+    connected = GaugeMetricFamily(
+        "checkmate_stream_connected", "Whether the stream's entry is on the switch.", labels=_OF_STREAM
+    )
+    for stream in streams:
+        connected.add_metric(_labels(stream), int(stream.connected))
+    yield connected
+    # A new entry counts from 0, so these fall to 0 whenever a stream connects, as rate() expects.
+    for name, text, counted in (
+        ("copied_packets", "Segments copied for the stream.", [stream.packets for stream in streams]),
+        ("copied_bytes", "Bytes of frames copied for the stream.", [stream.bytes for stream in streams]),
+        ("lost_packets", "Copies made while it was not connected.", [stream.lost for stream in streams]),
+        ("lost_bytes", "Bytes of those copies.", [stream.lost_bytes for stream in streams]),
+    ):
+        family = CounterMetricFamily(f"checkmate_stream_{name}", text, labels=_OF_STREAM)
+        for stream, count in zip(streams, counted, strict=True):
+            family.add_metric(_labels(stream), count)
+        yield family
+
+
+def _of_traffic(switches: Sequence[SwitchStatus]) -> Iterator[Metric]:
+    for name, text, counters in (
+        ("passed", "Tagged segments that were not copied.", [one.passed for one in switches]),
+        ("losses", "Copies without a connected stream.", [one.losses for one in switches]),
+    ):
+        family = CounterMetricFamily(f"checkmate_switch_{name}_packets", text, labels=("switch", "reason"))
+        for switch, counter in zip(switches, counters, strict=True):
+            for reason, count in counter.items():
+                family.add_metric((switch.switch, reason), count.packets)
+        yield family
+
+
+def _labels(stream: StreamStatus) -> tuple[str, ...]:
+    return tuple(
+        str(part)
+        for part in (
+            stream.switch,
+            stream.job,
+            stream.dp_group,
+            stream.side,
+            stream.channel,
+            stream.shadow_id,
+            stream.shadow_node,
+            stream.replication_id,
+        )
+    )
+
+
+def _gauge(name: str, text: str, values: Iterable[tuple[str, float]]) -> Metric:
+    made = GaugeMetricFamily(name, text, labels=("switch",))
+    for switch, value in values:
+        made.add_metric((switch,), value)
+    return made
+
+
+class Reading:
+    """Reads the switches of whichever fleet serves now. Its methods are for other threads than the loop's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.fleet: Fleet | None = None
+        """Set and read by the loop; `None` while this controller stands by."""
+        self._seen: list[SwitchSeen] = []
+        self._at = float("-inf")
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics as they are now."""
+        seen = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(2 * READ_SECONDS)
+        return families(seen, standby=self.fleet is None)
+
+    def not_ready(self) -> str:
+        """Return why streams cannot connect, or ""."""
+        fleet = self.fleet
+        if fleet is None:
+            return "standing by"
+        away = sorted(name for name, one in list(fleet.controllers.items()) if one.session is None)
+        return f"not connected: {', '.join(away)}" if away else ""
+
+    async def _read(self) -> list[SwitchSeen]:
+        if time.monotonic() - self._at > FRESH_SECONDS:
+            controllers = list(self.fleet.controllers.values()) if self.fleet is not None else []
+            self._seen = [await _see(controller) for controller in controllers]
+            self._at = time.monotonic()
+        return self._seen
+
+
+async def _see(controller: SwitchController) -> SwitchSeen:
+    session, network, name = controller.session, controller.network, controller.switch.name
+    status = None
+    if session is not None and name in network.switches:
+        try:
+            status = await asyncio.wait_for(read_status(session, network, controller.held), READ_SECONDS)
+        except (ControlError, TimeoutError):
+            status = None  # `serve` logs it, and reconnects
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            status = None  # the session was closed under the read
+    return SwitchSeen(
+        name,
+        session.term if session is not None else None,
+        status,
+        dict(controller.refused),
+        controller.reconciled,
+        controller.reconcile_seconds,
+    )

@@ -1,0 +1,143 @@
+"""Metrics of each process: names by the conventions, bounded labels, and the values of its status."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+
+import pytest
+from prometheus_client.metrics_core import Metric
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow import metrics as of_shadow
+from checkmate.shadow.logic.tally import Tally
+from controlplane import metrics as of_controller
+from controlplane.status import StreamCount, StreamStatus, SwitchStatus
+from softswitch import metrics as of_softswitch
+from softswitch.frames.ports import PortStats
+
+HOLD = pb.HoldStatus(
+    shard=pb.Shard(group=1, shard=2), stepped=41, receiving=43, seeded=True, live=True, streams=4, connected=3
+)
+NODE = pb.NodeStatus(job="gpt", node=5, holds=[HOLD], nics=[pb.NicStatus(ip="10.0.2.1", bytes=99)])
+STREAM = StreamStatus(
+    "gpt", 0, "replica 0", 1, 2, 3, 4, 1, 5, "10.0.2.1", "tor", True, 7, 10, 1000, 2, 200
+)  # fmt: skip
+STATUS = SwitchStatus("tor", "softswitch", (STREAM,), {"without_tag": StreamCount(6, 60)}, {})
+SEEN = of_controller.SwitchSeen("tor", 9, STATUS, {"WriteRefused": 3}, 2, 0.5)
+STATISTICS = {
+    "ports": {"7": {"interface": "veth7", "rx_dropped": 1} | asdict(PortStats(rx_bytes=12))},
+    "unknown_port": 1,
+    "packet_in_dropped": 2,
+    "packet_in_unheard": 3,
+}
+
+
+def values(metrics: Iterable[Metric]) -> dict[str, float]:
+    """Return each sample by name and labels, in the text format."""
+    return {
+        sample.name + "".join(f",{key}={value}" for key, value in sample.labels.items()): sample.value
+        for metric in metrics
+        for sample in metric.samples
+    }
+
+
+def everything() -> list[Metric]:
+    return [
+        *of_shadow.families(NODE, Tally(), 0),
+        *of_controller.families([SEEN], standby=False),
+        *of_softswitch.families(STATISTICS, 1, 1),
+    ]
+
+
+@pytest.mark.parametrize("metric", everything(), ids=lambda metric: metric.name)
+def test_names_follow_the_conventions(metric: Metric) -> None:
+    assert re.fullmatch(
+        r"checkmate_(shadow|controller|switch|stream|reconcile|softswitch)_[a-z_]+", metric.name
+    )
+    assert metric.documentation.endswith(".")
+    assert not re.search(r"_(ms|kb|mb|minutes|percent|count|total)(_|$)", metric.name), "base units"
+    for sample in metric.samples:
+        assert sample.name.endswith("_total") == (metric.type == "counter")
+        assert sample.labels.keys() <= {
+            *("switch", "job", "dp_group", "shard", "side", "channel", "shadow_id", "node", "replication_id"),
+            *("nic", "device", "port", "interface", "error", "reason", metric.name),
+        }, "runs, incarnations and iterations are values"
+
+
+def test_no_name_is_used_twice() -> None:
+    names = [metric.name for metric in everything()]
+    assert len(names) == len(set(names))
+
+
+def test_a_shadow_node_says_what_its_status_has() -> None:
+    tally = Tally(steps=4, step_seconds=0.5, gaps=1, mismatches=2, seeds=3)
+    found = values(of_shadow.families(NODE, tally, 77))
+    hold, node = "job=gpt,dp_group=1,shard=2,node=5", "job=gpt,node=5"
+    assert found[f"checkmate_shadow_committed_iteration,{hold}"] == 41
+    assert found[f"checkmate_shadow_lag_iterations,{hold}"] == 2
+    assert found[f"checkmate_shadow_streams_missing,{hold}"] == 1
+    assert found[f"checkmate_shadow_offered,{hold}"] == 0
+    states = {name: value for name, value in found.items() if "hold_state" in name}
+    assert [name.rpartition("=")[2] for name, value in states.items() if value] == ["live"]
+    assert found[f"checkmate_shadow_received_bytes_total,{node},nic=10.0.2.1"] == 99
+    assert found[f"checkmate_shadow_step_duration_seconds_sum,{node}"] == 0.5
+    assert found[f"checkmate_shadow_step_duration_seconds_count,{node}"] == 4
+    assert found[f"checkmate_shadow_gaps_total,{node}"] == 1
+    assert found[f"checkmate_shadow_comparison_mismatches_total,{node}"] == 2
+    assert found[f"checkmate_shadow_seeds_total,{node}"] == 3
+    assert found[f"checkmate_shadow_socket_buffer_bytes,{node}"] == 77
+    assert of_shadow.not_ready(NODE) == "not connected: 1 stream"
+    assert of_shadow.not_ready(pb.NodeStatus(job="gpt")) == "no training has begun"
+
+
+@pytest.mark.parametrize(
+    ("changes", "fenced", "state"),
+    [
+        ({}, False, "live"),
+        ({"live": False}, False, "joining"),
+        ({}, True, "fenced"),
+        ({"doubtful": True}, True, "doubtful"),
+    ],
+)
+def test_every_state_of_a_hold_has_a_name(changes: dict[str, bool], fenced: bool, state: str) -> None:
+    hold = pb.HoldStatus()
+    hold.CopyFrom(HOLD)
+    for name, value in changes.items():
+        setattr(hold, name, value)
+    status = pb.NodeStatus(job="gpt", node=5, fenced=fenced, holds=[hold])
+    found = values(of_shadow.families(status, Tally(), 0))
+    assert [name for name, value in found.items() if "hold_state" in name and value] == [
+        f"checkmate_shadow_hold_state,job=gpt,dp_group=1,shard=2,node=5,checkmate_shadow_hold_state={state}"
+    ]
+
+
+def test_a_controller_says_what_it_serves() -> None:
+    found = values(of_controller.families([SEEN], standby=False))
+    stream = "switch=tor,job=gpt,dp_group=0,side=1,channel=2,shadow_id=3,node=5,replication_id=1"
+    assert found[f"checkmate_stream_connected,{stream}"] == 1
+    assert found[f"checkmate_stream_copied_bytes_total,{stream}"] == 1000
+    assert found[f"checkmate_stream_lost_packets_total,{stream}"] == 2
+    assert found["checkmate_switch_passed_packets_total,switch=tor,reason=without_tag"] == 6
+    assert found["checkmate_controller_primary,switch=tor"] == found["checkmate_switch_up,switch=tor"] == 1
+    assert found["checkmate_controller_term,switch=tor"] == 9
+    assert found["checkmate_switch_write_errors_total,switch=tor,error=WriteRefused"] == 3
+    assert found["checkmate_reconcile_duration_seconds_sum,switch=tor"] == 0.5
+    assert found["checkmate_controller_standby"] == 0
+
+
+def test_a_switch_that_is_away_has_no_streams() -> None:
+    found = values(of_controller.families([replace(SEEN, term=None, status=None)], standby=False))
+    assert found["checkmate_switch_up,switch=tor"] == found["checkmate_controller_primary,switch=tor"] == 0
+    assert not [name for name in found if name.startswith(("checkmate_stream_", "checkmate_controller_term"))]
+    assert values(of_controller.families([], standby=True))["checkmate_controller_standby"] == 1
+
+
+def test_the_embedded_switch_says_its_statistics() -> None:
+    found = values(of_softswitch.families(STATISTICS, 1, 2))
+    port = "device=1,port=7,interface=veth7"
+    assert found[f"checkmate_softswitch_port_received_bytes_total,{port}"] == 12
+    assert found[f"checkmate_softswitch_port_received_dropped_packets_total,{port}"] == 1
+    assert found["checkmate_softswitch_packet_in_unheard_packets_total,device=1"] == 3
+    assert found["checkmate_softswitch_primaries,device=1"] == 2

@@ -1,0 +1,119 @@
+"""Metrics of real processes: the embedded switch, a controller and a shadow node."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from checkmate.keys.access import INSECURE
+from checkmate.shadow.process import Serving
+from testbed.copies import local_job
+from testbed.jobs import job_data
+from testbed.ports import free_port
+from tests.support.switch_process import softswitch
+
+Samples = dict[tuple[str, str], float]
+
+
+def scraped(port: int) -> Samples:
+    """Return the samples of a process, by name and switch."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        found = text_string_to_metric_families(answer.read().decode())
+        return {(s.name, s.labels.get("switch", "")): s.value for family in found for s in family.samples}
+
+
+def readiness(port: int) -> str:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as answer:
+            return str(answer.read().decode()).strip()
+    except HTTPError as refused:
+        return f"{refused.code} {refused.read().decode().strip()}"
+    except URLError:
+        return "nothing answers"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextmanager
+def controller(job: Path, port: int, *options: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "checkmate.cli.entry", "run", "--no-view", str(job), *options]
+    process = subprocess.Popen(
+        [*command, "--metrics", f"127.0.0.1:{port}"], env={**os.environ, INSECURE: "1"}
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_a_switch_and_its_controllers(tmp_path: Path) -> None:
+    of_switch, first, second = free_port(), free_port(), free_port()
+    with softswitch("--no-p4", "--metrics", f"127.0.0.1:{of_switch}") as switch:
+        assert readiness(of_switch) == "503 no program is loaded"
+        data = job_data()
+        data["fabric"]["switches"][0] |= {"name": switch.name, "address": switch.address}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
+        with controller(tmp_path / "job.yaml", first, "--standby"):
+            until(lambda: readiness(first) == "ready")
+            assert readiness(of_switch) == "ready"
+            assert scraped(of_switch)["checkmate_softswitch_primaries", ""] == 1
+            with controller(tmp_path / "job.yaml", second, "--standby"):
+                until(lambda: readiness(second) == "503 standing by")
+                served, waiting = scraped(first), scraped(second)
+        assert served["checkmate_controller_primary", switch.name] == 1
+        assert served["checkmate_controller_term", switch.name] == 1
+        assert served["checkmate_switch_up", switch.name] == 1
+        assert served["checkmate_reconcile_duration_seconds_count", switch.name] == 1
+        assert served["checkmate_stream_connected", switch.name] == 0
+        standby = ("checkmate_controller_standby", "")
+        assert (served[standby], waiting[standby]) == (0, 1)
+
+
+@pytest.mark.parametrize("command", ["softswitch", "shadow", "run"])
+def test_an_address_that_cannot_be_used_ends_the_process_at_once(command: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(job_data()))
+    cli = ["-m", "checkmate.cli.entry"]
+    arguments = {
+        "softswitch": ["-m", "softswitch", "--no-p4", "--grpc-server-addr", f"127.0.0.1:{free_port()}"],
+        "shadow": [*cli, "shadow", str(job), "--id", "0"],
+        "run": [*cli, "run", str(job)],
+    }
+    done = subprocess.run(
+        [sys.executable, *arguments[command], "--metrics", "nowhere"],
+        env={**os.environ, INSECURE: "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--metrics nowhere: must be an address such as 127.0.0.1:9460" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="receive buffers need CAP_NET_ADMIN")
+def test_a_shadow_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INSECURE, "1")
+    port = free_port()
+    with Serving(local_job(), 0, metrics=f"127.0.0.1:{port}"):
+        assert readiness(port) == "503 no training has begun"
+        assert scraped(port)["checkmate_shadow_seeds_total", ""] == 0
+    assert readiness(port) == "nothing answers"

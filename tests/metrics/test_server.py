@@ -1,0 +1,110 @@
+"""The server of metrics: what it answers, and what strangers can do to it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from checkmate import metrics
+from checkmate.metrics import MetricsError, MetricsServer
+
+
+def some() -> Iterator[Metric]:
+    yield GaugeMetricFamily("checkmate_thing", "A thing.", 7.0)
+
+
+def get(server: MetricsServer, path: str, **headers: str) -> str:
+    address = f"http://127.0.0.1:{server.port}{path}"
+    with urlopen(Request(address, headers=headers), timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def test_prometheus_reads_the_metrics_as_they_are() -> None:
+    value = 1.0
+
+    def now() -> Iterator[Metric]:
+        yield GaugeMetricFamily("checkmate_thing", "A thing.", value)
+
+    with MetricsServer("127.0.0.1:0", now, lambda: "") as server:
+        for value in (1.0, 2.0):
+            found = {one.name: one for one in text_string_to_metric_families(get(server, "/metrics"))}
+            assert found["checkmate_thing"].samples[0].value == value
+            assert found["checkmate_build_info"].samples[0].labels["version"]
+            assert found["process_resident_memory_bytes"].samples[0].value > 1 << 20
+        assert "# EOF" in get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
+
+
+def test_it_says_whether_the_process_is_ready() -> None:
+    reason = "no program is loaded"
+    with MetricsServer("127.0.0.1:0", some, lambda: reason) as server:
+        assert get(server, "/healthz") == "ok\n"
+        with pytest.raises(HTTPError) as unready:
+            get(server, "/readyz")
+        assert (unready.value.code, unready.value.read()) == (503, b"no program is loaded\n")
+        reason = ""
+        assert get(server, "/readyz") == "ready\n"
+        with pytest.raises(HTTPError, match="404"):
+            get(server, "/")
+
+
+def test_a_failure_to_read_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> Iterator[Metric]:
+        raise RuntimeError("the switch has gone")
+
+    with MetricsServer("127.0.0.1:0", fail, lambda: "") as server:
+        with pytest.raises(HTTPError, match="500"):
+            get(server, "/metrics")
+        assert "metrics could not be read: RuntimeError('the switch has gone')" in caplog.text
+        assert get(server, "/healthz") == "ok\n"
+
+
+def closed(sock: socket.socket) -> bool:
+    """Return whether the other end closes a connection without an answer."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_strangers_keep_it_busy_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_REQUEST_SECONDS", 0.5)
+    with MetricsServer("127.0.0.1:0", some, lambda: "") as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+        for one in idle:
+            one.settimeout(3)
+        began = time.monotonic()
+        for one in idle[:8]:
+            one.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        time.sleep(0.3)
+        for one in idle[:8]:
+            with suppress(OSError):
+                one.sendall(b"a")  # a byte now and then does not help
+        assert all(map(closed, idle))
+        assert time.monotonic() - began < 3
+        assert "checkmate_thing" in get(server, "/metrics")
+        for one in idle:
+            one.close()
+
+
+@pytest.mark.parametrize("address", ["9460", "127.0.0.1:", "127.0.0.1:99999", "host:port", ":9460"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(MetricsError, match=f"--metrics {address}: must be an address such as"):
+        MetricsServer(address, some, lambda: "")
+
+
+def test_an_address_in_use_is_refused() -> None:
+    with (
+        MetricsServer("127.0.0.1:0", some, lambda: "") as server,
+        pytest.raises(MetricsError, match="Address already in use"),
+    ):
+        MetricsServer(f"127.0.0.1:{server.port}", some, lambda: "")
+    with pytest.raises(MetricsError, match="--metrics 192.0.2.1:9460: Cannot assign"):
+        MetricsServer("192.0.2.1:9460", some, lambda: "")
