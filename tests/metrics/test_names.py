@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from prometheus_client.metrics_core import Metric
@@ -13,25 +13,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import metrics as of_shadow
 from checkmate.shadow.logic.tally import Tally
 from controlplane import metrics as of_controller
-from controlplane.status import StreamCount, StreamStatus, SwitchStatus
 from softswitch import metrics as of_softswitch
-from softswitch.frames.ports import PortStats
-
-HOLD = pb.HoldStatus(
-    shard=pb.Shard(group=1, shard=2), stepped=41, receiving=43, seeded=True, live=True, streams=4, connected=3
-)
-NODE = pb.NodeStatus(job="gpt", node=5, holds=[HOLD], nics=[pb.NicStatus(ip="10.0.2.1", bytes=99)])
-STREAM = StreamStatus(
-    "gpt", 0, "replica 0", 1, 2, 3, 4, 1, 5, "10.0.2.1", "tor", True, 7, 10, 1000, 2, 200
-)  # fmt: skip
-STATUS = SwitchStatus("tor", "softswitch", (STREAM,), {"without_tag": StreamCount(6, 60)}, {})
-SEEN = of_controller.SwitchSeen("tor", 9, STATUS, {"WriteRefused": 3}, 2, 0.5)
-STATISTICS = {
-    "ports": {"7": {"interface": "veth7", "rx_dropped": 1} | asdict(PortStats(rx_bytes=12))},
-    "unknown_port": 1,
-    "packet_in_dropped": 2,
-    "packet_in_unheard": 3,
-}
+from tests.support.metrics import HOLD, NODE, SEEN, STATISTICS, everything
 
 
 def values(metrics: Iterable[Metric]) -> dict[str, float]:
@@ -41,14 +24,6 @@ def values(metrics: Iterable[Metric]) -> dict[str, float]:
         for metric in metrics
         for sample in metric.samples
     }
-
-
-def everything() -> list[Metric]:
-    return [
-        *of_shadow.families(NODE, Tally(), 0),
-        *of_controller.families([SEEN], standby=False),
-        *of_softswitch.families(STATISTICS, 1, 1),
-    ]
 
 
 @pytest.mark.parametrize("metric", everything(), ids=lambda metric: metric.name)
