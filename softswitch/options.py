@@ -13,6 +13,8 @@ from typing import NoReturn
 import grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:9559"
+METRICS_ADDRESS = "127.0.0.1:9460"
+"""An example."""
 P4INFO_SUFFIXES = (".p4info.txtpb", ".p4info.txt", ".p4info.pb.txt")
 
 _EXAMPLE = """\
@@ -147,11 +149,9 @@ def parse(arguments: Sequence[str]) -> Options:
         raise UsageError("specify either --no-p4 or the path of a program's JSON")
     if given.device_id < 0:
         raise UsageError(f"--device-id {given.device_id}: must not be negative")
-    host, _, port = given.grpc_server_addr.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageError(
-            f"--grpc-server-addr {given.grpc_server_addr}: must be an address such as {DEFAULT_ADDRESS}"
-        )
+    host = _host(given.grpc_server_addr, "--grpc-server-addr", DEFAULT_ADDRESS)
+    if given.metrics is not None:
+        _host(given.metrics, "--metrics", METRICS_ADDRESS)
     tls = _tls(given)
     exposed = tls is None and not is_loopback(host)
     if exposed and not given.insecure:
@@ -179,6 +179,14 @@ def parse(arguments: Sequence[str]) -> Options:
         thrift_port=given.thrift_port,
         metrics=given.metrics,
     )
+
+
+def _host(address: str, option: str, example: str) -> str:
+    """Return the host of HOST:PORT. Raise `UsageError` if it is not that."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise UsageError(f"{option} {address}: must be an address such as {example}")
+    return host
 
 
 def _interfaces(given: list[str]) -> dict[int, str]:

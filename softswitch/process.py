@@ -119,7 +119,8 @@ def drop_privileges(options: Options) -> None:
         UsageError: The kernel refuses, or other threads would keep their privileges.
     """
     needed = {CAP_NET_RAW, CAP_NET_ADMIN} if options.interfaces else set()
-    if 0 < int(options.address.rpartition(":")[2]) < PRIVILEGED_PORTS:
+    addresses = [options.address, *([options.metrics] if options.metrics else [])]
+    if any(0 < int(each.rpartition(":")[2]) < PRIVILEGED_PORTS for each in addresses):
         needed.add(CAP_NET_BIND_SERVICE)
     try:
         if (threads := len(os.listdir("/proc/self/task"))) > 1:
