@@ -31,6 +31,7 @@ from checkmate.cli.status import switch_lines, switch_tables
 from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
+from checkmate.notify import notify, stay_alive
 from checkmate.output.consoles import progress
 from checkmate.privileges import keep_only, to_listen, to_read
 from checkmate.wording import counted
@@ -106,7 +107,10 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    await until_first(work, stopped.wait())
+    try:
+        await until_first(work, stopped.wait(), stay_alive())
+    finally:
+        notify("STOPPING=1")
 
 
 async def _measured(controller: _Controller, work: Coroutine[Any, Any, None], address: str) -> None:
@@ -137,6 +141,7 @@ class _Controller:
                 return
             if self.reading is not None:
                 self.reading.fleet = fleet
+            notify("READY=1", "STATUS=serving")
             out.print("serving; stop with Ctrl-C")
             view = [] if self._live is None else [_view(fleet, self._live)]
             await until_first(fleet.serve(), follow(self._files, fleet), *view)
@@ -150,6 +155,7 @@ class _Controller:
         Fleet(insecure=self._insecure).prepare(jobs)  # faults are found now, not when it is needed
         standby = Standby(self._files, jobs)
         while True:
+            notify("READY=1", "STATUS=standing by")
             out.print("standing by; stop with Ctrl-C")
             now = await standby.wait()
             try:

@@ -28,6 +28,7 @@ from checkmate.job.addresses import split_address
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
+from checkmate.notify import notify
 from checkmate.output.consoles import waiting
 from checkmate.privileges import Capability, keep_only, to_listen, to_read
 
@@ -89,7 +90,9 @@ def shadow(
         else:
             out.print(f"ready: shadow node {node_id} of job {loaded.job}; stop with Ctrl-C", soft_wrap=True)
             sys.stdout.flush()
+        notify("READY=1", f"STATUS=shadow node {node_id} of job {loaded.job}")
         follow(serving.node, stopped, None if as_json else view_console(view), as_json=as_json)
+        notify("STOPPING=1")
 
 
 def _needed(job: Job, node_id: int) -> tuple[Capability, ...]:

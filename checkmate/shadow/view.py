@@ -15,6 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from checkmate.notify import notify, watchdog_seconds
 from checkmate.output.tables import FittedTable
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import node_status
@@ -43,11 +44,18 @@ class Watch:
 
 
 def follow(node: Node, stopped: threading.Event, console: Console | None, *, as_json: bool) -> None:
-    """Show a node until `stopped`: a live view on `console`, a line of JSON each second, or nothing."""
+    """Show a node until `stopped`: a live view on `console`, a line of JSON each second, or nothing.
+
+    A service manager's watchdog is told each second that the node's lock can be had.
+    """
+    watched = watchdog_seconds() is not None
     watch = Watch(node)
     shown = Live(Group(), console=console, refresh_per_second=4)
     with shown if console else nullcontext():
         while not stopped.wait(SECONDS):  # returns regularly, so that Python can run signal handlers
+            if watched:
+                with node.changed:
+                    notify("WATCHDOG=1")
             if console:
                 shown.update(picture(*watch.see()))
             elif as_json:

@@ -1,0 +1,141 @@
+"""The units for systemd: they are valid, and processes tell systemd what the units expect."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from checkmate.keys.access import INSECURE
+from checkmate.notify import notify, watchdog_seconds
+from checkmate.shadow.process import Serving
+from checkmate.shadow.view import follow
+from testbed.copies import local_job
+from testbed.jobs import job_data
+from tests.support.switch_process import softswitch
+
+UNITS = sorted((Path(__file__).parents[2] / "deploy" / "systemd").glob("*.service"))
+
+
+class Manager:
+    """The socket of a service manager."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.settimeout(20)
+        self._sock.bind(path.replace("@", "\0", 1))
+
+    def told(self, word: str) -> str:
+        """Return the first message from now on that has a word."""
+        while word not in (text := self._sock.recv(4096).decode()):
+            pass
+        return text
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+    made = Manager(str(tmp_path / "notify") if request.param == "path" else f"@checkmate-test-{os.getpid()}")
+    yield made
+    made.close()
+
+
+def test_a_controller_tells_when_it_serves_and_that_it_is_alive(manager: Manager, tmp_path: Path) -> None:
+    with softswitch("--no-p4") as switch:
+        data = job_data()
+        data["fabric"]["switches"][0] |= {"name": switch.name, "address": switch.address}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
+        command = [
+            sys.executable,
+            "-m",
+            "checkmate.cli.entry",
+            "run",
+            "--standby",
+            str(tmp_path / "job.yaml"),
+        ]
+        asked = {"NOTIFY_SOCKET": manager.path, "WATCHDOG_USEC": "300000"}
+        process = subprocess.Popen(command, env={**os.environ, INSECURE: "1", **asked})
+        try:
+            assert manager.told("READY=1") == "READY=1\nSTATUS=standing by"
+            assert manager.told("READY=1") == "READY=1\nSTATUS=serving"
+            began = time.monotonic()
+            for _ in range(3):
+                manager.told("WATCHDOG=1")
+            assert time.monotonic() - began < 3
+            process.terminate()
+            assert manager.told("STOPPING=1")
+        finally:
+            process.terminate()
+            assert process.wait(20) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="receive buffers need CAP_NET_ADMIN")
+def test_a_shadow_node_is_alive_as_long_as_its_lock_can_be_had(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.path)
+    monkeypatch.setenv("WATCHDOG_USEC", "30000000")
+    monkeypatch.setattr("checkmate.shadow.view.SECONDS", 0.05)
+    monkeypatch.setenv(INSECURE, "1")
+    with Serving(local_job(), 0) as serving:
+        stopped = threading.Event()
+        shown = threading.Thread(target=follow, args=(serving.node, stopped, None), kwargs={"as_json": False})
+        shown.start()
+        manager.told("WATCHDOG=1")
+        with serving.node.changed:
+            manager._sock.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                for _ in range(100):  # those that were sent before
+                    manager.told("WATCHDOG=1")
+        manager.told("WATCHDOG=1")
+        stopped.set()
+        shown.join()
+
+
+def test_without_a_manager_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for address in ("", str(tmp_path / "gone"), "relative", "@gone"):
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        notify("READY=1")
+    for period, process in (("", ""), ("nonsense", ""), ("1000000", "1")):
+        monkeypatch.setenv("WATCHDOG_USEC", period)
+        monkeypatch.setenv("WATCHDOG_PID", process)
+        assert watchdog_seconds() is None
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    assert watchdog_seconds() == 1.0
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_unit_starts_a_command_that_there_is(unit: Path) -> None:
+    (line,) = re.findall(r"^ExecStart=\S+ (.*)$", unit.read_text(), re.MULTILINE)
+    name, *words = line.split()
+    command = [sys.executable, "-m", "checkmate.cli.entry", name, "--help"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"}
+    )
+    options = {word for word in words if word.startswith("--")}
+    assert options and all(option in done.stdout for option in options)
+
+
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze (systemd) is not on PATH"
+)
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_accepts_a_unit(unit: Path, tmp_path: Path) -> None:
+    text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text(), flags=re.MULTILINE)
+    (tmp_path / unit.name).write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / unit.name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
