@@ -2,7 +2,7 @@
 
 What is served is read when it is asked for, so a process whose metrics nobody scrapes does nothing for them.
 Names follow prometheus.io/docs/practices/naming. Strangers who reach the address can read the metrics, and
-keep others from reading them for some seconds, but no more.
+keep others from reading them; the number of threads and the time of each request are bounded.
 """
 
 from __future__ import annotations

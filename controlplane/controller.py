@@ -127,10 +127,9 @@ class SwitchController(ReconciledSwitch):
         updates = changes.updates
         try:
             if updates:
-                await session.write(updates)
+                await self._put(updates)
         except (WriteRefused, SwitchUnreachable) as error:
             memory.forget(changes)
-            self.refused[type(error).__name__] += 1
             if isinstance(error, Unsure):
                 self._lost.set()
             LOG.warning("%s", error)

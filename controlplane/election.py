@@ -65,7 +65,9 @@ def new_controller() -> int:
 
 def jobs_digest(jobs: Iterable[Job]) -> int:
     """Return a number for what a set of jobs makes switches do, as `ElectionId.jobs`. It is never 0."""
-    data = sorted((job.job, job.model_dump(mode="json", exclude=_OWN_PATHS)) for job in jobs)
+    data = sorted(
+        (job.job, job.model_dump(mode="json", exclude=_OWN_PATHS, exclude_defaults=True)) for job in jobs
+    )
     text = json.dumps(data, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=_JOBS_BITS // 8).digest(), "big") or 1
 
@@ -85,6 +87,12 @@ class Standing:
     primary: Primary
     highest: ElectionId | None = None
 
+    @property
+    def led(self) -> bool:
+        """Whether another controller serves; one that waits, or a shell, is only in the way."""
+        waits = self.highest is not None and not self.highest.term
+        return self.primary is Primary.ANOTHER and not waits
+
 
 @dataclass(frozen=True, slots=True)
 class Candidacy:
@@ -94,19 +102,26 @@ class Candidacy:
         controller: Its own number (`new_controller`).
         jobs: The digest of its job files; 0 for one that has none, such as `checkmate remove`.
         displaces: It may take over from a primary with the same job files.
+        returns: It has been the switch's primary before.
     """
 
     controller: int
     jobs: int = 0
     displaces: bool = False
+    returns: bool = False
 
     def bid(self, standing: Standing) -> ElectionId | None:
         """Return the election id to become primary with, or `None` if another controller is to stay."""
         highest = standing.highest
-        if standing.primary is Primary.ANOTHER:
-            same = highest is not None and highest.jobs != 0 and highest.jobs == self.jobs
-            if not (self.displaces and same):
+        if highest is not None and highest.jobs:
+            same, own = highest.jobs == self.jobs, highest.controller == self.controller
+            # Its own is of a connection that has broken, and that the server has not given up yet.
+            if standing.led and not (same and (self.displaces or own)):
                 return None
+            if self.returns and not (same or own):
+                return None  # another one has brought newer job files meanwhile
+        elif standing.led:
+            return None
         return ElectionId((highest.term if highest is not None else 0) + 1, self.jobs, self.controller)
 
 
@@ -121,15 +136,16 @@ class Verdict(enum.Enum):
 class Watch:
     """What a standby sees of its switches, and what follows."""
 
-    def __init__(self, switches: Iterable[str], digests: Iterable[int]) -> None:
+    def __init__(self, switches: Iterable[str], digest: int, earlier: Iterable[int] = ()) -> None:
         """Watch some switches.
 
         Args:
             switches: Their names.
-            digests: Those of its own job files, now and before, because they may change while a primary ends.
+            digest: That of its own job files.
+            earlier: Those that they had before, because they may change while a primary ends.
         """
         self._names = sorted(switches)
-        self._digests = frozenset(digests)
+        self._digest, self._digests = digest, {digest, *earlier}
         self._seen: dict[str, Standing | None] = {}
         self._jobs: dict[str, int] = {}
 
@@ -163,7 +179,11 @@ class Watch:
         jobs = self._jobs.get(self.first or "", 0)
         if jobs and jobs not in self._digests:
             return Verdict.OTHER_JOBS
-        return Verdict.WAIT if standing.primary is Primary.ANOTHER else Verdict.CLAIM
+        if standing.led:
+            return Verdict.WAIT
+        # A primary that has not read the new job files yet may serve other switches of theirs.
+        led = (self._jobs.get(name, 0) for name, one in self._seen.items() if one is not None and one.led)
+        return Verdict.OTHER_JOBS if any(jobs not in (0, self._digest) for jobs in led) else Verdict.CLAIM
 
 
 def before(name: str, names: Iterable[str]) -> Sequence[str]:

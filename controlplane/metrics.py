@@ -25,6 +25,7 @@ from controlplane.status import StreamStatus, SwitchStatus, read_status
 
 READ_SECONDS: Final = 5.0
 FRESH_SECONDS: Final = 1.0
+_FAILURES: Final = ("WriteRefused", "Unsure", "SwitchUnreachable", "AnotherPrimary")
 _OF_STREAM: Final = ("switch", "job", "dp_group", "side", "channel", "shadow_id", "node", "replication_id")
 
 
@@ -63,14 +64,14 @@ def families(seen: Sequence[SwitchSeen], *, standby: bool) -> Iterator[Metric]:
         ((one.name, int(one.status is not None)) for one in seen),
     )
     failed = CounterMetricFamily(
-        "checkmate_switch_write_errors", "Writes that the switch refused.", labels=("switch", "error")
+        "checkmate_switch_write_errors", "Writes that failed.", labels=("switch", "error")
     )
     took = SummaryMetricFamily(
         "checkmate_reconcile_duration_seconds", "Reconciliations after a connect.", labels=("switch",)
     )
     for one in seen:
-        for error, count in one.refused.items():
-            failed.add_metric((one.name, error), count)
+        for error in _FAILURES:
+            failed.add_metric((one.name, error), one.refused.get(error, 0))
         took.add_metric((one.name,), one.reconciled, one.reconcile_seconds)
     yield from (failed, took)
     yield from _of_streams([stream for one in seen if one.status for stream in one.status.streams])
@@ -139,28 +140,34 @@ class Reading:
         self._loop = loop
         self.fleet: Fleet | None = None
         """Set and read by the loop; `None` while this controller stands by."""
+        self.standby = False
+        """Whether another controller serves."""
         self._seen: list[SwitchSeen] = []
         self._at = float("-inf")
+        self._reading = asyncio.Lock()
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics as they are now."""
-        seen = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(2 * READ_SECONDS)
-        return families(seen, standby=self.fleet is None)
+        seen = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(3 * READ_SECONDS)
+        return families(seen, standby=self.standby)
 
     def not_ready(self) -> str:
         """Return why streams cannot connect, or ""."""
         fleet = self.fleet
         if fleet is None:
-            return "standing by"
+            return "standing by" if self.standby else "connecting to the switches"
         away = sorted(name for name, one in list(fleet.controllers.items()) if one.session is None)
         return f"not connected: {', '.join(away)}" if away else ""
 
     async def _read(self) -> list[SwitchSeen]:
-        if time.monotonic() - self._at > FRESH_SECONDS:
-            controllers = list(self.fleet.controllers.values()) if self.fleet is not None else []
-            self._seen = [await _see(controller) for controller in controllers]
-            self._at = time.monotonic()
-        return self._seen
+        async with self._reading:
+            if self.fleet is None:
+                return []
+            if time.monotonic() - self._at > FRESH_SECONDS:
+                controllers = list(self.fleet.controllers.values())
+                self._seen = await asyncio.gather(*map(_see, controllers))
+                self._at = time.monotonic()
+            return self._seen
 
 
 async def _see(controller: SwitchController) -> SwitchSeen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from checkmate.job.schema import Switch
 from controlplane import plan as planning
 from controlplane.election import Candidacy
 from controlplane.endpoint.endpoint import Connected, View
-from controlplane.entities import Holdings, difference
-from controlplane.errors import SwitchUnreachable, TooMuch, Unsure
+from controlplane.entities import Holdings, Update, difference
+from controlplane.errors import ControlError, SwitchUnreachable, TooMuch, Unsure, WriteRefused
 from controlplane.memory import SwitchMemory
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
@@ -70,6 +70,8 @@ class ReconciledSwitch:
         self._found = Holdings()
         self._loaded = False
         self._restoring = False
+        self.term = 0
+        """Of its last election id; 0 before the first."""
         self.refused: Counter[str] = Counter()
         """Writes that failed, by error."""
         self.reconciled = 0
@@ -101,7 +103,10 @@ class ReconciledSwitch:
             self._loaded = await session.ensure_pipeline(replace=replace)
             self._found = await session.read()
             self._opened = opened.pop_all()
-        self.session = session
+        if session.found is not None and session.found.term > self.term and self._memory is not None:
+            # Another controller has served meanwhile: what this one remembers is old.
+            self._memory, self._restoring = None, False
+        self.session, self.term = session, session.term
 
     async def write(self, progress: Callable[[int, int], None] | None = None) -> Reconciled:
         """Write the difference between what `open` read and what the jobs need, until a read shows none.
@@ -131,9 +136,12 @@ class ReconciledSwitch:
                     if progress is not None:
                         progress(done, total)
 
-                await self.session.write(updates, count)
-                written = total
-                read = await self.session.read()
+                refused = await self._try(updates, count)
+                before, read = read, await self.session.read()
+                if refused is None:
+                    written = total
+                elif read == before:
+                    raise refused  # nothing that has come late is the reason
             else:
                 raise Unsure(f"switch {self.switch.name} differs from what was written to it {ROUNDS} times")
             self._restoring = False
@@ -142,6 +150,25 @@ class ReconciledSwitch:
         self.reconciled += 1
         self.reconcile_seconds += seconds
         return Reconciled(self.switch.name, written, len(self._found), seconds, self._loaded)
+
+    async def _try(self, updates: Sequence[Update], count: Callable[[int], None]) -> WriteRefused | None:
+        """Write; return a refusal that was undone."""
+        try:
+            await self._put(updates, count)
+        except Unsure:
+            raise
+        except WriteRefused as refused:
+            return refused
+        return None
+
+    async def _put(self, updates: Sequence[Update], count: Callable[[int], None] | None = None) -> None:
+        """Write updates; count failures."""
+        assert self.session is not None
+        try:
+            await self.session.write(updates, count)
+        except ControlError as error:
+            self.refused[type(error).__name__] += 1
+            raise
 
     def _remember(self, read: Holdings) -> None:
         """Take the connected streams from the switch, because another controller may have connected some.
@@ -185,7 +212,7 @@ class ReconciledSwitch:
             updates = difference(self.held or Holdings(), plan.holdings)
             if self.session is not None:
                 try:
-                    await self.session.write(updates)
+                    await self._put(updates)
                     written = len(updates)
                 except SwitchUnreachable:
                     self._lost.set()

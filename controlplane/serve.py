@@ -14,11 +14,14 @@ from checkmate.keys.roles import Role, Secret
 from checkmate.wording import counted
 from controlplane.controller import LOG, SwitchController
 from controlplane.election import Candidacy, before, jobs_digest, new_controller
-from controlplane.errors import ControlError, SwitchUnreachable
+from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
 from controlplane.network import Network
 from controlplane.reconciling import Reconciled
 
 POLL_SECONDS = 0.5
+AGAIN_SECONDS = 5.0
+CONTROLLER = new_controller()
+"""This process's number."""
 
 
 class Fleet:
@@ -29,7 +32,6 @@ class Fleet:
         self._insecure = insecure
         self._hello_keys: dict[str, bytes] = {}
         self._digest = 0
-        self._number = new_controller()
         self.controllers: dict[str, SwitchController] = {}
         self.network = Network([])
         self._servers: dict[str, asyncio.Task[None]] = {}
@@ -60,7 +62,7 @@ class Fleet:
                 report = None if progress is None else partial(progress, controller.switch.name)
                 done.append(await controller.write(report))
         except ControlError:
-            for report_done in done:
+            for report_done in done if now is None else ():
                 await self.controllers[report_done.switch].revert()
             await self.stop()
             raise
@@ -85,7 +87,8 @@ class Fleet:
         """Return what to claim a switch with. Who has an earlier one goes for the others."""
         earlier = (self.controllers[other] for other in before(name, self.controllers))
         displaces = any(controller.session is not None for controller in earlier)
-        return Candidacy(self._number, self._digest, displaces)
+        own = self.controllers.get(name)
+        return Candidacy(CONTROLLER, self._digest, displaces, returns=own is not None and own.term > 0)
 
     async def change(self, jobs: Sequence[Job]) -> list[Reconciled]:
         """Change to another set of jobs. If a switch refuses, revert all of them and raise its error."""
@@ -183,10 +186,14 @@ def _same_switch(controller: SwitchController, network: Network) -> None:
 
 
 async def follow(files: JobFiles, fleet: Fleet) -> None:
-    """Apply every change of the job files. Log a change that can't be applied, and change nothing."""
+    """Apply every change of the job files. Log a change that can't be applied, and change nothing.
+
+    If a switch is away, or another controller has it, try again.
+    """
+    again, told = False, ""
     while True:
-        await asyncio.sleep(POLL_SECONDS)
-        if not files.changed():
+        await asyncio.sleep(AGAIN_SECONDS if again else POLL_SECONDS)
+        if not (files.changed() or again):
             continue
         await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
         before = {job.job for job in fleet.network.jobs}
@@ -197,8 +204,12 @@ async def follow(files: JobFiles, fleet: Fleet) -> None:
             LOG.error("the jobs are unchanged:\n%s", error)
             continue
         except (ControlError, KeysError) as error:
-            LOG.error("the jobs are unchanged: %s", error)
+            again = isinstance(error, AnotherPrimary | SwitchUnreachable)
+            if str(error) != told:
+                LOG.error("the jobs are unchanged: %s", error)
+            told = str(error)
             continue
+        again, told = False, ""
         now = {job.job for job in jobs}
         written = sum(report.updates for report in done)
         for verb, names in (("added", now - before), ("removed", before - now)):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from checkmate.job.files import JobError, JobFiles
 from checkmate.job.schema import Job, Switch
+from checkmate.keys.errors import KeysError
 from controlplane.controller import LOG, RECONNECT_SECONDS
 from controlplane.election import Verdict, Watch, jobs_digest
-from controlplane.errors import AnotherPrimary, SwitchUnreachable
+from controlplane.errors import ControlError
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
@@ -20,8 +21,11 @@ from controlplane.tasks import until_first
 class Standby:
     """Watches the switches of jobs, and the job files, until this controller is to claim the switches."""
 
-    def __init__(self, files: JobFiles, jobs: Sequence[Job]) -> None:
-        self._files = files
+    def __init__(
+        self, files: JobFiles, jobs: Sequence[Job], check: Callable[[Sequence[Job]], object]
+    ) -> None:
+        """Prepare. `check` raises `ControlError` or `KeysError` for jobs that could not be served."""
+        self._files, self._check = files, check
         self.jobs = list(jobs)
         """The jobs as the files are now, or were when they last had no fault."""
         self._digests: set[int] = set()
@@ -34,7 +38,7 @@ class Standby:
         while True:
             switches, digest = Network(self.jobs).switches, jobs_digest(self.jobs)
             self._digests.add(digest)
-            watch, changed = Watch(switches, self._digests), asyncio.Event()
+            watch, changed = Watch(switches, digest, self._digests), asyncio.Event()
             looks = (_look(one, watch, changed) for one in switches.values())
             await until_first(_until_free(watch, changed), self._changed(), *looks)
             if watch.verdict is Verdict.CLAIM and digest == jobs_digest(self.jobs):
@@ -43,10 +47,12 @@ class Standby:
     def read_again(self) -> bool:
         """Read the job files; return whether they have no fault."""
         try:
-            self.jobs = self._files.read().require()
-        except JobError as error:
+            found = self._files.read().require()
+            self._check(found)
+        except (JobError, ControlError, KeysError) as error:
             LOG.error("the jobs are unchanged:\n%s", error)
             return False
+        self.jobs = found
         return True
 
     async def _changed(self) -> None:
@@ -66,7 +72,8 @@ async def _until_free(watch: Watch, changed: asyncio.Event) -> None:
         if verdict is Verdict.OTHER_JOBS and told is not verdict:
             LOG.error(
                 "the controller of switch %s has, or had, other job files: "
-                "this one takes over only once they are the same",
+                "this one takes over only once they are the same; "
+                "to begin with these files, start a controller without --standby",
                 watch.first,
             )
         told = verdict
@@ -77,15 +84,16 @@ async def _until_free(watch: Watch, changed: asyncio.Event) -> None:
 
 async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:
     """Tell the watch what a switch says, for ever."""
+    told = ""
     while True:
         try:
             async with SwitchSession(switch, Codec.for_switch(switch)) as session:
-                await until_first(_listen(session, watch, changed), session.heartbeat())
-        except AnotherPrimary:
-            continue  # another standby has this one's id by chance
-        except SwitchUnreachable as gone:
-            if switch.name in watch.reachable:
+                told = ""
+                await until_first(_listen(session, watch, changed), session.heartbeat(), session.ask_again())
+        except ControlError as gone:
+            if str(gone) != told:
                 LOG.warning("%s; trying again until it is back", gone)
+            told = str(gone)
         watch.see(switch.name, None)
         changed.set()
         await asyncio.sleep(RECONNECT_SECONDS)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,22 +31,26 @@ from checkmate.cli.common import (
 from checkmate.cli.status import switch_lines, switch_tables
 from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
+from checkmate.keys.errors import KeysError
 from checkmate.keys.roles import Role, role_folder
 from checkmate.notify import notify, stay_alive
 from checkmate.output.consoles import progress
 from checkmate.privileges import keep_only, to_listen, to_read
 from checkmate.wording import counted
 from controlplane.controller import LOG
-from controlplane.errors import AnotherPrimary, SwitchUnreachable
+from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
 from controlplane.serve import Fleet, follow
 from controlplane.standby import Standby
 from controlplane.status import SwitchStatus, read_status
 from controlplane.tasks import until_first
 
 if TYPE_CHECKING:
+    from checkmate.metrics import MetricsServer
     from controlplane.metrics import Reading
 
 VIEW_SECONDS = 1.0
+REFUSED_SECONDS = 5.0
+"""After a takeover that a switch has refused; another controller may have more luck."""
 
 
 @says_errors
@@ -86,8 +91,7 @@ def run(
     log_to_stderr()
     logging.getLogger("finsy").setLevel(logging.ERROR)
     controller = _Controller(files, insecure=insecure, load=load, live=view_console(view))
-    work = controller.stand_by(first) if standby else controller.serve(first, once=once)
-    asyncio.run(_until_stopped(work if metrics is None else _measured(controller, work, metrics)))
+    asyncio.run(_until_stopped(controller.work(first, standby=standby, once=once, metrics=metrics)))
 
 
 def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
@@ -113,22 +117,24 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
         notify("STOPPING=1")
 
 
-async def _measured(controller: _Controller, work: Coroutine[Any, Any, None], address: str) -> None:
-    """Work, and serve metrics."""
-    from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
-    from controlplane.metrics import Reading  # noqa: PLC0415
-
-    controller.reading = Reading(asyncio.get_running_loop())
-    with MetricsServer(address, controller.reading.collect, controller.reading.not_ready):
-        await work
-
-
 class _Controller:
     """What `run` does with its options."""
 
     def __init__(self, files: JobFiles, *, insecure: bool, load: bool, live: Console | None) -> None:
         self._files, self._insecure, self._load, self._live = files, insecure, load, live
         self.reading: Reading | None = None
+
+    async def work(self, jobs: Sequence[Job], *, standby: bool, once: bool, metrics: str | None) -> None:
+        """Serve or stand by, with metrics or without."""
+        with nullcontext() if metrics is None else self._measured(metrics):
+            await (self.stand_by(jobs) if standby else self.serve(jobs, once=once))
+
+    def _measured(self, address: str) -> MetricsServer:
+        from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
+        from controlplane.metrics import Reading  # noqa: PLC0415
+
+        self.reading = Reading(asyncio.get_running_loop())
+        return MetricsServer(address, self.reading.collect, self.reading.not_ready)
 
     async def serve(
         self, jobs: Sequence[Job], *, once: bool = False, now: Sequence[str] | None = None
@@ -152,17 +158,30 @@ class _Controller:
 
     async def stand_by(self, jobs: Sequence[Job]) -> None:
         """Serve whenever no other controller does."""
-        Fleet(insecure=self._insecure).prepare(jobs)  # faults are found now, not when it is needed
-        standby = Standby(self._files, jobs)
+
+        def check(wanted: Sequence[Job]) -> None:
+            Fleet(insecure=self._insecure).prepare(wanted)
+
+        check(jobs)  # faults are found now, not when it is needed
+        standby = Standby(self._files, jobs, check)
         while True:
             notify("READY=1", "STATUS=standing by")
             out.print("standing by; stop with Ctrl-C")
+            self._standing_by(True)
             now = await standby.wait()
+            self._standing_by(False)
             try:
                 await self.serve(standby.jobs, now=now)
             except (AnotherPrimary, SwitchUnreachable) as error:
                 LOG.warning("%s", error)
+            except (ControlError, KeysError) as error:
+                LOG.error("%s; standing by for %g s", error, REFUSED_SECONDS)
+                await asyncio.sleep(REFUSED_SECONDS)
             standby.read_again()
+
+    def _standing_by(self, waits: bool) -> None:
+        if self.reading is not None:
+            self.reading.standby = waits
 
 
 async def _apply(fleet: Fleet, jobs: Sequence[Job], load: bool, now: Sequence[str] | None) -> None:

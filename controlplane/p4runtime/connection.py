@@ -46,6 +46,8 @@ class SwitchConnection:
     ) -> None:
         self.switch = switch
         self._candidacy = candidacy
+        self.found: ElectionId | None = None
+        """The highest election id that the server knew before this connection."""
         self._timeout = REACH_SECONDS if timeout is None else timeout
         self._client = self._new_client()
 
@@ -98,6 +100,7 @@ class SwitchConnection:
     async def _become_primary(self, candidacy: Candidacy) -> None:
         """Ask who is primary, and bid; raise `AnotherPrimary` if that is not to be displaced."""
         standing = await self.ask()
+        self.found = standing.highest
         for _ in range(_BIDS):
             bid = candidacy.bid(standing)
             if bid is None:
@@ -114,23 +117,45 @@ class SwitchConnection:
         Such a one has no election id. BMv2's server takes that for 0, and refuses a second one; there, it has
         a low one of its own. The server may then make it primary unasked.
         """
-        target = self.switch.target
-        return await self._arbitrate(None if target == "softswitch" else random.choice(_WAITING_IDS))
+        return await self._arbitrate(self._waiting_id())
 
-    async def _arbitrate(self, election: int | None) -> Standing:
+    def _waiting_id(self) -> int | None:
+        return None if self.switch.target == "softswitch" else random.choice(_WAITING_IDS)
+
+    async def _ask_without_answer(self) -> None:
+        """Send what `ask` sends; whoever reads the stream gets the answer."""
+        try:
+            await self._client.send(p4r.StreamMessageRequest(arbitration=self._update(self._waiting_id())))
+        except P4ClientError as error:
+            raise self._failed("arbitration", error) from None
+
+    def _update(self, election: int | None) -> p4r.MasterArbitrationUpdate:
         update = p4r.MasterArbitrationUpdate(device_id=self.switch.device_id)
         if election is not None:
             update.election_id.CopyFrom(U128.encode(election))
+        return update
+
+    async def _arbitrate(self, election: int | None) -> Standing:
         try:
-            await self._client.send(p4r.StreamMessageRequest(arbitration=update))
-            reply = (await asyncio.wait_for(self._client.receive(), self._timeout)).arbitration
+            await self._client.send(p4r.StreamMessageRequest(arbitration=self._update(election)))
+            return await asyncio.wait_for(self._answer_to(election), self._timeout)
         except P4ClientError as error:
             if error.is_election_id_used:
                 raise self._another_primary() from None
             raise self._failed("arbitration", error) from None
         except (TimeoutError, RuntimeError):  # finsy's RuntimeError: the stream ended
             raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
-        return standing_of(reply)
+
+    async def _answer_to(self, election: int | None) -> Standing:
+        """Return the server's answer; skip packets, and news from before a bid."""
+        while True:
+            message = await self._client.receive()
+            if not message.HasField("arbitration"):
+                continue
+            standing = standing_of(message.arbitration)
+            known = standing.highest is not None and standing.highest.number >= (election or 0)
+            if election is None or standing.primary is Primary.THIS or known:
+                return standing
 
     def _open(self) -> None:
         """Raise `SwitchUnreachable` if the session is closed."""

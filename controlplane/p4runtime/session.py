@@ -27,6 +27,7 @@ BATCH = 250
 """Updates in a Write request. A refusal has 100 to 200 bytes of details for each update in gRPC's trailing
 metadata, and a client accepts at most 64 KB of those."""
 HEARTBEAT_SECONDS = 5.0
+ASK_SECONDS = 1.0
 LOAD_SECONDS = 120.0
 """Time for loading a program; finsy's default of ten seconds is too short."""
 
@@ -244,6 +245,13 @@ class SwitchSession(SwitchConnection):
             if message.HasField("arbitration"):
                 yield standing_of(message.arbitration)
 
+    async def ask_again(self) -> None:
+        """Ask who is primary again and again, for ever: BMv2's server does not tell of a new election id."""
+        while True:
+            await asyncio.sleep(ASK_SECONDS)
+            if self.switch.target != "softswitch":
+                await self._ask_without_answer()
+
     async def renew(self, candidacy: Candidacy) -> None:
         """Have the election id name other job files. `packets` must be read meanwhile, and nothing written.
 
@@ -253,11 +261,8 @@ class SwitchSession(SwitchConnection):
         self._renewed.clear()
         bid = candidacy.bid(Standing(Primary.THIS, self._election))
         assert bid is not None
-        update = p4r.MasterArbitrationUpdate(
-            device_id=self.switch.device_id, election_id=U128.encode(bid.number)
-        )
         try:
-            await self._client.send(p4r.StreamMessageRequest(arbitration=update))
+            await self._client.send(p4r.StreamMessageRequest(arbitration=self._update(bid.number)))
             await asyncio.wait_for(self._renewed.wait(), self._timeout)
         except P4ClientError as error:
             raise self._failed("arbitration", error) from None

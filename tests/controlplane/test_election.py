@@ -64,9 +64,28 @@ def test_a_bid_is_above_the_highest_and_displaces_only_its_own_jobs_primary() ->
     assert Candidacy(9, JOBS).bid(promoted) == ElectionId(1, JOBS, 9), "BMv2's server promotes unasked"
 
 
+def test_a_controller_that_waits_or_a_shell_is_only_in_the_way() -> None:
+    promoted = Standing(Primary.ANOTHER, ElectionId.of(77))
+    assert Candidacy(9, JOBS).bid(promoted) == ElectionId(1, JOBS, 9), (
+        "BMv2's server has promoted another standby"
+    )
+    assert watch(promoted).verdict is Verdict.CLAIM
+
+
+def test_a_controller_is_not_kept_out_by_its_own_broken_connection() -> None:
+    own = Standing(Primary.ANOTHER, ElectionId(3, JOBS, 9))
+    assert Candidacy(9, JOBS).bid(own) == ElectionId(4, JOBS, 9)
+
+
+def test_a_controller_that_returns_does_not_undo_newer_jobs() -> None:
+    assert Candidacy(9, OTHERS, returns=True).bid(FREE) is None
+    assert Candidacy(9, JOBS, returns=True).bid(FREE) == ElectionId(4, JOBS, 9)
+    assert Candidacy(5, OTHERS, returns=True).bid(FREE) == ElectionId(4, OTHERS, 5), "the files were its own"
+
+
 def watch(*seen: Standing | None, digests: tuple[int, ...] = (JOBS,)) -> Watch:
     """Return a watch of switches a, b, c that has seen the first ones."""
-    made = Watch("cab", digests)
+    made = Watch("cab", digests[0], digests)
     for name, standing in zip("abc", seen, strict=False):
         made.see(name, standing)
     return made
@@ -80,6 +99,11 @@ def test_the_first_reachable_switch_decides() -> None:
     assert watch(None, FREE, LED).reachable == ["b", "c"]
     assert watch(None, None, None).verdict is Verdict.WAIT
     assert [*before("b", "cab")] == ["a"]
+
+
+def test_a_new_switch_is_left_to_the_primary_that_has_not_read_the_files_yet() -> None:
+    assert watch(Standing(Primary.NOBODY), LED, digests=(OTHERS, JOBS)).verdict is Verdict.OTHER_JOBS
+    assert watch(Standing(Primary.NOBODY), LED).verdict is Verdict.CLAIM
 
 
 def test_jobs_that_are_not_the_primarys_are_not_installed() -> None:
@@ -162,7 +186,7 @@ class Controller:
         self._serve() if self.held else self._wait()
 
     def _wait(self) -> None:
-        self.watch = self.watch or Watch(self.servers, [JOBS])
+        self.watch = self.watch or Watch(self.servers, JOBS)
         for name, server in self.servers.items():
             stream = f"{self.name} waits"
             if not self.reaches(name):

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import pytest
 
-from controlplane.election import Candidacy
+from controlplane.election import Candidacy, ElectionId
 from controlplane.entities import Holdings, TableEntry, Update, difference
-from controlplane.errors import Unsure
+from controlplane.errors import Unsure, WriteRefused
 from controlplane.network import Network
 from controlplane.plan import plan_switch
 from controlplane.reconciling import ROUNDS, ReconciledSwitch
@@ -36,6 +36,10 @@ class FakeSession:
     def __init__(self, held: Holdings, meanwhile: Callable[[Holdings, int], None]) -> None:
         self.held, self._meanwhile = held, meanwhile
         self.writes: list[list[Update]] = []
+        self.found: ElectionId | None = None
+        self.term = 1
+        self.late: list[TableEntry] = []
+        """Entries that come between the first read and the first write."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,6 +55,12 @@ class FakeSession:
 
     async def write(self, updates: list[Update], progress: Callable[[int], None] | None = None) -> None:
         self.writes.append(updates)
+        for entry in self.late:
+            self.held.put(entry)
+        self.late.clear()
+        there = {entity.key for entity in self.held}
+        if any(update.old is None and update.entity.key in there for update in updates):
+            raise WriteRefused("an entry is there already; what was applied before it is undone")
         for update in updates:
             self.held.drop(update.entity) if update.new is None else self.held.put(update.new)
         self._meanwhile(self.held, len(self.writes))
@@ -92,6 +102,35 @@ def test_a_batch_of_a_controller_that_has_ended_may_come_late(opened: Any) -> No
     assert all(entry in list(switch.held) for entry in late), "its stream stays"
     assert list(controller.connected.by_stream.values()) == [late[0]]
     assert not difference(switch.held, controller.plan.holdings)
+
+
+def test_an_entry_that_came_late_is_not_inserted_again(opened: Any) -> None:
+    controller, switch = opened(Holdings())
+    switch.late += [one for one in PLAN.holdings.entries.values() if one.table == "forwarding"][:1]
+    asyncio.run(controller.connect())
+    assert len(switch.writes) == 2
+    assert not difference(switch.held, controller.plan.holdings)
+    assert controller.refused == {"WriteRefused": 1}
+
+
+def test_a_refusal_that_a_second_read_does_not_explain_is_told(opened: Any) -> None:
+    controller, switch = opened(Holdings())
+
+    async def refuse(*_: object) -> None:
+        raise WriteRefused("the table is full")
+
+    switch.write = refuse
+    with pytest.raises(WriteRefused, match="the table is full"):
+        asyncio.run(controller.connect())
+
+
+def test_what_a_controller_remembers_is_old_once_another_one_has_served(opened: Any) -> None:
+    controller, switch = opened(Holdings.of([*PLAN.holdings, *connected(8)]))
+    asyncio.run(controller.connect())
+    switch.held = Holdings()  # by the other one's jobs
+    switch.found = ElectionId(2, 0xA, 5)
+    asyncio.run(controller.connect())
+    assert not set(connected(8)) & set(switch.held.entries.values())
 
 
 def test_a_switch_that_never_is_as_it_should_be_is_an_error(opened: Any) -> None:
