@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -98,7 +99,8 @@ def _missing(cells: Sequence[Cell]) -> str:
     for kind in dict.fromkeys(cell.kind for cell in cells):
         systems = [cell.system for cell in cells if cell.kind == kind]
         names = "; ".join(sorted(dict.fromkeys(systems)))
-        lines += f"Missing: {counted(len(systems), 'cell')} of {kind}, of {names}.\n"
+        line = f"Missing: {counted(len(systems), 'cell')} of {kind}, of {names}."
+        lines += textwrap.fill(line, 119, break_on_hyphens=False) + "\n"
     return lines
 
 
