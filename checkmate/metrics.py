@@ -2,7 +2,7 @@
 
 What is served is read when it is asked for, so a process whose metrics nobody scrapes does nothing for them.
 Names follow prometheus.io/docs/practices/naming. Strangers who reach the address can read the metrics, and
-keep others from reading them; the number of threads and the time of each request are bounded.
+keep others from reading them. The threads, the time of a request and how often metrics are read are bounded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -27,6 +28,8 @@ _REQUESTS_MAX: Final = 8
 """Requests at a time; further connections are closed."""
 _REQUEST_SECONDS: Final = 5.0
 """Time for a whole request, after which its connection is closed."""
+_FRESH_SECONDS: Final = 1.0
+"""Time for which an answer is given again, so that nobody can keep the process busy with reading."""
 
 LOG = logging.getLogger("checkmate")
 
@@ -59,7 +62,8 @@ class MetricsServer:
         registry = CollectorRegistry()
         registry.register(_Collected(collect))
         ProcessCollector(registry=registry)
-        handler = type("Handler", (_Handler,), {"registry": registry, "not_ready": staticmethod(not_ready)})
+        parts = {"metrics": _Cached(registry), "not_ready": staticmethod(not_ready)}
+        handler = type("Handler", (_Handler,), parts)
         try:
             self._server = _Server(*_split(address), handler)
         except OSError as error:
@@ -98,6 +102,25 @@ class _Collected(Collector):
         build = {"version": version("checkmate-training")}
         yield InfoMetricFamily("checkmate_build", "Checkmate's version.", build)
         yield from self._collect()
+
+
+class _Cached:
+    """The text of a registry, read at most once in `_FRESH_SECONDS` for each format."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._texts: dict[str, tuple[float, bytes]] = {}
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """Return the text in a format that the client accepts, and the format's name."""
+        encode, kind = choose_encoder(accept)
+        with self._lock:
+            at, text = self._texts.get(kind, (float("-inf"), b""))
+            if time.monotonic() - at > _FRESH_SECONDS:
+                text = encode(self._registry)
+                self._texts[kind] = time.monotonic(), text
+            return text, kind
 
 
 class _Server(ThreadingTCPServer):  # http.server's asks the DNS for its own name
@@ -141,7 +164,7 @@ def _break(request: socket.socket) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    registry: CollectorRegistry
+    metrics: _Cached
     not_ready: Callable[[], str]
     server_version = "checkmate"
     sys_version = ""
@@ -162,9 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /healthz or /readyz\n")
 
     def _metrics(self) -> None:
-        encode, kind = choose_encoder(self.headers.get("Accept", ""))
         try:
-            text = encode(self.registry)
+            text, kind = self.metrics.text(self.headers.get("Accept", ""))
         except Exception as error:  # noqa: BLE001 - it must not end what is measured
             LOG.error("metrics could not be read: %r", error)
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, b"metrics could not be read; see the log\n")

@@ -38,6 +38,8 @@ SWITCH_INTERVAL_S = 0.0005
 """Longest time, in seconds, for which a control-plane thread may hold the interpreter."""
 STATS_INTERVAL_S = 1.0
 PRIVILEGED_PORTS = 1024
+_COUNTING = threading.Lock()
+"""Reading the kernel's counters clears them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,10 +203,11 @@ def metrics(options: Options, switch: SoftSwitch, service: P4RuntimeService) -> 
 def statistics(switch: SoftSwitch, service: P4RuntimeService) -> dict[str, object]:
     """Return the counters of every port, and of packets without a receiver, with the current `time`."""
     now = time.time()
-    ports = {
-        str(number): {"interface": port.name, "rx_dropped": port.dropped()} | asdict(port.stats)
-        for number, port in switch.ports.items()
-    }
+    with _COUNTING:
+        ports = {
+            str(number): {"interface": port.name, "rx_dropped": port.dropped()} | asdict(port.stats)
+            for number, port in switch.ports.items()
+        }
     return {
         "time": now,
         "ports": ports,

@@ -27,7 +27,20 @@ def get(server: MetricsServer, path: str, **headers: str) -> str:
         return str(answer.read().decode())
 
 
-def test_prometheus_reads_the_metrics_as_they_are() -> None:
+def test_many_scrapes_read_once() -> None:
+    reads = 0
+
+    def count() -> Iterator[Metric]:
+        nonlocal reads
+        reads += 1
+        yield from some()
+
+    with MetricsServer("127.0.0.1:0", count, lambda: "") as server:
+        assert len({get(server, "/metrics") for _ in range(20)}) == 1
+    assert reads == 1
+
+
+def test_prometheus_reads_the_metrics_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     value = 1.0
 
     def now() -> Iterator[Metric]:
@@ -39,6 +52,7 @@ def test_prometheus_reads_the_metrics_as_they_are() -> None:
             assert found["checkmate_thing"].samples[0].value == value
             assert found["checkmate_build_info"].samples[0].labels["version"]
             assert found["process_resident_memory_bytes"].samples[0].value > 1 << 20
+            monkeypatch.setattr(metrics, "_FRESH_SECONDS", 0.0)
         assert "# EOF" in get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
 
 

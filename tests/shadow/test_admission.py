@@ -260,7 +260,9 @@ def with_end(sock: socket.socket) -> None:
         return
 
 
-@pytest.mark.parametrize("sent", [b"neither TLS nor a greeting" * 100, b"\x16\x03\x01\x00\x04junk"])
+@pytest.mark.parametrize(
+    "sent", [b"neither TLS nor a greeting" * 100, b"\x16\x03\x01\x00\x04junk"], ids=["text", "junk"]
+)
 def test_a_stranger_leaves_bounded_lines(job: Job, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with Serving(job, 0), caplog.at_level(logging.INFO, "checkmate"):
         for number in range(40):
