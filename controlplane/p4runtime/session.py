@@ -219,13 +219,7 @@ class SwitchSession(SwitchConnection):
     async def packets(self) -> AsyncIterator[tuple[int, bytes]]:
         """Yield (ingress port, frame) of each packet-in, until the session ends with an exception."""
         while True:
-            self._open()
-            try:
-                message = await self._client.receive()
-            except P4ClientError as error:
-                raise self._failed("serving", error) from None
-            except RuntimeError as error:  # finsy's error for the regular end of the stream
-                raise SwitchUnreachable(f"{self._name} closed the session: {error}") from None
+            message = await self._receive("serving")
             if message.HasField("packet"):
                 packet = P4PacketIn.decode(message, self.codec.schema)
                 yield int(packet["ingress_port"]), packet.payload
@@ -236,14 +230,18 @@ class SwitchSession(SwitchConnection):
         """Yield who is primary, now and after each change. For a session that waits, without a candidacy."""
         yield await self.ask()
         while True:
-            try:
-                message = await self._client.receive()
-            except P4ClientError as error:
-                raise self._failed("waiting", error) from None
-            except RuntimeError as error:  # finsy's error for the regular end of the stream
-                raise SwitchUnreachable(f"{self._name} closed the session: {error}") from None
+            message = await self._receive("waiting")
             if message.HasField("arbitration"):
                 yield standing_of(message.arbitration)
+
+    async def _receive(self, what: str) -> p4r.StreamMessageResponse:
+        self._open()
+        try:
+            return await self._client.receive()
+        except P4ClientError as error:
+            raise self._failed(what, error) from None
+        except RuntimeError as error:  # finsy's error for the regular end of the stream
+            raise SwitchUnreachable(f"{self._name} closed the session: {error}") from None
 
     async def ask_again(self) -> None:
         """Ask who is primary again and again, for ever: BMv2's server does not tell of a new election id."""

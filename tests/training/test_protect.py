@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from checkmate.wire import layout as layouts
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import stream_layout
 from testbed.jobs import job_data
+from testbed.ports import free_port
 from tests.support.shadow.recording_node import RecordingNode
 from tests.support.training.lab import LabRun
 from tests.support.training.orders import ScriptOrders
@@ -70,14 +70,12 @@ def run_ranks(
     folder: Path, nodes: list[RecordingNode], *program: str, collective: str = "ring"
 ) -> list[tuple[int, str]]:
     """Run both ranks of a program to their end; return each one's status and errors."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     common = {
         **os.environ,
         "CHECKMATE_JOB": str(job_file(folder, nodes, collective=collective)),
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
     }

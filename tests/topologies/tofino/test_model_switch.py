@@ -16,6 +16,7 @@ import pytest
 
 from checkmate.job.files import read_jobs
 from p4src.tofino import CPU_PORT_NOTE
+from testbed.ports import free_port
 from tests.support.controlplane.tofino import write_compiled
 from tests.support.labs.live import alive
 from tests.support.waiting import wait_until
@@ -51,13 +52,6 @@ def script(sde: Path, name: str, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
-
-
-def free_ports(number: int) -> list[int]:
-    with socket.socket() as first, socket.socket() as second:
-        for one in (first, second):
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in (first, second)][:number]
 
 
 def test_its_files_and_commands(tmp_path: Path) -> None:
@@ -156,7 +150,7 @@ def test_it_ends_with_either_process(sde: Path, tmp_path: Path, name: str, statu
 def test_drivers_without_p4runtime_are_named(
     sde: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shell, p4runtime = free_ports(2)
+    shell, p4runtime = free_port(), free_port()
     script(sde, tofino_model.DRIVERS, LISTENS.format(ports=f"{shell},"))
     monkeypatch.setattr(tofino_model, "_SHELL_PORT", shell)
     monkeypatch.setattr(tofino_model, "_P4RUNTIME_SECONDS", 0.3)
