@@ -228,6 +228,7 @@ class ReconciledSwitch:
             if self.session is not None:
                 try:
                     await self.session.renew(self._candidacy())
+                    self.term = self.session.term
                 except SwitchUnreachable:
                     self._lost.set()
 

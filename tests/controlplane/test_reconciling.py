@@ -50,6 +50,9 @@ class FakeSession:
     async def ensure_pipeline(self, *, replace: bool = False) -> bool:
         return replace
 
+    async def renew(self, _: Candidacy) -> None:
+        self.term += 1
+
     async def read(self) -> Holdings:
         return self.held.copy()
 
@@ -131,6 +134,19 @@ def test_what_a_controller_remembers_is_old_once_another_one_has_served(opened: 
     switch.found = ElectionId(2, 0xA, 5)
     asyncio.run(controller.connect())
     assert not set(connected(8)) & set(switch.held.entries.values())
+
+
+def test_its_own_renewed_id_is_not_another_controllers(opened: Any) -> None:
+    controller, switch = opened(Holdings.of([*PLAN.holdings, *connected(8)]))
+
+    async def scenario() -> None:
+        await controller.connect()
+        await controller.renew()
+        switch.held, switch.found = Holdings(), ElectionId(switch.term, 0xA, 1)
+        await controller.connect()
+
+    asyncio.run(scenario())
+    assert set(connected(8)) <= set(switch.held.entries.values()), "it still knows its streams"
 
 
 def test_a_switch_that_never_is_as_it_should_be_is_an_error(opened: Any) -> None:
