@@ -65,7 +65,7 @@ class MetricsServer:
         parts = {"metrics": _Cached(registry), "not_ready": staticmethod(not_ready)}
         handler = type("Handler", (_Handler,), parts)
         try:
-            self._server = _Server(*_split(address), handler)
+            self._server = _Server(*host_and_port(address), handler)
         except OSError as error:
             raise MetricsError(f"--metrics {address}: {error.strerror or error}") from None
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -87,7 +87,8 @@ class MetricsServer:
         self._server.server_close()
 
 
-def _split(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the parts of HOST:PORT. Raise `MetricsError` if it is not that."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
         raise MetricsError(f"--metrics {address}: must be an address such as 127.0.0.1:9460")

@@ -20,8 +20,8 @@ from prometheus_client.metrics_core import (
 
 from controlplane.controller import SwitchController
 from controlplane.errors import ControlError
-from controlplane.serve import Fleet
-from controlplane.status import StreamStatus, SwitchStatus, read_status
+from controlplane.serve import Fleet, status_now
+from controlplane.status import StreamStatus, SwitchStatus
 
 READ_SECONDS: Final = 5.0
 FRESH_SECONDS: Final = 1.0
@@ -171,20 +171,13 @@ class Reading:
 
 
 async def _see(controller: SwitchController) -> SwitchSeen:
-    session, network, name = controller.session, controller.network, controller.switch.name
-    status = None
-    if session is not None and name in network.switches:
-        try:
-            status = await asyncio.wait_for(read_status(session, network, controller.held), READ_SECONDS)
-        except (ControlError, TimeoutError):
-            status = None  # `serve` logs it, and reconnects
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            status = None  # the session was closed under the read
+    session = controller.session
+    try:
+        status = await asyncio.wait_for(status_now(controller), READ_SECONDS)
+    except (ControlError, TimeoutError):
+        status = None
     return SwitchSeen(
-        name,
+        controller.switch.name,
         session.term if session is not None else None,
         status,
         dict(controller.refused),

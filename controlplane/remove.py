@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from checkmate.job.schema import Job
-from controlplane.election import Candidacy, new_controller
+from controlplane.election import Candidacy
 from controlplane.entities import (
     FIRST_JOB_GROUP,
     FLOOD_GROUP,
@@ -21,6 +21,7 @@ from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.reconciling import Reconciled
+from controlplane.serve import CONTROLLER
 
 _OF_BOUNDARIES = ("replication", "streams", "lost", "incarnations")
 _OF_HOSTS = ("sources", "guarded_addresses", "clients")
@@ -74,11 +75,10 @@ async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:
     network = Network(jobs)
     changes: list[tuple[SwitchSession, Holdings, Holdings]] = []
     done: list[Reconciled] = []
-    number = new_controller()
     async with AsyncExitStack() as stack:
         for name, switch in network.switches.items():
             session = await stack.enter_async_context(
-                SwitchSession(switch, Codec.for_switch(switch), candidacy=Candidacy(number))
+                SwitchSession(switch, Codec.for_switch(switch), candidacy=Candidacy(CONTROLLER))
             )
             await session.check_pipeline()
             held = await session.read()

@@ -17,6 +17,7 @@ from controlplane.election import Candidacy, before, jobs_digest, new_controller
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
 from controlplane.network import Network
 from controlplane.reconciling import Reconciled
+from controlplane.status import SwitchStatus, read_status
 
 POLL_SECONDS = 0.5
 AGAIN_SECONDS = 5.0
@@ -173,6 +174,22 @@ class Fleet:
         self._servers.clear()
         for controller in self.controllers.values():
             await controller.close()
+
+
+async def status_now(controller: SwitchController) -> SwitchStatus | None:
+    """Read the status of a controller's switch; `None` if it is away, or has no jobs any more."""
+    session, network = controller.session, controller.network
+    if session is None or controller.switch.name not in network.switches:
+        return None
+    try:
+        return await read_status(session, network, controller.held)
+    except SwitchUnreachable:
+        return None  # `serve` logs it, and reconnects
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return None  # the session was closed under the read
 
 
 def _same_switch(controller: SwitchController, network: Network) -> None:

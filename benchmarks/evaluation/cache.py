@@ -15,7 +15,7 @@ from benchmarks.evaluation.record import Record
 
 
 class Unusable(Exception):
-    """A file whose cells cannot stand beside new ones."""
+    """The evaluation cannot begin or go on; the message has the reason."""
 
 
 class Cache:

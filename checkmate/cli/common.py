@@ -62,13 +62,12 @@ class Declined(UsageFault):
 
 
 def metrics_ports(metrics: str | None) -> list[int]:
-    """Return the TCP port of `--metrics`, if there is one. Raise `UsageFault` if it is not HOST:PORT."""
+    """Return the TCP port of `--metrics`, if there is one. Raise `MetricsError` if it is not HOST:PORT."""
     if metrics is None:
         return []
-    host, _, port = metrics.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageFault(f"--metrics {metrics}: must be an address such as 127.0.0.1:9460")
-    return [int(port)]
+    from checkmate.metrics import host_and_port  # noqa: PLC0415 - an extra
+
+    return [host_and_port(metrics)[1]]
 
 
 def confirm(question: str, otherwise: str) -> None:

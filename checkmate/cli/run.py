@@ -39,9 +39,9 @@ from checkmate.privileges import keep_only, to_listen, to_read
 from checkmate.wording import counted
 from controlplane.controller import LOG
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
-from controlplane.serve import Fleet, follow
+from controlplane.serve import Fleet, follow, status_now
 from controlplane.standby import Standby
-from controlplane.status import SwitchStatus, read_status
+from controlplane.status import SwitchStatus
 from controlplane.tasks import until_first
 
 if TYPE_CHECKING:
@@ -217,18 +217,5 @@ def _picture(found: Sequence[SwitchStatus]) -> Group:
 
 
 async def _read(fleet: Fleet) -> list[SwitchStatus]:
-    found = []
-    task = asyncio.current_task()
-    for name, controller in list(fleet.controllers.items()):
-        session, network = controller.session, controller.network
-        if session is None or name not in network.switches:
-            continue
-        try:
-            found.append(await read_status(session, network, controller.held))
-        except SwitchUnreachable:
-            continue  # `serve` logs it, and reconnects
-        except asyncio.CancelledError:
-            if task is not None and task.cancelling():
-                raise
-            continue  # the session was closed under the read
-    return found
+    found = [await status_now(controller) for controller in list(fleet.controllers.values())]
+    return [status for status in found if status is not None]

@@ -86,9 +86,9 @@ def _tallied(tally: Tally, status: pb.NodeStatus, node: tuple[str, str]) -> Iter
         ("comparison_mismatches", "Steps after which a comparison differed.", tally.mismatches),
         ("seeds", "Messages of seeds that were loaded.", tally.seeds),
     ):
-        counted = CounterMetricFamily(f"checkmate_shadow_{name}", text, labels=_OF_NODE)
-        counted.add_metric(node, count)
-        yield counted
+        family = CounterMetricFamily(f"checkmate_shadow_{name}", text, labels=_OF_NODE)
+        family.add_metric(node, count)
+        yield family
 
 
 def not_ready(status: pb.NodeStatus) -> str:

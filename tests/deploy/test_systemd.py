@@ -14,15 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from checkmate.keys.access import INSECURE
 from checkmate.notify import notify, watchdog_seconds
 from checkmate.shadow.process import Serving
 from checkmate.shadow.view import follow
 from testbed.copies import local_job
-from testbed.jobs import job_data
-from tests.support.switch_process import softswitch
+from tests.support.switch_process import job_on, softswitch
 
 UNITS = sorted((Path(__file__).parents[2] / "deploy" / "systemd").glob("*.service"))
 
@@ -55,16 +53,14 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]
 
 def test_a_controller_tells_when_it_serves_and_that_it_is_alive(manager: Manager, tmp_path: Path) -> None:
     with softswitch("--no-p4") as switch:
-        data = job_data()
-        data["fabric"]["switches"][0] |= {"name": switch.name, "address": switch.address}
-        (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
+        job = str(job_on(switch, tmp_path))
         command = [
             sys.executable,
             "-m",
             "checkmate.cli.entry",
             "run",
             "--standby",
-            str(tmp_path / "job.yaml"),
+            job,
         ]
         asked = {"NOTIFY_SOCKET": manager.path, "WATCHDOG_USEC": "300000"}
         process = subprocess.Popen(command, env={**os.environ, INSECURE: "1", **asked})

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -21,7 +20,8 @@ from checkmate.shadow.process import Serving
 from testbed.copies import local_job
 from testbed.jobs import job_data
 from testbed.ports import free_port
-from tests.support.switch_process import softswitch
+from tests.support.switch_process import job_on, softswitch
+from tests.support.waiting import wait_until
 
 Samples = dict[tuple[str, str], float]
 
@@ -43,13 +43,6 @@ def readiness(port: int) -> str:
         return "nothing answers"
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @contextmanager
 def controller(job: Path, port: int, *options: str) -> Iterator[None]:
     command = [sys.executable, "-m", "checkmate.cli.entry", "run", "--no-view", str(job), *options]
@@ -67,15 +60,13 @@ def test_a_switch_and_its_controllers(tmp_path: Path) -> None:
     of_switch, first, second = free_port(), free_port(), free_port()
     with softswitch("--no-p4", "--metrics", f"127.0.0.1:{of_switch}") as switch:
         assert readiness(of_switch) == "503 no program is loaded"
-        data = job_data()
-        data["fabric"]["switches"][0] |= {"name": switch.name, "address": switch.address}
-        (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
-        with controller(tmp_path / "job.yaml", first, "--standby"):
-            until(lambda: readiness(first) == "ready")
+        job = job_on(switch, tmp_path)
+        with controller(job, first, "--standby"):
+            wait_until(lambda: readiness(first) == "ready")
             assert readiness(of_switch) == "ready"
             assert scraped(of_switch)["checkmate_softswitch_primaries", ""] == 1
-            with controller(tmp_path / "job.yaml", second, "--standby"):
-                until(lambda: readiness(second) == "503 standing by")
+            with controller(job, second, "--standby"):
+                wait_until(lambda: readiness(second) == "503 standing by")
                 served, waiting = scraped(first), scraped(second)
         assert served["checkmate_controller_primary", switch.name] == 1
         assert served["checkmate_controller_term", switch.name] == 1

@@ -11,12 +11,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 from checkmate.job.schema import Switch
+from testbed.jobs import job_data
 from testbed.jobs import switch as switch_data
 from testbed.ports import free_port
 
 LOOP = asyncio.new_event_loop()
 """One for all tests, because grpc.aio does not support several loops in one process well."""
+
+
+def job_on(switch: Switch, folder: Path) -> Path:
+    """Write a job file whose only switch is this one; return its path."""
+    data = job_data()
+    data["fabric"]["switches"][0] |= {"name": switch.name, "address": switch.address}
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
 
 
 @contextlib.contextmanager
