@@ -95,7 +95,10 @@ class ReconciledSwitch:
         return plan
 
     async def open(self, *, replace: bool = False) -> None:
-        """Open a session and read what the switch holds. Write nothing but a missing program."""
+        """Open a session and read what the switch holds. Write nothing but a missing program.
+
+        With `replace`, load the program in any case, and remember the streams that the old one had.
+        """
         self.check(self.network)
         async with AsyncExitStack() as opened:
             session = SwitchSession(self.switch, self.codec, candidacy=self._candidacy())
@@ -106,6 +109,8 @@ class ReconciledSwitch:
         if session.found is not None and session.found.term > self.term and self._memory is not None:
             # Another controller has served meanwhile: what this one remembers is old.
             self._memory, self._restoring = None, False
+        if self._memory is None and session.vacated is not None:
+            self._memory = SwitchMemory(session.vacated)  # the new program gets the connected streams
         self.session, self.term = session, session.term
 
     async def write(self, progress: Callable[[int, int], None] | None = None) -> Reconciled:

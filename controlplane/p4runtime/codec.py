@@ -20,7 +20,7 @@ from finsy import (
     P4TableMatch,
 )
 from finsy.p4entity import P4Replica
-from finsy.proto import p4r
+from finsy.proto import p4i, p4r
 
 from checkmate.job.schema import Switch
 from checkmate.job.tofino import chips
@@ -109,6 +109,10 @@ class Codec:
     def for_switch(cls, switch: Switch) -> Codec:
         """Return the codec of a switch's program."""
         return cls.for_target(switch.target, switch.p4runtime, switch.packet_port)
+
+    def of_program(self, p4info: p4i.P4Info) -> Codec:
+        """Return the codec of another program that the same server runs."""
+        return Codec(P4Schema(p4info), server=self._server)
 
     def pipeline_config(self) -> p4r.ForwardingPipelineConfig:
         """Return the message that loads the program; raise `NotCompiled` without the compiler's output."""

@@ -13,7 +13,7 @@ import grpc
 from finsy.grpcutil import GRPCStatusCode
 from finsy.p4client import P4ClientError
 from finsy.p4entity import P4PacketIn, P4PacketOut
-from finsy.proto import U128, p4r, p4r_grpc
+from finsy.proto import U128, p4i, p4r, p4r_grpc
 
 from checkmate.job.schema import Switch
 from checkmate.wording import counted
@@ -22,12 +22,13 @@ from controlplane.entities import Holdings, Update, batches
 from controlplane.errors import ControlError, SwitchUnreachable, Unsure, WriteRefused, WrongPipeline
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.connection import GONE, SwitchConnection, standing_of
+from controlplane.p4runtime.vacating import vacated
 
 BATCH = 250
 """Updates in a Write request. A refusal has 100 to 200 bytes of details for each update in gRPC's trailing
 metadata, and a client accepts at most 64 KB of those."""
 HEARTBEAT_SECONDS = 5.0
-ASK_SECONDS = 1.0
+ASK_SECONDS = 0.25
 LOAD_SECONDS = 120.0
 """Time for loading a program; finsy's default of ten seconds is too short."""
 
@@ -53,9 +54,13 @@ class SwitchSession(SwitchConnection):
         super().__init__(switch, candidacy=candidacy, timeout=timeout)
         self.codec = codec
         self._renewed = asyncio.Event()
+        self.vacated: Holdings | None = None
+        """What the switch held before another version of the program was loaded, if it had streams."""
 
     async def ensure_pipeline(self, *, replace: bool = False) -> bool:
         """Load our program if the switch runs none, or with `replace`.
+
+        If it replaces another version of ours, `vacated` is what the switch held.
 
         Returns:
             Whether it was loaded, so that the switch holds no entries.
@@ -79,12 +84,13 @@ class SwitchSession(SwitchConnection):
             action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
             config=self.codec.pipeline_config(),
         )
-        try:
-            await self._load(request)
-        except P4ClientError as error:
-            if error.code in (*GONE, GRPCStatusCode.PERMISSION_DENIED):
-                raise self._failed("loading the program", error) from None
-            raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
+        async with vacated(self, p4i.P4Info() if config is None else config.p4info):
+            try:
+                await self._load(request)
+            except P4ClientError as error:
+                if error.code in (*GONE, GRPCStatusCode.PERMISSION_DENIED):
+                    raise self._failed("loading the program", error) from None
+                raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
         return True
 
     async def _load(self, request: p4r.SetForwardingPipelineConfigRequest) -> None:

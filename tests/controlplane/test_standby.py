@@ -22,6 +22,7 @@ from checkmate.job.files import read_job
 from checkmate.job.schema import Job, Nic
 from checkmate.wire.schedule import nic_of
 from checkmate.wire.tag import Hello
+from controlplane.serve import POLL_SECONDS
 from tests.support.labs.live import LiveSwitch, live_switch, needs_root, targets
 from tests.support.p4.frames import TAG, Frame
 from topologies.crew import CHECKMATE, Crew, Member
@@ -190,6 +191,7 @@ def test_a_controller_that_is_killed_in_the_middle_of_a_batch_leaves_nothing_beh
             crew.kill(before)
             serves(crew, after)
             partial += 0 < written(after) < WHOLE
+            time.sleep(1.5 * POLL_SECONDS)  # it has seen the new file, so the next one has the same files
             last = stand_by(crew, next(names), folder)
             waits(crew, last)
             crew.kill(after)

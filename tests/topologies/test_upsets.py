@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.labs.live import needs_clang, needs_root
+from tests.support.labs.live import needs_bmv2, needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
-from topologies.crew import Crew, LabController, serving
+from topologies.crew import Crew, LabController, checkmate, serving
+from topologies.describe.job_files import Target
 from topologies.describe.topology import build
 from topologies.lab import Lab
 from topologies.traffic.orders import Load
@@ -32,14 +33,31 @@ def restart_switch(controller: LabController) -> None:
     lab.restart_switch("tor")
 
 
+def load_program(controller: LabController) -> None:
+    """Stop the controller, and start one that loads the program again, as for an upgrade."""
+    crew = controller.crew
+    controller.stop()
+    checkmate(crew, "run", "--load", "--once", crew.lab.job_file)
+    controller.restart()
+
+
 @pytest.fixture
-def lab(name: str) -> Iterator[Lab]:
-    with Lab(build("pair", _TOPOLOGY), name=name) as made:
+def lab(target: Target, name: str) -> Iterator[Lab]:
+    with Lab(build("pair", _TOPOLOGY), target, name=name) as made:
         yield made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("upset", [restart_controller, restart_switch])
+@pytest.mark.parametrize(
+    ("target", "upset"),
+    [
+        ("softswitch", restart_controller),
+        ("softswitch", restart_switch),
+        ("softswitch", load_program),
+        pytest.param("bmv2", restart_controller, marks=needs_bmv2),
+        pytest.param("bmv2", load_program, marks=needs_bmv2),
+    ],
+)
 def test_every_stream_is_complete(lab: Lab, upset: Callable[[LabController], None]) -> None:
     """The failure happens after a tenth of the bytes has been read."""
     happened = False
