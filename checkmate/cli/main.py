@@ -26,6 +26,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "shadow": "shadow",
     "consolidate": "consolidate",
     "reset": "reset",
+    "drain": "drain",
     "cost": "planning.cost",
     "profile": "planning.profile",
     "lab": "lab",

@@ -26,6 +26,7 @@ DOCUMENTS: Final = {
     "shadow": "nodes:ShadowLine",
     "consolidate": "nodes:ConsolidateDocument",
     "reset": "nodes:ResetDocument",
+    "drain": "nodes:DrainDocument",
     "cost": "planner:CostDocument",
     "profile": "planner:ProfileDocument",
     "lab-list": "base:LabListDocument",

@@ -26,6 +26,7 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
         "Parts": _SHADOW,
         "Settle": _TRAINER,
         "Reset": _TRAINER,
+        "Leave": _TRAINER,
         "Begin": _TRAINER,
         "Seed": _TRAINER,
         "Reserve": _READERS,

@@ -525,6 +525,53 @@ class ResetRequest(google.protobuf.message.Message):
 Global___ResetRequest: typing_extensions.TypeAlias = ResetRequest
 
 @typing.final
+class LeaveRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Step:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _StepEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[LeaveRequest._Step.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        ASK: LeaveRequest._Step.ValueType  # 0
+        """no longer count as a live holder, but go on to step; the node stays unless it is told to go"""
+        GO: LeaveRequest._Step.ValueType  # 1
+        """drop all holds, and begin none until the process is restarted"""
+        STAY: LeaveRequest._Step.ValueType  # 2
+        """count again"""
+
+    class Step(_Step, metaclass=_StepEnumTypeWrapper): ...
+    ASK: LeaveRequest.Step.ValueType  # 0
+    """no longer count as a live holder, but go on to step; the node stays unless it is told to go"""
+    GO: LeaveRequest.Step.ValueType  # 1
+    """drop all holds, and begin none until the process is restarted"""
+    STAY: LeaveRequest.Step.ValueType  # 2
+    """count again"""
+
+    JOB_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    protocol: builtins.int
+    step: Global___LeaveRequest.Step.ValueType
+    force: builtins.bool
+    """GO without ASK"""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        protocol: builtins.int = ...,
+        step: Global___LeaveRequest.Step.ValueType = ...,
+        force: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["force", b"force", "job", b"job", "protocol", b"protocol", "step", b"step"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LeaveRequest: typing_extensions.TypeAlias = LeaveRequest
+
+@typing.final
 class HoldStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -641,6 +688,7 @@ class NodeStatus(google.protobuf.message.Message):
     DISCARDED_FIELD_NUMBER: builtins.int
     TRAINERS_FIELD_NUMBER: builtins.int
     JOB_RANKS_FIELD_NUMBER: builtins.int
+    LEFT_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -667,6 +715,8 @@ class NodeStatus(google.protobuf.message.Message):
     """runs up to this generation were discarded by Reset, on this node and on all others"""
     trainers: builtins.int
     """connections for step records"""
+    left: builtins.bool
+    """an operator has drained it: it begins nothing until it is restarted"""
     @property
     def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HoldStatus]: ...
     @property
@@ -709,10 +759,11 @@ class NodeStatus(google.protobuf.message.Message):
         discarded: builtins.int = ...,
         trainers: builtins.int = ...,
         job_ranks: Global___JobRanks | None = ...,
+        left: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job_ranks", b"job_ranks"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "left", b"left", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus

@@ -64,6 +64,11 @@ class ShadowStub(object):
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.ResetRequest.SerializeToString,
                 response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
                 _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/checkmate.v1.Shadow/Leave',
+                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
+                _registered_method=True)
         self.Begin = channel.unary_unary(
                 '/checkmate.v1.Shadow/Begin',
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.BeginRequest.SerializeToString,
@@ -136,6 +141,13 @@ class ShadowServicer(object):
 
     def Reset(self, request, context):
         """Discard all runs up to a generation, for good: their state counts as absent, and they cannot begin again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Leave(self, request, context):
+        """An operator takes the node out of the job, in two steps (LeaveRequest).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,6 +226,11 @@ def add_ShadowServicer_to_server(servicer, server):
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
                     request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.ResetRequest.FromString,
+                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.LeaveRequest.FromString,
                     response_serializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.SerializeToString,
             ),
             'Begin': grpc.unary_unary_rpc_method_handler(
@@ -408,6 +425,33 @@ class Shadow(object):
             target,
             '/checkmate.v1.Shadow/Reset',
             checkmate_dot_rpc_dot_shadow__pb2.ResetRequest.SerializeToString,
+            checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/checkmate.v1.Shadow/Leave',
+            checkmate_dot_rpc_dot_shadow__pb2.LeaveRequest.SerializeToString,
             checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
             options,
             channel_credentials,

@@ -39,6 +39,8 @@ class ShadowStub:
     """Restart, step 2: step up to the target, then drop streams and gradients. Holds that cannot step to it are dropped."""
     Reset: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ResetRequest, checkmate.rpc.shadow_pb2.NodeStatus]
     """Discard all runs up to a generation, for good: their state counts as absent, and they cannot begin again."""
+    Leave: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.LeaveRequest, checkmate.rpc.shadow_pb2.NodeStatus]
+    """An operator takes the node out of the job, in two steps (LeaveRequest)."""
     Begin: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.BeginRequest, checkmate.rpc.shadow_pb2.BeginReply]
     """A DP group starts, or a node rejoins it: incarnation, layout, first iteration, keep or seed.
     Returns at once; `Status` reports when streams are connected and holds are seeded.
@@ -68,6 +70,8 @@ class ShadowAsyncStub(ShadowStub):
     """Restart, step 2: step up to the target, then drop streams and gradients. Holds that cannot step to it are dropped."""
     Reset: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ResetRequest, checkmate.rpc.shadow_pb2.NodeStatus]  # type: ignore[assignment]
     """Discard all runs up to a generation, for good: their state counts as absent, and they cannot begin again."""
+    Leave: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.LeaveRequest, checkmate.rpc.shadow_pb2.NodeStatus]  # type: ignore[assignment]
+    """An operator takes the node out of the job, in two steps (LeaveRequest)."""
     Begin: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.BeginRequest, checkmate.rpc.shadow_pb2.BeginReply]  # type: ignore[assignment]
     """A DP group starts, or a node rejoins it: incarnation, layout, first iteration, keep or seed.
     Returns at once; `Status` reports when streams are connected and holds are seeded.
@@ -130,6 +134,14 @@ class ShadowServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[checkmate.rpc.shadow_pb2.NodeStatus, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.NodeStatus]]:
         """Discard all runs up to a generation, for good: their state counts as absent, and they cannot begin again."""
+
+    @abc.abstractmethod
+    def Leave(
+        self,
+        request: checkmate.rpc.shadow_pb2.LeaveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[checkmate.rpc.shadow_pb2.NodeStatus, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.NodeStatus]]:
+        """An operator takes the node out of the job, in two steps (LeaveRequest)."""
 
     @abc.abstractmethod
     def Begin(

@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import (
 )
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.logic.leaving import LEFT
 from checkmate.shadow.logic.tally import Tally
 from checkmate.shadow.view import lag, state_of
 from checkmate.wording import counted
@@ -94,6 +95,8 @@ def _tallied(tally: Tally, status: pb.NodeStatus, node: tuple[str, str]) -> Iter
 def not_ready(status: pb.NodeStatus) -> str:
     """Return why the node cannot serve a restart, or ""."""
     missing = sum(hold.streams - hold.connected for hold in status.holds)
+    if status.left:
+        return LEFT
     if not status.holds:
         return "no training has begun"
     if missing:

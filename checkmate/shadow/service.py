@@ -20,7 +20,7 @@ from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
-from checkmate.shadow.calls import begin, fence, transfer
+from checkmate.shadow.calls import begin, fence, leave, transfer
 from checkmate.shadow.calls.begin import status
 from checkmate.shadow.guard import Guard, Handlers
 from checkmate.shadow.logic.group import CallRefused
@@ -39,7 +39,7 @@ _NAME: Final = "checkmate.v1.Shadow"
 _HEALTH: Final = "grpc.health.v1.Health"
 _RECOVERY: Final = (
     *("Status", "Fence", "Copy", "Parts", "Settle", "Begin", "Commit", "Check"),
-    *("Reserve", "Release", "Reset"),
+    *("Reserve", "Release", "Reset", "Leave"),
 )
 """Methods with workers of their own, so that transfers of state cannot delay them."""
 _SPARE: Final = 16
@@ -78,6 +78,9 @@ class ShadowService(rpc.ShadowServicer):
 
     def Reset(self, request: pb.ResetRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self._answer(context, lambda: fence.reset(self._node, request))
+
+    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        return self._answer(context, lambda: leave.leave(self._node, request))
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
         return self._answer(

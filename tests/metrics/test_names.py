@@ -65,6 +65,7 @@ def test_a_shadow_node_says_what_its_status_has() -> None:
     assert found[f"checkmate_shadow_socket_buffer_bytes,{node}"] == 77
     assert of_shadow.not_ready(NODE) == "not connected: 1 stream"
     assert of_shadow.not_ready(pb.NodeStatus(job="gpt")) == "no training has begun"
+    assert "drained" in of_shadow.not_ready(pb.NodeStatus(job="gpt", left=True))
 
 
 @pytest.mark.parametrize(

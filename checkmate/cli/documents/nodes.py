@@ -82,6 +82,22 @@ class ConsolidateDocument(Document):
     seconds: float
 
 
+class ShardPart(Part):
+    """A shard of a DP group."""
+
+    group: int
+    shard: int
+
+
+class DrainDocument(Document):
+    """`drain`: the shards of which the node had state."""
+
+    job: str
+    node: int
+    held: list[ShardPart]
+    forced: bool
+
+
 class ResetDocument(Document):
     """What `reset` discarded: the newest iteration, if there was any, and which nodes took part."""
 

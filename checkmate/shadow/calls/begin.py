@@ -35,6 +35,7 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
     layout = check_begin(node.job, request, shards, machine_memory.total())
     with node.moving() as state:
         start = start_of(request)
+        state.leaving.check_here()
         state.ended.check(request)
         old = state.groups.get(request.group)
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
@@ -118,7 +119,8 @@ def locked_status(node: Node) -> pb.NodeStatus:
         discarded=state.ended.discarded,
         trainers=node.trainers(),
         job_ranks=node.job_ranks,
-        holds=[hold_status(group, hold) for group, hold in holds],
+        holds=[hold_status(group, hold, counts=not state.leaving.undecided) for group, hold in holds],
+        left=state.leaving.left,
         torch=torch.__version__,
         capability=torch.backends.cpu.get_cpu_capability(),
         trouble=[*state.troubles, *dropped],
@@ -133,17 +135,18 @@ def locked_status(node: Node) -> pb.NodeStatus:
     )
 
 
-def hold_status(group: ShadowGroup, hold: HoldState) -> pb.HoldStatus:
-    """Return the status of a hold. The caller holds the node's lock."""
+def hold_status(group: ShadowGroup, hold: HoldState, *, counts: bool) -> pb.HoldStatus:
+    """Return the status of a hold on a node that `counts`. The caller holds the node's lock."""
     begin, lacks = group.begin, group.records.lacking(hold.stepped)
+    live = hold.live and counts
     return pb.HoldStatus(
         shard=pb.Shard(group=hold.plan.group, shard=hold.plan.shard),
         incarnation=begin.incarnation,
         stepped=hold.stepped,
         in_full=max(hold.in_full, hold.stepped) if hold.stepped >= hold.released else hold.stepped,
         seeded=hold.seeded,
-        live=hold.live,
-        offered=hold.live and not hold.doubtful and not lacks,
+        live=live,
+        offered=live and not hold.doubtful and not lacks,
         trouble=hold.trouble,
         streams=len(hold.plan.streams),
         connected=sum(stream.connected for stream in hold.streams),

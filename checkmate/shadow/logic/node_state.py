@@ -15,6 +15,7 @@ from checkmate.shadow.logic.commit import NEVER, Committee, Progress, behind_lin
 from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.group import ShadowGroup, Start, check_job, in_start, start_of
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped
+from checkmate.shadow.logic.leaving import LEFT, Leaving
 from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.logic.starts import EndedStarts
@@ -34,6 +35,7 @@ class NodeState:
         """The start of training of `committee`."""
         self.committee = self._new_committee(-1, b"", now)
         self.phase = Phase.OPEN
+        self.leaving = Leaving()
         self.ended = EndedStarts()
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable, with the end of each reservation."""
@@ -99,6 +101,7 @@ class NodeState:
     def drain(self) -> None:
         """Refuse known starts of training, and continue to commit recorded iterations."""
         self.phase = Phase.FENCED if self.fenced else max(self.phase, Phase.DRAINING)
+        self.stay("training restarts")
         for group in self.groups.values():
             self.ended.end(start_of(group.begin))
 
@@ -122,6 +125,19 @@ class NodeState:
         self.groups.clear()
         self.troubles.clear()
 
+    def leave(self) -> None:
+        """Drop all holds, for good: other nodes hold the shards, or the operator has forced it."""
+        self.leaving.go()
+        self._effects += [Close(hold) for _, hold in self.holds]
+        self.groups.clear()
+        self.troubles = [LEFT]
+        self._log(logging.WARNING, LEFT)
+
+    def stay(self, why: str) -> None:
+        """Count as a live holder again, if the node is about to leave."""
+        if self.leaving.stay():
+            self._log(logging.WARNING, f"it was asked to leave, and stays: {why}")
+
     def refresh(self, now: float) -> None:
         """Update which iterations are complete and which holds are live, and decide on that basis.
 
@@ -136,7 +152,8 @@ class NodeState:
                 if not self.fenced and hold.may_go_live(self.committee.committed):
                     hold.go_live(now)
                     self._log(logging.INFO, f"{hold}: live {at_iteration(hold.stepped)}")
-            if hold.live and (self.fenced or not hold.settled):  # a settled one waits for its group's Begin
+            counts = not self.leaving.undecided and (self.fenced or not hold.settled)
+            if hold.live and counts:  # a settled one waits for its group's Begin
                 live.append(hold)
             elif hold.seeded and not (hold.doubtful or hold.settled):
                 kept.append((hold.shard, hold.stepped))
@@ -226,6 +243,8 @@ class NodeState:
         for iteration, ends in list(self.reserved.items()):
             for _ in [end for end in ends if end < now]:
                 self.release(iteration)
+        if self.leaving.expired(now):
+            self.stay("nobody has told it to go")
         self.forget()
         self._patience.measure((stream for _, hold in self.holds for stream in hold.streams), now)
         for group, hold in self.holds:

@@ -92,7 +92,7 @@ class SimulatedNode:
 
     def status(self) -> pb.NodeStatus:
         answer = pb.NodeStatus(node=self.number)
-        answer.holds.extend(hold_status(self.state.groups[0], hold) for hold in self.holds)
+        answer.holds.extend(hold_status(self.state.groups[0], hold, counts=True) for hold in self.holds)
         return answer
 
 

@@ -109,6 +109,9 @@ class RecordingNode(rpc.ShadowServicer):
         )
         return current(self.status)
 
+    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        raise NotImplementedError
+
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return pb.ReserveReply(granted=False)
 

@@ -1,0 +1,133 @@
+"""`checkmate drain`: takes a shadow node out of its job once other nodes hold its shards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from checkmate.job.schema import Job
+from checkmate.nodes.standing import (
+    Answers,
+    Shard,
+    beginning_of,
+    counted_holds,
+    name,
+    newest_beginnings,
+    node_name,
+)
+from checkmate.nodes.stubs import Stubs
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
+
+Step = pb.LeaveRequest.Step
+
+_AGAIN_SECONDS: Final = 0.5
+
+
+class NotDrained(RuntimeError):
+    """The node goes on. The message has the reason, and what would help."""
+
+    exit_code = 1
+
+
+class NodeAway(NotDrained):
+    """The node does not answer."""
+
+    exit_code = 3
+
+
+def only_here(answers: Answers, node: int) -> list[Shard]:
+    """Return the shards of which a node has state of the newest start of training, and no other live one has.
+
+    A live holder that is not offered, because it is doubtful or lacks buffers, does not count.
+    """
+    counted = counted_holds(answers)
+    newest = newest_beginnings(hold for _, hold in counted)
+    present = [(holder, hold) for holder, hold in counted if beginning_of(hold) in newest]
+    shards = {(holder, (hold.shard.group, hold.shard.shard)): hold for holder, hold in present}
+    here = {shard for (holder, shard), hold in shards.items() if holder == node and hold.seeded}
+    others = {shard for (holder, shard), hold in shards.items() if holder != node and hold.offered}
+    return sorted(here - others)
+
+
+def held(answer: pb.NodeStatus) -> list[Shard]:
+    """Return the shards of which a node has state."""
+    return sorted((hold.shard.group, hold.shard.shard) for hold in answer.holds if hold.seeded)
+
+
+def drain(
+    job: Job,
+    stubs: Stubs,
+    node: int,
+    seconds: float,
+    *,
+    force: bool = False,
+    waits: Callable[[str], None] = lambda why: None,
+) -> list[Shard]:
+    """Have a node leave its job until it is restarted. Return the shards of which it had state.
+
+    Args:
+        job: The job.
+        stubs: Stubs of its nodes, with keys of role trainer.
+        node: The node's id.
+        seconds: How long to wait for other live holders of its shards.
+        force: Whether it leaves even if it has the only state of a shard.
+        waits: Called with the reason while it waits.
+
+    Raises:
+        NotDrained: It has the only state of a shard, or training restarts. It goes on as before.
+        NodeAway: It does not answer.
+    """
+    if force:
+        before = _own(job, node, _status(job, stubs))
+        _leave(job, stubs, node, Step.GO, force=True)
+        return held(before)
+    deadline = time.monotonic() + seconds
+    while True:
+        answers = _status(job, stubs)
+        before = _own(job, node, answers)
+        if before.left:
+            return []
+        if not (alone := only_here(answers, node)):
+            break
+        why = _without(job, node, alone)
+        if time.monotonic() > deadline:
+            raise NotDrained(why)
+        waits(why)
+        time.sleep(_AGAIN_SECONDS)
+    asked = _leave(job, stubs, node, Step.ASK)
+    # Others may have been asked at the same time: who sees that the other one counts no longer, stays.
+    if alone := only_here({**_status(job, stubs), node: asked}, node):
+        _leave(job, stubs, node, Step.STAY)
+        raise NotDrained(_without(job, node, alone))
+    _leave(job, stubs, node, Step.GO)
+    return held(before)
+
+
+def _status(job: Job, stubs: Stubs) -> Answers:
+    request = pb.StatusRequest(job=job.job, protocol=PROTOCOL)
+    return stubs.ask([node.id for node in job.shadow_nodes], lambda stub: stub.Status, request)
+
+
+def _own(job: Job, node: int, answers: Answers) -> pb.NodeStatus:
+    said = answers[node]
+    if isinstance(said, str):
+        raise NodeAway(f"{node_name(job, node)}: {said}")
+    return said
+
+
+def _leave(
+    job: Job, stubs: Stubs, node: int, step: pb.LeaveRequest.Step.ValueType, *, force: bool = False
+) -> pb.NodeStatus:
+    request = pb.LeaveRequest(job=job.job, protocol=PROTOCOL, step=step, force=force)
+    said = stubs.ask([node], lambda stub: stub.Leave, request)[node]
+    if isinstance(said, str):
+        raise NotDrained(f"{node_name(job, node)}: {said}")
+    return said
+
+
+def _without(job: Job, node: int, alone: list[Shard]) -> str:
+    shards = ", ".join(name(shard) for shard in alone)
+    more = "replicas: 2 prevents this" if job.replicas == 1 else "wait until another holder is live"
+    return f"{node_name(job, node)} has the only live state of {shards}; {more}"

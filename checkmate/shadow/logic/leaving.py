@@ -1,0 +1,52 @@
+"""How a node leaves its job when an operator asks for it (`checkmate drain`). Pure.
+
+Two holders of a shard could be asked at the same moment. So a node leaves in two steps: first it no longer
+counts as a live holder, which everybody sees; then it goes, if another holder still counted after that. In
+between it goes on to step, so it can stay.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from checkmate.shadow.logic.group import CallRefused
+
+UNDECIDED_SECONDS: Final = 10.0
+"""How long a node waits between the steps, before it stays."""
+
+LEFT: Final = "it was drained, and holds nothing until it is restarted"
+
+
+class Leaving:
+    """Whether a node stays, is about to leave, or has left."""
+
+    def __init__(self) -> None:
+        self.left = False
+        self._until: float | None = None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the node is about to leave, and does not count as a live holder."""
+        return self._until is not None
+
+    def ask(self, now: float) -> None:
+        """Take the first step, or repeat it."""
+        self._until = now + UNDECIDED_SECONDS
+
+    def stay(self) -> bool:
+        """Take the first step back. Return whether there was one."""
+        asked, self._until = self.undecided, None
+        return asked
+
+    def expired(self, now: float) -> bool:
+        """Return whether the second step has not come in time."""
+        return self._until is not None and now > self._until
+
+    def go(self) -> None:
+        """Take the second step, for good."""
+        self._until, self.left = None, True
+
+    def check_here(self) -> None:
+        """Raise `CallRefused` if the node has left."""
+        if self.left:
+            raise CallRefused(LEFT, precondition=True)
