@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Final
 
-_TENSORS: Final = frozenset({"google", "grpc", "numpy", "torch"})
+_TENSORS: Final = frozenset({"google", "grpc", "numpy", "torch", "xxhash"})
 _SWITCH: Final = frozenset({"finsy", "google", "grpc", "numpy"})
 _PLAN: Final = frozenset({"matplotlib", "numpy"})
 _METRICS: Final = frozenset({"prometheus_client"})

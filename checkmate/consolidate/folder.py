@@ -1,4 +1,4 @@
-"""Reads a folder of PyTorch Distributed Checkpoint without running what is in it.
+"""Writes a folder of PyTorch Distributed Checkpoint, and reads it without running what is in it.
 
 PyTorch unpickles the folder's index and its values that are not tensors, which may run code. Here the index
 is read with the few classes that PyTorch itself writes there, and values as tensors and plain values only.
@@ -9,20 +9,29 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint import default_planner, filesystem, planner_helpers, state_dict_loader
+from torch.distributed.checkpoint import (
+    default_planner,
+    filesystem,
+    planner_helpers,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from checkmate import state
+from checkmate.consolidate import unfinished
 from checkmate.consolidate.chunks import Box, Select, everything
 
-INDEX: Final = ".metadata"
 INDEX_MAX: Final = 256 << 20
 """Bytes of an index."""
 
@@ -170,25 +179,45 @@ class _Planner(default_planner._EmptyStateDictLoadPlanner):
         set_element(self.original_state_dict, mapping, state.loads(value.getvalue()))
 
 
+def write(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write a checkpoint into an empty folder. Raise `OSError` or `RuntimeError` if that fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the missing process group
+        writer = filesystem.FileSystemWriter(path, sync_files=True)
+        _unwrapped(lambda: state_dict_saver.save(dict(checkpoint), storage_writer=writer, no_dist=True))
+
+
+def _unwrapped(do: Callable[[], object]) -> None:
+    """Raise the exception that DCP has wrapped in its own, which is not one that callers expect."""
+    try:
+        do()
+        return
+    except CheckpointException as error:
+        inner, _ = next(iter(error.failures.values()))
+    # Raised here, it keeps its own context, which may have the reason.
+    raise inner if isinstance(inner, OSError | RuntimeError | ValueError) else RuntimeError(inner)
+
+
 def read(folder: Path, keys: set[str] | None = None, select: Select = everything) -> dict[str, Any]:
     """Return all or some values of a folder, like PyTorch's `dcp_to_torch_save`; of tensors what is selected.
 
     Raises:
         FolderError: Its index is not one that PyTorch writes, or does not fit its files.
         StateError: A value is not plain.
-        CheckpointException: PyTorch can't read it.
         OSError: A file can't be read.
+        RuntimeError: PyTorch can't read it.
     """
     found: dict[str, Any] = {}
     planner = _Planner(keys, select)
     reader = _Reader(folder, read_index(folder))
-    state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
+    load = partial(state_dict_loader._load_state_dict, storage_reader=reader, planner=planner, no_dist=True)
+    _unwrapped(lambda: load(found))
     return found
 
 
 def read_index(folder: Path) -> meta.Metadata:
     """Return a folder's index. Raise `FolderError` if it is not one that PyTorch writes, or lies."""
-    path = folder / INDEX
+    path = folder / unfinished.INDEX
     if not path.is_file():  # a pipe would be waited for
         raise FolderError("its index is missing, or not a file")
     if path.stat().st_size > INDEX_MAX:

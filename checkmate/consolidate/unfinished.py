@@ -17,6 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+INDEX: Final = ".metadata"
+"""The file of a folder of PyTorch Distributed Checkpoint that is written last."""
+
 _PREFIX: Final = ".unfinished-"
 _REMOVED: Final = ".removed-"
 _LOCK: Final = "writer"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 """The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older.
 
 Version 1 had no `Reset`, layouts of version 2 no slicing, and those of version 3 no chunks, no
-shares and no types of gradients. Version 4 did not tell meshes apart.
+shares and no types of gradients. Version 4 did not tell meshes apart, and in
+version 5 seeds had another checksum.
 """
 
 

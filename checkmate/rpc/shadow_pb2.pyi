@@ -153,7 +153,7 @@ class Seeds(google.protobuf.message.Message):
     PIECE_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     checksum: builtins.bytes
-    """last: BLAKE2b, 16 bytes, over the header and all pieces, in order"""
+    """last: XXH3, 16 bytes, over the header and all pieces, in order"""
     @property
     def header(self) -> Global___SeedHeader: ...
     @property

@@ -6,7 +6,6 @@ from checkmate.state.seeds import (
     Checksum,
     SeedReader,
     to_number,
-    to_pieces,
     to_seeds,
 )
 from checkmate.state.tensors import (
@@ -47,6 +46,5 @@ __all__ = [
     "name_frozen",
     "to_held",
     "to_number",
-    "to_pieces",
     "to_seeds",
 ]

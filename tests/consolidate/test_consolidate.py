@@ -219,7 +219,7 @@ def spoil_header(messages: list[pb.Seeds], **changes: Any) -> None:
             setattr(header, name, value)
     checksum = state.Checksum(header)
     for message in messages[1:-1]:
-        checksum.add(message.piece)
+        checksum.add(message.piece, message.piece.tensor.data)
     messages[-1].checksum = checksum.digest()
 
 

@@ -29,7 +29,6 @@ from checkmate.state import (
     load_generators,
     loads,
     name_frozen,
-    to_pieces,
     to_seeds,
 )
 from checkmate.training.record.capture import capture_generators, install_generators
@@ -125,7 +124,8 @@ def test_a_message_that_is_lost_doubled_moved_or_changed_is_noticed(
 
 def test_pieces_are_small_and_in_order() -> None:
     tensor = torch.arange(PIECE_BYTES // 4 * 3 + 5, dtype=torch.float32)
-    pieces = list(to_pieces(3, tensor, {"step": torch.tensor(4.0), "momentum_buffer": None, "n": 2}))
+    states: dict[str, object] = {"step": torch.tensor(4.0), "momentum_buffer": None, "n": 2}
+    pieces = [message.piece for message in send({3: (tensor, states)})[1:-1]]
     assert [len(p.tensor.data) for p in pieces[:4]] == [PIECE_BYTES] * 3 + [20]
     assert [p.tensor.offset for p in pieces[:4]] == [0, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES]
     assert [p.state for p in pieces[4:]] == ["step", "momentum_buffer", "n"]
@@ -172,9 +172,9 @@ def test_a_stranger_is_refused() -> None:
 
 def test_what_can_not_be_sent_is_named() -> None:
     with pytest.raises(StateError, match="history of the optimizer state is neither"):
-        list(to_pieces(0, torch.zeros(1), {"history": [1, 2]}))
+        send({0: (torch.zeros(1), {"history": [1, 2]})})
     with pytest.raises(StateError, match="complex64"):
-        list(to_pieces(0, torch.zeros(1, dtype=torch.complex64), {}))
+        send({0: (torch.zeros(1, dtype=torch.complex64), {})})
 
 
 PLAIN = st.recursive(
