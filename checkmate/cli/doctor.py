@@ -43,7 +43,12 @@ def doctor(
     ] = None,
     role: Annotated[
         str | None,
-        typer.Option("--role", help="trainer, shadow or controller.", show_default="guessed by addresses"),
+        typer.Option(
+            "--role",
+            help="trainer, shadow or controller.",
+            show_default="guessed by addresses",
+            autocompletion=lambda: [str(one) for one in ROLES],
+        ),
     ] = None,
     number: Annotated[
         int | None, typer.Option("--id", help="Which shadow node, or with --role trainer which rank.")

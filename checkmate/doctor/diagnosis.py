@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from checkmate.doctor import host_checks, network_checks, peers, trying
+from checkmate.doctor import clocks, host_checks, network_checks, peers, trying
 from checkmate.doctor.facts import Facts
-from checkmate.doctor.findings import Finding, has_failed, of_message, skipped
+from checkmate.doctor.findings import Finding, failed, has_failed, of_message, skipped
 from checkmate.doctor.reading import is_here, read
 from checkmate.doctor.subjects import Subject
+from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job, Rank, ShadowNode
 from checkmate.keys.access import insecure_everywhere
 from checkmate.keys.errors import KeysError
@@ -58,6 +60,10 @@ def diagnose(subject: Subject, file: Path | None, *, insecure: bool = False) -> 
         file: the job file, if there is one.
         insecure: whether the role's process uses no keys.
     """
+    if sys.platform != "linux":
+        return Diagnosis(
+            subject, (failed("kernel", f"{sys.platform} is not Linux", "use Linux 5.10 or newer"),)
+        )
     facts = read(str(nic.ip) for nic in subject.nics)
     found = [trying.libraries(subject.role), *_host(subject, facts)]
     if subject.job is None or file is None:
@@ -66,7 +72,7 @@ def diagnose(subject: Subject, file: Path | None, *, insecure: bool = False) -> 
     keys = _keys(subject, now, insecure=insecure or insecure_everywhere())
     found += [*network_checks.interfaces(subject, facts), *keys.findings]
     if subject.role is Role.CONTROLLER:
-        found += [*trying.tls_files(file, subject.job, now), *_switches(subject.job)]
+        found += [*trying.tls_files(file, subject.job, now), _clocks(subject), *_switches(subject.job)]
     else:
         found += [*trying.routes(subject), *_others(subject, facts, keys)]
     return Diagnosis(subject, tuple(found))
@@ -147,6 +153,14 @@ def _keys(subject: Subject, now: dt.datetime, *, insecure: bool) -> Keys:
     return Keys((found,), trying.role_keys(subject), True)
 
 
+def _clocks(subject: Subject) -> Finding:
+    """Compare the clock with those of the job's shadow nodes, but this one."""
+    assert subject.job is not None
+    nodes = [node for node in subject.job.shadow_nodes if node != subject.node]
+    hosts = list(dict.fromkeys(split_address(node.mgmt)[0] for node in nodes))
+    return clocks.compared(subject.role, hosts, clocks.differences(hosts))
+
+
 def _switches(job: Job) -> Iterator[Finding]:
     if find_spec("finsy") is None:
         yield skipped("switches", "not asked without the extra switch")
@@ -168,6 +182,7 @@ def _others(subject: Subject, facts: Facts, keys: Keys) -> Iterator[Finding]:
         here = [host for host in subject.mgmt if is_here(host)]
         yield network_checks.own_ports(subject, facts, here, runs=runs)
         yield trying.source_addresses(subject)
+        yield _clocks(subject)
     if not (keys.usable and installed):
         yield skipped("shadow nodes", f"not asked without {'keys' if installed else 'the libraries'}")
         return

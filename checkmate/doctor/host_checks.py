@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
+from checkmate.doctor.clocks import DIFFER
 from checkmate.doctor.facts import Facts
 from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
 from checkmate.keys.roles import Role
@@ -16,8 +17,6 @@ from checkmate.wording import counted, size
 KERNEL_LEAST: Final = (5, 10)
 _MEMLOCK_UNTIL: Final = (5, 11)
 """Before this kernel, maps of BPF count against RLIMIT_MEMLOCK."""
-_CLOCKS_DIFFER: Final = 60
-"""Seconds by which the clocks of a shadow node and the controller must not differ."""
 _SPARE_FILES: Final = 200
 """Open files of a shadow node beside its streams and step records: calls, keys, libraries."""
 
@@ -105,11 +104,12 @@ def windows(role: Role, facts: Facts) -> Finding:
 
 
 def clock(role: Role, facts: Facts) -> Finding:
-    """Check what the kernel knows about its clock. Nothing that other hosts answer has a time."""
+    """Check what the kernel knows about its clock; `clocks` compares it with others."""
     if role is Role.TRAINER:
         return skipped("clock", "trainers need it for the dates of certificates only")
-    other = "shadow nodes" if role is Role.CONTROLLER else "the controller"
-    told = f"that of {other} must not differ by {_CLOCKS_DIFFER} s, and was not asked"
+    told = f"shadow nodes' must not differ by {DIFFER:g} s"
+    if role is Role.SHADOW:
+        told = f"the controller's must not differ by {DIFFER:g} s, and the job file does not name its host"
     if facts.clock is None:
         return warning("clock", f"the kernel does not tell whether it is synchronised; {told}", _COMPARE)
     if not facts.clock.synchronised:

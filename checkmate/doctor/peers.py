@@ -90,7 +90,7 @@ def _versions(job: Job, answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:
         return [skipped("versions", "nobody answered whose version could be compared")]
     for node, said in answers.items():
         if said.job_ranks.groups and (found := difference(said.job_ranks, job_ranks(job))):
-            told = f"shadow node {node} has a job file with {found[0]}, this host with {found[1]}"
+            told = f"shadow node {node} has a job file with {shortened(found[0])}, this host with {found[1]}"
             return [failed("versions", told, "copy the same job file to all hosts, and start nodes again")]
     try:
         own = metadata.version("torch")

@@ -42,6 +42,7 @@ def test_each_host_of_a_lab_is_able_and_asking_leaves_no_trace(name: str) -> Non
         assert outcomes(before["rank0"], "shadow nodes") == ["warning"]
         assert outcomes(before["shadow0"], "ARP") == outcomes(before["shadow0"], "routes") == ["ok"]
         assert outcomes(before[CONTROLLER], "switch tor") == ["ok"]
+        assert outcomes(before[CONTROLLER], "clocks of nodes") == ["ok"]
         with serving(crew) as control:
             serve: list[str | Path] = [*CHECKMATE, "shadow", lab.job_file, "--id", "0", "--no-view"]
             node = crew.start("node", "shadow0", serve)
