@@ -74,7 +74,7 @@ def diagnose(subject: Subject, file: Path | None, *, insecure: bool = False) -> 
     if subject.role is Role.CONTROLLER:
         found += [*trying.tls_files(file, subject.job, now), _clocks(subject), *_switches(subject.job)]
     else:
-        found += [*trying.routes(subject), *_others(subject, facts, keys)]
+        found += [*trying.routes(subject, facts), *_others(subject, facts, keys)]
     return Diagnosis(subject, tuple(found))
 
 
@@ -126,7 +126,7 @@ def _host(subject: Subject, facts: Facts) -> Iterator[Finding]:
         yield group
         yield skipped("BPF", "not tried without a cgroup") if group.bad else trying.tagger(facts)
     if role is Role.SHADOW:
-        yield trying.receive_buffers(RECEIVE_BUFFER)
+        yield trying.receive_buffers(facts, RECEIVE_BUFFER)
         buffers = _EXAMPLE_BUFFERS if subject.job is None else trying.streams_of(subject) + 1
         yield trying.tcp_memory(buffers, RECEIVE_BUFFER)
         yield from _capacity(subject, facts, RECEIVE_BUFFER)
@@ -181,7 +181,7 @@ def _others(subject: Subject, facts: Facts, keys: Keys) -> Iterator[Finding]:
         runs = not isinstance(answers.get(subject.node.id, ""), str)
         here = [host for host in subject.mgmt if is_here(host)]
         yield network_checks.own_ports(subject, facts, here, runs=runs)
-        yield trying.source_addresses(subject)
+        yield trying.source_addresses(subject, here)
         yield _clocks(subject)
     if not (keys.usable and installed):
         yield skipped("shadow nodes", f"not asked without {'keys' if installed else 'the libraries'}")

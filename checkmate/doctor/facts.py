@@ -11,6 +11,15 @@ from checkmate.privileges import Capability
 Address = IPv4Address | IPv6Address
 
 
+def is_numeric(host: str) -> bool:
+    """Return whether a host is an IP address, and not a name."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class NicFacts:
     """An interface as the kernel reports it. `mtu`: in bytes."""

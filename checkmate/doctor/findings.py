@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,7 +65,7 @@ def has_failed(findings: Iterable[Finding]) -> bool:
 def of_message(check: str, message: str, remedy: str) -> Finding:
     """Return the failure that an error's message tells.
 
-    Messages have their remedy after a semicolon. `remedy` stands in for it.
+    Messages have their remedy after a semicolon, or a colon and "run". `remedy` stands in for it.
     """
-    detail, _, told = message.partition("; ")
-    return failed(check, detail, told or remedy)
+    detail, *told = re.split(r"; |: (?=run )", message, maxsplit=1)
+    return failed(check, detail, *(told or [remedy]))

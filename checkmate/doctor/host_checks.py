@@ -45,12 +45,12 @@ def capabilities(role: Role, held: Collection[Capability], *, tags: bool, ports:
     needed = {Capability.NET_ADMIN: "for its receive buffers"} if role is Role.SHADOW else {}
     if role is Role.SHADOW and any(port < 1024 for port in ports):
         needed[Capability.NET_BIND_SERVICE] = "for its port below 1024"
-    missing = [f"CAP_{one.name}, {why}," for one, why in needed.items() if one not in held]
+    missing = [f"CAP_{one.name} ({why})" for one, why in needed.items() if one not in held]
     if role is Role.TRAINER:
         missing = libbpf.lacking(held)
     if missing:
         remedy = libbpf.REMEDY if role is Role.TRAINER else "run it as root, or give it these capabilities"
-        return failed("capabilities", f"{' and '.join(missing)} missing", remedy)
+        return failed("capabilities", f"{', '.join(missing)} missing", remedy)
     names = [f"CAP_{one.name}" for one in (libbpf.NEEDED if role is Role.TRAINER else needed)]
     return ok("capabilities", f"has {', '.join(names)}")
 

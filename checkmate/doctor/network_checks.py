@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
-from checkmate.doctor.facts import Facts, NicFacts
+from checkmate.doctor.facts import Facts, NicFacts, is_numeric
 from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
 from checkmate.doctor.subjects import Subject
 from checkmate.job.schema import Host
@@ -160,16 +160,12 @@ def own_ports(subject: Subject, facts: Facts, here: Collection[str], *, runs: bo
     named = " and ".join(f"{host}:{port}" for host, port in subject.listens)
     if runs:
         return ok("ports", f"{named}: shadow node {subject.node.id} runs")
-    numeric = [(host, port) for host, port in subject.listens if _is_numeric(host)]
+    numeric = [(host, port) for host, port in subject.listens if is_numeric(host)]
     taken = [f"{host}:{port}" for host, port in numeric if facts.listens(host, port)]
     if taken:
         remedy = f"right if shadow node {subject.node.id} runs; else end what uses it: `ss -ltnp`"
         return warning("ports", f"{' and '.join(taken)} in use", remedy)
     return ok("ports", f"{named} free")
-
-
-def _is_numeric(host: str) -> bool:
-    return ":" in host or host.replace(".", "").isdecimal()
 
 
 def _range(text: str) -> tuple[int, int]:

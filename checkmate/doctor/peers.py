@@ -79,7 +79,8 @@ def _silence(node: ShadowNode, why: str) -> Finding:
     told = f"shadow node {node.id} ({node.mgmt}) {shortened(why)}"
     if why.startswith(_AWAY):
         return warning("shadow nodes", told, _START)
-    return of_message("shadow nodes", told, "give both sides the keys of the same job, or --insecure")
+    remedy = "see what listens there, and whether both sides have keys of the same job"
+    return of_message("shadow nodes", told, remedy)
 
 
 def _versions(job: Job, answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from checkmate.doctor.facts import Facts
+from checkmate.doctor.facts import Facts, is_numeric
 from checkmate.doctor.findings import Finding, failed, of_message, ok, skipped, warning
 from checkmate.doctor.reading import leads_from, source_to
 from checkmate.doctor.subjects import Subject
@@ -21,6 +21,7 @@ from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import RoleKeys, read_keys
 from checkmate.keys.plans import RENEWED_BEFORE
 from checkmate.keys.roles import Role, role_folder
+from checkmate.privileges import Capability
 from checkmate.shadow.receive.connect import StreamError, check_host, tcp_memory_shortfall
 from checkmate.shadow.receive.plans import hold_plans
 from checkmate.tagger import Tagger, TaggerUnavailable, libbpf
@@ -47,7 +48,7 @@ def cgroup() -> Finding:
         os.close(open_own_cgroup())
     except TaggerUnavailable as error:
         return failed("cgroup v2", error.missing, error.remedy)
-    return ok("cgroup v2", "found")
+    return ok("cgroup v2", "this process's can be opened")
 
 
 def tagger(facts: Facts) -> Finding:
@@ -61,8 +62,10 @@ def tagger(facts: Facts) -> Finding:
         return failed("BPF", error.missing, error.remedy)
 
 
-def receive_buffers(receive_buffer: int) -> Finding:
+def receive_buffers(facts: Facts, receive_buffer: int) -> Finding:
     """Set the receive buffer of a stream, in bytes, as a shadow node does."""
+    if Capability.NET_ADMIN not in facts.capabilities:
+        return skipped("receive buffers", "not tried without CAP_NET_ADMIN")
     try:
         check_host(["0.0.0.0"], receive_buffer)
     except StreamError as error:
@@ -124,18 +127,9 @@ def tls_files(file: Path, job: Job, now: dt.datetime) -> Iterator[Finding]:
         yield ok("TLS files", "those of the switches can be used")
 
 
-def routes(subject: Subject) -> Iterator[Finding]:
+def routes(subject: Subject, facts: Facts) -> Iterator[Finding]:
     """Check that the kernel has routes where the subject will send on the training network. Send nothing."""
-    assert subject.job is not None
-    pairs: list[tuple[str, str, str]] = []
-    if subject.node is not None:
-        for hold in hold_plans(subject.job, subject.node.id):
-            pairs += [(one.nic_ip, one.stub[0], "the stub") for one in hold.streams]
-    for group in subject.job.dp_groups:
-        for place, rank in enumerate(group.ranks):
-            if rank in subject.ranks:
-                after = group.ranks[(place + 1) % len(group.ranks)]
-                pairs.append((str(rank.ip), str(after.ip), after.named))
+    pairs = [pair for pair in dict.fromkeys(_ways(subject)) if facts.nics.get(pair[0]) is not None]
     missing = [
         (source, to, what, why)
         for source, to, what in dict.fromkeys(pairs)
@@ -144,22 +138,43 @@ def routes(subject: Subject) -> Iterator[Finding]:
     for source, to, what, why in missing:
         remedy = f"give {source} a netmask with {to} in it, or `ip route add {to}/32 dev ...`"
         yield failed("routes", f"none from {source} to {what} at {to} ({why})", remedy)
-    if pairs and not missing:
+    if not pairs:
+        yield skipped("routes", "this host has no address of the training network")
+    elif not missing:
         there = counted(len({to for _, to, _ in pairs}), "address", "addresses")
         yield ok("routes", f"to {there} on the training network")
 
 
-def source_addresses(subject: Subject) -> Finding:
-    """Check from which address a shadow node would call the others, which admit only those of the job."""
+def _ways(subject: Subject) -> Iterator[tuple[str, str, str]]:
+    """Yield from where to where the subject sends, and who is there."""
+    assert subject.job is not None
+    if subject.node is not None:
+        for hold in hold_plans(subject.job, subject.node.id):
+            yield from ((one.nic_ip, one.stub[0], "the stub") for one in hold.streams)
+    for group in subject.job.dp_groups:
+        for place, rank in enumerate(group.ranks):
+            if rank in subject.ranks:
+                after = group.ranks[(place + 1) % len(group.ranks)]
+                yield str(rank.ip), str(after.ip), after.named
+
+
+def source_addresses(subject: Subject, here: Collection[str]) -> Finding:
+    """Check from which address a shadow node would call the others, which admit only those of the job.
+
+    `here`: which of its hosts this machine is. Names are not looked up, so with them nothing is certain.
+    """
     assert subject.job is not None and subject.node is not None
-    numeric = [host for host in subject.mgmt if not any(one.isalpha() for one in host) or ":" in host]
-    others = [split_address(node.mgmt)[0] for node in subject.job.shadow_nodes if node != subject.node]
-    for other in others:
-        own = source_to(other) if ":" in other or other.replace(".", "").isdecimal() else None
-        if own is not None and len(numeric) == len(subject.mgmt) and own not in numeric:
+    name = "source address"
+    others = {split_address(node.mgmt)[0] for node in subject.job.shadow_nodes if node != subject.node}
+    if not others or not here:
+        what = "this host is not the node's" if others else "the job has no other shadow node"
+        return skipped(name, what)
+    if not all(map(is_numeric, here)):
+        return skipped(name, "the job file has names for this node, not addresses")
+    for other in sorted(filter(is_numeric, others)):
+        own = source_to(other)
+        if own is not None and own not in here:
             told = f"this host calls {other} from {own}, which that node refuses"
-            remedy = f"have the route to {other} use {numeric[0]}: `ip route replace ... src {numeric[0]}`"
-            return failed("source address", told, remedy)
-    if not others:
-        return skipped("source address", "the job has no other shadow node")
-    return ok("source address", "calls to other nodes leave from an address of mgmt or records")
+            remedy = f"have the route to {other} use {min(here)}: `ip route replace ... src {min(here)}`"
+            return failed(name, told, remedy)
+    return ok(name, "calls to other nodes leave from an address of mgmt or records")

@@ -78,10 +78,10 @@ def test_kernels(role: Role, release: str, outcome: Outcome) -> None:
     [
         (Role.TRAINER, TAGGING, True, [], OK, "CAP_BPF"),
         (Role.TRAINER, [Capability.NET_ADMIN, Capability.SYS_ADMIN], True, [], OK, ""),
-        (Role.TRAINER, [Capability.NET_ADMIN], True, [], FAILED, "CAP_BPF and CAP_PERFMON missing"),
+        (Role.TRAINER, [Capability.NET_ADMIN], True, [], FAILED, "CAP_BPF, CAP_PERFMON missing"),
         (Role.TRAINER, [], False, [], SKIPPED, "no rank of this host tags"),
         (Role.SHADOW, [Capability.NET_ADMIN], False, [7000], OK, ""),
-        (Role.SHADOW, [], False, [7000], FAILED, "CAP_NET_ADMIN"),
+        (Role.SHADOW, [], False, [7000], FAILED, "CAP_NET_ADMIN (for its receive buffers) missing"),
         (Role.SHADOW, [Capability.NET_ADMIN], False, [700], FAILED, "CAP_NET_BIND_SERVICE"),
         (Role.CONTROLLER, [], False, [], SKIPPED, "none"),
     ],
@@ -296,4 +296,6 @@ def test_a_message_gives_its_own_remedy_or_a_general_one() -> None:
         "keys", FAILED, "a is missing", "copy it"
     )
     assert of_message("keys", "a is missing", "read").remedy == "read"
+    ran = of_message("keys", "a is missing: run `checkmate keys FILE`; or so", "read")
+    assert (ran.detail, ran.remedy) == ("a is missing", "run `checkmate keys FILE`; or so")
     assert str(of_message("keys", "a is missing", "read")) == "keys: a is missing; read"

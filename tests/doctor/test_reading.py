@@ -9,10 +9,14 @@ from pathlib import Path
 
 from pyroute2.ethtool.ioctl import IoctlEthtool
 
+from checkmate.doctor import trying
 from checkmate.doctor.facts import Facts
+from checkmate.doctor.findings import Outcome
 from checkmate.doctor.reading import is_here, leads_from, listening, read, source_to
+from checkmate.doctor.subjects import shadow
+from checkmate.job.schema import Job
 from tests.support.labs.live import needs_root
-from tests.support.namespace_host import MAC, NET
+from tests.support.namespace_host import MAC, NET, job_there
 from topologies.kernel import namespaces
 
 
@@ -83,3 +87,25 @@ def test_what_takes_long_or_is_forbidden_to_services_is_left_out_at_their_start(
     clock = read([]).clock
     assert clock is None or clock.error >= 0
     assert is_here("127.0.0.1") and is_here("::1") and not is_here("no-such-host.invalid")
+
+
+@needs_root
+def test_routes_and_source_addresses_are_checked_as_the_kernel_has_them(host: str) -> None:
+    """The stub is out of reach; the other node, at 10.77.0.9, would be called from 10.77.0.1."""
+    data = job_there().model_dump(mode="json", exclude_none=True)
+    other = {**data["shadow_nodes"][0], "id": 1, "mgmt": "10.77.0.9:7000"}
+    data["shadow_nodes"] += [{**other, "nics": [{**other["nics"][0], "ip": "10.77.0.8", "mac": MAC}]}]
+    node = shadow(Job.model_validate(data), 0)
+    with namespaces.entered(host):
+        found = list(trying.routes(node, read(["10.77.0.1", "10.77.0.2"])))
+        assert [one.outcome for one in found] == [Outcome.FAILED, Outcome.FAILED]
+        assert "none from 10.77.0.1 to the stub at 10.255.0.1 (Network is unreachable)" in found[0].detail
+        assert [one.outcome for one in trying.routes(node, read([]))] == [Outcome.SKIPPED]
+        told = trying.source_addresses(node, ["10.77.0.2"])
+        assert (told.outcome, "calls 10.77.0.9 from 10.77.0.1" in told.detail) == (Outcome.FAILED, True)
+        assert trying.source_addresses(node, ["10.77.0.1", "10.77.0.2"]).outcome is Outcome.OK
+        assert trying.source_addresses(node, []).outcome is Outcome.SKIPPED
+        with namespaces.netlink(host) as ip:
+            index = ip.link_lookup(ifname="eth0")[0]
+            ip.addr("add", index=index, address="10.255.0.9", prefixlen=24)
+        assert [one.outcome for one in trying.routes(node, read(["10.77.0.1"]))] == [Outcome.OK]
