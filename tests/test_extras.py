@@ -70,6 +70,18 @@ def test_the_core_checks_jobs_makes_keys_and_plans(environment: Make, job_file: 
     assert done.stdout
 
 
+@pytest.mark.parametrize("command", ["doctor --json", "doctor JOB --role shadow --id 0 --json"])
+def test_the_doctor_needs_the_core_to_tell_what_is_missing(
+    environment: Make, job_file: Path, command: str
+) -> None:
+    done = _run(environment(""), job_file, command)
+    assert (done.returncode, done.stderr) == (9, "")
+    for role in json.loads(done.stdout)["roles"]:
+        (libraries,) = [one for one in role["findings"] if one["check"] == "libraries"]
+        assert libraries["outcome"] == "failed"
+        assert libraries["remedy"].startswith("pip install 'checkmate-training[")
+
+
 @pytest.mark.parametrize(
     ("extra", "command", "missing"),
     [

@@ -113,6 +113,8 @@ def says_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             with needs_of(command.__module__.rpartition(".")[2]):
                 return command(*args, **kwargs)
+        except typer.Exit:  # it has an exit status too, but the command has printed its result
+            raise
         except Exception as error:
             faults = error.faults if isinstance(error, JobError) else ()
             code = 2 if faults else getattr(error, "exit_code", None)

@@ -18,6 +18,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "init": "init",
     "validate": "validate",
     "keys": "keys",
+    "doctor": "doctor",
     "plan": "planning.plan",
     "run": "run",
     "status": "status",

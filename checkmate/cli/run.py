@@ -29,6 +29,8 @@ from checkmate.cli.common import (
     view_console,
 )
 from checkmate.cli.status import switch_lines, switch_tables
+from checkmate.doctor import subjects
+from checkmate.doctor.diagnosis import warn
 from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
 from checkmate.keys.errors import KeysError
@@ -89,6 +91,7 @@ def run(
     first = found.require()  # bad input is refused before anything is started
     keep_only(*to_read(_read_later(found.files, first)), *to_listen(metrics_ports(metrics)))
     log_to_stderr()
+    warn(map(subjects.controller, first), insecure=insecure)
     logging.getLogger("finsy").setLevel(logging.ERROR)
     controller = _Controller(files, insecure=insecure, load=load, live=view_console(view))
     asyncio.run(_until_stopped(controller.work(first, standby=standby, once=once, metrics=metrics)))

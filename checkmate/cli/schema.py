@@ -17,6 +17,7 @@ DOCUMENTS: Final = {
     "error": "base:ErrorDocument",
     "validate": "base:ValidateDocument",
     "keys": "base:KeysDocument",
+    "doctor": "base:DoctorDocument",
     "plan": "switches:PlanDocument",
     "plan-capacity": "planner:CapacityDocument",
     "plan-pfc": "switches:PfcDocument",

@@ -24,6 +24,8 @@ from checkmate.cli.common import (
     says_errors,
     view_console,
 )
+from checkmate.doctor import subjects
+from checkmate.doctor.diagnosis import warn
 from checkmate.job.addresses import split_address
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
@@ -68,6 +70,7 @@ def shadow(
     _check_id(loaded, node_id)
     log_to_stderr()
     keep_only(*_needed(loaded, node_id), *to_listen(metrics_ports(metrics)))
+    warn([subjects.shadow(loaded, node_id)], receive_buffer=receive_buffer << 20, insecure=insecure)
     with waiting(err, "starting"):  # torch takes a second
         from checkmate.shadow.process import Serving  # noqa: PLC0415
         from checkmate.shadow.view import follow, time_now  # noqa: PLC0415

@@ -21,6 +21,7 @@ from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER, check_host, tcp_memory_shortfall
+from checkmate.shadow.receive.plans import full_buffers
 from checkmate.shadow.service import Server, check_address, records_listener
 
 _SPARE_CONNECTIONS: Final = 16
@@ -89,8 +90,7 @@ class Serving:
             )
             undo.callback(self.node.close)
             self._metrics = _metrics_server(metrics, self.node) if metrics is not None else nullcontext()
-            connections = sum(len(plan.streams) for plan in self.node.plans) + 1  # records fill one buffer
-            if shortfall := tcp_memory_shortfall(connections, receive_buffer):
+            if shortfall := tcp_memory_shortfall(full_buffers(self.node.plans), receive_buffer):
                 log.warning("%s", shortfall)
                 self.node.state.troubles.append(shortfall)
             # Two of each rank, because an old connection may linger.

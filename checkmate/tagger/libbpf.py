@@ -7,7 +7,7 @@ import errno
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ _WARN = 0
 NEEDED = (Capability.BPF, Capability.PERFMON, Capability.NET_ADMIN)
 """Without PERFMON, the verifier refuses the program."""
 _SETS = "+bpf,+perfmon,+net_admin"
-_REMEDY = (
+REMEDY = (
     f"start the script, or torchrun, by setpriv --inh-caps={_SETS} --ambient-caps={_SETS}, "
     "which for an ordinary user must be an administrator's copy (`checkmate docs security`), or as root"
 )
@@ -172,9 +172,10 @@ class BpfObject:
         """Close, and return the error of the last call."""
         error = ctypes.get_errno()
         self.close()
-        if error in (errno.EPERM, errno.EACCES) or _lacking():
-            lacks = f": {', '.join(_lacking())} missing" if _lacking() else ""
-            remedy = _GONE if given_up() else _REMEDY
+        missing = lacking(effective())
+        if error in (errno.EPERM, errno.EACCES) or missing:
+            lacks = f": {', '.join(missing)} missing" if missing else ""
+            remedy = _GONE if given_up() else REMEDY
             return TaggerUnavailable(f"no permission to {what} an eBPF program{lacks}", remedy)
         if error == errno.ENOSYS:
             return TaggerUnavailable("this kernel has no eBPF", "use one with CONFIG_BPF_SYSCALL=y")
@@ -185,8 +186,7 @@ class BpfObject:
         )
 
 
-def _lacking() -> list[str]:
-    """Return the needed capabilities that this process lacks; CAP_SYS_ADMIN includes BPF and PERFMON."""
-    held = effective()
+def lacking(held: Collection[Capability]) -> list[str]:
+    """Return the names of needed capabilities that are not held; CAP_SYS_ADMIN includes BPF and PERFMON."""
     either = {Capability.NET_ADMIN} if Capability.SYS_ADMIN in held else set(NEEDED)
-    return [f"CAP_{one.name}" for one in NEEDED if one in either - held]
+    return [f"CAP_{one.name}" for one in NEEDED if one in either - set(held)]

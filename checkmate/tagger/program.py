@@ -121,7 +121,9 @@ class Tagger(AbstractContextManager["Tagger"]):
     def give_up_capabilities() -> None:
         """Give up, in this thread, what `attach` needs, unless the user is root."""
         if os.geteuid():
-            later = set() if _kernel() >= (5, 19) else {Capability.BPF}  # to announce ranges
+            later = (
+                set() if kernel_version(os.uname().release) >= (5, 19) else {Capability.BPF}
+            )  # to announce ranges
             give_up(*(one for one in NEEDED if one not in later))
 
     def store(self, sock: socket.socket, state: SocketState) -> None:
@@ -148,7 +150,7 @@ class Tagger(AbstractContextManager["Tagger"]):
         return self._object
 
 
-def _kernel() -> tuple[int, int]:
-    """Return the kernel's version, its first two numbers."""
-    major, minor, *_ = os.uname().release.split(".")
+def kernel_version(release: str) -> tuple[int, int]:
+    """Return the first two numbers of a kernel's release, such as `6.1.0-13-amd64`."""
+    major, minor, *_ = release.split(".")
     return int(major), int("".join(itertools.takewhile(str.isdigit, minor)))

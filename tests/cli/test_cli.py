@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
+from checkmate.cli.common import says_errors
 from checkmate.cli.main import app
 from testbed.jobs import job_data
 from tests.support.cli import COMMAND, invoke
@@ -130,6 +132,21 @@ def test_a_wrong_command_line_as_data(arguments: list[str], words: str) -> None:
     assert (done.returncode, found["exit"], found["faults"]) == (2, 2, [])
     assert words in found["error"]
     assert "Usage: " in done.stderr
+
+
+def test_a_result_with_another_status_is_not_reported_as_an_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As of `lab run` if streams differ: the document is the result."""
+
+    @says_errors
+    def command(as_json: bool) -> None:
+        raise typer.Exit(9)
+
+    with pytest.raises(typer.Exit) as caught:
+        command(as_json=True)
+    assert caught.value.exit_code == 9
+    assert tuple(capsys.readouterr()) == ("", "")
 
 
 def test_the_entry_has_the_commands_exit_status(job_file: Path, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def shell(folder: Path, *command: str, **more: str) -> str:
         (["validate", "j"], ["jobs/", "jobs/gpt.yaml", "jobs/llama.yml"]),
         (["shadow", "jobs/l"], ["jobs/llama.yml"]),
         (["plan", "--pf"], ["--pfc"]),
+        (["doctor", "--role", ""], ["trainer", "shadow", "controller"]),
         (["docs", "tutorial/1"], ["tutorial/1-laptop"]),
         (["lab", "up", "two"], ["two_hosts", "two_stages", "two_tor"]),
         (["lab", "run", "single_tor", "--target", ""], ["softswitch", "bmv2", "tofino"]),

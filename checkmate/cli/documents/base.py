@@ -50,6 +50,33 @@ class ValidateDocument(Document):
     jobs: list[str]
 
 
+class FindingPart(Part):
+    """A check of a host, and what to do about it; `remedy` is empty unless there is something to do."""
+
+    check: str
+    outcome: Literal["ok", "warning", "failed", "not applicable"]
+    detail: str
+    remedy: str
+
+
+class HostRolePart(Part):
+    """A host in a role. `guessed`: how the role was guessed, if it was; `able`: whether nothing failed."""
+
+    role: Literal["trainer", "shadow", "controller"]
+    name: str
+    guessed: str
+    able: bool
+    findings: list[FindingPart]
+
+
+class DoctorDocument(Document):
+    """`doctor`: each role that was looked at, and whether the host is able to have one of them."""
+
+    job: str | None
+    able: bool
+    roles: list[HostRolePart]
+
+
 class AuthorityPart(Part):
     """The authority of a job's keys."""
 

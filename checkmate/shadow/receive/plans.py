@@ -86,6 +86,11 @@ def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
     )
 
 
+def full_buffers(plans: Sequence[HoldPlan]) -> int:
+    """Return how many receive buffers of a node may be full at once: one for each stream, one for records."""
+    return sum(len(plan.streams) for plan in plans) + 1
+
+
 class StreamTooLong(ValueError):
     """An iteration of a stream is too long for its 32-bit positions."""
 

@@ -1,0 +1,153 @@
+"""`checkmate doctor`: check a host for its role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.text import Text
+
+from checkmate.cli.common import (
+    AsJson,
+    Insecure,
+    UsageFault,
+    err,
+    out,
+    print_json,
+    says_errors,
+)
+from checkmate.cli.completing import job_paths
+from checkmate.doctor import subjects
+from checkmate.doctor.diagnosis import Diagnosis, diagnose
+from checkmate.doctor.findings import Finding, Outcome
+from checkmate.doctor.reading import is_here
+from checkmate.doctor.subjects import ROLES, Subject
+from checkmate.job.files import read_job
+from checkmate.job.schema import Job
+from checkmate.keys.roles import Role, role_folder
+from checkmate.output.consoles import waiting
+from checkmate.output.tables import FittedTable
+from checkmate.wording import counted, did_you_mean
+
+UNABLE: Final = 9
+"""Exit status if something keeps the host from its role."""
+_COLOURS: Final = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILED: "red"}
+
+
+@says_errors
+def doctor(
+    job: Annotated[
+        Path | None,
+        typer.Argument(help="A job file.", metavar="JOB", show_default=False, autocompletion=job_paths),
+    ] = None,
+    role: Annotated[
+        str | None,
+        typer.Option(
+            "--role",
+            help="trainer, shadow or controller.",
+            show_default="guessed by addresses",
+            autocompletion=lambda: [str(one) for one in ROLES],
+        ),
+    ] = None,
+    number: Annotated[
+        int | None, typer.Option("--id", help="Which shadow node, or with --role trainer which rank.")
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Which host, by its name or an address.")] = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check this host: what would keep it from its role in a job, or slow it down, with remedies.
+
+    Without a job file, each role is looked at. With one, also interfaces, ports, keys, and the hosts that
+    this one calls; the role is guessed by the job's addresses. Only reads: it claims no port, and becomes no
+    switch's primary. Run it as the user, and with the capabilities, that the role's process will have.
+
+    Exit status 9 if something keeps the host from its role; without a job file, from all that were looked at.
+
+    Example: checkmate doctor jobs/gpt.yaml
+    """
+    wanted = _role(role)
+    loaded = None if job is None else read_job(job)
+    if loaded is None and (number is not None or host is not None):
+        raise UsageFault("--id and --host are of a job: give its file too")
+    chosen = _subjects(loaded, wanted, number, host)
+    with waiting(err, "checking this host"):
+        found = [diagnose(one, job, insecure=insecure) for one in chosen]
+    able = any(one.able for one in found)
+    if as_json:
+        print_json(_document(loaded, found, able))
+    else:
+        for one in found:
+            _show(one)
+        _conclude(found)
+    if not able:
+        raise typer.Exit(UNABLE)
+
+
+def _role(text: str | None) -> Role | None:
+    names = [str(one) for one in ROLES]
+    if text is None or text in names:
+        return None if text is None else Role(text)
+    raise UsageFault(f"no role {text!r}{did_you_mean(text, names)}; there are {', '.join(names)}")
+
+
+def _subjects(job: Job | None, role: Role | None, number: int | None, host: str | None) -> list[Subject]:
+    """Return for whom this host is checked."""
+    if job is None:
+        return [subjects.any_of(one) for one in ROLES if role in (None, one)]
+    if number is not None or host is not None or role is Role.CONTROLLER:
+        return [subjects.chosen(job, role, number, host)]
+    controls = job.keys is not None and role_folder(job.keys, job.job, Role.CONTROLLER).is_dir()
+    return [subjects.guess(job, is_here, role=role, controls=controls)]
+
+
+def _document(job: Job | None, found: list[Diagnosis], able: bool) -> dict[str, object]:
+    return {
+        "job": None if job is None else job.job,
+        "able": able,
+        "roles": [
+            {
+                "role": str(one.subject.role),
+                "name": one.subject.name,
+                "guessed": one.subject.guessed,
+                "able": one.able,
+                "findings": [
+                    {
+                        "check": each.check,
+                        "outcome": str(each.outcome),
+                        "detail": each.detail,
+                        "remedy": each.remedy,
+                    }
+                    for each in one.findings
+                ],
+            }
+            for one in found
+        ],
+    }
+
+
+def _show(one: Diagnosis) -> None:
+    subject = one.subject
+    why = f", because {subject.guessed}" if subject.guessed else ""
+    table = FittedTable(
+        f"as {subject.name}{why}", "check", "result", "found", "remedy", folds=("found", "remedy")
+    )
+    for each in one.findings:
+        table.add_row(
+            each.check, Text(each.outcome, _COLOURS.get(each.outcome, "")), each.detail, each.remedy
+        )
+    out.print(table)
+
+
+def _conclude(found: list[Diagnosis]) -> None:
+    """Print what this host can be, and how much there is to do."""
+    for one in found:
+        can = "can be" if one.able else "cannot be"
+        failures, warnings = _count(one.findings, Outcome.FAILED), _count(one.findings, Outcome.WARNING)
+        did = f"{counted(failures, 'check')} failed, {counted(warnings, 'warning')}"
+        out.print(f"this host {can} {one.subject.name}: {did}", soft_wrap=True, markup=False)
+
+
+def _count(findings: tuple[Finding, ...], outcome: Outcome) -> int:
+    return sum(one.outcome is outcome for one in findings)

@@ -1,0 +1,1 @@
+"""Checks of a host for its role in a job, each with a remedy."""

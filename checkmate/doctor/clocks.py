@@ -1,0 +1,126 @@
+"""The clocks of other hosts, by ICMP timestamps (RFC 792), which Linux answers unless a firewall forbids it.
+
+Each is the number of milliseconds since midnight, UTC, so a difference of whole days is not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final
+
+from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
+from checkmate.keys.roles import Role
+from checkmate.wording import counted
+
+SECONDS: Final = 1.0
+"""For all answers."""
+DIFFER: Final = 60.0
+"""Seconds by which the clocks of a shadow node and the controller must not differ (design, section 4)."""
+
+_NEAR: Final = DIFFER / 2
+_DAY: Final = 86_400_000
+_REQUEST, _REPLY = 13, 14
+_MESSAGE: Final = struct.Struct("!BBHHHIII")
+_NOT_STANDARD: Final = 1 << 31
+_AT_ONCE: Final = 64
+_NAME: Final = "clocks of nodes"
+
+
+def differences(hosts: Iterable[str], seconds: float = SECONDS) -> dict[str, float] | None:
+    """Ask all hosts at once how late it is. Needs CAP_NET_RAW.
+
+    Args:
+        hosts: names or addresses; only IPv4 is asked.
+        seconds: how long to wait for answers.
+
+    Returns:
+        The seconds by which the clock of each host that has answered is ahead of this one's; `None` if this
+        process may not ask.
+    """
+    asked = _addresses(list(dict.fromkeys(hosts)))
+    found: dict[str, float] = {}
+    try:
+        sock = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+    except PermissionError:
+        return None
+    with sock:
+        own, sent = os.getpid() & 0xFFFF, _now()
+        for number, address in enumerate(asked):
+            with suppress(OSError):  # without a route
+                sock.sendto(request(own, number & 0xFFFF, sent), (address, 0))
+        deadline = time.monotonic() + seconds
+        while len(found) < len(asked) and (left := deadline - time.monotonic()) > 0:
+            sock.settimeout(left)
+            try:
+                packet, (sender, _) = sock.recvfrom(2048)
+            except TimeoutError:
+                break
+            if sender in asked and (theirs := reply(packet, own)) is not None:
+                found[asked[sender]] = ahead(theirs, _now())
+    return found
+
+
+def _addresses(hosts: Sequence[str]) -> dict[str, str]:
+    """Return the hosts by their IPv4 addresses."""
+
+    def look_up(host: str) -> str:
+        with suppress(OSError):
+            return socket.gethostbyname(host)
+        return ""
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = dict(zip(pool.map(look_up, hosts), hosts, strict=True))
+    found.pop("", None)
+    return found
+
+
+def _now() -> int:
+    return time.time_ns() // 1_000_000 % _DAY
+
+
+def request(identifier: int, number: int, now: int) -> bytes:
+    """Return the request for a timestamp. `now`: in milliseconds since midnight."""
+    bare = _MESSAGE.pack(_REQUEST, 0, 0, identifier, number, now, 0, 0)
+    total = sum(struct.unpack("!10H", bare))
+    total = (total & 0xFFFF) + (total >> 16)
+    return _MESSAGE.pack(_REQUEST, 0, ~(total + (total >> 16)) & 0xFFFF, identifier, number, now, 0, 0)
+
+
+def reply(packet: bytes, identifier: int) -> int | None:
+    """Return the time in an IPv4 packet with the answer to a request; `None` for anything else."""
+    start = (packet[0] & 0xF) * 4 if packet else 0
+    if len(packet) < start + _MESSAGE.size or not start:
+        return None
+    kind, _, _, own, _, _, _, sent = _MESSAGE.unpack_from(packet, start)
+    return sent if kind == _REPLY and own == identifier and sent < min(_NOT_STANDARD, _DAY) else None
+
+
+def ahead(theirs: int, ours: int) -> float:
+    """Return by how many seconds one time of day is ahead of another, both in milliseconds."""
+    return ((theirs - ours + _DAY // 2) % _DAY - _DAY // 2) / 1000
+
+
+def compared(role: Role, hosts: Sequence[str], found: Mapping[str, float] | None) -> Finding:
+    """Return what shadow nodes' clocks mean for a controller, or for another node. Pure."""
+    if not hosts:
+        return skipped(_NAME, "the job has no other shadow node")
+    if found is None:
+        return skipped(_NAME, "not compared without CAP_NET_RAW")
+    if not found:
+        return skipped(_NAME, "not compared: none has answered an ICMP timestamp")
+    host = max(found, key=lambda one: abs(found[one]))
+    told = f"that of {host} is {abs(found[host]):,.1f} s {'ahead' if found[host] > 0 else 'behind'}"
+    remedy = "run an NTP client, such as chrony, on both"
+    if abs(found[host]) >= DIFFER and role is Role.CONTROLLER:
+        return failed(_NAME, f"{told}: from {DIFFER:g} s on, its streams are refused", remedy)
+    if abs(found[host]) >= _NEAR:
+        return warning(
+            _NAME, f"{told}, and no node's may differ by {DIFFER:g} s from the controller's", remedy
+        )
+    return ok(_NAME, f"{told}, the most of {counted(len(found), 'node')} of {len(hosts)} that answered")

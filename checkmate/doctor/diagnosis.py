@@ -1,0 +1,225 @@
+"""All checks of a host: for `checkmate doctor`, and without other hosts for processes that start."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from checkmate.doctor import clocks, host_checks, network_checks, peers, trying
+from checkmate.doctor.facts import Facts
+from checkmate.doctor.findings import Finding, failed, has_failed, of_message, skipped
+from checkmate.doctor.reading import is_here, read
+from checkmate.doctor.subjects import Subject
+from checkmate.job.addresses import split_address
+from checkmate.job.schema import Job, Rank, ShadowNode
+from checkmate.keys.access import insecure_everywhere
+from checkmate.keys.errors import KeysError
+from checkmate.keys.folder import RoleKeys
+from checkmate.keys.roles import Role
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+
+log = logging.getLogger("checkmate")
+
+_EXAMPLE_BUFFERS: Final = 8
+"""Receive buffers that a shadow node without a job file is checked for."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found of a host in its role."""
+
+    subject: Subject
+    findings: tuple[Finding, ...]
+
+    @property
+    def able(self) -> bool:
+        """Whether nothing keeps it from its role."""
+        return not has_failed(self.findings)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A role's keys, if there are any, and what was found of them. `usable`: others can be called."""
+
+    findings: tuple[Finding, ...]
+    keys: RoleKeys | None
+    usable: bool
+
+
+def diagnose(subject: Subject, file: Path | None, *, insecure: bool = False) -> Diagnosis:
+    """Check a host for its role.
+
+    Args:
+        subject: the role, and which of the job's hosts this is.
+        file: the job file, if there is one.
+        insecure: whether the role's process uses no keys.
+    """
+    if sys.platform != "linux":
+        return Diagnosis(
+            subject, (failed("kernel", f"{sys.platform} is not Linux", "use Linux 5.10 or newer"),)
+        )
+    facts = read(str(nic.ip) for nic in subject.nics)
+    found = [trying.libraries(subject.role), *_host(subject, facts)]
+    if subject.job is None or file is None:
+        return Diagnosis(subject, tuple(found))
+    now = dt.datetime.now(dt.UTC)
+    keys = _keys(subject, now, insecure=insecure or insecure_everywhere())
+    found += [*network_checks.interfaces(subject, facts), *keys.findings]
+    if subject.role is Role.CONTROLLER:
+        found += [*trying.tls_files(file, subject.job, now), _clocks(subject), *_switches(subject.job)]
+    else:
+        found += [*trying.routes(subject, facts), *_others(subject, facts, keys)]
+    return Diagnosis(subject, tuple(found))
+
+
+def warn(
+    subjects: Iterable[Subject], *, receive_buffer: int = RECEIVE_BUFFER, insecure: bool = False
+) -> None:
+    """Log a line for each thing to do that a process which starts does not say itself.
+
+    Asks no other host, takes a few milliseconds, and never fails. Does not ask for the clock's state, because
+    systemd's filters may end a service for that.
+    """
+    for subject in subjects:
+        try:
+            found = list(_quietly(subject, receive_buffer, insecure or insecure_everywhere()))
+        except (OSError, ValueError) as error:
+            log.warning("this host cannot be checked: %s", error)
+            continue
+        for one in found:
+            if one.bad:
+                log.warning("%s", one)
+
+
+def _quietly(subject: Subject, receive_buffer: int, insecure: bool) -> Iterator[Finding]:
+    if subject.role is Role.SHADOW:
+        facts = read((str(nic.ip) for nic in subject.nics), quick=True)
+        yield host_checks.kernel(subject.role, facts.release)
+        yield host_checks.windows(subject.role, facts)
+        yield from _capacity(subject, facts, receive_buffer)
+        # Without such an address the process refuses to start, and says so.
+        there = tuple(nic for nic in subject.nics if facts.nics[str(nic.ip)] is not None)
+        yield from network_checks.interfaces(replace(subject, nics=there), facts)
+    if not insecure:
+        try:
+            ends = trying.keys_end(trying.role_keys(subject), dt.datetime.now(dt.UTC))
+        except KeysError:
+            return  # the process refuses to start, and says why
+        if ends is not None:
+            yield ends
+
+
+def _host(subject: Subject, facts: Facts) -> Iterator[Finding]:
+    """Yield what concerns the host itself."""
+    role = subject.role
+    ports = [port for _, port in subject.listens]
+    yield host_checks.kernel(role, facts.release)
+    yield host_checks.capabilities(role, facts.capabilities, tags=subject.tags, ports=ports)
+    if role is Role.TRAINER and subject.tags:
+        group = trying.cgroup()
+        yield group
+        yield skipped("BPF", "not tried without a cgroup") if group.bad else trying.tagger(facts)
+    if role is Role.SHADOW:
+        yield trying.receive_buffers(facts, RECEIVE_BUFFER)
+        buffers = _EXAMPLE_BUFFERS if subject.job is None else trying.streams_of(subject) + 1
+        yield trying.tcp_memory(buffers, RECEIVE_BUFFER)
+        yield from _capacity(subject, facts, RECEIVE_BUFFER)
+    yield host_checks.windows(role, facts)
+    yield host_checks.clock(role, facts)
+
+
+def _capacity(subject: Subject, facts: Facts, receive_buffer: int) -> Iterator[Finding]:
+    """Yield what a shadow node's streams take."""
+    if subject.job is None:
+        return
+    streams = trying.streams_of(subject)
+    ranks = sum(len(group.ranks) for group in subject.job.dp_groups)
+    yield host_checks.memory(facts.memory, streams + 1, receive_buffer)
+    yield host_checks.open_files(facts.files, streams, ranks)
+
+
+def _keys(subject: Subject, now: dt.datetime, *, insecure: bool) -> Keys:
+    if insecure:
+        return Keys((skipped("keys", "none are used (--insecure)"),), None, True)
+    found = trying.keys(subject, now)
+    if has_failed([found]):
+        return Keys((found,), None, False)
+    return Keys((found,), trying.role_keys(subject), True)
+
+
+def _clocks(subject: Subject) -> Finding:
+    """Compare the clock with those of the job's shadow nodes, but this one."""
+    assert subject.job is not None
+    nodes = [node for node in subject.job.shadow_nodes if node != subject.node]
+    hosts = list(dict.fromkeys(split_address(node.mgmt)[0] for node in nodes))
+    return clocks.compared(subject.role, hosts, clocks.differences(hosts))
+
+
+def _switches(job: Job) -> Iterator[Finding]:
+    if find_spec("finsy") is None:
+        yield skipped("switches", "not asked without the extra switch")
+    else:
+        yield from peers.switches(job.fabric.switches)
+
+
+def _others(subject: Subject, facts: Facts, keys: Keys) -> Iterator[Finding]:
+    """Yield what concerns ports, and the shadow nodes that the host calls."""
+    assert subject.job is not None
+    job, nodes = subject.job, peers.nodes_asked(subject)
+    installed = all(find_spec(library) for library in ("torch", "grpc"))
+    if subject.role is Role.TRAINER and installed:
+        yield from _ring(job, subject.ranks, facts)
+    asked = [*nodes, *([subject.node] if subject.node is not None else [])]
+    answers = peers.answers_of(job, asked, keys.keys) if keys.usable and installed else {}
+    if subject.node is not None:
+        runs = not isinstance(answers.get(subject.node.id, ""), str)
+        here = [host for host in subject.mgmt if is_here(host)]
+        yield network_checks.own_ports(subject, facts, here, runs=runs)
+        yield trying.source_addresses(subject, here)
+        yield _clocks(subject)
+    if not (keys.usable and installed):
+        yield skipped("shadow nodes", f"not asked without {'keys' if installed else 'the libraries'}")
+        return
+    yield from peers.of_answers(job, nodes, answers)
+    if subject.role is Role.TRAINER:
+        yield from _records([node for node in nodes if not isinstance(answers[node.id], str)], keys.keys)
+
+
+def _records(nodes: Sequence[ShadowNode], keys: RoleKeys | None) -> Iterator[Finding]:
+    from checkmate.keys.contexts import client_context  # noqa: PLC0415 - imports gRPC
+
+    try:
+        tls = None if keys is None else client_context(keys)
+    except KeysError as error:
+        yield of_message("step records", str(error), "make the keys again (`checkmate docs security`)")
+        return
+    yield from peers.records(nodes, tls)
+
+
+def _ring(job: Job, ranks: Iterable[Rank], facts: Facts) -> Iterator[Finding]:
+    """Yield what concerns the ring's ports and buffers; with NCCL, it has its own."""
+    from checkmate.ring.connections import BUFFER_BYTES  # noqa: PLC0415 - needs torch
+    from checkmate.ring.place import host_ports, ring_ports  # noqa: PLC0415
+
+    own = list(ranks)
+    if job.collective == "nccl":
+        yield skipped("ports", "NCCL chooses its own; `checkmate nccl check` tries it")
+        return
+    at = [
+        (str(rank.ip), first + channel)
+        for group in job.groups
+        for rank, first in zip(job.dp_groups[group].ranks, ring_ports(job, group), strict=True)
+        if rank in own
+        for channel in range(job.channels)
+    ]
+    if len(own) > 1:
+        firsts = zip(own, host_ports(job, own), strict=True)
+        at += [(str(rank.ip), first + more) for rank, first in firsts for more in (0, 1)]
+    yield network_checks.ring_ports(at, facts)
+    yield host_checks.trainers_buffers(facts, BUFFER_BYTES)

@@ -1,0 +1,80 @@
+"""What was read of a host. Pure; `reading` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_address
+
+from checkmate.privileges import Capability
+
+Address = IPv4Address | IPv6Address
+
+
+def is_numeric(host: str) -> bool:
+    """Return whether a host is an IP address, and not a name."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class NicFacts:
+    """An interface as the kernel reports it. `mtu`: in bytes."""
+
+    name: str
+    up: bool
+    carrier: bool
+    mac: str
+    mtu: int
+    network: IPv4Network | None = None
+    """That of its first address."""
+    driver: str = ""
+    offloads: Mapping[str, bool] = field(default_factory=dict)
+    """Whether each is on, by ethtool's short names; those that the driver does not report are absent."""
+    loopback: bool = False
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The kernel's view of its clock. `error`: the most that it is off, in seconds, if synchronised."""
+
+    synchronised: bool
+    error: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decisions are made from."""
+
+    release: str
+    """The kernel's, such as `6.1.0-13-amd64`."""
+    capabilities: frozenset[Capability]
+    """Effective ones."""
+    root: bool
+    files: int
+    """The most open files of this process."""
+    memory: int
+    """Bytes that can be taken without swapping."""
+    sysctls: Mapping[str, str]
+    """By name; those that this network namespace does not show are absent."""
+    nics: Mapping[str, NicFacts | None]
+    """By address of the job; `None` if no interface has it."""
+    listening: frozenset[tuple[Address, int]] = frozenset()
+    """Addresses and ports at which some process takes TCP connections."""
+    clock: Clock | None = None
+    """`None` if it was not asked, or the kernel does not tell."""
+
+    def number(self, sysctl: str) -> int | None:
+        """Return the number that a sysctl is, if it is shown."""
+        text = self.sysctls.get(sysctl, "")
+        return int(text) if text.isdecimal() else None
+
+    def listens(self, host: str, port: int) -> bool:
+        """Return whether a process takes connections there; wildcard addresses count."""
+        at = ip_address(host)
+        return any(
+            theirs == port and (address == at or address.is_unspecified) for address, theirs in self.listening
+        )

@@ -1,0 +1,120 @@
+"""What the host itself must be: kernel, capabilities, limits, memory, clock. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from checkmate.doctor.clocks import DIFFER
+from checkmate.doctor.facts import Facts
+from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
+from checkmate.keys.roles import Role
+from checkmate.privileges import Capability
+from checkmate.tagger import libbpf
+from checkmate.tagger.program import kernel_version
+from checkmate.wording import counted, size
+
+KERNEL_LEAST: Final = (5, 10)
+_MEMLOCK_UNTIL: Final = (5, 11)
+"""Before this kernel, maps of BPF count against RLIMIT_MEMLOCK."""
+_SPARE_FILES: Final = 200
+"""Open files of a shadow node beside its streams and step records: calls, keys, libraries."""
+
+
+def kernel(role: Role, release: str) -> Finding:
+    """Check the kernel's version."""
+    if role is Role.CONTROLLER:
+        return skipped("kernel", f"Linux {release}; a controller runs on any")
+    found, least = kernel_version(release), ".".join(map(str, KERNEL_LEAST))
+    if found < KERNEL_LEAST and role is Role.TRAINER:
+        return failed("kernel", f"Linux {release} cannot tag segments", f"use Linux {least} or newer")
+    if found < KERNEL_LEAST:
+        return warning("kernel", f"Linux {release} is not tried", f"use Linux {least} or newer")
+    if found < _MEMLOCK_UNTIL and role is Role.TRAINER:
+        told = f"Linux {release} counts maps of BPF against RLIMIT_MEMLOCK"
+        return warning("kernel", told, "start ranks with `ulimit -l unlimited`, or use Linux 5.11 or newer")
+    return ok("kernel", f"Linux {release}")
+
+
+def capabilities(role: Role, held: Collection[Capability], *, tags: bool, ports: Collection[int]) -> Finding:
+    """Check the capabilities of this process. `ports`: those at which a shadow node would listen."""
+    if role is Role.CONTROLLER:
+        return skipped("capabilities", "a controller needs none")
+    if role is Role.TRAINER and not tags:
+        return skipped("capabilities", "no rank of this host tags segments")
+    needed = {Capability.NET_ADMIN: "for its receive buffers"} if role is Role.SHADOW else {}
+    if role is Role.SHADOW and any(port < 1024 for port in ports):
+        needed[Capability.NET_BIND_SERVICE] = "for its port below 1024"
+    missing = [f"CAP_{one.name} ({why})" for one, why in needed.items() if one not in held]
+    if role is Role.TRAINER:
+        missing = libbpf.lacking(held)
+    if missing:
+        remedy = libbpf.REMEDY if role is Role.TRAINER else "run it as root, or give it these capabilities"
+        return failed("capabilities", f"{', '.join(missing)} missing", remedy)
+    names = [f"CAP_{one.name}" for one in (libbpf.NEEDED if role is Role.TRAINER else needed)]
+    return ok("capabilities", f"has {', '.join(names)}")
+
+
+def open_files(limit: int, streams: int, ranks: int) -> Finding:
+    """Check a shadow node's limit of open files, by its streams and the ranks of its job."""
+    needed = streams + 2 * ranks + _SPARE_FILES
+    told = f"{counted(limit, 'open file')}, of which {counted(streams, 'stream')} need about {needed:,}"
+    if limit >= needed:
+        return ok("open files", told)
+    remedy = f"`ulimit -n {2 * needed}` before it starts, or LimitNOFILE={2 * needed} in its unit"
+    return warning("open files", told, remedy)
+
+
+def memory(available: int, streams: int, receive_buffer: int) -> Finding:
+    """Check that the memory that is free holds the buffers of a shadow node's streams, in bytes each."""
+    # The kernel doubles what is asked for (man 7 socket).
+    needed = 2 * receive_buffer * streams
+    told = f"{size(available)} free; receive buffers may take {size(needed)}, and the model comes on top"
+    if available >= needed:
+        return ok("memory", told)
+    return warning("memory", told, "add memory or nodes (`checkmate plan --capacity`), or --receive-buffer")
+
+
+def trainers_buffers(facts: Facts, wanted: int) -> Finding:
+    """Check the limits of a ring's socket buffers, for ranks that may not exceed them. `wanted`: bytes."""
+    name = "socket buffers"
+    if Capability.NET_ADMIN in facts.capabilities:
+        return ok(name, f"may be {size(wanted)}, whatever the limits, because of CAP_NET_ADMIN")
+    limits = {key: facts.number(key) for key in ("net.core.rmem_max", "net.core.wmem_max")}
+    low = [f"{key} is {limit}" for key, limit in limits.items() if limit is not None and limit < wanted]
+    if low:
+        remedy = " ".join(f"{one.split()[0]}={wanted}" for one in low)
+        return warning(name, f"{' and '.join(low)}, so the ring is slower", f"sysctl -w {remedy}")
+    if None in limits.values():
+        return skipped(name, "this network namespace does not show net.core.rmem_max and wmem_max")
+    return ok(name, f"may be {size(wanted)}")
+
+
+def windows(role: Role, facts: Facts) -> Finding:
+    """Check that TCP windows scale: what is beyond a window of 64 kB is dropped, and copies do not wait."""
+    name = "TCP windows"
+    if role is Role.CONTROLLER or facts.number("net.ipv4.tcp_window_scaling") is None:
+        return skipped(name, "a controller has no streams" if role is Role.CONTROLLER else "not shown here")
+    if facts.number("net.ipv4.tcp_window_scaling"):
+        return ok(name, "scale")
+    found, remedy = "net.ipv4.tcp_window_scaling is 0", "sysctl -w net.ipv4.tcp_window_scaling=1"
+    if role is Role.SHADOW:
+        return failed(name, f"{found}, so copies beyond 64 kB are lost", remedy)
+    return warning(name, f"{found}, so the ring is slow", remedy)
+
+
+def clock(role: Role, facts: Facts) -> Finding:
+    """Check what the kernel knows about its clock; `clocks` compares it with others."""
+    if role is Role.TRAINER:
+        return skipped("clock", "trainers need it for the dates of certificates only")
+    told = f"shadow nodes' must not differ by {DIFFER:g} s"
+    if role is Role.SHADOW:
+        told = f"the controller's must not differ by {DIFFER:g} s, and the job file does not name its host"
+    if facts.clock is None:
+        return warning("clock", f"the kernel does not tell whether it is synchronised; {told}", _COMPARE)
+    if not facts.clock.synchronised:
+        return warning("clock", f"not synchronised, says the kernel; {told}", _COMPARE)
+    return ok("clock", f"synchronised within {1000 * facts.clock.error:,.0f} ms; {told}")
+
+
+_COMPARE: Final = "run an NTP client, such as chrony, or compare `date -u` on both"

@@ -1,0 +1,185 @@
+"""What a host's network must be: interfaces, MTU, offloads, ports. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
+
+from checkmate.doctor.facts import Facts, NicFacts, is_numeric
+from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
+from checkmate.doctor.subjects import Subject
+from checkmate.job.schema import Host
+from checkmate.keys.roles import Role
+
+ETHERNET: Final = 1500
+_VIRTUAL: Final = ("veth", "tun", "bridge", "macvlan")
+"""Drivers of interfaces whose frames no hardware segments."""
+_SEGMENTING: Final[tuple[str, ...]] = ("tso", "gso")
+_OF_BMV2: Final = ("tso", "gso", "gro", "tx")
+"""Offloads with which BMv2 gets frames that are longer than the MTU, or lack their checksum."""
+
+
+def interfaces(subject: Subject, facts: Facts) -> Iterator[Finding]:
+    """Yield a finding for each of the host's interfaces on the training network, and one for all together."""
+    if not subject.nics:
+        return
+    for nic in subject.nics:
+        yield _interface(nic, facts.nics.get(str(nic.ip)))
+    found = [(nic, own) for nic in subject.nics if (own := facts.nics.get(str(nic.ip))) and not own.loopback]
+    for nic, own in found:
+        yield _mtu(subject, nic, own)
+        yield _offloads(subject, nic, own)
+    mtus = {own.name: own.mtu for _, own in found}
+    if len(set(mtus.values())) > 1:
+        told = ", ".join(f"{name} has {mtu}" for name, mtu in mtus.items())
+        yield warning("MTU", f"interfaces differ: {told}", "give all of them the same")
+    if len(found) > 1:
+        yield _neighbours([own for _, own in found], facts)
+
+
+def _interface(nic: Host, own: NicFacts | None) -> Finding:
+    name, at = f"interface {nic.ip}", f"port {nic.port} of switch {nic.switch}"
+    if own is None:
+        remedy = f"give it to the interface at {at} (`ip address add`), or correct ip in the job file"
+        return failed(name, "not an address of this host", remedy)
+    if own.loopback:
+        return skipped(name, "loopback: a job on one machine")
+    if not own.up:
+        return failed(name, f"{own.name} is down", f"ip link set dev {own.name} up")
+    if not own.carrier:
+        return failed(name, f"{own.name} has no carrier", f"see its cable, and {at}")
+    if own.mac != nic.mac:
+        told = f"{own.name} has the MAC address {own.mac}, the job file {nic.mac}"
+        return failed(name, told, "correct mac in the job file: the switch forwards by it")
+    return ok(name, f"{own.name}, up, with the job's MAC address")
+
+
+def _mtu(subject: Subject, nic: Host, own: NicFacts) -> Finding:
+    switch = subject.switch_of(nic)
+    told, holds = f"{own.name} has {own.mtu}", subject.role is Role.SHADOW
+    if switch.is_tofino and holds and own.mtu < switch.mtu:
+        why = f"the fabric's is {switch.mtu}, and longer copies are dropped"
+        return failed("MTU", f"{told}, but {why}", f"ip link set dev {own.name} mtu {switch.mtu}")
+    if switch.is_tofino and not holds and own.mtu > switch.mtu:
+        why = f"switch {switch.name} drops what is longer than {switch.mtu}"
+        return failed("MTU", f"{told}, but {why}", f"ip link set dev {own.name} mtu {switch.mtu}")
+    if own.mtu < ETHERNET:
+        why = "trainers' longer segments are dropped" if holds else "short segments cost time"
+        remedy = f"ip link set dev {own.name} mtu {ETHERNET}"
+        return warning("MTU", f"{told}, less than Ethernet's {ETHERNET}: {why}", remedy)
+    if switch.is_tofino:
+        return ok("MTU", f"{told}; the fabric's is {switch.mtu}")
+    return ok("MTU", f"{told}; a trainer's must not be above a shadow node's, which this host cannot see")
+
+
+def _offloads(subject: Subject, nic: Host, own: NicFacts) -> Finding:
+    """Check offloads (design, section 5): BMv2 takes no large segments; elsewhere they save much work."""
+    if not own.offloads:
+        return skipped("offloads", f"the driver of {own.name} does not tell")
+    told = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in own.offloads.items())
+    found = f"{own.name}: {told}"
+    if subject.switch_of(nic).target == "bmv2":
+        wrong = [name for name in _OF_BMV2 if own.offloads.get(name)]
+        if not wrong:
+            return ok("offloads", found)
+        remedy = f"ethtool -K {own.name} {' '.join(f'{name} off' for name in wrong)}"
+        if own.driver in _VIRTUAL:
+            return failed("offloads", f"{found}; BMv2 cannot forward such segments", remedy)
+        return warning("offloads", f"{found}; BMv2 needs frames as long as on a wire", remedy)
+    wanted = _SEGMENTING
+    if subject.role is Role.SHADOW:
+        wanted = () if own.driver in _VIRTUAL else ("gro",)  # between those, segments come as large as sent
+    slow = [name for name in wanted if own.offloads.get(name) is False]
+    if slow:
+        remedy = f"ethtool -K {own.name} {' '.join(f'{name} on' for name in slow)}"
+        return warning("offloads", f"{found}; each segment costs the CPU time", remedy)
+    return ok("offloads", found)
+
+
+def _neighbours(found: Sequence[NicFacts], facts: Facts) -> Finding:
+    """Check ARP and the reverse-path filter of interfaces in one subnet (docs/job.md)."""
+    name = "ARP"
+    networks = Counter(own.network for own in found if own.network is not None)
+    shared = [own for own in found if own.network is not None and networks[own.network] > 1]
+    if not shared:
+        return skipped(name, "its interfaces are in different subnets")
+    needed = {"arp_ignore": (1, 2), "arp_announce": (2,), "rp_filter": (0, 2)}
+    wrong = {
+        key: values[-1] if key == "rp_filter" else values[0]
+        for key, values in needed.items()
+        if any(_in_force(facts, own.name, key) not in (*values, None) for own in shared)
+    }
+    told = f"{', '.join(own.name for own in shared)} are in one subnet"
+    if not wrong:
+        return ok(name, f"{told}, and each answers for its own address")
+    remedy = "sysctl -w " + " ".join(f"net.ipv4.conf.all.{key}={value}" for key, value in wrong.items())
+    if "rp_filter" in wrong:
+        return failed(name, f"{told}, and rp_filter has the kernel drop what comes for the second", remedy)
+    return warning(name, f"{told}, and answer for each other ({', '.join(wrong)})", remedy)
+
+
+def _in_force(facts: Facts, device: str, key: str) -> int | None:
+    """Return the greater one of an interface's setting and that of all, which the kernel uses."""
+    both = [facts.number(f"net.ipv4.conf.{name}.{key}") for name in ("all", device)]
+    return max((value for value in both if value is not None), default=None)
+
+
+def ring_ports(at: Sequence[tuple[str, int]], facts: Facts) -> Finding:
+    """Check the ports at which the host's ranks will listen: taken, or such as the kernel gives to others."""
+    taken = [f"{ip}:{port}" for ip, port in at if facts.listens(ip, port)]
+    if taken:
+        remedy = "right if training runs; else end what uses them: `ss -ltnp`"
+        return warning("ports", f"{', '.join(taken)} in use", remedy)
+    first, last = _range(facts.sysctls.get("net.ipv4.ip_local_port_range", ""))
+    reserved = [_range(part) for part in facts.sysctls.get("net.ipv4.ip_local_reserved_ports", "").split(",")]
+    ports = sorted({port for _, port in at})
+    open_ = [port for port in ports if first <= port <= last and not any(a <= port <= b for a, b in reserved)]
+    if open_:
+        told = f"the kernel may give {_spans(open_)} to other connections before training starts"
+        more = facts.sysctls.get("net.ipv4.ip_local_reserved_ports", "")
+        wanted = ",".join(filter(None, (more, _spans(open_))))
+        return warning("ports", told, f"sysctl -w net.ipv4.ip_local_reserved_ports={wanted}")
+    return ok("ports", f"{_spans(ports)} free")
+
+
+def own_ports(subject: Subject, facts: Facts, here: Collection[str], *, runs: bool) -> Finding:
+    """Check where a shadow node will listen.
+
+    Args:
+        subject: the shadow node.
+        facts: what was read of the host.
+        here: which of the node's hosts this machine is.
+        runs: whether the node answers already.
+    """
+    assert subject.node is not None
+    for host, port in subject.listens:
+        if host not in here:
+            remedy = "start the node on that host, or correct mgmt and records in the job file"
+            return failed("ports", f"{host}, where it serves at port {port}, is not this host", remedy)
+    named = " and ".join(f"{host}:{port}" for host, port in subject.listens)
+    if runs:
+        return ok("ports", f"{named}: shadow node {subject.node.id} runs")
+    numeric = [(host, port) for host, port in subject.listens if is_numeric(host)]
+    taken = [f"{host}:{port}" for host, port in numeric if facts.listens(host, port)]
+    if taken:
+        remedy = f"right if shadow node {subject.node.id} runs; else end what uses it: `ss -ltnp`"
+        return warning("ports", f"{' and '.join(taken)} in use", remedy)
+    return ok("ports", f"{named} free")
+
+
+def _range(text: str) -> tuple[int, int]:
+    """Return the ends of `32768 60999`, `47000-47007` or `47000`; of nothing, an empty range."""
+    ends = [int(part) for part in text.replace("-", " ").split() if part.isdecimal()]
+    return (ends[0], ends[-1]) if ends else (1, 0)
+
+
+def _spans(ports: Sequence[int]) -> str:
+    """Return sorted ports as `47000-47003,47008`."""
+    spans: list[list[int]] = []
+    for port in ports:
+        if spans and port == spans[-1][1] + 1:
+            spans[-1][1] = port
+        else:
+            spans.append([port, port])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

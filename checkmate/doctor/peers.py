@@ -1,0 +1,179 @@
+"""Who of a job's other hosts answers, and with which version. All are asked at once.
+
+Nothing goes to shadow NICs, or to ports at which only a start of training listens. Shadow nodes are asked for
+their status, and switches for their program, as `status` asks; neither changes anything there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import metadata
+from typing import TYPE_CHECKING, Final
+
+from checkmate.doctor.findings import Finding, failed, of_message, ok, skipped, warning
+from checkmate.doctor.subjects import Subject
+from checkmate.job.addresses import split_address
+from checkmate.job.schema import Job, ShadowNode, Switch
+from checkmate.keys.folder import RoleKeys
+from checkmate.keys.roles import Role
+from checkmate.wording import counted, shortened
+
+if TYPE_CHECKING:
+    from checkmate.nodes.standing import Answers
+    from checkmate.rpc import shadow_pb2 as pb
+
+SECONDS: Final = 3.0
+"""For each answer."""
+_AT_ONCE: Final = 64
+_SHOWN: Final = 8
+_AWAY: Final = ("can't be reached", "did not answer")
+"""How reasons begin if nobody is there; others are refusals."""
+_START: Final = "start it, or let its port through the firewall (`checkmate docs install`)"
+_SAME: Final = "install the same version of Checkmate on all hosts of the job"
+
+
+def nodes_asked(subject: Subject) -> list[ShadowNode]:
+    """Return the shadow nodes that a host calls: those of its ranks' groups, or all others of the job."""
+    assert subject.job is not None
+    job = subject.job
+    if subject.role is Role.SHADOW:
+        return [node for node in job.shadow_nodes if node != subject.node]
+    own = {rank.rank for rank in subject.ranks}
+    groups = [i for i in job.groups if own & {rank.rank for rank in job.dp_groups[i].ranks}]
+    wanted = {number for group in groups for number in job.shadow_list(group)}
+    return [node for node in job.shadow_nodes if node.id in wanted]
+
+
+def answers_of(job: Job, nodes: Iterable[ShadowNode], keys: RoleKeys | None) -> Answers:
+    """Return the status of shadow nodes by id, or why there is none. Needs gRPC."""
+    from checkmate.nodes.stubs import Stubs  # noqa: PLC0415 - an extra
+    from checkmate.rpc import shadow_pb2 as pb  # noqa: PLC0415
+    from checkmate.rpc.protocol import PROTOCOL  # noqa: PLC0415
+
+    request = pb.StatusRequest(job=job.job, protocol=PROTOCOL)
+    with Stubs(job, keys) as stubs:
+        return stubs.ask([node.id for node in nodes], lambda stub: stub.Status, request, SECONDS)
+
+
+def of_answers(job: Job, nodes: Sequence[ShadowNode], answers: Answers) -> list[Finding]:
+    """Return what shadow nodes' answers, or their silence, mean for this host. Pure."""
+    if not nodes:
+        return [skipped("shadow nodes", "this host calls none")]
+    silent = {node: said for node in nodes if isinstance(said := answers[node.id], str)}
+    found = [_silence(node, why) for node, why in list(silent.items())[:_SHOWN]]
+    if len(silent) > _SHOWN:
+        found.append(warning("shadow nodes", f"{len(silent) - _SHOWN} more do not answer", _START))
+    if len(silent) < len(nodes):
+        answering = counted(len(nodes) - len(silent), "node")
+        found.append(ok("shadow nodes", f"{answering} of {len(nodes)} answered, with this host's protocol"))
+    return [*found, *_versions(job, {n: said for n, said in answers.items() if not isinstance(said, str)})]
+
+
+def _silence(node: ShadowNode, why: str) -> Finding:
+    told = f"shadow node {node.id} ({node.mgmt}) {shortened(why)}"
+    if why.startswith(_AWAY):
+        return warning("shadow nodes", told, _START)
+    remedy = "see what listens there, and whether both sides have keys of the same job"
+    return of_message("shadow nodes", told, remedy)
+
+
+def _versions(job: Job, answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:
+    """Compare what must be the same on all hosts of a job, as far as nodes tell it."""
+    from checkmate.nodes.other_ranks import difference, job_ranks  # noqa: PLC0415
+
+    if not answers:
+        return [skipped("versions", "nobody answered whose version could be compared")]
+    for node, said in answers.items():
+        if said.job_ranks.groups and (found := difference(said.job_ranks, job_ranks(job))):
+            told = f"shadow node {node} has a job file with {shortened(found[0])}, this host with {found[1]}"
+            return [failed("versions", told, "copy the same job file to all hosts, and start nodes again")]
+    try:
+        own = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return [skipped("versions", "PyTorch is not installed here")]
+    others = sorted({said.torch for said in answers.values()} - {own, ""})
+    if others:
+        told = f"PyTorch {own} here, {shortened(' and '.join(others))} on shadow nodes"
+        return [warning("versions", f"{told}: states may differ in the last bits", "install the same one")]
+    return [ok("versions", f"the same protocol, job file and PyTorch ({own})")]
+
+
+def records(nodes: Sequence[ShadowNode], tls: ssl.SSLContext | None) -> list[Finding]:
+    """Connect to where nodes take step records, with TLS if there are keys, and leave again."""
+    if not nodes:
+        return []
+    places = [node.records_at for node in nodes]
+    with ThreadPoolExecutor(min(len(places), _AT_ONCE)) as pool:
+        whys = list(pool.map(lambda place: _greets(place, tls), places))
+    bad = [(node, why) for node, why in zip(nodes, whys, strict=True) if why]
+    found = [
+        warning(
+            "step records", f"shadow node {node.id} at {':'.join(map(str, node.records_at))}: {why}", _START
+        )
+        for node, why in bad[:_SHOWN]
+    ]
+    if len(bad) < len(nodes):
+        found.append(
+            ok("step records", f"{len(nodes) - len(bad)} of {counted(len(nodes), 'node')} connected")
+        )
+    return found
+
+
+def _greets(place: tuple[str, int], tls: ssl.SSLContext | None) -> str:
+    """Return why a connection fails, or "". Close it as TLS wants, so that the node's log is silent."""
+    try:
+        with socket.create_connection(place, SECONDS) as plain:
+            if tls is None:
+                return ""
+            with tls.wrap_socket(plain, server_hostname=place[0]) as sock:
+                with suppress(OSError, ValueError):
+                    sock.unwrap()
+                return ""
+    except OSError as error:
+        return shortened(error.strerror or str(error))
+
+
+def switches(found: Iterable[Switch]) -> list[Finding]:
+    """Ask the switches for their program, and for nothing else. Needs the libraries of a controller."""
+    return asyncio.run(_all_switches(list(found)))
+
+
+async def _all_switches(found: Sequence[Switch]) -> list[Finding]:
+    return list(await asyncio.gather(*map(_switch, found)))
+
+
+async def _refused(host: str, port: int) -> str:
+    """Return why a connection fails, or ""."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), SECONDS)
+    except TimeoutError:
+        return f"no answer within {SECONDS:g} s"
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+    writer.close()
+    return ""
+
+
+async def _switch(switch: Switch) -> Finding:
+    from controlplane.errors import ControlError  # noqa: PLC0415 - an extra
+    from controlplane.p4runtime.codec import Codec  # noqa: PLC0415
+    from controlplane.p4runtime.session import NoProgram, SwitchSession  # noqa: PLC0415
+
+    name = f"switch {switch.name}"
+    if why := await _refused(*split_address(switch.address)):
+        remedy = "start its P4Runtime server, or correct address in the fabric"
+        return failed(name, f"cannot be reached at {switch.address} ({why})", remedy)
+    try:
+        async with SwitchSession(switch, Codec.for_switch(switch), timeout=SECONDS) as session:
+            await session.check_pipeline()
+    except NoProgram:
+        return ok(name, f"answers at {switch.address}, and runs no program yet, which `checkmate run` loads")
+    except ControlError as error:
+        return of_message(name, str(error), _SAME)
+    return ok(name, f"answers at {switch.address}, and runs Checkmate's program")

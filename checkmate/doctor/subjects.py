@@ -1,0 +1,182 @@
+"""For whom a host is checked: a role, and which of a job's hosts it is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from checkmate.errors import CheckmateError
+from checkmate.job.addresses import split_address
+from checkmate.job.schema import Host, Job, Rank, ShadowNode, Switch
+from checkmate.keys.roles import Role
+from checkmate.wire.schedule import side_of
+
+ROLES: Final = (Role.TRAINER, Role.SHADOW, Role.CONTROLLER)
+"""Roles of hosts that are checked."""
+_NAMES: Final = {Role.TRAINER: "a trainer", Role.SHADOW: "a shadow node", Role.CONTROLLER: "a controller"}
+_SHOWN: Final = 8
+
+
+class NoSubject(CheckmateError):
+    """It is not clear for whom the host is to be checked; the message says how to name it."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A host in its role. Without a job, it is any host of that role."""
+
+    role: Role
+    name: str
+    job: Job | None = None
+    node: ShadowNode | None = None
+    """The shadow node that it runs."""
+    ranks: tuple[Rank, ...] = ()
+    """The ranks that run on it."""
+    nics: tuple[Host, ...] = ()
+    """Its interfaces on the training network."""
+    mgmt: tuple[str, ...] = ()
+    """Its addresses or names on the management network, as far as the job has them."""
+    guessed: str = ""
+    """How it was guessed, as a sentence; empty if it was named."""
+
+    @property
+    def tags(self) -> bool:
+        """Whether a rank on it tags segments. Any trainer might."""
+        if self.job is None:
+            return self.role is Role.TRAINER
+        own = {rank.rank for rank in self.ranks}
+        places = [(group.ranks, place) for group in self.job.dp_groups for place in range(len(group.ranks))]
+        return any(r[at].rank in own and side_of(len(r), at) is not None for r, at in places)
+
+    @property
+    def listens(self) -> tuple[tuple[str, int], ...]:
+        """Host and port of each address at which a shadow node serves: `mgmt`, then `records`."""
+        return () if self.node is None else (split_address(self.node.mgmt), self.node.records_at)
+
+    def switch_of(self, nic: Host) -> Switch:
+        """Return the switch to which an interface is attached."""
+        assert self.job is not None
+        return next(one for one in self.job.fabric.switches if one.name == nic.switch)
+
+
+def any_of(role: Role) -> Subject:
+    """Return any host of a role, without a job."""
+    return Subject(role, _NAMES[role])
+
+
+def controller(job: Job, guessed: str = "") -> Subject:
+    """Return the controller of a job."""
+    return Subject(Role.CONTROLLER, f"the controller of job {job.job}", job, guessed=guessed)
+
+
+def trainers(job: Job) -> Iterator[Subject]:
+    """Yield the training hosts of a job."""
+    ranks = [rank for group in job.dp_groups for rank in group.ranks]
+    for host in job.hosts:
+        here = tuple(rank for rank in ranks if rank.host == host.name)
+        mgmt = (host.mgmt,) if host.mgmt else ()
+        yield Subject(
+            Role.TRAINER,
+            f"host {host.name} of job {job.job}",
+            job,
+            ranks=here,
+            nics=host.nics,
+            mgmt=(*mgmt, host.name),
+        )
+    for rank in ranks:
+        if rank.host is None:
+            named = (rank.mgmt,) if rank.mgmt else ()
+            name = f"{rank.named} of job {job.job}"
+            yield Subject(Role.TRAINER, name, job, ranks=(rank,), nics=(rank,), mgmt=named)
+
+
+def shadow(job: Job, node_id: int) -> Subject:
+    """Return a shadow node of a job. Raise `KeyError` if there is none."""
+    name = f"shadow node {node_id} of job {job.job}"
+    node = job.node(node_id)
+    hosts = tuple(dict.fromkeys((split_address(node.mgmt)[0], node.records_at[0])))
+    return Subject(Role.SHADOW, name, job, node=node, nics=node.nics, mgmt=hosts)
+
+
+def chosen(job: Job, role: Role | None, number: int | None, host: str | None) -> Subject:
+    """Return the host that a role and an id or a host's name mean.
+
+    Args:
+        job: the job.
+        role: the role; by default that of whoever has this id or name. An id is then a shadow node's.
+        number: a shadow node's id, or a rank.
+        host: a host's name or address on either network.
+
+    Raises:
+        NoSubject: No host has this id or name, or several have.
+    """
+    if role is Role.CONTROLLER:
+        if number is not None or host is not None:
+            raise NoSubject("a controller has neither --id nor --host: leave them out")
+        return controller(job)
+    if number is not None and host is not None:
+        raise NoSubject("--id and --host name the same thing: give one of them")
+    trains = [] if role is Role.SHADOW or (role is None and number is not None) else list(trainers(job))
+    holds = [] if role is Role.TRAINER else _shadows(job)
+    found = [
+        *(one for one in trains if any(rank.rank == number for rank in one.ranks) or _is_named(one, host)),
+        *(one for one in holds if (one.node and one.node.id == number) or _is_named(one, host)),
+    ]
+    if len(found) == 1:
+        return found[0]
+    what = f"the host {host}" if host is not None else f"{_kind(role)} {number}"
+    if not found:
+        raise NoSubject(f"job {job.job} does not have {what}; it has {_listed([*trains, *holds])}")
+    raise NoSubject(f"{what} may be {_listed(found)}; choose with --role and --id")
+
+
+def guess(job: Job, is_here: Callable[[str], bool], *, role: Role | None, controls: bool) -> Subject:
+    """Return the host of a job that this machine is, by its addresses.
+
+    Args:
+        job: the job.
+        is_here: returns whether a host name or an address is this machine's.
+        role: a role that it must have, if one is known.
+        controls: whether this machine has the job's keys of role controller.
+
+    Raises:
+        NoSubject: That is not clear.
+    """
+    known = [one for one in (*trainers(job), *_shadows(job)) if role in (None, one.role)]
+    for addresses in (lambda one: [str(nic.ip) for nic in one.nics], lambda one: one.mgmt):
+        found = [(one, own) for one in known if (own := next(filter(is_here, addresses(one)), None))]
+        if len(found) > 1:
+            raise NoSubject(
+                f"this host has the addresses of {_listed([one for one, _ in found])}; "
+                "choose with --role and --id, or --host"
+            )
+        for one, own in found:
+            why = f"{own} is an address of this host"
+            return replace(one, guessed=why)
+    if controls and role is None:
+        return controller(job, "it has the keys of role controller, and none of the job's addresses")
+    raise NoSubject(
+        f"this host has no address of {_listed(known)}; choose what to check it for with --role, "
+        "and --id or --host"
+    )
+
+
+def _shadows(job: Job) -> list[Subject]:
+    return [shadow(job, node.id) for node in job.shadow_nodes]
+
+
+def _is_named(one: Subject, host: str | None) -> bool:
+    return host is not None and host in (*one.mgmt, *(str(nic.ip) for nic in one.nics))
+
+
+def _kind(role: Role | None) -> str:
+    return "rank" if role is Role.TRAINER else "shadow node"
+
+
+def _listed(found: list[Subject]) -> str:
+    names = [one.name for one in found[:_SHOWN]]
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"{', '.join(names)}{more}"

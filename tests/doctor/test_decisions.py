@@ -1,0 +1,301 @@
+"""What facts about a host mean for its role: tables of facts, and what is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from ipaddress import IPv4Network, ip_address
+from typing import Any
+
+import pytest
+
+from checkmate.doctor import host_checks, network_checks
+from checkmate.doctor.facts import Clock, Facts, NicFacts
+from checkmate.doctor.findings import Finding, Outcome, of_message
+from checkmate.doctor.subjects import Subject, chosen, shadow
+from checkmate.job.schema import Job
+from checkmate.keys.roles import Role
+from checkmate.privileges import Capability
+from testbed.jobs import job, job_data, tofino_job_data
+
+GPT = job("gpt", nics=1)
+TWO = job("gpt", nics=2)
+OK, WARNING, FAILED, SKIPPED = Outcome.OK, Outcome.WARNING, Outcome.FAILED, Outcome.SKIPPED
+TAGGING = (Capability.BPF, Capability.PERFMON, Capability.NET_ADMIN)
+OFFLOADS = {"tso": True, "gso": True, "gro": True, "tx": True, "rx": True}
+
+
+def facts(**changes: Any) -> Facts:
+    usual = Facts("6.1.0", frozenset(TAGGING), True, 1024, 10**9, {}, {})
+    return replace(usual, **changes)
+
+
+def eth(number: int = 0, **changes: Any) -> NicFacts:
+    """Return the interface of the first shadow node's NIC of that number, as it should be."""
+    mac = TWO.shadow_nodes[0].nics[number].mac
+    network = IPv4Network("10.0.64.0/24")
+    usual = NicFacts(f"eth{number}", True, True, mac, 1500, network, "mlx5_core", OFFLOADS)
+    return replace(usual, **changes)
+
+
+def seen(subject: Subject, *found: NicFacts | None, **sysctls: str) -> dict[str, list[Finding]]:
+    """Return the findings about a host's interfaces, by check."""
+    named = {key.replace("__", "."): value for key, value in sysctls.items()}
+    at = {str(nic.ip): one for nic, one in zip(subject.nics, found, strict=True)}
+    told: dict[str, list[Finding]] = {}
+    for one in network_checks.interfaces(subject, facts(nics=at, sysctls=named)):
+        told.setdefault(one.check.split()[0], []).append(one)
+    return told
+
+
+def on(target: str, role: Role) -> Subject:
+    """Return a host at a switch of a target."""
+    data = tofino_job_data(nics=1) if target == "tofino" else job_data("gpt", nics=1, target=target)
+    if target == "tofino":
+        for place, port in enumerate([*data["dp_groups"][0]["ranks"], data["shadow_nodes"][0]["nics"][0]]):
+            port["port"] = place
+    made = Job.model_validate(data)
+    return shadow(made, 0) if role is Role.SHADOW else chosen(made, Role.TRAINER, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("role", "release", "outcome"),
+    [
+        (Role.TRAINER, "5.10.0-30-amd64", WARNING),
+        (Role.TRAINER, "5.11", OK),
+        (Role.TRAINER, "6.18.44-custom", OK),
+        (Role.TRAINER, "5.9.16", FAILED),
+        (Role.SHADOW, "5.10.0", OK),
+        (Role.SHADOW, "4.19.0", WARNING),
+        (Role.CONTROLLER, "4.19.0", SKIPPED),
+    ],
+)
+def test_kernels(role: Role, release: str, outcome: Outcome) -> None:
+    assert host_checks.kernel(role, release).outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("role", "held", "tags", "ports", "outcome", "words"),
+    [
+        (Role.TRAINER, TAGGING, True, [], OK, "CAP_BPF"),
+        (Role.TRAINER, [Capability.NET_ADMIN, Capability.SYS_ADMIN], True, [], OK, ""),
+        (Role.TRAINER, [Capability.NET_ADMIN], True, [], FAILED, "CAP_BPF, CAP_PERFMON missing"),
+        (Role.TRAINER, [], False, [], SKIPPED, "no rank of this host tags"),
+        (Role.SHADOW, [Capability.NET_ADMIN], False, [7000], OK, ""),
+        (Role.SHADOW, [], False, [7000], FAILED, "CAP_NET_ADMIN (for its receive buffers) missing"),
+        (Role.SHADOW, [Capability.NET_ADMIN], False, [700], FAILED, "CAP_NET_BIND_SERVICE"),
+        (Role.CONTROLLER, [], False, [], SKIPPED, "none"),
+    ],
+)
+def test_capabilities(
+    role: Role, held: list[Capability], tags: bool, ports: list[int], outcome: Outcome, words: str
+) -> None:
+    found = host_checks.capabilities(role, held, tags=tags, ports=ports)
+    assert (found.outcome, words in found.detail) == (outcome, True), found
+    assert bool(found.remedy) == (outcome is FAILED)
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome"),
+    [
+        (host_checks.open_files(1024, 64, 16), OK),
+        (host_checks.open_files(1024, 2048, 16), WARNING),
+        (host_checks.memory(10**9, 8, 64 << 20), WARNING),
+        (host_checks.memory(2 * 10**9, 8, 64 << 20), OK),
+        (host_checks.trainers_buffers(facts(), 4 << 20), OK),
+    ],
+)
+def test_limits(found: Finding, outcome: Outcome) -> None:
+    assert found.outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("shown", "outcome", "remedy"),
+    [
+        (
+            {"net.core.rmem_max": "212992", "net.core.wmem_max": "8388608"},
+            WARNING,
+            "net.core.rmem_max=4194304",
+        ),
+        ({"net.core.rmem_max": "8388608", "net.core.wmem_max": "8388608"}, OK, ""),
+        ({}, SKIPPED, ""),
+    ],
+)
+def test_ranks_without_net_admin_have_the_limits_of_others(
+    shown: dict[str, str], outcome: Outcome, remedy: str
+) -> None:
+    found = host_checks.trainers_buffers(facts(capabilities=frozenset(), sysctls=shown), 4 << 20)
+    assert (found.outcome, found.remedy.removeprefix("sysctl -w ")) == (outcome, remedy)
+
+
+@pytest.mark.parametrize(
+    ("role", "value", "outcome"),
+    [
+        (Role.SHADOW, "0", FAILED),
+        (Role.TRAINER, "0", WARNING),
+        (Role.SHADOW, "1", OK),
+        (Role.SHADOW, None, SKIPPED),
+        (Role.CONTROLLER, "0", SKIPPED),
+    ],
+)
+def test_windows_must_scale(role: Role, value: str | None, outcome: Outcome) -> None:
+    shown = {} if value is None else {"net.ipv4.tcp_window_scaling": value}
+    assert host_checks.windows(role, facts(sysctls=shown)).outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("role", "clock", "outcome"),
+    [
+        (Role.SHADOW, Clock(True, 0.004), OK),
+        (Role.CONTROLLER, Clock(False, 16.0), WARNING),
+        (Role.SHADOW, None, WARNING),
+        (Role.TRAINER, Clock(False, 16.0), SKIPPED),
+    ],
+)
+def test_what_the_kernel_knows_of_its_clock(role: Role, clock: Clock | None, outcome: Outcome) -> None:
+    found = host_checks.clock(role, facts(clock=clock))
+    assert found.outcome is outcome
+    assert outcome is SKIPPED or "must not differ by 60 s" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("own", "outcome", "words"),
+    [
+        (eth(), OK, "eth0, up"),
+        (None, FAILED, "not an address of this host"),
+        (eth(up=False), FAILED, "eth0 is down"),
+        (eth(carrier=False), FAILED, "no carrier"),
+        (eth(mac="02:00:00:00:00:99"), FAILED, "02:00:00:00:00:99, the job file 02:"),
+        (eth(loopback=True), SKIPPED, "loopback"),
+    ],
+)
+def test_interfaces(own: NicFacts | None, outcome: Outcome, words: str) -> None:
+    (found,) = seen(shadow(GPT, 0), own)["interface"]
+    assert (found.outcome, words in found.detail) == (outcome, True), found
+    assert bool(found.remedy) == (outcome is FAILED)
+
+
+@pytest.mark.parametrize(
+    ("target", "role", "mtu", "outcome"),
+    [
+        ("softswitch", Role.SHADOW, 1500, OK),
+        ("softswitch", Role.SHADOW, 576, WARNING),
+        ("softswitch", Role.TRAINER, 576, WARNING),
+        ("bmv2", Role.TRAINER, 9000, OK),
+        ("tofino", Role.SHADOW, 9000, OK),
+        ("tofino", Role.SHADOW, 1500, FAILED),
+        ("tofino", Role.TRAINER, 1500, OK),
+        ("tofino", Role.TRAINER, 9216, FAILED),
+    ],
+)
+def test_mtus(target: str, role: Role, mtu: int, outcome: Outcome) -> None:
+    (found,) = seen(on(target, role), eth(mtu=mtu))["MTU"]
+    assert found.outcome is outcome, found
+
+
+def test_interfaces_of_a_host_must_not_differ_in_mtu() -> None:
+    *_, found = seen(shadow(TWO, 0), eth(), eth(1, mtu=9000))["MTU"]
+    assert (found.outcome, "eth0 has 1500, eth1 has 9000" in found.detail) == (WARNING, True)
+
+
+@pytest.mark.parametrize(
+    ("target", "role", "driver", "off", "outcome", "remedy"),
+    [
+        ("softswitch", Role.SHADOW, "mlx5_core", (), OK, ""),
+        ("softswitch", Role.SHADOW, "mlx5_core", ("gro",), WARNING, "ethtool -K eth0 gro on"),
+        ("softswitch", Role.SHADOW, "veth", ("gro",), OK, ""),
+        ("softswitch", Role.TRAINER, "veth", ("gro", "tso"), WARNING, "ethtool -K eth0 tso on"),
+        ("bmv2", Role.TRAINER, "veth", ("gro",), FAILED, "ethtool -K eth0 tso off gso off tx off"),
+        ("bmv2", Role.TRAINER, "ice", ("gro", "tso", "gso"), WARNING, "ethtool -K eth0 tx off"),
+        ("bmv2", Role.SHADOW, "veth", ("tso", "gso", "gro", "tx", "rx"), OK, ""),
+    ],
+)
+def test_offloads(
+    target: str, role: Role, driver: str, off: tuple[str, ...], outcome: Outcome, remedy: str
+) -> None:
+    own = eth(driver=driver, offloads={name: name not in off for name in OFFLOADS})
+    (found,) = seen(on(target, role), own)["offloads"]
+    assert (found.outcome, found.remedy) == (outcome, remedy), found
+
+
+def test_a_driver_that_does_not_tell_is_no_fault() -> None:
+    (found,) = seen(shadow(GPT, 0), eth(offloads={}))["offloads"]
+    assert found.outcome is SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("settings", "outcome", "remedy"),
+    [
+        ({"arp_ignore": "1", "arp_announce": "2", "rp_filter": "0"}, OK, ""),
+        ({"arp_ignore": "1", "arp_announce": "2", "rp_filter": "2"}, OK, ""),
+        ({"arp_ignore": "1", "arp_announce": "2", "rp_filter": "1"}, FAILED, "net.ipv4.conf.all.rp_filter=2"),
+        (
+            {"arp_ignore": "0", "arp_announce": "2", "rp_filter": "0"},
+            WARNING,
+            "net.ipv4.conf.all.arp_ignore=1",
+        ),
+    ],
+)
+def test_interfaces_in_one_subnet(settings: dict[str, str], outcome: Outcome, remedy: str) -> None:
+    shown = {f"net__ipv4__conf__all__{key}": value for key, value in settings.items()}
+    shown |= {f"net__ipv4__conf__eth1__{key}": "0" for key in settings}
+    (found,) = seen(shadow(TWO, 0), eth(), eth(1), **shown)["ARP"]
+    assert (found.outcome, found.remedy.removeprefix("sysctl -w ")) == (outcome, remedy), found
+
+
+def test_interfaces_in_different_subnets_need_no_setting() -> None:
+    (found,) = seen(shadow(TWO, 0), eth(), eth(1, network=IPv4Network("10.1.0.0/24")))["ARP"]
+    assert found.outcome is SKIPPED
+
+
+RANGE = "net.ipv4.ip_local_port_range"
+RESERVED = "net.ipv4.ip_local_reserved_ports"
+
+
+@pytest.mark.parametrize(
+    ("shown", "taken", "outcome", "words"),
+    [
+        ({RANGE: "32768\t60999", RESERVED: ""}, (), WARNING, f"sysctl -w {RESERVED}=47000-47001,47008"),
+        ({RANGE: "32768 60999", RESERVED: "8080"}, (), WARNING, f"{RESERVED}=8080,47000-47001,47008"),
+        ({RANGE: "32768 60999", RESERVED: "80,47000-47007,47008"}, (), OK, ""),
+        ({RANGE: "50000 60999"}, (), OK, ""),
+        ({}, (), OK, ""),
+        ({}, (("10.0.0.1", 47001),), WARNING, "ss -ltnp"),
+        ({}, (("0.0.0.0", 47001),), WARNING, "ss -ltnp"),
+        ({}, (("::", 47001),), WARNING, "ss -ltnp"),
+        ({}, (("10.0.0.2", 47001), ("10.0.0.1", 22)), OK, ""),
+    ],
+)
+def test_ports_of_the_ring(
+    shown: dict[str, str], taken: tuple[tuple[str, int], ...], outcome: Outcome, words: str
+) -> None:
+    listening = frozenset((ip_address(ip), port) for ip, port in taken)
+    at = [("10.0.0.1", port) for port in (47000, 47001, 47008)]
+    found = network_checks.ring_ports(at, facts(sysctls=shown, listening=listening))
+    assert (found.outcome, words in found.remedy) == (outcome, True), found
+
+
+@pytest.mark.parametrize(
+    ("here", "runs", "taken", "outcome", "words"),
+    [
+        (["192.168.100.0"], False, [], OK, "192.168.100.0:7000 and 192.168.100.0:7001 free"),
+        (["192.168.100.0"], True, [7000, 7001], OK, "shadow node 0 runs"),
+        (["192.168.100.0"], False, [7001], WARNING, "192.168.100.0:7001 in use"),
+        ([], False, [], FAILED, "is not this host"),
+    ],
+)
+def test_ports_of_a_shadow_node(
+    here: list[str], runs: bool, taken: list[int], outcome: Outcome, words: str
+) -> None:
+    listening = frozenset((ip_address("192.168.100.0"), port) for port in taken)
+    found = network_checks.own_ports(shadow(GPT, 0), facts(listening=listening), here, runs=runs)
+    assert (found.outcome, words in found.detail) == (outcome, True), found
+
+
+def test_a_message_gives_its_own_remedy_or_a_general_one() -> None:
+    assert of_message("keys", "a is missing; copy it", "read") == Finding(
+        "keys", FAILED, "a is missing", "copy it"
+    )
+    assert of_message("keys", "a is missing", "read").remedy == "read"
+    ran = of_message("keys", "a is missing: run `checkmate keys FILE`; or so", "read")
+    assert (ran.detail, ran.remedy) == ("a is missing", "run `checkmate keys FILE`; or so")
+    assert str(of_message("keys", "a is missing", "read")) == "keys: a is missing; read"

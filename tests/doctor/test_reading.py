@@ -1,0 +1,111 @@
+"""A host as it is read: interfaces with real settings, listeners, sysctls, routes."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from ipaddress import IPv4Address
+from pathlib import Path
+
+from pyroute2.ethtool.ioctl import IoctlEthtool
+
+from checkmate.doctor import trying
+from checkmate.doctor.facts import Facts
+from checkmate.doctor.findings import Outcome
+from checkmate.doctor.reading import is_here, leads_from, listening, read, source_to
+from checkmate.doctor.subjects import shadow
+from checkmate.job.schema import Job
+from tests.support.labs.live import needs_root
+from tests.support.namespace_host import MAC, NET, job_there
+from topologies.kernel import namespaces
+
+
+def facts_in(host: str, *addresses: str) -> Facts:
+    with namespaces.entered(host):
+        return read(addresses)
+
+
+@needs_root
+def test_interfaces_are_read_with_their_settings(host: str) -> None:
+    found = facts_in(host, "10.77.0.1", "10.77.0.2", "10.77.0.3")
+    first, second = found.nics["10.77.0.1"], found.nics["10.77.0.2"]
+    assert first is not None and second is not None
+    assert (first.name, first.mtu, first.mac, first.driver) == ("eth0", 576, f"{MAC[:-1]}0", "veth")
+    assert (first.up, first.carrier, first.loopback, first.network) == (True, True, False, NET)
+    assert set(first.offloads.values()) == {False}
+    assert (second.mtu, second.offloads["tso"]) == (1500, True)
+    assert found.nics["10.77.0.3"] is None
+    assert found.sysctls["net.ipv4.conf.all.arp_ignore"] == "1"
+    assert found.number("net.ipv4.conf.eth1.rp_filter") == 0
+
+
+@needs_root
+def test_what_is_switched_is_read_as_it_is_then(host: str) -> None:
+    with namespaces.entered(host):
+        with closing(IoctlEthtool("eth1")) as ethtool:
+            ethtool.set_offload_flag("tcp-segmentation-offload", 0)
+        Path("/proc/sys/net/ipv4/tcp_window_scaling").write_text("0")
+    with namespaces.netlink(host) as ip:
+        ip.link("set", index=ip.link_lookup(ifname="far1")[0], state="down")
+    found = facts_in(host, "10.77.0.2")
+    own = found.nics["10.77.0.2"]
+    assert own is not None
+    assert (own.offloads["tso"], own.offloads["gso"]) == (False, True)
+    assert (own.up, own.carrier) == (True, False)
+    assert found.number("net.ipv4.tcp_window_scaling") == 0
+
+
+@needs_root
+def test_listeners_and_routes_are_those_of_the_namespace(host: str) -> None:
+    with namespaces.entered(host), socket.create_server(("10.77.0.1", 47001)):
+        found = read([])
+        assert found.listening == {(IPv4Address("10.77.0.1"), 47001)}
+        assert found.listens("10.77.0.1", 47001) and not found.listens("10.77.0.2", 47001)
+        assert leads_from("10.77.0.1", "10.77.0.9") is None
+        assert "unreachable" in str(leads_from("10.77.0.1", "10.9.9.9"))
+        assert "assign" in str(leads_from("10.9.9.9", "10.77.0.1"))
+        assert (source_to("10.77.0.9"), source_to("10.9.9.9")) == ("10.77.0.1", None)
+        assert is_here("10.77.0.2") and not is_here("10.77.0.3")
+
+
+def test_the_kernels_own_tables_are_understood() -> None:
+    """A socket at each kind of address is found where it is."""
+    with (
+        socket.create_server(("127.0.0.7", 0)) as narrow,
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as six,
+        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as wide,
+    ):
+        found = {(str(address), port) for address, port in listening()}
+        ports = [one.getsockname()[1] for one in (narrow, six, wide)]
+        assert {("127.0.0.7", ports[0]), ("::1", ports[1]), ("::", ports[2])} <= found
+        assert read([]).listens("127.0.0.8", ports[2])
+
+
+def test_what_takes_long_or_is_forbidden_to_services_is_left_out_at_their_start() -> None:
+    quick = read([], quick=True)
+    assert (quick.clock, quick.listening) == (None, frozenset())
+    clock = read([]).clock
+    assert clock is None or clock.error >= 0
+    assert is_here("127.0.0.1") and is_here("::1") and not is_here("no-such-host.invalid")
+
+
+@needs_root
+def test_routes_and_source_addresses_are_checked_as_the_kernel_has_them(host: str) -> None:
+    """The stub is out of reach; the other node, at 10.77.0.9, would be called from 10.77.0.1."""
+    data = job_there().model_dump(mode="json", exclude_none=True)
+    other = {**data["shadow_nodes"][0], "id": 1, "mgmt": "10.77.0.9:7000"}
+    data["shadow_nodes"] += [{**other, "nics": [{**other["nics"][0], "ip": "10.77.0.8", "mac": MAC}]}]
+    node = shadow(Job.model_validate(data), 0)
+    with namespaces.entered(host):
+        found = list(trying.routes(node, read(["10.77.0.1", "10.77.0.2"])))
+        assert [one.outcome for one in found] == [Outcome.FAILED, Outcome.FAILED]
+        assert "none from 10.77.0.1 to the stub at 10.255.0.1 (Network is unreachable)" in found[0].detail
+        assert [one.outcome for one in trying.routes(node, read([]))] == [Outcome.SKIPPED]
+        told = trying.source_addresses(node, ["10.77.0.2"])
+        assert (told.outcome, "calls 10.77.0.9 from 10.77.0.1" in told.detail) == (Outcome.FAILED, True)
+        assert trying.source_addresses(node, ["10.77.0.1", "10.77.0.2"]).outcome is Outcome.OK
+        assert trying.source_addresses(node, []).outcome is Outcome.SKIPPED
+        with namespaces.netlink(host) as ip:
+            index = ip.link_lookup(ifname="eth0")[0]
+            ip.addr("add", index=index, address="10.255.0.9", prefixlen=24)
+        assert [one.outcome for one in trying.routes(node, read(["10.77.0.1"]))] == [Outcome.OK]
