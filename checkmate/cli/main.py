@@ -21,6 +21,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "plan": "planning.plan",
     "run": "run",
     "status": "status",
+    "report": "report",
     "remove": "remove",
     "shell": "shell",
     "shadow": "shadow",
