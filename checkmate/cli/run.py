@@ -112,16 +112,16 @@ def run(
 
 @contextmanager
 def _said(jobs: Sequence[Job]) -> Iterator[None]:
-    """Say when the controller begins and ends; it has ended well if no error ends it."""
+    """Say when the controller begins, and when it ends for a reason that it knows."""
     event = CONTROLLER_STARTED(version=checkmate.__version__, jobs=[job.job for job in jobs])
     say(logging.DEBUG, event, "the controller has started")
     try:
         yield
     except ControlError as error:
         say(logging.DEBUG, CONTROLLER_DISPLACED(why=str(error)), "the controller ends: %s", error)
-        raise
-    finally:
         say(logging.DEBUG, CONTROLLER_ENDED(), "the controller has ended")
+        raise
+    say(logging.DEBUG, CONTROLLER_ENDED(), "the controller has ended")
 
 
 def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:

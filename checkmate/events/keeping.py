@@ -127,7 +127,8 @@ class EventLog:
             with suppress(EventsError):  # what is in memory is there in any case
                 read_file(path, found)
         with self._lock:
-            known = {event.identity: event for event in (*found.events, *self._newest)}
+            newest = list(self._newest)
+        known = {event.identity: event for event in (*found.events, *newest)}
         found.events = sorted(known.values(), key=lambda event: (event.time, event.number))
         return found
 

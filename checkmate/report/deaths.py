@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from checkmate.events.event import Event, timestamp
 from checkmate.events.kinds import (
+    CONTROLLER_CLAIMS,
+    CONTROLLER_PRIMARY,
     NODE_STARTED,
     PEER_BACK,
     PEER_LOST,
@@ -117,10 +119,29 @@ def _of_others(found: Sequence[Process], events: Sequence[Event]) -> Iterable[De
     for one in found:
         if one.ended or one.broken or node_of(one.source) is not None:
             continue
-        after = _next_of(one, found)
-        notice = _ring(one, events, after) if is_rank(one.source) else None
+        if is_rank(one.source):
+            after = _next_of(one, found)
+            notice = _ring(one, events, after)
+        else:
+            after, notice = _followed(one, events)
         if after is not None or notice is not None:
             yield _death(one, one.source, notice, after)
+
+
+def _followed(one: Process, events: Iterable[Event]) -> tuple[float | None, _Notice | None]:
+    """Return when another controller became primary after a primary's last event, and what it had noticed.
+
+    A primary that lives says that it was displaced. One that stood by may still do so.
+    """
+    if not any(event.name == CONTROLLER_PRIMARY.name for event in one.events):
+        return None, None
+    later = [event for event in events if event.process != one.key and event.time > one.last]
+    primary = min((event.time for event in later if event.name == CONTROLLER_PRIMARY.name), default=None)
+    claims = [event for event in later if event.name == CONTROLLER_CLAIMS.name]
+    if primary is None or not claims:
+        return primary, None
+    said = f"switch {claims[0].fields.get('switch')} has no primary controller"
+    return primary, _Notice(claims[0].time, f"a controller on {claims[0].host}", said)
 
 
 def _ring(one: Process, events: Iterable[Event], until: float | None) -> _Notice | None:

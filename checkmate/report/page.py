@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Final
 
 from rich.console import RenderableType
@@ -29,7 +30,9 @@ def page(report: Report) -> Iterator[RenderableType]:
     """Yield the parts of the page."""
     yield Text(f"Job {report.job}, from {_short(report.since)} to {_short(report.until)} (UTC)", "bold")
     yield ""
-    yield from _lines("Who ended without saying so", map(_death, report.deaths), "nobody, as far as is known")
+    yield from _lines(
+        "Who ended without saying so", chain(*map(_death, report.deaths)), "nobody, as far as is known"
+    )
     yield from _lines("Who was stopped", report.stopped, "")
     yield Text("Starts of training", "bold")
     if not report.recoveries:
@@ -61,12 +64,15 @@ def _bounded(lines: list[str], most: int = 20) -> list[str]:
     return [*lines[:most], f"and {len(lines) - most:,} more; the timeline and --json have them"]
 
 
-def _death(one: Death) -> str:
+def _death(one: Death) -> Iterator[str]:
     what = f", process {one.pid} on {_words(one.host)}" if one.pid else " (it has kept no events)"
-    last = f"; its last event: {_clock(one.last)}" if one.last else ""
-    noticed = f"; {_clock(one.noticed)} noticed by {_words(one.by)}" if one.noticed else ""
-    back = f"; began again {_clock(one.back)}" if one.back else "; has not begun again"
-    return f"{_clock(one.noticed or one.last)}  {_words(one.who)}{what}{last}{noticed}{back}"
+    yield f"{_clock(one.noticed or one.last)}  {_words(one.who)}{what}"
+    if one.last:
+        yield f"  last event: {_clock(one.last)}"
+    if one.noticed:
+        yield f"  noticed: {_clock(one.noticed)} by {_words(one.by)}"
+    again = "another one serves since" if one.who == "controller" else "began again:"
+    yield f"  {again} {_clock(one.back)}" if one.back else "  has not begun again"
 
 
 def _recovery(one: Recovery) -> Iterator[RenderableType]:

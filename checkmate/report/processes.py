@@ -32,6 +32,11 @@ class Process:
     """Whether it has answered."""
 
     @property
+    def key(self) -> tuple[str, str, int]:
+        """What its events have in common (`Event.process`)."""
+        return (self.source, self.host, self.pid)
+
+    @property
     def began(self) -> float:
         """The time of its first event."""
         return self.events[0].time

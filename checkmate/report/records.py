@@ -20,7 +20,7 @@ class Death:
     by: str
     """Who noticed it first, and what that one said."""
     back: str
-    """The time at which it has begun again; empty if it has not."""
+    """The time at which it has begun again, or another controller was primary; empty if there is none."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ _STEPS = (
     (RESTORE_INSTALLED.name, "state is in place"),
     (RESTORE_ENDED.name, "restore, as a whole"),
     (PROTECT_ENDED.name, "protect: ring, streams, seeds"),
-    (TRAINER_FIRST.name, "first iteration, from then on"),
+    (TRAINER_FIRST.name, "first iteration, once the ring is up"),
 )
 
 

@@ -9,6 +9,10 @@ from rich.console import Console
 
 from checkmate.events.event import Event, timestamp
 from checkmate.events.kinds import (
+    CONTROLLER_CLAIMS,
+    CONTROLLER_PRIMARY,
+    CONTROLLER_STANDBY,
+    CONTROLLER_STARTED,
     HOLD_CHANGED,
     ITERATION_COMMITTED,
     NODE_ENDED,
@@ -137,7 +141,7 @@ def test_a_rank_that_was_killed_and_the_start_after_it(crash: Written) -> None:
 
 def test_the_page_has_it_in_words(crash: Written) -> None:
     said = text(crash.report(live=LIVE, clocks=[NodeClock(0, 1.25, 0.002)]))
-    assert "rank 1, process 11 on h; its last event:" in said
+    assert "rank 1, process 11 on h\n" in said
     assert "last committed iteration: 40" in said
     assert "first iteration trained after: 41" in said
     assert "repeated: nothing" in said
@@ -200,6 +204,29 @@ def test_a_node_that_is_away_for_good_died_after_its_last_event() -> None:
     (died,) = report.deaths
     assert (died.last, died.noticed, died.back) == (at(0), "", "")
     assert any(f"what it did after {at(0)} is not known" in one for one in report.unknown)
+
+
+def controllers(*, claims: bool) -> Written:
+    """A controller serves at host a and says nothing after 5 s; at 60 s, another one serves at host b."""
+    made = Written()
+    serves = CONTROLLER_PRIMARY(switches=["s1"], updates=0, seconds=0.1)
+    made.say(0, "controller", CONTROLLER_STARTED(version="0", jobs=["demo"]), 1, "a")
+    made.say(5, "controller", serves, 1, "a")
+    made.say(2, "controller", CONTROLLER_STANDBY(), 2, "b")
+    if claims:
+        made.say(59, "controller", CONTROLLER_CLAIMS(switch="s1"), 2, "b")
+        made.say(60, "controller", serves, 2, "b")
+    return made
+
+
+def test_a_controller_that_another_one_had_to_replace_has_died() -> None:
+    (died,) = controllers(claims=True).report(live=LIVE).deaths
+    assert (died.who, died.host, died.last, died.back) == ("controller", "a", at(5), at(60))
+    assert died.by == "a controller on b: switch s1 has no primary controller"
+
+
+def test_controllers_that_serve_and_stand_by_live() -> None:
+    assert controllers(claims=False).report(live=LIVE).deaths == []
 
 
 def test_who_was_stopped_has_not_died() -> None:
