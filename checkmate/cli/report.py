@@ -97,7 +97,7 @@ def _role(job: Job) -> Role:
 def _made(job: Job, gathered: Gathered, since: float, until: float) -> Report:
     return summary(
         job,
-        merged(gathered.events, job.job, since),
+        merged(gathered.events, job.job),
         since=since,
         until=until,
         live=gathered.live,

@@ -36,7 +36,7 @@ class Gathered:
     clocks: list[NodeClock] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def take(self, job: Job, node: int, reply: pb.EventsReply) -> None:
+    def take(self, job: Job, node: int, reply: pb.EventsReply, since: float) -> None:
         """Take a node's answer. Only its own events count, so that none can speak for another process."""
         strange, own = 0, []
         for line in reply.events:
@@ -55,26 +55,26 @@ class Gathered:
         if strange + reply.passed_over:
             lines = counted(strange + reply.passed_over, "line")
             self.notes.append(f"{node_name(job, node)}: {lines} of its event log could not be read")
-        if reply.older:
+        if reply.older and (not own or own[0].time > since):
             self.notes.append(f"{node_name(job, node)} has older events, too many for one answer")
 
 
 def ask_nodes(job: Job, stubs: Stubs, since: float, gathered: Gathered) -> None:
-    """Ask all shadow nodes of a job for their events since a time, at once."""
+    """Ask all shadow nodes of a job for their events, at once. `since`: what the report is about."""
     nodes = [node.id for node in job.shadow_nodes]
     with ThreadPoolExecutor(min(len(nodes), _AT_ONCE)) as pool:
-        answers = pool.map(lambda node: _ask(job, stubs, node, since), nodes)
+        answers = pool.map(lambda node: _ask(job, stubs, node), nodes)
         for node, (reply, clock) in zip(nodes, answers, strict=True):
             if isinstance(reply, str):
                 gathered.silent[node] = reply
                 continue
-            gathered.take(job, node, reply)
+            gathered.take(job, node, reply, since)
             if clock is not None:
                 gathered.clocks.append(clock)
 
 
-def _ask(job: Job, stubs: Stubs, node: int, since: float) -> tuple[pb.EventsReply | str, NodeClock | None]:
-    request = pb.EventsRequest(job=job.job, since=since)
+def _ask(job: Job, stubs: Stubs, node: int) -> tuple[pb.EventsReply | str, NodeClock | None]:
+    request = pb.EventsRequest(job=job.job)
     asked = time.time()
     try:
         reply: pb.EventsReply = stubs.to(node).Events(request, timeout=ANSWER_SECONDS)

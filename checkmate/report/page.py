@@ -12,7 +12,7 @@ from rich.text import Text
 
 from checkmate.events.kinds import ITERATION_COMMITTED
 from checkmate.output.tables import FittedTable
-from checkmate.report.records import Death, Recovery, Report
+from checkmate.report.records import Absence, Death, Recovery, Report
 from checkmate.wording import counted, shortened
 
 TIMELINE_MOST: Final = 200
@@ -43,6 +43,7 @@ def page(report: Report) -> Iterator[RenderableType]:
     yield ""
     yield Text.assemble(("Last committed iteration, as far as nodes have said: ", "bold"), committed)
     yield ""
+    yield from _lines("Shards without a live holder", map(_absence, report.absences), "")
     troubles = [f"{_clock(one.time)}  {one.who}: {_words(one.message)}" for one in report.troubles]
     yield from _lines("Troubles", _bounded(troubles), "")
     yield from _lines("What is not known", map(_words, report.unknown), "")
@@ -73,6 +74,11 @@ def _death(one: Death) -> Iterator[str]:
         yield f"  noticed: {_clock(one.noticed)} by {_words(one.by)}"
     again = "another one serves since" if one.who == "controller" else "began again:"
     yield f"  {again} {_clock(one.back)}" if one.back else "  has not begun again"
+
+
+def _absence(one: Absence) -> str:
+    until = f"until {_clock(one.until)}" if one.until else "and still"
+    return f"{_clock(one.since)}  DP group {one.group}, shard {one.shard}, {until}"
 
 
 def _recovery(one: Recovery) -> Iterator[RenderableType]:

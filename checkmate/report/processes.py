@@ -14,9 +14,9 @@ _RANK = "rank "
 _NODE = "shadow node "
 
 
-def merged(events: Iterable[Event], job: str, since: float = 0.0) -> list[Event]:
+def merged(events: Iterable[Event], job: str) -> list[Event]:
     """Return the events of a job, and of processes that serve several, by time, each once."""
-    known = {event.identity: event for event in events if event.job in ("", job) and event.time >= since}
+    known = {event.identity: event for event in events if event.job in ("", job)}
     return sorted(known.values(), key=lambda event: (event.time, event.source, event.number))
 
 

@@ -58,6 +58,17 @@ class Recovery:
 
 
 @dataclass(frozen=True)
+class Absence:
+    """A time in which no live node was known to hold a shard."""
+
+    group: int
+    shard: int
+    since: str
+    until: str
+    """Empty if it lasts."""
+
+
+@dataclass(frozen=True)
 class Trouble:
     """Lost gradients, a shard that differs, or another problem that a process has named."""
 
@@ -87,6 +98,7 @@ class Report:
     stopped: list[str]
     """Who was stopped in order, and when."""
     recoveries: list[Recovery]
+    absences: list[Absence]
     troubles: list[Trouble]
     committed: int | None
     """The last iteration that a node is known to have committed, or stepped in full when it was fenced."""

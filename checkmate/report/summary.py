@@ -23,6 +23,7 @@ from checkmate.report.deaths import deaths, stopped
 from checkmate.report.processes import is_rank, node_of, processes
 from checkmate.report.records import NodeClock, Report, Trouble
 from checkmate.report.recoveries import recoveries
+from checkmate.report.shards import absences
 
 _TROUBLES = (
     *(STREAM_GAP, COMPARISON_MISMATCH, NODE_TROUBLE, NODE_STALLED, SWITCH_LOST, EVENTS_LOST),
@@ -46,8 +47,8 @@ def summary(
 
     Args:
         job: The job.
-        events: Its events, merged.
-        since: The time from which on they were asked for.
+        events: Its events, merged; also earlier ones, which tell how things stood then.
+        since: The time from which on things are reported.
         until: The time of the report.
         live: The processes that have answered.
         silent: The nodes that have not, and why.
@@ -57,22 +58,24 @@ def summary(
     away = dict(silent or {})
     found = processes(events, live)
     died = deaths(found, events, away)
+    start, recent = timestamp(since), [event for event in events if event.time >= since]
     return Report(
         job=job.job,
-        since=timestamp(since),
+        since=start,
         until=timestamp(until),
-        deaths=died,
-        stopped=stopped(found),
-        recoveries=recoveries(found, events, died),
+        deaths=[one for one in died if (one.noticed or one.last) >= start or not one.back],
+        stopped=stopped(one for one in found if one.last >= since),
+        recoveries=[one for one in recoveries(found, events, died) if one.time >= start],
+        absences=[one for one in absences(events, died) if not one.until or one.until >= start],
         troubles=[
             Trouble(timestamp(one.time), one.source, one.name, one.message or json.dumps(dict(one.fields)))
-            for one in events
+            for one in recent
             if one.name in {kind.name for kind in _TROUBLES}
         ],
         committed=_committed(events),
         unknown=[*_unknown(job, events, away), *notes],
         clocks=list(clocks),
-        events=[json.loads(one.to_line()) for one in events],
+        events=[json.loads(one.to_line()) for one in recent],
     )
 
 

@@ -206,6 +206,46 @@ def test_a_node_that_is_away_for_good_died_after_its_last_event() -> None:
     assert any(f"what it did after {at(0)} is not known" in one for one in report.unknown)
 
 
+def hold(state: str, iteration: int = 0, shard: int = 0) -> Happened:
+    return HOLD_CHANGED(group=0, shard=shard, state=state, iteration=iteration, why="")
+
+
+def test_a_shard_has_no_holder_from_a_death_until_another_node_is_live() -> None:
+    made = Written()
+    for node in (0, 1):
+        made.say(node, f"shadow node {node}", hold("live", shard=node), pid=5)
+    made.say(49, "shadow node 1", hold("live", 40, shard=1), pid=5)
+    made.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"), pid=5)
+    made.say(60, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=6)
+    made.say(70, "shadow node 1", hold("live", 60, shard=1), pid=6)
+    gap = STREAM_GAP(group=0, shard=0, iteration=70, joins=73, why="9 bytes have not come")
+    made.say(80, "shadow node 0", gap, pid=5)
+    report = made.report(live=[("shadow node 0", "h", 5), ("shadow node 1", "h", 6)])
+    assert [(one.shard, one.since, one.until) for one in report.absences] == [
+        (1, at(50), at(70)),
+        (0, at(80), ""),
+    ]
+    assert "DP group 0, shard 0, and still" in text(report)
+
+
+def test_what_was_before_counts_but_is_not_reported(crash: Written) -> None:
+    events = merged(crash.events, JOB.job)
+    for since, found in ((0, (1, 2)), (50, (1, 1)), (105, (0, 1)), (200, (0, 0))):
+        report = summary(JOB, events, since=START + since, until=START + 1000, live=LIVE)
+        assert (len(report.deaths), len(report.recoveries)) == found
+        assert all(one["time"] >= at(since) for one in report.events)
+        if report.recoveries:
+            assert (report.recoveries[-1].trained, report.recoveries[-1].repeated) == (40, 0)
+
+
+def test_with_replicas_a_shard_keeps_a_holder() -> None:
+    made = Written()
+    for node in (0, 1):
+        made.say(node, f"shadow node {node}", hold("live"))
+    made.say(50, "shadow node 1", hold("dropped"))
+    assert made.report(live=LIVE).absences == []
+
+
 def controllers(*, claims: bool) -> Written:
     """A controller serves at host a and says nothing after 5 s; at 60 s, another one serves at host b."""
     made = Written()
@@ -269,7 +309,7 @@ def test_events_are_merged_by_time_and_each_counts_once() -> None:
     made.say(1, "shadow node 1", NODE_ENDED())
     other = Event(START, "rank 0", "trainer.first", job="other")
     every = Event(START + 3, "controller", "controller.ended")
-    found = merged([*made.events, *made.events, other, every], JOB.job, since=START + 0.5)
+    found = merged([*made.events, *made.events, other, every], JOB.job)
     assert [one.source for one in found] == ["shadow node 1", "shadow node 0", "controller"]
 
 

@@ -8,7 +8,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from pydantic import ConfigDict, RootModel, create_model
 
 from checkmate.cli.documents.base import Document, Part
-from checkmate.report.records import Death, NodeClock, Recovery, Trouble
+from checkmate.report.records import Absence, Death, NodeClock, Recovery, Trouble
 from checkmate.rpc import shadow_pb2 as pb
 
 _TYPES: Final[dict[int, type]] = {
@@ -117,6 +117,7 @@ class ReportDocument(Document):
     deaths: list[Death]
     stopped: list[str]
     recoveries: list[Recovery]
+    absences: list[Absence]
     troubles: list[Trouble]
     committed: int | None
     unknown: list[str]
