@@ -98,11 +98,11 @@ def run(
     """
     if standby and (once or load):
         raise UsageFault("--standby waits and serves; use --once or --load without it")
+    live = view_console(view, log_format)
     files = JobFiles(jobs)
     found = read_files(files)
     first = found.require()  # bad input is refused before anything is started
     keep_only(*to_read(_read_later(found.files, first)), *to_listen(metrics_ports(metrics)))
-    live = view_console(view, log_format)
     log_to_stderr(log_format)
     logging.getLogger("finsy").setLevel(logging.ERROR)
     controller = _Controller(files, insecure=insecure, load=load, live=live)

@@ -6,9 +6,15 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
+import yaml
+from typer.testing import CliRunner
+
+from checkmate.cli.main import app
 from checkmate.events.json_lines import JsonLines, is_told
 from checkmate.events.kinds import SWITCH_LOST
+from testbed.jobs import job_data
 
 _PROGRAM = """
 import logging, threading, warnings
@@ -55,3 +61,19 @@ def test_a_record_without_an_event_has_no_fields() -> None:
     assert not is_told(record)
     record.event = SWITCH_LOST(switch="s1", why="")
     assert is_told(record)
+
+
+def test_errors_are_json_too_and_a_view_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job_data(nodes=1)))
+    asked = ["--log-format", "json"]
+    for arguments, words in (
+        (["shadow", str(file), "--id", "0", "--view", *asked], "--view is for people"),
+        (["shadow", str(file), "--id", "7", *asked], "has no shadow node 7"),
+        (["run", str(file), "--view", *asked], "--view is for people"),
+        (["run", str(tmp_path / "nowhere.yaml"), *asked], "nowhere.yaml"),
+    ):
+        done = CliRunner().invoke(app, arguments)
+        line = json.loads(done.stderr)
+        assert (done.exit_code, line["level"], done.stdout) == (2, "error", "")
+        assert words in line["message"]
