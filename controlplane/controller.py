@@ -7,12 +7,22 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from ipaddress import IPv4Address
 
+from checkmate.events.kinds import (
+    STREAM_ADMITTED,
+    STREAM_CLOSED,
+    STREAM_REFUSED,
+    SWITCH_BACK,
+    SWITCH_LOST,
+    Happened,
+)
+from checkmate.events.saying import say
 from checkmate.job.schema import Switch
 from checkmate.output.log_lines import GatheredLog, StrangerLog
 from checkmate.wording import counted
 from controlplane.election import Candidacy
-from controlplane.endpoint.closures import closures_line
+from controlplane.endpoint.closures import Closure, closures_line
 from controlplane.endpoint.endpoint import Answer, answer
 from controlplane.endpoint.frames import Segment, parse
 from controlplane.endpoint.waiting import WaitingSegments
@@ -47,12 +57,16 @@ class SwitchController(ReconciledSwitch):
         self._frames_read = 0
         self._waiting = asyncio.Event()
         self._notes = StrangerLog()
-        self._closures = {how: GatheredLog(logging.INFO, closures_line) for how in ("closed", "reset")}
+        self._closures = {
+            how: GatheredLog(logging.INFO, closures_line, _closed) for how in ("closed", "reset")
+        }
+        self._admissions = GatheredLog[str](logging.DEBUG, self._admissions_line, self._admitted)
 
     async def close(self) -> None:
         """End the session. The switch keeps its entries."""
         for closures in self._closures.values():
             closures.flush()
+        self._admissions.flush()
         await super().close()
 
     async def serve(self) -> None:
@@ -64,14 +78,21 @@ class SwitchController(ReconciledSwitch):
             try:
                 if self.session is None:
                     done = await self.connect()
-                    LOG.warning(
-                        "switch %s is back: %s written", self.switch.name, counted(done.updates, "update")
+                    name, updates = self.switch.name, done.updates
+                    back = SWITCH_BACK(switch=name, updates=updates)
+                    say(
+                        logging.WARNING,
+                        back,
+                        "switch %s is back: %s written",
+                        name,
+                        counted(updates, "update"),
                     )
                 assert self.session is not None
                 await self._serve_session(self.session)
             except (SwitchUnreachable, WriteRefused) as gone:
                 if self.session is not None or isinstance(gone, WriteRefused):
-                    LOG.warning("%s; trying again until it is back", gone)
+                    lost = SWITCH_LOST(switch=self.switch.name, why=str(gone))
+                    say(logging.WARNING, lost, "%s; trying again until it is back", gone)
                 await self.close()
                 await asyncio.sleep(RECONNECT_SECONDS)
 
@@ -136,8 +157,24 @@ class SwitchController(ReconciledSwitch):
             raise
         for port, found in answers:
             if found.note:
-                self._notes.line(f"switch {self.switch.name}: {found.note}")
+                self._notes.line(f"switch {self.switch.name}: {found.note}", self._note)
+            if found.admission is not None:
+                self._admissions.add(str(IPv4Address(found.admission.put[0]["shadow_ip"])))
             if found.closure is not None:
                 self._closures[found.closure.how].add(found.closure)
             if found.frame is not None:
                 await session.send_packet(port, found.frame)
+
+    def _note(self, words: str) -> Happened:
+        return STREAM_REFUSED(switch=self.switch.name, why=words)
+
+    def _admitted(self, nics: Sequence[str]) -> Happened:
+        return STREAM_ADMITTED(switch=self.switch.name, count=len(nics), nics=list(dict.fromkeys(nics)))
+
+    def _admissions_line(self, nics: Sequence[str]) -> str:
+        return f"switch {self.switch.name}: {counted(len(nics), 'stream is', 'streams are')} admitted"
+
+
+def _closed(found: Sequence[Closure]) -> Happened:
+    first, nics = found[0], list(dict.fromkeys(one.nic for one in found))
+    return STREAM_CLOSED(switch=first.switch, how=first.how, count=len(found), nics=nics)

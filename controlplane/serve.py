@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
+from checkmate.events.saying import say
 from checkmate.job.files import JobError, JobFiles
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
@@ -218,12 +221,12 @@ async def follow(files: JobFiles, fleet: Fleet) -> None:
             jobs = files.read().require()
             done = await fleet.change(jobs)
         except JobError as error:
-            LOG.error("the jobs are unchanged:\n%s", error)
+            say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged:\n%s", error)
             continue
         except (ControlError, KeysError) as error:
             again = isinstance(error, AnotherPrimary | SwitchUnreachable)
             if str(error) != told:
-                LOG.error("the jobs are unchanged: %s", error)
+                say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged: %s", error)
             told = str(error)
             continue
         again, told = False, ""
@@ -232,4 +235,5 @@ async def follow(files: JobFiles, fleet: Fleet) -> None:
         for verb, names in (("added", now - before), ("removed", before - now)):
             if names:
                 LOG.info("%s %s: %s", "job" if len(names) == 1 else "jobs", verb, ", ".join(sorted(names)))
-        LOG.info("job files changed: %s written", counted(written, "update"))
+        event = JOBS_CHANGED(added=sorted(now - before), removed=sorted(before - now), updates=written)
+        say(logging.INFO, event, "job files changed: %s written", counted(written, "update"))

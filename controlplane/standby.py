@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
+from checkmate.events.kinds import CONTROLLER_CLAIMS, JOBS_REFUSED, SWITCH_LOST
+from checkmate.events.saying import say
 from checkmate.job.files import JobError, JobFiles
 from checkmate.job.schema import Job, Switch
 from checkmate.keys.errors import KeysError
@@ -50,7 +53,7 @@ class Standby:
             found = self._files.read().require()
             self._check(found)
         except (JobError, ControlError, KeysError) as error:
-            LOG.error("the jobs are unchanged:\n%s", error)
+            say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged:\n%s", error)
             return False
         self.jobs = found
         return True
@@ -79,7 +82,8 @@ async def _until_free(watch: Watch, changed: asyncio.Event) -> None:
         told = verdict
         changed.clear()
         await changed.wait()
-    LOG.warning("switch %s has no primary controller: taking over", watch.first)
+    claims = CONTROLLER_CLAIMS(switch=watch.first)
+    say(logging.WARNING, claims, "switch %s has no primary controller: taking over", watch.first)
 
 
 async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:
@@ -92,7 +96,8 @@ async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:
                 await until_first(_listen(session, watch, changed), session.heartbeat(), session.ask_again())
         except ControlError as gone:
             if str(gone) != told:
-                LOG.warning("%s; trying again until it is back", gone)
+                lost = SWITCH_LOST(switch=switch.name, why=str(gone))
+                say(logging.WARNING, lost, "%s; trying again until it is back", gone)
             told = str(gone)
         watch.see(switch.name, None)
         changed.set()

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
+from checkmate.events.kinds import STREAM_FAILED, Happened
 from checkmate.output.log_lines import GatheredLog, StrangerLog, first_and_count
 from tests.support.waiting import wait_until
 
 
+def failed(lines: Sequence[str]) -> Happened:
+    return STREAM_FAILED(count=len(lines), why=lines[0])
+
+
 def test_what_comes_together_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    gathered = GatheredLog(logging.WARNING, first_and_count)
+    gathered = GatheredLog(logging.WARNING, first_and_count, failed)
 
     def add() -> None:
         for _ in range(256):
@@ -35,7 +41,7 @@ def test_what_comes_together_is_one_line(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_nothing_is_lost_or_told_twice_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    gathered = GatheredLog(logging.WARNING, first_and_count)
+    gathered = GatheredLog(logging.WARNING, first_and_count, failed)
     gathered.add("first")
     gathered.flush()
     gathered.flush()
@@ -45,7 +51,7 @@ def test_nothing_is_lost_or_told_twice_at_the_end(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_line_comes_even_if_events_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
-    gathered = GatheredLog(logging.WARNING, first_and_count)
+    gathered = GatheredLog(logging.WARNING, first_and_count, failed)
     start = time.monotonic()
     while not caplog.messages:
         gathered.add("again")

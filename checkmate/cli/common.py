@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +19,9 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from checkmate.cli.completing import job_paths
+from checkmate.events.json_lines import log_everything_as_json, print_as_json
+from checkmate.events.keeping import EventLog, folder_of
+from checkmate.events.saying import keep_in
 from checkmate.extras import needs_of
 from checkmate.job.files import JobError, JobFiles, JobSet, Located
 from checkmate.output.consoles import has_cursor, text_console
@@ -43,6 +48,27 @@ Insecure = Annotated[
 Metrics = Annotated[
     str | None,
     typer.Option("--metrics", metavar="HOST:PORT", help="Serve metrics there.", show_default="nowhere"),
+]
+
+
+class LogFormat(StrEnum):
+    """What lines of the log are."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+AsLog = Annotated[
+    LogFormat, typer.Option("--log-format", help="Lines on standard error: for people, or JSON each.")
+]
+Events = Annotated[
+    Path | None,
+    typer.Option(
+        "--events",
+        metavar="FOLDER",
+        help="Keep events there, for `report`.",
+        show_default="$CHECKMATE_EVENTS, else events/ in systemd's $STATE_DIRECTORY, else in memory only",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, errors included.")]
 
@@ -125,7 +151,10 @@ def says_errors(command: Callable[P, R]) -> Callable[P, R]:
                 message = f"{counted(len(faults), 'fault')} in {where}" if faults else str(error)
                 print_error(message, code, faults, getattr(error, "data", None))
             for line in faults or (error,):
-                err.print(Text.assemble(("error:", "red"), f" {line}"), soft_wrap=True)
+                if kwargs.get("log_format") is LogFormat.JSON:
+                    print_as_json(logging.ERROR, str(line))
+                else:
+                    err.print(Text.assemble(("error:", "red"), f" {line}"), soft_wrap=True)
             raise typer.Exit(code) from None
 
     return wrapper
@@ -135,18 +164,26 @@ TIME: Final = "%Y-%m-%d %H:%M:%S"
 """Local time, as in the switch's own log."""
 
 
-def view_console(wanted: bool | None) -> Console | None:
+def view_console(wanted: bool | None, log_format: LogFormat = LogFormat.TEXT) -> Console | None:
     """Return the console of a live view, or `None` without one; by default there is one on a terminal.
 
-    It is the log's if that is on a terminal: two consoles on one terminal would overwrite each other.
+    It is the log's if that is on a terminal: two consoles on one terminal would overwrite each other. Beside
+    a log of JSON there is none; raise `UsageFault` if one is wanted.
     """
+    if log_format is LogFormat.JSON:
+        if wanted:
+            raise UsageFault("--view is for people, and --log-format json is not; use one of them")
+        return None
     if not (has_cursor(out) if wanted is None else wanted):
         return None
     return err if err.is_terminal else out
 
 
-def log_to_stderr() -> None:
+def log_to_stderr(log_format: LogFormat = LogFormat.TEXT) -> None:
     """Log to standard error, each line with its time so that logs of several machines can be merged."""
+    if log_format is LogFormat.JSON:
+        log_everything_as_json()
+        return
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", TIME))
     if err.is_terminal:
@@ -155,3 +192,15 @@ def log_to_stderr() -> None:
         )
         handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+@contextmanager
+def kept_events(source: str, job: str, folder: Path | None) -> Iterator[EventLog]:
+    """Keep this process's events, on disk if there is a folder for them. Raise `EventsError` if it can't."""
+    log = EventLog(source, job, folder_of(folder)).start()
+    keep_in(log)
+    try:
+        yield log
+    finally:
+        keep_in(None)
+        log.close()

@@ -22,6 +22,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "plan": "planning.plan",
     "run": "run",
     "status": "status",
+    "report": "report",
     "remove": "remove",
     "shell": "shell",
     "shadow": "shadow",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +15,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import MofNCompleteColumn
 
+import checkmate
 from checkmate.cli.common import (
+    AsLog,
+    Events,
     Insecure,
     JobArguments,
+    LogFormat,
     Metrics,
     UsageFault,
     err,
+    kept_events,
     log_to_stderr,
     metrics_ports,
     out,
@@ -31,6 +36,14 @@ from checkmate.cli.common import (
 from checkmate.cli.status import switch_lines, switch_tables
 from checkmate.doctor import subjects
 from checkmate.doctor.diagnosis import warn
+from checkmate.events.kinds import (
+    CONTROLLER_DISPLACED,
+    CONTROLLER_ENDED,
+    CONTROLLER_PRIMARY,
+    CONTROLLER_STANDBY,
+    CONTROLLER_STARTED,
+)
+from checkmate.events.saying import say
 from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
 from checkmate.keys.errors import KeysError
@@ -39,7 +52,6 @@ from checkmate.notify import notify, stay_alive
 from checkmate.output.consoles import progress
 from checkmate.privileges import keep_only, to_listen, to_read
 from checkmate.wording import counted
-from controlplane.controller import LOG
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
 from controlplane.serve import Fleet, follow, status_now
 from controlplane.standby import Standby
@@ -68,6 +80,8 @@ def run(
         typer.Option("--view/--no-view", help="Live view of the streams.", show_default="on a terminal"),
     ] = None,
     metrics: Metrics = None,
+    events: Events = None,
+    log_format: AsLog = LogFormat.TEXT,
     insecure: Insecure = False,
 ) -> None:
     """Install jobs on their switches, then serve as the stub TCP endpoint until stopped.
@@ -86,15 +100,31 @@ def run(
     """
     if standby and (once or load):
         raise UsageFault("--standby waits and serves; use --once or --load without it")
+    live = view_console(view, log_format)
     files = JobFiles(jobs)
     found = read_files(files)
     first = found.require()  # bad input is refused before anything is started
     keep_only(*to_read(_read_later(found.files, first)), *to_listen(metrics_ports(metrics)))
-    log_to_stderr()
+    log_to_stderr(log_format)
     warn(map(subjects.controller, first), insecure=insecure)
     logging.getLogger("finsy").setLevel(logging.ERROR)
-    controller = _Controller(files, insecure=insecure, load=load, live=view_console(view))
-    asyncio.run(_until_stopped(controller.work(first, standby=standby, once=once, metrics=metrics)))
+    controller = _Controller(files, insecure=insecure, load=load, live=live)
+    with kept_events("controller", "", events), _said(first):
+        asyncio.run(_until_stopped(controller.work(first, standby=standby, once=once, metrics=metrics)))
+
+
+@contextmanager
+def _said(jobs: Sequence[Job]) -> Iterator[None]:
+    """Say when the controller begins, and when it ends for a reason that it knows."""
+    event = CONTROLLER_STARTED(version=checkmate.__version__, jobs=[job.job for job in jobs])
+    say(logging.DEBUG, event, "the controller has started")
+    try:
+        yield
+    except ControlError as error:
+        say(logging.DEBUG, CONTROLLER_DISPLACED(why=str(error)), "the controller ends: %s", error)
+        say(logging.DEBUG, CONTROLLER_ENDED(), "the controller has ended")
+        raise
+    say(logging.DEBUG, CONTROLLER_ENDED(), "the controller has ended")
 
 
 def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
@@ -170,15 +200,17 @@ class _Controller:
         while True:
             notify("READY=1", "STATUS=standing by")
             out.print("standing by; stop with Ctrl-C")
+            say(logging.DEBUG, CONTROLLER_STANDBY(), "standing by")
             self._standing_by(True)
             now = await standby.wait()
             self._standing_by(False)
             try:
                 await self.serve(standby.jobs, now=now)
             except (AnotherPrimary, SwitchUnreachable) as error:
-                LOG.warning("%s", error)
+                say(logging.WARNING, CONTROLLER_DISPLACED(why=str(error)), "%s", error)
             except (ControlError, KeysError) as error:
-                LOG.error("%s; standing by for %g s", error, REFUSED_SECONDS)
+                displaced = CONTROLLER_DISPLACED(why=str(error))
+                say(logging.ERROR, displaced, "%s; standing by for %g s", error, REFUSED_SECONDS)
                 await asyncio.sleep(REFUSED_SECONDS)
             standby.read_again()
 
@@ -199,6 +231,12 @@ async def _apply(fleet: Fleet, jobs: Sequence[Job], load: bool, now: Sequence[st
             bar.update(rows[switch], completed=done, total=total)
 
         done = await fleet.start(jobs, replace=load, now=now, progress=written)
+    event = CONTROLLER_PRIMARY(
+        switches=[report.switch for report in done],
+        updates=sum(report.updates for report in done),
+        seconds=round(sum(report.seconds for report in done), 3),
+    )
+    say(logging.DEBUG, event, "serves %s", counted(len(done), "switch", "switches"))
     for report in done:
         loaded = "program loaded, " if report.loaded else ""
         updates = counted(report.updates, "update")

@@ -23,6 +23,7 @@ DOCUMENTS: Final = {
     "plan-pfc": "switches:PfcDocument",
     "plan-bfrt": "switches:BfrtDocument",
     "status": "switches:StatusDocument",
+    "report": "nodes:ReportDocument",
     "remove": "switches:RemoveDocument",
     "shadow": "nodes:ShadowLine",
     "consolidate": "nodes:ConsolidateDocument",

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Annotated
 
 import typer
 
+import checkmate
 from checkmate.cli.common import (
+    AsLog,
+    Events,
     Insecure,
     JobArgument,
+    LogFormat,
     Metrics,
     UsageFault,
     err,
+    kept_events,
     log_to_stderr,
     metrics_ports,
     out,
@@ -26,6 +32,8 @@ from checkmate.cli.common import (
 )
 from checkmate.doctor import subjects
 from checkmate.doctor.diagnosis import warn
+from checkmate.events.kinds import NODE_ENDED, NODE_STARTED
+from checkmate.events.saying import say
 from checkmate.job.addresses import split_address
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
@@ -57,6 +65,8 @@ def shadow(
         int | None, typer.Option("--threads", min=1, help="Threads of a step.", show_default="one a core")
     ] = None,
     metrics: Metrics = None,
+    events: Events = None,
+    log_format: AsLog = LogFormat.TEXT,
     insecure: Insecure = False,
 ) -> None:
     """Receive reduced gradients on this node's NICs, step its shards, and serve the checkpoint.
@@ -68,15 +78,17 @@ def shadow(
     """
     loaded = read_job(job)
     _check_id(loaded, node_id)
-    log_to_stderr()
+    shown = None if as_json else view_console(view, log_format)
+    log_to_stderr(log_format)
     keep_only(*_needed(loaded, node_id), *to_listen(metrics_ports(metrics)))
     warn([subjects.shadow(loaded, node_id)], receive_buffer=receive_buffer << 20, insecure=insecure)
-    with waiting(err, "starting"):  # torch takes a second
+    with waiting(err, "starting") if log_format is LogFormat.TEXT else nullcontext():  # torch takes a second
         from checkmate.shadow.process import Serving  # noqa: PLC0415
         from checkmate.shadow.view import follow, time_now  # noqa: PLC0415
 
     with (
         stopping() as stopped,
+        kept_events(f"shadow node {node_id}", loaded.job, events) as log,
         Serving(
             loaded,
             node_id,
@@ -85,8 +97,12 @@ def shadow(
             threads=threads,
             insecure=insecure,
             metrics=metrics,
+            events=log,
         ) as serving,
     ):
+        log.beat = serving.reached
+        started = NODE_STARTED(version=checkmate.__version__, shards=len(serving.node.plans))
+        say(logging.DEBUG, started, "shadow node %d serves", node_id)
         if as_json:
             ready = {"time": time_now(), "ready": True, "job": loaded.job, "node": node_id}
             print_json(ready, line=True)
@@ -94,8 +110,9 @@ def shadow(
             out.print(f"ready: shadow node {node_id} of job {loaded.job}; stop with Ctrl-C", soft_wrap=True)
             sys.stdout.flush()
         notify("READY=1", f"STATUS=shadow node {node_id} of job {loaded.job}")
-        follow(serving.node, stopped, None if as_json else view_console(view), as_json=as_json)
+        follow(serving.node, stopped, shown, as_json=as_json)
         notify("STOPPING=1")
+        say(logging.DEBUG, NODE_ENDED(), "shadow node %d was stopped", node_id)
 
 
 def _needed(job: Job, node_id: int) -> tuple[Capability, ...]:

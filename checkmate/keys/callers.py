@@ -21,6 +21,7 @@ _READERS: Final = frozenset({Role.READER, Role.SHADOW})
 CALLERS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
     {
         "Status": _ALL,
+        "Events": _ALL,
         "Fence": _TRAINER,
         "Copy": _TRAINER,
         "Parts": _SHADOW,

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
+from checkmate.events.kinds import Happened
+from checkmate.events.saying import say
+
 T = TypeVar("T")
 
 LINE_MOST: Final = 300
@@ -22,10 +25,13 @@ _log: Final = logging.getLogger("checkmate")
 class GatheredLog(Generic[T]):
     """One log line for events of a kind: once none has come for half a second, or after five. Thread-safe."""
 
-    def __init__(self, level: int, line: Callable[[Sequence[T]], str]) -> None:
-        """Gather events for lines of `level`; `line` makes one of at least one event."""
+    def __init__(
+        self, level: int, line: Callable[[Sequence[T]], str], event: Callable[[Sequence[T]], Happened]
+    ) -> None:
+        """Gather events for lines of `level`; `line` makes one of at least one, and `event` its event."""
         self._level = level
         self._line = line
+        self._event = event
         self._lock = threading.Lock()
         self._found: list[T] = []
         self._first = self._newest = 0.0
@@ -44,7 +50,7 @@ class GatheredLog(Generic[T]):
         with self._lock:
             found, self._found = self._found, []
         if found:
-            _log.log(self._level, "%s", self._line(found))
+            say(self._level, self._event(found), "%s", self._line(found))
 
     def _wake(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self._due)
@@ -74,8 +80,8 @@ class StrangerLog:
         self._full = 0.0  # when as many lines as at the beginning may be logged again
         self._left_out = 0
 
-    def line(self, text: str) -> None:
-        """Log a line, or count it for the next one."""
+    def line(self, text: str, event: Callable[[str], Happened] | None = None) -> None:
+        """Log a line, or count it for the next one. `event` makes its event of the words."""
         with self._lock:
             now = time.monotonic()
             if self._full > now + _LINES_AT_ONCE - 1:

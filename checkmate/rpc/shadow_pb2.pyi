@@ -307,6 +307,57 @@ class StatusRequest(google.protobuf.message.Message):
 Global___StatusRequest: typing_extensions.TypeAlias = StatusRequest
 
 @typing.final
+class EventsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    since: builtins.float
+    """seconds since the epoch, by the node's clock; 0: all"""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        since: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "since", b"since"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___EventsRequest: typing_extensions.TypeAlias = EventsRequest
+
+@typing.final
+class EventsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    OLDER_FIELD_NUMBER: builtins.int
+    NOW_FIELD_NUMBER: builtins.int
+    PASSED_OVER_FIELD_NUMBER: builtins.int
+    older: builtins.bool
+    """there are older ones than these, which are too many for one answer"""
+    now: builtins.float
+    """the node's clock, in seconds since the epoch"""
+    passed_over: builtins.int
+    """lines on disk that could not be read, such as one that a crash has torn"""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """lines of JSON (checkmate/events/event.py), the oldest first"""
+
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[builtins.str] | None = ...,
+        older: builtins.bool = ...,
+        now: builtins.float = ...,
+        passed_over: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["events", b"events", "now", b"now", "older", b"older", "passed_over", b"passed_over"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___EventsReply: typing_extensions.TypeAlias = EventsReply
+
+@typing.final
 class FenceRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

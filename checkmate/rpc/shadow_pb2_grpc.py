@@ -39,6 +39,11 @@ class ShadowStub(object):
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.StatusRequest.SerializeToString,
                 response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
                 _registered_method=True)
+        self.Events = channel.unary_unary(
+                '/checkmate.v1.Shadow/Events',
+                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.EventsRequest.SerializeToString,
+                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.EventsReply.FromString,
+                _registered_method=True)
         self.Fence = channel.unary_unary(
                 '/checkmate.v1.Shadow/Fence',
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.FenceRequest.SerializeToString,
@@ -106,6 +111,13 @@ class ShadowServicer(object):
 
     def Status(self, request, context):
         """The status of a node. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Events(self, request, context):
+        """What has happened to a node and, if it keeps events on disk, to earlier processes of it. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,6 +215,11 @@ def add_ShadowServicer_to_server(servicer, server):
                     request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.StatusRequest.FromString,
                     response_serializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.SerializeToString,
             ),
+            'Events': grpc.unary_unary_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.EventsRequest.FromString,
+                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.EventsReply.SerializeToString,
+            ),
             'Fence': grpc.unary_unary_rpc_method_handler(
                     servicer.Fence,
                     request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.FenceRequest.FromString,
@@ -291,6 +308,33 @@ class Shadow(object):
             '/checkmate.v1.Shadow/Status',
             checkmate_dot_rpc_dot_shadow__pb2.StatusRequest.SerializeToString,
             checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/checkmate.v1.Shadow/Events',
+            checkmate_dot_rpc_dot_shadow__pb2.EventsRequest.SerializeToString,
+            checkmate_dot_rpc_dot_shadow__pb2.EventsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,8 @@ class ShadowStub:
     def __new__(cls, channel: grpc.aio.Channel) -> ShadowAsyncStub: ...
     Status: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.StatusRequest, checkmate.rpc.shadow_pb2.NodeStatus]
     """The status of a node. Changes nothing."""
+    Events: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.EventsRequest, checkmate.rpc.shadow_pb2.EventsReply]
+    """What has happened to a node and, if it keeps events on disk, to earlier processes of it. Changes nothing."""
     Fence: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.FenceRequest, checkmate.rpc.shadow_pb2.NodeStatus]
     """Restart, step 1: first, with `drain`, step all recorded iterations; then stop commits in this incarnation for good."""
     Copy: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.CopyRequest, checkmate.rpc.shadow_pb2.CopyReply]
@@ -60,6 +62,8 @@ class ShadowAsyncStub(ShadowStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Status: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.StatusRequest, checkmate.rpc.shadow_pb2.NodeStatus]  # type: ignore[assignment]
     """The status of a node. Changes nothing."""
+    Events: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.EventsRequest, checkmate.rpc.shadow_pb2.EventsReply]  # type: ignore[assignment]
+    """What has happened to a node and, if it keeps events on disk, to earlier processes of it. Changes nothing."""
     Fence: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.FenceRequest, checkmate.rpc.shadow_pb2.NodeStatus]  # type: ignore[assignment]
     """Restart, step 1: first, with `drain`, step all recorded iterations; then stop commits in this incarnation for good."""
     Copy: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.CopyRequest, checkmate.rpc.shadow_pb2.CopyReply]  # type: ignore[assignment]
@@ -94,6 +98,14 @@ class ShadowServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[checkmate.rpc.shadow_pb2.NodeStatus, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.NodeStatus]]:
         """The status of a node. Changes nothing."""
+
+    @abc.abstractmethod
+    def Events(
+        self,
+        request: checkmate.rpc.shadow_pb2.EventsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[checkmate.rpc.shadow_pb2.EventsReply, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.EventsReply]]:
+        """What has happened to a node and, if it keeps events on disk, to earlier processes of it. Changes nothing."""
 
     @abc.abstractmethod
     def Fence(

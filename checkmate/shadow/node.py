@@ -15,6 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
+from checkmate.events.kinds import NODE_STALLED, STREAM_BROKEN, Happened
+from checkmate.events.saying import say
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
@@ -103,7 +105,9 @@ class Node:
         """Returns the number of connections for step records."""
         self._stepping = False
         self._torch_threads = threads
-        self._breaks = GatheredLog(logging.WARNING, first_and_count)
+        self._breaks = GatheredLog(
+            logging.WARNING, first_and_count, lambda lines: STREAM_BROKEN(count=len(lines), why=lines[0])
+        )
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
         self._connector = Connector(
             self.readers, self.nics, receive_buffer, access.secret(Secret.HELLO), self.touch
@@ -186,9 +190,9 @@ class Node:
             return data.load(iteration, ((n, *values) for n, values in parameters.items()))
         finally:
             snapshot = data.snapshot()
-            with self.moving():
+            with self.moving() as state:
                 hold.loading -= 1
-                hold.took(snapshot)
+                state.took(hold, snapshot)
 
     def close(self) -> None:
         """End all threads and close all sockets."""
@@ -227,8 +231,10 @@ class Node:
             case Release(iteration):
                 for hold in self.data.values():
                     hold.replica.release(iteration)
-            case Log(level, message):
+            case Log(level, message, None):
                 log.log(level, "%s", message)
+            case Log(level, message, Happened() as event):
+                say(level, event, "%s", message)
 
     def _connect(self, hold: Hold) -> None:
         """Connect a hold's streams in the background."""
@@ -270,7 +276,9 @@ class Node:
         with self.changed:
             self.changed.wait_for(lambda: self.stopping, TICK)
             if stopped := self._clock.beat():
-                log.warning("this process did not run for %.1f s, and continues", STALL + stopped)
+                seconds = STALL + stopped
+                event = NODE_STALLED(seconds=round(seconds, 3))
+                say(logging.WARNING, event, "this process did not run for %.1f s, and continues", seconds)
             if not self.stopping:
                 self.state.tick(self.now())
                 self._follow_up()

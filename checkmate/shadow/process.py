@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Final
 
+from checkmate.events.keeping import EventLog
+from checkmate.events.kinds import ITERATION_COMMITTED, Happened
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
@@ -56,6 +58,7 @@ class Serving:
         threads: int | None = None,
         insecure: bool = False,
         metrics: str | None = None,
+        events: EventLog | None = None,
     ) -> None:
         """Prepare a node, which runs from `__enter__` on.
 
@@ -67,6 +70,7 @@ class Serving:
             threads: threads of a step; by default one per core.
             insecure: serve everybody, without keys and TLS.
             metrics: HOST:PORT at which metrics are served.
+            events: this process's event log, which is served.
 
         Raises:
             StreamError: if this machine lacks the NICs' addresses or the right to such buffers.
@@ -100,7 +104,7 @@ class Serving:
             self.node.trainers = self._inbox.trainers
             self._peers = Peers(self.node)
             self._copier = Copier(self.node)
-            self._server = Server(self.node, self._peers)
+            self._server = Server(self.node, self._peers, events)
             undo.pop_all()
 
     def __enter__(self) -> Serving:
@@ -111,6 +115,13 @@ class Serving:
         self._copier.start()
         self._metrics.__enter__()
         return self
+
+    def reached(self) -> Happened | None:
+        """Return the event of the last committed iteration, if there is one."""
+        committee = self.node.state.committee
+        if committee.committed < 0:
+            return None
+        return ITERATION_COMMITTED(incarnation=committee.incarnation, iteration=committee.committed)
 
     def __exit__(self, *_: object) -> None:
         self._metrics.__exit__(None, None, None)

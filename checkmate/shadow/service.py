@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from checkmate.events.keeping import EventLog
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
 from checkmate.keys.contexts import server_credentials
@@ -20,7 +21,7 @@ from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
-from checkmate.shadow.calls import begin, fence, leave, transfer
+from checkmate.shadow.calls import begin, events, fence, leave, transfer
 from checkmate.shadow.calls.begin import status
 from checkmate.shadow.guard import Guard, Handlers
 from checkmate.shadow.logic.group import CallRefused
@@ -54,11 +55,14 @@ _BACKLOG: Final = 128
 class ShadowService(rpc.ShadowServicer):
     """Translation of RPCs to functions over the node."""
 
-    def __init__(self, node: Node, peers: Peers) -> None:
-        self._node, self._peers = node, peers
+    def __init__(self, node: Node, peers: Peers, log: EventLog | None) -> None:
+        self._node, self._peers, self._log = node, peers, log
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self._answer(context, lambda: status(self._node, request))
+
+    def Events(self, request: pb.EventsRequest, context: grpc.ServicerContext) -> pb.EventsReply:
+        return self._answer(context, lambda: events.events(self._node, self._log, request))
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         left = _left(context)
@@ -197,8 +201,8 @@ def calls_max(ranks: int) -> int:
 class Server:
     """The gRPC server at a node's `mgmt` address, with TLS if the node has keys. A context manager."""
 
-    def __init__(self, node: Node, peers: Peers) -> None:
-        """Bind the address. Raise `ServeError` if that fails."""
+    def __init__(self, node: Node, peers: Peers, log: EventLog | None = None) -> None:
+        """Bind the address, to serve also the events of `log`. Raise `ServeError` if that fails."""
         job = node.job
         ranks = sum(len(group.ranks) for group in job.dp_groups)
         recovery = 2 * len(job.shadow_nodes) + _SPARE
@@ -211,7 +215,7 @@ class Server:
             self._pool, interceptors=checks, options=_OPTIONS, maximum_concurrent_rpcs=calls_max(ranks)
         )
         self._guard = Guard()
-        self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers))
+        self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers, log))
         self._health = health.HealthServicer()
         self._add(_HEALTH, health_pb2_grpc.add_HealthServicer_to_server, self._health)
         address = job.node(node.id).mgmt

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from checkmate.events import json_lines
+
 _LOG: Final = logging.getLogger("checkmate")
 _FORMAT: Final = "%(asctime)s checkmate: %(message)s"
 
@@ -12,13 +14,16 @@ _FORMAT: Final = "%(asctime)s checkmate: %(message)s"
 def show_log() -> None:
     """Give the logger `checkmate` a handler if neither it nor the root logger has one.
 
+    With CHECKMATE_LOG_FORMAT=json its lines are JSON.
     The handler is silent once the script gives the root logger one. A level that the script has set stays.
     """
     if _LOG.hasHandlers():
         return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
+    as_json = json_lines.wanted()
+    handler = json_lines.json_handler() if as_json else logging.StreamHandler()
+    if not as_json:
+        handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     _LOG.addHandler(handler)
     if _LOG.level == logging.NOTSET:
-        _LOG.setLevel(logging.INFO)
+        _LOG.setLevel(logging.DEBUG if as_json else logging.INFO)

@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from checkmate.events.kinds import PROTECT_ENDED, PROTECT_STARTED
+from checkmate.events.saying import say, seconds_since
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
@@ -29,9 +31,11 @@ from checkmate.training.checks import (
     check_script,
 )
 from checkmate.training.default_log import show_log
+from checkmate.training.ending import ends_well, said_end
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.gradients.reduction import GradientReduction
 from checkmate.training.gradients.wiring import make_reducer, make_reduction
+from checkmate.training.kept_events import keep_events
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, resumed_in
 from checkmate.training.model.choosing import model_of
@@ -109,6 +113,9 @@ def protect(
     place = join(wrapped)
     if place.rank == 0 or place.first:
         show_log()
+    keep_events(place.rank, place.job.job)
+    say(logging.DEBUG, PROTECT_STARTED(), "protect has begun")
+    began = time.monotonic()
     standing = ModelStanding.of(wrapped)
     watched = Watched(wrapped, optimizer, scheduler, scaler, extra)
     check_script(watched)
@@ -124,7 +131,15 @@ def protect(
         start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         standing.hold()
         undo.callback(standing.release)
-        return _assemble(place, watched, layouts, spec, stubs, start, deadline, undo, required=required)
+        made = _assemble(place, watched, layouts, spec, stubs, start, deadline, undo, required=required)
+    ended = PROTECT_ENDED(
+        iteration=start.next_iteration,
+        incarnation=start.plan.incarnation,
+        waiting=made.waiting,
+        seconds=seconds_since(began),
+    )
+    say(logging.DEBUG, ended, "iteration %d comes next", start.next_iteration)
+    return made
 
 
 def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
@@ -183,11 +198,10 @@ def _assemble(
         await_departed=publisher.await_departed,
     )
     undo.callback(recorder.close, last=False)
-    if place.followed:
-        followers.bring_up(deadline)
+    waiting = followers.bring_up(deadline) if place.followed else "; ".join(untagged)
     hook.register(recorder.reduced)  # last, because DDP can't unregister a hook
     loop = Loop(recorder, resumed_in(place, start), lambda: hook.iteration >= start.next_iteration)
-    return Protection(place, start, hook, recorder, loop, publisher, followers, undo)
+    return Protection(place, start, hook, recorder, loop, publisher, followers, undo, waiting)
 
 
 class Protection:
@@ -208,8 +222,11 @@ class Protection:
         publisher: Publisher,
         followers: Followers,
         undo: ExitStack,
+        waiting: str = "",
     ) -> None:
         """Take over all parts, and `undo`, which closes them in any state."""
+        self.waiting = waiting
+        """Which shadow nodes do not follow from the start on, in words, on the first rank of a DP group."""
         self.session = place
         self._incarnation = start.plan.incarnation
         self._hook = hook
@@ -266,7 +283,7 @@ class Protection:
         Args:
             last: Whether training is complete, so that the last iteration counts although no forward follows.
         """
-        self._end(last, well=_ends_well(sys.exc_info()[1]))
+        self._end(last, well=ends_well(sys.exc_info()[1]))
 
     def _end(self, last: bool, *, well: bool) -> None:
         """Close once. `well`: whether the script does not end by an error."""
@@ -278,7 +295,8 @@ class Protection:
             self._hook.give_up()
         patience = FLUSH_SECONDS if last and self._hook.error is None else HASTE_SECONDS
         deadline = time.monotonic() + patience
-        with self._undo:
+        broken = self._hook.error
+        with self._undo, said_end(lambda: self._publisher.newest, broken, completed=last, well=well):
             self._recorder.close(last)
             self._publisher.close(patience)
             self._followers.finish(deadline)
@@ -292,14 +310,9 @@ class Protection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(last=True, well=_ends_well(error))
+        self._end(last=True, well=ends_well(error))
 
     def _at_exit(self) -> None:
         """Close at the end of the script, but not at that of a forked child."""
         if os.getpid() == self._pid:
             self._end(last=True, well=getattr(sys, "last_value", None) is None)
-
-
-def _ends_well(error: BaseException | None) -> bool:
-    """Return whether a script that ends with this error, if any, ends regularly; `sys.exit(0)` does."""
-    return error is None or (isinstance(error, SystemExit) and not error.code)

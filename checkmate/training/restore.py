@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,15 @@ from torch import nn
 from checkmate.consolidate.disk import DiskError
 from checkmate.consolidate.stages import Trained, stages
 from checkmate.errors import CheckmateError
+from checkmate.events.kinds import (
+    RESTORE_AGREED,
+    RESTORE_ENDED,
+    RESTORE_FAILED,
+    RESTORE_FETCHED,
+    RESTORE_INSTALLED,
+    RESTORE_STARTED,
+)
+from checkmate.events.saying import say, seconds_since
 from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
@@ -21,6 +31,7 @@ from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
 from checkmate.training.checks import Scaler, Scheduler, check_script
 from checkmate.training.default_log import show_log
+from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, exchange, fence, membership, plans
@@ -38,6 +49,7 @@ from checkmate.training.start.install import (
 from checkmate.training.start.membership import Membership, ModelStanding, Start
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.training.start.plans import RestartPlan
+from checkmate.wording import at_iteration
 
 A = TypeVar("A", RestartPlan, disk.OnDisk)
 
@@ -103,17 +115,28 @@ def restore(
         KeysError: The keys of role trainer are missing or can't be used.
         RefusedError: `scheduler` or `scaler` is something else, or FSDP's settings can't be followed.
     """
+    began = time.monotonic()
     wrapped = model_of(model)
     place = membership.join(wrapped)
     if place.rank == 0 or place.first:
         show_log()
-    standing = ModelStanding.of(wrapped)
-    watched = Watched(wrapped, optimizer, scheduler, scaler)
-    check_script(watched)
-    slicing_of(place, wrapped)  # refuses before anything is restored
-    with Stubs(place.job, place.keys()) as stubs:
-        start, extra = _begin(place, watched, stubs, timeout, checkpoints)
+    keep_events(place.rank, place.job.job)
+    say(logging.DEBUG, RESTORE_STARTED(), "restore has begun")
+    try:
+        standing = ModelStanding.of(wrapped)
+        watched = Watched(wrapped, optimizer, scheduler, scaler)
+        check_script(watched)
+        slicing_of(place, wrapped)  # refuses before anything is restored
+        with Stubs(place.job, place.keys()) as stubs:
+            start, extra = _begin(place, watched, stubs, timeout, checkpoints)
+    except Exception as error:
+        failed = RESTORE_FAILED(why=f"{type(error).__name__}: {error}", seconds=seconds_since(began))
+        say(logging.DEBUG, failed, "restore fails: %s", error)
+        raise
     standing.start = start
+    source = "nodes" if start.plan.kind == "nodes" else "disk" if start.next_iteration else "start"
+    ended = RESTORE_ENDED(from_=source, iteration=start.next_iteration, seconds=seconds_since(began))
+    say(logging.DEBUG, ended, "iteration %d comes next", start.next_iteration)
     return Restored(start.next_iteration, extra)
 
 
@@ -127,7 +150,17 @@ def _begin(
     def make() -> RestartPlan:
         return fence.plan_restore(place.job, stubs, timeout, lambda: disk.look(checkpoints).generation)
 
+    began = time.monotonic()
     plan = _agree(place, RestartPlan, make)
+    agreed = RESTORE_AGREED(
+        kind=plan.kind,
+        iteration=plan.iteration,
+        incarnation=plan.incarnation,
+        generation=plan.generation,
+        why=plan.trouble,
+        seconds=seconds_since(began),
+    )
+    say(logging.DEBUG, agreed, "the shadow nodes have: %s, %s", plan.kind, at_iteration(plan.iteration))
     if plan.kind == "reset":
         _log_once(place, _RESET)
         return Start(plan), None
@@ -240,13 +273,16 @@ def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start,
     layouts = membership.lay_out_shares(watched.model, place, slicing_of(place, watched.model))
     parameters = list(watched.model.trained().values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
-    plan = start.plan
+    plan, began = start.plan, time.monotonic()
     wanted = {
         Asked(place.job.job, plan.run, plan.iteration, group, shard): nodes
         for (group, shard), nodes in plan.holders.items()
         if group in layouts
     }
     got = fetch(wanted, layouts, stubs, place, timeout)
+    fetched = RESTORE_FETCHED(iteration=plan.iteration, seconds=seconds_since(began))
+    say(logging.DEBUG, fetched, "state read from the shadow nodes")
+    began = time.monotonic()
     if plan.iteration >= 0 and not got.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")
     check_optimizer(got.optimizer, spec_of(watched.optimizer, numbers))
@@ -258,4 +294,7 @@ def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start,
     install_optimizer(watched.optimizer, numbers, states, options, got.record)
     start.keep = got.same_buckets
     start.record = got.record
-    return install_record(watched, got.record, place.position)
+    extra = install_record(watched, got.record, place.position)
+    installed = RESTORE_INSTALLED(iteration=plan.iteration, seconds=seconds_since(began))
+    say(logging.DEBUG, installed, "state installed")
+    return extra

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from checkmate.events.reading import read_paths
 from checkmate.keys.access import INSECURE
 from checkmate.notify import notify, watchdog_seconds
 from checkmate.shadow.process import Serving
@@ -61,9 +63,11 @@ def test_a_controller_tells_when_it_serves_and_that_it_is_alive(manager: Manager
             "run",
             "--standby",
             job,
+            *("--log-format", "json"),
         ]
-        asked = {"NOTIFY_SOCKET": manager.path, "WATCHDOG_USEC": "300000"}
-        process = subprocess.Popen(command, env={**os.environ, INSECURE: "1", **asked})
+        asked = {"NOTIFY_SOCKET": manager.path, "WATCHDOG_USEC": "300000", "STATE_DIRECTORY": str(tmp_path)}
+        environment = {**os.environ, INSECURE: "1", **asked}
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         try:
             assert manager.told("READY=1") == "READY=1\nSTATUS=standing by"
             assert manager.told("READY=1") == "READY=1\nSTATUS=serving"
@@ -75,7 +79,13 @@ def test_a_controller_tells_when_it_serves_and_that_it_is_alive(manager: Manager
             assert manager.told("STOPPING=1")
         finally:
             process.terminate()
-            assert process.wait(20) == 0
+            _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    lines = [json.loads(line) for line in errors.splitlines()]
+    kept = [event.name for event in read_paths([tmp_path / "events"]).events]
+    assert kept == [line["event"] for line in lines if "event" in line]
+    words = ("started", "standby", "claims", "primary", "ended")
+    assert kept == [f"controller.{word}" for word in words]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="receive buffers need CAP_NET_ADMIN")

@@ -32,11 +32,11 @@ def test_every_rpc_has_a_row() -> None:
 
 def test_each_role_may_do_what_it_needs_and_no_more() -> None:
     calls = {role: {rpc for rpc in CALLERS if allowed(rpc, role)} for role in Role}
-    assert calls[Role.CONTROLLER] == {"Status"}
-    assert calls[Role.READER] == {"Status", "Reserve", "Release", "Fetch"}
+    assert calls[Role.CONTROLLER] == {"Status", "Events"}
+    assert calls[Role.READER] == {"Status", "Events", "Reserve", "Release", "Fetch"}
     assert calls[Role.SHADOW] == calls[Role.READER] | {"Parts", "Commit"}
     changing = {"Fence", "Copy", "Settle", "Reset", "Leave", "Begin", "Seed", STEP_RECORDS}
-    assert calls[Role.TRAINER] == changing | {"Status", "Fetch"}
+    assert calls[Role.TRAINER] == changing | {"Status", "Events", "Fetch"}
 
 
 def test_a_refusal_names_who_may() -> None:

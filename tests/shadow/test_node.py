@@ -17,6 +17,7 @@ from checkmate.shadow.logic.commit import SILENCE_MIN
 from checkmate.shadow.logic.effects import Log
 from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.phase import Phase
+from checkmate.shadow.logic.sayings import PeerWatch
 from checkmate.shadow.view import Watch, picture
 from testbed.copies import local_job
 from testbed.small_training import RUN
@@ -119,13 +120,15 @@ def test_streams_that_break_together_are_one_line(
 
 def test_the_log_says_who_was_left_behind() -> None:
     state = NodeState(local_job(nodes=3, ranks=2), 0, 0.0, receive_buffer=1 << 20, grace=1.0)
+    peers, said = PeerWatch(), list[Log]()
     for behind in ({}, {2: 3}, {2: 2}, {}):
         state.committee.behind = behind
-        state._say_behind()
-    assert [effect.message for effect in state.take_effects() if isinstance(effect, Log)] == [
+        said += peers.behind(state.committee)
+    assert [one.message for one in said] == [
         "shadow node 2 is 3 iterations behind, and does not count",
         "shadow node 2 has caught up",
     ]
+    assert [one.event and one.event.name for one in said] == ["peer.behind", "peer.back"]
 
 
 @pytest.mark.parametrize("fenced", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -44,3 +45,19 @@ def test_it_shows_each_line_once_with_its_time() -> None:
 )
 def test_what_a_script_sets_up_counts(before: str, after: str, expected: list[str]) -> None:
     assert shown(before, after) == expected
+
+
+def test_its_lines_are_json_if_the_environment_asks_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKMATE_LOG_FORMAT", "json")
+    (line,) = shown()
+    assert json.loads(line)["message"] == "resumed"
+    assert shown(OTHER) == ["theirs: resumed"], "what a script sets up counts"
+
+
+def test_a_folder_that_can_not_be_used_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKMATE_EVENTS", "/dev/null/events")
+    before = "from checkmate.training.kept_events import keep_events; keep_events(2, 'gpt')"
+    warning, resumed = shown(f"{OTHER}; {before}")
+    assert warning.startswith("theirs: events can't be kept in /dev/null/events/gpt.rank-2.jsonl: ")
+    assert warning.endswith("; training goes on without its event log")
+    assert resumed == "theirs: resumed"

@@ -17,6 +17,9 @@ import torch
 import yaml
 
 from checkmate import state
+from checkmate.events.reading import read_paths
+from checkmate.report import processes as by_process
+from checkmate.report.recoveries import recoveries
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire import layout as layouts
 from checkmate.wire.nccl_slicing import NcclSlicing
@@ -109,8 +112,25 @@ def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:
     return [part for part in node.records if part.position == position]
 
 
-def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
-    """With a DataLoader whose workers are forked during training."""
+def check_events(folder: Path) -> None:
+    """Check the events that both ranks have kept, one after another, and what a report makes of them."""
+    found = read_paths([folder])
+    assert found.passed_over == {}
+    names = {f"rank {n}": [one.name for one in found.events if one.source == f"rank {n}"] for n in (0, 1)}
+    kinds = ("restore.started", "restore.agreed", "restore.ended", "protect.started", "protect.ended")
+    expected = [f"trainer.{name}" for name in (*kinds, "first", "ended")]
+    assert names["rank 1"] == expected
+    assert names["rank 0"] == [expected[0], "trainer.restore.drained", *expected[1:]]
+    (start,) = recoveries(by_process.processes(by_process.merged(found.events, "demo")), found.events, [])
+    assert (start.source, start.next, start.why) == ("start", 0, "")
+    assert all(step.seconds < SECONDS for step in start.steps) and len(start.steps) == 5
+
+
+def test_from_start_to_exit(
+    nodes: list[RecordingNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a DataLoader whose workers are forked during training, and an event log."""
+    monkeypatch.setenv("CHECKMATE_EVENTS", str(tmp_path / "events"))
     run, ends = train(tmp_path, nodes, iterations=4, plain=True, workers=2)
     assert [code for code, _ in ends] == [0, 0], ends
     assert not any("fork" in errors for _, errors in ends)
@@ -120,6 +140,7 @@ def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
     ):
         assert [errors.count(line) for _, errors in ends] == [1, 0], ends
     assert run.resumed() == 0
+    check_events(tmp_path / "events")
     (begin,) = nodes[0].begins
     said = (begin.incarnation, begin.run, begin.start)
     assert [(b.incarnation, b.run, b.start) for b in nodes[1].begins] == [said]

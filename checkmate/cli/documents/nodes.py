@@ -8,6 +8,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from pydantic import ConfigDict, RootModel, create_model
 
 from checkmate.cli.documents.base import Document, Part
+from checkmate.report.records import Absence, Death, NodeClock, Recovery, Trouble
 from checkmate.rpc import shadow_pb2 as pb
 
 _TYPES: Final[dict[int, type]] = {
@@ -106,3 +107,35 @@ class ResetDocument(Document):
     nodes: list[int]
     silent: dict[str, str]
     """Why a node did not answer, by its id."""
+
+
+class EventPart(Part):
+    """An event, as in event logs; what `fields` has depends on the event (docs/operating.md)."""
+
+    time: str
+    source: str
+    job: str
+    host: str
+    pid: int
+    number: int
+    level: str
+    event: str
+    message: str
+    fields: dict[str, Any]
+
+
+class ReportDocument(Document):
+    """`report`. Times are RFC 3339, each by the clock of the host that it comes from."""
+
+    job: str
+    since: str
+    until: str
+    deaths: list[Death]
+    stopped: list[str]
+    recoveries: list[Recovery]
+    absences: list[Absence]
+    troubles: list[Trouble]
+    committed: int | None
+    unknown: list[str]
+    clocks: list[NodeClock]
+    events: list[EventPart]

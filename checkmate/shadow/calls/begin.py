@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from checkmate import machine_memory
+from checkmate.events.kinds import TRAINING_BEGUN
+from checkmate.events.saying import say
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory
@@ -21,8 +23,6 @@ from checkmate.shadow.node import Node
 from checkmate.shadow.receive.plans import HoldPlan, StreamTooLong
 from checkmate.shadow.replica.replica import Replica
 from checkmate.wire.layout import Layout
-
-log = logging.getLogger("checkmate")
 
 
 def begin(node: Node, request: pb.BeginRequest) -> list[str]:
@@ -49,12 +49,9 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
         node.data.update({hold.state: hold for hold in holds})
         group = ShadowGroup(request, layout, records, [hold.state for hold in holds])
         state.begun(group, node.now())
-    log.info(
-        "DP group %d: incarnation %d begins at iteration %d",
-        request.group,
-        request.incarnation,
-        request.next_iteration,
-    )
+    number, incarnation, first = request.group, request.incarnation, request.next_iteration
+    event = TRAINING_BEGUN(group=number, incarnation=incarnation, iteration=first)
+    say(logging.INFO, event, "DP group %d: incarnation %d begins at iteration %d", number, incarnation, first)
     return warnings(request)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import grpc
 
+from checkmate.events.kinds import NODE_FENCED
+from checkmate.events.saying import say
 from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
@@ -29,8 +31,6 @@ from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.node import Node
 from checkmate.wording import at_iteration
-
-log = logging.getLogger("checkmate")
 
 _COPY_SECONDS = 10.0
 
@@ -93,7 +93,10 @@ def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
         state.phase = Phase.ANSWERED
         if state.groups:
             stands = "; ".join(_stands(hold) for _, hold in state.holds)
-            log.info("fenced for a restart; %s", stands or "no shards held")
+            stepped = max((hold.stepped for _, hold in state.holds), default=-1)
+            number = state.committee.incarnation
+            event = NODE_FENCED(incarnation=number, iteration=stepped, why=stands)
+            say(logging.INFO, event, "fenced for a restart; %s", stands or "no shards held")
         return _answer(node)
 
 

@@ -12,13 +12,11 @@ holder, after a gap, whose state is still complete at the last committed iterati
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from checkmate.nodes.standing import Shard
-from checkmate.wording import counted
 
 NEVER: Final = -2
 """An iteration before -1, which is the state before the first iteration."""
@@ -120,6 +118,11 @@ class Committee:
         if other := self._others.get(node):
             other.gone = True
 
+    def known(self) -> tuple[set[int], set[int]]:
+        """Return the nodes that have reported: those whose processes have ended since, and the others."""
+        told = {node: other.gone for node, other in self._others.items() if other.progress is not None}
+        return {node for node, gone in told.items() if gone}, {node for node in told if not told[node]}
+
     def decider(self, now: float) -> int | None:
         """Return the lowest live id, or `None` if it is not known yet."""
         for node, other in self._lower.items():
@@ -203,12 +206,3 @@ class Committee:
             if other.progress and self._counts(other, now):
                 kept.update(other.progress.kept)
         return {shard for shard, at in kept if at == self.committed}
-
-
-def behind_lines(before: Set[int], behind: Mapping[int, int]) -> Iterator[tuple[int, str]]:
-    """Yield level and text of a log line for each node that stops to count, or counts again."""
-    for node in sorted(behind.keys() - before):
-        lag = counted(behind[node], "iteration")
-        yield logging.WARNING, f"shadow node {node} is {lag} behind, and does not count"
-    for node in sorted(before - behind.keys()):
-        yield logging.INFO, f"shadow node {node} has caught up"

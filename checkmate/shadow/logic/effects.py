@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from checkmate.events.kinds import Happened
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import HoldState
 
@@ -40,10 +41,11 @@ class Release(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Log a message, at a level of `logging`."""
+    """Log a message, at a level of `logging`, with its event if it tells of one."""
 
     level: int
     message: str
+    event: Happened | None = None
 
 
 Effect = Connect | Join | Empty | Close | Release | Log

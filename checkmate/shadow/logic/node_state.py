@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from checkmate.events.kinds import NODE_DRAINED
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.commit import NEVER, Committee, Progress, behind_lines
+from checkmate.shadow.logic import sayings
+from checkmate.shadow.logic.commit import NEVER, Committee, Progress
 from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.group import ShadowGroup, Start, check_job, in_start, start_of
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped
@@ -20,7 +22,6 @@ from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.logic.starts import EndedStarts
 from checkmate.shadow.logic.tally import Tally
-from checkmate.wording import at_iteration
 
 
 class NodeState:
@@ -42,7 +43,8 @@ class NodeState:
         self.troubles: list[str] = []
         self.tally = Tally()
         self._patience = PatienceMeter(now, receive_buffer)
-        self._behind: frozenset[int] = frozenset()
+        self._peers = sayings.PeerWatch()
+        self._lags = sayings.LagWatch()
         self._effects: list[Effect] = []
 
     def take_effects(self) -> list[Effect]:
@@ -121,7 +123,7 @@ class NodeState:
         self.fence()
         self._effects += [Close(hold) for _, hold in self.holds]
         if any(hold.holds_something for _, hold in self.holds):
-            self._log(logging.WARNING, f"reset: what it held up to generation {generation} is discarded")
+            self._effects.append(sayings.reset(generation))
         self.groups.clear()
         self.troubles.clear()
 
@@ -131,12 +133,12 @@ class NodeState:
         self._effects += [Close(hold) for _, hold in self.holds]
         self.groups.clear()
         self.troubles = [LEFT]
-        self._log(logging.WARNING, LEFT)
+        self._effects.append(Log(logging.WARNING, LEFT, NODE_DRAINED()))
 
     def stay(self, why: str) -> None:
         """Count as a live holder again, if the node is about to leave."""
         if self.leaving.stay():
-            self._log(logging.WARNING, f"it was asked to leave, and stays: {why}")
+            self._effects.append(Log(logging.WARNING, f"it was asked to leave, and stays: {why}"))
 
     def refresh(self, now: float) -> None:
         """Update which iterations are complete and which holds are live, and decide on that basis.
@@ -151,7 +153,7 @@ class NodeState:
                 hold.update(group.records)
                 if not self.fenced and hold.may_go_live(self.committee.committed):
                     hold.go_live(now)
-                    self._log(logging.INFO, f"{hold}: live {at_iteration(hold.stepped)}")
+                    self._effects.append(sayings.live(hold))
             counts = not self.leaving.undecided and (self.fenced or not hold.settled)
             if hold.live and counts:  # a settled one waits for its group's Begin
                 live.append(hold)
@@ -172,7 +174,7 @@ class NodeState:
         )
         if not self.fenced:
             self.committee.decide(now)
-        self._say_behind()
+        self._effects += self._peers.behind(self.committee)
 
     def due(self, now: float) -> list[Due]:
         """Return the steps to do now, at most one per hold."""
@@ -207,12 +209,19 @@ class NodeState:
             self.tally.mismatches += 1
             hold.doubt.found(due.iteration, result.equal)
             hold.trouble = "; ".join(result.troubles)
-            self._log(logging.ERROR, f"{hold}: {hold.trouble}")
+            self._effects.append(sayings.mismatch(hold, due.iteration))
             if not self.fenced and hold.doubt.may_renew(now):  # the trainers' state is authoritative
                 self._renew(group, hold, hold.trouble)
         elif not result.suspects and (over := hold.doubt.over()):
             hold.trouble = ""
             self.tell(f"{hold}: {over}")
+
+    def took(self, hold: HoldState, snapshot: HoldSnapshot) -> None:
+        """Record which parameters a hold has after seeds were loaded."""
+        before = hold.seeded
+        hold.took(snapshot)
+        if hold.seeded and not before:
+            self._effects.append(sayings.seeded(hold))
 
     def step_failed(self, due: Due, error: Exception, snapshot: HoldSnapshot) -> None:
         """Reseed a hold that cannot step. During a restart, keep it if its state is still complete."""
@@ -228,7 +237,7 @@ class NodeState:
         """Log a problem of the node, once, and add it to the status."""
         if trouble and trouble not in self.troubles:
             self.troubles.append(trouble)
-            self._log(logging.ERROR, trouble)
+            self._effects.append(sayings.trouble(trouble))
 
     def forget(self) -> None:
         """Drop records that are no longer needed, except during a step."""
@@ -246,6 +255,7 @@ class NodeState:
         if self.leaving.expired(now):
             self.stay("nobody has told it to go")
         self.forget()
+        self._effects += self._peers.lost(self.committee)
         self._patience.measure((stream for _, hold in self.holds for stream in hold.streams), now)
         for group, hold in self.holds:
             if hold.settled or self.phase is not Phase.OPEN:
@@ -256,7 +266,7 @@ class NodeState:
                     self.tally.gaps += 1
                     self._join_again(group, hold, lost)
             elif hold.live and (said := hold.lag(group.records.newest, now)):
-                self._log(*said)
+                self._effects.append(self._lags.said(hold, *said, now))
 
     def release(self, iteration: int) -> None:
         """End the reservation of an iteration that expires first."""
@@ -276,7 +286,7 @@ class NodeState:
         self._effects.append(Close(hold))
         if hold.holds_something:
             group.dropped[hold.plan.shard] = why
-            self._log(logging.WARNING, why)
+            self._effects.append(sayings.changed(logging.WARNING, hold, "dropped", why, why))
 
     @property
     def _present(self) -> Iterator[tuple[ShadowGroup, HoldState]]:
@@ -285,9 +295,6 @@ class NodeState:
 
     def _new_committee(self, incarnation: int, start: bytes, now: float) -> Committee:
         return Committee(self.id, [node.id for node in self.job.shadow_nodes], incarnation, now, start=start)
-
-    def _log(self, level: int, message: str) -> None:
-        self._effects.append(Log(level, message))
 
     def _renew(self, group: ShadowGroup, hold: HoldState, trouble: str) -> None:
         """Reseed a hold from scratch; twice as far ahead if the last attempt was too late."""
@@ -298,6 +305,8 @@ class NodeState:
         hold.trouble = trouble
         if not self.fenced:
             hold.trouble += f"; it joins again at iteration {self._join(group, hold)}"
+            message = f"{hold}: {hold.trouble}"
+            self._effects.append(sayings.changed(logging.DEBUG, hold, "joining", message, hold.trouble))
 
     def _join(self, group: ShadowGroup, hold: HoldState) -> int:
         """Join a hold some iterations ahead. Return that iteration."""
@@ -309,15 +318,10 @@ class NodeState:
     def _join_again(self, group: ShadowGroup, hold: HoldState, lost: str) -> None:
         """Rejoin after a loss, some iterations ahead; twice as many if the last attempt was too late."""
         level = logging.WARNING if hold.live or hold.ahead == AHEAD else logging.DEBUG
-        last = f"iteration {hold.stepped} was its last, " if hold.seeded and hold.stepped >= 0 else ""
+        stepped = hold.stepped
+        last = f"iteration {stepped} was its last, " if hold.seeded and stepped >= 0 else ""
         if not hold.live:
             hold.ahead *= 2
         iteration = self._join(group, hold)
         hold.trouble = f"{lost}; {last}it joins again at iteration {iteration}"
-        self._log(level, f"{hold}: {hold.trouble}")
-
-    def _say_behind(self) -> None:
-        """Log which nodes stop to count because the others continued without them, and which count again."""
-        for line in behind_lines(self._behind, self.committee.behind):
-            self._log(*line)
-        self._behind = frozenset(self.committee.behind)
+        self._effects.append(sayings.gap(level, hold, stepped, iteration, lost))

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 
 from pyroute2 import IPRoute
 
+from checkmate.events.kinds import STREAM_CONNECTED, STREAM_FAILED
 from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks
 from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
 from checkmate.shadow.receive.inlet import Inlet, Took
 from checkmate.shadow.receive.plans import StreamPlan
+from checkmate.wording import counted
 
 
 class Reader:
@@ -135,7 +137,12 @@ class Connector:
         self._hello_key = hello_key
         self._on_change = on_change
         self._stopping = threading.Event()
-        self._failures = GatheredLog(logging.WARNING, first_and_count)
+        self._failures = GatheredLog(
+            logging.WARNING, first_and_count, lambda lines: STREAM_FAILED(count=len(lines), why=lines[0])
+        )
+        self._connected = GatheredLog[StreamPlan](
+            logging.DEBUG, _connected_line, lambda plans: STREAM_CONNECTED(count=len(plans))
+        )
         self._turns: defaultdict[StreamPlan, threading.Lock] = defaultdict(
             lambda: locks.ordered_lock("attempt")
         )
@@ -159,6 +166,7 @@ class Connector:
         """Stop all attempts."""
         self._stopping.set()
         self._failures.flush()
+        self._connected.flush()
 
     def _connect(self, inlet: Inlet, incarnation: int) -> None:
         said = ""
@@ -200,7 +208,12 @@ class Connector:
             return
         self._attached[plan] = time.monotonic()
         self._readers[plan.nic].add(inlet)
+        self._connected.add(plan)
         self._on_change()
+
+
+def _connected_line(plans: Sequence[StreamPlan]) -> str:
+    return f"{counted(len(plans), 'stream is', 'streams are')} connected"
 
 
 def device_of(ip: str) -> str | None:

@@ -7,6 +7,7 @@ order in which gradients come (design, section 7).
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from checkmate.events.kinds import TRAINER_RING_BROKEN
+from checkmate.events.saying import say
 from checkmate.ring import RingError
 from checkmate.state import DTYPES
 from checkmate.training.gradients.reducing import Reducer
@@ -228,6 +231,7 @@ class GradientReduction(ABC):
 
     def _fail(self, error: RingError) -> None:
         """Have backward fail, now and from now on."""
+        first = self.error is None
         with self._lock:
             self.error = self.error or error
             left = {pending for _, pending in self._lent.values()}
@@ -235,3 +239,6 @@ class GradientReduction(ABC):
             self._lent.clear()
         for pending in left:  # `_await_reduced` raises the error
             pending.staging.complete(pending.future, pending.buffer)
+        if first:
+            broken = TRAINER_RING_BROKEN(iteration=self.iteration, why=str(error))
+            say(logging.DEBUG, broken, "gradients can't be reduced: %s", error)

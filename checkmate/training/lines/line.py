@@ -22,6 +22,8 @@ from typing import Any, Final, NamedTuple
 import grpc
 from google.protobuf.message import DecodeError
 
+from checkmate.events.kinds import TRAINER_NODE_BACK, TRAINER_NODE_LOST
+from checkmate.events.saying import say
 from checkmate.job.schema import ShadowNode
 from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
@@ -164,7 +166,9 @@ class Line:
                 return
             pause = min(2 * pause, _LONGEST_PAUSE) if self._complaint else _FIRST_PAUSE
             if not self._complaint and not self._closing.is_set():
-                _log.warning("shadow node %d (%s): %s; training continues", self.node.id, self.node.mgmt, why)
+                number, place = self.node.id, self.node.mgmt
+                lost = TRAINER_NODE_LOST(node=number, why=why)
+                say(logging.WARNING, lost, "shadow node %d (%s): %s; training continues", number, place, why)
             self._complaint = why
             self._closing.wait(pause)
 
@@ -239,7 +243,7 @@ class Line:
 
     def _answered(self, reply: pb.RecordReply) -> None:
         if self._complaint:
-            _log.info("shadow node %d is back", self.node.id)
+            say(logging.INFO, TRAINER_NODE_BACK(node=self.node.id), "shadow node %d is back", self.node.id)
             self._complaint = ""
         with self._changed:
             while self._parts and self._parts[0].iteration <= reply.iteration:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from checkmate import state
+from checkmate.events.kinds import TRAINER_FIRST
+from checkmate.events.saying import say, seconds_since
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import MESSAGE_BYTES
 from checkmate.training.record.capture import Noted
@@ -96,6 +98,7 @@ class Publisher:
         self.newest = -1
         """The last iteration published; -1 before the first."""
         self._put = -1
+        self._began = time.monotonic()
         self._slow: list[RecordSink] = []  # nodes for which steps do not wait
         self._queue: queue.SimpleQueue[Noted | None] = queue.SimpleQueue()
         self._ended = threading.Event()
@@ -153,7 +156,10 @@ class Publisher:
                 return
             for sink in self._sinks:
                 sink.send(noted.iteration, data)
-            self.newest = noted.iteration
+            first, self.newest = self.newest < 0, noted.iteration
+            if first:
+                event = TRAINER_FIRST(iteration=noted.iteration, seconds=seconds_since(self._began))
+                say(logging.DEBUG, event, "iteration %d is the first", noted.iteration)
 
     def _await_passed(self, noted: Noted) -> bool:
         """Wait until the next rank has acknowledged all tagged bytes, so that the switch has seen them."""

@@ -11,6 +11,8 @@ from typing import Final
 
 import grpc
 
+from checkmate.events.kinds import RESTORE_DRAINED
+from checkmate.events.saying import say, seconds_since
 from checkmate.job.schema import Job
 from checkmate.nodes import target
 from checkmate.nodes.other_ranks import RESHARDING, other_ranks
@@ -28,7 +30,7 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.start.plans import PlanKind, RestartPlan, plan_new_run
 from checkmate.training.start.repair import wanted_parts
-from checkmate.wording import at_iteration
+from checkmate.wording import at_iteration, counted
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -140,9 +142,12 @@ def plan_restore(
 
     `on_disk` returns the greatest generation of a checkpoint on disk.
     """
-    fence = Fence(job, stubs, time.monotonic() + timeout, drain=True)
+    began = time.monotonic()
+    fence = Fence(job, stubs, began + timeout, drain=True)
     fence.wait(lambda: _enough(job, fence.replies))
     fence.close()
+    drained = RESTORE_DRAINED(nodes=sorted(fence.answers), seconds=seconds_since(began))
+    say(logging.DEBUG, drained, "%s drained", counted(len(fence.answers), "shadow node"))
     if 0 < discarded(fence.answers) == greatest_generation(fence.answers):
         return _after_reset(job, stubs, fence, on_disk())
     if trouble := other_ranks(job, fence.answers):

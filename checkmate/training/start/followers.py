@@ -12,6 +12,8 @@ from typing import Final
 import torch
 
 from checkmate import state
+from checkmate.events.kinds import TRAINER_NODE_TROUBLE
+from checkmate.events.saying import say
 from checkmate.job.mesh import group_name
 from checkmate.nodes.other_ranks import job_ranks
 from checkmate.nodes.stubs import Stubs
@@ -133,8 +135,11 @@ class Followers:
                 undo.callback(self._seeders[node.id].close)
             self._undo = undo.pop_all()
 
-    def bring_up(self, deadline: float) -> None:
-        """Connect to the nodes, seed them, and wait for both until the deadline. All ranks call it."""
+    def bring_up(self, deadline: float) -> str:
+        """Connect to the nodes, seed them, and wait for both until the deadline. All ranks call it.
+
+        Return in words what is not ready, on the first rank of a DP group.
+        """
         place, opening = self._place, self._opening
         for line in self.lines:
             line.start()
@@ -157,6 +162,7 @@ class Followers:
             nodes = ", ".join(str(node.id) for node in place.nodes)
             following = f"shadow nodes {nodes} follow DP group {group_name(place.job, place.group)}"
             _log.info("%s, from iteration %d on", following, opening.start.next_iteration)
+        return waiting
 
     def finish(self, deadline: float) -> None:
         """Wait until the nodes have every record, but not beyond the deadline, and less for nodes away."""
@@ -202,7 +208,8 @@ class Followers:
             self._opening.buffers.again()
         if reply.trouble != self._troubles.get(node, ""):
             self._troubles[node] = reply.trouble
-            _log.warning("shadow node %d: %s", node, reply.trouble or "recovered")
+            event = TRAINER_NODE_TROUBLE(node=node, why=reply.trouble)
+            say(logging.WARNING, event, "shadow node %d: %s", node, reply.trouble or "recovered")
 
 
 def seed_at_start(place: Membership, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:

@@ -100,6 +100,9 @@ class RecordingNode(rpc.ShadowServicer):
         self.answering.wait(SECONDS)
         return current(self.status)
 
+    def Events(self, request: pb.EventsRequest, context: grpc.ServicerContext) -> pb.EventsReply:
+        return pb.EventsReply()
+
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return current(self.status)
 

@@ -1,0 +1,115 @@
+"""`checkmate report`: what happened to a job, from the events of all its processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from checkmate.cli.common import (
+    AsJson,
+    Insecure,
+    JobArgument,
+    UsageFault,
+    err,
+    out,
+    print_json,
+    says_errors,
+)
+from checkmate.events.keeping import FOLDER
+from checkmate.events.reading import SUFFIX
+from checkmate.job.files import read_job
+from checkmate.job.schema import Job
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role, role_folder
+from checkmate.nodes.stubs import Stubs
+from checkmate.output.consoles import waiting
+from checkmate.privileges import keep_only, to_read
+from checkmate.report.gathering import Gathered, ask_nodes, read_logs
+from checkmate.report.page import page
+from checkmate.report.processes import merged
+from checkmate.report.records import Report
+from checkmate.report.since import parse_since
+from checkmate.report.summary import summary
+
+_ROLES = (Role.READER, Role.TRAINER, Role.CONTROLLER, Role.SHADOW)
+
+
+@says_errors
+def report(
+    job: JobArgument,
+    events: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--events",
+            metavar="PATH",
+            help="An event log, or a folder of them; repeat it for several. $CHECKMATE_EVENTS is read, too.",
+            show_default=False,
+        ),
+    ] = None,
+    since: Annotated[
+        str, typer.Option("--since", metavar="TIME", help="2026-11-23T21:00:00Z, or how long ago: 90min, 2h.")
+    ] = "1d",
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+) -> None:
+    """Report what happened to a job: who died when, what was committed, and how long recovery took.
+
+    Asks the job's shadow nodes, and reads the event logs of dead nodes, controllers and ranks from --events.
+    The page says what is not known because somebody could not be asked. Needs one of the job's folders of
+    keys, such as that of role reader. Changes nothing.
+
+    Exit status: 0 also if nobody could be asked; 2 bad input.
+
+    Example: checkmate report jobs/gpt.yaml --events /var/lib/checkmate/events --since 2h
+    """
+    loaded = read_job(job)
+    now = time.time()
+    try:
+        start = parse_since(since, now)
+    except ValueError as error:
+        raise UsageFault(f"--since: {error}") from None
+    role = _role(loaded)
+    keys = [] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, role)]
+    own = Path(os.environ.get(FOLDER) or "/dev/null")
+    paths = [*(events or ()), *([own] if any(own.glob(f"*{SUFFIX}")) else ())]
+    keep_only(*to_read([*keys, *paths]))
+    gathered = Gathered()
+    read_logs(paths, gathered)
+    with (
+        waiting(err, "asking the shadow nodes"),
+        Stubs(loaded, access(loaded, role, insecure=insecure).keys) as stubs,
+    ):
+        ask_nodes(loaded, stubs, start, gathered)
+    _print(_made(loaded, gathered, start, now), as_json=as_json)
+
+
+def _role(job: Job) -> Role:
+    """Return the first role whose keys this host has: all of them may read events."""
+    folders = {} if job.keys is None else {role: role_folder(job.keys, job.job, role) for role in _ROLES}
+    return next((role for role, folder in folders.items() if folder.is_dir()), Role.READER)
+
+
+def _made(job: Job, gathered: Gathered, since: float, until: float) -> Report:
+    return summary(
+        job,
+        merged(gathered.events, job.job),
+        since=since,
+        until=until,
+        live=gathered.live,
+        silent=gathered.silent,
+        clocks=gathered.clocks,
+        notes=gathered.notes,
+    )
+
+
+def _print(made: Report, *, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(made))
+        return
+    for part in page(made):
+        out.print(part, soft_wrap=isinstance(part, str), markup=False)

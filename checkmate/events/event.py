@@ -1,0 +1,124 @@
+"""One event, and the line of JSON that it is in logs on disk and in answers of shadow nodes. Pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+TEXT_MAX: Final = 600
+"""Characters of a text in an event; the rest is cut off."""
+LIST_MAX: Final = 64
+"""Entries of a list in an event."""
+LINE_MAX: Final = 64 << 10
+"""Bytes of a line; a longer one is not an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened to one process, by the clock of its host."""
+
+    time: float
+    """Seconds since the epoch."""
+    source: str
+    """The process: `shadow node 0`, `controller`, `rank 2`."""
+    name: str
+    message: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    level: str = "info"
+    job: str = ""
+    """Empty for a process that serves several jobs."""
+    host: str = ""
+    pid: int = 0
+    number: int = 0
+    """Counts the process's events."""
+
+    @property
+    def identity(self) -> tuple[str, str, int, float, int]:
+        """What is the same if an event is read from two places."""
+        return (self.source, self.host, self.pid, self.time, self.number)
+
+    @property
+    def process(self) -> tuple[str, str, int]:
+        """The process of an event. Another start of it is another process."""
+        return (self.source, self.host, self.pid)
+
+    def to_line(self) -> str:
+        """Return one line of JSON, without its end."""
+        said = {
+            "time": timestamp(self.time),
+            "source": self.source,
+            "job": self.job,
+            "host": self.host,
+            "pid": self.pid,
+            "number": self.number,
+            "level": self.level,
+            "event": self.name,
+            "message": bounded(self.message),
+            "fields": bounded(self.fields),
+        }
+        return json.dumps(said, separators=(",", ":"), default=str)
+
+    @classmethod
+    def of_line(cls, line: str | bytes) -> Event:
+        """Return the event of a line. Raise `ValueError` if it is not one."""
+        if len(line) > LINE_MAX:
+            raise ValueError(f"a line of {len(line):,} bytes")
+        try:
+            read = _Line.model_validate_json(line)
+            time = dt.datetime.fromisoformat(read.time).timestamp()
+        except (ValidationError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+        return cls(
+            time,
+            read.source,
+            read.event,
+            read.message,
+            read.fields,
+            read.level,
+            read.job,
+            read.host,
+            read.pid,
+            read.number,
+        )
+
+
+class _Line(BaseModel):
+    """An event as JSON. Later versions may add keys."""
+
+    model_config = ConfigDict(strict=True)
+
+    time: Annotated[str, Field(max_length=40)]
+    source: Annotated[str, Field(min_length=1, max_length=100)]
+    event: Annotated[str, Field(min_length=1, max_length=100)]
+    message: str = ""
+    fields: dict[str, Any] = {}
+    level: str = "info"
+    job: str = ""
+    host: str = ""
+    pid: int = 0
+    number: int = 0
+
+
+def timestamp(seconds: float) -> str:
+    """Return a time as RFC 3339 has it: UTC, with microseconds."""
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def bounded(value: Any) -> Any:
+    """Return a value that JSON can express, with texts and lists cut to a length."""
+    match value:
+        case str():
+            return value if len(value) <= TEXT_MAX else f"{value[: TEXT_MAX - 3]}..."
+        case Mapping():
+            return {str(key): bounded(one) for key, one in list(value.items())[:LIST_MAX]}
+        case Sequence() | set() | frozenset():
+            return [bounded(one) for one in list(value)[:LIST_MAX]]
+        case bool() | int() | float() | None:
+            return value
+        case _:
+            return bounded(str(value))

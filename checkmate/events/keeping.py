@@ -1,0 +1,288 @@
+"""The event log of this process: its newest events in memory and, if it has a folder, in two files on disk.
+
+A thread owns the files. Whoever keeps an event only puts it into a bounded queue, so a slow or full disk
+stops nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import queue
+import re
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from checkmate.events.event import Event
+from checkmate.events.kinds import EVENTS_LOST, Happened
+from checkmate.events.reading import OLDER, SUFFIX, EventsError, Found, read_file
+
+FILE_BYTES: Final = 4 << 20
+"""A log on disk has two files of at most this size."""
+BEAT_SECONDS: Final = 30.0
+MEMORY: Final = 2000
+"""Events that are kept in memory."""
+_WAITING: Final = 10_000
+"""Events that wait for the disk; more are counted as lost."""
+_END_SECONDS: Final = 2.0
+FOLDER: Final = "CHECKMATE_EVENTS"
+"""Environment variable with the folder of event logs."""
+
+Beat = Callable[[], Happened | None]
+
+_log: Final = logging.getLogger("checkmate")
+
+
+def folder_of(option: Path | None) -> Path | None:
+    """Return the folder of event logs: the option, else $CHECKMATE_EVENTS, else systemd's folder of state."""
+    if option is not None:
+        return option
+    if named := os.environ.get(FOLDER):
+        return Path(named)
+    state = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
+    return Path(state) / "events" if state else None
+
+
+def file_name(source: str, job: str) -> str:
+    """Return the name of a process's file: `gpt.shadow-node-0.jsonl`."""
+    words = ".".join(filter(None, (job, source.replace(" ", "-"))))
+    return re.sub(r"[^A-Za-z0-9._-]", "_", words) + SUFFIX
+
+
+class EventLog:
+    """The events of this process. It runs between `start` and `close`, and is a `saying.Keeper`."""
+
+    def __init__(
+        self,
+        source: str,
+        job: str = "",
+        folder: Path | None = None,
+        *,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        """Create it.
+
+        Args:
+            source: This process: `shadow node 0`, `controller`, `rank 2`.
+            job: Its job, if it has only one.
+            folder: The folder on disk, which is made if need be; without one, events stay in memory.
+            file_bytes: The size of each of its two files.
+
+        Raises:
+            EventsError: The folder cannot be written, or another process keeps the same log. A full disk is
+                not an error.
+        """
+        self.source, self.job = source, job
+        self.path = None if folder is None else folder / file_name(source, job)
+        """The newer of the two files."""
+        self.beat: Beat = lambda: None
+        """Returns how far the process is. The log's thread calls it after events and every 30 s."""
+        self._beaten = Happened("", {})
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._numbers = 0
+        self._lock = threading.Lock()
+        self._newest: deque[Event] = deque(maxlen=MEMORY)
+        self._queue: queue.Queue[Event | None] = queue.Queue(_WAITING)
+        self._lost = 0  # on disk; the thread alone reads and resets it
+        self._dropped = 0  # from the queue
+        self._disk = None if self.path is None else _Disk(self.path, file_bytes)
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+
+    def start(self) -> EventLog:
+        """Start to write."""
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Write what is left, for 2 s at most."""
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=_END_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECONDS)
+
+    def keep(self, happened: Happened, level: int, message: str) -> None:
+        """Keep an event, without blocking. Forked processes keep none."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            event = self._event(happened, logging.getLevelName(level).lower(), message)
+            self._newest.append(event)
+            try:
+                self._queue.put_nowait(event)
+            except queue.Full:
+                self._dropped += 1
+
+    def read(self) -> Found:
+        """Return all events that are still kept, by time; those on disk include earlier processes'."""
+        found = Found()
+        for path in () if self._disk is None else self._disk.files:
+            with suppress(EventsError):  # what is in memory is there in any case
+                read_file(path, found)
+        with self._lock:
+            newest = list(self._newest)
+        known = {event.identity: event for event in (*found.events, *newest)}
+        found.events = sorted(known.values(), key=lambda event: (event.time, event.number))
+        return found
+
+    def _event(self, happened: Happened, level: str, message: str) -> Event:
+        self._numbers += 1
+        # Rounded as in a line, so that it is known again.
+        now = round(time.time(), 6)
+        return Event(
+            now,
+            self.source,
+            happened.name,
+            message,
+            happened.fields,
+            level,
+            self.job,
+            self._host,
+            self._pid,
+            self._numbers,
+        )
+
+    def _run(self) -> None:
+        while True:
+            batch, ended = self._batch()
+            if (beat := self.beat()) is not None and beat != self._beaten:
+                self._beaten = beat
+                with self._lock:
+                    event = self._event(beat, "debug", "")
+                    self._newest.append(event)
+                batch.append(event)
+            self._write(batch)
+            if ended:
+                if self._disk is not None:
+                    self._disk.close()
+                return
+
+    def _batch(self) -> tuple[list[Event], bool]:
+        """Return the events that wait, after the first has come or the time of a beat; and whether to end."""
+        batch: list[Event] = []
+        try:
+            while True:
+                one = self._queue.get(timeout=BEAT_SECONDS) if not batch else self._queue.get_nowait()
+                if one is None:
+                    return batch, True
+                batch.append(one)
+        except queue.Empty:
+            return batch, False
+
+    def _write(self, batch: list[Event]) -> None:
+        """Write events, and first how many are missing before them."""
+        if self._disk is None or not batch:
+            return
+        with self._lock:
+            self._lost, self._dropped = self._lost + self._dropped, 0
+            lost = self._event(EVENTS_LOST(count=self._lost), "warning", "") if self._lost else None
+        lines = [event.to_line() for event in ([lost] if lost else []) + batch]
+        written = self._disk.write(lines)
+        self._lost = len(lines) - written if written else self._lost + len(batch)
+
+
+class _Disk:
+    """Two files, of which the newer one is appended to. All but the first opening is the thread's."""
+
+    def __init__(self, path: Path, file_bytes: int) -> None:
+        self._path, self._most = path, file_bytes
+        self.files = (path.with_name(path.name.removesuffix(SUFFIX) + OLDER), path)
+        """The older one first."""
+        self._file = -1
+        self._size = 0
+        self._whole = True  # the last byte is the end of a line
+        self._told = False
+        self._lock_file = -1
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_file = _locked(path.with_name(f".{path.name}.lock"))
+            self._open()
+        except OSError as error:
+            if not _passes(error):
+                self.close()
+                raise EventsError(f"events can't be kept in {path}: {error.strerror or error}") from None
+            self._trouble(error)
+
+    def write(self, lines: list[str]) -> int:
+        """Append lines. Return how many are in the file; log the first failure of several."""
+        written = 0
+        try:
+            for line in lines:
+                self._append(f"{line}\n".encode())
+                written += 1
+            os.fdatasync(self._file)
+        except OSError as error:
+            self._trouble(error)
+        else:
+            self._told = False
+        return written
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._file, self._lock_file):
+            if file >= 0:
+                os.close(file)
+        self._file = self._lock_file = -1
+
+    def _append(self, data: bytes) -> None:
+        if self._file < 0:
+            self._open()
+        if self._size and self._size + len(data) > self._most:
+            self._rotate()
+        if not self._whole:
+            data = b"\n" + data
+        written = os.write(self._file, data)
+        self._size += written
+        self._whole = written == len(data)
+        if not self._whole:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _rotate(self) -> None:
+        os.replace(self._path, self.files[0])
+        os.close(self._file)
+        self._file = -1
+        self._open()
+
+    def _open(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(self._path, flags, 0o600)
+        self._size = os.fstat(self._file).st_size
+        # A process that was killed may have left half a line.
+        self._whole = not self._size or os.pread(self._file, 1, self._size - 1) == b"\n"
+
+    def _trouble(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "events are not kept in %s for now: %s; this process goes on",
+                self._path,
+                error.strerror or error,
+            )
+
+
+def _locked(path: Path) -> int:
+    """Return a file that this process alone has locked. Raise `EventsError` if another one has."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise  # a file system without locks
+        log = path.name.removeprefix(".").removesuffix(".lock")
+        raise EventsError(
+            f"another process keeps the events of {path.parent / log}; specify another folder for this one"
+        ) from None
+    return file
+
+
+def _passes(error: OSError) -> bool:
+    """Return whether a failure may pass, such as a full disk."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)

@@ -1,0 +1,84 @@
+"""Events by process: when each has begun, and how it has ended. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from checkmate.events.event import Event
+from checkmate.events.kinds import CONTROLLER_ENDED, NODE_ENDED, TRAINER_ENDED, TRAINER_RING_BROKEN
+
+_ENDS = (NODE_ENDED.name, CONTROLLER_ENDED.name, TRAINER_ENDED.name)
+_RANK = "rank "
+_NODE = "shadow node "
+
+
+def merged(events: Iterable[Event], job: str) -> list[Event]:
+    """Return the events of a job, and of processes that serve several, by time, each once."""
+    known = {event.identity: event for event in events if event.job in ("", job)}
+    return sorted(known.values(), key=lambda event: (event.time, event.source, event.number))
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, and its events by time, of which there is at least one."""
+
+    source: str
+    host: str
+    pid: int
+    events: Sequence[Event]
+    lives: bool = False
+    """Whether it has answered."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What its events have in common (`Event.process`)."""
+        return (self.source, self.host, self.pid)
+
+    @property
+    def began(self) -> float:
+        """The time of its first event."""
+        return self.events[0].time
+
+    @property
+    def last(self) -> float:
+        """The time of its last event."""
+        return self.events[-1].time
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has said that it ends, or lives."""
+        return self.lives or any(event.name in _ENDS for event in self.events[-3:])
+
+    @property
+    def broken(self) -> Event | None:
+        """The event of a rank whose ring broke, so that it could not go on."""
+        found = [event for event in self.events if event.name == TRAINER_RING_BROKEN.name]
+        return found[-1] if found else None
+
+
+def processes(events: Iterable[Event], live: Iterable[tuple[str, str, int]] = ()) -> list[Process]:
+    """Return the processes of events that are in order. `live`: those that have answered."""
+    found: defaultdict[tuple[str, str, int], list[Event]] = defaultdict(list)
+    for event in events:
+        found[event.process].append(event)
+    alive = set(live)
+    made = [Process(*key, events=of, lives=key in alive) for key, of in found.items()]
+    return sorted(made, key=lambda one: one.began)
+
+
+def is_rank(source: str) -> bool:
+    """Return whether a source is a rank."""
+    return source.startswith(_RANK)
+
+
+def node_of(source: str) -> int | None:
+    """Return the id of a shadow node by its name as a source, or `None` for another source."""
+    number = source.removeprefix(_NODE)
+    return int(number) if source.startswith(_NODE) and number.isdecimal() else None
+
+
+def node_source(node: int) -> str:
+    """Return a shadow node's name as a source."""
+    return f"{_NODE}{node}"

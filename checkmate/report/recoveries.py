@@ -1,0 +1,191 @@
+"""Starts of training: their steps, what they resumed from, and what was repeated. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from checkmate.events.event import Event, timestamp
+from checkmate.events.kinds import (
+    NODE_FENCED,
+    PROTECT_ENDED,
+    PROTECT_STARTED,
+    RESTORE_AGREED,
+    RESTORE_DRAINED,
+    RESTORE_ENDED,
+    RESTORE_FAILED,
+    RESTORE_FETCHED,
+    RESTORE_INSTALLED,
+    RESTORE_STARTED,
+    TRAINER_ENDED,
+    TRAINER_FIRST,
+    TRAINER_RING_BROKEN,
+)
+from checkmate.report.processes import Process, is_rank
+from checkmate.report.records import Death, Recovery, Step
+
+TOGETHER = 120.0
+"""Seconds within which ranks begin one start of training."""
+
+_STEPS = (
+    (RESTORE_DRAINED.name, "shadow nodes have stepped what they had"),
+    (RESTORE_AGREED.name, "all ranks know what to resume from"),
+    (RESTORE_FETCHED.name, "state is read"),
+    (RESTORE_INSTALLED.name, "state is in place"),
+    (RESTORE_ENDED.name, "restore, as a whole"),
+    (PROTECT_ENDED.name, "protect: ring, streams, seeds"),
+    (TRAINER_FIRST.name, "first iteration, once the ring is up"),
+)
+
+
+@dataclass
+class _Start:
+    """The events of one start of training on one rank, or on all."""
+
+    began: float
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def incarnation(self) -> int | None:
+        """Its number, if ranks have agreed on one."""
+        numbers = [
+            one.fields.get("incarnation") for one in self.named(RESTORE_AGREED.name, PROTECT_ENDED.name)
+        ]
+        return next((number for number in numbers if isinstance(number, int)), None)
+
+    def named(self, *names: str) -> list[Event]:
+        """Return its events of these names."""
+        return [event for event in self.events if event.name in names]
+
+    def whole(self, name: str, key: str) -> int | None:
+        """Return a field of the first event of a name, if it is a whole number."""
+        return next((n for one in self.named(name) if isinstance(n := one.fields.get(key), int)), None)
+
+
+def recoveries(found: Iterable[Process], events: Sequence[Event], died: Sequence[Death]) -> list[Recovery]:
+    """Return the starts of training, by time."""
+    starts: list[_Start] = []
+    for one in sorted((s for p in found if is_rank(p.source) for s in _starts(p)), key=lambda one: one.began):
+        for known in starts:
+            if _same(known, one):
+                known.events += one.events
+                break
+        else:
+            starts.append(one)
+    made = []
+    before = 0.0
+    for start in starts:
+        made.append(_recovery(start, before, events, died))
+        before = start.began
+    return made
+
+
+def _starts(process: Process) -> Iterable[_Start]:
+    """Yield what a rank has done to start training, each time that it did."""
+    start: _Start | None = None
+    protected = False
+    for event in process.events:
+        again = event.name == PROTECT_STARTED.name and (start is None or protected)
+        if event.name == RESTORE_STARTED.name or again:
+            if start is not None:
+                yield start
+            start, protected = _Start(event.time), False
+        protected |= event.name == PROTECT_STARTED.name
+        if start is not None:
+            start.events.append(event)
+    if start is not None:
+        yield start
+
+
+def _same(one: _Start, other: _Start) -> bool:
+    if abs(other.began - one.began) > TOGETHER:
+        return False
+    ranks = {event.source for event in one.events}
+    both = one.incarnation, other.incarnation
+    return both[0] == both[1] or (None in both and other.events[0].source not in ranks)
+
+
+def _recovery(start: _Start, before: float, events: Sequence[Event], died: Sequence[Death]) -> Recovery:
+    now = timestamp(start.began)
+    earlier = [one for one in events if before <= one.time < start.began]
+    failed = start.named(RESTORE_FAILED.name)
+    agreed = start.named(RESTORE_AGREED.name)
+    upto = start.whole(RESTORE_ENDED.name, "iteration")
+    if upto is None:
+        upto = start.whole(PROTECT_ENDED.name, "iteration")
+    trained = _trained(earlier)
+    first = start.named(TRAINER_FIRST.name)
+    sources = [str(one.fields.get("from", "")) for one in start.named(RESTORE_ENDED.name)]
+    whys = [str(one.fields.get("why", "")) for one in (*failed, *agreed)]
+    after = _cause(earlier, died, timestamp(before), now)
+    return Recovery(
+        time=now,
+        incarnation=start.incarnation,
+        after=after[1] if after else "",
+        source="failed" if failed else next(iter(sources), ""),
+        why=next(filter(None, whys), ""),
+        committed=_committed(events, start),
+        next=upto,
+        trained=trained,
+        repeated=None if upto is None or trained is None else max(0, trained - upto + 1),
+        first=timestamp(min(one.time for one in first)) if first else "",
+        steps=list(_steps(start, after)),
+    )
+
+
+def _steps(start: _Start, after: tuple[float, str] | None) -> Iterable[Step]:
+    if after is not None:
+        first = min(start.events, key=lambda event: event.time)
+        yield Step(
+            "until the first rank begins again", round(max(0.0, start.began - after[0]), 3), first.source
+        )
+    for name, words in _STEPS:
+        timed = [
+            (float(seconds), event.source)
+            for event in start.named(name)
+            if isinstance(seconds := event.fields.get("seconds"), int | float)
+        ]
+        if timed:
+            seconds, who = max(timed)
+            yield Step(words, seconds, who)
+    if after is not None and (done := start.named(TRAINER_FIRST.name)):
+        last = max(done, key=lambda event: event.time)
+        yield Step("all of it, until the first iteration", round(last.time - after[0], 3), last.source)
+
+
+def _cause(
+    earlier: Sequence[Event], died: Sequence[Death], before: str, now: str
+) -> tuple[float, str] | None:
+    """Return the time of what a start of training follows, and what that was."""
+    broken = [one for one in earlier if one.name == TRAINER_RING_BROKEN.name]
+    dead = [one for one in died if is_rank(one.who) and before <= (one.noticed or one.last) < now]
+    if broken:
+        who = f"{dead[0].who} died" if dead else "the ring broke"
+        return broken[0].time, f"{who}, which {broken[0].source} noticed at {timestamp(broken[0].time)}"
+    return None
+
+
+def _trained(earlier: Iterable[Event]) -> int | None:
+    """Return the last iteration that ranks have completed, as they have said."""
+    found = []
+    for event in earlier:
+        iteration = event.fields.get("iteration")
+        if not isinstance(iteration, int):
+            continue
+        if event.name == TRAINER_ENDED.name and iteration >= 0:
+            found.append(iteration)
+        elif event.name == TRAINER_RING_BROKEN.name:
+            found.append(iteration - 1)
+    return max(found, default=None)
+
+
+def _committed(events: Iterable[Event], start: _Start) -> int | None:
+    """Return what the nodes had stepped when this start fenced them."""
+    until = max(event.time for event in start.events)
+    found = [
+        iteration
+        for event in events
+        if event.name == NODE_FENCED.name and start.began - 2.0 <= event.time <= until + 2.0
+        if isinstance(iteration := event.fields.get("iteration"), int) and iteration >= 0
+    ]
+    return max(found, default=None)

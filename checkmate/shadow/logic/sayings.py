@@ -1,0 +1,119 @@
+"""What a node's state says: lines of the log, each with its event. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Set
+
+from checkmate.events.kinds import (
+    COMPARISON_MISMATCH,
+    HOLD_BEHIND,
+    HOLD_CHANGED,
+    NODE_RESET,
+    NODE_TROUBLE,
+    PEER_BACK,
+    PEER_BEHIND,
+    PEER_LOST,
+    SHARD_SEEDED,
+    STREAM_GAP,
+)
+from checkmate.shadow.logic.commit import Committee
+from checkmate.shadow.logic.effects import Log
+from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.wording import at_iteration, counted
+
+LAG_SECONDS = 60.0
+"""Least time between two events about a hold that is behind."""
+
+
+def changed(level: int, hold: HoldState, state: str, message: str, why: str = "") -> Log:
+    """Return what is said about a hold that is in another state."""
+    group, shard = hold.shard
+    event = HOLD_CHANGED(group=group, shard=shard, state=state, iteration=hold.stepped, why=why)
+    return Log(level, message, event)
+
+
+def live(hold: HoldState) -> Log:
+    """Return what is said about a hold that is live from now on."""
+    return changed(logging.INFO, hold, "live", f"{hold}: live {at_iteration(hold.stepped)}")
+
+
+def seeded(hold: HoldState) -> Log:
+    """Return what is said about a hold all of whose parameters have arrived."""
+    group, shard = hold.shard
+    event = SHARD_SEEDED(group=group, shard=shard, iteration=hold.stepped)
+    return Log(logging.DEBUG, f"{hold}: seeded {at_iteration(hold.stepped)}", event)
+
+
+def gap(level: int, hold: HoldState, stepped: int, joins: int, why: str) -> Log:
+    """Return what is said about lost gradients. `stepped`: the last iteration before."""
+    group, shard = hold.shard
+    event = STREAM_GAP(group=group, shard=shard, iteration=stepped, joins=joins, why=why)
+    return Log(level, f"{hold}: {hold.trouble}", event)
+
+
+def mismatch(hold: HoldState, iteration: int) -> Log:
+    """Return what is said about a hold that differs from the trainers' state after an iteration."""
+    group, shard = hold.shard
+    event = COMPARISON_MISMATCH(group=group, shard=shard, iteration=iteration, why=hold.trouble)
+    return Log(logging.ERROR, f"{hold}: {hold.trouble}", event)
+
+
+def trouble(why: str) -> Log:
+    """Return what is said about a problem of the node."""
+    return Log(logging.ERROR, why, NODE_TROUBLE(why=why))
+
+
+def reset(generation: int) -> Log:
+    """Return what is said once runs are discarded."""
+    message = f"reset: what it held up to generation {generation} is discarded"
+    return Log(logging.WARNING, message, NODE_RESET(generation=generation))
+
+
+class LagWatch:
+    """What was said about holds that are behind: an event a minute for each, because slow nodes repeat it."""
+
+    def __init__(self) -> None:
+        self._said: dict[tuple[int, int], float] = {}
+
+    def said(self, hold: HoldState, level: int, message: str, now: float) -> Log:
+        """Return what is said about a hold that is behind, or has caught up."""
+        before = self._said.get(hold.shard)
+        if level < logging.WARNING or (before is not None and now - before < LAG_SECONDS):
+            return Log(level, message)
+        self._said[hold.shard] = now
+        group, shard = hold.shard
+        event = HOLD_BEHIND(group=group, shard=shard, iteration=hold.stepped, why=hold.trouble)
+        return Log(level, message, event)
+
+
+class PeerWatch:
+    """What was said about other nodes: which are lost, and which are left behind."""
+
+    def __init__(self) -> None:
+        self._lost: set[int] = set()
+        self._behind: Set[int] = frozenset()
+
+    def lost(self, committee: Committee) -> Iterator[Log]:
+        """Yield what is to be said about nodes whose processes have ended, and about those that are back."""
+        gone, present = committee.known()
+        for node in sorted(gone - self._lost):
+            why = "its process has ended, or has begun again"
+            yield Log(logging.DEBUG, f"shadow node {node}: {why}", PEER_LOST(node=node, why=why))
+        back = sorted(self._lost & present)
+        for node in back:
+            yield Log(logging.DEBUG, f"shadow node {node} answers again", PEER_BACK(node=node))
+        self._lost = (self._lost | gone) - set(back)
+
+    def behind(self, committee: Committee) -> Iterator[Log]:
+        """Yield what is to be said about nodes that stop to count, or count again."""
+        before, behind = self._behind, committee.behind
+        if before == behind.keys():
+            return
+        for node in sorted(behind.keys() - before):
+            lag = counted(behind[node], "iteration")
+            event = PEER_BEHIND(node=node, iterations=behind[node])
+            yield Log(logging.WARNING, f"shadow node {node} is {lag} behind, and does not count", event)
+        for node in sorted(before - behind.keys()):
+            yield Log(logging.INFO, f"shadow node {node} has caught up", PEER_BACK(node=node))
+        self._behind = frozenset(behind)

@@ -1,0 +1,38 @@
+"""The event log of a rank, in the folder that the environment names."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from pathlib import Path
+from typing import Final
+
+from checkmate.events.keeping import FOLDER, EventLog
+from checkmate.events.reading import EventsError
+from checkmate.events.saying import keep_in
+
+_log: Final = logging.getLogger("checkmate")
+
+
+class _Process:
+    """The log of this process, if it has one; or that it can have none."""
+
+    known = False
+
+
+def keep_events(rank: int, job: str) -> None:
+    """Keep this rank's events in $CHECKMATE_EVENTS, if that is set, until the process ends.
+
+    A folder that can't be used is a warning: training goes on.
+    """
+    if _Process.known or not (folder := os.environ.get(FOLDER)):
+        return
+    _Process.known = True
+    try:
+        log = EventLog(f"rank {rank}", job, Path(folder)).start()
+    except EventsError as error:
+        _log.warning("%s; training goes on without its event log", error)
+        return
+    keep_in(log)
+    atexit.register(log.close)  # before that of a protection, which therefore ends first

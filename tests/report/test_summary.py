@@ -1,0 +1,329 @@
+"""A report's conclusions from written events: who died, what was committed, how long recovery took."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from checkmate.events.event import Event, timestamp
+from checkmate.events.kinds import (
+    CONTROLLER_CLAIMS,
+    CONTROLLER_PRIMARY,
+    CONTROLLER_STANDBY,
+    CONTROLLER_STARTED,
+    HOLD_CHANGED,
+    ITERATION_COMMITTED,
+    NODE_ENDED,
+    NODE_FENCED,
+    NODE_STARTED,
+    PEER_BACK,
+    PEER_LOST,
+    PROTECT_ENDED,
+    PROTECT_STARTED,
+    RESTORE_AGREED,
+    RESTORE_ENDED,
+    RESTORE_FAILED,
+    RESTORE_FETCHED,
+    RESTORE_STARTED,
+    STREAM_GAP,
+    TRAINER_ENDED,
+    TRAINER_FIRST,
+    TRAINER_NODE_LOST,
+    TRAINER_RING_BROKEN,
+    Happened,
+)
+from checkmate.report.page import page
+from checkmate.report.processes import merged
+from checkmate.report.records import NodeClock, Report
+from checkmate.report.since import parse_since
+from checkmate.report.summary import summary
+from testbed.copies import local_job
+
+JOB = local_job(nodes=2, ranks=2)
+START = 1_700_000_000.0
+
+
+def at(seconds: float) -> str:
+    return timestamp(START + seconds)
+
+
+class Written:
+    """Events as processes have written them. Seconds count from `START`."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def say(self, seconds: float, source: str, happened: Happened, pid: int = 1, host: str = "h") -> None:
+        name, fields = happened
+        number, time = len(self.events), START + seconds
+        self.events.append(Event(time, source, name, "", fields, "info", JOB.job, host, pid, number))
+
+    def rank(self, seconds: float, rank: int, pid: int, iteration: int, incarnation: int) -> None:
+        """A rank restores, protects, and does its first iteration: 6 s."""
+        who = f"rank {rank}"
+        kind = "nodes" if iteration else "nothing"
+        self.say(seconds, who, RESTORE_STARTED(), pid)
+        agreed = RESTORE_AGREED(
+            kind=kind,
+            iteration=iteration - 1,
+            incarnation=incarnation,
+            generation=1,
+            why="",
+            seconds=1 + rank,
+        )
+        self.say(seconds + 2, who, agreed, pid)
+        if iteration:
+            self.say(seconds + 3, who, RESTORE_FETCHED(iteration=iteration - 1, seconds=0.5), pid)
+        source = "nodes" if iteration else "start"
+        self.say(seconds + 4, who, RESTORE_ENDED(from_=source, iteration=iteration, seconds=4.0), pid)
+        self.say(seconds + 4, who, PROTECT_STARTED(), pid)
+        ended = PROTECT_ENDED(iteration=iteration, incarnation=incarnation, waiting="", seconds=1.0)
+        self.say(seconds + 5, who, ended, pid)
+        self.say(seconds + 6, who, TRAINER_FIRST(iteration=iteration, seconds=0.8), pid)
+
+    def report(self, **more: object) -> Report:
+        events = merged(self.events, JOB.job)
+        return summary(JOB, events, since=START, until=START + 1000, **more)  # type: ignore[arg-type]
+
+
+def text(report: Report) -> str:
+    console = Console(width=300, file=io.StringIO())
+    with console.capture() as said:
+        for part in page(report):
+            console.print(part, markup=False)
+    return said.get()
+
+
+@pytest.fixture
+def crash() -> Written:
+    """Rank 1 dies at 100 s, after it has completed iteration 40; rank 0 notices it; both begin again."""
+    made = Written()
+    for rank in (0, 1):
+        made.rank(0, rank, pid=10 + rank, iteration=0, incarnation=7)
+    for node in (0, 1):
+        made.say(-5, f"shadow node {node}", NODE_STARTED(version="0", shards=1))
+        made.say(60, f"shadow node {node}", ITERATION_COMMITTED(incarnation=7, iteration=30))
+    made.say(100.2, "rank 0", TRAINER_RING_BROKEN(iteration=41, why="rank 1 (h1): connection reset"), 10)
+    made.say(100.9, "rank 0", TRAINER_ENDED(iteration=40, completed=False, why="RingError: rank 1"), 10)
+    for node in (0, 1):
+        made.say(111, f"shadow node {node}", NODE_FENCED(incarnation=7, iteration=40, why=""))
+    for rank in (0, 1):
+        made.rank(110 + rank, rank, pid=20 + rank, iteration=41, incarnation=8)
+    return made
+
+
+LIVE = [("shadow node 0", "h", 1), ("shadow node 1", "h", 1)]
+
+
+def test_a_rank_that_was_killed_and_the_start_after_it(crash: Written) -> None:
+    report = crash.report(live=LIVE)
+    (died,) = report.deaths
+    assert (died.who, died.pid, died.last, died.noticed) == ("rank 1", 11, at(6), at(100.2))
+    assert died.by == "rank 0: rank 1 (h1): connection reset"
+    assert died.back == at(111)
+    first, second = report.recoveries
+    assert (first.source, first.next, first.repeated, first.after) == ("start", 0, None, "")
+    assert (second.source, second.incarnation, second.committed) == ("nodes", 8, 40)
+    assert (second.next, second.trained, second.repeated) == (41, 40, 0)
+    assert second.time == at(110)
+    assert second.after.startswith("rank 1 died, which rank 0 noticed at")
+    assert second.first == at(116)
+    steps = {step.name: (step.seconds, step.who) for step in second.steps}
+    assert steps["until the first rank begins again"] == (9.8, "rank 0")
+    assert steps["all ranks know what to resume from"] == (2.0, "rank 1"), "the slowest"
+    assert steps["state is read"] == (0.5, "rank 1")
+    assert steps["all of it, until the first iteration"] == (16.8, "rank 1")
+    assert report.committed == 40
+    assert report.unknown == ["no events of a controller: add the folder of its event log with --events"]
+
+
+def test_the_page_has_it_in_words(crash: Written) -> None:
+    said = text(crash.report(live=LIVE, clocks=[NodeClock(0, 1.25, 0.002)]))
+    assert "rank 1, process 11 on h\n" in said
+    assert "last committed iteration: 40" in said
+    assert "first iteration trained after: 41" in said
+    assert "repeated: nothing" in said
+    assert "shadow node 0: +1.250 s ahead of this host's, within 0.002 s" in said
+    assert "iteration.committed" not in said
+    assert said.index("Starts of training") < said.index("Timeline")
+
+
+def test_what_was_repeated_is_counted(crash: Written) -> None:
+    crash.events = [
+        event for event in crash.events if (event.pid < 20 or event.name != "trainer.restore.ended")
+    ]
+    for rank in (0, 1):
+        crash.say(114, f"rank {rank}", RESTORE_ENDED(from_="disk", iteration=20, seconds=4.0), 20 + rank)
+    report = crash.report(live=LIVE)
+    assert (report.recoveries[1].source, report.recoveries[1].repeated) == ("disk", 21)
+    assert "repeated: 21 iterations, 20 to 40" in text(report)
+
+
+def test_no_event_of_ranks_means_that_it_is_not_known() -> None:
+    made = Written()
+    made.say(0, "shadow node 0", NODE_STARTED(version="0", shards=1))
+    report = made.report(live=LIVE[:1], silent={1: "can't be reached (Connection refused)"})
+    assert report.recoveries == []
+    assert any(one.startswith("no events of ranks: when one died") for one in report.unknown)
+    (away,) = [one for one in report.unknown if "can't be reached" in one]
+    assert "what it did is not known; read its event log, copied from its host" in away
+    assert [one.who for one in report.deaths] == []
+
+
+def test_a_shadow_node_that_others_miss_is_dead_although_its_log_is_gone() -> None:
+    made = Written()
+    made.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"))
+    made.say(50.5, "rank 0", TRAINER_NODE_LOST(node=1, why="it closed the connection"))
+    made.say(70, "shadow node 0", PEER_BACK(node=1))
+    report = made.report(live=LIVE)
+    (died,) = report.deaths
+    assert (died.who, died.last, died.noticed, died.back) == ("shadow node 1", "", at(50), at(70))
+    assert died.by == "shadow node 0: its process has ended"
+
+
+def test_a_shadow_node_that_has_kept_its_events_is_dead_once() -> None:
+    made = Written()
+    made.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=5)
+    live = HOLD_CHANGED(group=0, shard=1, state="live", iteration=3, why="")
+    made.say(49, "shadow node 1", live, pid=5)
+    made.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"))
+    made.say(51, "rank 0", TRAINER_NODE_LOST(node=1, why="it closed the connection"))
+    made.say(60, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=6)
+    report = made.report(live=[("shadow node 1", "h", 6), LIVE[0]])
+    (died,) = report.deaths
+    assert (died.who, died.pid, died.last) == ("shadow node 1", 5, at(49))
+    assert (died.noticed, died.back) == (at(50), at(60))
+
+
+def test_a_node_that_is_away_for_good_died_after_its_last_event() -> None:
+    made = Written()
+    made.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1))
+    report = made.report(live=LIVE[:1], silent={1: "can't be reached"})
+    (died,) = report.deaths
+    assert (died.last, died.noticed, died.back) == (at(0), "", "")
+    assert any(f"what it did after {at(0)} is not known" in one for one in report.unknown)
+
+
+def hold(state: str, iteration: int = 0, shard: int = 0) -> Happened:
+    return HOLD_CHANGED(group=0, shard=shard, state=state, iteration=iteration, why="")
+
+
+def test_a_shard_has_no_holder_from_a_death_until_another_node_is_live() -> None:
+    made = Written()
+    for node in (0, 1):
+        made.say(node, f"shadow node {node}", hold("live", shard=node), pid=5)
+    made.say(49, "shadow node 1", hold("live", 40, shard=1), pid=5)
+    made.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"), pid=5)
+    made.say(60, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=6)
+    made.say(70, "shadow node 1", hold("live", 60, shard=1), pid=6)
+    gap = STREAM_GAP(group=0, shard=0, iteration=70, joins=73, why="9 bytes have not come")
+    made.say(80, "shadow node 0", gap, pid=5)
+    report = made.report(live=[("shadow node 0", "h", 5), ("shadow node 1", "h", 6)])
+    assert [(one.shard, one.since, one.until) for one in report.absences] == [
+        (1, at(50), at(70)),
+        (0, at(80), ""),
+    ]
+    assert "DP group 0, shard 0, and still" in text(report)
+
+
+def test_what_was_before_counts_but_is_not_reported(crash: Written) -> None:
+    events = merged(crash.events, JOB.job)
+    for since, found in ((0, (1, 2)), (50, (1, 1)), (105, (0, 1)), (200, (0, 0))):
+        report = summary(JOB, events, since=START + since, until=START + 1000, live=LIVE)
+        assert (len(report.deaths), len(report.recoveries)) == found
+        assert all(one["time"] >= at(since) for one in report.events)
+        if report.recoveries:
+            assert (report.recoveries[-1].trained, report.recoveries[-1].repeated) == (40, 0)
+
+
+def test_with_replicas_a_shard_keeps_a_holder() -> None:
+    made = Written()
+    for node in (0, 1):
+        made.say(node, f"shadow node {node}", hold("live"))
+    made.say(50, "shadow node 1", hold("dropped"))
+    assert made.report(live=LIVE).absences == []
+
+
+def controllers(*, claims: bool) -> Written:
+    """A controller serves at host a and says nothing after 5 s; at 60 s, another one serves at host b."""
+    made = Written()
+    serves = CONTROLLER_PRIMARY(switches=["s1"], updates=0, seconds=0.1)
+    made.say(0, "controller", CONTROLLER_STARTED(version="0", jobs=["demo"]), 1, "a")
+    made.say(5, "controller", serves, 1, "a")
+    made.say(2, "controller", CONTROLLER_STANDBY(), 2, "b")
+    if claims:
+        made.say(59, "controller", CONTROLLER_CLAIMS(switch="s1"), 2, "b")
+        made.say(60, "controller", serves, 2, "b")
+    return made
+
+
+def test_a_controller_that_another_one_had_to_replace_has_died() -> None:
+    (died,) = controllers(claims=True).report(live=LIVE).deaths
+    assert (died.who, died.host, died.last, died.back) == ("controller", "a", at(5), at(60))
+    assert died.by == "a controller on b: switch s1 has no primary controller"
+
+
+def test_controllers_that_serve_and_stand_by_live() -> None:
+    assert controllers(claims=False).report(live=LIVE).deaths == []
+
+
+def test_who_was_stopped_has_not_died() -> None:
+    made = Written()
+    made.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1))
+    made.say(40, "shadow node 1", NODE_ENDED())
+    made.say(40.1, "shadow node 0", PEER_LOST(node=1, why="its process has ended"))
+    report = made.report(live=LIVE[:1], silent={1: "can't be reached"})
+    assert report.deaths == []
+    assert report.stopped == [f"shadow node 1, process 1 on h, at {at(40)}"]
+
+
+def test_a_start_that_failed_says_why() -> None:
+    made = Written()
+    for rank in (0, 1):
+        made.say(rank, f"rank {rank}", RESTORE_STARTED())
+        why = "RestoreError: shard 1 is lost"
+        made.say(30 + rank, f"rank {rank}", RESTORE_FAILED(why=why, seconds=30.0))
+    report = made.report(live=LIVE)
+    (start,) = report.recoveries
+    assert (start.source, start.why, start.next) == ("failed", "RestoreError: shard 1 is lost", None)
+
+
+def test_troubles_are_listed_and_strange_fields_do_no_harm() -> None:
+    made = Written()
+    gap = STREAM_GAP(group=0, shard=0, iteration=7, joins=11, why="9 bytes have not come")
+    made.say(0, "shadow node 0", gap)
+    for name in ("trainer.ended", "node.fenced", "trainer.restore.agreed", "peer.lost", "trainer.first"):
+        for value in (None, "x", [1], {"a": 1}, 1e300, True):
+            fields = {"iteration": value, "incarnation": value, "node": value, "seconds": value, "why": value}
+            made.say(1, "rank 0", Happened(name, fields))
+    report = made.report()
+    assert report.troubles[0].event == "stream.gap"
+    assert "9 bytes have not come" in text(report)
+
+
+def test_events_are_merged_by_time_and_each_counts_once() -> None:
+    made = Written()
+    made.say(2, "shadow node 0", NODE_ENDED())
+    made.say(1, "shadow node 1", NODE_ENDED())
+    other = Event(START, "rank 0", "trainer.first", job="other")
+    every = Event(START + 3, "controller", "controller.ended")
+    found = merged([*made.events, *made.events, other, every], JOB.job)
+    assert [one.source for one in found] == ["shadow node 1", "shadow node 0", "controller"]
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [("90min", 5400), ("2h", 7200), ("1.5 d", 129600), ("30s", 30)],
+)
+def test_since_is_how_long_ago(words: str, seconds: float) -> None:
+    assert parse_since(words, 1_000_000.0) == 1_000_000.0 - seconds
+
+
+def test_since_is_a_time() -> None:
+    assert parse_since("2023-11-14T22:13:20Z", 0) == START
+    assert parse_since("2023-11-14T23:13:20+01:00", 0) == START
+    for wrong in ("yesterday", "", "2h30", "-3h", "2023-13-01"):
+        with pytest.raises(ValueError, match="write 2026-11-23T21:00:00Z, or how long ago: 90min"):
+            parse_since(wrong, 0)
