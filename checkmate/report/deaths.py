@@ -145,10 +145,15 @@ def _followed(one: Process, events: Iterable[Event]) -> tuple[float | None, _Not
 
 
 def _ring(one: Process, events: Iterable[Event], until: float | None) -> _Notice | None:
-    """Return who noticed first that the ring broke, after a rank's last event and before it began again."""
-    for event in events:
-        if event.name != TRAINER_RING_BROKEN.name or event.source == one.source:
-            continue
-        if one.last - CLOCKS <= event.time <= (until if until is not None else one.last + NOTICED):
-            return _Notice(event.time, event.source, str(event.fields.get("why", "")))
-    return None
+    """Return who noticed that the ring broke, after a rank's last event and before it began again.
+
+    A rank whose connection to this one ended knows more than one that only saw others give up.
+    """
+    latest = until if until is not None else one.last + NOTICED
+    found = [
+        _Notice(event.time, event.source, str(event.fields.get("why", "")))
+        for event in events
+        if event.name == TRAINER_RING_BROKEN.name and event.source != one.source
+        if one.last - CLOCKS <= event.time <= latest
+    ]
+    return next((notice for notice in found if f"{one.source} (" in notice.said), next(iter(found), None))

@@ -139,6 +139,13 @@ def test_a_rank_that_was_killed_and_the_start_after_it(crash: Written) -> None:
     assert report.unknown == ["no events of a controller: add the folder of its event log with --events"]
 
 
+def test_who_lost_the_connection_to_the_dead_rank_knows_most(crash: Written) -> None:
+    earlier = TRAINER_RING_BROKEN(iteration=41, why="rank 2 (h2), channel 0, from rank 0 (h0): ended")
+    crash.say(100.1, "rank 2", earlier, 12)
+    (died,) = crash.report(live=LIVE).deaths
+    assert (died.noticed, died.by) == (at(100.2), "rank 0: rank 1 (h1): connection reset")
+
+
 def test_the_page_has_it_in_words(crash: Written) -> None:
     said = text(crash.report(live=LIVE, clocks=[NodeClock(0, 1.25, 0.002)]))
     assert "rank 1, process 11 on h\n" in said
