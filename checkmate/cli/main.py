@@ -19,6 +19,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "validate": "validate",
     "keys": "keys",
     "plan": "planning.plan",
+    "sysctl": "sysctl",
     "run": "run",
     "status": "status",
     "remove": "remove",

@@ -21,6 +21,7 @@ DOCUMENTS: Final = {
     "plan-capacity": "planner:CapacityDocument",
     "plan-pfc": "switches:PfcDocument",
     "plan-bfrt": "switches:BfrtDocument",
+    "sysctl": "base:SysctlDocument",
     "status": "switches:StatusDocument",
     "remove": "switches:RemoveDocument",
     "shadow": "nodes:ShadowLine",

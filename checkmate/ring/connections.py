@@ -21,12 +21,12 @@ from checkmate.ring.accepting import Acceptor
 from checkmate.ring.place import RingError, RingPlace, RingTimeout
 from checkmate.tagger import TaggedSocket, Tagger
 from checkmate.wire import tcp
+from checkmate.wire.ring_sockets import BUFFER_BYTES
 
 _RETRY_SECONDS = 0.05
 _BACKLOG = 1024
 _ANSWER_SECONDS = 5.0  # for the answer to a greeting; then the connection is made again
 _TOKEN = b"\x01"
-_BUFFER_BYTES = 4 << 20  # a few slices: the next one is copied while the last is being sent
 
 
 class PlainSocket:
@@ -252,8 +252,8 @@ def _keep_to(device: str | None, sock: socket.socket) -> None:
 
 
 def _enlarge(sock: socket.socket, option: int, force: int) -> None:
-    """Set a socket buffer to `_BUFFER_BYTES`, or to the limit for processes without privileges."""
+    """Set a socket buffer to `BUFFER_BYTES`, or to the limit for processes without privileges."""
     try:
-        sock.setsockopt(socket.SOL_SOCKET, force, _BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, force, BUFFER_BYTES)
     except PermissionError:
-        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
