@@ -62,7 +62,15 @@ def test_the_core_is_light() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["validate JOB", "keys JOB", "plan JOB", "plan JOB --json", "--help", "shadow --help"],
+    [
+        "validate JOB",
+        "keys JOB",
+        "plan JOB",
+        "plan JOB --json",
+        "sysctl JOB --role shadow",
+        "--help",
+        "shadow --help",
+    ],
 )
 def test_the_core_checks_jobs_makes_keys_and_plans(environment: Make, job_file: Path, command: str) -> None:
     done = _run(environment(""), job_file, command)

@@ -20,6 +20,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "keys": "keys",
     "doctor": "doctor",
     "plan": "planning.plan",
+    "sysctl": "sysctl",
     "run": "run",
     "status": "status",
     "report": "report",

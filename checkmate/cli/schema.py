@@ -22,6 +22,7 @@ DOCUMENTS: Final = {
     "plan-capacity": "planner:CapacityDocument",
     "plan-pfc": "switches:PfcDocument",
     "plan-bfrt": "switches:BfrtDocument",
+    "sysctl": "base:SysctlDocument",
     "status": "switches:StatusDocument",
     "report": "nodes:ReportDocument",
     "remove": "switches:RemoveDocument",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -46,7 +47,14 @@ from checkmate.privileges import Capability, keep_only, to_listen, to_read
 @says_errors
 def shadow(
     job: JobArgument,
-    node_id: Annotated[int, typer.Option("--id", help="Id of the node in the job's shadow_nodes.")],
+    node_id: Annotated[
+        int | None,
+        typer.Option(
+            "--id",
+            help="Id of the node in the job's shadow_nodes.",
+            show_default="the node whose NICs this machine has",
+        ),
+    ] = None,
     view: Annotated[
         bool | None,
         typer.Option("--view/--no-view", help="Live view.", show_default="on a terminal"),
@@ -77,6 +85,7 @@ def shadow(
     Example: checkmate shadow jobs/gpt.yaml --id 0
     """
     loaded = read_job(job)
+    node_id = _own_id(loaded) if node_id is None else node_id
     _check_id(loaded, node_id)
     shown = None if as_json else view_console(view, log_format)
     log_to_stderr(log_format)
@@ -131,6 +140,27 @@ def _check_id(job: Job, node_id: int) -> None:
     used = {i for group in range(len(job.dp_groups)) for i in job.shadow_list(group)}
     if node_id not in used:
         raise UsageFault(f"no DP group has shadow node {node_id} in its shadow_nodes: it would hold nothing")
+
+
+def _own_id(job: Job) -> int:
+    """Return the id of the node whose NICs' addresses are this machine's, if there is exactly one."""
+    here = [node.id for node in job.shadow_nodes if all(_is_own(str(nic.ip)) for nic in node.nics)]
+    if len(here) == 1:
+        return here[0]
+    if here:
+        raise UsageFault(f"this machine has the NICs of shadow nodes {', '.join(map(str, here))}: use --id")
+    known = (f"{node.id}: {' and '.join(str(nic.ip) for nic in node.nics)}" for node in job.shadow_nodes)
+    who = f"this machine has the NICs of no shadow node of job {job.job}"
+    raise UsageFault(f"{who}; their addresses are {'; '.join(known)}")
+
+
+def _is_own(ip: str) -> bool:
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((ip, 0))
+        except OSError:
+            return False
+    return True
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.wire.ring_sockets import BUFFER_BYTES
 
 log = logging.getLogger("checkmate")
 
@@ -204,7 +205,6 @@ def _records(nodes: Sequence[ShadowNode], keys: RoleKeys | None) -> Iterator[Fin
 
 def _ring(job: Job, ranks: Iterable[Rank], facts: Facts) -> Iterator[Finding]:
     """Yield what concerns the ring's ports and buffers; with NCCL, it has its own."""
-    from checkmate.ring.connections import BUFFER_BYTES  # noqa: PLC0415 - needs torch
     from checkmate.ring.place import host_ports, ring_ports  # noqa: PLC0415
 
     own = list(ranks)

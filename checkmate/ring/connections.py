@@ -21,13 +21,12 @@ from checkmate.ring.accepting import Acceptor
 from checkmate.ring.place import RingError, RingPlace, RingTimeout
 from checkmate.tagger import TaggedSocket, Tagger
 from checkmate.wire import tcp
+from checkmate.wire.ring_sockets import BUFFER_BYTES
 
 _RETRY_SECONDS = 0.05
 _BACKLOG = 1024
 _ANSWER_SECONDS = 5.0  # for the answer to a greeting; then the connection is made again
 _TOKEN = b"\x01"
-BUFFER_BYTES = 4 << 20
-"""Of a socket: a few slices, so that the next one is copied while the last is being sent."""
 
 
 class PlainSocket:

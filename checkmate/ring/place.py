@@ -12,12 +12,9 @@ from checkmate.errors import CheckmateError
 from checkmate.job.schema import Job, Rank
 from checkmate.keys.secret_files import SECRET_BYTES
 from checkmate.ring.greetings import Greeting
-from checkmate.wire import tag
+from checkmate.wire import ring_sockets, tag
 
-DEFAULT_PORT = 47000
-"""Port of channel 0; channel c uses this plus c."""
-HOST_PORT = 46000
-"""The first port of rings within a host, of which each rank has two (`host_ports`)."""
+DEFAULT_PORT = ring_sockets.RING_PORT
 
 
 def ring_ports(job: Job, group: int) -> list[int]:
@@ -29,7 +26,7 @@ def ring_ports(job: Job, group: int) -> list[int]:
 def host_ports(job: Job, ranks: Sequence[Rank]) -> list[int]:
     """Return the first of the two ports that each of these ranks has for the rings within its host."""
     at = _at_their_addresses(job)
-    return [HOST_PORT + 2 * at[rank.rank] for rank in ranks]
+    return [ring_sockets.HOST_PORT + ring_sockets.HOST_PORTS * at[rank.rank] for rank in ranks]
 
 
 def _at_their_addresses(job: Job) -> dict[int, int]:

@@ -55,6 +55,8 @@ def test_each_command_with_json_has_a_schema() -> None:
         ("validate", ["validate", "JOB"]),
         ("keys", ["keys", "JOB"]),
         ("plan", ["plan", "JOB"]),
+        ("sysctl", ["sysctl", "JOB", "--role", "shadow"]),
+        ("sysctl", ["sysctl", "JOB", "--role", "trainer"]),
         ("plan-capacity", ["plan", "JOB", "--capacity", "--model", "ResNet50", "--node-memory", "64GB"]),
         ("cost", ["cost", "--runs", "10"]),
         ("cost", ["cost", "--runs", "0", "--every", "30min"]),
@@ -62,6 +64,7 @@ def test_each_command_with_json_has_a_schema() -> None:
         ("error", ["validate", "nowhere.yaml"]),
         ("error", ["plan", "JOB", "--capacity", "--model", "ResNet50", "--node-memory", "1MB"]),
         ("error", ["keys", "JOB", "--out", "JOB"]),
+        ("error", ["sysctl", "JOB", "--role", "trainer", "--receive-buffer", "8"]),
     ],
 )
 def test_documents_fit_their_schemas(job: Path, name: str, arguments: list[str]) -> None:

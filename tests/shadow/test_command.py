@@ -87,7 +87,8 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodePr
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--id", "3"], "has no shadow node 3; its ids are 0"),
+        (["--id", "3"], "has no shadow node 3; its ids are 0, 1"),
+        ([], "this machine has the NICs of shadow nodes 0, 1: use --id"),
         (["--id", "0", "--grace", "0"], "grace"),
         (["--id", "0", "--threads", "0"], "threads"),
         (["--id", "0", "--receive-buffer", "2000"], "receive-buffer"),
@@ -95,11 +96,25 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodePr
 )
 def test_the_command_explains_bad_input(tmp_path: Path, arguments: list[str], message: str) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(local_job(nodes=1).model_dump(mode="json", exclude_none=True)))
+    file.write_text(yaml.safe_dump(local_job(nodes=2).model_dump(mode="json", exclude_none=True)))
     done = CliRunner().invoke(app, ["shadow", str(file), *arguments])
     assert done.exit_code == 2
     assert message in done.stderr
     assert isinstance(done.exception, SystemExit)
+
+
+def test_without_an_id_the_machines_addresses_tell_the_node(start: Callable[..., NodeProcess]) -> None:
+    data = local_job(nodes=2).model_dump(mode="json", exclude_none=True)
+    for nic in data["shadow_nodes"][0]["nics"]:
+        nic["ip"] = nic["ip"].replace("127.", "198.", 1)
+    process = start(Job.model_validate(data), None, "--no-view")
+    assert process.line().startswith("ready: shadow node 1 ")
+    data["shadow_nodes"][1]["nics"][1]["ip"] = "198.0.5.2"
+    _, words = start(Job.model_validate(data), None).process.communicate(timeout=60)
+    assert words == (
+        "error: this machine has the NICs of no shadow node of job demo; their addresses are "
+        "0: 198.0.4.1 and 198.0.5.1; 1: 127.0.4.2 and 198.0.5.2\n"
+    )
 
 
 def test_why_a_node_cannot_serve_is_one_clear_line(start: Callable[..., NodeProcess]) -> None:

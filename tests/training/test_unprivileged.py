@@ -7,24 +7,20 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from checkmate.keys.access import INSECURE
 from tests.support.shadow.recording_node import RecordingNode
+from tests.support.units import NOBODY, ROOT, USER, environment, python
 from tests.training.test_protect import job_file
 
-ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "security.md"
-NOBODY = 65534
 RANKS = 3
 """The middle one does not tag."""
-# setpriv itself still has capabilities when it executes the next program: `env` has none.
-USER = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "env"]
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, and sets file capabilities"),
@@ -54,39 +50,14 @@ def documented() -> list[str]:
     return re.findall(r"^(?:sudo|/usr/local/bin/tagging) .*$", GUIDE.read_text(), re.M)
 
 
-def environment(folder: Path) -> dict[str, str]:
-    packages = [str(ROOT), sysconfig.get_path("purelib")]
-    return {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": os.pathsep.join(packages),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "HOME": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "CHECKMATE_INSECURE": "1",
-    }
-
-
-@pytest.fixture
-def python(folder: Path) -> str:
-    """Return an interpreter that the user can execute, with the packages of this one."""
-    for path in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
-        command = [*USER, path, "-c", "import torch"]
-        try:
-            subprocess.run(command, env=environment(folder), cwd="/", capture_output=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        return path
-    pytest.skip("another user can execute no interpreter that has torch")
-
-
-def torchrun(folder: Path, python: str, nodes: list[RecordingNode], starter: list[str]) -> str:
+def torchrun(folder: Path, nodes: list[RecordingNode], starter: list[str]) -> str:
     """Train on this machine as the user; return what torchrun printed."""
     data = job_file(folder, nodes, RANKS)
-    command = [python, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
+    command = [python(), "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
     command += ["-m", "tests.scripts.unprivileged", str(folder)]
     done = subprocess.run(
         [*USER, *starter, *command],
-        env={**environment(folder), "CHECKMATE_JOB": str(data)},
+        env={**environment(folder), INSECURE: "1", "CHECKMATE_JOB": str(data)},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -97,7 +68,7 @@ def torchrun(folder: Path, python: str, nodes: list[RecordingNode], starter: lis
 
 
 def test_an_ordinary_user_trains_with_the_documented_starter(
-    folder: Path, python: str, nodes: list[RecordingNode]
+    folder: Path, nodes: list[RecordingNode]
 ) -> None:
     _, install, capabilities, use = documented()
     starter = folder / "tagging"
@@ -105,7 +76,7 @@ def test_an_ordinary_user_trains_with_the_documented_starter(
     subprocess.run(made.split()[1:], check=True)
     subprocess.run([*capabilities.split()[1:-1], str(starter)], check=True)
     options = use.split()[1 : use.split().index("torchrun")]
-    output = torchrun(folder, python, nodes, [str(starter), *options])
+    output = torchrun(folder, nodes, [str(starter), *options])
     for rank in range(RANKS):
         said = json.loads((folder / f"rank{rank}.json").read_text())
         again = said.pop("again")
@@ -119,10 +90,8 @@ def test_an_ordinary_user_trains_with_the_documented_starter(
 
 
 @pytest.mark.slow
-def test_without_it_the_message_names_what_is_missing(
-    folder: Path, python: str, nodes: list[RecordingNode]
-) -> None:
-    output = torchrun(folder, python, nodes, [])
+def test_without_it_the_message_names_what_is_missing(folder: Path, nodes: list[RecordingNode]) -> None:
+    output = torchrun(folder, nodes, [])
     assert (
         "checkmate.tagger.errors.TaggerUnavailable: the tagger can't run here: rank 0 (192.168.0.0)" in output
     )

@@ -108,6 +108,22 @@ class KeysDocument(Document):
     keys: list[JobKeysPart]
 
 
+class SettingPart(Part):
+    """A setting of the kernel, as `sysctl` names it."""
+
+    key: str
+    value: str
+    reason: str
+
+
+class SysctlDocument(Document):
+    """`sysctl`."""
+
+    job: str
+    role: Literal["trainer", "shadow"]
+    settings: list[SettingPart]
+
+
 class LabPart(Part):
     """A lab; `up` is null if only root can determine it."""
 

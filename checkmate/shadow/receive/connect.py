@@ -93,13 +93,19 @@ def check_host(nic_ips: Sequence[str], receive_buffer: int = RECEIVE_BUFFER) -> 
             _prepare(sock, ip, None, receive_buffer)
 
 
+def tcp_memory(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> tuple[int, int, int]:
+    """Return the least `net.ipv4.tcp_mem` for N streams, in pages of this machine."""
+    # The kernel doubles the value of SO_RCVBUFFORCE for its own overhead (man 7 socket).
+    needed = -(-2 * receive_buffer * streams // resource.getpagesize())
+    return needed, needed * 5 // 4, needed * 3 // 2
+
+
 def tcp_memory_shortfall(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> str | None:
     """Return a warning, with a sysctl command, if the kernel has too little memory for N streams.
 
     Above tcp_mem's second value the kernel shrinks windows, which would cost gradients.
     """
-    # The kernel doubles the value of SO_RCVBUFFORCE for its own overhead (man 7 socket).
-    needed = -(-2 * receive_buffer * streams // resource.getpagesize())
+    needed, *_ = wanted = tcp_memory(streams, receive_buffer)
     try:
         pressure = int(_TCP_MEM.read_text().split()[1])
     except FileNotFoundError:
@@ -109,7 +115,7 @@ def tcp_memory_shortfall(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> 
     megabytes = needed * resource.getpagesize() >> 20
     return (
         f"{counted(streams, 'stream')} may hold {megabytes} MB, more than net.ipv4.tcp_mem allows; "
-        f'raise it: sysctl -w net.ipv4.tcp_mem="{needed} {needed * 5 // 4} {needed * 3 // 2}"'
+        f'raise it: sysctl -w net.ipv4.tcp_mem="{" ".join(map(str, wanted))}"'
     )
 
 

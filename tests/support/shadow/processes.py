@@ -19,8 +19,8 @@ Start = Callable[..., "NodeProcess"]
 class NodeProcess:
     """`checkmate shadow --json` as a process; its lines are read as they arrive."""
 
-    def __init__(self, file: Path, node: int, *arguments: str) -> None:
-        command = [*COMMAND, "shadow", str(file), "--id", str(node)]
+    def __init__(self, file: Path, node: int | None, *arguments: str) -> None:
+        command = [*COMMAND, "shadow", str(file), *([] if node is None else ["--id", str(node)])]
         self.process = subprocess.Popen(
             [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -39,7 +39,7 @@ class NodeProcess:
 def start_in(folder: Path, made: list[NodeProcess]) -> Start:
     """Return a function that starts nodes with job files in a folder, and adds them to `made`."""
 
-    def start(job: Job, node: int, *arguments: str) -> NodeProcess:
+    def start(job: Job, node: int | None, *arguments: str) -> NodeProcess:
         file = folder / "job.yaml"
         file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
         made.append(NodeProcess(file, node, *arguments))

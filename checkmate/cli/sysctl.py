@@ -1,0 +1,64 @@
+"""`checkmate sysctl`: print the kernel settings that a job's hosts need."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from checkmate.cli.common import AsJson, JobArgument, UsageFault, out, print_json, says_errors
+from checkmate.job.files import read_job
+from checkmate.planner import kernel_settings
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+
+
+class Hosts(StrEnum):
+    """The hosts that have settings; a controller and a reader need none."""
+
+    TRAINER = "trainer"
+    SHADOW = "shadow"
+
+
+@says_errors
+def sysctl(
+    job: JobArgument,
+    role: Annotated[Hosts, typer.Option("--role", help="The hosts that need them.")],
+    receive_buffer: Annotated[
+        int | None,
+        typer.Option(
+            "--receive-buffer",
+            min=1,
+            max=1023,
+            help="That of `checkmate shadow`, in MB.",
+            show_default=str(RECEIVE_BUFFER >> 20),
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the kernel settings of a job's hosts as a file for sysctl, each with its reason.
+
+    Run it on the host itself: no value is below the host's present one. All hosts of a role can have the same
+    file; it fits the one with most streams. Controllers and readers need no settings.
+
+    Example: checkmate sysctl job.yaml --role shadow > /etc/sysctl.d/60-checkmate.conf
+    """
+    loaded = read_job(job)
+    if role is Hosts.TRAINER:
+        if receive_buffer is not None:
+            raise UsageFault("--receive-buffer is of shadow nodes; use it with --role shadow")
+        found = kernel_settings.of_trainers(loaded)
+    else:
+        buffer = RECEIVE_BUFFER if receive_buffer is None else receive_buffer << 20
+        found = kernel_settings.of_shadow_nodes(loaded, buffer)
+    if as_json:
+        print_json({"job": loaded.job, "role": role, "settings": [one._asdict() for one in found]})
+        return
+    lines = [f"# Hosts of role {role} of job {loaded.job}. `sysctl --system` applies it."]
+    reason = ""
+    for one in found:
+        if one.reason != reason:
+            lines += ["", f"# {one.reason}"]
+            reason = one.reason
+        lines.append(f"{one.key} = {one.value}")
+    out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

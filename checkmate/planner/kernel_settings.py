@@ -1,0 +1,121 @@
+"""The kernel settings (sysctl) that a job's hosts need. Pure, but for `present`.
+
+No value is below the present one of the host, because other software may have raised it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from checkmate.job import boundaries
+from checkmate.job.addresses import split_address
+from checkmate.job.schema import Job
+from checkmate.shadow.receive.connect import tcp_memory
+from checkmate.wire import ring_sockets
+from checkmate.wire.tag import CHANNELS_MAX
+from checkmate.wording import counted
+
+Present = Callable[[str], str | None]
+"""Returns the present value of a setting of this host; `None` if it has none that can be read."""
+
+_UNPRIVILEGED: Final = 1024
+_NICS: Final = "each NIC answers for its own address only, and takes what comes for it"
+_PORTS: Final = "these ports of Checkmate are not given to outgoing connections"
+
+
+class Setting(NamedTuple):
+    """A setting, such as `net.ipv4.tcp_mem`, its value as the kernel takes it, and the reason."""
+
+    key: str
+    value: str
+    reason: str
+
+
+def present(key: str) -> str | None:
+    """Return a setting's present value in this network namespace; `None` if it can't be read."""
+    try:
+        return Path("/proc/sys", *key.split(".")).read_text().strip()
+    except OSError:
+        return None
+
+
+def of_shadow_nodes(job: Job, receive_buffer: int, now: Present = present) -> list[Setting]:
+    """Return what the machines of shadow nodes need. `receive_buffer`: bytes of each stream's socket."""
+    streams = Counter(stream.node.id for stream in boundaries.streams(job))
+    sockets: Counter[str] = Counter()
+    ports: dict[str, list[int]] = defaultdict(list)
+    for node in job.shadow_nodes:
+        host, port = split_address(node.mgmt)
+        sockets[host] += streams[node.id] + 1  # step records fill one buffer
+        ports[host] += [port, node.records_at[1]]
+    most = max(sockets.values())
+    room = f"{counted(most, 'connection')} with buffers of {receive_buffer >> 20} MB, in pages"
+    found = [
+        _at_least("net.ipv4.tcp_mem", tcp_memory(most, receive_buffer), room, now),
+        Setting("net.ipv4.tcp_window_scaling", "1", "a stream's window is larger than 64 KB"),
+    ]
+    if any(len(node.nics) > 1 for node in job.shadow_nodes):
+        found += _several_nics()
+    return found + _reserved((port for of_host in ports.values() for port in of_host), now)
+
+
+def of_trainers(job: Job, now: Present = present) -> list[Setting]:
+    """Return what the hosts of ranks need."""
+    ranks = [rank for group in job.dp_groups for rank in group.ranks]
+    found: list[Setting] = []
+    ports: list[int] = []
+    if job.collective == "ring":
+        room = "the ring's buffers, for ranks without CAP_NET_ADMIN"
+        for key in ("net.core.rmem_max", "net.core.wmem_max"):
+            found.append(_at_least(key, [ring_sockets.BUFFER_BYTES], room, now))
+        most = max(Counter(rank.ip for rank in ranks).values())
+        for number in range(most):
+            first = ring_sockets.RING_PORT + CHANNELS_MAX * number
+            ports += range(first, first + job.channels)
+        if most > 1:
+            last = ring_sockets.HOST_PORT + ring_sockets.HOST_PORTS * most
+            ports += range(ring_sockets.HOST_PORT, last)
+    nics = defaultdict(set)
+    for rank in ranks:
+        nics[rank.place].add(rank.ip)
+    if any(len(ips) > 1 for ips in nics.values()) or any(len(host.nics) > 1 for host in job.hosts):
+        found += _several_nics()
+    return found + _reserved(ports, now)
+
+
+def _several_nics() -> list[Setting]:
+    # The kernel takes the larger value of `all` and the interface's own, and 2 is the largest.
+    values = {"arp_ignore": "1", "arp_announce": "2", "rp_filter": "2"}
+    return [Setting(f"net.ipv4.conf.all.{name}", value, _NICS) for name, value in values.items()]
+
+
+def _at_least(key: str, wanted: Sequence[int], reason: str, now: Present) -> Setting:
+    there = [int(one) for one in (now(key) or "").split()]
+    if len(there) == len(wanted):
+        wanted = [max(pair) for pair in zip(wanted, there, strict=True)]
+    return Setting(key, " ".join(map(str, wanted)), reason)
+
+
+def _reserved(ports: Iterable[int], now: Present) -> list[Setting]:
+    key = "net.ipv4.ip_local_reserved_ports"
+    own = {port for port in ports if port >= _UNPRIVILEGED}
+    if not own:
+        return []
+    for part in (now(key) or "").split(","):
+        first, _, last = part.partition("-")
+        own |= set(range(int(first), int(last or first) + 1)) if first else set()
+    return [Setting(key, _ranges(sorted(own)), _PORTS)]
+
+
+def _ranges(ports: Sequence[int]) -> str:
+    """Return sorted ports as the kernel writes them: `7000-7001,47000`."""
+    runs: list[list[int]] = []
+    for port in ports:
+        if runs and port == runs[-1][-1] + 1:
+            runs[-1].append(port)
+        else:
+            runs.append([port])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,186 @@
+"""The scripts for Slurm: by themselves, and, if Slurm is installed, as jobs of a cluster in a lab."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.labs.live import needs_clang, needs_root
+from tests.support.labs.made import on_one_switch
+from tests.support.slurm import Cluster, needs_slurm
+from tests.support.waiting import wait_until
+from topologies import torchrun
+from topologies.crew import Crew, serving
+from topologies.describe.topology import build, load
+from topologies.kernel.links import MGMT_INTERFACE
+from topologies.lab import Lab
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "slurm"
+SCRIPTS = sorted(FOLDER.iterdir())
+RESUMED = "resumed from the shadow nodes"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_shellcheck_has_nothing_to_say(script: Path) -> None:
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([program, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def program(folder: Path, name: str, *lines: str) -> None:
+    (file := folder / name).write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    file.chmod(0o755)
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "CHECKMATE_JOB": "gpt.yaml", **more}
+
+
+def test_trainers_start_as_everywhere(tmp_path: Path) -> None:
+    program(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
+    given = environment(
+        tmp_path,
+        GLOO_SOCKET_IFNAME="lo",
+        SLURM_STEP_NUM_NODES="2",
+        SLURM_NODEID="1",
+        SLURM_JOB_ID="7",
+        SLURM_RESTART_COUNT="1",
+    )
+    command = [str(FOLDER / "trainer.sh"), "gpu0", "train.py", "--epochs", "2"]
+    said = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout.splitlines()
+    topology = load("single_tor")
+    words = [str(word) for word in torchrun.command(topology, topology.trainers[0], [])]
+    theirs = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--monitor-interval"}
+    assert {word.partition("=")[0] for word in said[: len(theirs)]} == theirs
+    assert {"--rdzv-conf=is_host=0", "--local-addr=127.0.0.1", "--rdzv-endpoint=gpu0:29400"} <= set(said)
+    assert {"--rdzv-id=7.1", f"--max-restarts={torchrun.RESTARTS}"} <= set(said)
+    assert said[len(theirs) :] == ["train.py", "--epochs", "2"]
+    del given["CHECKMATE_JOB"]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode and "CHECKMATE_JOB: name the job file" in done.stderr
+
+
+def test_a_shadow_node_is_started_again_until_it_is_told_to_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program(
+        tmp_path, "checkmate", f'echo "$@" >> {log}', f"[ $(wc -l < {log}) -gt 1 ] || exit 1", "exec sleep 60"
+    )
+    process = subprocess.Popen([FOLDER / "shadow.sh"], env=environment(tmp_path))
+    try:
+        wait_until(lambda: log.exists() and log.read_text().count("\n") == 2, "started again")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+    assert log.read_text() == "shadow --no-view gpt.yaml\n" * 2
+
+
+def test_a_shadow_node_with_bad_input_is_not_started_again(tmp_path: Path) -> None:
+    program(tmp_path, "checkmate", "exit 2")
+    done = subprocess.run([FOLDER / "shadow.sh"], env=environment(tmp_path), timeout=10, check=False)
+    assert done.returncode == 2
+
+
+def test_components_of_the_heterogeneous_job_are_those_of_the_separate_jobs() -> None:
+    def options(name: str) -> list[set[str]]:
+        text = (FOLDER / name).read_text()
+        parts = re.split(r"^#SBATCH hetjob$", text, flags=re.MULTILINE)
+        return [set(re.findall(r"^#SBATCH (--\S+)$", part, re.MULTILINE)) for part in parts]
+
+    trainers, shadow = options("together.sbatch")
+    assert [trainers] == options("train.sbatch")
+    assert "--requeue" in trainers
+    (alone,) = options("shadow.sbatch")
+    assert alone - shadow == {
+        "--job-name=checkmate-shadow",
+        "--time=UNLIMITED",
+        "--no-kill",
+        "--no-requeue",
+    }
+    assert shadow <= alone
+
+
+@pytest.fixture
+def cluster(name: str) -> Iterator[tuple[Lab, Cluster, Path]]:
+    """Yield a lab with a controller, Slurm on its hosts, and a folder with the scripts, without GPUs."""
+    lab = Lab(build("slurm", on_one_switch(2, [1, 1], replicas=2)), name=name)
+    with lab, Crew(lab) as crew, serving(crew):
+        names = {"rank0": "gpu0", "rank1": "gpu1", "shadow0": "cpu0", "shadow1": "cpu1"}
+        made = Cluster(lab, crew, names)
+        folder = lab.directory / "submit"
+        shutil.copytree(FOLDER, folder)
+        for script in folder.glob("*.sbatch"):
+            script.write_text(script.read_text().replace("#SBATCH --gpus-per-node=8\n", ""))
+        yield lab, made, folder
+
+
+def submit(lab: Lab, cluster: Cluster, folder: Path, script: str, *words: str) -> str:
+    """Submit a script; return the job's number. What it says is in `NUMBER.out`."""
+    given = {
+        "CHECKMATE_JOB": str(lab.job_file),
+        "GLOO_SOCKET_IFNAME": MGMT_INTERFACE,
+        "RANKS_PER_HOST": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    said = cluster.run("sbatch", "--parsable", "--output=%j.out", script, *words, folder=folder, **given)
+    assert said.strip().isdigit(), said
+    return said.strip()
+
+
+def training(folder: Path, iterations: int) -> list[str]:
+    words = ["-m", "checkmate.examples.gpt.train", "--iterations", str(iterations)]
+    return [*words, "--out", str(folder / "out"), "--width", "32", "--heads", "2", "--layers", "1"]
+
+
+@needs_root
+@needs_clang
+@needs_slurm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_that_is_queued_again_resumes_from_shadow_nodes_of_another(
+    cluster: tuple[Lab, Cluster, Path],
+) -> None:
+    lab, slurm, folder = cluster
+    nodes = submit(lab, slurm, folder, "shadow.sbatch")
+    output = folder / f"{nodes}.out"
+    wait_until(lambda: output.exists() and output.read_text().count("ready: shadow node") == 2, "ready")
+    job = submit(lab, slurm, folder, "train.sbatch", *training(folder, 4000))
+    log = folder / f"{job}.out"
+    wait_until(lambda: log.exists() and "follow DP group 0" in log.read_text(), "protected", 120)
+    wait_until(lambda: "iteration 10: loss" in log.read_text(), "trained")
+    assert RESUMED not in log.read_text()
+    assert slurm.run("scontrol", "requeue", job) == ""
+    wait_until(lambda: RESUMED in log.read_text(), "resumed", 150)
+    (first,) = re.findall(r"iteration (\d+) comes next", log.read_text())
+    assert int(first) >= 10
+    assert "Restarts=1 " in slurm.run("scontrol", "show", "job", job)
+    assert slurm.state(nodes) == slurm.state(job) == "RUNNING"
+    slurm.run("scancel", job, nodes)
+    wait_until(lambda: "COMPLETING" not in slurm.run("squeue", "-h", "-o", "%T"), "ended")
+
+
+@needs_root
+@needs_clang
+@needs_slurm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_heterogeneous_job_trains_and_ends_its_shadow_nodes(cluster: tuple[Lab, Cluster, Path]) -> None:
+    lab, slurm, folder = cluster
+    job = submit(lab, slurm, folder, "together.sbatch", *training(folder, 20))
+    log = folder / f"{job}.out"
+    wait_until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), "ended", 150)
+    assert slurm.state(job) == "COMPLETED", log.read_text()
+    assert log.read_text().count("ready: shadow node") == 2
+    assert "follow DP group 0" in log.read_text()
+    assert log.read_text().count(": loss ") == 20
+    assert RESUMED not in log.read_text()

@@ -1,0 +1,140 @@
+"""`checkmate sysctl`: what a job's hosts need, and that the kernel takes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from checkmate.job.schema import Job
+from checkmate.planner.kernel_settings import Present, Setting, of_shadow_nodes, of_trainers
+from checkmate.shadow.receive import connect
+from testbed.jobs import job, job_data
+from tests.support.cli import invoke
+
+BUFFER = 64 << 20
+PORTS = "net.ipv4.ip_local_reserved_ports"
+
+
+def host(values: Mapping[str, str] | None = None) -> Present:
+    """Return a host with these settings, and none else."""
+    return (values or {}).get
+
+
+def values(settings: list[Setting]) -> dict[str, str]:
+    return {one.key: one.value for one in settings}
+
+
+def test_the_memory_of_a_shadow_node_is_what_it_checks_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = job(nodes=1, channels=4, groups=2)  # 2 groups, 2 sides, 4 channels, and one for records
+    found = values(of_shadow_nodes(made, BUFFER, host()))["net.ipv4.tcp_mem"]
+    assert int(found.split()[0]) * resource.getpagesize() == 17 * 2 * BUFFER
+    monkeypatch.setattr(connect, "_TCP_MEM", tmp_path / "tcp_mem")
+    (tmp_path / "tcp_mem").write_text(found)
+    assert connect.tcp_memory_shortfall(17) is None
+
+
+def test_nodes_on_one_machine_share_its_memory() -> None:
+    data = job_data(nodes=4)
+    apart = values(of_shadow_nodes(Job.model_validate(data), BUFFER, host()))["net.ipv4.tcp_mem"]
+    for number, node in enumerate(data["shadow_nodes"]):
+        node["mgmt"] = f"192.168.9.9:{7000 + 2 * number}"
+    together = values(of_shadow_nodes(Job.model_validate(data), BUFFER, host()))
+    assert int(together["net.ipv4.tcp_mem"].split()[0]) == 4 * int(apart.split()[0])
+    assert together[PORTS] == "7000-7007"
+
+
+def test_no_value_is_below_the_hosts_own() -> None:
+    there = {
+        "net.ipv4.tcp_mem": "1\t2\t99999999",
+        "net.core.rmem_max": "8388608",
+        PORTS: "80,6999,47003-47009",
+    }
+    shadow = values(of_shadow_nodes(job(), BUFFER, host(there)))
+    fresh = values(of_shadow_nodes(job(), BUFFER, host()))["net.ipv4.tcp_mem"].split()
+    assert shadow["net.ipv4.tcp_mem"] == " ".join([*fresh[:2], "99999999"])
+    assert shadow[PORTS] == "80,6999-7001,47003-47009"
+    trainers = values(of_trainers(job(channels=2), host(there)))
+    assert (trainers["net.core.rmem_max"], trainers["net.core.wmem_max"]) == ("8388608", "4194304")
+    assert trainers[PORTS] == "80,6999,47000-47001,47003-47009"
+
+
+def test_ranks_that_share_an_address_have_ports_of_their_own() -> None:
+    found = values(of_trainers(job(groups=2, ranks=2, channels=2, shared=True), host()))
+    assert found[PORTS] == "46000-46003,47000-47001,47008-47009"
+
+
+def test_rules_for_several_nics_are_only_for_hosts_that_have_them() -> None:
+    def names(settings: list[Setting]) -> set[str]:
+        return {one.key.rpartition(".")[2] for one in settings if ".conf." in one.key}
+
+    rules = {"arp_ignore", "arp_announce", "rp_filter"}
+    assert names(of_shadow_nodes(job(nics=2), BUFFER, host())) == rules
+    assert names(of_shadow_nodes(job(nics=1), BUFFER, host())) == set()
+    assert names(of_trainers(job(), host())) == set()
+    data = job_data(groups=2, ranks=2)
+    for group in data["dp_groups"]:
+        for rank in group["ranks"]:
+            rank["mgmt"] = f"gpu{rank['rank'] % 2}"
+    assert names(of_trainers(Job.model_validate(data), host())) == rules
+
+
+@pytest.mark.parametrize("role", ["shadow", "trainer"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="sets the kernel's values in a network namespace")
+def test_the_kernel_takes_every_line(tmp_path: Path, role: str) -> None:
+    """Those of the whole machine, which a namespace does not have or cannot write, are compared in form."""
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job_data(groups=2)))
+    code, text = invoke("sysctl", file, "--role", role)
+    assert code == 0
+    lines = [line.split(" = ") for line in text.splitlines() if line and not line.startswith("#")]
+    script = "\n".join(
+        [
+            "import json, pathlib, sys",
+            "found = {}",
+            "for key, value in json.load(sys.stdin):",
+            "    path = pathlib.Path('/proc/sys', *key.split('.'))",
+            "    try: path.write_text(value); found[key] = path.read_text().split()",
+            "    except (FileNotFoundError, PermissionError): pass",
+            "print(json.dumps(found))",
+        ]
+    )
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", script],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    taken = json.loads(done.stdout)
+    assert PORTS in taken
+    for key, value in lines:
+        if key in taken:
+            assert taken[key] == value.split()
+        else:
+            assert key in ("net.ipv4.tcp_mem", "net.core.rmem_max", "net.core.wmem_max")
+            assert len(Path("/proc/sys", *key.split(".")).read_text().split()) == len(value.split())
+
+
+def test_the_file_has_a_reason_for_each_value_and_bad_input_is_explained(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job_data()))
+    code, text = invoke("sysctl", file, "--role", "shadow", "--receive-buffer", "128")
+    assert code == 0
+    blocks = text.strip().split("\n\n")[1:]
+    assert len(blocks) == 4 and all(block.startswith("# ") for block in blocks)
+    assert "with buffers of 128 MB" in text
+    code, text = invoke("sysctl", file, "--role", "trainer", "--receive-buffer", "128")
+    assert (code, text) == (2, "error: --receive-buffer is of shadow nodes; use it with --role shadow\n")
+    assert invoke("sysctl", tmp_path / "none.yaml", "--role", "shadow")[0] == 2
+    code, text = invoke("sysctl", file, "--role", "reader")
+    assert code == 2 and "'trainer', 'shadow'" in text
