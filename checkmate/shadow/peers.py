@@ -36,6 +36,7 @@ log = logging.getLogger("checkmate")
 HEARTBEAT = 0.25
 _BACKOFF = (0.05, 1.0)
 _PROBE_SECONDS = 0.5
+_PROBE_PAUSES = (0.0, 0.05, 0.2, 0.5)
 
 
 class Peers:
@@ -109,8 +110,8 @@ class Peers:
             why.append(str(error))
         finally:
             ended.set()
-            if node is not None and self._newest[node] is ended:
-                self._ended(node)
+            if node is not None:
+                self._ask_whether_ended(node, ended)
 
     def _check(self, report: pb.Progress) -> None:
         with self._node.changed:
@@ -118,16 +119,24 @@ class Peers:
             check_job(state.job, report.job)
             check_progress(state.job, state.id, report, state.committee.start, state.newest)
 
-    def _ended(self, other: int) -> None:
-        """Handle the end of a stream: if the node refuses connections, its process has ended."""
+    def _ask_whether_ended(self, other: int, stream: threading.Event) -> None:
+        """Probe the node of a stream that broke; again for a moment, because a dying process may listen."""
+        for pause in _PROBE_PAUSES:
+            if self._stopping.wait(pause) or self._newest[other] is not stream or self._ended(other):
+                return
+
+    def _ended(self, other: int) -> bool:
+        """Handle the end of a stream: if the node refuses connections, its process has ended. Return that."""
         address = split_address(self._node.job.node(other).mgmt)
         try:
             socket.create_connection(address, _PROBE_SECONDS).close()
         except ConnectionRefusedError:
             with self._node.moving() as state:
                 state.committee.gone(other)
+            return True
         except OSError:
             pass  # unreachable: it may only be silent
+        return False
 
     def _take(self, report: pb.Progress) -> None:
         progress = Progress(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from checkmate import state
+from checkmate.job.addresses import split_address
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls import fence as restarting
@@ -319,6 +321,26 @@ def test_a_group_of_an_earlier_start_has_no_say_in_the_present_one(world: Callab
     assert (node.state.committee.start, node.state.committee.committed) == (b"the second start", NEVER)
     node.touch()
     assert node.state.committee.mine.stepped == NEVER
+
+
+@needs_buffers
+def test_a_process_that_still_listens_while_it_dies_is_out_soon(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = world(nodes=2, replicas=2)
+    here.started()
+    connect, probed = socket.create_connection, threading.Event()
+
+    def dying(address: tuple[str, int], *rest: Any, **more: Any) -> socket.socket:
+        if address != split_address(here.job.node(1).mgmt) or probed.is_set():
+            return connect(address, *rest, **more)
+        probed.set()
+        return socket.socket()
+
+    monkeypatch.setattr(socket, "create_connection", dying)
+    here.stop(1)
+    wait_until(lambda: 1 in here.nodes[0].node.state.committee.known()[0], "node 1 to be out", 3)
+    assert probed.is_set()
 
 
 def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[..., World]) -> None:
