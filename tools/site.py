@@ -25,8 +25,11 @@ FROM_ROOT: Final = {
 PACKAGES: Final = ("checkmate", "controlplane", "softswitch", "topologies")
 TREE: Final = {
     "Tutorial": [f"tutorial/{page.stem}" for page in sorted((ROOT / "docs/tutorial").glob("*.md"))],
-    "Guides": ["install", "training", "job", "cli", "checkpoint", "security", "lab", "tofino", "planning"],
-    "Reference": ["api", "packages", "glossary", "design", "figures"],
+    "Guides": [
+        *("install", "deploy", "operating", "training", "job", "cli", "checkpoint", "security", "lab"),
+        *("tofino", "nccl", "planning"),
+    ],
+    "Reference": ["api", "packages", "glossary", "design", "figures", "evaluation", "fairness"],
     "Project": ["changelog", "contributing", "security-policy"],
 }
 PUBLIC: Final = {

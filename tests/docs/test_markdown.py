@@ -144,6 +144,12 @@ def test_links_of_the_site_are_to_its_pages() -> None:
     )
 
 
+def test_the_site_has_every_page() -> None:
+    named = {name for names in site.TREE.values() for name in names}
+    pages = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages <= named
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_site_builds(tmp_path: Path) -> None:
