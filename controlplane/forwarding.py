@@ -26,6 +26,12 @@ def flood_group(ports: set[int]) -> MulticastGroup:
     return MulticastGroup(FLOOD_GROUP, frozenset((port, 0) for port in ports))
 
 
+def shadow_macs(network: Network) -> frozenset[int]:
+    """Return the MAC addresses to which copies go."""
+    nodes = (node for job in network.jobs for node in job.shadow_nodes)
+    return frozenset(mac_number(nic.mac) for node in nodes for nic in node.nics)
+
+
 def entries(network: Network, switch: str) -> Iterator[TableEntry | MulticastGroup]:
     """Yield the entries by which `switch` forwards between all hosts and stubs of the jobs."""
     ports = set(network.tree_ports(switch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from checkmate.job.schema import Switch
+from controlplane import forwarding
 from controlplane import plan as planning
 from controlplane.election import Candidacy
 from controlplane.endpoint.endpoint import Connected, View
@@ -19,7 +21,10 @@ from controlplane.memory import SwitchMemory
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
+from controlplane.p4runtime.vacating import Vacated, resume, vacate
 from controlplane.plan import SwitchPlan
+
+_log = logging.getLogger("checkmate")
 
 ROUNDS = 5
 """Reads that may show a difference from what was written."""
@@ -70,6 +75,8 @@ class ReconciledSwitch:
         self._found = Holdings()
         self._loaded = False
         self._restoring = False
+        self.vacated: Vacated | None = None
+        """What `open` has stopped, to replace the program."""
         self.term = 0
         """Of its last election id; 0 before the first."""
         self.refused: Counter[str] = Counter()
@@ -97,21 +104,53 @@ class ReconciledSwitch:
     async def open(self, *, replace: bool = False) -> None:
         """Open a session and read what the switch holds. Write nothing but a missing program.
 
-        With `replace`, load the program in any case, and remember the streams that the old one had.
+        With `replace`, stop training there instead; `load` is to follow, or `resume`.
         """
         self.check(self.network)
+        if replace:
+            self.codec.pipeline_config()  # raises without the compiler's output, before anything stops
         async with AsyncExitStack() as opened:
             session = SwitchSession(self.switch, self.codec, candidacy=self._candidacy())
             await opened.enter_async_context(session)
-            self._loaded = await session.ensure_pipeline(replace=replace)
-            self._found = await session.read()
+            if replace:
+                self.vacated = await vacate(session, forwarding.shadow_macs(self.network))
+            else:
+                self._loaded = await session.ensure_pipeline()
+                self._found = await session.read()
             self._opened = opened.pop_all()
         if session.found is not None and session.found.term > self.term and self._memory is not None:
             # Another controller has served meanwhile: what this one remembers is old.
             self._memory, self._restoring = None, False
-        if self._memory is None and session.vacated is not None:
-            self._memory = SwitchMemory(session.vacated)  # the new program gets the connected streams
         self.session, self.term = session, session.term
+
+    async def load(self) -> None:
+        """Replace the program. The new one gets the connected streams of the old one, if it can have them."""
+        assert self.session is not None
+        if self.vacated is not None:
+            self._memory = SwitchMemory(self.vacated.held.copy())
+            try:
+                for entity in self.check(self.network).holdings:
+                    self.codec.encode(entity)
+            except (LookupError, ValueError) as error:
+                _log.warning(
+                    "switch %s: its streams end: the program has changed: %s", self.switch.name, error
+                )
+                self._memory = None
+        self._loaded = await self.session.ensure_pipeline(replace=True)
+        self._found = await self.session.read()
+
+    async def resume(self) -> None:
+        """Have a switch whose program should have been replaced forward again, as far as it can."""
+        vacated, session = self.vacated, self.session
+        if vacated is None or session is None or self.reconciled:
+            return
+        try:
+            if self._loaded:
+                await session.write(difference(await session.read(), vacated.held))
+            else:
+                await resume(session, vacated, self.check(self.network).holdings)
+        except (ControlError, LookupError, ValueError) as error:
+            _log.error("switch %s may not forward: start a controller for it; %s", self.switch.name, error)
 
     async def write(self, progress: Callable[[int, int], None] | None = None) -> Reconciled:
         """Write the difference between what `open` read and what the jobs need, until a read shows none.
@@ -191,9 +230,9 @@ class ReconciledSwitch:
         assert self.session is not None
         await self.session.write(difference(self.plan.holdings, self._found))
 
-    async def connect(self, *, replace: bool = False) -> Reconciled:
+    async def connect(self) -> Reconciled:
         """Do `open` and `write`. Close the session if either fails."""
-        await self.open(replace=replace)
+        await self.open()
         try:
             return await self.write()
         except BaseException:

@@ -19,6 +19,7 @@ from controlplane.controller import LOG, SwitchController
 from controlplane.election import Candidacy, before, jobs_digest, new_controller
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
 from controlplane.network import Network
+from controlplane.p4runtime import vacating
 from controlplane.reconciling import Reconciled
 from controlplane.status import SwitchStatus, read_status
 
@@ -62,12 +63,19 @@ class Fleet:
             claimed = [each for name, each in self.controllers.items() if now is None or name in now]
             for controller in claimed:
                 await controller.open(replace=replace)
+            if any(controller.vacated is not None for controller in claimed):
+                await asyncio.sleep(vacating.QUEUE_SECONDS)
             for controller in claimed:
+                if replace:
+                    await controller.load()
                 report = None if progress is None else partial(progress, controller.switch.name)
                 done.append(await controller.write(report))
-        except ControlError:
-            for report_done in done if now is None else ():
-                await self.controllers[report_done.switch].revert()
+        except BaseException as error:
+            if isinstance(error, ControlError) and now is None and not replace:
+                for report_done in done:
+                    await self.controllers[report_done.switch].revert()
+            for controller in self.controllers.values():
+                await controller.resume()
             await self.stop()
             raise
         return done

@@ -22,7 +22,6 @@ from controlplane.entities import Holdings, Update, batches
 from controlplane.errors import ControlError, SwitchUnreachable, Unsure, WriteRefused, WrongPipeline
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.connection import GONE, SwitchConnection, standing_of
-from controlplane.p4runtime.vacating import vacated
 
 BATCH = 250
 """Updates in a Write request. A refusal has 100 to 200 bytes of details for each update in gRPC's trailing
@@ -54,13 +53,9 @@ class SwitchSession(SwitchConnection):
         super().__init__(switch, candidacy=candidacy, timeout=timeout)
         self.codec = codec
         self._renewed = asyncio.Event()
-        self.vacated: Holdings | None = None
-        """What the switch held before another version of the program was loaded, if it had streams."""
 
     async def ensure_pipeline(self, *, replace: bool = False) -> bool:
         """Load our program if the switch runs none, or with `replace`.
-
-        If it replaces another version of ours, `vacated` is what the switch held.
 
         Returns:
             Whether it was loaded, so that the switch holds no entries.
@@ -84,13 +79,12 @@ class SwitchSession(SwitchConnection):
             action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
             config=self.codec.pipeline_config(),
         )
-        async with vacated(self, p4i.P4Info() if config is None else config.p4info):
-            try:
-                await self._load(request)
-            except P4ClientError as error:
-                if error.code in (*GONE, GRPCStatusCode.PERMISSION_DENIED):
-                    raise self._failed("loading the program", error) from None
-                raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
+        try:
+            await self._load(request)
+        except P4ClientError as error:
+            if error.code in (*GONE, GRPCStatusCode.PERMISSION_DENIED):
+                raise self._failed("loading the program", error) from None
+            raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
         return True
 
     async def _load(self, request: p4r.SetForwardingPipelineConfigRequest) -> None:
@@ -116,6 +110,11 @@ class SwitchSession(SwitchConnection):
             raise NoProgram(f"{self._name} runs no program; `checkmate run` loads Checkmate's")
         if not self.codec.schema.has_p4info(config.p4info):
             raise WrongPipeline(f"{self._name} runs another program; `checkmate run` loads Checkmate's")
+
+    async def program(self) -> p4i.P4Info | None:
+        """Return the P4Info of the switch's program, or `None` without one."""
+        config = await self._pipeline()
+        return None if config is None else config.p4info
 
     async def heartbeat(self) -> None:
         """Probe the switch periodically; raise `SwitchUnreachable` if it stops answering.

@@ -1,26 +1,25 @@
-"""Replaces a version of the program by another one without losing a copy.
+"""Stops training on a switch before its program is replaced, so that no copy is lost.
 
 Packets in a switch's queues are lost with its program, and a lost copy never comes again. So training has to
-stop first, whose TCP repeats what it misses, and the queues have to run empty. The controller then gives the
-connected streams to the new program before it forwards again.
+stop first, whose TCP repeats what it misses, on all switches, and the queues have to run empty. Copies still
+reach shadow NICs meanwhile. The controller then gives the connected streams to the new program before it
+forwards again.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Final
 
 from finsy.proto import p4i
 
-from controlplane.entities import WRITE_ORDER, Holdings, Update, difference
-from controlplane.errors import WrongPipeline
+from controlplane.entities import WRITE_ORDER, Holdings, TableEntry, Update, difference
+from controlplane.errors import SwitchUnreachable
 from controlplane.p4runtime.codec import Codec
-
-if TYPE_CHECKING:
-    from controlplane.p4runtime.session import SwitchSession
+from controlplane.p4runtime.session import SwitchSession
 
 QUEUE_SECONDS: Final = 1.0
 """Enough for any queue of a switch to run empty: a Tofino has 20 MB of them, and 12.5 GB/s a port."""
@@ -28,30 +27,58 @@ QUEUE_SECONDS: Final = 1.0
 _log: Final = logging.getLogger("checkmate")
 
 
-@contextlib.asynccontextmanager
-async def vacated(session: SwitchSession, program: p4i.P4Info) -> AsyncIterator[None]:
-    """Stop forwarding; load another program within the block. If it is refused, forward as before.
+@dataclass(frozen=True)
+class Vacated:
+    """What a switch held before training was stopped there, and the codec of its program."""
 
-    Sets `session.vacated`, unless the switch has no streams, or a program that is not a version of ours.
+    held: Holdings
+    codec: Codec
+
+
+async def vacate(session: SwitchSession, keep: Collection[int]) -> Vacated | None:
+    """Stop training on a switch that runs a version of our program.
+
+    Args:
+        session: A session of the primary.
+        keep: The MAC addresses to which the switch goes on to forward.
+
+    Returns:
+        What `resume` needs; `None` if there is nothing to keep, because it runs another program, or its
+        version has other tables, or it holds nothing.
     """
-    if not is_ours(program):
-        yield
-        return
-    theirs, stopped = session.codec.of_program(program), list[Update]()
+    program = await session.program()
+    if program is None or not is_ours(program):
+        return None
+    theirs = session.codec.of_program(program)
     try:
         with _speaking(session, theirs):
-            stopped = await _stop(session)
+            vacated = Vacated(await session.read(), theirs)
     except (LookupError, ValueError) as error:  # a table or field of ours that it does not have
-        _log.warning(
-            "switch %s: its program differs too much, so its streams end: %s", session.switch.name, error
-        )
+        _log.warning("switch %s: its program differs, so streams end: %s", session.switch.name, error)
+        return None
+    if not vacated.held.entries:
+        return None
     try:
-        yield
-    except WrongPipeline:
-        session.vacated = None
         with _speaking(session, theirs):
-            await session.write([Update(None, one.entity) for one in reversed(stopped)])
+            await session.write([one for one in _forwarding(vacated.held) if not _is_for(one, keep)])
+    except BaseException:
+        with contextlib.suppress(SwitchUnreachable):
+            await resume(session, vacated, Holdings())
         raise
+    return vacated
+
+
+async def resume(session: SwitchSession, vacated: Vacated, planned: Holdings) -> None:
+    """Have a switch whose program was not replaced forward as before, and as planned.
+
+    An earlier attempt that was killed may have stopped it.
+    """
+    wanted = planned.copy()
+    for entity in vacated.held:
+        wanted.put(entity)
+    with _speaking(session, vacated.codec):
+        missing = difference(await session.read(), wanted)
+        await session.write([one for one in missing if one.new is not None and _forwards(one)])
 
 
 def is_ours(program: p4i.P4Info) -> bool:
@@ -59,15 +86,17 @@ def is_ours(program: p4i.P4Info) -> bool:
     return any(table.preamble.alias == "streams" for table in program.tables)
 
 
-async def _stop(session: SwitchSession) -> list[Update]:
-    held = await session.read()
-    if not held.table("streams"):
-        return []
-    stopped = [one for one in difference(held, Holdings()) if one.entity.feature == WRITE_ORDER[-1]]
-    await session.write(stopped)
-    session.vacated = held
-    await asyncio.sleep(QUEUE_SECONDS)
-    return stopped
+def _forwarding(held: Holdings) -> list[Update]:
+    return [one for one in difference(held, Holdings()) if _forwards(one)]
+
+
+def _forwards(update: Update) -> bool:
+    return update.entity.feature == WRITE_ORDER[-1]
+
+
+def _is_for(update: Update, macs: Collection[int]) -> bool:
+    entity = update.entity
+    return isinstance(entity, TableEntry) and dict(entity.match).get("mac") in macs
 
 
 @contextlib.contextmanager

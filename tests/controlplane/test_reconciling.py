@@ -38,7 +38,6 @@ class FakeSession:
         self.writes: list[list[Update]] = []
         self.found: ElectionId | None = None
         self.term = 1
-        self.vacated: Holdings | None = None
         self.late: list[TableEntry] = []
         """Entries that come between the first read and the first write."""
 

@@ -23,9 +23,10 @@ from controlplane import forwarding, guard, replication, streams, stub
 from controlplane.election import Candidacy
 from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate, Update
 from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused, WrongPipeline
-from controlplane.p4runtime import vacating
+from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec, compiled
 from controlplane.p4runtime.session import SwitchSession
+from controlplane.p4runtime.vacating import resume, vacate
 from controlplane.streams import StreamConnection
 from testbed.jobs import job as parsed_job
 from testbed.jobs import switch as switch_data
@@ -136,32 +137,26 @@ def test_another_build_of_the_program_is_told(switch: Switch, tmp_path: Path) ->
     LOOP.run_until_complete(scenario())
 
 
-def test_a_program_is_replaced_only_after_forwarding_has_stopped(
-    switch: Switch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A refused one changes nothing."""
-    monkeypatch.setattr(vacating, "QUEUE_SECONDS", 0.0)
-    p4info, config = compiled("softswitch")
-    broken = tmp_path / "broken.json"
-    broken.write_text(config.read_text().replace('"parsers"', '"parser"', 1))
+def test_training_stops_before_a_program_is_replaced_and_goes_on_if_it_is_not(switch: Switch) -> None:
+    network = Network([parsed_job()])
     node = StreamConnection(IPv4Address("10.1.0.3"), "02:00:00:00:00:03", 40000, 1)
     stream = streams.rewrite((1, 0, 0, 1), 2, node, parsed_job().fabric.switches[0].stub)
     held = [stream, streams.expect(1, 2), ONE, TWO]
 
     async def scenario() -> None:
         async with opened(switch) as session:
+            assert await vacate(session, ()) is None, "it holds nothing"
             await session.write(inserts(*held))
-            session.codec = Codec(P4Schema(p4info, broken))
-            with pytest.raises(WrongPipeline, match="refuses the program"):
-                await session.ensure_pipeline(replace=True)
-            assert session.vacated is None
-            session.codec = CODEC
-            assert await session.read() == Holdings.of(held)
-            assert await session.ensure_pipeline(replace=True)
-            assert len(await session.read()) == 0
-            assert session.vacated == Holdings.of(held)
+            found = await vacate(session, [TWO["mac"]])
+            assert found is not None
+            assert found.held == Holdings.of(held)
+            assert await session.read() == Holdings.of([*held[:2], TWO]), "copies still reach TWO"
+            await resume(session, found, Holdings.of([forwarding.forward("02:00:00:00:00:09", 3)]))
+            more = forwarding.forward("02:00:00:00:00:09", 3)
+            assert await session.read() == Holdings.of([*held, more]), "what is planned, too"
 
     LOOP.run_until_complete(scenario())
+    assert forwarding.shadow_macs(network)
 
 
 def test_a_server_that_says_nothing_is_unreachable() -> None:
