@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Final
@@ -23,6 +24,8 @@ from checkmate.rpc.protocol import PROTOCOL
 Step = pb.LeaveRequest.Step
 
 _AGAIN_SECONDS: Final = 0.5
+BEHIND: Final = 1
+"""Iterations by which another holder may be behind, because statuses are not of the same moment."""
 
 
 class NotDrained(RuntimeError):
@@ -40,15 +43,24 @@ class NodeAway(NotDrained):
 def only_here(answers: Answers, node: int) -> list[Shard]:
     """Return the shards of which a node has state of the newest start of training, and no other live one has.
 
-    A live holder that is not offered, because it is doubtful or lacks buffers, does not count.
+    A live holder does not count if it is not offered, because it is doubtful or lacks buffers, or if one of
+    its streams is not connected, which may turn out to be a gap, or if it is behind.
     """
     counted = counted_holds(answers)
     newest = newest_beginnings(hold for _, hold in counted)
     present = [(holder, hold) for holder, hold in counted if beginning_of(hold) in newest]
     shards = {(holder, (hold.shard.group, hold.shard.shard)): hold for holder, hold in present}
-    here = {shard for (holder, shard), hold in shards.items() if holder == node and hold.seeded}
-    others = {shard for (holder, shard), hold in shards.items() if holder != node and hold.offered}
-    return sorted(here - others)
+    here = {shard: hold for (holder, shard), hold in shards.items() if holder == node and hold.seeded}
+    others = {
+        shard
+        for (holder, shard), hold in shards.items()
+        if holder != node and shard in here and _as_good(hold, here[shard])
+    }
+    return sorted(here.keys() - others)
+
+
+def _as_good(hold: pb.HoldStatus, than: pb.HoldStatus) -> bool:
+    return hold.offered and hold.connected == hold.streams and hold.in_full >= than.stepped - BEHIND
 
 
 def held(answer: pb.NodeStatus) -> list[Shard]:
@@ -81,7 +93,7 @@ def drain(
     """
     if force:
         before = _own(job, node, _status(job, stubs))
-        _leave(job, stubs, node, Step.GO, force=True)
+        _go(job, stubs, node, force=True)
         return held(before)
     deadline = time.monotonic() + seconds
     while True:
@@ -96,12 +108,13 @@ def drain(
             raise NotDrained(why)
         waits(why)
         time.sleep(_AGAIN_SECONDS)
-    asked = _leave(job, stubs, node, Step.ASK)
+    token = os.urandom(16)  # no other command's answer makes this one valid
+    asked = _leave(job, stubs, node, Step.ASK, token=token)
     # Others may have been asked at the same time: who sees that the other one counts no longer, stays.
     if alone := only_here({**_status(job, stubs), node: asked}, node):
-        _leave(job, stubs, node, Step.STAY)
+        _leave(job, stubs, node, Step.STAY, token=token)
         raise NotDrained(_without(job, node, alone))
-    _leave(job, stubs, node, Step.GO)
+    _go(job, stubs, node, token=token)
     return held(before)
 
 
@@ -117,10 +130,26 @@ def _own(job: Job, node: int, answers: Answers) -> pb.NodeStatus:
     return said
 
 
+def _go(job: Job, stubs: Stubs, node: int, *, token: bytes = b"", force: bool = False) -> None:
+    """Tell the node to go. If its answer is missing, its status tells whether it has gone."""
+    try:
+        _leave(job, stubs, node, Step.GO, token=token, force=force)
+    except NotDrained:
+        said = _status(job, stubs)[node]
+        if isinstance(said, str) or not said.left:
+            raise
+
+
 def _leave(
-    job: Job, stubs: Stubs, node: int, step: pb.LeaveRequest.Step.ValueType, *, force: bool = False
+    job: Job,
+    stubs: Stubs,
+    node: int,
+    step: pb.LeaveRequest.Step.ValueType,
+    *,
+    token: bytes = b"",
+    force: bool = False,
 ) -> pb.NodeStatus:
-    request = pb.LeaveRequest(job=job.job, protocol=PROTOCOL, step=step, force=force)
+    request = pb.LeaveRequest(job=job.job, protocol=PROTOCOL, step=step, token=token, force=force)
     said = stubs.ask([node], lambda stub: stub.Leave, request)[node]
     if isinstance(said, str):
         raise NotDrained(f"{node_name(job, node)}: {said}")

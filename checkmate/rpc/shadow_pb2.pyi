@@ -604,11 +604,14 @@ class LeaveRequest(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     FORCE_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
     job: builtins.str
     protocol: builtins.int
     step: Global___LeaveRequest.Step.ValueType
     force: builtins.bool
     """GO without ASK"""
+    token: builtins.bytes
+    """random; GO is of the ASK with the same one"""
     def __init__(
         self,
         *,
@@ -616,8 +619,9 @@ class LeaveRequest(google.protobuf.message.Message):
         protocol: builtins.int = ...,
         step: Global___LeaveRequest.Step.ValueType = ...,
         force: builtins.bool = ...,
+        token: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["force", b"force", "job", b"job", "protocol", b"protocol", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["force", b"force", "job", b"job", "protocol", b"protocol", "step", b"step", "token", b"token"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LeaveRequest: typing_extensions.TypeAlias = LeaveRequest

@@ -47,8 +47,10 @@ def trained(stack: ExitStack, *, nodes: int = 2, replicas: int = 2) -> tuple[Wor
     return here, training, stubs
 
 
-def leave(stubs: Stubs, number: int, step: pb.LeaveRequest.Step.ValueType) -> pb.NodeStatus:
-    request = pb.LeaveRequest(job=stubs.job.job, protocol=PROTOCOL, step=step)
+def leave(
+    stubs: Stubs, number: int, step: pb.LeaveRequest.Step.ValueType, token: bytes = b"one"
+) -> pb.NodeStatus:
+    request = pb.LeaveRequest(job=stubs.job.job, protocol=PROTOCOL, step=step, token=token)
     return stubs.to(number).Leave(request, timeout=5)
 
 
@@ -116,6 +118,9 @@ def test_a_node_that_nobody_tells_to_go_stays(stack: ExitStack, monkeypatch: pyt
         with pytest.raises(grpc.RpcError, match="nobody has asked it to leave in time"):
             leave(stubs, 0, Step.GO)
         leave(stubs, 0, Step.ASK)
+        leave(stubs, 0, Step.ASK, b"two")
+        with pytest.raises(grpc.RpcError, match="nobody has asked it to leave in time"):
+            leave(stubs, 0, Step.GO)  # another command has asked since
         assert all(one.live for one in leave(stubs, 0, Step.STAY).holds)
     check_now(here, training)
 
@@ -161,7 +166,9 @@ def test_what_counts_as_a_holder() -> None:
 
     assert only_here(both(), 0) == []
     assert only_here({0: node(0, hold()), 1: "can't be reached"}, 0) == [(0, 0)]
-    for other in ({"offered": False}, {"incarnation": 2}, {"shard": (0, 1)}):
+    behind, unconnected = {"stepped": 1, "in_full": 3}, {"streams": 4, "connected": 3}
+    assert only_here(both(in_full=4), 0) == [], "statuses are not of the same moment"
+    for other in ({"offered": False}, {"incarnation": 2}, {"shard": (0, 1)}, behind, unconnected):
         assert only_here(both(**other), 0) == [(0, 0)], other
     assert only_here({0: node(0, hold(seeded=False)), 1: node(1)}, 0) == []
     assert only_here({0: node(0, hold(incarnation=2)), 1: node(1, hold((0, 1)))}, 0) == [], "an old state"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import locked_status
 from checkmate.shadow.logic.bounds import check_protocol
-from checkmate.shadow.logic.group import CallRefused, check_job
+from checkmate.shadow.logic.group import CallRefused, check_job, start_of
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.node import Node
 
@@ -24,11 +24,14 @@ def leave(node: Node, request: pb.LeaveRequest) -> pb.NodeStatus:
                 state.leaving.check_here()
                 if state.phase is not Phase.OPEN:
                     raise CallRefused("training restarts: wait until it trains", precondition=True)
-                state.leaving.ask(node.now())
+                begun = {number for number, one in state.groups.items() if start_of(one.begin) == state.start}
+                if state.groups and not {plan.group for plan in node.plans} <= begun:
+                    raise CallRefused("training has not begun in all DP groups yet", precondition=True)
+                state.leaving.ask(node.now(), request.token)
             case pb.LeaveRequest.STAY:
                 state.stay("another holder of a shard does not count any more")
             case pb.LeaveRequest.GO:
-                if not (state.leaving.undecided or state.leaving.left or request.force):
+                if not (state.leaving.may_go(request.token) or request.force):
                     raise CallRefused("it stays: nobody has asked it to leave in time", precondition=True)
                 state.leave()
             case _:

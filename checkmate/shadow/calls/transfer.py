@@ -126,9 +126,14 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
             check_waiting(node.job, node.fetches_waiting)
             node.fetches_waiting += 1
             try:
-                node.wait_for(lambda: _kept(hold, iteration) or iteration not in reserved, timeout)
+                node.wait_for(
+                    lambda: _kept(hold, iteration) or iteration not in reserved or hold not in node.data,
+                    timeout,
+                )
             finally:
                 node.fetches_waiting -= 1
+        if hold not in node.data:
+            raise CallRefused("it does not hold this shard any more", precondition=True)
         if not _kept(hold, iteration):
             raise _refused(hold, f"iteration {iteration} was not stepped in time")
         if hold.doubtful:

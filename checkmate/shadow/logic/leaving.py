@@ -23,15 +23,20 @@ class Leaving:
     def __init__(self) -> None:
         self.left = False
         self._until: float | None = None
+        self._token = b""
 
     @property
     def undecided(self) -> bool:
         """Whether the node is about to leave, and does not count as a live holder."""
         return self._until is not None
 
-    def ask(self, now: float) -> None:
-        """Take the first step, or repeat it."""
-        self._until = now + UNDECIDED_SECONDS
+    def ask(self, now: float, token: bytes) -> None:
+        """Take the first step, in the place of an earlier one."""
+        self._until, self._token = now + UNDECIDED_SECONDS, token
+
+    def may_go(self, token: bytes) -> bool:
+        """Return whether the second step follows the first one with this token, or was taken already."""
+        return self.left or (self.undecided and token == self._token)
 
     def stay(self) -> bool:
         """Take the first step back. Return whether there was one."""

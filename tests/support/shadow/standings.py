@@ -31,6 +31,8 @@ def hold(
     lacks: int = 0,
     last: bool = False,
     trouble: str = "",
+    streams: int = 0,
+    connected: int = 0,
 ) -> pb.HoldStatus:
     return pb.HoldStatus(
         shard=pb.Shard(group=shard[0], shard=shard[1]),
@@ -49,6 +51,8 @@ def hold(
         lacks_buffers=lacks,
         last=last,
         trouble=trouble,
+        streams=streams,
+        connected=connected,
     )
 
 
