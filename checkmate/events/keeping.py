@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from checkmate.events.event import Event
+from checkmate.events.event import Event, cleaned
 from checkmate.events.kinds import EVENTS_LOST, Happened
 from checkmate.events.reading import OLDER, SUFFIX, EventsError, Found, read_file
 
@@ -86,7 +86,7 @@ class EventLog:
         self.beat: Beat = lambda: None
         """Returns how far the process is. The log's thread calls it after events and every 30 s."""
         self._beaten = Happened("", {})
-        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._host, self._pid = cleaned(socket.gethostname()), os.getpid()
         self._numbers = 0
         self._lock = threading.Lock()
         self._newest: deque[Event] = deque(maxlen=MEMORY)

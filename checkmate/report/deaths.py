@@ -42,9 +42,11 @@ class _Notice:
     said: str
 
 
-def deaths(found: Sequence[Process], events: Sequence[Event], unreachable: Iterable[int] = ()) -> list[Death]:
-    """Return the deaths, by time. `unreachable`: nodes that did not answer just now."""
-    made = [*_of_nodes(found, events, set(unreachable)), *_of_others(found, events)]
+def deaths(
+    found: Sequence[Process], events: Sequence[Event], nodes: Iterable[int], unreachable: Iterable[int] = ()
+) -> list[Death]:
+    """Return the deaths, by time. `nodes`: those of the job; `unreachable`: who did not answer just now."""
+    made = [*_of_nodes(found, events, nodes, set(unreachable)), *_of_others(found, events)]
     return sorted(made, key=lambda one: one.noticed or one.last)
 
 
@@ -77,12 +79,11 @@ def _next_of(one: Process, found: Iterable[Process]) -> float | None:
     )
 
 
-def _of_nodes(found: Sequence[Process], events: Sequence[Event], unreachable: set[int]) -> Iterable[Death]:
+def _of_nodes(
+    found: Sequence[Process], events: Sequence[Event], nodes: Iterable[int], unreachable: set[int]
+) -> Iterable[Death]:
     """Yield deaths of shadow nodes, also of those that have kept no events."""
-    told = (one.fields.get("node") for one in events if one.name in _LOST)
-    known = (node_of(one.source) for one in found)
-    nodes = {node for node in (*told, *known) if isinstance(node, int)} | unreachable
-    for node in sorted(nodes):
+    for node in sorted(nodes):  # whatever others name: each costs a pass over all events
         who = node_source(node)
         notices, backs = _notices(events, node)
         for one in (one for one in found if one.source == who):
