@@ -16,6 +16,7 @@ from checkmate.events.kinds import (
     CONTROLLER_STARTED,
     HOLD_CHANGED,
     ITERATION_COMMITTED,
+    NODE_DRAINED,
     NODE_ENDED,
     NODE_FENCED,
     NODE_STARTED,
@@ -244,6 +245,13 @@ def test_a_shard_has_no_holder_from_a_death_until_another_node_is_live() -> None
         (0, at(80), ""),
     ]
     assert "DP group 0, shard 0, and still" in text(report)
+
+
+def test_a_node_that_was_drained_holds_nothing() -> None:
+    made = Written()
+    made.say(0, "shadow node 1", hold("live"))
+    made.say(50, "shadow node 1", NODE_DRAINED())
+    assert [(one.since, one.until) for one in made.report(live=LIVE).absences] == [(at(50), "")]
 
 
 def test_what_was_before_counts_but_is_not_reported(crash: Written) -> None:
