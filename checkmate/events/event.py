@@ -49,7 +49,7 @@ class Event:
 
     @property
     def process(self) -> tuple[str, str, int]:
-        """The process of an event. Another start of it is another process."""
+        """The process of an event. In a container, another start of it may have the same pid."""
         return (self.source, self.host, self.pid)
 
     def to_line(self) -> str:

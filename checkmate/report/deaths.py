@@ -136,7 +136,7 @@ def _followed(one: Process, events: Iterable[Event]) -> tuple[float | None, _Not
     """
     if not any(event.name == CONTROLLER_PRIMARY.name for event in one.events):
         return None, None
-    later = [event for event in events if event.process != one.key and event.time > one.last]
+    later = [event for event in events if event.time > one.last]
     primary = min((event.time for event in later if event.name == CONTROLLER_PRIMARY.name), default=None)
     claims = [event for event in later if event.name == CONTROLLER_CLAIMS.name]
     if primary is None or not claims:
