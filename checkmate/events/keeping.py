@@ -41,12 +41,16 @@ Beat = Callable[[], Happened | None]
 _log: Final = logging.getLogger("checkmate")
 
 
+def named_folder(option: Path | None) -> Path | None:
+    """Return the folder of event logs that somebody has named: the option, else $CHECKMATE_EVENTS."""
+    named = os.environ.get(FOLDER)
+    return option or (Path(named) if named else None)
+
+
 def folder_of(option: Path | None) -> Path | None:
-    """Return the folder of event logs: the option, else $CHECKMATE_EVENTS, else systemd's folder of state."""
-    if option is not None:
-        return option
-    if named := os.environ.get(FOLDER):
-        return Path(named)
+    """Return the folder of event logs: the one that is named, else one in systemd's folder of state."""
+    if (named := named_folder(option)) is not None:
+        return named
     state = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
     return Path(state) / "events" if state else None
 
@@ -284,5 +288,5 @@ def _locked(path: Path) -> int:
 
 
 def _passes(error: OSError) -> bool:
-    """Return whether a failure may pass, such as a full disk."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+    """Return whether a failure may pass, such as a full disk, or one that is read-only after an error."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ENOLCK)
