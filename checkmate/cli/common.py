@@ -26,6 +26,7 @@ from checkmate.events.saying import keep_in
 from checkmate.extras import needs_of
 from checkmate.job.files import JobError, JobFiles, JobSet, Located
 from checkmate.output.consoles import has_cursor, text_console
+from checkmate.privileges import Capability, to_write
 from checkmate.wording import JSON_VERSION, counted
 
 P = ParamSpec("P")
@@ -193,6 +194,12 @@ def log_to_stderr(log_format: LogFormat = LogFormat.TEXT) -> None:
         )
         handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def to_keep_events(folder: Path | None) -> tuple[Capability, ...]:
+    """Return what writing the event log takes, for an option `--events`."""
+    used = folder_of(folder)
+    return () if used is None else to_write(used)
 
 
 @contextmanager
