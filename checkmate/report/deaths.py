@@ -6,6 +6,8 @@ something that only a death explains: the same process has begun again, or anoth
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -71,12 +73,10 @@ def _death(one: Process | None, who: str, notice: _Notice | None, back: float | 
     )
 
 
-def _next_of(one: Process, found: Iterable[Process]) -> float | None:
-    """Return when a process has begun again, if it has."""
-    return min(
-        (other.began for other in found if other.source == one.source and other.began > one.last),
-        default=None,
-    )
+def _first_after(time: float, times: Sequence[float]) -> float | None:
+    """Return the first of some times, which are in order, that is later. A node may name any number."""
+    at = bisect_right(times, time)
+    return times[at] if at < len(times) else None
 
 
 def _of_nodes(
@@ -86,9 +86,11 @@ def _of_nodes(
     for node in sorted(nodes):  # whatever others name: each costs a pass over all events
         who = node_source(node)
         notices, backs = _notices(events, node)
-        for one in (one for one in found if one.source == who):
-            after = _next_of(one, found)
-            until = min([after or float("inf"), *(back for back in backs if back > one.last + CLOCKS)])
+        own = [one for one in found if one.source == who]
+        begun = [one.began for one in own]
+        for one in own:
+            after = _first_after(one.last, begun)
+            until = min(after or math.inf, _first_after(one.last + CLOCKS, backs) or math.inf)
             seen = [n for n in notices if one.last - CLOCKS <= n.time < until + CLOCKS]
             notices = [n for n in notices if not (one.began - CLOCKS <= n.time < until + CLOCKS)]
             if not one.ended and (seen or after is not None or node in unreachable):
@@ -121,7 +123,7 @@ def _of_others(found: Sequence[Process], events: Sequence[Event]) -> Iterable[De
         if one.ended or one.broken or node_of(one.source) is not None:
             continue
         if is_rank(one.source):
-            after = _next_of(one, found)
+            after = _first_after(one.last, [other.began for other in found if other.source == one.source])
             notice = _ring(one, events, after)
         else:
             after, notice = _followed(one, events)

@@ -202,6 +202,15 @@ def test_a_node_that_the_job_does_not_have_is_not_looked_for() -> None:
     assert time.monotonic() - start < 20, "not a pass over all events for each name"
 
 
+def test_a_node_that_names_thousands_of_processes_does_not_stop_the_report() -> None:
+    made = Written()
+    for number in range(8_000):
+        made.say(number, "shadow node 0", NODE_STARTED(version="0", shards=1), pid=number)
+    start = time.monotonic()
+    assert len(made.report(live=LIVE).deaths) == 7_998
+    assert time.monotonic() - start < 6
+
+
 def test_a_shadow_node_that_has_kept_its_events_is_dead_once() -> None:
     made = Written()
     made.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=5)
