@@ -165,8 +165,8 @@ class SwitchController(ReconciledSwitch):
             if found.frame is not None:
                 await session.send_packet(port, found.frame)
 
-    def _note(self, words: str) -> Happened:
-        return STREAM_REFUSED(switch=self.switch.name, why=words)
+    def _note(self, words: str, count: int) -> Happened:
+        return STREAM_REFUSED(switch=self.switch.name, count=count, why=words)
 
     def _admitted(self, nics: Sequence[str]) -> Happened:
         return STREAM_ADMITTED(switch=self.switch.name, count=len(nics), nics=list(dict.fromkeys(nics)))

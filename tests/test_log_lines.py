@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from checkmate.events.kinds import STREAM_FAILED, Happened
+from checkmate.events.keeping import EventLog
+from checkmate.events.kinds import STREAM_FAILED, STREAM_REFUSED, Happened
+from checkmate.events.saying import keep_in
 from checkmate.output.log_lines import GatheredLog, StrangerLog, first_and_count
 from tests.support.waiting import wait_until
 
@@ -70,3 +72,23 @@ def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None
     time.sleep(1.1)
     strangers.line("later")
     assert caplog.messages[-1] == "later (and 990 more since the last such line)"
+
+
+def test_strangers_cannot_fill_the_event_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    log = EventLog("controller")
+    keep_in(log)
+    try:
+        strangers = StrangerLog()
+        for _ in range(600):  # ten minutes
+            strangers.line("refused", lambda why, count: STREAM_REFUSED(switch="s1", count=count, why=why))
+            now[0] += 1
+        strangers.line("no event")
+    finally:
+        keep_in(None)
+    found = log.read().events
+    assert {(one.name, one.message, one.fields["why"]) for one in found} == {
+        ("stream.refused", "refused", "refused")
+    }
+    assert [one.fields["count"] for one in found] == [1, *[60] * 9]

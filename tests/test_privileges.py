@@ -96,19 +96,38 @@ def test_a_shadow_node_keeps_what_its_buffers_need(
 
 
 @needs_root
-def test_the_controller_keeps_none(tmp_path: Path) -> None:
+def test_root_keeps_events_in_the_folder_of_another_user(
+    start: Callable[..., NodeProcess], tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    os.chown(home, NOBODY, NOBODY)
+    node = start(local_job(nodes=1), 0, "--no-view", "--events", str(home / "events"))
+    assert node.line().startswith("ready")
+    kept = [*to_read([tmp_path / "job.yaml"]), *to_write(home)]
+    check_keeps(node.process.pid, Capability.NET_ADMIN, *kept)
+    assert list((home / "events").glob("*.jsonl"))
+
+
+@needs_root
+def test_the_controller_keeps_none_but_for_its_events(tmp_path: Path) -> None:
     with softswitch("--no-p4") as tor:
         data = job_data()
         data["fabric"]["switches"][0]["address"] = tor.address
         file = tmp_path / "job.yaml"
         file.write_text(yaml.safe_dump(data))
-        command = [*COMMAND, "run", "--no-view", str(file)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout
-            assert "written" in process.stdout.readline()
-            assert process.stdout.readline().startswith("serving")
-            check_keeps(process.pid, *to_read([file]))
-            process.terminate()
+        (home := tmp_path / "home").mkdir(mode=0o700)
+        os.chown(home, NOBODY, NOBODY)
+        events = home / "events"
+        for options, kept in ((), ()), (("--events", str(events)), to_write(events)):
+            command = [*COMMAND, "run", "--no-view", str(file), *options]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout
+                assert "written" in process.stdout.readline()
+                assert process.stdout.readline().startswith("serving")
+                check_keeps(process.pid, *to_read([file]), *kept)
+                process.terminate()
+        assert list(events.glob("*.jsonl"))
 
 
 @needs_root

@@ -20,11 +20,13 @@ from rich.text import Text
 
 from checkmate.cli.completing import job_paths
 from checkmate.events.json_lines import log_everything_as_json, print_as_json
-from checkmate.events.keeping import EventLog, folder_of
+from checkmate.events.keeping import EventLog, folder_of, named_folder
+from checkmate.events.reading import EventsError
 from checkmate.events.saying import keep_in
 from checkmate.extras import needs_of
 from checkmate.job.files import JobError, JobFiles, JobSet, Located
 from checkmate.output.consoles import has_cursor, text_console
+from checkmate.privileges import Capability, to_write
 from checkmate.wording import JSON_VERSION, counted
 
 P = ParamSpec("P")
@@ -194,10 +196,26 @@ def log_to_stderr(log_format: LogFormat = LogFormat.TEXT) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
+def to_keep_events(folder: Path | None) -> tuple[Capability, ...]:
+    """Return what writing the event log takes, for an option `--events`."""
+    used = folder_of(folder)
+    return () if used is None else to_write(used)
+
+
 @contextmanager
 def kept_events(source: str, job: str, folder: Path | None) -> Iterator[EventLog]:
-    """Keep this process's events, on disk if there is a folder for them. Raise `EventsError` if it can't."""
-    log = EventLog(source, job, folder_of(folder)).start()
+    """Keep this process's events, on disk if there is a folder for them.
+
+    Raise `EventsError` if somebody has named the folder, and it can't be written. A folder that only systemd
+    names is a convenience: without it, events stay in memory.
+    """
+    try:
+        log = EventLog(source, job, folder_of(folder)).start()
+    except EventsError as error:
+        if named_folder(folder) is not None:
+            raise
+        logging.getLogger("checkmate").warning("%s; they are kept in memory only", error)
+        log = EventLog(source, job).start()
     keep_in(log)
     try:
         yield log

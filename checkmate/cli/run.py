@@ -31,6 +31,7 @@ from checkmate.cli.common import (
     out,
     read_files,
     says_errors,
+    to_keep_events,
     view_console,
 )
 from checkmate.cli.status import switch_lines, switch_tables
@@ -104,7 +105,11 @@ def run(
     files = JobFiles(jobs)
     found = read_files(files)
     first = found.require()  # bad input is refused before anything is started
-    keep_only(*to_read(_read_later(found.files, first)), *to_listen(metrics_ports(metrics)))
+    keep_only(
+        *to_read(_read_later(found.files, first)),
+        *to_listen(metrics_ports(metrics)),
+        *to_keep_events(events),
+    )
     log_to_stderr(log_format)
     warn(map(subjects.controller, first), insecure=insecure)
     logging.getLogger("finsy").setLevel(logging.ERROR)

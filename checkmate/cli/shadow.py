@@ -29,6 +29,7 @@ from checkmate.cli.common import (
     out,
     print_json,
     says_errors,
+    to_keep_events,
     view_console,
 )
 from checkmate.doctor import subjects
@@ -89,7 +90,7 @@ def shadow(
     _check_id(loaded, node_id)
     shown = None if as_json else view_console(view, log_format)
     log_to_stderr(log_format)
-    keep_only(*_needed(loaded, node_id), *to_listen(metrics_ports(metrics)))
+    keep_only(*_needed(loaded, node_id), *to_listen(metrics_ports(metrics)), *to_keep_events(events))
     warn([subjects.shadow(loaded, node_id)], receive_buffer=receive_buffer << 20, insecure=insecure)
     with waiting(err, "starting") if log_format is LogFormat.TEXT else nullcontext():  # torch takes a second
         from checkmate.shadow.process import Serving  # noqa: PLC0415

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 TEXT_MAX: Final = 600
 """Characters of a text in an event; the rest is cut off."""
@@ -16,6 +16,11 @@ LIST_MAX: Final = 64
 """Entries of a list in an event."""
 LINE_MAX: Final = 64 << 10
 """Bytes of a line; a longer one is not an event."""
+TIME_END: Final = dt.datetime(9000, 1, 1, tzinfo=dt.UTC).timestamp()
+"""Times are from 1970 to this one, so that each can be shown in any zone."""
+_NAME_MAX: Final = 100
+_HOST_MAX: Final = 255
+_NUMBER_MAX: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Event:
 
     @property
     def process(self) -> tuple[str, str, int]:
-        """The process of an event. Another start of it is another process."""
+        """The process of an event. In a container, another start of it may have the same pid."""
         return (self.source, self.host, self.pid)
 
     def to_line(self) -> str:
@@ -73,6 +78,8 @@ class Event:
             time = dt.datetime.fromisoformat(read.time).timestamp()
         except (ValidationError, OverflowError) as error:
             raise ValueError(str(error)) from None
+        if not 0 <= time < TIME_END:
+            raise ValueError(f"{read.time} is not in the years from 1970 to 8999")
         return cls(
             time,
             read.source,
@@ -87,21 +94,45 @@ class Event:
         )
 
 
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields. Raise `ValueError` if one has a number that is too large to calculate with."""
+    for value in fields.values():
+        if isinstance(value, int | float) and not abs(value) <= _NUMBER_MAX:
+            raise ValueError("a number without bounds")
+    return fields
+
+
+def _printable(text: str) -> str:
+    """Return a name. Raise `ValueError` if it could steer the terminal that it is shown on."""
+    if not text.isprintable():
+        raise ValueError(f"{text!r} is not printable")
+    return text
+
+
+def cleaned(text: str) -> str:
+    """Return a host's name, which that host is free to choose, without what steers a terminal."""
+    return "".join(one if one.isprintable() else " " for one in text[:_HOST_MAX])
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=_NAME_MAX), AfterValidator(_printable)]
+_Number = Annotated[int, Field(ge=0, le=_NUMBER_MAX)]
+
+
 class _Line(BaseModel):
     """An event as JSON. Later versions may add keys."""
 
     model_config = ConfigDict(strict=True)
 
     time: Annotated[str, Field(max_length=40)]
-    source: Annotated[str, Field(min_length=1, max_length=100)]
-    event: Annotated[str, Field(min_length=1, max_length=100)]
+    source: _Name
+    event: _Name
     message: str = ""
-    fields: dict[str, Any] = {}
+    fields: Annotated[dict[str, Any], AfterValidator(_finite)] = {}
     level: str = "info"
-    job: str = ""
-    host: str = ""
-    pid: int = 0
-    number: int = 0
+    job: Annotated[str, Field(max_length=_NAME_MAX), AfterValidator(_printable)] = ""
+    host: Annotated[str, AfterValidator(cleaned)] = ""
+    pid: _Number = 0
+    number: _Number = 0
 
 
 def timestamp(seconds: float) -> str:

@@ -6,8 +6,6 @@ stops nobody.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import queue
@@ -21,9 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from checkmate.events.event import Event
+from checkmate.events.disk import Disk
+from checkmate.events.event import Event, cleaned
 from checkmate.events.kinds import EVENTS_LOST, Happened
-from checkmate.events.reading import OLDER, SUFFIX, EventsError, Found, read_file
+from checkmate.events.reading import SUFFIX, EventsError, Found, read_file
 
 FILE_BYTES: Final = 4 << 20
 """A log on disk has two files of at most this size."""
@@ -41,12 +40,16 @@ Beat = Callable[[], Happened | None]
 _log: Final = logging.getLogger("checkmate")
 
 
+def named_folder(option: Path | None) -> Path | None:
+    """Return the folder of event logs that somebody has named: the option, else $CHECKMATE_EVENTS."""
+    named = os.environ.get(FOLDER)
+    return option or (Path(named) if named else None)
+
+
 def folder_of(option: Path | None) -> Path | None:
-    """Return the folder of event logs: the option, else $CHECKMATE_EVENTS, else systemd's folder of state."""
-    if option is not None:
-        return option
-    if named := os.environ.get(FOLDER):
-        return Path(named)
+    """Return the folder of event logs: the one that is named, else one in systemd's folder of state."""
+    if (named := named_folder(option)) is not None:
+        return named
     state = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
     return Path(state) / "events" if state else None
 
@@ -86,14 +89,14 @@ class EventLog:
         self.beat: Beat = lambda: None
         """Returns how far the process is. The log's thread calls it after events and every 30 s."""
         self._beaten = Happened("", {})
-        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._host, self._pid = cleaned(socket.gethostname()), os.getpid()
         self._numbers = 0
         self._lock = threading.Lock()
         self._newest: deque[Event] = deque(maxlen=MEMORY)
         self._queue: queue.Queue[Event | None] = queue.Queue(_WAITING)
         self._lost = 0  # on disk; the thread alone reads and resets it
         self._dropped = 0  # from the queue
-        self._disk = None if self.path is None else _Disk(self.path, file_bytes)
+        self._disk = None if self.path is None else Disk(self.path, file_bytes)
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
 
     def start(self) -> EventLog:
@@ -186,103 +189,3 @@ class EventLog:
         lines = [event.to_line() for event in ([lost] if lost else []) + batch]
         written = self._disk.write(lines)
         self._lost = len(lines) - written if written else self._lost + len(batch)
-
-
-class _Disk:
-    """Two files, of which the newer one is appended to. All but the first opening is the thread's."""
-
-    def __init__(self, path: Path, file_bytes: int) -> None:
-        self._path, self._most = path, file_bytes
-        self.files = (path.with_name(path.name.removesuffix(SUFFIX) + OLDER), path)
-        """The older one first."""
-        self._file = -1
-        self._size = 0
-        self._whole = True  # the last byte is the end of a line
-        self._told = False
-        self._lock_file = -1
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_file = _locked(path.with_name(f".{path.name}.lock"))
-            self._open()
-        except OSError as error:
-            if not _passes(error):
-                self.close()
-                raise EventsError(f"events can't be kept in {path}: {error.strerror or error}") from None
-            self._trouble(error)
-
-    def write(self, lines: list[str]) -> int:
-        """Append lines. Return how many are in the file; log the first failure of several."""
-        written = 0
-        try:
-            for line in lines:
-                self._append(f"{line}\n".encode())
-                written += 1
-            os.fdatasync(self._file)
-        except OSError as error:
-            self._trouble(error)
-        else:
-            self._told = False
-        return written
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in (self._file, self._lock_file):
-            if file >= 0:
-                os.close(file)
-        self._file = self._lock_file = -1
-
-    def _append(self, data: bytes) -> None:
-        if self._file < 0:
-            self._open()
-        if self._size and self._size + len(data) > self._most:
-            self._rotate()
-        if not self._whole:
-            data = b"\n" + data
-        written = os.write(self._file, data)
-        self._size += written
-        self._whole = written == len(data)
-        if not self._whole:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _rotate(self) -> None:
-        os.replace(self._path, self.files[0])
-        os.close(self._file)
-        self._file = -1
-        self._open()
-
-    def _open(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._file = os.open(self._path, flags, 0o600)
-        self._size = os.fstat(self._file).st_size
-        # A process that was killed may have left half a line.
-        self._whole = not self._size or os.pread(self._file, 1, self._size - 1) == b"\n"
-
-    def _trouble(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            _log.warning(
-                "events are not kept in %s for now: %s; this process goes on",
-                self._path,
-                error.strerror or error,
-            )
-
-
-def _locked(path: Path) -> int:
-    """Return a file that this process alone has locked. Raise `EventsError` if another one has."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise  # a file system without locks
-        log = path.name.removeprefix(".").removesuffix(".lock")
-        raise EventsError(
-            f"another process keeps the events of {path.parent / log}; specify another folder for this one"
-        ) from None
-    return file
-
-
-def _passes(error: OSError) -> bool:
-    """Return whether a failure may pass, such as a full disk."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)

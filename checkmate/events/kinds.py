@@ -127,7 +127,11 @@ SWITCH_BACK: Final = _kind("switch.back", "it answers again", "switch", "updates
 STREAM_ADMITTED: Final = _kind(
     "stream.admitted", "a switch copies to streams from now on", "switch", "count", "nics"
 )
-STREAM_REFUSED: Final = _kind("stream.refused", "a hello or a SYN was refused", "switch", "why")
+STREAM_REFUSED: Final = _kind(
+    "stream.refused",
+    "hellos or SYNs were refused: at most once a minute, the newest with the count since the last such event",
+    *("switch", "count", "why"),
+)
 STREAM_CLOSED: Final = _kind(
     "stream.closed", "a switch does not copy to streams any longer", "switch", "how", "count", "nics"
 )

@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 LINE_MOST: Final = 300
 """Characters of a log line about a stranger."""
+EVENT_SECONDS: Final = 60.0
+"""Least time between two events that strangers cause."""
 _LINES_AT_ONCE: Final = 10
 _QUIET: Final = 0.5
 _LONGEST: Final = 5.0
@@ -73,21 +75,37 @@ def first_and_count(lines: Sequence[str]) -> str:
 
 
 class StrangerLog:
-    """Log lines that strangers cause: a few at once, then at most one a second, each of bounded length."""
+    """Log lines that strangers cause: a few at once, then at most one a second, each of bounded length.
+
+    Events are rarer, so that they do not push others out of the event log: one a minute, with a count.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._full = 0.0  # when as many lines as at the beginning may be logged again
         self._left_out = 0
+        self._unsaid = 0  # since the last event
+        self._next_event = 0.0
 
-    def line(self, text: str, event: Callable[[str], Happened] | None = None) -> None:
-        """Log a line, or count it for the next one. `event` makes its event of the words."""
+    def line(self, text: str, event: Callable[[str, int], Happened] | None = None) -> None:
+        """Log a line, or count it for the next one.
+
+        `event` makes an event of the words, and of how many there have been since the event before.
+        """
         with self._lock:
             now = time.monotonic()
+            self._unsaid += event is not None
             if self._full > now + _LINES_AT_ONCE - 1:
                 self._left_out += 1
                 return
             self._full, left_out = max(self._full, now) + 1.0, self._left_out
             self._left_out = 0
+            said = 0
+            if event is not None and now >= self._next_event:
+                said, self._unsaid, self._next_event = self._unsaid, 0, now + EVENT_SECONDS
+        words = text[:LINE_MOST]
         more = f" (and {left_out} more since the last such line)" if left_out else ""
-        _log.info("%s%s", text[:LINE_MOST], more)
+        if event is not None and said:
+            say(logging.INFO, event(words, said), "%s%s", words, more)
+        else:
+            _log.info("%s%s", words, more)

@@ -6,6 +6,8 @@ something that only a death explains: the same process has begun again, or anoth
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,9 +44,11 @@ class _Notice:
     said: str
 
 
-def deaths(found: Sequence[Process], events: Sequence[Event], unreachable: Iterable[int] = ()) -> list[Death]:
-    """Return the deaths, by time. `unreachable`: nodes that did not answer just now."""
-    made = [*_of_nodes(found, events, set(unreachable)), *_of_others(found, events)]
+def deaths(
+    found: Sequence[Process], events: Sequence[Event], nodes: Iterable[int], unreachable: Iterable[int] = ()
+) -> list[Death]:
+    """Return the deaths, by time. `nodes`: those of the job; `unreachable`: who did not answer just now."""
+    made = [*_of_nodes(found, events, nodes, set(unreachable)), *_of_others(found, events)]
     return sorted(made, key=lambda one: one.noticed or one.last)
 
 
@@ -69,25 +73,24 @@ def _death(one: Process | None, who: str, notice: _Notice | None, back: float | 
     )
 
 
-def _next_of(one: Process, found: Iterable[Process]) -> float | None:
-    """Return when a process has begun again, if it has."""
-    return min(
-        (other.began for other in found if other.source == one.source and other.began > one.last),
-        default=None,
-    )
+def _first_after(time: float, times: Sequence[float]) -> float | None:
+    """Return the first of some times, which are in order, that is later. A node may name any number."""
+    at = bisect_right(times, time)
+    return times[at] if at < len(times) else None
 
 
-def _of_nodes(found: Sequence[Process], events: Sequence[Event], unreachable: set[int]) -> Iterable[Death]:
+def _of_nodes(
+    found: Sequence[Process], events: Sequence[Event], nodes: Iterable[int], unreachable: set[int]
+) -> Iterable[Death]:
     """Yield deaths of shadow nodes, also of those that have kept no events."""
-    told = (one.fields.get("node") for one in events if one.name in _LOST)
-    known = (node_of(one.source) for one in found)
-    nodes = {node for node in (*told, *known) if isinstance(node, int)} | unreachable
-    for node in sorted(nodes):
+    for node in sorted(nodes):  # whatever others name: each costs a pass over all events
         who = node_source(node)
         notices, backs = _notices(events, node)
-        for one in (one for one in found if one.source == who):
-            after = _next_of(one, found)
-            until = min([after or float("inf"), *(back for back in backs if back > one.last + CLOCKS)])
+        own = [one for one in found if one.source == who]
+        begun = [one.began for one in own]
+        for one in own:
+            after = _first_after(one.last, begun)
+            until = min(after or math.inf, _first_after(one.last + CLOCKS, backs) or math.inf)
             seen = [n for n in notices if one.last - CLOCKS <= n.time < until + CLOCKS]
             notices = [n for n in notices if not (one.began - CLOCKS <= n.time < until + CLOCKS)]
             if not one.ended and (seen or after is not None or node in unreachable):
@@ -120,7 +123,7 @@ def _of_others(found: Sequence[Process], events: Sequence[Event]) -> Iterable[De
         if one.ended or one.broken or node_of(one.source) is not None:
             continue
         if is_rank(one.source):
-            after = _next_of(one, found)
+            after = _first_after(one.last, [other.began for other in found if other.source == one.source])
             notice = _ring(one, events, after)
         else:
             after, notice = _followed(one, events)
@@ -135,7 +138,7 @@ def _followed(one: Process, events: Iterable[Event]) -> tuple[float | None, _Not
     """
     if not any(event.name == CONTROLLER_PRIMARY.name for event in one.events):
         return None, None
-    later = [event for event in events if event.process != one.key and event.time > one.last]
+    later = [event for event in events if event.time > one.last]
     primary = min((event.time for event in later if event.name == CONTROLLER_PRIMARY.name), default=None)
     claims = [event for event in later if event.name == CONTROLLER_CLAIMS.name]
     if primary is None or not claims:

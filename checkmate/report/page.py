@@ -17,6 +17,8 @@ from checkmate.wording import counted, shortened
 
 TIMELINE_MOST: Final = 200
 """Events of the timeline; `--json` has all of them."""
+_LINE_MOST: Final = 1000
+"""Characters of a line, whose parts are shorter."""
 _SOURCES: Final = {
     "nodes": "resumed from the shadow nodes",
     "disk": "resumed from a checkpoint on disk",
@@ -44,7 +46,7 @@ def page(report: Report) -> Iterator[RenderableType]:
     yield Text.assemble(("Last committed iteration, as far as nodes have said: ", "bold"), committed)
     yield ""
     yield from _lines("Shards without a live holder", map(_absence, report.absences), "")
-    troubles = [f"{_clock(one.time)}  {one.who}: {_words(one.message)}" for one in report.troubles]
+    troubles = [f"{_clock(one.time)}  {_words(one.who)}: {_words(one.message)}" for one in report.troubles]
     yield from _lines("Troubles", _bounded(troubles), "")
     yield from _lines("What is not known", map(_words, report.unknown), "")
     yield from _clocks(report)
@@ -55,7 +57,7 @@ def _lines(title: str, lines: Any, none: str) -> Iterator[RenderableType]:
     found = list(lines) or ([none] if none else [])
     if found:
         yield Text(title, "bold")
-        yield from (Text(f"  {line}") for line in found)
+        yield from (Text(f"  {shortened(line, _LINE_MOST)}") for line in found)
         yield ""
 
 
@@ -83,7 +85,7 @@ def _absence(one: Absence) -> str:
 
 def _recovery(one: Recovery) -> Iterator[RenderableType]:
     number = "" if one.incarnation is None else f" (incarnation {one.incarnation})"
-    yield Text(f"  {_clock(one.time)}  {_SOURCES.get(one.source, one.source)}{number}")
+    yield Text(f"  {_clock(one.time)}  {_SOURCES.get(one.source, _words(one.source))}{number}")
     facts = [
         one.after and f"after {_words(one.after)}",
         one.why and _words(one.why),
@@ -95,7 +97,7 @@ def _recovery(one: Recovery) -> Iterator[RenderableType]:
     if one.steps:
         table = FittedTable("", "step", "seconds", "slowest", numbers=("seconds",))
         for step in one.steps:
-            table.add_row(step.name, f"{step.seconds:,.3f}", step.who)
+            table.add_row(step.name, f"{step.seconds:,.3f}", _words(step.who))
         yield table
 
 

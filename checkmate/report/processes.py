@@ -7,8 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from checkmate.events.event import Event
-from checkmate.events.kinds import CONTROLLER_ENDED, NODE_ENDED, TRAINER_ENDED, TRAINER_RING_BROKEN
+from checkmate.events.kinds import (
+    CONTROLLER_ENDED,
+    CONTROLLER_STARTED,
+    NODE_ENDED,
+    NODE_STARTED,
+    TRAINER_ENDED,
+    TRAINER_RING_BROKEN,
+)
 
+_BEGINS = (NODE_STARTED.name, CONTROLLER_STARTED.name)
 _ENDS = (NODE_ENDED.name, CONTROLLER_ENDED.name, TRAINER_ENDED.name)
 _RANK = "rank "
 _NODE = "shadow node "
@@ -30,11 +38,6 @@ class Process:
     events: Sequence[Event]
     lives: bool = False
     """Whether it has answered."""
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What its events have in common (`Event.process`)."""
-        return (self.source, self.host, self.pid)
 
     @property
     def began(self) -> float:
@@ -64,8 +67,31 @@ def processes(events: Iterable[Event], live: Iterable[tuple[str, str, int]] = ()
     for event in events:
         found[event.process].append(event)
     alive = set(live)
-    made = [Process(*key, events=of, lives=key in alive) for key, of in found.items()]
+    made = []
+    for key, of in found.items():
+        *earlier, last = _starts(of)
+        made += [Process(*key, events=one) for one in earlier]
+        made.append(Process(*key, events=last, lives=key in alive))
     return sorted(made, key=lambda one: one.began)
+
+
+def _starts(events: Iterable[Event]) -> list[list[Event]]:
+    """Return the events of each start of a process: in containers, all of them may have the same pid.
+
+    Events are in order of time. A clock that was set back shuffles the numbers of a single start, so that a
+    number which falls is not enough: it has been there already, or is the first one.
+    """
+    starts: list[list[Event]] = []
+    seen: set[int | str] = set()
+    for event in events:
+        begins = event.name in _BEGINS and event.name in seen
+        first = bool(starts) and event.number == 1 < starts[-1][-1].number
+        if not starts or begins or first or event.number in seen:
+            starts.append([])
+            seen.clear()
+        starts[-1].append(event)
+        seen |= {event.number, event.name} if event.name in _BEGINS else {event.number}
+    return starts
 
 
 def is_rank(source: str) -> bool:

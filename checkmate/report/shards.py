@@ -6,7 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from checkmate.events.event import Event, timestamp
-from checkmate.events.kinds import COMPARISON_MISMATCH, HOLD_CHANGED, NODE_ENDED, NODE_RESET, STREAM_GAP
+from checkmate.events.kinds import (
+    COMPARISON_MISMATCH,
+    HOLD_CHANGED,
+    NODE_DRAINED,
+    NODE_ENDED,
+    NODE_RESET,
+    STREAM_GAP,
+)
 from checkmate.report.processes import node_of
 from checkmate.report.records import Absence, Death
 
@@ -41,7 +48,7 @@ def _changes(event: Event) -> Sequence[tuple[str, str, Shard | None, bool]]:
     if node_of(event.source) is None:
         return []
     time, node = timestamp(event.time), event.source
-    if event.name in (NODE_ENDED.name, NODE_RESET.name):
+    if event.name in (NODE_ENDED.name, NODE_RESET.name, NODE_DRAINED.name):
         return [(time, node, None, False)]
     group, number = event.fields.get("group"), event.fields.get("shard")
     if not (isinstance(group, int) and isinstance(number, int)):

@@ -6,6 +6,8 @@ import datetime as dt
 import re
 from typing import Final
 
+from checkmate.events.event import TIME_END
+
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
 
@@ -15,11 +17,15 @@ def parse_since(text: str, now: float) -> float:
 
     A time without a zone is local. Raises `ValueError` with what would be right.
     """
-    if match := _AGO.fullmatch(text.strip()):
-        return now - float(match[1]) * _UNITS[match[2]]
     try:
-        return dt.datetime.fromisoformat(text.strip()).timestamp()
+        if match := _AGO.fullmatch(text.strip()):
+            since = now - float(match[1]) * _UNITS[match[2]]
+        else:
+            since = dt.datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):
+        since = -1.0
+    if not 0 <= since < TIME_END:  # no event has another one
         raise ValueError(
             f"{text!r} is not a time; write 2026-11-23T21:00:00Z, or how long ago: 90min, 2h or 3d"
-        ) from None
+        )
+    return since

@@ -57,7 +57,7 @@ def summary(
     """
     away = dict(silent or {})
     found = processes(events, live)
-    died = deaths(found, events, away)
+    died = deaths(found, events, [node.id for node in job.shadow_nodes], away)
     start, recent = timestamp(since), [event for event in events if event.time >= since]
     return Report(
         job=job.job,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from checkmate.cli.common import kept_events
 from checkmate.events.event import Event
 from checkmate.events.keeping import MEMORY, EventLog, file_name, folder_of
 from checkmate.events.kinds import ITERATION_COMMITTED, NODE_ENDED, NODE_TROUBLE
@@ -133,6 +136,39 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "gpt.shadow-node-0.jsonl").symlink_to("/etc/passwd")
     with pytest.raises(EventsError, match="symbolic links"):
         kept(tmp_path)
+
+
+def test_a_service_runs_although_its_folder_of_state_can_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "events").write_text("")
+    monkeypatch.delenv("CHECKMATE_EVENTS", raising=False)
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
+    with kept_events("controller", "", None) as log:
+        assert log.path is None
+    assert [one.partition("events/")[2] for one in caplog.messages] == [
+        "controller.jsonl: File exists; they are kept in memory only"
+    ]
+    monkeypatch.setenv("CHECKMATE_EVENTS", str(tmp_path / "events"))
+    with pytest.raises(EventsError), kept_events("controller", "", None):
+        pass
+    monkeypatch.delenv("CHECKMATE_EVENTS")
+    with pytest.raises(EventsError), kept_events("controller", "", tmp_path / "events"):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOLCK])
+def test_a_disk_that_can_not_be_written_now_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "lockf", fails)
+        log = EventLog("controller", "", tmp_path)
+    assert os.strerror(number) in caplog.messages[0]
+    log.start().close()
 
 
 _HOLD = """

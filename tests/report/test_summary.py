@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -15,9 +16,11 @@ from checkmate.events.kinds import (
     CONTROLLER_STARTED,
     HOLD_CHANGED,
     ITERATION_COMMITTED,
+    NODE_DRAINED,
     NODE_ENDED,
     NODE_FENCED,
     NODE_STARTED,
+    NODE_TROUBLE,
     PEER_BACK,
     PEER_LOST,
     PROTECT_ENDED,
@@ -190,6 +193,24 @@ def test_a_shadow_node_that_others_miss_is_dead_although_its_log_is_gone() -> No
     assert died.by == "shadow node 0: its process has ended"
 
 
+def test_a_node_that_the_job_does_not_have_is_not_looked_for() -> None:
+    made = Written()
+    for number in range(20_000):
+        made.say(1 + number / 1000, "shadow node 0", PEER_LOST(node=10 + number, why=""))
+    start = time.monotonic()
+    assert made.report(live=LIVE).deaths == []
+    assert time.monotonic() - start < 20, "not a pass over all events for each name"
+
+
+def test_a_node_that_names_thousands_of_processes_does_not_stop_the_report() -> None:
+    made = Written()
+    for number in range(8_000):
+        made.say(number, "shadow node 0", NODE_STARTED(version="0", shards=1), pid=number)
+    start = time.monotonic()
+    assert len(made.report(live=LIVE).deaths) == 7_998
+    assert time.monotonic() - start < 6
+
+
 def test_a_shadow_node_that_has_kept_its_events_is_dead_once() -> None:
     made = Written()
     made.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=5)
@@ -233,6 +254,13 @@ def test_a_shard_has_no_holder_from_a_death_until_another_node_is_live() -> None
         (0, at(80), ""),
     ]
     assert "DP group 0, shard 0, and still" in text(report)
+
+
+def test_a_node_that_was_drained_holds_nothing() -> None:
+    made = Written()
+    made.say(0, "shadow node 1", hold("live"))
+    made.say(50, "shadow node 1", NODE_DRAINED())
+    assert [(one.since, one.until) for one in made.report(live=LIVE).absences] == [(at(50), "")]
 
 
 def test_what_was_before_counts_but_is_not_reported(crash: Written) -> None:
@@ -310,6 +338,25 @@ def test_troubles_are_listed_and_strange_fields_do_no_harm() -> None:
     assert "9 bytes have not come" in text(report)
 
 
+def test_nothing_that_others_have_said_steers_the_terminal(crash: Written) -> None:
+    strange = "\x1b]0;owned\x07"
+    made = Written()
+    for one in crash.events:
+        fields = {
+            **one.fields,
+            **{key: strange for key in ("why", "from") if key in one.fields},
+            strange: strange,
+        }
+        made.say(one.time - START, one.source, Happened(one.name, fields), one.pid, strange)
+    made.say(200, f"rank {strange}", RESTORE_STARTED())
+    made.say(201, f"rank {strange}", RESTORE_ENDED(from_=strange, iteration=2, seconds=4.0))
+    made.say(202, strange, NODE_TROUBLE(why=strange))
+    made.say(203, f"shadow {strange}", NODE_ENDED())
+    report = made.report(live=LIVE, notes=[strange])
+    assert "owned" in text(report)
+    assert not {"\x1b", "\x07"} & set(text(report))
+
+
 def test_events_are_merged_by_time_and_each_counts_once() -> None:
     made = Written()
     made.say(2, "shadow node 0", NODE_ENDED())
@@ -331,6 +378,6 @@ def test_since_is_how_long_ago(words: str, seconds: float) -> None:
 def test_since_is_a_time() -> None:
     assert parse_since("2023-11-14T22:13:20Z", 0) == START
     assert parse_since("2023-11-14T23:13:20+01:00", 0) == START
-    for wrong in ("yesterday", "", "2h30", "-3h", "2023-13-01"):
+    for wrong in ("yesterday", "", "2h30", "-3h", "2023-13-01", "9999-12-31T23:59:59-23:59", "9" * 400 + "d"):
         with pytest.raises(ValueError, match="write 2026-11-23T21:00:00Z, or how long ago: 90min"):
             parse_since(wrong, 0)

@@ -215,6 +215,8 @@ class NodeState:
         elif not result.suspects and (over := hold.doubt.over()):
             hold.trouble = ""
             self.tell(f"{hold}: {over}")
+            if hold.live:  # a mismatch has ended that, for whoever reads the events
+                self._effects.append(sayings.changed(logging.DEBUG, hold, "live", f"{hold}: {over}", over))
 
     def took(self, hold: HoldState, snapshot: HoldSnapshot) -> None:
         """Record which parameters a hold has after seeds were loaded."""

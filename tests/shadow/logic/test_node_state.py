@@ -13,7 +13,7 @@ from checkmate.job.schema import Job
 from checkmate.nodes.target import Target, find_target
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import hold_status
-from checkmate.shadow.logic.effects import Due, Empty
+from checkmate.shadow.logic.effects import Due, Empty, Log
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped, StreamState
 from checkmate.shadow.logic.node_state import NodeState
@@ -304,3 +304,21 @@ def test_a_hold_in_doubt_covers_no_shard() -> None:
     hold.doubt.found(3, 2)
     node.refresh()
     assert not node.state.committee.mine.shards
+
+
+def test_a_hold_that_is_found_equal_again_says_that_it_is_live() -> None:
+    """A report takes a shard that differs for lost until then."""
+    node = live_node()
+    (hold,) = node.holds
+    hold.doubt.found(3, 2)
+    hold.doubt.may_renew(node.now)  # not again so soon: it stays live
+
+    def said(troubles: tuple[str, ...]) -> list[tuple[str, object]]:
+        snapshot = HoldSnapshot(99, dict(hold.at))
+        node.state.stepped(Due(node.state.groups[0], hold, 4), pb.Step(), Stepped(snapshot, troubles, 2), 1.0)
+        events = [one.event for one in node.state.take_effects() if isinstance(one, Log) and one.event]
+        return [(one.name, one.fields.get("state")) for one in events if one.name != "node.trouble"]
+
+    assert said(("p0 differs",)) == [("comparison.mismatch", None)]
+    assert said(()) == [("hold.changed", "live")]
+    assert said(()) == []

@@ -1,0 +1,67 @@
+"""The files of an event log, if others move them, or the disk is full at the start."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkmate.events.disk import Disk
+from checkmate.events.reading import EventsError
+
+
+def test_a_file_that_was_moved_is_begun_anew_at_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    disk = Disk(path, 10)
+    assert disk.write(["123456"]) == 1
+    path.rename(tmp_path / "moved")
+    assert disk.write(["234567", "345678"]) == 2
+    assert path.read_text() == "345678\n"
+    disk.close()
+
+
+def test_a_folder_that_was_moved_is_made_and_locked_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    disk = Disk(folder / "a.jsonl", 10)
+    disk.write(["123456"])
+    shutil.rmtree(folder)
+    assert disk.write(["234567"]) == 1
+    assert sorted(os.listdir(folder)) == [".a.jsonl.lock", "a.jsonl"]
+    disk.close()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "replace"])
+def test_a_disk_that_fails_for_a_while_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "events" / "a.jsonl"
+    with caplog.at_level(logging.WARNING, "checkmate"), monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        disk = Disk(path, 10)
+        disk.write(["123456"])
+        assert disk.write(["234567"]) == 0
+    assert len(caplog.messages) == 1
+    assert disk.write(["345678"]) == 1
+    assert path.read_text() == "345678\n"
+    disk.close()
+
+
+def test_a_lock_that_another_has_taken_meanwhile_stops_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(_: Path) -> int:
+        raise EventsError("another process keeps the events")
+
+    disk = Disk(tmp_path / "events" / "a.jsonl", 10)
+    disk.write(["123456"])
+    shutil.rmtree(tmp_path / "events")
+    monkeypatch.setattr("checkmate.events.disk._locked", taken)
+    assert disk.write(["234567"]) == 0
+    disk.close()
