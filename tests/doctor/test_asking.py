@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkmate.doctor import clocks, peers
+from checkmate.doctor import clocks, peers, reading
 from checkmate.doctor.asking import within
 from checkmate.doctor.findings import Outcome
 from checkmate.job.schema import Switch
@@ -31,6 +31,7 @@ def no_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("gethostbyname", "getaddrinfo", "create_connection"):
         monkeypatch.setattr(socket, name, look_up)
     monkeypatch.setattr(peers, "SECONDS", 0.2)
+    monkeypatch.setattr(reading, "_NAME_SECONDS", 0.2)
     yield
     ended.set()
 
@@ -58,6 +59,7 @@ def test_without_a_name_server_nothing_waits() -> None:
     assert took(lambda: peers.records(GPT.shadow_nodes, None)) < 5
     found, *_ = peers.records(GPT.shadow_nodes, None)
     assert (found.outcome, "no answer within 3 s" in found.detail) == (Outcome.WARNING, True)
+    assert took(lambda: reading.is_here("a")) < 5
     assert took(lambda: peers.switches([switch_at("tor.invalid:9559")])) < 5
 
 
