@@ -10,10 +10,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
+from checkmate.doctor.asking import within
 from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
 from checkmate.keys.roles import Role
 from checkmate.wording import counted
@@ -28,7 +29,6 @@ _DAY: Final = 86_400_000
 _REQUEST, _REPLY = 13, 14
 _MESSAGE: Final = struct.Struct("!BBHHHIII")
 _NOT_STANDARD: Final = 1 << 31
-_AT_ONCE: Final = 64
 _NAME: Final = "clocks of nodes"
 
 
@@ -37,13 +37,13 @@ def differences(hosts: Iterable[str], seconds: float = SECONDS) -> dict[str, flo
 
     Args:
         hosts: names or addresses; only IPv4 is asked.
-        seconds: how long to wait for answers.
+        seconds: how long to wait for addresses, and then for answers.
 
     Returns:
         The seconds by which the clock of each host that has answered is ahead of this one's; `None` if this
         process may not ask.
     """
-    asked = _addresses(list(dict.fromkeys(hosts)))
+    asked = _addresses(list(dict.fromkeys(hosts)), seconds)
     found: dict[str, float] = {}
     try:
         sock = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
@@ -66,16 +66,16 @@ def differences(hosts: Iterable[str], seconds: float = SECONDS) -> dict[str, flo
     return found
 
 
-def _addresses(hosts: Sequence[str]) -> dict[str, str]:
-    """Return the hosts by their IPv4 addresses."""
+def _addresses(hosts: Sequence[str], seconds: float) -> dict[str, str]:
+    """Return the hosts by their IPv4 addresses, as far as they are found in time."""
 
     def look_up(host: str) -> str:
         with suppress(OSError):
             return socket.gethostbyname(host)
         return ""
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = dict(zip(pool.map(look_up, hosts), hosts, strict=True))
+    addresses = within(seconds, [partial(look_up, host) for host in hosts], "")
+    found = dict(zip(addresses, hosts, strict=True))
     found.pop("", None)
     return found
 

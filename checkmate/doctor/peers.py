@@ -11,11 +11,12 @@ import os
 import socket
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
+from checkmate.doctor.asking import within
 from checkmate.doctor.findings import Finding, failed, of_message, ok, skipped, warning
 from checkmate.doctor.subjects import Subject
 from checkmate.job.addresses import split_address
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 SECONDS: Final = 3.0
 """For each answer."""
-_AT_ONCE: Final = 64
+_LATE: Final = f"no answer within {SECONDS:g} s"
 _SHOWN: Final = 8
 _AWAY: Final = ("can't be reached", "did not answer")
 """How reasons begin if nobody is there; others are refusals."""
@@ -109,8 +110,7 @@ def records(nodes: Sequence[ShadowNode], tls: ssl.SSLContext | None) -> list[Fin
     if not nodes:
         return []
     places = [node.records_at for node in nodes]
-    with ThreadPoolExecutor(min(len(places), _AT_ONCE)) as pool:
-        whys = list(pool.map(lambda place: _greets(place, tls), places))
+    whys = within(SECONDS, [partial(_greets, place, tls) for place in places], _LATE)
     bad = [(node, why) for node, why in zip(nodes, whys, strict=True) if why]
     found = [
         warning(
@@ -141,19 +141,45 @@ def _greets(place: tuple[str, int], tls: ssl.SSLContext | None) -> str:
 
 def switches(found: Iterable[Switch]) -> list[Finding]:
     """Ask the switches for their program, and for nothing else. Needs the libraries of a controller."""
-    return asyncio.run(_all_switches(list(found)))
+    asked = list(found)
+    # A name that nobody looks up in time would hold up the end of the event loop.
+    whys = within(SECONDS, [partial(_unknown, switch) for switch in asked], _LATE)
+    return asyncio.run(_all_switches(list(zip(asked, whys, strict=True))))
 
 
-async def _all_switches(found: Sequence[Switch]) -> list[Finding]:
-    return list(await asyncio.gather(*map(_switch, found)))
+def _unknown(switch: Switch) -> str:
+    """Return why a switch's name has no address, or ""."""
+    try:
+        socket.getaddrinfo(*split_address(switch.address), type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+async def _all_switches(asked: Iterable[tuple[Switch, str]]) -> list[Finding]:
+    return list(await asyncio.gather(*(_in_time(switch, why) for switch, why in asked)))
+
+
+async def _in_time(switch: Switch, unknown: str) -> Finding:
+    """Ask a switch, unless its name is unknown. A library's own limits are longer, and add up."""
+    if unknown:
+        return _away(switch, unknown)
+    try:
+        async with asyncio.timeout(SECONDS):
+            return await _switch(switch)
+    except TimeoutError:
+        return _away(switch, _LATE)
+
+
+def _away(switch: Switch, why: str) -> Finding:
+    remedy = "start its P4Runtime server, or correct address in the fabric"
+    return failed(f"switch {switch.name}", f"cannot be reached at {switch.address} ({why})", remedy)
 
 
 async def _refused(host: str, port: int) -> str:
     """Return why a connection fails, or ""."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), SECONDS)
-    except TimeoutError:
-        return f"no answer within {SECONDS:g} s"
+        _, writer = await asyncio.open_connection(host, port)
     except OSError as error:
         return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     writer.close()
@@ -167,8 +193,7 @@ async def _switch(switch: Switch) -> Finding:
 
     name = f"switch {switch.name}"
     if why := await _refused(*split_address(switch.address)):
-        remedy = "start its P4Runtime server, or correct address in the fabric"
-        return failed(name, f"cannot be reached at {switch.address} ({why})", remedy)
+        return _away(switch, why)
     try:
         async with SwitchSession(switch, Codec.for_switch(switch), timeout=SECONDS) as session:
             await session.check_pipeline()

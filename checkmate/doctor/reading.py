@@ -17,9 +17,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from checkmate import machine_memory
+from checkmate.doctor.asking import within
 from checkmate.doctor.facts import Address, Clock, Facts, NicFacts
 from checkmate.nccl.interfaces import interface_of
 from checkmate.privileges import effective
@@ -27,6 +28,8 @@ from checkmate.privileges import effective
 _SYSCTLS: Final = Path("/proc/sys")
 _TCP: Final = (Path("/proc/thread-self/net/tcp"), Path("/proc/thread-self/net/tcp6"))
 _LISTEN: Final = "0A"
+_NAME_SECONDS: Final = 3.0
+"""For looking up a name; one that takes longer is not this machine's."""
 
 # linux/sockios.h and linux/if.h
 _GET_FLAGS, _GET_MTU, _GET_MAC, _GET_ADDRESS, _GET_NETMASK = 0x8913, 0x8921, 0x8927, 0x8915, 0x891B
@@ -201,11 +204,14 @@ def kernel_clock() -> Clock | None:
 
 def is_here(host: str) -> bool:
     """Return whether a host name or IP address is this machine's. Claims no port."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    for family, kind, _, _, place in found:
+
+    def look_up() -> list[Any]:
+        with suppress(OSError):
+            return list(socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM))
+        return []
+
+    nothing: list[Any] = []
+    for family, kind, _, _, place in within(_NAME_SECONDS, [look_up], nothing)[0]:
         with suppress(OSError), socket.socket(family, kind) as sock:
             sock.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
             sock.bind(place)

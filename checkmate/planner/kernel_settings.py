@@ -1,6 +1,7 @@
 """The kernel settings (sysctl) that a job's hosts need. Pure, but for `present`.
 
-No value is below the present one of the host, because other software may have raised it.
+No limit is below the present one of the host, because other software may have raised it, and an arp_ignore
+that is stricter than needed stays.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ Present = Callable[[str], str | None]
 """Returns the present value of a setting of this host; `None` if it has none that can be read."""
 
 _UNPRIVILEGED: Final = 1024
+_STRICTER: Final = ("2", "8")
+"""Values of arp_ignore that answer for less than 1 does: for the same subnet only, or never."""
 _NICS: Final = "each NIC answers for its own address only, and takes what comes for it"
 _PORTS: Final = "these ports of Checkmate are not given to outgoing connections"
 
@@ -58,7 +61,7 @@ def of_shadow_nodes(job: Job, receive_buffer: int, now: Present = present) -> li
         Setting("net.ipv4.tcp_window_scaling", "1", "a stream's window is larger than 64 KB"),
     ]
     if any(len(node.nics) > 1 for node in job.shadow_nodes):
-        found += _several_nics()
+        found += _several_nics(now)
     return found + _reserved((port for of_host in ports.values() for port in of_host), now)
 
 
@@ -82,13 +85,15 @@ def of_trainers(job: Job, now: Present = present) -> list[Setting]:
     for rank in ranks:
         nics[rank.place].add(rank.ip)
     if any(len(ips) > 1 for ips in nics.values()) or any(len(host.nics) > 1 for host in job.hosts):
-        found += _several_nics()
+        found += _several_nics(now)
     return found + _reserved(ports, now)
 
 
-def _several_nics() -> list[Setting]:
-    # The kernel takes the larger value of `all` and the interface's own, and 2 is the largest.
-    values = {"arp_ignore": "1", "arp_announce": "2", "rp_filter": "2"}
+def _several_nics(now: Present) -> list[Setting]:
+    # The kernel takes the larger value of `all` and the interface's own; of the other two, 2 is the largest.
+    there = now("net.ipv4.conf.all.arp_ignore")
+    ignore = there if there in _STRICTER else "1"
+    values = {"arp_ignore": ignore, "arp_announce": "2", "rp_filter": "2"}
     return [Setting(f"net.ipv4.conf.all.{name}", value, _NICS) for name, value in values.items()]
 
 

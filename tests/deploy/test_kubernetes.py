@@ -161,6 +161,16 @@ def test_labels_and_selectors_fit() -> None:
     }
 
 
+def test_an_update_deletes_no_shadow_node_that_was_not_drained() -> None:
+    """A StatefulSet's update does not ask the disruption budget."""
+    assert one("StatefulSet")["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    guide = (FOLDER.parents[1] / "docs" / "deploy.md").read_text()
+    drain, delete = guide.index("checkmate drain job/gpt.yaml --id"), guide.index("delete pod -l")
+    assert drain < delete
+    labels = pods()["shadow"].labels
+    assert re.findall(r"delete pod -l (\S+?)=(\S+)", guide) == [next(iter(labels.items()))]
+
+
 def test_the_job_and_the_pods_have_the_same_hosts_and_ports() -> None:
     job = read_job(JOB)
     shadow = pods()["shadow"]

@@ -85,6 +85,34 @@ def test_a_shadow_node_is_started_again_until_it_is_told_to_end(tmp_path: Path) 
     assert log.read_text() == "shadow --no-view gpt.yaml\n" * 2
 
 
+def test_a_drained_shadow_node_that_is_stopped_is_started_again(tmp_path: Path) -> None:
+    """It ends with status 0 on its own SIGTERM, and comes back empty, to be seeded."""
+    log = tmp_path / "log"
+    program(tmp_path, "checkmate", f"echo $$ >> {log}", "trap 'exit 0' TERM", "sleep 60 & wait")
+    process = subprocess.Popen([FOLDER / "shadow.sh"], env=environment(tmp_path), start_new_session=True)
+    try:
+        wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "started")
+        os.kill(int(log.read_text()), signal.SIGTERM)
+        wait_until(lambda: log.read_text().count("\n") == 2, "started again")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_between_two_starts_a_sigterm_ends_the_script_with_status_0(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program(tmp_path, "checkmate", "exit 1")
+    program(tmp_path, "sleep", f"echo >> {log}", "exec /bin/sleep 1")
+    process = subprocess.Popen([FOLDER / "shadow.sh"], env=environment(tmp_path))
+    try:
+        wait_until(log.exists, "between two starts")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+
+
 def test_a_shadow_node_with_bad_input_is_not_started_again(tmp_path: Path) -> None:
     program(tmp_path, "checkmate", "exit 2")
     done = subprocess.run([FOLDER / "shadow.sh"], env=environment(tmp_path), timeout=10, check=False)

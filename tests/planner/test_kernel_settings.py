@@ -88,6 +88,17 @@ def test_rules_for_several_nics_are_only_for_hosts_that_have_them() -> None:
     assert names(of_trainers(Job.model_validate(data), host())) == rules
 
 
+@pytest.mark.parametrize(("there", "wanted"), [("0", "1"), ("1", "1"), ("2", "2"), ("8", "8")])
+def test_a_host_that_answers_arp_for_less_still_does(there: str, wanted: str) -> None:
+    key = "net.ipv4.conf.all.arp_ignore"
+    for found in (
+        of_shadow_nodes(job(nics=2), BUFFER, host({key: there})),
+        of_shadow_nodes(job(nics=2), BUFFER, host({key: there, "net.ipv4.conf.all.rp_filter": "1"})),
+    ):
+        assert values(found)[key] == wanted
+        assert values(found)["net.ipv4.conf.all.rp_filter"] == "2"
+
+
 @pytest.mark.parametrize("role", ["shadow", "trainer"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="sets the kernel's values in a network namespace")
 def test_the_kernel_takes_every_line(tmp_path: Path, role: str) -> None:

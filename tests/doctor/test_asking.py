@@ -1,0 +1,75 @@
+"""No question to another host takes longer than its deadline, also if names are not looked up."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from checkmate.doctor import clocks, peers, reading
+from checkmate.doctor.asking import within
+from checkmate.doctor.findings import Outcome
+from checkmate.job.schema import Switch
+from testbed.jobs import job
+
+GPT = job("gpt", nodes=2)
+
+
+@pytest.fixture
+def no_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Look-ups wait until the test ends."""
+    ended = threading.Event()
+
+    def look_up(*_: Any, **__: Any) -> Any:
+        ended.wait(20)
+        raise OSError("no name server")
+
+    for name in ("gethostbyname", "getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, look_up)
+    monkeypatch.setattr(peers, "SECONDS", 0.2)
+    monkeypatch.setattr(reading, "_NAME_SECONDS", 0.2)
+    yield
+    ended.set()
+
+
+def took(asks: Callable[[], object]) -> float:
+    begun = time.monotonic()
+    asks()
+    return time.monotonic() - begun
+
+
+def switch_at(address: str) -> Switch:
+    return GPT.fabric.switches[0].model_copy(update={"address": address})
+
+
+def test_answers_are_in_the_order_of_questions_and_late_ones_are_replaced() -> None:
+    ended = threading.Event()
+    assert within(0.2, [lambda: "a", lambda: str(ended.wait(20)), lambda: "c"], "late") == ["a", "late", "c"]
+    ended.set()
+    assert within(1, [], "late") == []
+
+
+@pytest.mark.usefixtures("no_name_server")
+def test_without_a_name_server_nothing_waits() -> None:
+    assert took(lambda: clocks._addresses(["a", "b"], 0.2)) < 5
+    assert took(lambda: peers.records(GPT.shadow_nodes, None)) < 5
+    found, *_ = peers.records(GPT.shadow_nodes, None)
+    assert (found.outcome, "no answer within 3 s" in found.detail) == (Outcome.WARNING, True)
+    assert took(lambda: reading.is_here("a")) < 5
+    assert took(lambda: peers.switches([switch_at("tor.invalid:9559")])) < 5
+
+
+def test_a_switch_that_accepts_and_answers_nothing_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("finsy")
+    monkeypatch.setattr(peers, "SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        begun = time.monotonic()
+        (found,) = peers.switches([switch_at(address)])
+        assert time.monotonic() - begun < 4
+    assert found.outcome is Outcome.FAILED
+    assert f"cannot be reached at {address} (no answer" in found.detail
