@@ -25,6 +25,7 @@ from checkmate.events.reading import EventsError
 from checkmate.events.saying import keep_in
 from checkmate.extras import needs_of
 from checkmate.job.files import JobError, JobFiles, JobSet, Located
+from checkmate.job.schema import Job
 from checkmate.output.consoles import has_cursor, text_console
 from checkmate.privileges import Capability, to_write
 from checkmate.wording import JSON_VERSION, counted
@@ -96,6 +97,14 @@ def metrics_ports(metrics: str | None) -> list[int]:
     from checkmate.metrics import host_and_port  # noqa: PLC0415 - an extra
 
     return [host_and_port(metrics)[1]]
+
+
+def check_node(job: Job, node: int) -> None:
+    """Raise `UsageFault` if a job has no shadow node with this id."""
+    known = [one.id for one in job.shadow_nodes]
+    if node not in known:
+        there = ", ".join(map(str, known))
+        raise UsageFault(f"job {job.job} has no shadow node {node}; its ids are {there}")
 
 
 def confirm(question: str, otherwise: str) -> None:

@@ -10,7 +10,7 @@ from checkmate.cli.common import (
     AsJson,
     Insecure,
     JobArgument,
-    UsageFault,
+    check_node,
     err,
     out,
     print_json,
@@ -51,10 +51,7 @@ def drain(
     Example: checkmate drain jobs/gpt.yaml --id 0 && ssh shadow0 systemctl restart checkmate-shadow@0
     """
     loaded = read_job(job)
-    known = [node.id for node in loaded.shadow_nodes]
-    if node_id not in known:
-        there = ", ".join(map(str, known))
-        raise UsageFault(f"job {loaded.job} has no shadow node {node_id}; its ids are {there}")
+    check_node(loaded, node_id)
     keep_only(*to_read([] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.TRAINER)]))
     said = set[str]()
 

@@ -22,6 +22,7 @@ from checkmate.cli.common import (
     LogFormat,
     Metrics,
     UsageFault,
+    check_node,
     err,
     kept_events,
     log_to_stderr,
@@ -134,10 +135,7 @@ def _needed(job: Job, node_id: int) -> tuple[Capability, ...]:
 
 
 def _check_id(job: Job, node_id: int) -> None:
-    known = [node.id for node in job.shadow_nodes]
-    if node_id not in known:
-        there = ", ".join(map(str, known))
-        raise UsageFault(f"job {job.job} has no shadow node {node_id}; its ids are {there}")
+    check_node(job, node_id)
     used = {i for group in range(len(job.dp_groups)) for i in job.shadow_list(group)}
     if node_id not in used:
         raise UsageFault(f"no DP group has shadow node {node_id} in its shadow_nodes: it would hold nothing")

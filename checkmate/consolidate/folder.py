@@ -184,7 +184,7 @@ def write(checkpoint: Mapping[str, Any], path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the missing process group
         writer = filesystem.FileSystemWriter(path, sync_files=True)
-        _unwrapped(lambda: state_dict_saver.save(dict(checkpoint), storage_writer=writer, no_dist=True))
+        _unwrapped(partial(state_dict_saver.save, dict(checkpoint), storage_writer=writer, no_dist=True))
 
 
 def _unwrapped(do: Callable[[], object]) -> None:
@@ -210,8 +210,8 @@ def read(folder: Path, keys: set[str] | None = None, select: Select = everything
     found: dict[str, Any] = {}
     planner = _Planner(keys, select)
     reader = _Reader(folder, read_index(folder))
-    load = partial(state_dict_loader._load_state_dict, storage_reader=reader, planner=planner, no_dist=True)
-    _unwrapped(lambda: load(found))
+    load = state_dict_loader._load_state_dict
+    _unwrapped(partial(load, found, storage_reader=reader, planner=planner, no_dist=True))
     return found
 
 

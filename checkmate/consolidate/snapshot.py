@@ -35,7 +35,6 @@ from checkmate.nodes.standing import Lacking, NoAnswer, Shard, lacking, name
 from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs
 from checkmate.nodes.target import LAB_HINT, Source, find_source
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.protocol import PROTOCOL
 from checkmate.wire.layout import Layout
 
 STEP_SECONDS: Final = 10.0
@@ -140,10 +139,8 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
         return self._source(time.monotonic() + ANSWER_SECONDS)
 
     def _source(self, deadline: float) -> Source:
-        request = pb.StatusRequest(protocol=PROTOCOL, job=self.job.job)
         timeout = max(min(ANSWER_SECONDS, deadline - time.monotonic()), 0.1)
-        nodes = [node.id for node in self.job.shadow_nodes]
-        answers = self._stubs.ask(nodes, lambda stub: stub.Status, request, timeout)
+        answers = self._stubs.statuses(timeout=timeout)
         if trouble := other_ranks(self.job, answers):
             raise Missing(f"{trouble}: specify the job file of the shadow nodes")
         return find_source(self.job, answers)

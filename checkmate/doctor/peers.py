@@ -54,12 +54,9 @@ def nodes_asked(subject: Subject) -> list[ShadowNode]:
 def answers_of(job: Job, nodes: Iterable[ShadowNode], keys: RoleKeys | None) -> Answers:
     """Return the status of shadow nodes by id, or why there is none. Needs gRPC."""
     from checkmate.nodes.stubs import Stubs  # noqa: PLC0415 - an extra
-    from checkmate.rpc import shadow_pb2 as pb  # noqa: PLC0415
-    from checkmate.rpc.protocol import PROTOCOL  # noqa: PLC0415
 
-    request = pb.StatusRequest(job=job.job, protocol=PROTOCOL)
     with Stubs(job, keys) as stubs:
-        return stubs.ask([node.id for node in nodes], lambda stub: stub.Status, request, SECONDS)
+        return stubs.statuses([node.id for node in nodes], SECONDS)
 
 
 def of_answers(job: Job, nodes: Sequence[ShadowNode], answers: Answers) -> list[Finding]:

@@ -92,12 +92,12 @@ def drain(
         NodeAway: It does not answer.
     """
     if force:
-        before = _own(job, node, _status(job, stubs))
+        before = _own(job, node, stubs.statuses())
         _go(job, stubs, node, force=True)
         return held(before)
     deadline = time.monotonic() + seconds
     while True:
-        answers = _status(job, stubs)
+        answers = stubs.statuses()
         before = _own(job, node, answers)
         if before.left:
             return []
@@ -111,16 +111,11 @@ def drain(
     token = os.urandom(16)  # no other command's answer makes this one valid
     asked = _leave(job, stubs, node, Step.ASK, token=token)
     # Others may have been asked at the same time: who sees that the other one counts no longer, stays.
-    if alone := only_here({**_status(job, stubs), node: asked}, node):
+    if alone := only_here({**stubs.statuses(), node: asked}, node):
         _leave(job, stubs, node, Step.STAY, token=token)
         raise NotDrained(_without(job, node, alone))
     _go(job, stubs, node, token=token)
     return held(before)
-
-
-def _status(job: Job, stubs: Stubs) -> Answers:
-    request = pb.StatusRequest(job=job.job, protocol=PROTOCOL)
-    return stubs.ask([node.id for node in job.shadow_nodes], lambda stub: stub.Status, request)
 
 
 def _own(job: Job, node: int, answers: Answers) -> pb.NodeStatus:
@@ -135,7 +130,7 @@ def _go(job: Job, stubs: Stubs, node: int, *, token: bytes = b"", force: bool = 
     try:
         _leave(job, stubs, node, Step.GO, token=token, force=force)
     except NotDrained:
-        said = _status(job, stubs)[node]
+        said = stubs.statuses()[node]
         if isinstance(said, str) or not said.left:
             raise
 

@@ -10,7 +10,6 @@ from checkmate.nodes.standing import Answers, counted_holds, greatest_generation
 from checkmate.nodes.stubs import Stubs
 from checkmate.nodes.target import LAB_HINT
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.protocol import PROTOCOL
 from checkmate.wording import counted
 
 
@@ -45,10 +44,7 @@ def ask(job: Job, stubs: Stubs) -> Discard:
         NotReset: Training runs.
         NoNode: No node answers, or those that do know of no run, and others may hold one.
     """
-    request = pb.StatusRequest(job=job.job, protocol=PROTOCOL)
-    nodes = [node.id for node in job.shadow_nodes]
-    answers = stubs.ask(nodes, lambda stub: stub.Status, request)
-    return decide(job, answers)
+    return decide(job, stubs.statuses([node.id for node in job.shadow_nodes]))
 
 
 def ask_again(job: Job, stubs: Stubs, found: Discard) -> Discard:

@@ -97,6 +97,14 @@ class Stubs(AbstractContextManager["Stubs"]):
                 found[node] = reason(error)
         return found
 
+    def statuses(
+        self, nodes: Iterable[int] | None = None, timeout: float = ANSWER_SECONDS
+    ) -> dict[int, pb.NodeStatus | str]:
+        """Ask nodes, by default all of the job, for their status. Return their answers like `ask`."""
+        request = pb.StatusRequest(job=self.job.job, protocol=PROTOCOL)
+        asked = [node.id for node in self.job.shadow_nodes] if nodes is None else nodes
+        return self.ask(asked, lambda stub: stub.Status, request, timeout)
+
     def reset(self, nodes: Iterable[int], generation: int) -> dict[int, pb.NodeStatus | str]:
         """Have nodes discard all runs up to a generation. Return their answers like `ask`."""
         request = pb.ResetRequest(job=self.job.job, generation=generation, protocol=PROTOCOL)

@@ -9,7 +9,6 @@ from typing import Final
 from checkmate.nodes.standing import node_name
 from checkmate.nodes.stubs import UNREACHABLE, Stubs
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.protocol import PROTOCOL
 from checkmate.training.start.membership import Membership
 from checkmate.wording import at_iteration, counted
 
@@ -64,10 +63,9 @@ def _progress(place: Membership, shard: int, found: Holds) -> str:
 
 def _holds(place: Membership, stubs: Stubs, incarnation: int) -> Holds:
     """Ask the nodes for their holds of the group in this incarnation."""
-    request = pb.StatusRequest(protocol=PROTOCOL, job=place.job.job)
     nodes, ours = [node.id for node in place.nodes], (place.group, incarnation)
     found: dict[int, dict[int, pb.HoldStatus] | str] = {}
-    for node, status in stubs.ask(nodes, lambda stub: stub.Status, request, _STATUS_SECONDS).items():
+    for node, status in stubs.statuses(nodes, _STATUS_SECONDS).items():
         if isinstance(status, str):
             found[node] = status
         else:
