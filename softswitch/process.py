@@ -80,15 +80,15 @@ def run(options: Options) -> None:
         service = P4RuntimeService(switch, options.device_id)
         if pipeline is not None:
             service.commit(pipeline)
-        try:
-            server = P4RuntimeServer(service, options.address, credentials() if credentials else None)
-        except OSError as error:
-            raise UsageError(str(error)) from None
-        stack.callback(server.stop)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: switch.stop())
         if options.metrics:
             stack.enter_context(metrics(options, switch, service))
+        try:  # last, so that all the rest answers once P4Runtime does
+            server = P4RuntimeServer(service, options.address, credentials() if credentials else None)
+        except OSError as error:
+            raise UsageError(str(error)) from None
+        stack.callback(server.stop)
         if options.stats_file:
             stack.enter_context(stats_file(options.stats_file, switch, service))
         address = f"{options.address.rpartition(':')[0]}:{server.port}"

@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkmate.keys.access import INSECURE
 from checkmate.shadow.process import Serving
+from softswitch import process
+from softswitch.options import parse
 from testbed.copies import local_job
 from testbed.jobs import job_data
 from testbed.ports import free_port
@@ -41,6 +43,29 @@ def readiness(port: int) -> str:
         return f"{refused.code} {refused.read().decode().strip()}"
     except URLError:
         return "nothing answers"
+
+
+class Asked(Exception):
+    """Ends a switch where it would begin to answer P4Runtime."""
+
+
+def test_metrics_of_a_switch_answer_before_p4runtime_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, said = free_port(), []
+
+    def server(*_: object) -> None:
+        said.append(readiness(port))
+        raise Asked
+
+    monkeypatch.setattr(process, "P4RuntimeServer", server)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(process, "drop_privileges", lambda _: None)  # they are this process's
+    with pytest.raises(Asked):
+        process.run(
+            parse(
+                ["--no-p4", "--grpc-server-addr", f"127.0.0.1:{port + 1}", "--metrics", f"127.0.0.1:{port}"]
+            )
+        )
+    assert said == ["503 no program is loaded"]
 
 
 @contextmanager
