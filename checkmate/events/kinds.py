@@ -147,7 +147,12 @@ RESTORE_AGREED: Final = _kind(
     "all ranks know what to resume from",
     *("kind", "iteration", "incarnation", "generation", "seconds", "why"),
 )
-RESTORE_FETCHED: Final = _kind("trainer.restore.fetched", "a rank has read its state", "iteration", "seconds")
+RESTORE_FETCHED: Final = _kind(
+    "trainer.restore.fetched",
+    "a rank has its state, from shadow nodes and from other ranks",
+    "iteration",
+    "seconds",
+)
 RESTORE_INSTALLED: Final = _kind("trainer.restore.installed", "it is in place", "iteration", "seconds")
 RESTORE_ENDED: Final = _kind("trainer.restore.ended", "`restore` returns", "from", "iteration", "seconds")
 RESTORE_FAILED: Final = _kind("trainer.restore.failed", "it raises an error", "why", "seconds")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -20,30 +21,22 @@ from checkmate.events.kinds import (
     RESTORE_ENDED,
     RESTORE_FAILED,
     RESTORE_FETCHED,
-    RESTORE_INSTALLED,
     RESTORE_STARTED,
 )
 from checkmate.events.saying import say, seconds_since
 from checkmate.nodes.other_ranks import OtherRanks
-from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
-from checkmate.optim.supported import spec_of
-from checkmate.state import StateError, from_held
+from checkmate.state import StateError
 from checkmate.training.checks import Scaler, Scheduler, check_script
 from checkmate.training.default_log import show_log
 from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import disk, exchange, fence, membership, plans
+from checkmate.training.start import disk, exchange, fence, from_nodes, membership, plans, sharing
 from checkmate.training.start.exchange import ExchangeError
-from checkmate.training.start.fetch import FetchError, fetch
+from checkmate.training.start.fetch import FetchError
 from checkmate.training.start.install import (
     InstallError,
-    check_optimizer,
-    check_record,
-    install_optimizer,
-    install_parameters,
-    install_record,
     part_of,
 )
 from checkmate.training.start.membership import Membership, ModelStanding, Start
@@ -168,7 +161,7 @@ def _begin(
         raise RestoreError(plan.trouble)
     if plan.kind == "nodes":
         start = Start(plan, plan.iteration + 1, keep=True)
-        extra, trouble = _together(place, lambda: _from_nodes(place, watched, stubs, start, timeout))
+        extra, trouble = _from_nodes(place, watched, stubs, start, timeout)
         if not trouble:
             _log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
             if plan.iteration >= 0 and part_of(start.record, 0).step.last:
@@ -268,33 +261,22 @@ def _from_disk(
     return Start(plan, record.iteration + 1, record=record), resumed.extra
 
 
-def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
-    """Fetch and install the planned iteration; return the user's `extra`."""
-    layouts = membership.lay_out_shares(watched.model, place, slicing_of(place, watched.model))
-    parameters = list(watched.model.trained().values())
-    numbers = {parameter: number for number, parameter in enumerate(parameters)}
-    plan, began = start.plan, time.monotonic()
-    wanted = {
-        Asked(place.job.job, plan.run, plan.iteration, group, shard): nodes
-        for (group, shard), nodes in plan.holders.items()
-        if group in layouts
-    }
-    got = fetch(wanted, layouts, stubs, place, timeout)
-    fetched = RESTORE_FETCHED(iteration=plan.iteration, seconds=seconds_since(began))
-    say(logging.DEBUG, fetched, "state read from the shadow nodes")
+def _from_nodes(
+    place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float
+) -> tuple[Any, str]:
+    """Read and install the planned iteration; return the user's `extra`, and the errors of all ranks."""
     began = time.monotonic()
-    if plan.iteration >= 0 and not got.record.parts:
-        raise FetchError(f"the record of iteration {plan.iteration} is missing")
-    check_optimizer(got.optimizer, spec_of(watched.optimizer, numbers))
-    check_record(got.record, watched, place)
-    states = {n: from_held(got.parameters[n], *values) for n, values in got.states.items()}
-    install_parameters(parameters, states)
-    given = [group.options for group in got.optimizer.groups]
-    options = part_of(got.record, 0).step.next_options or given
-    install_optimizer(watched.optimizer, numbers, states, options, got.record)
-    start.keep = got.same_buckets
-    start.record = got.record
-    extra = install_record(watched, got.record, place.position)
-    installed = RESTORE_INSTALLED(iteration=plan.iteration, seconds=seconds_since(began))
-    say(logging.DEBUG, installed, "state installed")
-    return extra
+    readers = sharing.readers_of(place, watched.model)
+    share = any(exchange.gather(readers is not None, named=place.named))
+    read = partial(from_nodes.read, place, watched, stubs, start.plan, timeout)
+    got, trouble = _together(place, partial(read, readers))
+    if trouble and share:  # another division into buckets has other parameters in a shard, for example
+        _log_once(place, f"each rank reads all of the state, because its part can't be read: {trouble}")
+        readers = None
+        got, trouble = _together(place, partial(read, None))
+    if trouble:
+        return None, trouble
+    states = sharing.share(got.states, readers, place.named)
+    fetched = RESTORE_FETCHED(iteration=start.plan.iteration, seconds=seconds_since(began))
+    say(logging.DEBUG, fetched, "state read from the shadow nodes")
+    return _together(place, lambda: from_nodes.install(place, watched, start, replace(got, states=states)))

@@ -38,6 +38,11 @@ class DdpModel(TrainedModel):
         """The global ranks over which DDP averages."""
         return dist.get_process_group_ranks(self.ddp.process_group)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks over which DDP averages."""
+        return self.ddp.process_group
+
     def check_forward(self) -> None:
         """Raise `RefusedError` during and after `join()`: DDP stays prepared for ranks without a batch."""
         if self.ddp._join_config.enable:

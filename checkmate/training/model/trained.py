@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from checkmate.wire.parameter import Parameter
@@ -34,6 +35,11 @@ class TrainedModel(ABC):
     @abstractmethod
     def replicas(self) -> Sequence[int] | None:
         """The global ranks whose gradients are reduced together; `None` if only the job names them."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of `replicas`, which all have the same state; `None` if there is none."""
+        return None
 
     @property
     def shard_ranks(self) -> Sequence[int]:

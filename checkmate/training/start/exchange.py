@@ -15,9 +15,10 @@ import torch.distributed as dist
 from checkmate.training.errors import SessionError
 from checkmate.wording import counted
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Of these messages and of their order. Version 1 had pickled objects, and did not name itself; version 2 did
-not compare NCCL's plugins; version 3 did not say what groups train."""
+not compare NCCL's plugins; version 3 did not say what groups train; in version 4, each rank read all of the
+state."""
 MESSAGE_BYTES: Final = 16 << 20
 """The largest message; the longest are plans, with some bytes per shard."""
 _MAGIC: Final = 0xC4EC_0000
@@ -48,7 +49,7 @@ def gather(message: Any, *, named: Named = "rank {}".format) -> list[Any]:
     """
     data = _encoded(message)
     sizes = _headers(len(data), named)
-    longest = torch.zeros(max(sizes), dtype=torch.uint8, device=_device())
+    longest = torch.zeros(max(sizes), dtype=torch.uint8, device=device())
     longest[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     received = [torch.empty_like(longest) for _ in sizes]
     dist.all_gather(received, longest)
@@ -68,7 +69,7 @@ def broadcast(message: Any, source: int, *, named: Named = "rank {}".format) -> 
     """
     data = _encoded(message if dist.get_rank() == source else None)
     size = _headers(len(data), named)[source]
-    tensor = torch.zeros(size, dtype=torch.uint8, device=_device())
+    tensor = torch.zeros(size, dtype=torch.uint8, device=device())
     if dist.get_rank() == source:
         tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(tensor, src=source)
@@ -82,7 +83,7 @@ def shortened(error: str) -> str:
 
 def _headers(size: int, named: Named) -> list[int]:
     """Return the sizes of all ranks' messages, once all ranks are known to have the same version."""
-    own = torch.tensor([_MAGIC + VERSION, size], dtype=torch.int64, device=_device())
+    own = torch.tensor([_MAGIC + VERSION, size], dtype=torch.int64, device=device())
     received = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(received, own)
     headers = [(int(version), int(length)) for version, length in (one.tolist() for one in received)]
@@ -105,9 +106,9 @@ def _check(headers: list[tuple[int, int]], named: Named) -> None:
             raise ExchangeError(f"{named(rank)} has a message of more than {MESSAGE_BYTES >> 20} MiB")
 
 
-def _device() -> torch.device:
-    """Return where the default group's backend takes tensors: the CPU if it can."""
-    backends = str(dist.get_backend_config())
+def device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where a group's backend takes tensors: the CPU if it can. `None` is the default group."""
+    backends = str(dist.get_backend_config(group))
     if "cpu:" in backends:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

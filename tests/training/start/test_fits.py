@@ -23,12 +23,10 @@ from checkmate.nodes.reader import States
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training import restore
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import membership
+from checkmate.training.start import from_nodes, membership
 from checkmate.training.start.fetch import Fetched
 from checkmate.training.start.install import InstallError, check_record, install_record
-from checkmate.training.start.membership import Start
 from checkmate.training.start.plans import RestartPlan
 from testbed.jobs import job
 from tests.support.training.alone import alone
@@ -183,10 +181,10 @@ def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPat
     def fetched(*_: object) -> Fetched:
         return Fetched(loop.layout.parameters, states, found, spec, True)
 
-    monkeypatch.setattr(restore, "fetch", fetched)
+    monkeypatch.setattr(from_nodes, "fetch", fetched)
     theirs = Watched(other.wrapped, other.optimizer, ExponentialLR(other.optimizer, 0.9))
-    start = Start(RestartPlan("nodes", 1, "run", 2, {}), 3)
+    plan = RestartPlan("nodes", 1, "run", 2, {})
     with pytest.raises(InstallError, match="is a StepLR"):
-        restore._from_nodes(PLACE, theirs, Stubs(PLACE.job, None), start, 1.0)
+        from_nodes.read(PLACE, theirs, Stubs(PLACE.job, None), plan, 1.0, None)
     assert all(torch.equal(before[name], tensor) for name, tensor in other.model.state_dict().items())
     assert not other.optimizer.state
