@@ -53,7 +53,7 @@ def ranks() -> Iterator[RankProcesses]:
 @pytest.fixture
 def node() -> Iterator[RecordingNode]:
     """Yield a shadow node that records the messages of trainers."""
-    served = RecordingNode("127.0.0.1:0")
+    served = RecordingNode()
     yield served
     served.stop()
 

@@ -16,6 +16,7 @@ from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.inbox import Inbox
 from checkmate.state import SeedReader
+from testbed.ports import free_port
 
 SECONDS = 20.0
 """Longer than any wait in tests."""
@@ -31,12 +32,12 @@ def current(said: pb.NodeStatus) -> pb.NodeStatus:
 class RecordingNode(rpc.ShadowServicer):
     """A node that serves at an address until `stop`; it can be restarted there without state."""
 
-    def __init__(self, address: str = "127.0.0.1:0", shards: Sequence[int] = ()) -> None:
-        """Serve at `address`; `shards` are reported as held and seeded after begin."""
-        self.address = address
+    def __init__(self, address: str = "", shards: Sequence[int] = ()) -> None:
+        """Serve at `address`, by default a free one; `shards` are reported as held and seeded after begin."""
+        self.address = address or f"127.0.0.1:{free_port()}"  # no connection takes it while the node is away
         self.shards = shards
         self.begins: list[pb.BeginRequest] = []
-        self.records_at = f"{address.partition(':')[0]}:0"
+        self.records_at = f"{self.address.partition(':')[0]}:{free_port()}"
         """Port for step records."""
         self.records: list[pb.RecordPart] = []
         self.seeds: list[tuple[pb.SeedHeader, dict[int, object]]] = []
@@ -54,13 +55,10 @@ class RecordingNode(rpc.ShadowServicer):
         self._stopping = False
         self._server = grpc.server(ThreadPoolExecutor(16), options=OPTIONS)
         rpc.add_ShadowServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(self.address)
-        self.address = f"{self.address.partition(':')[0]}:{port}"
+        self._server.add_insecure_port(self.address)
         self._server.start()
-        host, _, given = self.records_at.partition(":")
-        listener = socket.create_server((host, int(given)))
-        self.records_at = f"{host}:{listener.getsockname()[1]}"
-        self._inbox = Inbox(listener, self._take)
+        host, _, port = self.records_at.partition(":")
+        self._inbox = Inbox(socket.create_server((host, int(port))), self._take)
         self._inbox.start()
 
     def stop(self) -> None:
