@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import shutil
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -27,11 +28,11 @@ from checkmate.keys.contexts import (
     uris_of_socket,
 )
 from checkmate.keys.errors import KeysError
-from checkmate.keys.folder import RoleKeys
+from checkmate.keys.folder import RoleKeys, read_keys
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from tests.support.keys import NOW, role_keys, served_job
+from tests.support.keys import NOW, made, role_keys, served_job
 
 SECONDS = 10.0
 LONG_AGO = NOW - dt.timedelta(days=800)
@@ -162,6 +163,18 @@ def test_a_file_that_was_exchanged_meanwhile_is_named(keys: Keys) -> None:
     trainer.key_file.write_bytes(keys(Role.READER).key)
     with pytest.raises(KeysError, match=f"TLS refuses the keys in {trainer.folder}: .*MISMATCH"):
         client_context(trainer)
+
+
+def test_one_authority_for_two_jobs_gives_neither_the_others_roles(tmp_path: Path) -> None:
+    ours, theirs = served_job("gpt"), served_job("bert")
+    server = server_context(role_keys(ours, tmp_path, Role.SHADOW))
+    shutil.copytree(tmp_path / "gpt/authority", tmp_path / "bert/authority")
+    made(theirs, tmp_path)
+    for role in Role:
+        stranger = read_keys(tmp_path / "bert" / role, "bert", role, now=NOW)
+        uris, _ = meet(server, client_context(stranger))  # TLS itself accepts it
+        with pytest.raises(CallerRefused, match=f"has the URI 'checkmate:bert/{role}', which is not"):
+            caller_role(uris, ours)
 
 
 def guarded(job: Job) -> grpc.GenericRpcHandler:
