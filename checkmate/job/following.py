@@ -51,7 +51,7 @@ class Wanted:
     by_file: Mapping[Path, Job]
     faults: tuple[Located, ...] = ()
     files: tuple[Path, ...] = ()
-    """All files that were read; none if there is no job file."""
+    """All files that were read; empty without any job file."""
     fabric: Any = field(default=None, compare=False)
     """The data of the operator's fabric file, to which the jobs' grants belong."""
 

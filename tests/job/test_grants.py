@@ -284,7 +284,7 @@ def test_one_owners_mistakes_keep_nobody_from_changing(tmp_path: Path) -> None:
     (folder / "2.yaml").unlink()
     os.mkfifo(folder / "link")
     (folder / "2.yaml").symlink_to(folder / "link")
-    assert [job.job for job in served(files).jobs] == ["one"], "it is no file, so its job has gone"
+    assert [job.job for job in served(files).jobs] == ["one"], "a pipe is not listed, so its job has gone"
     (folder / "2.yaml").unlink()
     write(folder, {**TWO, "fabric": "link"}, "2.yaml")  # it would block whoever reads it
     assert [job.job for job in served(files).jobs] == ["one"]

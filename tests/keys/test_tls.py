@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import shutil
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -28,11 +27,11 @@ from checkmate.keys.contexts import (
     uris_of_socket,
 )
 from checkmate.keys.errors import KeysError
-from checkmate.keys.folder import RoleKeys, read_keys
+from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from tests.support.keys import NOW, made, role_keys, served_job
+from tests.support.keys import NOW, role_keys, served_job
 
 SECONDS = 10.0
 LONG_AGO = NOW - dt.timedelta(days=800)
@@ -166,15 +165,17 @@ def test_a_file_that_was_exchanged_meanwhile_is_named(keys: Keys) -> None:
 
 
 def test_one_authority_for_two_jobs_gives_neither_the_others_roles(tmp_path: Path) -> None:
+    """Also if both jobs have one folder of keys: a node that trusts both authorities stands for one."""
     ours, theirs = served_job("gpt"), served_job("bert")
-    server = server_context(role_keys(ours, tmp_path, Role.SHADOW))
-    shutil.copytree(tmp_path / "gpt/authority", tmp_path / "bert/authority")
-    made(theirs, tmp_path)
+    node, stranger = (role_keys(job, tmp_path, Role.SHADOW) for job in (ours, theirs))
+    server = server_context(replace(node, ca=node.ca + stranger.ca))
     for role in Role:
-        stranger = read_keys(tmp_path / "bert" / role, "bert", role, now=NOW)
-        uris, _ = meet(server, client_context(stranger))  # TLS itself accepts it
+        client = replace(role_keys(theirs, tmp_path, role), ca=node.ca)
+        uris, _ = meet(server, client_context(client))  # TLS itself accepts it
         with pytest.raises(CallerRefused, match=f"has the URI 'checkmate:bert/{role}', which is not"):
             caller_role(uris, ours)
+    with pytest.raises(ssl.SSLError, match="certificate verify failed"):  # as `checkmate keys` makes them
+        meet(server_context(node), client_context(replace(stranger, ca=node.ca)))
 
 
 def guarded(job: Job) -> grpc.GenericRpcHandler:
