@@ -9,15 +9,15 @@ from functools import partial
 
 from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
 from checkmate.events.saying import say
-from checkmate.job.files import JobError, JobFiles
+from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job
-from checkmate.keys.access import access
+from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
-from checkmate.keys.roles import Role, Secret
 from checkmate.wording import counted
 from controlplane.controller import LOG, SwitchController
 from controlplane.election import Candidacy, before, jobs_digest, new_controller
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
+from controlplane.hello_keys import HelloKeys
 from controlplane.network import Network
 from controlplane.p4runtime import vacating
 from controlplane.reconciling import Reconciled
@@ -32,9 +32,9 @@ CONTROLLER = new_controller()
 class Fleet:
     """The controllers of all switches that the jobs name."""
 
-    def __init__(self, *, insecure: bool = False) -> None:
-        """Prepare. With `insecure`, no keys are used: whoever can send from a NIC can connect its streams."""
-        self._insecure = insecure
+    def __init__(self, keys: HelloKeys | None = None) -> None:
+        """Prepare. `keys` reads those of the jobs."""
+        self._keys = HelloKeys() if keys is None else keys
         self._hello_keys: dict[str, bytes] = {}
         self._digest = 0
         self.controllers: dict[str, SwitchController] = {}
@@ -82,7 +82,7 @@ class Fleet:
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Read keys and check all plans, without a switch. Raise what `start` raises for these."""
-        self._hello_keys.update(self._read_keys(jobs))
+        self._hello_keys.update(self._keys.of(jobs))
         self._digest = jobs_digest(jobs)
         self.network = Network(jobs)
         self.controllers = {
@@ -104,7 +104,7 @@ class Fleet:
 
     async def change(self, jobs: Sequence[Job]) -> list[Reconciled]:
         """Change to another set of jobs. If a switch refuses, revert all of them and raise its error."""
-        keys, keys_before = self._read_keys(jobs), dict(self._hello_keys)
+        keys, keys_before = self._keys.of(jobs), dict(self._hello_keys)
         network, network_before, digest_before = Network(jobs), self.network, self._digest
         for controller in self.controllers.values():
             controller.check(network)
@@ -141,13 +141,6 @@ class Fleet:
         for name in [name for name in self.controllers if name not in network.switches]:
             await self._leave(name)
         return done
-
-    def _read_keys(self, jobs: Sequence[Job]) -> dict[str, bytes]:
-        """Return the secret `hello.key` of each job."""
-        return {
-            job.job: access(job, Role.CONTROLLER, insecure=self._insecure).secret(Secret.HELLO)
-            for job in jobs
-        }
 
     async def _leave(self, name: str) -> None:
         """Stop serving a switch that has no jobs any more. It is empty by now, unless it was unreachable."""
@@ -213,7 +206,14 @@ def _same_switch(controller: SwitchController, network: Network) -> None:
         )
 
 
-async def follow(files: JobFiles, fleet: Fleet) -> None:
+def refuse(wanted: Wanted) -> None:
+    """Log the faults of files whose jobs stay as they are, or are left out."""
+    if wanted.faults:
+        why = str(JobError(wanted.faults))
+        say(logging.ERROR, JOBS_REFUSED(why=why), "refused; what is served of these files stays:\n%s", why)
+
+
+async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
     """Apply every change of the job files. Log a change that can't be applied, and change nothing.
 
     If a switch is away, or another controller has it, try again.
@@ -226,7 +226,9 @@ async def follow(files: JobFiles, fleet: Fleet) -> None:
         await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
         before = {job.job for job in fleet.network.jobs}
         try:
-            jobs = files.read().require()
+            wanted = await asyncio.to_thread(files.wanted, unusable)  # streams connect meanwhile
+            jobs = wanted.jobs
+            refuse(wanted)
             done = await fleet.change(jobs)
         except JobError as error:
             say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged:\n%s", error)
@@ -238,6 +240,7 @@ async def follow(files: JobFiles, fleet: Fleet) -> None:
             told = str(error)
             continue
         again, told = False, ""
+        files.served(wanted)
         now = {job.job for job in jobs}
         written = sum(report.updates for report in done)
         for verb, names in (("added", now - before), ("removed", before - now)):

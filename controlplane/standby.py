@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from checkmate.events.kinds import CONTROLLER_CLAIMS, JOBS_REFUSED, SWITCH_LOST
 from checkmate.events.saying import say
-from checkmate.job.files import JobError, JobFiles
+from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job, Switch
+from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
 from controlplane.controller import LOG, RECONNECT_SECONDS
 from controlplane.election import Verdict, Watch, jobs_digest
@@ -17,7 +18,7 @@ from controlplane.errors import ControlError
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
-from controlplane.serve import POLL_SECONDS
+from controlplane.serve import POLL_SECONDS, refuse
 from controlplane.tasks import until_first
 
 
@@ -25,11 +26,18 @@ class Standby:
     """Watches the switches of jobs, and the job files, until this controller is to claim the switches."""
 
     def __init__(
-        self, files: JobFiles, jobs: Sequence[Job], check: Callable[[Sequence[Job]], object]
+        self,
+        files: JobFiles,
+        wanted: Wanted,
+        check: Callable[[Sequence[Job]], object],
+        unusable: Unusable,
     ) -> None:
-        """Prepare. `check` raises `ControlError` or `KeysError` for jobs that could not be served."""
-        self._files, self._check = files, check
-        self.jobs = list(jobs)
+        """Prepare. `check` raises `ControlError` or `KeysError` for jobs that could not be served.
+
+        `unusable`: as for `JobFiles.wanted`.
+        """
+        self._files, self._check, self._unusable = files, check, unusable
+        self.jobs = wanted.jobs
         """The jobs as the files are now, or were when they last had no fault."""
         self._digests: set[int] = set()
 
@@ -50,12 +58,14 @@ class Standby:
     def read_again(self) -> bool:
         """Read the job files; return whether they have no fault."""
         try:
-            found = self._files.read().require()
-            self._check(found)
+            wanted = self._files.wanted(self._unusable)
+            self._check(wanted.jobs)
         except (JobError, ControlError, KeysError) as error:
             say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged:\n%s", error)
             return False
-        self.jobs = found
+        refuse(wanted)
+        self._files.served(wanted)
+        self.jobs = wanted.jobs
         return True
 
     async def _changed(self) -> None:

@@ -29,6 +29,7 @@ from checkmate.shadow.receive.connect import connect_stream, node_time
 from checkmate.wire.schedule import nic_of
 from checkmate.wire.tag import Hello
 from controlplane import plan as planning
+from controlplane.hello_keys import HelloKeys
 from controlplane.serve import Fleet
 from topologies.kernel import links, namespaces
 
@@ -111,7 +112,7 @@ def start_switch(job: Job) -> subprocess.Popen[bytes]:
 
 async def _start(job: Job) -> tuple[float, int]:
     """Return the seconds from the job to the last write, and the number of updates."""
-    fleet = Fleet(insecure=True)
+    fleet = Fleet(HelloKeys(insecure=True))
     start = time.monotonic()
     (done,) = await fleet.start([job])
     seconds = time.monotonic() - start
@@ -159,7 +160,7 @@ def connect_and_restart(job: Job) -> list[Result]:
 async def _connect_and_restart(
     job: Job, process: subprocess.Popen[bytes], command: list[str]
 ) -> list[Result]:
-    fleet = Fleet(insecure=True)
+    fleet = Fleet(HelloKeys(insecure=True))
     await fleet.start([job])
     serving = asyncio.create_task(fleet.serve())
     (controller,) = fleet.controllers.values()

@@ -24,7 +24,8 @@ from checkmate.events.keeping import EventLog, folder_of, named_folder
 from checkmate.events.reading import EventsError
 from checkmate.events.saying import keep_in
 from checkmate.extras import needs_of
-from checkmate.job.files import JobError, JobFiles, JobSet, Located
+from checkmate.job.files import JobError, JobSet, Located
+from checkmate.job.following import JobFiles
 from checkmate.job.schema import Job
 from checkmate.output.consoles import has_cursor, text_console
 from checkmate.privileges import Capability, to_write
@@ -44,6 +45,16 @@ JobArguments = Annotated[
 ]
 JobArgument = Annotated[
     Path, typer.Argument(help="A job file.", show_default=False, autocompletion=job_paths)
+]
+FabricOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--fabric",
+        metavar="FILE",
+        help="The operator's fabric file: each job may have what it grants.",
+        show_default="every job may have everything",
+        autocompletion=job_paths,
+    ),
 ]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Use no keys: whoever reaches the job's addresses can read it.")
@@ -121,15 +132,14 @@ def print_json(data: Mapping[str, object], *, line: bool = False) -> None:
     sys.stdout.flush()
 
 
-def set_of(arguments: Sequence[Path]) -> JobSet:
-    """Read the job files of a command line, faults included. Raise `UsageFault` if there are none."""
-    return read_files(JobFiles(arguments))
+def set_of(arguments: Sequence[Path], fabric: Path | None = None) -> JobSet:
+    """Read the job files of a command line, faults included. Raise `UsageFault` if there are none.
 
-
-def read_files(files: JobFiles) -> JobSet:
-    """Do as `set_of`, for files that are followed afterwards."""
+    `fabric`: the operator's fabric file, if jobs have only what it grants them.
+    """
+    files = JobFiles(arguments, fabric)
     found = files.read()
-    if not found.files:
+    if not found.jobs_read:
         raise UsageFault(f"no job file (*.yaml) in {files}")
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from checkmate.job.files import SUFFIXES
+from checkmate.job.following import SUFFIXES
 
 _PLAIN: Final = re.compile(r"[\w./+@%-]+")
 """Names that no shell has to quote. For others, shells fall back on completion of their own."""

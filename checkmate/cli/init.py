@@ -16,7 +16,8 @@ import typer
 from checkmate.cli.common import UsageFault, out, says_errors
 from checkmate.job import editor_schema, starter
 from checkmate.job.fields import GPUS_MOST
-from checkmate.job.files import SUFFIXES, JobError, read_job
+from checkmate.job.files import JobError, read_job
+from checkmate.job.following import SUFFIXES
 from checkmate.job.schema import Job, Switch
 from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
 

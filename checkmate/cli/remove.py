@@ -6,6 +6,7 @@ import asyncio
 
 from checkmate.cli.common import (
     AsJson,
+    FabricOption,
     JobArguments,
     err,
     out,
@@ -20,7 +21,7 @@ from controlplane.remove import remove_jobs
 
 
 @says_errors
-def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
+def remove(jobs: JobArguments, fabric: FabricOption = None, as_json: AsJson = False) -> None:
     """Remove jobs from their switches: entries, groups and connected streams. Other jobs are not affected.
 
     While `checkmate run` serves a switch, remove the job's file from its folder instead.
@@ -28,7 +29,7 @@ def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
     Example: checkmate remove jobs/gpt.yaml
     """
     try:
-        loaded = set_of(jobs).require()
+        loaded = set_of(jobs, fabric).require()
         with waiting(err, "removing"):
             reports = asyncio.run(remove_jobs(loaded))
     except AnotherPrimary as error:

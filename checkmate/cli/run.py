@@ -19,6 +19,7 @@ import checkmate
 from checkmate.cli.common import (
     AsLog,
     Events,
+    FabricOption,
     Insecure,
     JobArguments,
     LogFormat,
@@ -29,7 +30,6 @@ from checkmate.cli.common import (
     log_to_stderr,
     metrics_ports,
     out,
-    read_files,
     says_errors,
     to_keep_events,
     view_console,
@@ -45,8 +45,9 @@ from checkmate.events.kinds import (
     CONTROLLER_STARTED,
 )
 from checkmate.events.saying import say
-from checkmate.job.files import JobFiles
+from checkmate.job.following import JobFiles, Wanted
 from checkmate.job.schema import Job
+from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
 from checkmate.keys.roles import Role, role_folder
 from checkmate.notify import notify, stay_alive
@@ -54,7 +55,8 @@ from checkmate.output.consoles import progress
 from checkmate.privileges import keep_only, to_listen, to_read
 from checkmate.wording import counted
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
-from controlplane.serve import Fleet, follow, status_now
+from controlplane.hello_keys import HelloKeys
+from controlplane.serve import Fleet, follow, refuse, status_now
 from controlplane.standby import Standby
 from controlplane.status import SwitchStatus
 from controlplane.tasks import until_first
@@ -83,6 +85,7 @@ def run(
     metrics: Metrics = None,
     events: Events = None,
     log_format: AsLog = LogFormat.TEXT,
+    fabric: FabricOption = None,
     insecure: Insecure = False,
 ) -> None:
     """Install jobs on their switches, then serve as the stub TCP endpoint until stopped.
@@ -95,6 +98,9 @@ def run(
     With --standby, any number of controllers may run with the same job files: one serves, and if it ends,
     another one takes over.
 
+    With --fabric, the jobs are of several owners: each has only what that file grants it. A file that claims
+    more is refused, and what is served of its job stays.
+
     Exit status: 2 bad input, 3 switch unreachable, 4 wrong program, 5 another primary, 6 write refused.
 
     Example: checkmate run jobs/
@@ -102,20 +108,37 @@ def run(
     if standby and (once or load):
         raise UsageFault("--standby waits and serves; use --once or --load without it")
     live = view_console(view, log_format)
-    files = JobFiles(jobs)
-    found = read_files(files)
-    first = found.require()  # bad input is refused before anything is started
+    files = JobFiles(jobs, fabric)
+    keys = HelloKeys(insecure=insecure, remember=files.several_owners)
+    wanted = _first(files, keys, all_sound=once or load)
+    first = wanted.jobs
     keep_only(
-        *to_read(_read_later(found.files, first)),
+        *to_read(_read_later(wanted.files, first)),
         *to_listen(metrics_ports(metrics)),
         *to_keep_events(events),
     )
     log_to_stderr(log_format)
     warn(map(subjects.controller, first), insecure=insecure)
     logging.getLogger("finsy").setLevel(logging.ERROR)
-    controller = _Controller(files, insecure=insecure, load=load, live=live)
+    controller = _Controller(files, keys, load=load, live=live)
     with kept_events("controller", "", events), _said(first):
-        asyncio.run(_until_stopped(controller.work(first, standby=standby, once=once, metrics=metrics)))
+        refuse(wanted)
+        asyncio.run(_until_stopped(controller.work(wanted, standby=standby, once=once, metrics=metrics)))
+
+
+def _first(files: JobFiles, keys: HelloKeys, *, all_sound: bool) -> Wanted:
+    """Return the jobs to begin with. Bad input is refused before anything is started.
+
+    With several owners, sound jobs are enough, unless `all_sound`: one owner's mistake must not keep the
+    controller from starting again.
+    """
+    wanted = files.wanted(keys.unusable)
+    if not wanted.files:
+        raise UsageFault(f"no job file (*.yaml) in {files}")
+    if wanted.faults and (all_sound or not wanted.jobs):
+        raise JobError(wanted.faults)
+    files.served(wanted)
+    return wanted
 
 
 @contextmanager
@@ -158,14 +181,14 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
 class _Controller:
     """What `run` does with its options."""
 
-    def __init__(self, files: JobFiles, *, insecure: bool, load: bool, live: Console | None) -> None:
-        self._files, self._insecure, self._load, self._live = files, insecure, load, live
+    def __init__(self, files: JobFiles, keys: HelloKeys, *, load: bool, live: Console | None) -> None:
+        self._files, self._keys, self._load, self._live = files, keys, load, live
         self.reading: Reading | None = None
 
-    async def work(self, jobs: Sequence[Job], *, standby: bool, once: bool, metrics: str | None) -> None:
+    async def work(self, wanted: Wanted, *, standby: bool, once: bool, metrics: str | None) -> None:
         """Serve or stand by, with metrics or without."""
         with nullcontext() if metrics is None else self._measured(metrics):
-            await (self.stand_by(jobs) if standby else self.serve(jobs, once=once))
+            await (self.stand_by(wanted) if standby else self.serve(wanted.jobs, once=once))
 
     def _measured(self, address: str) -> MetricsServer:
         from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
@@ -178,7 +201,7 @@ class _Controller:
         self, jobs: Sequence[Job], *, once: bool = False, now: Sequence[str] | None = None
     ) -> None:
         """Write what is missing; unless `once`, serve. With `now`, these switches are enough to begin."""
-        fleet = Fleet(insecure=self._insecure)
+        fleet = Fleet(self._keys)
         try:
             await _apply(fleet, jobs, self._load, now)
             if once:
@@ -188,20 +211,20 @@ class _Controller:
             notify("READY=1", "STATUS=serving")
             out.print("serving; stop with Ctrl-C")
             view = [] if self._live is None else [_view(fleet, self._live)]
-            await until_first(fleet.serve(), follow(self._files, fleet), *view)
+            await until_first(fleet.serve(), follow(self._files, fleet, self._keys.unusable), *view)
         finally:
             if self.reading is not None:
                 self.reading.fleet = None
             await fleet.stop()
 
-    async def stand_by(self, jobs: Sequence[Job]) -> None:
+    async def stand_by(self, wanted: Wanted) -> None:
         """Serve whenever no other controller does."""
 
-        def check(wanted: Sequence[Job]) -> None:
-            Fleet(insecure=self._insecure).prepare(wanted)
+        def check(jobs: Sequence[Job]) -> None:
+            Fleet(self._keys).prepare(jobs)
 
-        check(jobs)  # faults are found now, not when it is needed
-        standby = Standby(self._files, jobs, check)
+        check(wanted.jobs)  # faults are found now, not when it is needed
+        standby = Standby(self._files, wanted, check, self._keys.unusable)
         while True:
             notify("READY=1", "STATUS=standing by")
             out.print("standing by; stop with Ctrl-C")

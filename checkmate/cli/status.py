@@ -14,6 +14,7 @@ from rich.text import Text
 
 from checkmate.cli.common import (
     AsJson,
+    FabricOption,
     JobArguments,
     UsageFault,
     err,
@@ -48,6 +49,7 @@ class NotConnected(UsageFault):
 @says_errors
 def status(
     jobs: JobArguments,
+    fabric: FabricOption = None,
     as_json: AsJson = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Return when all streams of the jobs are connected.")
@@ -62,7 +64,7 @@ def status(
 
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
-    loaded = set_of(jobs).require()
+    loaded = set_of(jobs, fabric).require()
     with waiting(err, "reading the switches") as shown:
         found = asyncio.run(_status(loaded, timeout if wait else 0.0, shown))
     data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in found}}

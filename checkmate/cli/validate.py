@@ -9,6 +9,7 @@ from rich.text import Text
 
 from checkmate.cli.common import (
     AsJson,
+    FabricOption,
     JobArguments,
     err,
     out,
@@ -31,18 +32,20 @@ class Invalid(JobError):
 @says_errors
 def validate(
     jobs: JobArguments,
+    fabric: FabricOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Check job files: each by itself, against each other, and against the capacity of their switches.
 
     Every fault is reported with its line, its path in the file and a correction. Of keys and TLS files, those
-    that belong on this host are checked. Exit status 2 if there is a fault.
+    that belong on this host are checked. With --fabric, each job may have only what that file grants it.
+    Exit status 2 if there is a fault.
 
     Example: checkmate validate jobs/gpt.yaml
     """
     from checkmate.cli.planning.plan import checked_plan  # noqa: PLC0415
 
-    found = set_of(jobs)
+    found = set_of(jobs, fabric)
     files = check_files(found, dt.datetime.now(dt.UTC))
     try:
         loaded, plans = checked_plan(found, files.faults)

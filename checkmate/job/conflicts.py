@@ -7,35 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_at, show_path
-from checkmate.job.placing import interfaces
-from checkmate.job.schema import Attachment, Nic, ShadowNode, Stub, Switch
+from checkmate.job.claims import Claim, claims
+from checkmate.job.faults import Fault, Part, Path, parts, show_path
+from checkmate.job.schema import Attachment, Switch
 from checkmate.job.tofino.ports import effective
 
 Faults = Iterator[tuple[int, Fault]]
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """A job's claim on an exclusive resource."""
-
-    what: str
-    value: object
-    path: Path
-    switch: str | None = None
-    """The switch of a stub or a link, which jobs on that switch share."""
-
-    @property
-    def key(self) -> object:
-        """Identity of the resource. Hosts and NICs share one address space."""
-        return self.value if "port" not in self.what else ("port", self.value)
-
-    @property
-    def text(self) -> str:
-        return " ".join(map(str, self.value)) if isinstance(self.value, tuple) else str(self.value)
 
 
 def between_jobs(jobs: Sequence[Any]) -> list[tuple[int, Fault]]:
@@ -50,38 +29,6 @@ def between_jobs(jobs: Sequence[Any]) -> list[tuple[int, Fault]]:
     ]
 
 
-def _claims(raw: Any) -> Iterator[_Claim]:
-    """Yield a job's claims: hosts, shadow NICs, their switch ports, and the addresses of stubs."""
-    named = {switch.path: switch.fields.get("name") for switch in parts(raw, Switch, "fabric", "switches")}
-    for stub in parts(raw, Stub, "fabric", "switches", "stub"):
-        if (name := named.get(stub.path[:-1])) is not None:
-            yield from _addresses("stub", stub, name)
-    for end in parts(raw, Attachment, "fabric", "links"):
-        yield from _port(end, end.fields.get("switch"))
-    for interface in interfaces(raw):
-        yield from _addresses("host", interface)
-        yield from _port(interface)
-    for node in parts(raw, ShadowNode, "shadow_nodes"):
-        for field, address in served_at(node):
-            yield _Claim("shadow node management address", address, (*node.path, field))
-    for nic in parts(raw, Nic, "shadow_nodes", "nics"):
-        yield from _addresses("shadow NIC", nic)
-        yield from _port(nic)
-
-
-def _addresses(what: str, part: Part, switch: str | None = None) -> Iterator[_Claim]:
-    for path, address in addresses_of(part):
-        yield _Claim(f"{what} address", str(address), path, switch)
-    if "mac" in part.fields:
-        yield _Claim(f"{what} address", str(part.fields["mac"]), (*part.path, "mac"), switch)
-
-
-def _port(part: Part, switch: str | None = None) -> Iterator[_Claim]:
-    place = part.get("switch", "port")
-    if place is not None:
-        yield _Claim("switch port", place, (*part.path, "port"), switch)
-
-
 def _same_names(names: Sequence[Any]) -> Faults:
     seen: set[str] = set()
     for index, name in enumerate(names):
@@ -93,9 +40,9 @@ def _same_names(names: Sequence[Any]) -> Faults:
 
 
 def _same_claims(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
-    taken: dict[object, tuple[int, _Claim]] = {}
+    taken: dict[object, tuple[int, Claim]] = {}
     for index, raw in enumerate(jobs):
-        for claim in _claims(raw):
+        for claim in claims(raw):
             owner, first = taken.setdefault(claim.key, (index, claim))
             if owner != index and not (claim.switch and claim.switch == first.switch):
                 other = f"{owners[owner]} ({show_path(first.path)})"
@@ -127,7 +74,7 @@ def _same_switches(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
 def _same_links(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
     ends: dict[object, tuple[int, object]] = {}
     for index, raw in enumerate(jobs):
-        for path, a, b in _links(raw):
+        for path, a, b in links(raw):
             for near, far in ((a, b), (b, a)):
                 owner, seen = ends.setdefault(near, (index, far))
                 if seen != far and owner != index:
@@ -135,7 +82,7 @@ def _same_links(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
                     yield index, Fault(path, f"{message}; use one fabric file for both")
 
 
-def _links(raw: Any) -> Iterator[tuple[Path, tuple[Any, ...], tuple[Any, ...]]]:
+def links(raw: Any) -> Iterator[tuple[Path, tuple[Any, ...], tuple[Any, ...]]]:
     """Yield links with two valid ends: path, and (switch, port) of each end."""
     ends = [(end.path, end.get("switch", "port")) for end in parts(raw, Attachment, "fabric", "links")]
     for (path, a), (next_path, b) in itertools.pairwise(ends):

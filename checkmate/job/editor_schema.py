@@ -12,8 +12,9 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
+from checkmate.job.fabric_file import FabricFile
 from checkmate.job.placing import OF_HOST
-from checkmate.job.schema import Attachment, Fabric, Host, Job, Nic, Rank, Switch
+from checkmate.job.schema import Attachment, Host, Job, Nic, Rank, Switch
 from checkmate.job.tofino import chips
 
 _PORT_NAME: Final = {"type": "string", "pattern": chips.PORT_NAME}
@@ -48,7 +49,7 @@ def of_job() -> dict[str, Any]:
 
 def of_fabric() -> dict[str, Any]:
     """Return the JSON Schema of fabric files."""
-    return _with_ports(of_model(Fabric))
+    return _with_ports(of_model(FabricFile))
 
 
 def _without(names: Iterable[str]) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""Read job files: YAML to `Job`, with all faults at once, each with file, line and path. Follow changes."""
+"""Read job files: YAML to `Job`, with all faults at once, each with file, line and path."""
 
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from checkmate.job import checks, conflicts, yaml_lines
+from checkmate.job import checks, conflicts, grants, yaml_lines
 from checkmate.job import faults as parts
+from checkmate.job.fabric_file import Granted, resolve_tls
 from checkmate.job.faults import Fault
 from checkmate.job.placing import Placing, place
 from checkmate.job.schema import Job
@@ -38,11 +38,26 @@ class JobSet:
     """Job files of jobs that share switches: the valid jobs, and every fault of the others.
 
     `files`: all files that were read, fabric files included, in the order in which faults are reported.
+    `granted`: the operator's fabric file, which is then the jobs' fabric.
     """
 
     sound: tuple[tuple[Path, Job], ...]
     faults: tuple[Located, ...]
     files: tuple[Path, ...]
+    granted: Granted | None = None
+    operators: Path | None = None
+    """The operator's fabric file, faulty or not."""
+
+    @property
+    def jobs_read(self) -> bool:
+        """Whether there is a job file, sound or not."""
+        return len(self.files) > (self.operators is not None)
+
+    def located(self, file: Path, path: parts.Path, message: str) -> Located:
+        """Return a fault of a valid job of these files, which may be in its fabric file."""
+        if self.granted is not None and path[:1] == ("fabric",):
+            return self.granted.document.locate(Fault(path[1:], message))
+        return Located(*locate(file, path), parts.show_path(path), message)
 
     def require(self, more: Iterable[Located] = ()) -> list[Job]:
         """Return all jobs. Raise `JobError` with all faults, here and in `more`, sorted by file and line."""
@@ -88,11 +103,13 @@ def read_jobs(files: Sequence[Path]) -> list[Job]:
     return read_set(files).require()
 
 
-def read_set(files: Sequence[Path], read: ReadYaml | None = None) -> JobSet:
+def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Granted | None = None) -> JobSet:
     """Read job files of jobs that share switches: each by itself, then against each other.
 
     A fault in one part of a file hides no fault elsewhere, and none that another job has with the file.
     Each file is parsed once, fabric files that several jobs name included; `read` may have parsed some.
+
+    With `granted`, each job has its grant, and a job that claims more has no effect on others.
     """
     read = read or cache(yaml_lines.read_document)
     faults: list[Located] = []
@@ -117,16 +134,40 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None) -> JobSet:
         wrong = list(dict.fromkeys(wrong))
         if job is None and not wrong:
             wrong = structural  # a file is a job, or has a fault
+        if granted is not None:
+            wrong += _beyond_grants(source, job, wrong, granted)
         if found:  # the fabric can't be read, which is reported already
             wrong = [fault for fault in wrong if fault.path != ("fabric",)]
         faults += [source.locate(fault) for fault in wrong]
         sources.append(source)
         jobs.append(None if found or wrong else job)
-    for index, fault in conflicts.between_jobs([source.raw for source in sources]):
+    operators = None
+    if granted is not None:  # jobs that claim what is another's are no reason to refuse that one
+        sources = [source for source, job in zip(sources, jobs, strict=True) if job is not None]
+        jobs = [job.model_copy(update={"fabric": granted.fabric}) for job in jobs if job is not None]
+        operators = granted.document.file
+        order.insert(0, operators)
+    for index, fault in conflicts.between_jobs([_compared(source.raw, granted) for source in sources]):
         faults.append(sources[index].locate(fault))
         jobs[index] = None
     sound = [(s.document.file, job) for s, job in zip(sources, jobs, strict=True) if job is not None]
-    return JobSet(tuple(sound), tuple(faults), tuple(order))
+    return JobSet(tuple(sound), tuple(faults), tuple(order), granted, operators)
+
+
+def _beyond_grants(source: _Source, job: Job | None, wrong: Sequence[Fault], granted: Granted) -> list[Fault]:
+    """Return what a job claims beyond its grant. What is faulty already is not said twice."""
+    said = {fault.path for fault in wrong}
+    found = [
+        each for each in grants.refusals(source.raw, source.document.file, granted) if each.path not in said
+    ]
+    if job is not None and job.job in granted.grants:
+        found += grants.too_many_streams(job, granted)
+    return found
+
+
+def _compared(raw: Any, granted: Granted | None) -> Any:
+    """Return a job's data to compare with others; all jobs with grants have the operator's fabric."""
+    return raw if granted is None else {**raw, "fabric": granted.raw}
 
 
 def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
@@ -158,7 +199,9 @@ def _source(file: Path, read: ReadYaml) -> tuple[_Source | None, list[Located]]:
     if isinstance(raw.get("fabric"), str):
         try:
             fabric = _fabric_document(document, raw["fabric"], read)
-            raw["fabric"] = copy.deepcopy(fabric.data)
+            raw["fabric"] = {
+                key: copy.deepcopy(value) for key, value in fabric.data.items() if key != "grants"
+            }
         except JobError as error:
             faults = list(error.faults)
             del raw["fabric"]
@@ -169,13 +212,7 @@ def _source(file: Path, read: ReadYaml) -> tuple[_Source | None, list[Located]]:
 
 def _resolve_paths(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:
     """Resolve the names of keys and TLS files against the folder of the file that contains them."""
-    fabric = raw.get("fabric")
-    switches = fabric.get("switches") if isinstance(fabric, dict) else None
-    for switch in switches if isinstance(switches, list) else []:
-        tls = switch.get("tls") if isinstance(switch, dict) else None
-        if isinstance(tls, dict):
-            files = {key: str(fabric_folder / value) for key, value in tls.items() if isinstance(value, str)}
-            tls.update(files)
+    resolve_tls(raw.get("fabric"), fabric_folder)
     if isinstance(keys := raw.get("keys") or "keys", str):
         raw["keys"] = str(folder / keys)
 
@@ -191,86 +228,3 @@ def _fabric_document(document: Document, named: str, read: ReadYaml) -> Document
             message = f"the fabric file {named} {error.faults[0].message}"
             raise JobError([document.locate(Fault(("fabric",), message))]) from None
         raise
-
-
-SUFFIXES = (".yaml", ".yml")
-Signature = dict[Path, tuple[int, int]]
-
-
-def job_files(arguments: Iterable[Path], read: ReadYaml | None = None) -> list[Path]:
-    """Return the job files that a command line names: files, and the YAML files of folders, sorted.
-
-    Fabric files in folders are left out. `read` parses the files of folders.
-    """
-    read = read or cache(yaml_lines.read_document)
-    files: list[Path] = []
-    for argument in arguments:
-        if _is_folder(argument):
-            files += [file for file in _yaml_files(argument) if not _is_fabric(file, read)]
-        else:
-            files.append(argument)
-    return list({file.resolve(): file for file in files}.values())
-
-
-class JobFiles:
-    """The job files of a command line, read again whenever they have changed."""
-
-    def __init__(self, arguments: Sequence[Path]) -> None:
-        self._arguments = arguments
-        self._read: tuple[Path, ...] = ()
-        self._seen: Signature | None = None
-
-    def __str__(self) -> str:
-        return ", ".join(str(argument) for argument in self._arguments)
-
-    def read(self) -> JobSet:
-        """Read all files, each once. From the second time on, a named file that is gone is a removed job."""
-        read, first, before = cache(yaml_lines.read_document), self._seen is None, self._signature()
-        files = job_files(self._arguments, read)
-        found = read_set([file for file in files if first or file.exists()], read)
-        self._read = found.files
-        self._seen = {**self._signature(), **before}  # a file that is written while it is read has changed
-        return found
-
-    def changed(self) -> bool:
-        """Return whether a file was added, removed or written since the last `read`."""
-        return self._signature() != self._seen
-
-    def _signature(self) -> Signature:
-        """Return name, time and size of all files in the folders, and of those that were read."""
-        named = (_yaml_files(one) if _is_folder(one) else [one] for one in self._arguments)
-        found: Signature = {}
-        for file in {*self._read, *(file for files in named for file in files)}:
-            try:
-                stat = file.stat()
-            except OSError:
-                continue  # removed after the listing
-            found[file] = stat.st_mtime_ns, stat.st_size
-        return found
-
-
-def _is_folder(path: Path) -> bool:
-    """Return whether a path is a folder that can be listed. Reading another as a file reports it."""
-    try:
-        os.scandir(path).close()
-    except OSError:
-        return False
-    return True
-
-
-def _yaml_files(folder: Path) -> Iterator[Path]:
-    try:
-        found = sorted(folder.iterdir())
-    except OSError:
-        return  # removed meanwhile
-    named = (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
-    yield from (
-        file for file in named if os.path.isfile(file) or not os.path.exists(file)
-    )  # a FIFO would block
-
-
-def _is_fabric(file: Path, read: ReadYaml) -> bool:
-    try:
-        return is_fabric(read(file).data)
-    except JobError:
-        return False  # reported when it is read as a job

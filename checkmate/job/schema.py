@@ -40,18 +40,20 @@ from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
 
 
-class _Model(BaseModel):
+class Frozen(BaseModel):
+    """A part of a file, without unknown keys."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Attachment(_Model):
+class Attachment(Frozen):
     """A port of a switch."""
 
     switch: Name
     port: Port
 
 
-class Stub(_Model):
+class Stub(Frozen):
     """The address of a switch's stub TCP endpoint."""
 
     ip: Ip
@@ -59,7 +61,7 @@ class Stub(_Model):
     port: TcpPort
 
 
-class Tls(_Model):
+class Tls(Frozen):
     """PEM files for the P4Runtime channel; `cert` and `key` if the switch requires them of clients."""
 
     ca: Path
@@ -73,7 +75,7 @@ class Tls(_Model):
         return self
 
 
-class PanelPort(_Model):
+class PanelPort(Frozen):
     """Settings of a port of a Tofino's front panel that differ from its board or switch."""
 
     device_port: Port | None = None
@@ -82,7 +84,7 @@ class PanelPort(_Model):
     cable: Metres | None = None
 
 
-class Pfc(_Model):
+class Pfc(Frozen):
     """Settings for lossless delivery on a Tofino. Times in milliseconds; `cells` of buffer to divide.
 
     The limits of `watchdog` are those of mlx5's PFC prevention timeout, which has the same value.
@@ -93,7 +95,7 @@ class Pfc(_Model):
     cells: Annotated[int, Field(ge=1, strict=True)] | None = None
 
 
-class Switch(_Model):
+class Switch(Frozen):
     """A switch and the address of its P4Runtime server. Fields below `tls` are for Tofinos only."""
 
     name: Name
@@ -124,14 +126,14 @@ class Switch(_Model):
         return chips.cpu_port(self.target, self.front_panel) if self.is_tofino else CPU_PORT
 
 
-class Fabric(_Model):
+class Fabric(Frozen):
     """The network that jobs share: switches, and links between them as pairs of ports."""
 
     switches: Annotated[tuple[Switch, ...], Field(min_length=1)]
     links: tuple[tuple[Attachment, Attachment], ...] = ()
 
 
-class TagSettings(_Model):
+class TagSettings(Frozen):
     """Settings for marking tagged segments."""
 
     dscp_bit: Annotated[
@@ -154,7 +156,7 @@ class Host(Attachment):
         return (self.ip, *self.addresses)
 
 
-class TrainingHost(_Model):
+class TrainingHost(Frozen):
     """A host with one or more ranks, and its interfaces on the training network."""
 
     name: Name
@@ -184,7 +186,7 @@ class Rank(Host):
         return f"rank {self.rank} ({self.place})"
 
 
-class Mesh(_Model):
+class Mesh(Frozen):
     """The ranks of a job as a mesh, numbered row by row, the last dimension first. DP groups are replicas."""
 
     pp: Size = 1
@@ -193,7 +195,7 @@ class Mesh(_Model):
     tp: Size = 1
 
 
-class DpGroup(_Model):
+class DpGroup(Frozen):
     """A data-parallel group with its ranks in ring order. `shadow_nodes` are ids, by default all."""
 
     ranks: Annotated[tuple[Rank, ...], Field(min_length=2)]
@@ -206,7 +208,7 @@ class Nic(Host):
     """A shadow node's network interface."""
 
 
-class ShadowNode(_Model):
+class ShadowNode(Frozen):
     """A shadow node and its one or two shadow NICs. `records` is its address for step records."""
 
     id: ShadowNodeId
@@ -220,7 +222,7 @@ class ShadowNode(_Model):
         return records_beside(self.mgmt) if self.records is None else split_address(self.records)
 
 
-class Job(_Model):
+class Job(Frozen):
     """One training job."""
 
     job: Name

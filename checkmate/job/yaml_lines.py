@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,9 +141,12 @@ class Document:
         return Located(self.file, self.lines.get(path, 1), show_path(fault.path), fault.message)
 
 
-def read_document(file: Path, keys: str = "job: and fabric:") -> Document:
-    """Parse a YAML file that is a mapping with keys such as `keys`. Raise `JobError` if it is not."""
-    text = _read(file)
+def read_document(file: Path, keys: str = "job: and fabric:", *, regular: bool = False) -> Document:
+    """Parse a YAML file that is a mapping with keys such as `keys`. Raise `JobError` if it is not.
+
+    `regular`: refuse pipes and devices, whose writers could keep the reader waiting.
+    """
+    text = _read(file, regular)
     try:
         data, lines = _parse(text)
     except yaml.MarkedYAMLError as error:
@@ -155,10 +159,12 @@ def read_document(file: Path, keys: str = "job: and fabric:") -> Document:
     return Document(file, data, lines)
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, regular: bool) -> str:
     """Return a file's text. Raise `JobError` if it is too large, whatever the size that it reports."""
     try:
-        with file.open("rb") as opened:
+        with open(file, "rb", opener=_at_once if regular else None) as opened:
+            if regular and not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                raise JobError([Located(file, 0, "(file)", "is a pipe or a device; it must be a file")])
             content = opened.read(FILE_BYTES + 1)
     except OSError as error:
         raise JobError([Located(file, 0, "(file)", _unreadable(file, error))]) from None
@@ -173,6 +179,11 @@ def _read(file: Path) -> str:
     if found := yaml_words.control_character(text):
         raise JobError([Located(file, found[0], "(YAML)", found[1])])
     return text
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _unreadable(file: Path, error: OSError) -> str:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from checkmate.job.faults import Path as YamlPath
-from checkmate.job.faults import show_path
-from checkmate.job.files import JobSet, Located, locate
+from checkmate.job.files import JobSet, Located
 from checkmate.job.schema import Job, Tls
 from checkmate.keys import certificates, disk
 from checkmate.keys.access import keys_folder
@@ -42,7 +41,7 @@ def check_files(jobs: JobSet, now: dt.datetime) -> Found:
     for file, job in jobs.sound:
         check = _Check(job, now, found.notes)
         for path, message in dict.fromkeys(check.faults()):
-            found.faults.append(Located(*locate(file, path), show_path(path), message))
+            found.faults.append(jobs.located(file, path, message))
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 from checkmate.job.schema import Job
 from controlplane.entities import Holdings, Update
 from controlplane.errors import WrongPipeline
+from controlplane.hello_keys import HelloKeys
 from controlplane.p4runtime import vacating
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.serve import Fleet
@@ -47,7 +48,7 @@ async def holdings(fleet: Fleet) -> dict[str, Holdings]:
 
 async def served(job: Job) -> dict[str, Holdings]:
     """Return what the switches hold with streams connected, after a controller that adds what is missing."""
-    fleet = Fleet(insecure=True)
+    fleet = Fleet(HelloKeys(insecure=True))
     done = await fleet.start([job])
     if sum(one.updates for one in done):
         await connect_streams(fleet)
@@ -67,13 +68,13 @@ async def refused(job: Job, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(SwitchSession, "ensure_pipeline", ensured)
     with pytest.raises(WrongPipeline):
-        await Fleet(insecure=True).start([job], replace=True)
+        await Fleet(HelloKeys(insecure=True)).start([job], replace=True)
 
 
 async def interrupted(job: Job, patch: pytest.MonkeyPatch) -> None:
     """Load the program; Ctrl-C comes while queues run empty."""
     patch.setattr(vacating, "QUEUE_SECONDS", 30.0)
-    task = asyncio.create_task(Fleet(insecure=True).start([job], replace=True))
+    task = asyncio.create_task(Fleet(HelloKeys(insecure=True)).start([job], replace=True))
     await asyncio.sleep(0.5)
     assert not task.done()
     task.cancel()
@@ -83,7 +84,7 @@ async def interrupted(job: Job, patch: pytest.MonkeyPatch) -> None:
 
 async def loaded(job: Job, patch: pytest.MonkeyPatch) -> None:
     """Load the program."""
-    fleet = Fleet(insecure=True)
+    fleet = Fleet(HelloKeys(insecure=True))
     done = await fleet.start([job], replace=True)
     assert all(one.loaded and one.updates for one in done)
     await fleet.stop()
@@ -100,7 +101,7 @@ def test_all_switches_hold_what_they_held(
         monkeypatch.setattr(vacating, "QUEUE_SECONDS", 0.0)
         with monkeypatch.context() as patch:
             await how(job, patch)  # type: ignore[misc]
-        fleet = Fleet(insecure=True)
+        fleet = Fleet(HelloKeys(insecure=True))
         done = await fleet.start([job])
         assert [one.updates for one in done] == [0, 0], "nothing was missing"
         assert await holdings(fleet) == before

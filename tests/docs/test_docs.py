@@ -13,7 +13,9 @@ import yaml
 
 from checkmate.cli.common import print_error
 from checkmate.cli.main import COMMANDS, app
+from checkmate.job.fabric_file import Grant
 from checkmate.job.files import read_job
+from checkmate.job.following import JobFiles
 from checkmate.job.schema import PanelPort, Pfc, Switch
 from checkmate.job.tofino.chips import FRONT_PANELS
 from checkmate.rpc import shadow_pb2 as pb
@@ -74,7 +76,7 @@ def test_the_addresses_of_a_lab_are_as_written() -> None:
 
 
 def test_the_example_of_a_job_works(tmp_path: Path) -> None:
-    job, fabric, hosts, mesh, tofino = blocks("job.md", "yaml")
+    job, fabric, hosts, mesh, tofino, _ = blocks("job.md", "yaml")
     (tmp_path / "fabric.yaml").write_text(fabric)
     for text, ranks in ((job, [0, 1]), (hosts, [0, 2]), (mesh, [0, 2])):
         (tmp_path / "job.yaml").write_text(text)
@@ -85,6 +87,16 @@ def test_the_example_of_a_job_works(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(job)
     found = read_job(tmp_path / "job.yaml")
     assert [rank.port for rank in found.dp_groups[0].ranks] == [128, 60]
+
+
+def test_the_example_of_grants_fits_the_example_of_a_job(tmp_path: Path) -> None:
+    job, *_, fabric = blocks("job.md", "yaml")
+    (tmp_path / "fabric.yaml").write_text(fabric)
+    (tmp_path / "alice").mkdir()
+    file = tmp_path / "alice/gpt.yaml"
+    file.write_text(job.replace("fabric: fabric.yaml", "fabric: ../fabric.yaml"))
+    assert [one.job for one in JobFiles([file], tmp_path / "fabric.yaml").read().require()] == ["gpt"]
+    assert set(Grant.model_fields) == set(yaml.safe_load(fabric)["grants"]["gpt"])
 
 
 def test_every_key_of_a_tofino_is_there() -> None:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate.job import checks, conflicts, yaml_lines
-from checkmate.job.files import JobError, JobFiles, job_files, read_job, read_jobs, read_set
+from checkmate.job.files import JobError, read_job, read_jobs, read_set
+from checkmate.job.following import JobFiles, job_files
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import Document
 from testbed.jobs import job_data

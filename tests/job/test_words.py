@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from checkmate.job import checks
-from checkmate.job.files import JobError, JobFiles, job_files, read_job
+from checkmate.job.files import JobError, read_job
+from checkmate.job.following import JobFiles, job_files
 from testbed.jobs import job_data
 
 WHOLE: dict[str, Any] = {**job_data(nodes=2), "tag": {"dscp_bit": 32, "priority": 3}, "keys": "keys"}

@@ -164,6 +164,20 @@ def test_a_file_that_was_exchanged_meanwhile_is_named(keys: Keys) -> None:
         client_context(trainer)
 
 
+def test_one_authority_for_two_jobs_gives_neither_the_others_roles(tmp_path: Path) -> None:
+    """Also if both jobs have one folder of keys: a node that trusts both authorities stands for one."""
+    ours, theirs = served_job("gpt"), served_job("bert")
+    node, stranger = (role_keys(job, tmp_path, Role.SHADOW) for job in (ours, theirs))
+    server = server_context(replace(node, ca=node.ca + stranger.ca))
+    for role in Role:
+        client = replace(role_keys(theirs, tmp_path, role), ca=node.ca)
+        uris, _ = meet(server, client_context(client))  # TLS itself accepts it
+        with pytest.raises(CallerRefused, match=f"has the URI 'checkmate:bert/{role}', which is not"):
+            caller_role(uris, ours)
+    with pytest.raises(ssl.SSLError, match="certificate verify failed"):  # as `checkmate keys` makes them
+        meet(server_context(node), client_context(replace(stranger, ca=node.ca)))
+
+
 def guarded(job: Job) -> grpc.GenericRpcHandler:
     """Return some calls of a shadow node, which check their callers and answer with their role."""
 

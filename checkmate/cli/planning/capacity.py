@@ -8,8 +8,7 @@ from pathlib import Path
 
 from checkmate.cli.common import UsageFault, err, out, print_json
 from checkmate.cli.planning.options import quantity
-from checkmate.job.faults import show_path
-from checkmate.job.files import JobError, JobSet, Located, locate
+from checkmate.job.files import JobError, JobSet, Located
 from checkmate.job.schema import Job, Nic
 from checkmate.output.consoles import waiting
 from checkmate.planner.capacity import report
@@ -73,7 +72,7 @@ def show(
     for text in plan.unchecked:
         err.print(f"[yellow]not checked:[/yellow] {text}", soft_wrap=True)
     if faults := [fault for check in checked if (fault := check.misfit)]:
-        located = [Located(*locate(file, f.path), show_path(f.path), f.message) for f in faults]
+        located = [found.located(file, f.path, f.message) for f in faults]
         raise DoesNotFit(located, {"capacity": data})
     if as_json:
         print_json(data)

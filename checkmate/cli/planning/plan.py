@@ -9,6 +9,7 @@ import typer
 
 from checkmate.cli.common import (
     AsJson,
+    FabricOption,
     JobArguments,
     UsageFault,
     err,
@@ -20,7 +21,7 @@ from checkmate.cli.common import (
 from checkmate.cli.planning import options, tofino
 from checkmate.job import mesh
 from checkmate.job.boundaries import first_shadow_ids
-from checkmate.job.files import JobSet, Located, locate
+from checkmate.job.files import JobSet, Located
 from checkmate.job.schema import Job
 from checkmate.output.consoles import waiting
 from checkmate.output.tables import FittedTable
@@ -51,7 +52,7 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
         for excess in planning.excesses(plan, targets[name], planning.limits(targets[name]))
     ]
     too_much = [
-        Located(*locate(file, (mesh.groups_key(job),)), mesh.groups_key(job), str(excess))
+        found.located(file, (mesh.groups_key(job),), str(excess))
         for excess in excesses
         for file, job in found.sound
         if any(switch.name == excess.switch for switch in job.fabric.switches)
@@ -67,6 +68,7 @@ def _targets(jobs: Sequence[Job]) -> dict[str, str]:
 def plan(
     context: typer.Context,
     jobs: JobArguments,
+    fabric: FabricOption = None,
     as_json: AsJson = False,
     entries: Annotated[bool, typer.Option("--entries", help="Print all entries and groups.")] = False,
     pfc: tofino.PfcFlag = False,
@@ -106,7 +108,7 @@ def plan(
             from checkmate.cli.planning.capacity import show  # noqa: PLC0415 - torch takes a second
 
         show(
-            set_of(jobs),
+            set_of(jobs, fabric),
             models=models or (),
             optimizer=optimizer,
             dtype=dtype,
@@ -121,7 +123,7 @@ def plan(
             as_json=as_json,
         )
         return
-    found = set_of(jobs)
+    found = set_of(jobs, fabric)
     loaded, plans = checked_plan(found)
     if pfc or bfrt:
         tofino.show(found, loaded, plans, bfrt=bfrt, only=switch, as_json=as_json)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from checkmate.cli.common import UsageFault, err, out, print_json
-from checkmate.job.files import JobSet, Located, locate
+from checkmate.job.files import JobSet
 from checkmate.job.schema import Job
 from checkmate.output.tables import FittedTable
 from controlplane.network import Network
@@ -92,7 +92,7 @@ def _planned(
 ) -> dict[str, PfcPlan]:
     clashing = priority_clashes(network.jobs)
     faults = [
-        Located(*locate(file, ("tag", "priority")), "tag.priority", clashing[job.job])
+        found.located(file, ("tag", "priority"), clashing[job.job])
         for file, job in found.sound
         if job.job in clashing
     ]
@@ -106,7 +106,7 @@ def _planned(
         try:
             done[name] = pfc_plan(network, network.switches[name], plans[name], users[0][1].tag.priority)
         except NoRoom as error:
-            faults += [Located(*locate(file, ("fabric",)), "fabric", str(error)) for file, _ in users]
+            faults += [found.located(file, ("fabric",), str(error)) for file, _ in users]
     found.require(faults)
     return done
 

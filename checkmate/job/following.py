@@ -1,0 +1,184 @@
+"""The job files of a command line, with those of folders, read again when they change.
+
+With an operator's fabric file, the files are of several owners: a faulty one does not keep others from
+changing, and what is served of its job stays as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final
+
+from checkmate.job import yaml_lines
+from checkmate.job.fabric_file import Granted, read_fabric
+from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
+from checkmate.job.schema import Job
+from checkmate.job.yaml_lines import JobError, Located
+
+SUFFIXES: Final = (".yaml", ".yml")
+Signature = dict[Path, tuple[int, int]]
+Unusable = Callable[[Job], str | None]
+"""Returns why a valid job can't be served, such as keys that are missing."""
+
+
+def job_files(
+    arguments: Iterable[Path], read: ReadYaml | None = None, *, several_owners: bool = False
+) -> list[Path]:
+    """Return the job files that a command line names: files, and the YAML files of folders, sorted.
+
+    Fabric files in folders are left out. `read` parses the files of folders. A file that has two names is
+    listed once; with several owners under both, so that no owner's link takes the place of another's file.
+    """
+    read = read or cache(yaml_lines.read_document)
+    files: list[Path] = []
+    for argument in arguments:
+        if _is_folder(argument):
+            files += [file for file in _yaml_files(argument) if not _is_fabric(file, read)]
+        else:
+            files.append(argument)
+    same = Path.absolute if several_owners else Path.resolve
+    return list({same(file): file for file in files}.values())
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The jobs to serve, by file, and the faults of files that can't be followed."""
+
+    by_file: Mapping[Path, Job]
+    faults: tuple[Located, ...] = ()
+    files: tuple[Path, ...] = ()
+    """All files that were read; empty without any job file."""
+    fabric: Any = field(default=None, compare=False)
+    """The data of the operator's fabric file, to which the jobs' grants belong."""
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs to serve."""
+        return list(self.by_file.values())
+
+
+class JobFiles:
+    """The job files of a command line, read again whenever they have changed."""
+
+    def __init__(self, arguments: Sequence[Path], fabric: Path | None = None) -> None:
+        """Prepare, without reading. `fabric`: the operator's fabric file, if there are several owners."""
+        self._arguments = arguments
+        self._fabric = fabric
+        self._read: tuple[Path, ...] = ()
+        self._seen: Signature | None = None
+        self._served = Wanted({})
+
+    def __str__(self) -> str:
+        return ", ".join(str(argument) for argument in self._arguments)
+
+    @property
+    def several_owners(self) -> bool:
+        """Whether there is an operator's fabric file, so that owners are kept apart."""
+        return self._fabric is not None
+
+    def read(self) -> JobSet:
+        """Read all files, each once. From the second time on, a named file that is gone is a removed job."""
+        first, before = self._seen is None, self._signature()
+        read = cache(yaml_lines.read_document)
+        if self.several_owners:  # nobody's FIFO keeps the controller waiting
+            read = cache(partial(yaml_lines.read_document, regular=True))
+        files = job_files(self._arguments, read, several_owners=self.several_owners)
+        found = self._checked([file for file in files if first or os.path.lexists(file)], read)
+        self._read = found.files
+        self._seen = {**self._signature(), **before}  # a file that is written while it is read has changed
+        return found
+
+    def wanted(self, unusable: Unusable) -> Wanted:
+        """Read all files; return the jobs to serve.
+
+        With several owners, a file with a fault leaves its job as `served` told, or out if it was not served.
+
+        Raises:
+            JobError: A file has a fault, and there is one owner; or the fabric file has one, or has changed
+                while a job's file is faulty, so that nobody knows whether what is served is still granted.
+        """
+        found = self.read()
+        if not self.several_owners:  # then unusable keys are found when they are used
+            found.require()
+            return Wanted(dict(found.sound), files=found.files)
+        if found.granted is None:
+            raise JobError(found.faults)
+        faults, data = list(found.faults), found.granted.document.data
+        sound = dict(found.sound)
+        for file, job in found.sound:
+            if why := unusable(job):
+                faults.append(found.located(file, ("keys",), why))
+                del sound[file]
+        stay = {file: job for file, job in self._served.by_file.items() if file in found.files}
+        kept = {file: job for file, job in stay.items() if file not in sound}
+        by_file = {**stay, **sound}
+        names = {job.job for job in by_file.values()}
+        if len(names) < len(by_file) or (kept and data != self._served.fabric):
+            raise JobError(faults)
+        return Wanted(by_file, tuple(faults), found.files if found.jobs_read else (), data)
+
+    def served(self, wanted: Wanted) -> None:
+        """Take note that these jobs are served now."""
+        self._served = replace(wanted, faults=())
+
+    def changed(self) -> bool:
+        """Return whether a file was added, removed or written since the last `read`."""
+        return self._signature() != self._seen
+
+    def _checked(self, files: Sequence[Path], read: ReadYaml) -> JobSet:
+        """Read job files, with their grants. If the fabric file has a fault, no job is sound."""
+        if self._fabric is None:
+            return read_set(files, read)
+        granted: Granted | None = None
+        faults: Sequence[Located] = ()
+        try:
+            granted = read_fabric(self._fabric, read)
+        except JobError as error:
+            faults = error.faults
+        found = read_set(files, read, granted)
+        if granted is None:
+            found = JobSet((), (*faults, *found.faults), (self._fabric, *found.files), None, self._fabric)
+        return found
+
+    def _signature(self) -> Signature:
+        """Return name, time and size of all files in the folders, and of those that were read."""
+        named = (_yaml_files(one) if _is_folder(one) else [one] for one in self._arguments)
+        found: Signature = {}
+        for file in {*self._read, *(file for files in named for file in files)}:
+            try:
+                stat = file.stat()
+            except OSError:
+                continue  # removed after the listing
+            found[file] = stat.st_mtime_ns, stat.st_size
+        return found
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether a path is a folder that can be listed. Reading another as a file reports it."""
+    try:
+        os.scandir(path).close()
+    except OSError:
+        return False
+    return True
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    try:
+        found = sorted(folder.iterdir())
+    except OSError:
+        return  # removed meanwhile
+    named = (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
+    yield from (
+        file for file in named if os.path.isfile(file) or not os.path.exists(file)
+    )  # a FIFO would block
+
+
+def _is_fabric(file: Path, read: ReadYaml) -> bool:
+    try:
+        return is_fabric(read(file).data)
+    except JobError:
+        return False  # reported when it is read as a job

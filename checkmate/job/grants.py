@@ -1,0 +1,178 @@
+"""Rules for jobs of several owners: each has what the operator's fabric file grants it, and nothing else.
+
+Like `checks`, this works on the valid parts of a job's file. No I/O.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from checkmate.job import mesh
+from checkmate.job.claims import Claim, own_claims
+from checkmate.job.conflicts import links
+from checkmate.job.extents import Extent, address_extent, mac_extent, service_extent
+from checkmate.job.fabric_file import Given, Granted
+from checkmate.job.faults import Fault, Part, parts
+from checkmate.job.schema import Job, Stub, Switch, TagSettings
+from checkmate.job.tofino.ports import effective
+
+_SHOWN: Final = 8
+"""Items of a grant, or names, in a message."""
+_KEYS: Final = {"ip": "addresses", "mac": "macs", "service": "shadow_nodes"}
+"""The key of a grant for each kind of claim but ports."""
+
+
+def refusals(raw: Any, file: Path, granted: Granted) -> list[Fault]:
+    """Return what a job claims beyond its grant, and where its fabric is not the operator's.
+
+    Args:
+        raw: The job's data, with its fabric in place, and device ports instead of front-panel names.
+        file: Its file, as the command line names it.
+        granted: The operator's fabric file.
+    """
+    found = [*_other_switches(raw, granted), *_other_links(raw, granted)]
+    name = raw.get("job") if isinstance(raw, dict) else None
+    if not isinstance(name, str):
+        return found
+    if name not in granted.grants:
+        return [*found, Fault(("job",), _no_grant(name, granted))]
+    found += _elsewhere(name, file, granted)
+    found += _other_tag(raw, name, granted)
+    stubs = dict(_stubs(granted))
+    for claim in own_claims(raw):
+        if (wanted := _extent(claim)) is None:
+            continue
+        owner = granted.owner(wanted)
+        if wanted in stubs:
+            message = f"{claim.what} {claim.text} is that of a switch's stub ({stubs[wanted]}); use another"
+            found.append(Fault(claim.path, message))
+        elif owner is None or owner.job != name:
+            found.append(Fault(claim.path, _not_granted(claim, owner, name, granted)))
+    return found
+
+
+def too_many_streams(job: Job, granted: Granted) -> Iterator[Fault]:
+    """Yield a fault if a valid job has more streams than its grant. Counts them without making them."""
+    shards = sum(job.shards(index) for index in job.groups)
+    needed, most = 2 * shards * job.channels * job.replicas, granted.grants[job.job].streams
+    if needed > most:
+        where = granted.at(("grants", job.job, "streams"))
+        yield Fault(
+            (mesh.groups_key(job),),
+            f"has {needed} streams, and job {job.job!r} may have {most} ({where}); use fewer channels, "
+            "shadow nodes or replicas",
+        )
+
+
+def _no_grant(name: str, granted: Granted) -> str:
+    names = sorted(granted.grants)
+    more = ", ..." if names[_SHOWN:] else ""
+    there = f"it has some for {', '.join(names[:_SHOWN])}{more}" if names else "it has none for any job"
+    return f"{granted.document.file} has no grant for job {name!r}; {there}"
+
+
+def _elsewhere(name: str, file: Path, granted: Granted) -> Iterator[Fault]:
+    """Yield a fault if a file is not in the folder of its job's owner. Symbolic links are not followed.
+
+    Whoever owns a folder could change a link between this check and reading.
+    """
+    wanted = granted.grants[name].folder
+    if wanted is None:
+        return
+    folder = Path(os.path.abspath(granted.document.file.parent / wanted))
+    if not Path(os.path.abspath(file)).is_relative_to(folder):
+        where = granted.at(("grants", name, "folder"))
+        yield Fault(("job",), f"a file of job {name!r} must be in {folder} ({where}), and this one is not")
+
+
+def _other_tag(raw: Any, name: str, granted: Granted) -> Iterator[Fault]:
+    """Yield the DSCP bit and priority if the job has others than its grant."""
+    tags = parts(raw, TagSettings, "tag") or [Part(("tag",), dict(TagSettings()), {})]
+    for key, wanted in granted.grants[name].tag:
+        value = tags[0].fields.get(key, wanted)
+        if value != wanted:
+            where = granted.at(("grants", name, "tag", key))
+            yield Fault(("tag", key), f"must be {wanted}, which job {name!r} has ({where}), not {value}")
+
+
+def _stubs(granted: Granted) -> Iterator[tuple[Extent, str]]:
+    """Yield the addresses of the switches' stubs, each with its place."""
+    for stub in parts({"fabric": granted.raw}, Stub, "fabric", "switches", "stub"):
+        at = granted.at(stub.path[1:])
+        yield address_extent(stub.fields["ip"]), at
+        yield mac_extent(stub.fields["mac"]), at
+
+
+def _extent(claim: Claim) -> Extent | None:
+    """Return a claim as an extent; `None` for the port after the last, which is reported already."""
+    try:
+        match claim.kind, claim.value:
+            case "port", (str(switch), int(port)):
+                return Extent(("port", switch), port, port)
+            case "ip", value:
+                return address_extent(value)
+            case "mac", value:
+                return mac_extent(value)
+            case _, value:
+                return service_extent(value)
+    except ValueError:
+        return None
+
+
+def _not_granted(claim: Claim, owner: Given | None, name: str, granted: Granted) -> str:
+    to = f"granted to job {owner.job!r} ({granted.at(owner.path)})" if owner else "granted to no job"
+    return f"{claim.what} {claim.text} is {to}; {_own(claim, name, granted)}"
+
+
+def _own(claim: Claim, name: str, granted: Granted) -> str:
+    """Return what a job has of the kind that it claims, as the fabric file says it."""
+    grant = granted.document.data["grants"][name] or {}
+    if claim.kind == "port" and isinstance(claim.value, tuple):
+        switch = claim.value[0]
+        listed: Sequence[Any] = grant.get("ports", {}).get(switch, ())
+        what, at = f"ports of {switch}", granted.at(("grants", name, "ports", switch))
+    else:
+        key = _KEYS[claim.kind]
+        listed, what, at = grant.get(key, ()), key, granted.at(("grants", name, key))
+    more = ", ..." if listed[_SHOWN:] else ""
+    shown = f"{', '.join(map(str, listed[:_SHOWN]))}{more}" if listed else "not granted"
+    return f"the {what} of job {name!r} are {shown} ({at})"
+
+
+def _other_switches(raw: Any, granted: Granted) -> Iterator[Fault]:
+    """Yield switches that the operator describes differently, or not at all.
+
+    `tls` is left out: a job's own has no effect, because the controller uses the operator's.
+    """
+    known = {
+        switch.fields["name"]: switch
+        for switch in parts({"fabric": granted.raw}, Switch, "fabric", "switches")
+    }
+    for switch in parts(raw, Switch, "fabric", "switches"):
+        if (name := switch.fields.get("name")) is None:
+            continue
+        if (right := known.get(name)) is None:
+            there = ", ".join(sorted(known))
+            yield Fault(
+                (*switch.path, "name"), f"no switch {name!r} in {granted.document.file}, which has {there}"
+            )
+            continue
+        ours, theirs = effective(switch.fields), effective(right.fields)
+        for key in Switch.model_fields:
+            if key != "tls" and key in ours and key in theirs and ours[key] != theirs[key]:
+                is_plain = isinstance(theirs[key], str | int | float)
+                value = f"must be {theirs[key]}," if is_plain else "must be"
+                yield Fault((*switch.path, key), f"{value} as in {granted.at((*right.path[1:], key))}")
+
+
+def _other_links(raw: Any, granted: Granted) -> Iterator[Fault]:
+    """Yield links that the operator does not have."""
+    known = {frozenset((a, b)) for _, a, b in links({"fabric": granted.raw})}
+    for path, a, b in links(raw):
+        if frozenset((a, b)) not in known:
+            one, other = (f"port {port} of {switch}" for switch, port in (a, b))
+            where = granted.at(("links",))
+            yield Fault(path, f"{where} has no link between {one} and {other}; list its links only")

@@ -1,0 +1,313 @@
+"""Several owners: a job has what the operator's fabric file grants it, and touches nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.job.boundaries import streams
+from checkmate.job.claims import own_claims
+from checkmate.job.conflicts import between_jobs
+from checkmate.job.extents import address_extent, mac_extent, port_range, service_extent
+from checkmate.job.fabric_file import STREAMS, read_fabric
+from checkmate.job.files import JobError, JobSet, read_set
+from checkmate.job.following import JobFiles, Wanted
+from checkmate.job.grants import refusals, too_many_streams
+from checkmate.job.schema import Job
+from checkmate.job.yaml_lines import read_document
+from controlplane import plan as planning
+from p4src import table_sizes
+from testbed.jobs import job_data, tofino_job_data
+from tests.support.grants import fabric_of, grant_of
+from tests.support.job_files import edited, write
+from tests.support.jobs import some_jobs
+
+ONE, TWO = job_data("one", switches=2), job_data("two", switches=2, number=1)
+RANK = "dp_groups/0/ranks/0/"
+
+
+def read(folder: Path, fabric: Any, *jobs: Any) -> JobSet:
+    """Write a fabric file and jobs, and read them with their grants."""
+    file = write(folder, fabric, "fabric.yaml")
+    files = [write(folder, job, f"{number}.yaml") for number, job in enumerate(jobs)]
+    return read_set(files, granted=read_fabric(file, read_document))
+
+
+def fabric_faults(folder: Path, fabric: Any) -> dict[str, str]:
+    with pytest.raises(JobError) as caught:
+        read_fabric(write(folder, fabric, "fabric.yaml"), read_document)
+    return {fault.path: fault.message for fault in caught.value.faults}
+
+
+def test_what_is_granted_is_accepted(tmp_path: Path) -> None:
+    found = read(tmp_path, fabric_of(ONE, TWO), ONE, TWO)
+    assert found.faults == ()
+    assert [job.job for _, job in found.sound] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "path", "words"),
+    [
+        (f"{RANK}port", ONE["dp_groups"][0]["ranks"][0]["port"], "dp_groups[0].ranks[0].port", "job 'one'"),
+        (f"{RANK}port", 77, "dp_groups[0].ranks[0].port", "no job"),
+        (f"{RANK}ip", "10.0.0.1", "dp_groups[0].ranks[0].ip", "job 'one'"),
+        (f"{RANK}addresses", ["10.0.0.1"], "dp_groups[0].ranks[0].addresses[0]", "job 'one'"),
+        (f"{RANK}mac", "02:00:00:00:00:00", "dp_groups[0].ranks[0].mac", "job 'one'"),
+        ("shadow_nodes/0/nics/0/ip", "10.0.0.1", "shadow_nodes[0].nics[0].ip", "job 'one'"),
+        ("shadow_nodes/0/nics/0/mac", "02:00:00:aa:00:00", "shadow_nodes[0].nics[0].mac", "no job"),
+        ("shadow_nodes/0/mgmt", "192.168.100.0:9000", "shadow_nodes[0].mgmt", "job 'one'"),
+        ("shadow_nodes/0/records", "192.168.100.0:9000", "shadow_nodes[0].records", "job 'one'"),
+        ("shadow_nodes/0/mgmt", "SHADOW.example.org:70", "shadow_nodes[0].mgmt", "no job"),
+    ],
+)
+def test_a_claim_that_is_not_granted_is_refused_and_harms_nobody(
+    tmp_path: Path, change: str, value: Any, path: str, words: str
+) -> None:
+    found = read(tmp_path, fabric_of(ONE, TWO), edited(TWO, change, value), ONE)
+    assert {fault.path for fault in found.faults} == {path}
+    message = found.faults[0].message
+    assert f" is granted to {words}" in message
+    assert " of job 'two' are " in message
+    assert "fabric.yaml:" in message
+    assert found.faults[0].line > 1
+    assert [job.job for _, job in found.sound] == ["one"], "the other one is not refused, whatever the order"
+
+
+def test_stub_addresses_and_the_ports_of_links_are_nobodys(tmp_path: Path) -> None:
+    wide = fabric_of(ONE, TWO)
+    wide["grants"]["two"] = {**grant_of(TWO), "addresses": ["10.1.0.0/16", "10.255.0.0/16"]}
+    # its own fabric file leaves that switch out, so the job by itself has no fault
+    job = edited(job_data("two", number=1), f"{RANK}ip", "10.255.0.2")
+    wide["grants"]["two"]["ports"] = {"tor0": ["101-120"]}
+    (fault,) = read(tmp_path, wide, job).faults
+    assert "is that of a switch's stub" in fault.message
+    wide["grants"]["two"]["ports"] = {"tor0": ["400-401"]}
+    assert "has a link already" in fabric_faults(tmp_path, wide)["grants.two.ports.tor0[0]"]
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "path", "words"),
+    [
+        ("switches/0/address", "127.0.0.1:1", "switches[0].address", "must be 127.0.0.1:9559, as in"),
+        ("switches/0/stub/ip", "10.255.0.9", "switches[0].stub", "must be as in"),
+        ("switches/0/device_id", 2, "switches[0].device_id", "must be 1, as in"),
+        ("switches/0/name", "torx", "switches[0].name", "no switch 'torx' in"),
+        ("links/0/0/port", 9, "links[0]", "has no link between port 9 of tor0 and port 300 of tor1"),
+    ],
+)
+def test_the_fabric_is_the_operators(tmp_path: Path, change: str, value: Any, path: str, words: str) -> None:
+    found = read(tmp_path, fabric_of(ONE), edited(ONE, f"fabric/{change}", value))
+    assert words in {fault.path: fault.message for fault in found.faults}[f"fabric.{path}"]
+    assert found.sound == ()
+
+
+def test_tls_and_what_a_job_leaves_out_are_the_operators(tmp_path: Path) -> None:
+    fabric = fabric_of(ONE)
+    fabric["switches"][0] = {**fabric["switches"][0], "tls": {"ca": "operator.pem"}}
+    own = edited(ONE, "fabric/switches/0/tls", {"ca": "/etc/shadow"})
+    found = read(tmp_path, fabric, own)
+    assert found.faults == ()
+    tls = found.sound[0][1].fabric.switches[0].tls
+    assert tls is not None
+    assert tls.ca == tmp_path / "operator.pem"
+
+
+def test_a_job_may_name_the_operators_file(tmp_path: Path) -> None:
+    found = read(tmp_path, fabric_of(ONE), {**ONE, "fabric": "fabric.yaml"})
+    assert found.faults == ()
+    assert read_set([tmp_path / "0.yaml"]).faults == (), "also without its grants"
+
+
+def test_a_job_grants_itself_nothing(tmp_path: Path) -> None:
+    own = edited(ONE, "fabric/grants", {"one": grant_of(ONE)})
+    found = {fault.path: fault.message for fault in read(tmp_path, fabric_of(TWO), own).faults}
+    assert "has no grant for job 'one'; it has some for two" in found["job"]
+    assert "unknown key" in found["fabric.grants"]
+
+
+def test_a_name_belongs_to_a_folder(tmp_path: Path) -> None:
+    """Also against a link from another owner's folder."""
+    alice, bob = tmp_path / "alice", tmp_path / "bob"
+    fabric = fabric_of(ONE, TWO)
+    fabric["grants"]["one"]["folder"] = "alice"
+    file = write(tmp_path, fabric, "fabric.yaml")
+    for folder in (alice, bob):
+        folder.mkdir()
+    write(alice, ONE)
+    write(bob, ONE)
+    (bob / "linked.yaml").symlink_to(alice / "job.yaml")
+    for folders in ([alice, bob], [bob, alice]):
+        found = JobFiles(folders, file).read()
+        assert [path for path, _ in found.sound] == [alice / "job.yaml"]
+        assert [fault.file.name for fault in found.faults] == ["job.yaml", "linked.yaml"]
+        assert all("must be in" in fault.message for fault in found.faults)
+
+
+def test_bit_priority_and_streams_are_granted(tmp_path: Path) -> None:
+    job = {**ONE, "tag": {"dscp_bit": 1, "priority": 5}, "channels": 4}
+    fabric = fabric_of(ONE)
+    fabric["grants"]["one"]["streams"] = 7
+    found = {fault.path: fault.message for fault in read(tmp_path, fabric, job).faults}
+    assert set(found) == {"tag.dscp_bit", "tag.priority", "dp_groups"}
+    assert found["tag.priority"].startswith("must be 3, which job 'one' has (")
+    assert found["dp_groups"].startswith("has 8 streams, and job 'one' may have 7 (")
+    fabric["grants"]["one"] |= {"streams": 8, "tag": {"dscp_bit": 1, "priority": 5}}
+    assert read(tmp_path, fabric, job).faults == ()
+
+
+def test_a_grant_without_a_number_has_a_switchs_table() -> None:
+    assert table_sizes("softswitch")["streams"] == STREAMS
+
+
+@pytest.mark.parametrize(
+    ("grant", "path", "words"),
+    [
+        ({"ports": {"tor0": [1]}}, "ports.tor0[0]", "overlaps what job 'one' has in line"),
+        ({"ports": {"tor0": ["0-9"]}}, "ports.tor0[0]", "overlaps"),
+        ({"addresses": ["10.0.0.0/24"]}, "addresses[0]", "overlaps"),
+        ({"macs": ["02:00:00:00:00:00/40"]}, "macs[0]", "overlaps"),
+        ({"shadow_nodes": ["192.168.0.0/16"]}, "shadow_nodes[0]", "overlaps"),
+        ({"shadow_nodes": ["192.168.100.0:1"]}, "shadow_nodes[0]", "overlaps"),
+        ({"ports": {"torx": [1]}}, "ports.torx", "no switch 'torx'"),
+        ({"ports": {"tor0": ["1/0"]}}, "ports.tor0[0]", "have numbers: its target is softswitch"),
+        ({"ports": {"tor0": ["9-1"]}}, "ports.tor0[0]", "must be a port from 0 to 509, a range"),
+        ({"addresses": ["10.0.0.5/24"]}, "addresses[0]", "such as 10.0.0.0/24, or one address"),
+        ({"macs": ["02:00:00:00:01:01/40"]}, "macs[0]", "must be a MAC address, or the first one of a block"),
+        ({"shadow_nodes": ["a b"]}, "shadow_nodes[0]", "must be a host, HOST:PORT or a network"),
+        ({"colour": 1}, "colour", "unknown key; the keys here are folder, ports"),
+    ],
+)
+def test_faults_of_a_grant(tmp_path: Path, grant: Any, path: str, words: str) -> None:
+    fabric = fabric_of(ONE)
+    fabric["grants"]["two"] = grant
+    found = fabric_faults(tmp_path, fabric)
+    assert words in found[f"grants.two.{path}"]
+    assert len(found) == 1
+
+
+def test_front_panel_names_are_granted(tmp_path: Path) -> None:
+    job = tofino_job_data()
+    fabric = fabric_of(job)
+    assert read(tmp_path, fabric, job).faults == ()
+    fabric["grants"]["demo"]["ports"]["tor0"].pop(0)
+    (fault,) = read(tmp_path, fabric, job).faults
+    assert fault.path == "dp_groups[0].ranks[0].port"
+
+
+def test_extents() -> None:
+    assert service_extent("Shadow.example.org.:7") == service_extent("shadow.example.org:7")
+    assert service_extent("[::ffff:a00:1]:7") == service_extent("10.0.0.1:7")
+    assert service_extent("fd00::/64").has(service_extent("[fd00::9]:7000"))
+    assert service_extent("shadow0").has(service_extent("shadow0:65535"))
+    assert not service_extent("10.0.0.1").has(service_extent("10.0.0.2:0001"))
+    assert address_extent("10.0.0.0/30").has(address_extent("10.0.0.3"))
+    assert mac_extent("02:00:00:00:00:00/40").has(mac_extent("02:00:00:00:00:FF"))
+    assert port_range("3-5") == (3, 5)
+    wrong: object
+    for wrong in ("", "10.0.0.0.0", "01:00:00:00:00:00", None, 5, [], "10.0.0.0/99"):
+        with pytest.raises(ValueError, match="must be"):
+            address_extent(wrong)
+        with pytest.raises(ValueError, match="must be"):
+            mac_extent(wrong)
+
+
+@settings(max_examples=40, deadline=None)
+@given(jobs=some_jobs(), data=st.data())
+def test_no_job_touches_what_another_was_granted(
+    jobs: list[Job], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """However jobs mix their claims: those that are accepted share no claim, and no entry of a switch."""
+    folder = tmp_path_factory.mktemp("jobs")
+    raws = [job.model_dump(mode="json", exclude_none=True) for job in jobs]
+    granted = read_fabric(write(folder, fabric_of(*raws), "fabric.yaml"), read_document)
+    hosts = [host for raw in raws for group in raw["dp_groups"] for host in group["ranks"]]
+    hosts += [nic for raw in raws for node in raw["shadow_nodes"] for nic in node["nics"]]
+    before = {host["mac"] for raw in raws[:1] for group in raw["dp_groups"] for host in group["ranks"]}
+    for _ in range(data.draw(st.integers(0, 2))):
+        to, source = data.draw(st.sampled_from(hosts)), data.draw(st.sampled_from(hosts))
+        for key in data.draw(st.lists(st.sampled_from(["ip", "mac", "port"]), min_size=1)):
+            to[key] = source[key]
+    accepted = [raw for raw in raws if not refusals(raw, folder / "job.yaml", granted)]
+    assert before
+    assert between_jobs(accepted) == []
+    owners = {raw["job"]: {(claim.kind, claim.text) for claim in own_claims(raw)} for raw in accepted}
+    for job, claimed in owners.items():
+        for claim in own_claims(next(raw for raw in raws if raw["job"] == job)):
+            assert all(other == job or (claim.kind, claim.text) not in owners[other] for other in owners), (
+                claim
+            )
+        assert claimed
+
+
+@settings(max_examples=20, deadline=None)
+@given(jobs=some_jobs(most=1))
+def test_streams_are_counted_as_they_are(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> None:
+    (job,) = jobs
+    folder = tmp_path_factory.mktemp("jobs")
+    fabric = fabric_of(job.model_dump(mode="json", exclude_none=True))
+    count = len(list(streams(job)))
+    assert sum(len(one.streams) for one in planning.plan([job]).values()) == count
+    for most, refused in ((count, False), (count - 1, True)):
+        fabric["grants"][job.job]["streams"] = max(most, 1)
+        granted = read_fabric(write(folder, fabric, "fabric.yaml"), read_document)
+        assert bool(list(too_many_streams(job, granted))) is refused
+
+
+def served(files: JobFiles) -> Wanted:
+    wanted = files.wanted(lambda job: "its keys are missing" if job.channels == 8 else None)
+    files.served(wanted)
+    return wanted
+
+
+def test_one_owners_mistakes_keep_nobody_from_changing(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    file = write(tmp_path, fabric_of(ONE, TWO), "fabric.yaml")
+    write(folder, ONE, "1.yaml")
+    write(folder, TWO, "2.yaml")
+    files = JobFiles([folder], file)
+    first = served(files)
+    assert [job.job for job in first.jobs] == ["one", "two"]
+    for wrong in ("job: [", edited(TWO, f"{RANK}port", 1), {**TWO, "job": "one"}, {**TWO, "channels": 8}):
+        write(folder, {**ONE, "channels": 2}, "1.yaml")
+        write(folder, wrong, "2.yaml")
+        found = served(files)
+        assert [job.job for job in found.jobs] == ["one", "two"]
+        assert [job.channels for job in found.jobs] == [2, 1], "one has changed, and two is as it was"
+        assert {fault.file for fault in found.faults} == {folder / "2.yaml"}
+    (folder / "2.yaml").unlink()
+    os.mkfifo(folder / "link")
+    (folder / "2.yaml").symlink_to(folder / "link")
+    assert [job.job for job in served(files).jobs] == ["one"], "a pipe is not listed, so its job has gone"
+    (folder / "2.yaml").unlink()
+    write(folder, {**TWO, "fabric": "link"}, "2.yaml")  # it would block whoever reads it
+    assert [job.job for job in served(files).jobs] == ["one"]
+    again = JobFiles([folder], file)
+    assert [job.job for job in served(again).jobs] == ["one"], "a fresh start knows no other state of two"
+
+
+def test_while_a_job_is_faulty_its_grant_stays(tmp_path: Path) -> None:
+    """What is served of it might be granted to another job now."""
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    file = write(tmp_path, fabric_of(ONE, TWO), "fabric.yaml")
+    write(folder, ONE, "1.yaml")
+    write(folder, TWO, "2.yaml")
+    files = JobFiles([folder], file)
+    served(files)
+    fabric = fabric_of(ONE)
+    write(tmp_path, fabric, "fabric.yaml")
+    assert files.changed()
+    with pytest.raises(JobError, match="has no grant for job 'two'"):
+        served(files)
+    (folder / "2.yaml").unlink()
+    assert [job.job for job in served(files).jobs] == ["one"]
+    shutil.move(file, tmp_path / "away.yaml")
+    with pytest.raises(JobError, match="cannot be read"):
+        served(files)
