@@ -239,6 +239,10 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
                 say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged: %s", error)
             told = str(error)
             continue
+        except Exception as error:  # noqa: BLE001 - the jobs of other owners are served on
+            LOG.exception("the jobs are unchanged: a defect of Checkmate")
+            say(logging.ERROR, JOBS_REFUSED(why=repr(error)), "the jobs are unchanged: %r", error)
+            continue
         again, told = False, ""
         files.served(wanted)
         now = {job.job for job in jobs}

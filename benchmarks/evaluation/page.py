@@ -85,7 +85,7 @@ def _measured(records: Mapping[Cell, Record], extent: Extent) -> str:
         for what in ("day", "commit", "machine", "file_system")
     )
     return (
-        f"Measured on {days}, commit {commits}: {machines}; checkpoints on disk go to {file_systems}.\n"
+        f"Measured on {days}, commit {commits}: {machines}.\nCheckpoints on disk go to {file_systems}.\n"
         f"{len(records)} of {len(matrix(extent))} cells.\n"
         f"{_missing([cell for cell in matrix(extent) if cell not in records])}"
         f"The time between failures is exponential, {extent.mtbf:g} s on average, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,8 @@ def _beyond_grants(source: _Source, job: Job | None, wrong: Sequence[Fault], gra
     found = [
         each for each in grants.refusals(source.raw, source.document.file, granted) if each.path not in said
     ]
+    if job is not None and not found:
+        found += grants.not_covered(job, granted)
     if job is not None and job.job in granted.grants:
         found += grants.too_many_streams(job, granted)
     return found
@@ -172,7 +174,8 @@ def _compared(raw: Any, granted: Granted | None) -> Any:
 
 def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
     """Return the file, the job's or its fabric's, and the line of a path in a job."""
-    source, faults = _source(file, yaml_lines.read_document)
+    regular = partial(yaml_lines.read_document, regular=True)  # a pipe has nothing a second time
+    source, faults = _source(file, regular)
     if source is None:
         raise JobError(faults)
     found = source.locate(Fault(path, ""))

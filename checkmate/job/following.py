@@ -115,6 +115,11 @@ class JobFiles:
                 del sound[file]
         stay = {file: job for file, job in self._served.by_file.items() if file in found.files}
         kept = {file: job for file, job in stay.items() if file not in sound}
+        owners = {job.job: file for file, job in kept.items()}
+        for file, job in list(sound.items()):
+            if (served := owners.get(job.job)) is not None:  # the file that is served stays, with its fault
+                faults.append(found.located(file, ("job",), f"{served} has this job, and is served"))
+                del sound[file]
         by_file = {**stay, **sound}
         names = {job.job for job in by_file.values()}
         if len(names) < len(by_file) or (kept and data != self._served.fabric):

@@ -6,7 +6,8 @@ Like `checks`, this works on the valid parts of a job's file. No I/O.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +44,8 @@ def refusals(raw: Any, file: Path, granted: Granted) -> list[Fault]:
     found += _other_tag(raw, name, granted)
     stubs = dict(_stubs(granted))
     for claim in own_claims(raw):
-        if (wanted := _extent(claim)) is None:
+        if (wanted := _extent(claim)) is None:  # if that is reported already, this is left out
+            found.append(Fault(claim.path, f"{claim.what} {claim.text} can't be compared with a grant"))
             continue
         owner = granted.owner(wanted)
         if wanted in stubs:
@@ -52,6 +54,36 @@ def refusals(raw: Any, file: Path, granted: Granted) -> list[Fault]:
         elif owner is None or owner.job != name:
             found.append(Fault(claim.path, _not_granted(claim, owner, name, granted)))
     return found
+
+
+def not_covered(job: Job, granted: Granted) -> Iterator[Fault]:
+    """Yield a fault if a valid job claims anything beyond its grant.
+
+    `refusals` says what and where. This looks at what would be served, in case that is not what it looked at.
+    """
+    for what in _served(job):
+        try:
+            owner = granted.owner(what()) if job.job in granted.grants else None
+        except ValueError:
+            owner = None
+        if owner is None or owner.job != job.job:
+            yield Fault(("job",), f"claims what job {job.job!r} has not been granted")
+            return
+
+
+def _served(job: Job) -> Iterator[Callable[[], Extent]]:
+    """Yield the extents of all that a valid job claims."""
+    hosts = [host for _, host in job.interfaces()]
+    nics = [nic for node in job.shadow_nodes for nic in node.nics]
+    addresses = [*(source for host in hosts for source in host.sources), *(nic.ip for nic in nics)]
+    yield from (partial(address_extent, address) for address in addresses)
+    for each in (*hosts, *nics):
+        yield partial(mac_extent, each.mac)
+        yield partial(Extent, ("port", each.switch), each.port, each.port)
+    for node in job.shadow_nodes:
+        yield partial(service_extent, node.mgmt)
+        host, port = node.records_at
+        yield partial(service_extent, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
 def too_many_streams(job: Job, granted: Granted) -> Iterator[Fault]:
@@ -107,7 +139,7 @@ def _stubs(granted: Granted) -> Iterator[tuple[Extent, str]]:
 
 
 def _extent(claim: Claim) -> Extent | None:
-    """Return a claim as an extent; `None` for the port after the last, which is reported already."""
+    """Return a claim as an extent; `None` if it is none, such as the port after the last."""
     try:
         match claim.kind, claim.value:
             case "port", (str(switch), int(port)):

@@ -153,4 +153,4 @@ def interfaces(raw: Any) -> list[Part]:
 
 def is_placed(rank: Part) -> bool:
     """Return whether a rank names a host."""
-    return isinstance(rank.raw, dict) and "host" in rank.raw
+    return isinstance(rank.raw, dict) and rank.raw.get("host") is not None

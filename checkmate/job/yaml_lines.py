@@ -24,6 +24,10 @@ SCALAR_CHARACTERS: Final = 1024
 """The longest text or number; Python refuses to print numbers of more than 4,300 digits."""
 
 
+_YAML: Final = "tag:yaml.org,2002:"
+_REFUSED_TAGS: Final = frozenset(_YAML + kind for kind in ("binary", "omap", "pairs", "set"))
+
+
 class Loader(yaml.SafeLoader):
     """A SafeLoader with bounds. It rejects duplicate keys, which YAML forbids but PyYAML accepts.
 
@@ -59,7 +63,14 @@ class Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Construct a value. For `!!int a` and its like, PyYAML raises what Python does."""
+        """Construct a value. For `!!int a` and its like, PyYAML raises what Python does.
+
+        Bytes and sets, which only tags make, would be texts and lists for some readers and not for others.
+        """
+        if node.tag in _REFUSED_TAGS:
+            raise yaml.MarkedYAMLError(
+                None, None, f"has the tag {node.tag.replace(_YAML, '!!')}: remove it", node.start_mark
+            )
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):

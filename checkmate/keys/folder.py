@@ -65,12 +65,17 @@ def read_keys(
             f"{folder} can't be read by this user, because it, or a folder above it, is another user's; copy "
             "it to a folder of this user, and name that as `keys` in the job file"
         ) from None
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL character
+        raise KeysError(f"{str(folder)[:200]!r} can't be a folder of keys: {error}"[:400]) from None
     if not there:
         raise KeysError(
             f"{folder} is not a folder of keys of role {role}: run `checkmate keys FILE` with the "
             f"file of job {job}, and copy the folder keys/{job}/{role} that it makes to {folder} here"
         )
-    disk.check_folder(folder)
+    try:
+        disk.check_folder(folder)
+    except OSError as error:  # it was removed meanwhile
+        raise KeysError(f"{folder} can't be read: {error.strerror}") from None
     ca, cert, key = (_read(folder, name) for name in (CA_FILE, CERT_FILE, KEY_FILE))
     secrets = {secret: _secret(folder, secret) for secret in SECRETS[role]}
     chain = _parsed(folder / CERT_FILE, cert)

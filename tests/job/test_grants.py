@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from checkmate.job.extents import address_extent, mac_extent, port_range, servic
 from checkmate.job.fabric_file import STREAMS, read_fabric
 from checkmate.job.files import JobError, JobSet, read_set
 from checkmate.job.following import JobFiles, Wanted
-from checkmate.job.grants import refusals, too_many_streams
+from checkmate.job.grants import not_covered, refusals, too_many_streams
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import read_document
 from controlplane import plan as planning
@@ -217,7 +218,7 @@ def test_extents() -> None:
             mac_extent(wrong)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(jobs=some_jobs(), data=st.data())
 def test_no_job_touches_what_another_was_granted(
     jobs: list[Job], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -245,7 +246,7 @@ def test_no_job_touches_what_another_was_granted(
         assert claimed
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(jobs=some_jobs(most=1))
 def test_streams_are_counted_as_they_are(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> None:
     (job,) = jobs
@@ -263,6 +264,63 @@ def served(files: JobFiles) -> Wanted:
     wanted = files.wanted(lambda job: "its keys are missing" if job.channels == 8 else None)
     files.served(wanted)
     return wanted
+
+
+OTHERS = ONE["dp_groups"][0]["ranks"][0]
+
+
+@pytest.mark.parametrize("said", ["!!binary b25l", "!!set {one}", "!!omap [one: 1]", "!!pairs [one: 1]"])
+def test_values_that_readers_take_differently_are_refused(tmp_path: Path, said: str) -> None:
+    text = yaml.safe_dump(TWO, sort_keys=False)
+    assert "job: two" in text
+    found = read(tmp_path, fabric_of(ONE, TWO), ONE, text.replace("job: two", f"job: {said}", 1))
+    (fault,) = found.faults
+    assert fault.message == f"has the tag {said.split(maxsplit=1)[0]}: remove it"
+    assert [job.job for _, job in found.sound] == ["one"]
+
+
+def test_a_rank_without_a_host_claims_its_own_interface(tmp_path: Path) -> None:
+    """A host that is null is not one, whoever looks at it."""
+    wrong = edited(TWO, f"{RANK}host", None)
+    assert read(tmp_path, fabric_of(ONE, TWO), ONE, wrong).faults == ()
+    for key in ("ip", "mac", "port"):
+        found = read(tmp_path, fabric_of(ONE, TWO), ONE, edited(wrong, f"{RANK}{key}", OTHERS[key]))
+        assert [job.job for _, job in found.sound] == ["one"], key
+        assert f"dp_groups[0].ranks[0].{key}" in {fault.path for fault in found.faults}
+
+
+def test_an_address_that_is_not_one_is_not_granted(tmp_path: Path) -> None:
+    for address in ("one/x:7000", "192.168.0.11/32:7000"):
+        found = read(tmp_path, fabric_of(ONE, TWO), ONE, edited(TWO, "shadow_nodes/0/mgmt", address))
+        assert [job.job for _, job in found.sound] == ["one"]
+        assert {fault.path for fault in found.faults} == {"shadow_nodes[0].mgmt"}
+
+
+def test_what_would_be_served_is_within_the_grant_whatever_the_file_looks_like(tmp_path: Path) -> None:
+    granted = read_fabric(write(tmp_path, fabric_of(ONE, TWO), "fabric.yaml"), read_document)
+    assert list(not_covered(Job.model_validate(TWO), granted)) == []
+    others = [f"{RANK}{key}" for key in ("ip", "mac", "port")] + ["job"]
+    for path in [*others, "shadow_nodes/0/mgmt", "shadow_nodes/0/nics/0/port"]:
+        value: Any = ONE
+        for part in path.split("/"):
+            value = value[int(part)] if part.isdigit() else value[part]
+        (fault,) = not_covered(Job.model_validate(edited(TWO, path, value)), granted)
+        assert fault.path == ("job",), path
+
+
+def test_a_copy_of_ones_own_file_keeps_nobody_from_changing(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    file = write(tmp_path, fabric_of(ONE, TWO), "fabric.yaml")
+    write(folder, ONE, "1.yaml")
+    write(folder, TWO, "2.yaml")
+    files = JobFiles([folder], file)
+    served(files)
+    write(folder, {**TWO, "channels": 2}, "0.yaml")
+    write(folder, {**ONE, "channels": 2}, "1.yaml")
+    found = served(files)
+    assert {job.job: job.channels for job in found.jobs} == {"one": 2, "two": 1}
+    assert {fault.file for fault in found.faults} <= {folder / "0.yaml", folder / "2.yaml"}
 
 
 def test_one_owners_mistakes_keep_nobody_from_changing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.keys.authority import Authority, new_authority, new_key
@@ -83,7 +83,6 @@ def test_a_host_that_no_certificate_can_name_is_refused(authority: Authority) ->
         issued(authority, Role.SHADOW, ("knöten",))
 
 
-@settings(deadline=None)
 @given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", fullmatch=True), st.ip_addresses())
 def test_any_job_and_address_can_be_named(job: str, host: object) -> None:
     authority = new_authority(job, NOW)

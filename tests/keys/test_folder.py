@@ -98,6 +98,11 @@ def test_each_file_must_be_there_and_private_and_sound(shadow: Path, name: str) 
     read(shadow)
 
 
+def test_a_name_that_no_folder_can_have_is_refused(tmp_path: Path) -> None:
+    """Any other exception would end a controller that serves jobs of several owners."""
+    refused(tmp_path / ("a" * 300), "can't be a folder of keys")
+
+
 def test_a_folder_that_others_can_write_is_refused(shadow: Path) -> None:
     shadow.chmod(0o770)
     refused(shadow, f"shadow has mode 0770, so others .*; correct it with: chmod 700 {shadow}")

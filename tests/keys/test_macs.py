@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.keys import macs
@@ -44,7 +44,6 @@ def test_a_changed_hello_is_not_authentic(key: bytes, message: bytes, place: int
     assert not is_hello_authentic(key, message, b"")
 
 
-@settings(deadline=None)
 @given(keys, st.binary(), nonces, nonces, st.data())
 def test_a_ring_proof_is_for_one_connection_and_direction(
     key: bytes, greeting: bytes, one: bytes, other: bytes, data: st.DataObject
