@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from hypothesis import settings
 
 from checkmate.keys.access import INSECURE
 from checkmate.rpc.channels import OPTIONS
@@ -29,6 +30,8 @@ def pytest_configure() -> None:
 
     Background jobs of a script start with SIGINT ignored, which processes that tests interrupt would inherit.
     """
+    settings.register_profile("checkmate", deadline=None)  # other work may hold the machine
+    settings.load_profile("checkmate")
     locks.ordered_lock = CheckedLock  # type: ignore[assignment]
     os.environ[INSECURE] = "1"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

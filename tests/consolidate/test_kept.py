@@ -24,7 +24,7 @@ def put(folder: Path, generation: int, iteration: int, run: str = "run", kind: d
     return path
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(NUMBERS, st.integers(1, 4), st.data())
 def test_the_newest_stay_and_the_last_of_each_generation(
     numbers: list[tuple[int, int]], count: int, data: st.DataObject

@@ -91,7 +91,7 @@ def expected(run: DiskRun) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(run.model.state_dict()), optimizer
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from([1, 2, 3, 4, 8]), st.integers(1, 4), st.booleans())
 def test_the_chunks_of_all_groups_are_the_whole_model(shards: int, parts: int, mesh: bool) -> None:
     """Uneven and empty chunks, replicas, and chunks of columns."""

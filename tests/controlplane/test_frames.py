@@ -56,7 +56,7 @@ def by_scapy(frame: bytes) -> Packet:
 
 @pytest.mark.parametrize("build", BUILDERS)
 @given(stub=STUBS, segment=SEGMENTS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_lengths_and_checksums_are_scapys(
     build: Callable[[Stub, Segment], bytes], stub: Stub, segment: Segment
 ) -> None:
@@ -70,7 +70,6 @@ def test_lengths_and_checksums_are_scapys(
 
 
 @given(stub=STUBS, request=SEGMENTS)
-@settings(deadline=None)
 def test_an_arp_reply_is_scapys(stub: Stub, request: Segment) -> None:
     mac, ip = request.mac, str(request.ip)
     reply = ARP(op=2, hwsrc=stub.mac, psrc=str(stub.ip), hwdst=mac, pdst=ip)

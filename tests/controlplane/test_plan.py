@@ -30,7 +30,7 @@ from tests.support.controlplane.planned import connect_all
 from tests.support.jobs import some_jobs
 
 CODEC = Codec.for_target("softswitch")
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def everything(jobs: list[Job]) -> dict[str, SwitchPlan]:

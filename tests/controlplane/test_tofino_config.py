@@ -27,7 +27,7 @@ from controlplane.tofino.device_config import (
 from p4src import sde_install
 from tests.support.controlplane.tofino import write_compiled
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 programs = st.builds(
     PackedProgram,
     st.text(min_size=1, max_size=20),

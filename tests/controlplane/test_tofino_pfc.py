@@ -31,7 +31,7 @@ from controlplane.tofino.pfc import (
 from testbed.jobs import job_data, tofino_job_data
 
 CHIP = CHIPS["tofino"]
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 speeds = st.sampled_from(sorted(RESPONSE_QUANTA))
 mtus = st.integers(1280, 9216)
 cables = st.floats(0.5, 500)

@@ -6,7 +6,7 @@ from collections import Counter
 from ipaddress import IPv4Address
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.endpoint.frames import Segment, SegmentKind
@@ -52,7 +52,6 @@ def test_a_bucket_gives_its_burst_at_once_and_its_rate_in_the_long_run() -> None
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=30))
-@settings(deadline=None)
 def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None:
     waiting = WaitingSegments(RATE)
     put = Counter[bool]()
@@ -68,7 +67,6 @@ def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None
 
 
 @given(st.lists(st.integers(0, 40), min_size=3, max_size=3), st.lists(st.integers(1, 20), min_size=30))
-@settings(deadline=None)
 def test_each_known_nic_has_its_turn(counts: list[int], sizes: list[int]) -> None:
     waiting = WaitingSegments(RATE)
     for nic, count in enumerate(counts):

@@ -372,7 +372,7 @@ def test_a_further_address_is_no_other_jobs_host(tmp_path: Path) -> None:
 
 
 @given(some_jobs())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_jobs_of_the_strategy_may_run_side_by_side(jobs: list[Job]) -> None:
     assert conflicts.between_jobs([job.model_dump(mode="json") for job in jobs]) == []
 
@@ -402,7 +402,7 @@ def fault_paths(raw: Any) -> list[tuple[Any, ...]]:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_no_fault_hides_another_or_makes_one_up(data: st.DataObject) -> None:
     right = job_data(groups=2, nodes=2, switches=2, channels=2, replicas=2)
     right["dp_groups"][1]["shadow_nodes"] = [0, 1]
@@ -430,7 +430,7 @@ def test_what_a_job_says_twice_is_no_fault_between_jobs() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
     """Two ranks with one address, port and number, and any other value broken: all faults are reported."""
     clashing = job_data(groups=2, nodes=2)

@@ -16,7 +16,7 @@ from checkmate.job.tofino.ports import FEC, names, port_settings, resolve
 from testbed.jobs import job_data, tofino_job_data
 from tests.support.job_files import edited, faults, write
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 ODD, EVEN, FULL = "wedge100bf-32x-odd", "wedge100bf-32x-even", "wedge100bf-65x"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.nodes.standing import (
@@ -36,7 +36,6 @@ def find(said: Answers) -> Source | None:
         return None
 
 
-@settings(deadline=None)
 @given(answers())
 def test_all_is_of_one_start_and_good(said: Answers) -> None:
     source = find(said)
@@ -51,7 +50,6 @@ def test_all_is_of_one_start_and_good(said: Answers) -> None:
     assert (source.beginning.generation, source.beginning.incarnation) == newest(said)
 
 
-@settings(deadline=None)
 @given(answers(), st.data())
 def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -> None:
     """Unless it has a newer start of training."""
@@ -61,7 +59,6 @@ def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -
         assert find(said) is not None
 
 
-@settings(deadline=None)
 @given(answers())
 def test_what_is_lacking_is_named_with_every_node_that_should_hold_it(said: Answers) -> None:
     try:

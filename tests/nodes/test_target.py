@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.nodes.standing import Answers, Lacking, NoAnswer, Shard, beginning_of
@@ -58,7 +58,6 @@ def whole_at(reach: list[tuple[int, Shard, int, int]]) -> list[int]:
     ]
 
 
-@settings(deadline=None)
 @given(answers())
 def test_the_target_is_what_every_shard_can_reach(said: Answers) -> None:
     target, reaches = find(said), usable(said)
@@ -90,7 +89,6 @@ def explains(target: Target, reach: list[tuple[int, Shard, int, int]]) -> bool:
     )
 
 
-@settings(deadline=None)
 @given(answers(), st.data())
 def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -> None:
     """Unless it has a newer start of training."""
@@ -100,7 +98,6 @@ def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -
         assert find(said) is not None
 
 
-@settings(deadline=None)
 @given(answers(), st.data())
 def test_what_settles_is_read_from(said: Answers, data: st.DataObject) -> None:
     target = find(said)

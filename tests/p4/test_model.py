@@ -162,7 +162,7 @@ def test_random_traffic_has_the_same_outcome_on_a_running_model(compared: Compar
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_hypothesis_finds_no_difference_on_a_running_model(compared: Compared) -> None:
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from(PORTS), st.lists(drawn_frames, min_size=1, max_size=2 * BATCH))
     def same(port: int, frames: list[Frame]) -> None:
         compared.send(port, [frame.encode() for frame in frames])

@@ -88,7 +88,7 @@ def v1model() -> Program:
     return checkmate_program()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(connected)
 def test_residual_checksums_are_those_that_v1model_computes(v1model: Program, frame: Frame) -> None:
     sent = frame.encode()

@@ -88,7 +88,7 @@ def tcp_error(frame: bytes) -> int:
     return (0xFFFF - ones_sum(pseudo + frame[34:])) % 0xFFFF
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(connected)
 @example(Frame(options=TAG + struct.pack("!IIHBB", 0, 0, 3, 1, 7), payload=b"\xff\xff" * 7))
 def test_a_copys_checksums_are_those_of_full_recomputation(

@@ -24,7 +24,7 @@ from ptf_tests.stage.targets import TargetError
 from ptf_tests.switch import _renumbered
 from tests.support.job_files import edited
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT: dict[str, Any] = {
     "target": "tofino",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.ring import AllGather, Ring, RingError, RingPlace, connect_ring
@@ -33,7 +33,6 @@ BUCKET = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     bucket=BUCKET,
     ranks=st.integers(2, 9),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.ring import AllReduce, Ring, RingError, RingPlace, connect_ring
@@ -30,7 +30,6 @@ from tests.support.rings import (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@settings(deadline=None)
 @given(
     elements=st.integers(0, 120),
     dtype=st.sampled_from(DTYPES),

@@ -89,7 +89,7 @@ def drain(inlet: Inlet, data: bytes, pick: random.Random) -> None:
             inlet.take()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(1, 60_000), min_size=1, max_size=4),
     ranks=st.integers(2, 5),

@@ -106,7 +106,7 @@ def on_the_wire(stream: StreamLayout, buckets: dict[int, torch.Tensor]) -> bytes
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=6),
     st.integers(2, 5),

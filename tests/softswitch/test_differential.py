@@ -57,7 +57,7 @@ def mutated(draw: st.DrawFn, frame: bytes) -> bytes:
     return carried(bytes(changed))
 
 
-@settings(max_examples=BATCHES, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=BATCHES, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_same_frames_leave(pair: TargetPair, data: st.DataObject) -> None:
     """For any input, both send the same frames from the same ports."""

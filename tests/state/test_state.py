@@ -75,7 +75,6 @@ def send(parameters: dict[int, tuple[torch.Tensor, dict[str, object]]]) -> list[
     return [pb.Seeds.FromString(message.SerializeToString()) for message in messages]
 
 
-@settings(deadline=None)
 @given(PARAMETERS)
 def test_everything_comes_back_bit_for_bit(
     parameters: dict[int, tuple[torch.Tensor, dict[str, object]]],
@@ -91,7 +90,6 @@ def test_everything_comes_back_bit_for_bit(
         assert all(same(state[name], got_state[name]) for name in state)
 
 
-@settings(deadline=None)
 @given(PARAMETERS.filter(bool), st.data())
 def test_a_message_that_is_lost_doubled_moved_or_changed_is_noticed(
     parameters: dict[int, tuple[torch.Tensor, dict[str, object]]], data: st.DataObject
@@ -188,7 +186,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(PLAIN)
 def test_plain_state_comes_back(obj: object) -> None:
     assert str(loads(dumps(obj))) == str(obj)
@@ -256,7 +254,6 @@ def test_garbage_is_no_state(data: bytes) -> None:
         loads(data)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_damaged_state_never_crashes(data: st.DataObject) -> None:
     whole = bytearray(dumps({"a": torch.arange(3), "b": [1, (2.0, "x")]}))

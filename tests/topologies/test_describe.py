@@ -85,7 +85,7 @@ def meshed_labs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=meshed_labs())
 def test_a_lab_has_the_groups_of_its_jobs_mesh(
     data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
@@ -104,7 +104,7 @@ def test_a_lab_has_the_groups_of_its_jobs_mesh(
     assert len(topology.trainers) == len(data["hosts"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=lab_files())
 def test_any_lab_gives_a_job_that_the_control_plane_accepts(
     data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
@@ -120,7 +120,7 @@ def test_any_lab_gives_a_job_that_the_control_plane_accepts(
     assert set(plan(jobs)) == set(data["switches"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=lab_files())
 def test_each_cable_end_is_there_once(data: dict[str, Any]) -> None:
     topology = build("drawn", data)
@@ -171,7 +171,7 @@ def test_each_torchrun_meets_the_others_at_the_first_rank() -> None:
     assert [("--rdzv-conf=is_host=1" in command) for command in commands] == [True] + [False] * 11
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=lab_files())
 def test_the_picture_shows_each_host_and_each_port(data: dict[str, Any]) -> None:
     topology = build("drawn", data)
@@ -249,7 +249,7 @@ def test_what_to_try_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert shlex.split(loop)[7 : 7 + len(inside)] == inside
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=lab_files() | meshed_labs())
 def test_a_recorded_topology_is_the_same(data: dict[str, Any]) -> None:
     topology = build("kept", data)

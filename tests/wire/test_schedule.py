@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.wire.schedule import (
@@ -95,7 +95,6 @@ def test_only_the_first_and_the_last_rank_are_boundaries(ranks: int) -> None:
         assert any(tags(ranks, rank, round_) for round_ in range(ranks - 1)) == (side is not None)
 
 
-@settings(deadline=None)
 @given(buckets=BUCKETS, channels=CHANNELS, ranks=RANKS)
 def test_every_byte_is_tagged_exactly_once(buckets: list[Bucket], channels: int, ranks: int) -> None:
     seen = [bytearray(bucket.nbytes) for bucket in buckets]
@@ -119,7 +118,6 @@ def test_every_byte_is_tagged_exactly_once(buckets: list[Bucket], channels: int,
     assert seen == [bytearray(b"\1" * bucket.nbytes) for bucket in buckets]
 
 
-@settings(deadline=None)
 @given(
     buckets=buckets_of(st.integers(0, 70)),
     channels=st.integers(1, 3),

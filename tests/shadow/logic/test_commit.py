@@ -130,7 +130,7 @@ actions = st.tuples(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.integers(1, 4), st.frozensets(st.integers(1, 3), max_size=2), st.lists(actions, max_size=150))
 def test_whenever_nodes_die_all_are_at_or_can_reach_the_same_iteration(
     count: int, late: frozenset[int], doings: list[tuple[str, int, int]]
@@ -146,7 +146,7 @@ def test_whenever_nodes_die_all_are_at_or_can_reach_the_same_iteration(
     assert deciders == {min(node.number for node in alive if node.live)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(0, 2),
     st.lists(

@@ -200,7 +200,7 @@ def played(world: SimulatedWorld, doings: list[tuple[str, int, int]]) -> Iterato
         yield
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 3), st.integers(1, 2), st.lists(actions, max_size=120))
 def test_a_crash_resumes_from_the_last_iteration_whatever_has_stalled(
     count: int, replicas: int, doings: list[tuple[str, int, int]]
@@ -215,7 +215,7 @@ def test_a_crash_resumes_from_the_last_iteration_whatever_has_stalled(
     assert all(nodes for nodes in chosen.holders.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 3), st.lists(actions, max_size=120))
 def test_what_one_node_has_stepped_every_other_has_on_its_way(
     count: int, doings: list[tuple[str, int, int]]

@@ -533,7 +533,7 @@ def test_a_parameter_that_the_optimizer_does_not_have() -> None:
     read(replica, 0)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.data())
 def test_any_model_any_cut(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.lists(st.integers(1, 30), max_size=3).map(tuple), min_size=1, max_size=8))

@@ -97,7 +97,7 @@ BEGINNING = scaled(
 @example(SKIPPED)
 @example(WIDE)
 @example(BEGINNING)
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
 def test_all_state_of_any_training_has_the_same_bits(plan: TrainingPlan) -> None:
     follow(plan)

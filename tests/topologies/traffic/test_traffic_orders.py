@@ -54,7 +54,7 @@ def judged(job: Job, tagged: dict[StreamKey, Digest], read: dict[ReadKey, Digest
     return Verdict(compare(job, tagged, read), 1.0, 10**6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(nbytes=st.integers(1, 10**9), iterations=st.integers(1, 9))
 def test_the_rings_gather_what_was_asked_for(job: Job, nbytes: int, iterations: int) -> None:
     wanted = Load(nbytes, iterations)
