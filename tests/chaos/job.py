@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,18 +133,11 @@ class JobWorld:
         log = f"{self.prefix}reference"
         return [self._rank(rank, CONTROLLER, orders, environment, f"{log}{rank}") for rank in ranks]
 
-    def statuses(self, node: int) -> Iterator[dict[str, Any]]:
-        """Yield the statuses of a shadow node since it was last started."""
-        text = self.shadows[node].said()
-        for line in text[: text.rfind("\n") + 1].splitlines():
-            said = json.loads(line)
-            if "holds" in said:
-                yield said
-
     def is_live(self, node: int) -> tuple[int, bool]:
-        """Return the number of a node's statuses, and whether all of its holds are live in the last one."""
-        said = list(self.statuses(node))
-        holds = said[-1]["holds"] if said else []
+        """Return the number of a node's statuses since its start, and whether all holds are live in the last."""
+        text = self.shadows[node].said()
+        said = [line for line in text[: text.rfind("\n") + 1].splitlines() if '"holds"' in line]
+        holds = json.loads(said[-1])["holds"] if said else []
         return len(said), bool(holds) and all(hold["live"] for hold in holds)
 
     def end_ranks(self) -> None:
