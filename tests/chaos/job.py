@@ -134,7 +134,7 @@ class JobWorld:
         return [self._rank(rank, CONTROLLER, orders, environment, f"{log}{rank}") for rank in ranks]
 
     def is_live(self, node: int) -> tuple[int, bool]:
-        """Return the number of a node's statuses since its start, and whether all holds are live in the last."""
+        """Return the number of a node's statuses since its start, and whether all holds are live now."""
         text = self.shadows[node].said()
         said = [line for line in text[: text.rfind("\n") + 1].splitlines() if '"holds"' in line]
         holds = json.loads(said[-1])["holds"] if said else []

@@ -11,12 +11,13 @@ FASTER: Final = 4
 """Minutes in the rules are a quarter as long."""
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION: Final = re.compile(r"(\d+)(ms|s|m|h)")
+_INCREASE: Final = re.compile(r"increase\([^[]*\[(\d+(?:ms|s|m|h))\]")
 _RANGE: Final = re.compile(r"\[(\d+(?:ms|s|m|h))\]")
 
 
 @dataclass(frozen=True)
 class Delays:
-    """Seconds of an alert: how long its condition has to hold, and the longest range that it looks back."""
+    """Seconds of an alert: how long its condition has to hold, and how long an increase is remembered."""
 
     waits: float
     remembers: float
@@ -38,7 +39,7 @@ def delays(rules: Mapping[str, Any]) -> dict[str, Delays]:
     found = {}
     for group in rules["groups"]:
         for rule in group["rules"]:
-            ranges = [seconds(one) for one in _RANGE.findall(rule["expr"])]
+            ranges = [seconds(one) for one in _INCREASE.findall(rule["expr"])]
             found[rule["alert"]] = Delays(seconds(rule.get("for", "0s")), max(ranges, default=0.0))
     return found
 
