@@ -145,7 +145,7 @@ class _Reasons:
             for start, end in together_down(self._acts, both):
                 yield from self._fires_after("CheckmateShardWithoutHolder", start, end, labels)
         kills = [a for a in self._acts if a.kind == "kill" and a.job == job and a.part.startswith("rank")]
-        for act in kills:  # nodes that are empty wait for training, which starts anew
+        for act in kills:  # nodes that are empty wait for training, which starts again
             for group, shard in lost_shards(self._acts, job, act.at):
                 labels = {"job": self._names[job], "dp_group": str(group), "shard": str(shard)}
                 yield self._may("CheckmateShardWithoutHolder", act, labels)

@@ -93,7 +93,7 @@ def _lost_shard(draw: random.Random, job: Party) -> list[Act]:
 
 
 def _no_holder(draw: random.Random, job: Party) -> list[Act]:
-    """Both holders of a shard are away for so long that the alert fires; training goes on."""
+    """Both holders of a shard are away until the alert has fired; training goes on."""
     return [Act(0, "kill", node, 26.0) for node in _holders(draw, job)]
 
 

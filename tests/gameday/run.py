@@ -43,7 +43,7 @@ class Past:
 
 @dataclass
 class Outcome:
-    """What happened on a game day; it passed if there are no problems."""
+    """What happened on a game day; without `problems`, it passed."""
 
     seed: int
     past: list[Past] = field(default_factory=list)
@@ -66,7 +66,7 @@ def run(
     keep: Path | None = None,
     say: Say = lambda _, __: None,
 ) -> Outcome:
-    """Run the schedule of a seed for so many minutes."""
+    """Run the schedule of a seed; incidents begin for this number of minutes."""
     outcome, began = Outcome(seed), time.monotonic()
     name = name or f"gameday{os.getpid()}"
     ForkedLab.serve()
