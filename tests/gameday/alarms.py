@@ -28,9 +28,10 @@ def _text(name: str, labels: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Alarm:
-    """An alert that fired at a time, with its labels."""
+    """An alert that fired from one time to another, with its labels."""
 
     at: float
+    until: float
     name: str
     labels: Mapping[str, str]
 
@@ -53,13 +54,16 @@ class Expectation:
     until: float
     must: bool
 
-    def fits(self, alarm: Alarm) -> bool:
-        """Return whether an alert that fired is this one."""
-        return (
-            alarm.name == self.name
-            and self.since <= alarm.at <= self.until
-            and self.labels.items() <= alarm.labels.items()
-        )
+    def explains(self, alarm: Alarm) -> bool:
+        """Return whether an alert may have begun to fire because of this."""
+        return self._is_of(alarm) and self.since <= alarm.at <= self.until
+
+    def met_by(self, alarm: Alarm) -> bool:
+        """Return whether an alert fired in time; it may have begun with an earlier incident."""
+        return self._is_of(alarm) and alarm.at <= self.until and self.since <= alarm.until
+
+    def _is_of(self, alarm: Alarm) -> bool:
+        return alarm.name == self.name and self.labels.items() <= alarm.labels.items()
 
     def __str__(self) -> str:
         return _text(self.name, self.labels)
@@ -67,8 +71,8 @@ class Expectation:
 
 def judge(expected: Sequence[Expectation], seen: Sequence[Alarm]) -> list[str]:
     """Return a problem for each alert that should have fired and did not, and for each other one that did."""
-    missing = [one for one in expected if one.must and not any(one.fits(alarm) for alarm in seen)]
-    extra = [alarm for alarm in seen if not any(one.fits(alarm) for one in expected)]
+    missing = [one for one in expected if one.must and not any(one.met_by(alarm) for alarm in seen)]
+    extra = [alarm for alarm in seen if not any(one.explains(alarm) for one in expected)]
     return [f"did not fire, after {one.since:.0f} s: {one}" for one in missing] + [
         f"fired without a cause, at {alarm.at:.0f} s: {alarm}" for alarm in extra
     ]

@@ -7,6 +7,7 @@ import shutil
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,8 @@ from topologies.lab import Lab
 COMMAND: Final = "prometheus"
 _DEPLOY: Final = Path(__file__).parents[2] / "deploy/prometheus"
 _ADDRESS: Final = "127.0.0.1:9090"
+_GAP: Final = 1.5
+"""Seconds without a value after which an alert has ended; there is one each second."""
 _OWN: Final = ("__name__", "alertname", "alertstate", "severity")
 
 
@@ -66,10 +69,10 @@ class LabPrometheus:
         crew.wait(self._ready, "Prometheus to serve", 30)
 
     def alarms(self, begin: float, end: float) -> list[Alarm]:
-        """Return the alerts that began to fire between two times by the clock, in seconds after `begin`."""
+        """Return the alerts that fired between two times by the clock, in seconds after `begin`."""
         query = {"query": 'ALERTS{alertstate="firing"}', "start": begin, "end": end, "step": "1"}
         found = json.loads(self._get("/api/v1/query_range?" + urllib.parse.urlencode(query)))
-        alarms = [one for series in found["data"]["result"] for one in _begins(series, begin)]
+        alarms = [one for series in found["data"]["result"] for one in spans(series, begin)]
         return sorted(alarms, key=lambda one: one.at)
 
     def _ready(self) -> bool:
@@ -85,12 +88,11 @@ class LabPrometheus:
                 return bytes(answer.read())
 
 
-def _begins(series: dict[str, Any], begin: float) -> Iterator[Alarm]:
-    """Yield when the alert of a series began to fire."""
-    metric = series["metric"]
+def spans(series: dict[str, Any], begin: float) -> Iterator[Alarm]:
+    """Yield the alerts of a series: it may have ended and begun again."""
+    metric, times = series["metric"], [at for at, _ in series["values"]]
     labels = {key: value for key, value in metric.items() if key not in _OWN}
-    before = float("-inf")
-    for at, _ in series["values"]:
-        if at - before > 1.5:
-            yield Alarm(at - begin, metric["alertname"], labels)
-        before = at
+    starts = [at for before, at in pairwise([float("-inf"), *times]) if at - before > _GAP]
+    ends = [at for at, after in pairwise([*times, float("inf")]) if after - at > _GAP]
+    for start, end in zip(starts, ends, strict=True):
+        yield Alarm(start - begin, end - begin, metric["alertname"], labels)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.gameday.acts import Act
 from tests.gameday.alarms import RECOVERY, Alarm, Expectation, expectations, judge
+from tests.gameday.prometheus import spans
 from tests.gameday.prometheus import rules as shipped
 from tests.gameday.rules import Delays, delays, faster, seconds
 
@@ -84,12 +85,27 @@ def test_no_controller_and_a_switch_that_is_away() -> None:
 def test_alerts_are_judged_by_name_labels_and_time() -> None:
     must = Expectation("A", {"job": "x"}, 10, 30, must=True)
     may = Expectation("B", {}, 10, 30, must=False)
-    fired = Alarm(12, "A", {"job": "x", "node": "1"})
+    fired = Alarm(12, 40, "A", {"job": "x", "node": "1"})
     assert judge([must, may], [fired]) == []
     assert judge([may], []) == []
     assert judge([must], []) == ["did not fire, after 10 s: A(job x)"]
-    for other in (Alarm(9, "A", {"job": "x"}), Alarm(31, "A", {"job": "x"}), Alarm(12, "A", {"job": "y"})):
+    others = [Alarm(at, at + 1, "A", {"job": job}) for at, job in ((8, "x"), (31, "x"), (12, "y"))]
+    for other in others:
+        assert judge([must], [other])[0] == "did not fire, after 10 s: A(job x)"
         assert judge([must], [fired, other]) == [f"fired without a cause, at {other.at} s: {other}"]
+
+
+def test_an_alert_that_still_fires_need_not_begin_again() -> None:
+    early = Expectation("A", {"job": "x"}, 0, 8, must=True)
+    must = Expectation("A", {"job": "x"}, 10, 30, must=True)
+    assert judge([early, must], [Alarm(5, 15, "A", {"job": "x"})]) == []
+    assert len(judge([early, must], [Alarm(5, 9, "A", {"job": "x"})])) == 1
+
+
+def test_the_times_of_an_alert_are_those_of_its_values() -> None:
+    values = [[at, "1"] for at in (100, 101, 102, 110, 111)]
+    series = {"metric": {"alertname": "A", "severity": "warning", "job": "x"}, "values": values}
+    assert [*spans(series, 90)] == [Alarm(10, 12, "A", {"job": "x"}), Alarm(20, 21, "A", {"job": "x"})]
 
 
 def test_a_window_ends_when_an_alert_cannot_begin_any_more() -> None:
