@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gameday: --only {unknown[0]}: there are {', '.join(known)}", file=sys.stderr)
         return 2
     if asked.show:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads may have seen enough
         incidents = schedule(asked.seed, kinds=kinds)
         print("\n".join(str(next(incidents)) for _ in range(_SHOWN)))
         return 0
@@ -64,7 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="", help="of the lab")
     parser.add_argument("--only", default="", metavar="KINDS", help="kinds of incidents, with commas between")
     parser.add_argument("--show", action="store_true", help="show the schedule; run nothing")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the logs there if it fails")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the logs there")
     return parser.parse_args(arguments)
 
 

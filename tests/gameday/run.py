@@ -76,7 +76,7 @@ def run(
             try:
                 day.run(schedule(seed, kinds=kinds), minutes)
             finally:
-                if outcome.problems and keep is not None:
+                if keep is not None:
                     shutil.rmtree(keep, ignore_errors=True)
                     shutil.copytree(made.directory, keep, ignore=shutil.ignore_patterns("tmp", "lock"))
                 day.end_processes()

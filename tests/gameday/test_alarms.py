@@ -8,8 +8,8 @@ import pytest
 
 from tests.gameday.acts import Act
 from tests.gameday.alarms import RECOVERY, Alarm, Expectation, expectations, judge
-from tests.gameday.prometheus import spans
 from tests.gameday.prometheus import rules as shipped
+from tests.gameday.prometheus import spans
 from tests.gameday.rules import Delays, delays, faster, seconds
 
 DELAYS = delays(faster(shipped()))
