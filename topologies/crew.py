@@ -93,6 +93,11 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
         for member in list(self._members):
             self.kill(member)
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The processes that are watched."""
+        return tuple(self._members)
+
     def __contains__(self, member: Member) -> bool:
         """Return whether a process is watched: it was started, and not killed, stopped or finished since."""
         return member in self._members

@@ -111,6 +111,11 @@ class Lab:
         """Its job file."""
         return state.job_file(self.name)
 
+    def job_file_of(self, job: Topology) -> Path:
+        """Return the path of the job file of the lab's job, or of one beside it."""
+        beside = job in self.topology.beside
+        return self.directory / job_files.file_beside(job) if beside else self.job_file
+
     def namespace(self, node: str) -> str:
         """Return the namespace of a host, a switch or the controller (`ctl`)."""
         return namespaces.name_of(self.name, node)
@@ -198,7 +203,12 @@ class Lab:
         ours = {**torchrun.DEFAULTS, **processes.environment(), **torchrun.ENVIRONMENT}
         ours.pop(INSECURE, None)  # a lab has keys
         ours |= torchrun.nccl_environment(f"{self.name} {node}")
-        return ours | {"CHECKMATE_JOB": str(self.job_file)}
+        return ours | {"CHECKMATE_JOB": str(self.job_file_at(node))}
+
+    def job_file_at(self, node: str) -> Path:
+        """Return the path of the job file of a host's job; for other nodes, of the lab's."""
+        beside = [job for job in self.topology.beside if node in {host.name for host in job.hosts}]
+        return self.job_file_of(*beside or [self.topology])
 
     def cgroup(self, node: str) -> Path | None:
         """Return the cgroup of a node's processes, which exists; `None` without cgroup v2."""
@@ -257,8 +267,8 @@ class Lab:
     def _write_job(self) -> None:
         for name, text in job_files.files(self.topology, self.name, self.target).items():
             self.directory.joinpath(name).write_text(text)
-        job = read_job(self.job_file)
-        make_keys([(job, keys_folder(job))], dt.datetime.now(dt.UTC))
+        jobs = [read_job(self.job_file_of(job)) for job in self.topology.jobs]
+        make_keys([(job, keys_folder(job)) for job in jobs], dt.datetime.now(dt.UTC))
 
     def _join_cables(self) -> None:
         """Start the process that forwards frames with a delay where the ranks' cables are cut."""

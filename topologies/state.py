@@ -20,7 +20,7 @@ from typing import Final
 from checkmate.wording import did_you_mean
 from topologies.describe.job_files import JOB_FILE, TOPOLOGY_FILE, Target
 from topologies.describe.topology import BadDescription, LabError, LabInUse, Topology, load
-from topologies.kernel import cgroups, namespaces
+from topologies.kernel import cgroups, mounts, namespaces
 
 RUN: Final = Path("/run/checkmate/labs")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -141,6 +141,7 @@ def remove(lab: str) -> None:
     for namespace in present:
         namespaces.remove(namespace)
     cgroups.remove(cgroup)
+    mounts.unmount_below(folder(lab))
     shutil.rmtree(folder(lab))
     for parent in (RUN, RUN.parent):
         with contextlib.suppress(OSError):  # there are other labs

@@ -6,8 +6,9 @@ import signal
 import time
 from collections.abc import Callable
 
-from tests.chaos.oracle import Fact, loses, settles
+from tests.chaos.oracle import loses, settles
 from tests.chaos.scenario import Event
+from tests.chaos.sound import SoundnessWatch
 from tests.chaos.world import ChaosWorld
 
 BY_SCRIPT = ("error", "close")
@@ -21,9 +22,8 @@ class Schedule:
         self._world = world
         self._waiting = [event for event in world.scenario.events if event.kind not in BY_SCRIPT]
         self._due: list[tuple[float, Callable[[], None]]] = []
-        self._unsure: dict[int, float] = dict.fromkeys(world.shadows, 0.0)
         self._again: set[str] = set()
-        self.facts: list[Fact] = []
+        self.watch = SoundnessWatch(world.shadows, world.is_live)
         self.done: list[str] = []
         self.struck = False
         """Whether an event ends this start of the ranks."""
@@ -42,7 +42,7 @@ class Schedule:
         for one in sorted((one for one in self._due if one[0] <= now), key=lambda one: one[0]):
             self._due.remove(one)
             one[1]()
-        self._look(now)
+        self._look()
 
     def _begin(self, event: Event) -> None:
         world, who, now = self._world, event.who, time.monotonic()
@@ -50,7 +50,7 @@ class Schedule:
             return  # it has already ended
         self.done.append(f"{event} (start {world.attempt})")
         for node in loses(event, world.scenario.network, world.controller_is_down):
-            self._lose(node, now + event.seconds + settles(event))
+            self.watch.lose(node, now + event.seconds + settles(event))
         if event.kind == "stall":
             process = world.process(who)
             process.send_signal(signal.SIGSTOP)
@@ -91,29 +91,11 @@ class Schedule:
     def _after(self, seconds: float, do: Callable[[], None]) -> None:
         self._due.append((time.monotonic() + seconds, do))
 
-    def _lose(self, node: int, settled: float) -> None:
-        self.facts.append(Fact(time.monotonic(), "lost", node))
-        self._unsure[node] = max(self._unsure.get(node, 0.0), settled)
-
-    def _look(self, now: float) -> None:
+    def _look(self) -> None:
         """Check for shadow nodes that are live again, and for a controller that serves again."""
         world = self._world
         member = world.controller.member
         if world.controller_is_down and member in world.crew and "serving" in member.said():
             world.controller_is_down = False
             self._again.discard("ctl")
-        for node, settled in list(self._unsure.items()):
-            if now < settled or f"shadow{node}" in self._again:
-                continue
-            count, live = world.is_live(node)
-            if live and count > 1:
-                del self._unsure[node]
-                self.facts.append(Fact(now, "live", node))
-
-    def protected(self) -> None:
-        """Note that training has begun: nodes without events since their start are live."""
-        now = time.monotonic()
-        lost = {fact.node for fact in self.facts if fact.kind == "lost"}
-        for node in set(self._unsure) - lost:
-            del self._unsure[node]
-            self.facts.append(Fact(now, "live", node))
+        self.watch.look(lambda node: f"shadow{node}" in self._again)

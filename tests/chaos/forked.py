@@ -111,7 +111,7 @@ class ForkedLab(Lab):
             getattr(file, "name", os.devnull)
             for file in (stdout, stdout if stderr == subprocess.STDOUT else stderr)
         ]
-        variables = {"CHECKMATE_JOB": str(self.job_file), **(environment or {})}
+        variables = {"CHECKMATE_JOB": str(self.job_file_at(node)), **(environment or {})}
         process = self._context.Process(
             target=_become, args=(self.namespace(node), groups, files, variables, words[2:])
         )

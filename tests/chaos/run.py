@@ -16,10 +16,11 @@ from typing import Any
 from tests.chaos.compare import differences
 from tests.chaos.events import Schedule
 from tests.chaos.forked import ForkedLab
+from tests.chaos.job import RankLog
 from tests.chaos.oracle import PastStart, ResumePromise, promise
 from tests.chaos.scenario import Scenario
 from tests.chaos.script import ANEW
-from tests.chaos.world import ChaosWorld, RankLog
+from tests.chaos.world import ChaosWorld
 from topologies import lab as labs
 from topologies.crew import Crew, serving
 from topologies.describe.topology import LabError, build
@@ -221,7 +222,7 @@ class Trial:
             self._resumed = int(line["iteration"])
             self._check(self._resumed)
         elif rank == 0 and line["event"] == "protected":
-            self._schedule.protected()
+            self._schedule.watch.protected()
 
     def _check(self, resumed: int | None) -> None:
         """Check a start against its promise."""
@@ -229,7 +230,7 @@ class Trial:
             return
         made: ResumePromise = promise(
             self._scenario.network,
-            self._schedule.facts,
+            self._schedule.watch.facts,
             self._before,
             time.monotonic(),
             on_disk=self._world.on_disk,

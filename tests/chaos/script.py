@@ -7,6 +7,7 @@ It writes rank{r}.jsonl: begin and end, and each iteration's loss with a digest 
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import logging
 import os
@@ -43,6 +44,7 @@ class ChaosRank:
         self.scenario, self.orders, self.training = scenario, orders, scenario.model
         self.rank, self.attempt = dist.get_rank(), int(orders["attempt"])
         self.folder = Path(orders["folder"])
+        self.stop = Path(orders["stop"])
         self.reference = bool(orders["reference"])
         begins = 0 if orders["fresh"] else self.attempt  # restored state always differs from initial state
         torch.manual_seed(scenario.seed + 1000 * begins)
@@ -84,14 +86,14 @@ class ChaosRank:
                 time.sleep(self.training.pause)
         began = time.monotonic()
         protection.close()
-        ended = iteration + 1 >= self.training.iterations
+        ended = iteration + 1 >= self.training.iterations or not self._goes_on(iteration + 1)
         self.say("ended" if ended else "closed", iteration=iteration, seconds=time.monotonic() - began)
 
     def _loop(self, first: int, protection: Any) -> Iterator[int]:
         """Yield iterations from a range, or epoch by epoch from a loader."""
         iteration, end = first, self.training.iterations
         if not self.training.has("loader"):
-            loop = range(first, end)
+            loop = itertools.takewhile(self._goes_on, range(first, end))
             yield from protection.steps(loop) if self.training.boundary == "steps" else loop
             return
         while iteration < end:
@@ -101,6 +103,13 @@ class ChaosRank:
                     return
                 yield iteration
                 iteration += 1
+
+    def _goes_on(self, iteration: int) -> bool:
+        """Return whether training has not been told to end before this iteration."""
+        try:
+            return iteration < int(self.stop.read_text())
+        except FileNotFoundError:
+            return True
 
     def _begin(self) -> tuple[int, Any]:
         if self.reference:

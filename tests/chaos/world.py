@@ -2,123 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.chaos.forked import ForkedLab
+from tests.chaos.job import JobWorld
 from tests.chaos.scenario import Scenario
-from topologies.crew import CHECKMATE, Crew, LabController, Member
-from topologies.kernel.links import MGMT_INTERFACE
+from topologies.crew import Crew, LabController
 from topologies.kernel.namespaces import netlink
-
-PORT = 29500
-
-
-@dataclass
-class RankLog:
-    """A rank's log, read as it grows."""
-
-    file: Path
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    _read: int = 0
-
-    def look(self) -> list[dict[str, Any]]:
-        """Return the new complete lines."""
-        if not self.file.exists():
-            return []
-        with self.file.open("rb") as file:
-            file.seek(self._read)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        new = [json.loads(line) for line in whole.splitlines()]
-        self.lines += new
-        return new
+from topologies.lab import Lab
 
 
-class ChaosWorld:
-    """The lab with its controller, shadow nodes and ranks."""
+class ChaosWorld(JobWorld):
+    """The lab's job with its controller."""
 
     def __init__(
         self, scenario: Scenario, lab: ForkedLab, crew: Crew, controller: LabController, folder: Path
     ) -> None:
-        self.scenario, self.lab, self.crew, self.folder = scenario, lab, crew, folder
+        super().__init__(scenario, lab, crew, folder)
         self.controller = controller
-        self.shadows: dict[int, Member] = {}
-        self.ranks: list[subprocess.Popen[bytes]] = []
-        self.attempt = -1
         self.controller_is_down = False
-        self.keeper: Member | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of `consolidate --every`."""
-        return self.folder / "checkpoints"
-
-    @property
-    def on_disk(self) -> bool:
-        """Return whether there is a complete checkpoint."""
-        return any(self.checkpoints.glob("[!.]*"))
-
-    def start_shadow_node(self, number: int) -> None:
-        """Start a shadow node, without waiting for it."""
-        if (member := self.shadows.get(number)) is not None:
-            self.crew.restart(member)
-            return
-        argv: list[str | Path] = [*CHECKMATE, "shadow", self.lab.job_file, "--id", str(number), "--json"]
-        name = f"shadow{number}"
-        self.shadows[number] = self.crew.start(name, name, argv, environment={"OMP_NUM_THREADS": "1"})
-
-    def start_keeper(self) -> None:
-        """Start `consolidate --every` if the scenario has it."""
-        if every := self.scenario.network.every:
-            argv: list[str | Path] = [*CHECKMATE, "consolidate", self.lab.job_file, "--out", self.checkpoints]
-            self.keeper = self.crew.start("keeper", "ctl", [*argv, "--every", str(every), "--keep", "3"])
-
-    def await_shadow_nodes(self) -> None:
-        """Wait until all shadow nodes serve."""
-        members = self.shadows.values()
-        self.crew.wait(lambda: all("ready" in m.said() for m in members), "shadow nodes to serve", 60)
-
-    def start_ranks(self, *, fresh: bool) -> None:
-        """Start all ranks."""
-        self.attempt += 1
-        first = self.lab.topology.ranks[0]
-        orders = self._orders(f"orders{self.attempt}", self.folder, fresh=fresh, reference=False)
-        environment = {"MASTER_ADDR": str(first.mgmt), "GLOO_SOCKET_IFNAME": MGMT_INTERFACE}
-        self.ranks = [
-            self._rank(rank.number, rank.host.name, orders, environment) for rank in self.lab.topology.ranks
-        ]
-
-    def start_reference(self) -> list[subprocess.Popen[bytes]]:
-        """Start the same training undisturbed, on the loopback interface of the controller's namespace."""
-        folder = self.folder / "reference"
-        folder.mkdir()
-        orders = self._orders("orders", folder, fresh=True, reference=True)
-        environment = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks = range(self.scenario.network.world)
-        return [self._rank(rank, "ctl", orders, environment, f"reference{rank}") for rank in ranks]
-
-    def statuses(self, node: int) -> Iterator[dict[str, Any]]:
-        """Yield the statuses of a shadow node since it was last started."""
-        text = self.shadows[node].said()
-        for line in text[: text.rfind("\n") + 1].splitlines():
-            said = json.loads(line)
-            if "holds" in said:
-                yield said
-
-    def is_live(self, node: int) -> tuple[int, bool]:
-        """Return the number of a node's statuses, and whether all of its holds are live in the last one."""
-        said = list(self.statuses(node))
-        holds = said[-1]["holds"] if said else []
-        return len(said), bool(holds) and all(hold["live"] for hold in holds)
 
     def signal(self, who: str, number: signal.Signals) -> None:
         """Send a signal to the current process of a name, unless it has ended."""
@@ -136,51 +40,11 @@ class ChaosWorld:
         """Set the switch's end of a rank's or a shadow node's first training link up or down."""
         hosts = {rank.name: rank.host for rank in self.lab.topology.ranks}
         nic = (hosts.get(who) or self.lab.topology.host(who)).interfaces[0]
-        with netlink(self.lab.namespace(nic.switch)) as ip:
-            index = ip.link_lookup(ifname=f"port{nic.port}")[0]
-            ip.link("set", index=index, state="up" if up else "down")
+        set_port(self.lab, nic.switch, nic.port, up=up)
 
-    def end_ranks(self) -> None:
-        """End remaining ranks like torchrun: by SIGTERM, then by SIGKILL."""
-        for process in self.ranks:
-            process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 1.0
-        while any(p.poll() is None for p in self.ranks) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for process in self.ranks:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
 
-    def last_words(self, rank: int) -> str:
-        """Return the end of a rank's standard error in this start."""
-        text = self.lab.log(f"rank{rank}.{self.attempt}").read_text(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()]
-        told = [line for line in lines if "Error" in line]
-        return (told or lines or ["it said nothing"])[-1]
-
-    def _orders(self, name: str, folder: Path, **more: bool) -> Path:
-        orders = {
-            "scenario": self.scenario.to_json(),
-            "folder": str(folder),
-            "attempt": max(self.attempt, 0),
-            "checkpoints": str(self.checkpoints) if self.scenario.network.every else None,
-            **more,
-        }
-        file = folder / f"{name}.json"
-        file.write_text(json.dumps(orders))
-        return file
-
-    def _rank(
-        self, rank: int, node: str, orders: Path, environment: dict[str, str], log: str = ""
-    ) -> subprocess.Popen[bytes]:
-        given = {
-            **environment,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.scenario.network.world),
-            "MASTER_PORT": str(PORT + max(self.attempt, 0)),
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        argv: list[str | Path] = [sys.executable, "-m", "tests.chaos.script", orders]
-        with self.lab.log(log or f"rank{rank}.{self.attempt}").open("ab") as file:
-            return self.lab.start(node, argv, stdout=file, stderr=subprocess.STDOUT, environment=given)
+def set_port(lab: Lab, switch: str, port: int, *, up: bool) -> None:
+    """Set a port of a switch up or down."""
+    with netlink(lab.namespace(switch)) as ip:
+        index = ip.link_lookup(ifname=f"port{port}")[0]
+        ip.link("set", index=index, state="up" if up else "down")

@@ -49,6 +49,12 @@ def test_the_page_has_every_alert_and_every_metric() -> None:
     assert not {one for one in patterns if not any(fnmatch(name, one) for name in there)}
 
 
+def test_the_scrape_job_keeps_the_label_of_the_training_job() -> None:
+    """Otherwise Prometheus has its own `job` there, and shards of different jobs count as one."""
+    assert "job" in {label for metric in everything() for sample in metric.samples for label in sample.labels}
+    assert yaml.safe_load((RULES / "scrape.yaml").read_text())["honor_labels"] is True
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Prometheus) is not on PATH")
 @pytest.mark.parametrize("words", [("check", "rules", "alerts.yaml"), ("test", "rules", "alerts.test.yaml")])
 def test_promtool_accepts_the_rules(words: tuple[str, ...]) -> None:

@@ -137,6 +137,39 @@ def test_each_cable_end_is_there_once(data: dict[str, Any]) -> None:
     assert len({n.mac for n in nics}) == len(nics)
 
 
+def test_jobs_beside_each_other_share_switches_and_nothing_else(tmp_path: Path) -> None:
+    """The second has hosts that have two ranks each, and no switches of its own."""
+    first = {
+        "title": "the first",
+        "switches": ["a", "b"],
+        "links": [["a", "b"]],
+        "dp_groups": [{"ranks": ["a", "b"]}],
+        "shadow_nodes": [["a", "b"], ["b"]],
+    }
+    second = {
+        "title": "the second",
+        "hosts": [["a"], ["b"]],
+        "mesh": {"dp_replicate": 2, "dp_shard": 2},
+        "gpus_per_host": 2,
+        "shadow_nodes": [["b"], ["a"]],
+    }
+    lab = describe.together({"one": first, "two": second})
+    assert [host.name for host in lab.hosts] == [
+        *("rank0", "rank1", "shadow0", "shadow1"),
+        *("b_host0", "b_host1", "b_shadow0", "b_shadow1"),
+    ]
+    assert [job.name for job in lab.jobs] == ["one", "two"]
+    assert [[node.number for node in job.shadow_nodes] for job in lab.jobs] == [[0, 1], [0, 1]]
+    ports = [(nic.switch, nic.port) for host in lab.hosts for nic in host.interfaces]
+    ports += [end for link in lab.links for end in (link.a, link.b)]
+    assert sorted(ports) == [(s.name, port + 1) for s in lab.switches for port in range(s.ports)]
+    for content in job_files.files(lab, "one", "softswitch").items():
+        tmp_path.joinpath(content[0]).write_text(content[1])
+    jobs = read_jobs([tmp_path / "job.yaml", tmp_path / "two.yaml"])  # which checks addresses, too
+    assert [(job.job, len(job.dp_groups)) for job in jobs] == [("one", 1), ("two", 2)]
+    assert set(plan(jobs)) == {"a", "b"}
+
+
 @pytest.mark.parametrize("name", describe.names())
 def test_management_addresses_sort_as_ranks_do(name: str) -> None:
     """They sort as text, as torchrun needs them."""

@@ -7,11 +7,11 @@ a lab is the same each time. All labs use the same addresses, because each has n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.fields import Collective
@@ -150,6 +150,13 @@ class Topology:
     mesh: Mesh | None = None
     """What `groups` were made from."""
     example: Example = "gpt.train"
+    beside: tuple[Topology, ...] = ()
+    """Further jobs on the same switches, with hosts of their own (`together`)."""
+
+    @property
+    def jobs(self) -> tuple[Topology, ...]:
+        """This job, and those beside it."""
+        return (self, *self.beside)
 
     @property
     def script(self) -> tuple[str, ...]:
@@ -168,8 +175,8 @@ class Topology:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """Training hosts, then shadow nodes."""
-        return (*self.trainers, *self.shadow_nodes)
+        """Training hosts, then shadow nodes; then those of each job beside this one."""
+        return (*self.trainers, *self.shadow_nodes, *(host for job in self.beside for host in job.hosts))
 
     @property
     def shared(self) -> bool:
@@ -208,38 +215,72 @@ def load(name: str) -> Topology:
         document = read_document(file, "title: and switches:")
     except JobError as error:
         raise BadTopology(error.faults) from None
-    return _built(file.stem, document.data, document.locate)
+    return _Builder(_checked(document.data, document.locate)).build(file.stem)
 
 
 def build(name: str, data: object) -> Topology:
     """Return a lab from the data of its YAML; raise `BadTopology` with every fault in it."""
-    return _built(name, data, lambda fault: Located(Path(name), 0, show_path(fault.path), fault.message))
+    return _Builder(_read(name, data)).build(name)
 
 
-def _built(name: str, data: object, locate: Callable[[Fault], Located]) -> Topology:
+def together(jobs: Mapping[str, Mapping[str, Any]]) -> Topology:
+    """Return the lab of the first job, with the others beside it on its switches; names of jobs are the keys.
+
+    `jobs` are data of YAML. Only the first has `switches` and `links`. Names of the second one's hosts begin
+    with `b_`, of the third one's with `c_`. Raises `BadTopology` with every fault in one of them.
+    """
+    (name, first), *others = jobs.items()
+    shared = {key: first[key] for key in ("switches", "links") if key in first}
+    made = [_Builder(_read(name, first))]
+    topologies = [made[0].build(name)]
+    for number, (name, data) in enumerate(others, start=1):
+        earlier = tuple(host for topology in topologies for host in topology.hosts)
+        prefix = f"{chr(ord('a') + number)}_"
+        builder = _Builder(_read(name, {**data, **shared}), made[0].used, earlier, prefix)
+        topologies.append(builder.build(name, cabled=topologies[0].links))
+    switches = topologies[-1].switches
+    whole = [replace(topology, switches=switches) for topology in topologies]
+    return replace(whole[0], beside=tuple(whole[1:]))
+
+
+def _read(name: str, data: object) -> LabFile:
+    return _checked(data, lambda fault: Located(Path(name), 0, show_path(fault.path), fault.message))
+
+
+def _checked(data: object, locate: Callable[[Fault], Located]) -> LabFile:
     lab, faults = lab_file.read(data, reserved=(CONTROLLER, CABLES))
     if lab is None:
         raise BadTopology(sorted(map(locate, faults), key=lambda fault: fault.line))
-    return _Builder(lab).build(name)
+    return lab
 
 
 @dataclass
 class _Builder:
-    """Builder of a topology, which allocates ports in the order of requests."""
+    """Builder of a topology, which allocates ports in the order of requests.
+
+    `used` has ports, and `earlier` hosts, of jobs that are there before; `prefix` is for names of hosts.
+    """
 
     lab: LabFile
     used: dict[str, int] = field(default_factory=dict)
-    nics: int = 0
+    earlier: tuple[Host, ...] = ()
+    prefix: str = ""
+    nics: int = field(init=False)
     """Training NICs so far."""
+
+    def __post_init__(self) -> None:
+        self.nics = sum(len(host.interfaces) for host in self.earlier if host.role == "rank")
 
     def port(self, switch: str) -> int:
         self.used[switch] = self.used.get(switch, 0) + 1
         return self.used[switch]
 
-    def build(self, name: str) -> Topology:
+    def build(self, name: str, cabled: tuple[Link, ...] | None = None) -> Topology:
+        """Return the topology; `cabled` are its links if they have ports already."""
         groups = tuple(self.meshed() if self.lab.mesh else self.placed() if self.lab.hosts else self.groups())
         shadows = tuple(self.shadow(node, nics) for node, nics in enumerate(self.lab.shadow_nodes))
-        links = tuple(Link((a, self.port(a)), (b, self.port(b))) for a, b in self.lab.links)
+        new = (Link((a, self.port(a)), (b, self.port(b))) for a, b in self.lab.links)
+        links = tuple(new) if cabled is None else cabled
         return Topology(
             name,
             self.lab.title,
@@ -299,20 +340,27 @@ class _Builder:
                 Interface(f"data{index}", DATA_NET[0x100 + self.nics], mac, switch, self.port(switch))
             )
         # Starting at 101, addresses sort as text in numerical order; torchrun sorts them as text.
-        return Host(name, "rank", number, MGMT_NET[0x100 + number + 101], tuple(nics))
+        mgmt = MGMT_NET[0x100 + self.before("rank") + number + 101]
+        return Host(f"{self.prefix}{name}", "rank", number, mgmt, tuple(nics))
 
     def shadow(self, node: int, nics: tuple[str, ...]) -> Host:
+        place = self.before("shadow") + node
         interfaces = tuple(
             Interface(
                 f"data{i}",
-                DATA_NET[0x200 + 2 * node + i + 1],
-                f"02:00:00:00:02:{2 * node + i + 1:02x}",
+                DATA_NET[0x200 + 2 * place + i + 1],
+                f"02:00:00:00:02:{2 * place + i + 1:02x}",
                 switch,
                 self.port(switch),
             )
             for i, switch in enumerate(nics)
         )
-        return Host(f"shadow{node}", "shadow", node, MGMT_NET[0x200 + node + 1], interfaces)
+        name = f"{self.prefix}shadow{node}"
+        return Host(name, "shadow", node, MGMT_NET[0x200 + place + 1], interfaces)
+
+    def before(self, role: str) -> int:
+        """Return the number of hosts of a role that there are before."""
+        return sum(host.role == role for host in self.earlier)
 
     def switch(self, index: int, name: str) -> SwitchNode:
         return SwitchNode(

@@ -1,0 +1,191 @@
+"""The processes of one job in a lab: shadow nodes, ranks, `consolidate --every`, and undisturbed ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.forked import ForkedLab
+from tests.chaos.scenario import Scenario
+from topologies.crew import CHECKMATE, Crew, Member
+from topologies.describe.topology import CONTROLLER, Topology
+from topologies.kernel.links import MGMT_INTERFACE
+
+PORT = 29500
+
+
+@dataclass
+class RankLog:
+    """A rank's log, read as it grows."""
+
+    file: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+
+    def look(self) -> list[dict[str, Any]]:
+        """Return the new complete lines."""
+        if not self.file.exists():
+            return []
+        with self.file.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        new = [json.loads(line) for line in whole.splitlines()]
+        self.lines += new
+        return new
+
+
+class JobWorld:
+    """A job of a lab."""
+
+    def __init__(
+        self, scenario: Scenario, lab: ForkedLab, crew: Crew, folder: Path, topology: Topology | None = None
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            scenario: What is trained.
+            lab: The lab.
+            crew: Its processes.
+            folder: The folder for what ranks write.
+            topology: The job, if it is one beside the lab's.
+        """
+        self.scenario, self.lab, self.crew, self.folder = scenario, lab, crew, folder
+        self.topology = topology or lab.topology
+        self.job_file = lab.job_file_of(self.topology)
+        self.shadows: dict[int, Member] = {}
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.attempt = -1
+        self.keeper: Member | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its hosts begin with."""
+        return self.topology.shadow_nodes[0].name.removesuffix("shadow0")
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of `consolidate --every`."""
+        return self.folder / "checkpoints"
+
+    @property
+    def on_disk(self) -> bool:
+        """Return whether there is a complete checkpoint."""
+        return any(self.checkpoints.glob("[!.]*"))
+
+    @property
+    def stop_file(self) -> Path:
+        """The file with the number of iterations after which training ends before its time."""
+        return self.folder / "stop"
+
+    def node_options(self, number: int) -> Sequence[str | Path]:
+        """Return further options of `checkmate shadow`."""
+        return ()
+
+    def start_shadow_node(self, number: int) -> None:
+        """Start a shadow node, without waiting for it."""
+        if (member := self.shadows.get(number)) is not None:
+            self.crew.restart(member)
+            return
+        argv: list[str | Path] = [*CHECKMATE, "shadow", self.job_file, "--id", str(number), "--json"]
+        argv += self.node_options(number)
+        name = self.topology.shadow_nodes[number].name
+        self.shadows[number] = self.crew.start(name, name, argv, environment={"OMP_NUM_THREADS": "1"})
+
+    def start_keeper(self) -> None:
+        """Start `consolidate --every` if the scenario has it."""
+        if every := self.scenario.network.every:
+            argv: list[str | Path] = [*CHECKMATE, "consolidate", self.job_file, "--out", self.checkpoints]
+            argv += ["--every", str(every), "--keep", "3"]
+            self.keeper = self.crew.start(f"{self.prefix}keeper", CONTROLLER, argv)
+
+    def await_shadow_nodes(self) -> None:
+        """Wait until all shadow nodes serve."""
+        members = self.shadows.values()
+        self.crew.wait(lambda: all("ready" in m.said() for m in members), "shadow nodes to serve", 60)
+
+    def start_ranks(self, *, fresh: bool) -> None:
+        """Start all ranks."""
+        self.attempt += 1
+        first = self.topology.ranks[0]
+        orders = self._orders(f"orders{self.attempt}", self.folder, fresh=fresh, reference=False)
+        environment = {"MASTER_ADDR": str(first.mgmt), "GLOO_SOCKET_IFNAME": MGMT_INTERFACE}
+        self.ranks = [
+            self._rank(rank.number, rank.host.name, orders, environment) for rank in self.topology.ranks
+        ]
+
+    def start_reference(self) -> list[subprocess.Popen[bytes]]:
+        """Start the same training undisturbed, on the loopback interface of the controller's namespace."""
+        folder = self.folder / "reference"
+        folder.mkdir()
+        orders = self._orders("orders", folder, fresh=True, reference=True)
+        environment = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment["CHECKMATE_JOB"] = str(self.job_file)
+        ranks = range(self.scenario.network.world)
+        log = f"{self.prefix}reference"
+        return [self._rank(rank, CONTROLLER, orders, environment, f"{log}{rank}") for rank in ranks]
+
+    def is_live(self, node: int) -> tuple[int, bool]:
+        """Return the number of a node's statuses since its start, and whether all holds are live now."""
+        text = self.shadows[node].said()
+        said = [line for line in text[: text.rfind("\n") + 1].splitlines() if '"holds"' in line]
+        holds = json.loads(said[-1])["holds"] if said else []
+        return len(said), bool(holds) and all(hold["live"] for hold in holds)
+
+    def end_ranks(self) -> None:
+        """End remaining ranks like torchrun: by SIGTERM, then by SIGKILL."""
+        for process in self.ranks:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 1.0
+        while any(p.poll() is None for p in self.ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for process in self.ranks:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    def last_words(self, rank: int) -> str:
+        """Return the end of a rank's standard error in this start."""
+        text = self.lab.log(self._log(rank)).read_text(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        told = [line for line in lines if "Error" in line]
+        return (told or lines or ["it said nothing"])[-1]
+
+    def _log(self, rank: int) -> str:
+        return f"{self.prefix}rank{rank}.{self.attempt}"
+
+    def _orders(self, name: str, folder: Path, **more: bool) -> Path:
+        orders = {
+            "scenario": self.scenario.to_json(),
+            "folder": str(folder),
+            "attempt": max(self.attempt, 0),
+            "checkpoints": str(self.checkpoints) if self.scenario.network.every else None,
+            "stop": str(self.stop_file),
+            **more,
+            **({"attempt": 0} if more["reference"] else {}),
+        }
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(orders))
+        return file
+
+    def _rank(
+        self, rank: int, node: str, orders: Path, environment: dict[str, str], log: str = ""
+    ) -> subprocess.Popen[bytes]:
+        given = {
+            **environment,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.scenario.network.world),
+            "MASTER_PORT": str(PORT + max(self.attempt, 0)),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        argv: list[str | Path] = [sys.executable, "-m", "tests.chaos.script", orders]
+        with self.lab.log(log or self._log(rank)).open("ab") as file:
+            return self.lab.start(node, argv, stdout=file, stderr=subprocess.STDOUT, environment=given)

@@ -1,0 +1,1 @@
+"""A game day: two jobs on one fabric, with faults, alerts and a report."""

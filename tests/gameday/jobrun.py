@@ -1,0 +1,178 @@
+"""A job of a game day: its processes, its restarts, and the check of each against the oracle's promise."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from tests.chaos.compare import differences
+from tests.chaos.forked import ForkedLab
+from tests.chaos.job import JobWorld, RankLog
+from tests.chaos.oracle import PastStart, promise
+from tests.chaos.sound import SoundnessWatch
+from tests.gameday.parties import Party
+from topologies.crew import Crew
+from topologies.describe.topology import Topology
+
+METRICS_PORT: Final = 9461
+_AHEAD: Final = 40
+"""Iterations from the order to end until the last one, so that every rank reads it in time."""
+_NAME: Final = re.compile(r"generation-(\d+)-iteration-(\d+)")
+
+
+class GamedayWorld(JobWorld):
+    """A job whose nodes serve metrics and keep events, and whose disks are in the lab's folder."""
+
+    def __init__(self, party: Party, seed: int, lab: ForkedLab, crew: Crew, topology: Topology) -> None:
+        folder = lab.directory / f"job-{party.name}"
+        folder.mkdir()
+        super().__init__(party.scenario(seed), lab, crew, folder, topology)
+        self.disk = lab.directory / f"disk-{party.name}"
+        self.log_disk = lab.directory / f"log-disk-{party.name}"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of `consolidate --every`, on a small disk."""
+        return self.disk / "kept"
+
+    @property
+    def targets(self) -> list[str]:
+        """The addresses of its nodes' metrics."""
+        return [f"{host.mgmt}:{METRICS_PORT}" for host in self.topology.shadow_nodes]
+
+    def node_options(self, number: int) -> Sequence[str | Path]:
+        """Return the options for metrics and events. The log of node 0 is on a small disk."""
+        events = self.lab.directory / "events" if number else self.log_disk / "events"
+        return ["--metrics", self.targets[number], "--events", events]
+
+    def newest(self) -> tuple[int, int]:
+        """Return generation and iteration of the newest checkpoint on disk; (-1, -1) without one."""
+        found = [_NAME.fullmatch(path.name) for path in self.checkpoints.glob("generation-*")]
+        return max(((int(one[1]), int(one[2])) for one in found if one), default=(-1, -1))
+
+
+class JobRun:
+    """Training from its first start to its end, restarted whenever a rank dies. `tick` drives it."""
+
+    def __init__(self, party: Party, world: GamedayWorld, say: Callable[[str, str], None]) -> None:
+        self.party, self.world, self._say = party, world, say
+        self._logs = [RankLog(world.folder / f"rank{rank}.jsonl") for rank in range(party.network.world)]
+        self.watch = SoundnessWatch(party.nodes, world.is_live)
+        self.problems: list[str] = []
+        self.resumes: list[str] = []
+        self.newest = -1
+        """The newest iteration that rank 0 has completed."""
+        self.repeated = 0
+        self.over = False
+        self.struck = False
+        """Whether an act ends this start of the ranks."""
+        self.expects_disk = False
+        """Whether the next start has to resume from disk."""
+        self.protected = False
+        self._before: PastStart | None = None
+        self._resumed: int | None = None
+        self._completed: int | None = None
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether this start trains, and all nodes are live."""
+        nodes = [self.world.is_live(node) for node in self.party.nodes]
+        return self.protected and not self.watch.unsure and all(live for _, live in nodes)
+
+    def start(self) -> None:
+        """Start all ranks."""
+        self._resumed, self._completed = None, None
+        self.struck = self.protected = False
+        self.world.start_ranks(fresh=self.world.attempt < 0)
+
+    def finish(self) -> None:
+        """Have training end soon."""
+        new = self.world.stop_file.with_suffix(".new")
+        new.write_text(str(self.newest + _AHEAD))
+        new.rename(self.world.stop_file)
+
+    def tick(self, down: Callable[[str], bool]) -> None:
+        """Read what ranks have written, and start them again if one has ended; `down` knows who is down."""
+        for rank, log in enumerate(self._logs):
+            for line in log.look():
+                self._take(rank, line)
+        self.watch.look(lambda node: down(f"{self.party.name}.shadow{node}"))
+        ended = [process.poll() for process in self.world.ranks]
+        if self.over or (None in ended and not any(ended)):
+            return
+        if not any(ended):
+            self.over = True
+            return
+        over = time.monotonic()
+        self._explain(ended)
+        self.world.end_ranks()
+        for rank, log in enumerate(self._logs):
+            for line in log.look():
+                self._take(rank, line)
+        if self._resumed is not None:
+            self._before = PastStart(self._resumed, self._completed, over, clean=False)
+        if not self.problems:
+            self.start()
+
+    def compare(self) -> None:
+        """Compare each iteration with the undisturbed run's, which has ended."""
+        for rank, log in enumerate(self._logs):
+            expected = RankLog(self.world.folder / "reference" / f"rank{rank}.jsonl")
+            expected.look()
+            broadcast = not self.party.network.sharded
+            self.problems += differences(rank, log.lines, expected.lines, broadcast=broadcast)
+
+    def start_reference(self) -> None:
+        """Start the undisturbed run of as many iterations."""
+        model = replace(self.party.model, iterations=self.newest + 1, pause=0.0)
+        self.world.scenario = replace(self.world.scenario, model=model)
+        self.world.stop_file.unlink()
+        self.world.ranks = self.world.start_reference()
+
+    def _take(self, rank: int, line: dict[str, Any]) -> None:
+        if line["attempt"] != self.world.attempt:
+            return
+        if line["event"] == "iteration":
+            iteration = int(line["iteration"])
+            self.repeated += rank == 0 and iteration <= self.newest
+            self.newest = max(self.newest, iteration) if rank == 0 else self.newest
+            self._completed = max(iteration, -1 if self._completed is None else self._completed)
+        elif rank == 0 and line["event"] == "resumed":
+            self._resumed = int(line["iteration"])
+            self._check(self._resumed)
+        elif rank == 0 and line["event"] == "protected":
+            self.protected = True
+            self.watch.protected()
+
+    def _check(self, resumed: int) -> None:
+        """Check where a start resumes."""
+        if self._before is None:
+            return
+        made = promise(
+            self.party.network, self.watch.facts, self._before, time.monotonic(), on_disk=self.world.on_disk
+        )
+        generation, on_disk = self.world.newest()
+        told = f"resumed with {resumed}, promised was {made}; on disk {on_disk} of generation {generation}"
+        self.resumes.append(f"start {self.world.attempt}: {told}")
+        self._say(self.party.name, told)
+        if wrong := made.broken_by(resumed, silent=resumed == 0):
+            self._fail(wrong)
+        if self.expects_disk and resumed != on_disk + 1:
+            self._fail(f"resumed with {resumed} instead of from disk, which has {on_disk}")
+        if made.lost and resumed < min(made.at_least, on_disk + 1):
+            self._fail(f"resumed with {resumed}, and the disk has {on_disk}")
+        self.expects_disk = False
+
+    def _explain(self, ended: list[int | None]) -> None:
+        """Note a problem if no act is the reason why ranks have ended."""
+        words = [self.world.last_words(rank) for rank in range(len(ended))]
+        told = "; ".join(f"rank{rank} ({ended[rank]}): {word}" for rank, word in enumerate(words))
+        if any("RestoreError" in word for word in words) or not self.struck:
+            self._fail(f"ranks ended by themselves: {told}")
+
+    def _fail(self, what: str) -> None:
+        self.problems.append(f"{self.party.name}, start {self.world.attempt}: {what}")

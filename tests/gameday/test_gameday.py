@@ -1,0 +1,66 @@
+"""A whole game day, its command line, and its disks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gameday.faults import fill
+from tests.support.labs.live import needs_clang, needs_root
+from topologies.kernel import mounts
+
+MINUTES = float(os.environ.get("CHECKMATE_GAMEDAY_MINUTES", "20"))
+SEED = 14
+AFTER = 900
+"""Seconds beside the schedule: the lab, the last incident, and the undisturbed runs."""
+
+
+def gameday(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.gameday", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+
+
+@needs_root
+@needs_clang
+@pytest.mark.slow
+@pytest.mark.timeout(60 * MINUTES + AFTER + 60)
+def test_a_game_day() -> None:
+    done = gameday("--seed", str(SEED), "--minutes", f"{MINUTES:g}", timeout=60 * MINUTES + AFTER)
+    print(done.stdout)  # which says if alerts were not checked
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_schedule_can_be_read() -> None:
+    shown = gameday("--seed", "3", "--show")
+    assert shown.returncode == 0
+    assert "lost shard" in shown.stdout and "expects the disk" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(("--only", "flood"), "--only flood: there are killed rank"), (("--minutes", "0"), "minutes above 0")],
+)
+def test_bad_input_gets_one_line(arguments: tuple[str, ...], told: str) -> None:
+    done = gameday(*arguments)
+    assert done.returncode == 2
+    assert told in done.stderr and "Traceback" not in done.stderr
+
+
+@needs_root
+def test_a_small_disk_is_full_until_there_is_room_again(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    mounts.mount_tmpfs(disk, 1 << 16)
+    try:
+        make_room = fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            disk.joinpath("more").write_bytes(b"more")
+        make_room()
+        disk.joinpath("more").write_bytes(b"more")
+        assert mounts.below(tmp_path) == [disk]
+    finally:
+        mounts.unmount_below(tmp_path)
+    assert mounts.below(tmp_path) == [] and [*disk.iterdir()] == []
