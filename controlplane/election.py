@@ -147,10 +147,15 @@ class Watch:
         self._names = sorted(switches)
         self._digest, self._digests = digest, {digest, *earlier}
         self._seen: dict[str, Standing | None] = {}
+        self._back: set[str] = set()
         self._jobs: dict[str, int] = {}
 
     def see(self, switch: str, standing: Standing | None) -> None:
         """Take a switch's answer; `None` if it is unreachable."""
+        if standing is None or standing.led:
+            self._back.discard(switch)
+        elif self._seen.get(switch, standing) is None:
+            self._back.add(switch)
         self._seen[switch] = standing
         if standing is not None and standing.highest is not None and standing.highest.jobs:
             self._jobs[switch] = standing.highest.jobs
@@ -169,6 +174,14 @@ class Watch:
             if self._seen[name] is not None:
                 return name
         return None
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the switch that decides was away, and nobody has served it since.
+
+        It may have lost its entries, and only the controller that served it knows the connected streams.
+        """
+        return self.first in self._back
 
     @property
     def verdict(self) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from checkmate.events.kinds import CONTROLLER_CLAIMS, JOBS_REFUSED, SWITCH_LOST
 from checkmate.events.saying import say
@@ -78,10 +79,16 @@ class Standby:
                     return
 
 
+HEAD_START_SECONDS: Final = 4.0
+"""For the primary of a switch that was away: it tries to connect in intervals of up to half that."""
+
+
 async def _until_free(watch: Watch, changed: asyncio.Event) -> None:
     """Wait until the switches are to be claimed. Log what keeps this controller from it."""
     told = None
-    while (verdict := watch.verdict) is not Verdict.CLAIM:
+    while (verdict := watch.verdict) is not Verdict.CLAIM or await _primary_returns(watch, changed):
+        if verdict is Verdict.CLAIM:
+            continue  # that primary may have other job files
         if verdict is Verdict.OTHER_JOBS and told is not verdict:
             LOG.error(
                 "the controller of switch %s has, or had, other job files: "
@@ -94,6 +101,19 @@ async def _until_free(watch: Watch, changed: asyncio.Event) -> None:
         await changed.wait()
     claims = CONTROLLER_CLAIMS(switch=watch.first)
     say(logging.WARNING, claims, "switch %s has no primary controller: taking over", watch.first)
+
+
+async def _primary_returns(watch: Watch, changed: asyncio.Event) -> bool:
+    """Wait for the primary of a switch that is back. Return whether it was first."""
+    deadline = asyncio.get_running_loop().time() + HEAD_START_SECONDS
+    while watch.is_back and watch.verdict is Verdict.CLAIM:
+        changed.clear()
+        left = deadline - asyncio.get_running_loop().time()
+        try:
+            await asyncio.wait_for(changed.wait(), max(left, 0.0))
+        except TimeoutError:
+            return False
+    return watch.verdict is not Verdict.CLAIM
 
 
 async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkmate.job.schema import Job
+from controlplane import standby
 from controlplane.election import (
     Candidacy,
     ElectionId,
@@ -89,6 +92,42 @@ def watch(*seen: Standing | None, digests: tuple[int, ...] = (JOBS,)) -> Watch:
     for name, standing in zip("abc", seen, strict=False):
         made.see(name, standing)
     return made
+
+
+def test_a_switch_that_was_away_is_left_to_the_controller_that_knows_its_streams() -> None:
+    assert not watch(FREE).is_back
+    assert not watch(None, FREE).is_back
+    made = watch(LED, LED)
+    made.see("a", None)
+    made.see("b", LED)
+    assert (made.verdict, made.is_back) == (Verdict.WAIT, False)
+    made.see("a", FREE)
+    assert (made.verdict, made.is_back) == (Verdict.CLAIM, True)
+    made.see("a", LED)
+    assert (made.verdict, made.is_back) == (Verdict.WAIT, False)
+    made.see("a", FREE)
+    assert (made.verdict, made.is_back) == (Verdict.CLAIM, False), "its primary has ended while it was there"
+
+
+def test_a_standby_gives_the_primary_a_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "HEAD_START_SECONDS", 0.3)
+
+    async def waited(*then: Standing) -> float:
+        """Return the seconds until a switch is claimed that came back, and then shows these standings."""
+        made, changed = watch(None), asyncio.Event()
+        made.see("a", FREE)
+        began = time.monotonic()
+        claimed = asyncio.create_task(standby._until_free(made, changed))
+        for standing in then:
+            await asyncio.sleep(0.1)
+            made.see("a", standing)
+            changed.set()
+        await asyncio.wait_for(claimed, 2)
+        return time.monotonic() - began
+
+    assert asyncio.run(waited()) >= 0.3
+    assert asyncio.run(waited(FREE)) >= 0.3, "an answer that changes nothing does not end it"
+    assert 0.2 <= asyncio.run(waited(LED, FREE)) < 0.3, "that primary has served, and ended"
 
 
 def test_the_first_reachable_switch_decides() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -37,6 +38,8 @@ NODES = 40
 WHOLE = 2 * 2 * 8 * NODES
 """Fewer updates than a job of this many nodes takes with 8 channels: two entries for each stream."""
 TRIES = 12
+AWAY = (5.0, 6.5, 8.0, 9.5)
+"""Seconds for which a switch is away, so that connecting to it takes longer and longer."""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,10 @@ def waits(crew: Crew, member: Member) -> None:
     crew.wait(lambda: "standing by" in member.said(), f"{member.name} to stand by", 20)
     time.sleep(0.5)  # it has looked at the switches
     assert "serving" not in member.said()
+
+
+def said_back(member: Member, times: int) -> bool:
+    return member.complaints().count("is back:") == times
 
 
 def stream(job: Job, number: int, incarnation: int = INCARNATION) -> tuple[str, Nic, Hello]:
@@ -165,6 +172,27 @@ def test_a_standby_takes_over_while_streams_connect(live: LiveSwitch, crew: Crew
     assert len(live.connected()) == len(late) + 1, "whoever takes over takes over the streams"
     assert "taking over" in third.complaints() and "0 updates written" in third.said()
     crew.stop(third, seconds=20)
+
+
+@pytest.mark.slow
+def test_a_switch_that_restarts_gets_its_streams_back_beside_a_standby(live: LiveSwitch, crew: Crew) -> None:
+    """Only its primary knows them, so that one must be first."""
+    job = read_job(live.job)
+    first = stand_by(crew, "first")
+    serves(crew, first)
+    second = stand_by(crew, "second")
+    waits(crew, second)
+    connected = [live.hello(*stream(job, number)) for number in range(job.channels)]
+    for number, seconds in enumerate(AWAY):
+        live.lab.stop_switch(live.lab.switches[0].name)
+        time.sleep(seconds)
+        live.restart_switch()
+        crew.wait(partial(said_back, first, number + 1), "the primary to be back", 20)
+        assert len(live.connected()) == len(connected)
+        assert "serving" not in second.said()
+        time.sleep(1)
+    for one in connected:
+        one.close()
 
 
 @pytest.mark.slow
