@@ -308,13 +308,18 @@ def test_what_would_be_served_is_within_the_grant_whatever_the_file_looks_like(t
         assert fault.path == ("job",), path
 
 
+def two_owners(folder: Path) -> tuple[Path, Path, JobFiles]:
+    """Write both jobs and their grants; return jobs' folder, fabric file, and files followed."""
+    jobs = folder / "jobs"
+    jobs.mkdir()
+    fabric = write(folder, fabric_of(ONE, TWO), "fabric.yaml")
+    write(jobs, ONE, "1.yaml")
+    write(jobs, TWO, "2.yaml")
+    return jobs, fabric, JobFiles([jobs], fabric)
+
+
 def test_a_copy_of_ones_own_file_keeps_nobody_from_changing(tmp_path: Path) -> None:
-    folder = tmp_path / "jobs"
-    folder.mkdir()
-    file = write(tmp_path, fabric_of(ONE, TWO), "fabric.yaml")
-    write(folder, ONE, "1.yaml")
-    write(folder, TWO, "2.yaml")
-    files = JobFiles([folder], file)
+    folder, _, files = two_owners(tmp_path)
     served(files)
     write(folder, {**TWO, "channels": 2}, "0.yaml")
     write(folder, {**ONE, "channels": 2}, "1.yaml")
@@ -324,12 +329,7 @@ def test_a_copy_of_ones_own_file_keeps_nobody_from_changing(tmp_path: Path) -> N
 
 
 def test_one_owners_mistakes_keep_nobody_from_changing(tmp_path: Path) -> None:
-    folder = tmp_path / "jobs"
-    folder.mkdir()
-    file = write(tmp_path, fabric_of(ONE, TWO), "fabric.yaml")
-    write(folder, ONE, "1.yaml")
-    write(folder, TWO, "2.yaml")
-    files = JobFiles([folder], file)
+    folder, file, files = two_owners(tmp_path)
     first = served(files)
     assert [job.job for job in first.jobs] == ["one", "two"]
     for wrong in ("job: [", edited(TWO, f"{RANK}port", 1), {**TWO, "job": "one"}, {**TWO, "channels": 8}):
@@ -352,12 +352,7 @@ def test_one_owners_mistakes_keep_nobody_from_changing(tmp_path: Path) -> None:
 
 def test_while_a_job_is_faulty_its_grant_stays(tmp_path: Path) -> None:
     """What is served of it might be granted to another job now."""
-    folder = tmp_path / "jobs"
-    folder.mkdir()
-    file = write(tmp_path, fabric_of(ONE, TWO), "fabric.yaml")
-    write(folder, ONE, "1.yaml")
-    write(folder, TWO, "2.yaml")
-    files = JobFiles([folder], file)
+    folder, file, files = two_owners(tmp_path)
     served(files)
     fabric = fabric_of(ONE)
     write(tmp_path, fabric, "fabric.yaml")
