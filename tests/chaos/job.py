@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.chaos.forked import ForkedLab
 from tests.chaos.scenario import Scenario
@@ -19,28 +17,6 @@ from topologies.describe.topology import CONTROLLER, Topology
 from topologies.kernel.links import MGMT_INTERFACE
 
 PORT = 29500
-
-
-@dataclass
-class RankLog:
-    """A rank's log, read as it grows."""
-
-    file: Path
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    _read: int = 0
-
-    def look(self) -> list[dict[str, Any]]:
-        """Return the new complete lines."""
-        if not self.file.exists():
-            return []
-        with self.file.open("rb") as file:
-            file.seek(self._read)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        new = [json.loads(line) for line in whole.splitlines()]
-        self.lines += new
-        return new
 
 
 class JobWorld:

@@ -11,15 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from tests.chaos.compare import differences
 from tests.chaos.events import Schedule
 from tests.chaos.forked import ForkedLab
-from tests.chaos.job import RankLog
 from tests.chaos.oracle import PastStart, ResumePromise, promise
 from tests.chaos.scenario import Scenario
 from tests.chaos.script import ANEW
+from tests.chaos.training_log import TrainingLog
 from tests.chaos.world import ChaosWorld
 from topologies import lab as labs
 from topologies.crew import Crew, serving
@@ -115,13 +113,8 @@ class Trial:
     def __init__(self, world: ChaosWorld, outcome: TrialOutcome, progress: Callable[[str], None]) -> None:
         self._world, self._outcome, self._progress = world, outcome, progress
         self._scenario = world.scenario
-        ranks = range(self._scenario.network.world)
-        self._logs = [RankLog(world.folder / f"rank{rank}.jsonl") for rank in ranks]
+        self._log = TrainingLog(world.folder, self._scenario.network.world)
         self._before: PastStart | None = None
-        self._resumed: int | None = None
-        self._completed: int | None = None  # by any rank, in this start
-        self._newest = -1  # by rank 0, ever
-        self._highest = -1  # by any rank, ever
         self._deadline = time.monotonic() + SECONDS
         self._fresh = False
 
@@ -143,13 +136,13 @@ class Trial:
             if self._outcome.problems or last:
                 break
             self._note(clean)
-            last = clean and self._newest + 1 >= self._scenario.model.iterations
+            last = clean and self._log.newest + 1 >= self._scenario.model.iterations
             if last:
                 self._until(lambda: self._schedule.idle, "everything to be there again")
         self._compare()
 
     def _start(self) -> None:
-        self._resumed, self._completed = None, None
+        self._log.begin()
         self._schedule.struck = False
         if self._world.attempt + 1 >= _STARTS:
             self._outcome.problems.append(f"not through after {_STARTS} starts")
@@ -184,7 +177,7 @@ class Trial:
         words = [self._world.last_words(r) for r in range(len(ended))]
         self._fresh = False
         nothing = [word for word in words if "RestoreError" in word]
-        if nothing and self._resumed is None:
+        if nothing and self._log.resumed is None:
             self._check(None)
             self._outcome.seen.append(nothing[0][:_QUOTED])
             self._fresh = True
@@ -196,33 +189,22 @@ class Trial:
 
     def _note(self, clean: bool) -> None:
         """Record a start that has ended, if it resumed."""
-        if self._resumed is not None and not (self._fresh and not clean):
+        if self._log.resumed is not None and not (self._fresh and not clean):
             over = time.monotonic() if clean else self._over
-            self._before = PastStart(self._resumed, self._completed, over, clean)
+            self._before = PastStart(self._log.resumed, self._log.completed, over, clean)
         if clean:
             self._fresh = False
 
     def _tick(self) -> None:
-        for rank, log in enumerate(self._logs):
-            for line in log.look():
-                self._take(rank, line)
-        self._schedule.tick(self._newest)
-
-    def _take(self, rank: int, line: dict[str, Any]) -> None:
-        if line["attempt"] != self._world.attempt:
-            return
-        if line["event"] == "iteration":
-            iteration = int(line["iteration"])
-            self._outcome.repeated += rank == 0 and iteration <= self._newest
-            self._newest = max(self._newest, iteration) if rank == 0 else self._newest
-            self._completed = max(iteration, -1 if self._completed is None else self._completed)
-        elif line["event"] == "error":
-            self._schedule.struck = True
-        elif rank == 0 and line["event"] == "resumed":
-            self._resumed = int(line["iteration"])
-            self._check(self._resumed)
-        elif rank == 0 and line["event"] == "protected":
-            self._schedule.watch.protected()
+        for event in self._log.look(self._world.attempt):
+            if event == "error":
+                self._schedule.struck = True
+            elif event == "resumed":
+                self._check(self._log.resumed)
+            elif event == "protected":
+                self._schedule.watch.protected()
+        self._outcome.repeated = self._log.repeated
+        self._schedule.tick(self._log.newest)
 
     def _check(self, resumed: int | None) -> None:
         """Check a start against its promise."""
@@ -250,12 +232,12 @@ class Trial:
             words = [world.last_words(rank) for rank in range(len(world.ranks))]
             states = [p.poll() for p in world.ranks]
             told = "; ".join(f"rank{r} ({states[r]}) said last: {word}" for r, word in enumerate(words))
-            self._outcome.problems.append(f"not through after {SECONDS:g} s, at {self._newest}; {told}")
+            self._outcome.problems.append(f"not through after {SECONDS:g} s, at {self._log.newest}; {told}")
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 30
         while not condition():
-            self._schedule.tick(self._newest)
+            self._schedule.tick(self._log.newest)
             if time.monotonic() > deadline:
                 self._outcome.problems.append(f"{what}: not within 30 s")
                 return
@@ -273,8 +255,4 @@ class Trial:
             time.sleep(_POLL_SECONDS)
 
     def _compare(self) -> None:
-        for rank, log in enumerate(self._logs):
-            expected = RankLog(self._world.folder / "reference" / f"rank{rank}.jsonl")
-            expected.look()
-            broadcast = not self._scenario.network.sharded
-            self._outcome.problems += differences(rank, log.lines, expected.lines, broadcast=broadcast)
+        self._outcome.problems += self._log.differences(broadcast=not self._scenario.network.sharded)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from tests.chaos.compare import differences
 from tests.chaos.forked import ForkedLab
-from tests.chaos.job import JobWorld, RankLog
+from tests.chaos.job import JobWorld
 from tests.chaos.oracle import PastStart, promise
 from tests.chaos.sound import SoundnessWatch
+from tests.chaos.training_log import TrainingLog
 from tests.gameday.parties import Party
 from topologies.crew import Crew
 from topologies.describe.topology import Topology
@@ -60,13 +60,10 @@ class JobRun:
 
     def __init__(self, party: Party, world: GamedayWorld, say: Callable[[str, str], None]) -> None:
         self.party, self.world, self._say = party, world, say
-        self._logs = [RankLog(world.folder / f"rank{rank}.jsonl") for rank in range(party.network.world)]
+        self.log = TrainingLog(world.folder, party.network.world)
         self.watch = SoundnessWatch(party.nodes, world.is_live)
         self.problems: list[str] = []
         self.resumes: list[str] = []
-        self.newest = -1
-        """The newest iteration that rank 0 has completed."""
-        self.repeated = 0
         self.over = False
         self.struck = False
         """Whether an act ends this start of the ranks."""
@@ -74,8 +71,6 @@ class JobRun:
         """Whether the next start has to resume from disk."""
         self.protected = False
         self._before: PastStart | None = None
-        self._resumed: int | None = None
-        self._completed: int | None = None
 
     @property
     def on_its_way(self) -> bool:
@@ -85,21 +80,19 @@ class JobRun:
 
     def start(self) -> None:
         """Start all ranks."""
-        self._resumed, self._completed = None, None
+        self.log.begin()
         self.struck = self.protected = False
         self.world.start_ranks(fresh=self.world.attempt < 0)
 
     def finish(self) -> None:
         """Have training end soon."""
         new = self.world.stop_file.with_suffix(".new")
-        new.write_text(str(self.newest + _AHEAD))
+        new.write_text(str(self.log.newest + _AHEAD))
         new.rename(self.world.stop_file)
 
     def tick(self, down: Callable[[str], bool]) -> None:
         """Read what ranks have written, and start them again if one has ended; `down` knows who is down."""
-        for rank, log in enumerate(self._logs):
-            for line in log.look():
-                self._take(rank, line)
+        self._look()
         self.watch.look(lambda node: down(f"{self.party.name}.shadow{node}"))
         ended = [process.poll() for process in self.world.ranks]
         if self.over or (None in ended and not any(ended)):
@@ -110,43 +103,30 @@ class JobRun:
         over = time.monotonic()
         self._explain(ended)
         self.world.end_ranks()
-        for rank, log in enumerate(self._logs):
-            for line in log.look():
-                self._take(rank, line)
-        if self._resumed is not None:
-            self._before = PastStart(self._resumed, self._completed, over, clean=False)
+        self._look()
+        if self.log.resumed is not None:
+            self._before = PastStart(self.log.resumed, self.log.completed, over, clean=False)
         if not self.problems:
             self.start()
 
     def compare(self) -> None:
         """Compare each iteration with the undisturbed run's, which has ended."""
-        for rank, log in enumerate(self._logs):
-            expected = RankLog(self.world.folder / "reference" / f"rank{rank}.jsonl")
-            expected.look()
-            broadcast = not self.party.network.sharded
-            self.problems += differences(rank, log.lines, expected.lines, broadcast=broadcast)
+        self.problems += self.log.differences(broadcast=not self.party.network.sharded)
 
     def start_reference(self) -> None:
         """Start the undisturbed run of as many iterations."""
-        model = replace(self.party.model, iterations=self.newest + 1, pause=0.0)
+        model = replace(self.party.model, iterations=self.log.newest + 1, pause=0.0)
         self.world.scenario = replace(self.world.scenario, model=model)
         self.world.stop_file.unlink()
         self.world.ranks = self.world.start_reference()
 
-    def _take(self, rank: int, line: dict[str, Any]) -> None:
-        if line["attempt"] != self.world.attempt:
-            return
-        if line["event"] == "iteration":
-            iteration = int(line["iteration"])
-            self.repeated += rank == 0 and iteration <= self.newest
-            self.newest = max(self.newest, iteration) if rank == 0 else self.newest
-            self._completed = max(iteration, -1 if self._completed is None else self._completed)
-        elif rank == 0 and line["event"] == "resumed":
-            self._resumed = int(line["iteration"])
-            self._check(self._resumed)
-        elif rank == 0 and line["event"] == "protected":
-            self.protected = True
-            self.watch.protected()
+    def _look(self) -> None:
+        for event in self.log.look(self.world.attempt):
+            if event == "resumed" and self.log.resumed is not None:
+                self._check(self.log.resumed)
+            elif event == "protected":
+                self.protected = True
+                self.watch.protected()
 
     def _check(self, resumed: int) -> None:
         """Check where a start resumes."""

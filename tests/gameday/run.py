@@ -148,12 +148,12 @@ class GameDay:
         began, seen = self._now(), {name: job.world.newest() for name, job in self._jobs.items()}
         self._acting = acting = Acting(self._ground, incident, self._say)
         self._until(lambda: acting.over, f"{incident} to be over", seconds=_WELL_SECONDS)
-        news = {name: job.newest for name, job in self._jobs.items()}
+        news = {name: job.log.newest for name, job in self._jobs.items()}
 
         def well() -> bool:
             """Return whether both jobs are well, and have trained and been saved since."""
             saved = all(job.world.newest() > seen[name] for name, job in self._jobs.items())
-            trained = all(job.newest > news[name] for name, job in self._jobs.items())
+            trained = all(job.log.newest > news[name] for name, job in self._jobs.items())
             return saved and trained and self._is_well()
 
         self._until(well, f"everything to be well after {incident.name}")
@@ -169,8 +169,8 @@ class GameDay:
         self._until(lambda: all(job.over for job in self._jobs.values()), "both jobs to end")
         for name, job in self._jobs.items():
             self._outcome.resumes[name] = job.resumes
-            self._outcome.iterations[name] = job.newest + 1
-            self._outcome.repeated[name] = job.repeated
+            self._outcome.iterations[name] = job.log.newest + 1
+            self._outcome.repeated[name] = job.log.repeated
             self._outcome.problems += job.problems
 
     def _judge_alerts(self) -> None:
@@ -188,9 +188,9 @@ class GameDay:
     def _compare(self) -> None:
         """Train both jobs undisturbed, in turn, and compare all iterations."""
         for name, job in self._jobs.items():
-            self._say(name, f"{job.newest + 1} iterations undisturbed")
+            self._say(name, f"{job.log.newest + 1} iterations undisturbed")
             job.start_reference()
-            _finish(job.world.ranks, 120 + 0.2 * job.newest)
+            _finish(job.world.ranks, 120 + 0.2 * job.log.newest)
             job.compare()
             self._outcome.problems += job.problems
 
