@@ -6,8 +6,7 @@ Like `checks`, this works on the valid parts of a job's file. No I/O.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,29 +60,26 @@ def not_covered(job: Job, granted: Granted) -> Iterator[Fault]:
 
     `refusals` says what and where. This looks at what would be served, in case that is not what it looked at.
     """
-    for what in _served(job):
-        try:
-            owner = granted.owner(what()) if job.job in granted.grants else None
-        except ValueError:
-            owner = None
-        if owner is None or owner.job != job.job:
-            yield Fault(("job",), f"claims what job {job.job!r} has not been granted")
-            return
+    try:
+        owners = [granted.owner(extent) for extent in _served(job)]
+    except ValueError:
+        owners = [None]
+    if any(owner is None or owner.job != job.job for owner in owners):
+        yield Fault(("job",), f"claims what job {job.job!r} has not been granted")
 
 
-def _served(job: Job) -> Iterator[Callable[[], Extent]]:
-    """Yield the extents of all that a valid job claims."""
+def _served(job: Job) -> Iterator[Extent]:
+    """Yield the extents of all that a valid job claims. Raise `ValueError` if something has none."""
     hosts = [host for _, host in job.interfaces()]
     nics = [nic for node in job.shadow_nodes for nic in node.nics]
-    addresses = [*(source for host in hosts for source in host.sources), *(nic.ip for nic in nics)]
-    yield from (partial(address_extent, address) for address in addresses)
+    for address in [*(source for host in hosts for source in host.sources), *(nic.ip for nic in nics)]:
+        yield address_extent(address)
     for each in (*hosts, *nics):
-        yield partial(mac_extent, each.mac)
-        yield partial(Extent, ("port", each.switch), each.port, each.port)
+        yield mac_extent(each.mac)
+        yield Extent(("port", each.switch), each.port, each.port)
     for node in job.shadow_nodes:
-        yield partial(service_extent, node.mgmt)
-        host, port = node.records_at
-        yield partial(service_extent, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        beside = f"{node.mgmt.rpartition(':')[0]}:{node.records_at[1]}"
+        yield from (service_extent(node.mgmt), service_extent(node.records or beside))
 
 
 def too_many_streams(job: Job, granted: Granted) -> Iterator[Fault]:
