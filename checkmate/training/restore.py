@@ -267,10 +267,10 @@ def _from_nodes(
     """Read and install the planned iteration; return the user's `extra`, and the errors of all ranks."""
     began = time.monotonic()
     readers = sharing.readers_of(place, watched.model)
-    share = any(exchange.gather(readers is not None, named=place.named))
     read = partial(from_nodes.read, place, watched, stubs, start.plan, timeout)
     got, trouble = _together(place, partial(read, readers))
-    if trouble and share:  # another division into buckets has other parameters in a shard, for example
+    if trouble and any(exchange.gather(readers is not None, named=place.named)):
+        # another division into buckets has other parameters in a shard, for example
         _log_once(place, f"each rank reads all of the state, because its part can't be read: {trouble}")
         readers = None
         got, trouble = _together(place, partial(read, None))
