@@ -6,7 +6,10 @@ checkmate.protect(model, optimizer)   # have them follow from here on
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
     from checkmate.training.errors import RefusedError, SessionError
     from checkmate.training.protect import Protection, protect
     from checkmate.training.record.wrapped import clip_grad_norm_, clip_grads_with_norm_
-    from checkmate.training.restore import Restored, RestoreError, restore
+    from checkmate.training.restore import Restored, restore
+    from checkmate.training.start.all_ranks import RestoreError
     from checkmate.training.start.shard_mesh import job_mesh, shard_mesh
     from checkmate.wire.parameter import LayoutError
 
@@ -62,7 +66,7 @@ _WHERE: Final = {
     "Protection": "checkmate.training.protect",
     "protect": "checkmate.training.protect",
     "RefusedError": "checkmate.training.errors",
-    "RestoreError": "checkmate.training.restore",
+    "RestoreError": "checkmate.training.start.all_ranks",
     "Restored": "checkmate.training.restore",
     "restore": "checkmate.training.restore",
     "RingError": "checkmate.ring",
@@ -81,8 +85,19 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             return metadata.version("checkmate-training")
         if name not in _WHERE:
             raise AttributeError(f"module 'checkmate' has no attribute {name!r}")
-        with extras.needs(f"checkmate.{name}", "trainer"):
+        with extras.needs(f"checkmate.{name}", "trainer"), _no_collection():
             return getattr(import_module(_WHERE[name]), name)
+
+    @contextmanager
+    def _no_collection() -> Iterator[None]:
+        """Keep the garbage collector from searching all of torch for what imports have created, and kept."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -102,7 +102,8 @@ def _refusal(answer: pb.ReserveReply | str) -> str:
 class Asked:
     """A request for one shard of a job's DP group at an iteration of a run.
 
-    Without `incarnation` or `start`, any is accepted. Without `parameters`, all of the shard's are requested.
+    Without `incarnation` or `start`, any is accepted. Without `parameters`, all of the shard's are requested;
+    if there are none, only the header is, with the step record.
     """
 
     job: str
@@ -112,7 +113,11 @@ class Asked:
     shard: int
     incarnation: int | None = None
     start: bytes | None = None
-    parameters: tuple[int, ...] = ()
+    parameters: tuple[int, ...] | None = None
+
+    def numbers(self, layout: Layout) -> Sequence[int]:
+        """Return the parameters that are requested."""
+        return layout.of_shard(self.shard) if self.parameters is None else self.parameters
 
 
 def check_header(header: pb.SeedHeader, asked: Asked) -> Layout:
@@ -134,7 +139,7 @@ def check_header(header: pb.SeedHeader, asked: Asked) -> Layout:
         layout = from_json(header.layout)
     except LayoutError as error:
         raise StateError(str(error)) from None
-    if sorted(header.parameters) != sorted(asked.parameters or layout.of_shard(asked.shard)):
+    if sorted(header.parameters) != sorted(asked.numbers(layout)):
         raise StateError("it announced other parameters than requested")
     return layout
 
@@ -209,7 +214,8 @@ def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
         job=asked.job,
         shard=pb.Shard(group=asked.group, shard=asked.shard),
         iteration=asked.iteration,
-        parameters=asked.parameters,
+        parameters=asked.parameters or (),
+        header_only=asked.parameters == (),
     )
     stream = stub.Fetch(request, timeout=max(how.deadline - time.monotonic(), _LEAST_SECONDS))
     too_late = threading.Timer(how.step_seconds or 0, stream.cancel)

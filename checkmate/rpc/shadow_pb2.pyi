@@ -1698,13 +1698,16 @@ class FetchRequest(google.protobuf.message.Message):
     SHARD_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
+    HEADER_ONLY_FIELD_NUMBER: builtins.int
     job: builtins.str
     iteration: builtins.int
+    header_only: builtins.bool
+    """no parameters at all"""
     @property
     def shard(self) -> Global___Shard: ...
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """empty: all of the shard"""
+        """empty: all of the shard, unless `header_only`"""
 
     def __init__(
         self,
@@ -1713,10 +1716,11 @@ class FetchRequest(google.protobuf.message.Message):
         shard: Global___Shard | None = ...,
         iteration: builtins.int = ...,
         parameters: collections.abc.Iterable[builtins.int] | None = ...,
+        header_only: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["iteration", b"iteration", "job", b"job", "parameters", b"parameters", "shard", b"shard"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["header_only", b"header_only", "iteration", b"iteration", "job", b"job", "parameters", b"parameters", "shard", b"shard"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest

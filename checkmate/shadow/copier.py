@@ -74,7 +74,7 @@ class Copier:
             with self._node.changed:
                 wanted = some(hold.wanted(), group.layout, PIECE_BYTES)
             if not wanted:
-                return False  # trainers were faster; an empty request would mean all parameters
+                return False  # trainers were faster
             asked = Asked(
                 self._node.job.job,
                 begin.run,

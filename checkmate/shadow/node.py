@@ -23,6 +23,7 @@ from checkmate.keys.roles import Secret
 from checkmate.nodes.other_ranks import job_ranks
 from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks, memory
+from checkmate.shadow.clock import STALL, AwakeClock, Silence
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.hold_state import HoldState
@@ -31,35 +32,6 @@ from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.shadow.receive.connector import Connector, Reader
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import hold_plans
-
-STALL = 0.5
-"""Seconds without a beat after which the process is assumed to have been stopped."""
-
-
-class AwakeClock:
-    """A monotonic clock that stops unless `beat` is called several times per `STALL` seconds.
-
-    A process that resumes after a stop has heard from nobody for a while and has read nothing. This does not
-    mean that others are silent or that bytes are lost.
-    """
-
-    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
-        """Read time, in seconds, from `read`, which must be monotonic."""
-        self._read = read
-        self._beaten = read()
-        self._stopped = 0.0
-
-    def now(self) -> float:
-        """Return the time in seconds, without stops."""
-        return min(self._read(), self._beaten + STALL) - self._stopped
-
-    def beat(self) -> float:
-        """Record that the process runs. Return the seconds that it was stopped since the last beat."""
-        now = self._read()
-        stopped = max(now - self._beaten - STALL, 0.0)
-        self._beaten, self._stopped = now, self._stopped + stopped
-        return stopped
-
 
 log = logging.getLogger("checkmate")
 
@@ -92,6 +64,7 @@ class Node:
         self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
         self.changed = threading.Condition(locks.ordered_lock("node"))
         self._clock = AwakeClock()
+        self._silence = Silence()
         self.state = NodeState(job, node_id, self.now(), receive_buffer=receive_buffer, grace=grace)
         self.data: dict[HoldState, Hold] = {}
         """The tensors and sockets of each hold of `state`."""
@@ -148,6 +121,13 @@ class Node:
         with self.changed:
             inlets = [inlet for hold in self.data.values() for inlet in hold.inlets if not inlet.paused]
         return sum(inlet.queued() for inlet in inlets) + sum(count() for count in self.also_unread)
+
+    def silent_since(self) -> float:
+        """Return when this node last received or stepped something. The caller holds the lock."""
+        records = [group.records.count for group in self.state.groups.values()]
+        steps = [hold.released for _, hold in self.state.holds]
+        received = [reader.bytes for reader in self.readers]
+        return self._silence.since((*received, *records, *steps), self.now())
 
     def wait_for(self, known: Callable[[], bool], timeout: float) -> bool:
         """Wait until `known` returns true. The caller holds the lock."""
@@ -280,6 +260,7 @@ class Node:
                 event = NODE_STALLED(seconds=round(seconds, 3))
                 say(logging.WARNING, event, "this process did not run for %.1f s, and continues", seconds)
             if not self.stopping:
+                self.silent_since()
                 self.state.tick(self.now())
                 self._follow_up()
 

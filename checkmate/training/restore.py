@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from checkmate.consolidate.disk import DiskError
 from checkmate.consolidate.stages import Trained, stages
-from checkmate.errors import CheckmateError
 from checkmate.events.kinds import (
     RESTORE_AGREED,
     RESTORE_ENDED,
@@ -24,27 +21,21 @@ from checkmate.events.kinds import (
     RESTORE_STARTED,
 )
 from checkmate.events.saying import say, seconds_since
-from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.nodes.stubs import Stubs
-from checkmate.state import StateError
 from checkmate.training.checks import Scaler, Scheduler, check_script
 from checkmate.training.default_log import show_log
 from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, exchange, fence, from_nodes, membership, plans, sharing
-from checkmate.training.start.exchange import ExchangeError
-from checkmate.training.start.fetch import FetchError
-from checkmate.training.start.install import (
-    InstallError,
-    part_of,
-)
+from checkmate.training.start.all_ranks import RestoreError, agree, log_once, on_all
+from checkmate.training.start.fetch import Fetched
+from checkmate.training.start.install import part_of
 from checkmate.training.start.membership import Membership, ModelStanding, Start
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.sharing import Readers
 from checkmate.wording import at_iteration
-
-A = TypeVar("A", RestartPlan, disk.OnDisk)
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -53,14 +44,12 @@ _RESET: Final = (
     "`checkmate reset` has discarded what was trained: training begins with iteration 0, and checkpoints on "
     "disk from before it are not used"
 )
+AGAIN_SECONDS: Final = 5.0
+"""How long a second attempt to read the state may take, even if nothing of the timeout is left."""
 FRESH_SECONDS: Final = 10.0
 """How long a start that needs no state from the nodes waits for them to be fenced."""
 _ANEW: Final = "`checkmate reset JOB` has the next start begin with iteration 0"
 _ENDED: Final = f"training had ended with iteration {{}}: {_ANEW}"
-
-
-class RestoreError(CheckmateError, RuntimeError):
-    """No complete state is available to resume from. The message names the shards and nodes concerned."""
 
 
 class Restored(NamedTuple):
@@ -144,7 +133,7 @@ def _begin(
         return fence.plan_restore(place.job, stubs, timeout, lambda: disk.look(checkpoints).generation)
 
     began = time.monotonic()
-    plan = _agree(place, RestartPlan, make)
+    plan = agree(place, RestartPlan, make)
     agreed = RESTORE_AGREED(
         kind=plan.kind,
         iteration=plan.iteration,
@@ -155,7 +144,7 @@ def _begin(
     )
     say(logging.DEBUG, agreed, "the shadow nodes have: %s, %s", plan.kind, at_iteration(plan.iteration))
     if plan.kind == "reset":
-        _log_once(place, _RESET)
+        log_once(place, _RESET)
         return Start(plan), None
     if plan.kind == "refused":
         raise RestoreError(plan.trouble)
@@ -163,23 +152,23 @@ def _begin(
         start = Start(plan, plan.iteration + 1, keep=True)
         extra, trouble = _from_nodes(place, watched, stubs, start, timeout)
         if not trouble:
-            _log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
+            log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
             if plan.iteration >= 0 and part_of(start.record, 0).step.last:
-                _log_once(place, _ENDED.format(plan.iteration))
+                log_once(place, _ENDED.format(plan.iteration))
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
         seen = (plan.generation_seen, plan.discarded)
-        plan = _agree(place, RestartPlan, partial(plans.plan_new_run, plan.incarnation, trouble, *seen))
+        plan = agree(place, RestartPlan, partial(plans.plan_new_run, plan.incarnation, trouble, *seen))
     discarded = plan.discarded
-    found = _agree(place, disk.OnDisk, lambda: disk.look(checkpoints, discarded))
+    found = agree(place, disk.OnDisk, lambda: disk.look(checkpoints, discarded))
     plan = plans.after_disk(plan, found.generation)
     if found.paths:
         if plan.trouble:
-            _log_once(place, plan.trouble)
+            log_once(place, plan.trouble)
         return _from_disk(place, watched, plan, found)
     if plan.kind == "none":
         raise RestoreError(f"{plan.trouble}; {disk.nothing(checkpoints)}; {_ANEW}")
-    _log_once(place, "the shadow nodes hold nothing: training begins with iteration 0")
+    log_once(place, "the shadow nodes hold nothing: training begins with iteration 0")
     return Start(plan), None
 
 
@@ -190,51 +179,7 @@ def plan_fresh(place: Membership, stubs: Stubs, timeout: float) -> RestartPlan:
         generation = disk.look(None).generation
         return plans.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
 
-    return _agree(place, RestartPlan, make)
-
-
-def _log_once(place: Membership, message: str) -> None:
-    if place.rank == 0:
-        _log.info("%s", message)
-
-
-def _agree(place: Membership, kind: type[A], make: Callable[[], A]) -> A:
-    """Return on all ranks what `make` returns on rank 0; raise `RestoreError` on all ranks if it raises."""
-    message: Any = None
-    if place.rank == 0:
-        try:
-            message = {"made": make().message()}
-        except Exception as error:  # noqa: BLE001 - others would wait for ever
-            message = {"trouble": exchange.shortened(f"{place.name}: {type(error).__name__}: {error}")}
-    told = exchange.broadcast(message, 0, named=place.named)
-    if not isinstance(told, dict) or told.keys() not in ({"made"}, {"trouble"}):
-        raise ExchangeError("rank 0 sent neither a plan nor an error")
-    if "trouble" in told:
-        raise RestoreError(str(told["trouble"]))
-    try:
-        return kind.of_message(told["made"])
-    except ValueError as error:
-        raise ExchangeError(f"rank 0 sent a malformed {kind.__name__}: {error}") from None
-
-
-def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of this rank's `do`, and the errors of all ranks.
-
-    Raise `RestoreError` on all ranks if the state of one is of other ranks: older state must not replace it.
-    """
-    result, trouble, final = None, None, False
-    try:
-        result = do()
-    except (FetchError, InstallError, DiskError, OtherRanks, StateError, ValueError) as error:
-        trouble, final = f"{place.name}: {error}", isinstance(error, OtherRanks)
-    except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
-        _log.exception("rank %d can't install the state", place.rank)
-        trouble = f"{place.name}: {type(error).__name__}: {error}"
-    told = exchange.gather([trouble and exchange.shortened(trouble), final], named=place.named)
-    troubles = "; ".join(str(one) for one, _ in told if one)
-    if any(refused for _, refused in told):
-        raise RestoreError(next(str(one) for one, refused in told if refused))
-    return result, troubles
+    return agree(place, RestartPlan, make)
 
 
 def _from_disk(
@@ -246,18 +191,18 @@ def _from_disk(
     told = exchange.gather(own if place.first else None, named=place.named)
     trained = [Trained.of_message(told[group.ranks[0].rank]) for group in place.job.dp_groups]
     groups = stages(place.job, trained)
-    resumed, trouble = _together(place, lambda: disk.resume(path, place, watched, groups))
+    resumed, trouble, _ = on_all(place, lambda: disk.resume(path, place, watched, groups))
     if trouble:
         instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _ANEW])))
     record = resumed.record
-    _log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
+    log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
     if resumed.ended:
-        _log_once(place, _ENDED.format(record.iteration))
+        log_once(place, _ENDED.format(record.iteration))
     if resumed.other_ranks:
         _log.warning("%s: %s", path, resumed.other_ranks)
     if older:
-        _log_once(place, f"older checkpoints were not used: {found.passed_over}")
+        log_once(place, f"older checkpoints were not used: {found.passed_over}")
     return Start(plan, record.iteration + 1, record=record), resumed.extra
 
 
@@ -267,16 +212,27 @@ def _from_nodes(
     """Read and install the planned iteration; return the user's `extra`, and the errors of all ranks."""
     began = time.monotonic()
     readers = sharing.readers_of(place, watched.model)
-    read = partial(from_nodes.read, place, watched, stubs, start.plan, timeout)
-    got, trouble = _together(place, partial(read, readers))
-    if trouble and any(exchange.gather(readers is not None, named=place.named)):
+
+    def read(readers: Readers | None) -> Fetched:
+        left = max(began + timeout - time.monotonic(), AGAIN_SECONDS)
+        return from_nodes.read(place, watched, stubs, start.plan, left, readers)
+
+    got, trouble, unread = on_all(place, partial(read, readers))
+    parts = None
+    if not trouble:
+        tables = exchange.gather(sharing.table(got.states) if readers else None, named=place.named)
+        prepare = partial(sharing.prepare, got.states, tables, readers, place.named)
+        parts, trouble, unread = on_all(place, prepare)
+    if trouble and unread and any(exchange.gather(readers is not None, named=place.named)):
         # another division into buckets has other parameters in a shard, for example
-        _log_once(place, f"each rank reads all of the state, because its part can't be read: {trouble}")
-        readers = None
-        got, trouble = _together(place, partial(read, None))
+        log_once(place, f"each rank reads all of the state, because its part can't be read: {trouble}")
+        parts = None
+        got, trouble, _ = on_all(place, partial(read, None))
     if trouble:
         return None, trouble
-    states = sharing.share(got.states, readers, place.named)
+    states = sharing.share(got.states, parts, place.named)
     fetched = RESTORE_FETCHED(iteration=start.plan.iteration, seconds=seconds_since(began))
     say(logging.DEBUG, fetched, "state read from the shadow nodes")
-    return _together(place, lambda: from_nodes.install(place, watched, start, replace(got, states=states)))
+    whole = replace(got, states=states)
+    extra, trouble, _ = on_all(place, lambda: from_nodes.install(place, watched, start, whole))
+    return extra, trouble

@@ -42,9 +42,12 @@ def test_some_parameters_are_asked_for() -> None:
     first, *others = LAYOUT.of_shard(0)
     some = replace(ASKED, parameters=(first,))
     check_header(header(parameters=[first]), some)
+    check_header(header(parameters=[]), replace(ASKED, parameters=()))
     for parameters in (LAYOUT.of_shard(0), others):
         with pytest.raises(StateError, match="other parameters than requested"):
             check_header(header(parameters=parameters), some)
+        with pytest.raises(StateError, match="other parameters than requested"):
+            check_header(header(parameters=parameters), replace(ASKED, parameters=()))
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,14 @@ def test_a_piece_of_a_shard_from_its_other_holder(place: ReaderPlace) -> None:
         assert reservation.iteration == 1
         got = read_shard(place.stubs.to(1), asked(1, parameters=(first,)), place.reading())
         assert place.reservations()[1].keys() == {1}
+        without = read_shard(place.stubs.to(1), asked(1, parameters=()), place.reading())
         for wrong in (asked(1, run="other"), asked(1, incarnation=9), asked(1, start=b"another")):
             with pytest.raises(StateError):
                 read_shard(place.stubs.to(1), wrong, place.reading())
     assert place.reservations() == [{}, {}]
     assert list(got.states) == [first]
+    assert not without.states
+    assert without.header.record == got.header.record
     tensor, values = got.states[first]
     expected, theirs = place.training.states[1][first]
     assert torch.equal(tensor, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import threading
 import time
@@ -18,12 +17,14 @@ from checkmate.job.addresses import split_address
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls import fence as restarting
+from checkmate.shadow.calls.fence import QUIET, QUIET_AGAIN
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.commit import NEVER, Committee
 from checkmate.shadow.logic.group import CallRefused, reusable
 from checkmate.shadow.logic.hold_state import HoldState, Stepped
+from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.logic.records import Records
-from checkmate.shadow.node import Node
+from checkmate.shadow.node import TICK, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.replica.replica import ReplicaError
 from testbed.small_training import RUN, START
@@ -34,12 +35,39 @@ from tests.support.waiting import wait_until
 pytestmark = needs_buffers
 
 
+def test_silence_before_a_restart_counts(world: Callable[..., World]) -> None:
+    """A dead rank has left an incomplete iteration. The restart waits for more, unless it was long ago."""
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    check_now(here, training)
+    node = here.nodes[0].node
+
+    def send_part() -> None:
+        before = [reader.bytes for reader in node.readers]
+        for (boundary, channel, shard), layout in training.layouts.items():
+            position = layout.nbytes * (training.iteration + 1 - training.first)
+            training.copies.tagged((boundary, channel, shard), training.incarnation, position, b"part")
+        wait_until(lambda: [reader.bytes for reader in node.readers] != before, "a part")
+
+    def drain() -> float:
+        node.state.phase = Phase.OPEN
+        assert not restarting.drain(node, here.job.job, 30).drained
+        return time.monotonic()
+
+    began = time.monotonic()
+    send_part()
+    assert drain() - began >= QUIET
+    time.sleep(QUIET + TICK)
+    began = time.monotonic()
+    assert QUIET_AGAIN <= drain() - began < QUIET
+
+
 def test_a_late_fence_leaves_the_next_incarnation_alone(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fence that still reads when training restarts, and one whose caller is gone."""
-    begun, count, seen = threading.Event(), itertools.count(), restarting._seen
-    monkeypatch.setattr(restarting, "_seen", lambda node: seen(node) if begun.is_set() else (next(count),))
+    begun, since = threading.Event(), Node.silent_since
+    monkeypatch.setattr(Node, "silent_since", lambda node: since(node) if begun.is_set() else node.now())
     here = world(nodes=1, ranks=2)
     training = here.started()
     check_now(here, training)

@@ -15,7 +15,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls.fence import QUIET
-from checkmate.shadow.node import STALL, AwakeClock
+from checkmate.shadow.clock import STALL, AwakeClock
 from checkmate.shadow.replica.replica import Replica
 from checkmate.training.start import fence
 from checkmate.training.start.plans import RestartPlan

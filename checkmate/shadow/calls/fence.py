@@ -27,7 +27,6 @@ from checkmate.shadow.logic.bounds import (
 from checkmate.shadow.logic.effects import Due
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start, source_of
 from checkmate.shadow.logic.hold_state import HoldState
-from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.node import Node
 from checkmate.wording import at_iteration
@@ -35,9 +34,11 @@ from checkmate.wording import at_iteration
 _COPY_SECONDS = 10.0
 
 QUIET, QUIET_AGAIN = 0.2, 0.05
-"""Seconds without new data after which a node stops reading; the latter if it has waited before."""
+"""Seconds without new data after which a node stops reading; the latter if it has waited before.
+
+The latter is also the least that a node waits the first time, whatever was before."""
 QUIET_UNDECIDED = 2.0
-"""The same while iterations wait for reports of other nodes."""
+"""The same while iterations wait for reports of other nodes; only the time after the call counts."""
 
 
 Wanted = Callable[[], bool]
@@ -60,9 +61,9 @@ def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
     check_job(node.job, job)
     with node.moving() as state:
         _check_wanted(wanted)
-        patience = _patience(state)
+        again = state.phase >= Phase.DRAINED
         state.drain()
-    _read_on(node, node.now() + timeout, patience)
+    _read_on(node, node.now() + timeout, again=again)
     with node.changed:
         if state.phase is Phase.DRAINING:
             state.phase = Phase.DRAINED
@@ -79,10 +80,10 @@ def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
     deadline = node.now() + timeout
     with node.moving() as state:
         _check_wanted(wanted)
-        committee, patience = state.committee, _patience(state)
+        committee, again = state.committee, state.phase >= Phase.DRAINED
         state.fence()
         node.quiet(timeout)
-    _read_on(node, deadline, patience)
+    _read_on(node, deadline, again=again)
     node.touch()
     with node.changed:
         if state.committee is not committee:
@@ -132,28 +133,30 @@ def _check_wanted(wanted: Wanted) -> None:
         raise CallRefused("the caller is gone; nothing was done", precondition=True)
 
 
-def _patience(state: NodeState) -> float:
-    return QUIET_AGAIN if state.phase >= Phase.DRAINED else QUIET
+def _read_on(node: Node, deadline: float, *, again: bool) -> None:
+    """Wait until nothing has arrived and nothing was stepped for `QUIET` seconds.
 
+    Time before the call counts: ranks died some seconds before they restart. Wait less if all data is
+    complete, and longer if complete iterations wait for reports of other nodes. Data that this machine has
+    received but not read counts as arriving, because the process may have been stopped.
 
-def _read_on(node: Node, deadline: float, patience: float) -> None:
-    """Wait until nothing arrives and nothing is stepped for `patience` seconds.
-
-    Wait less if all data is complete, and longer if complete iterations wait for reports of other nodes. Data
-    that this machine has received but not read counts as arriving, because the process may have been stopped.
+    Args:
+        node: The node.
+        deadline: When to stop waiting, in the node's time.
+        again: Whether this start of training was waited for before.
     """
-    since, seen = node.now(), _seen(node)
+    called = node.now()
     while (now := node.now()) < deadline:
+        unread = node.unread()
         with node.changed:
-            state = node.state
-            enough = min(patience, QUIET_AGAIN) if state.drained else patience
+            state, since = node.state, now if unread else node.silent_since()
+            enough = QUIET_AGAIN if again or state.drained else QUIET
+            least = 0.0 if again else QUIET_AGAIN
             if state.undecided and not state.fenced:
-                enough = QUIET_UNDECIDED
-        if now >= since + enough:
+                enough = least = QUIET_UNDECIDED
+        if now >= since + enough and now >= called + least:
             return
         time.sleep(QUIET_AGAIN / 5)
-        if (now_seen := _seen(node)) != seen or node.unread():
-            since, seen = node.now(), now_seen
 
 
 def _answer(node: Node) -> pb.NodeStatus:
@@ -174,14 +177,6 @@ def _answer(node: Node) -> pb.NodeStatus:
 
 def _stands(hold: HoldState) -> str:
     return f"{hold} is {at_iteration(hold.stepped)}" if hold.seeded else f"{hold} is not seeded"
-
-
-def _seen(node: Node) -> tuple[int, ...]:
-    """Return numbers that change with every received byte or record, and every step."""
-    with node.changed:
-        groups = list(node.state.groups.values())
-        steps = [hold.released for _, hold in node.state.holds]
-    return (*(reader.bytes for reader in node.readers), *(group.records.count for group in groups), *steps)
 
 
 def settle(node: Node, request: pb.SettleRequest, wanted: Wanted = lambda: True) -> pb.NodeStatus:

@@ -141,7 +141,7 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         if hold.doubt.covers(iteration):
             raise _refused(hold, f"its iteration {iteration} was found doubtful later")
         header = _header(node, group, hold, request)
-    return state.to_seeds(header, replica.read(iteration, request.parameters))
+    return state.to_seeds(header, replica.read(iteration, header.parameters) if header.parameters else ())
 
 
 def _kept(hold: HoldState, iteration: int) -> bool:
@@ -159,7 +159,7 @@ def _header(node: Node, group: ShadowGroup, hold: HoldState, request: pb.FetchRe
         incarnation=group.begin.incarnation,
         shard=request.shard,
         iteration=request.iteration,
-        parameters=request.parameters or hold.parameters,
+        parameters=() if request.header_only else request.parameters or hold.parameters,
         record=group.records.served(request.iteration),
         layout=group.begin.layout,
         optimizer=group.begin.optimizer,

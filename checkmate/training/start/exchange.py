@@ -15,10 +15,10 @@ import torch.distributed as dist
 from checkmate.training.errors import SessionError
 from checkmate.wording import counted
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Of these messages and of their order. Version 1 had pickled objects, and did not name itself; version 2 did
 not compare NCCL's plugins; version 3 did not say what groups train; in version 4, each rank read all of the
-state."""
+state; in version 5, ranks did not compare what they had received."""
 MESSAGE_BYTES: Final = 16 << 20
 """The largest message; the longest are plans, with some bytes per shard."""
 _MAGIC: Final = 0xC4EC_0000
@@ -106,11 +106,18 @@ def _check(headers: list[tuple[int, int]], named: Named) -> None:
             raise ExchangeError(f"{named(rank)} has a message of more than {MESSAGE_BYTES >> 20} MiB")
 
 
-def device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return where a group's backend takes tensors: the CPU if it can. `None` is the default group."""
+def device(group: dist.ProcessGroup | None = None, models: torch.device | None = None) -> torch.device:
+    """Return where a group's backend takes tensors: the CPU if it can, else the model's GPU.
+
+    Args:
+        group: `None` is the default group.
+        models: Where the model is; without it, PyTorch's current GPU is used.
+    """
     backends = str(dist.get_backend_config(group))
     if "cpu:" in backends:
         return torch.device("cpu")
+    if models is not None and models.type != "cpu":
+        return models
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -33,6 +33,8 @@ class Fetched:
     optimizer: pb.OptimizerSpec
     same_buckets: bool
     """Whether buckets and memory order are the same, so that the nodes can continue with their own state."""
+    needed: frozenset[int] = frozenset()
+    """The parameters that this rank needs; other ranks may have read some of them."""
 
 
 def fetch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from checkmate.events.kinds import RESTORE_INSTALLED
@@ -51,6 +52,7 @@ def read(
         for (group, shard), nodes in plan.holders.items()
         if group in layouts
     }
+    needed = frozenset(n for one in wanted for n in layouts[one.group].of_shard(one.shard))
     if readers:
         wanted = part_of_all(wanted, layouts, readers)
     got = fetch(wanted, layouts, stubs, place, timeout)
@@ -58,12 +60,22 @@ def read(
         raise FetchError(f"the record of iteration {plan.iteration} is missing")
     check_optimizer(got.optimizer, spec_of(watched.optimizer, numbers))
     check_record(got.record, watched, place)
-    return got
+    return replace(got, needed=needed)
 
 
 def install(place: Membership, watched: Watched, start: Start, got: Fetched) -> Any:
-    """Install all of a model's state, once all readers have shared it; return the user's `extra`."""
+    """Install all of a model's state, once all readers have shared it; return the user's `extra`.
+
+    Raises:
+        FetchError: Something is missing, or is not of this model.
+        InstallError: It does not fit the script.
+    """
     began = time.monotonic()
+    if differs := got.needed ^ got.states.keys():
+        raise FetchError(
+            f"the ranks have read {len(got.states)} of {len(got.needed)} parameters, and not "
+            f"{got.parameters[min(differs)].name}"
+        )
     parameters = list(watched.model.trained().values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     states = {n: from_held(got.parameters[n], *values) for n, values in got.states.items()}

@@ -6,13 +6,15 @@ Shadow nodes then send each byte once, however many ranks there are; the ranks' 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from checkmate.nodes.reader import Asked, States
 from checkmate.state import DTYPES, bytes_of, dtype_name
@@ -22,10 +24,10 @@ from checkmate.training.start.exchange import ExchangeError, Named
 from checkmate.training.start.membership import Membership
 from checkmate.wire.layout import Layout
 
-CHUNK_BYTES: Final = 64 << 20
-"""What one broadcast carries; on a GPU, it takes that much of its memory."""
-_ALIGNED: Final = 16
-"""Bytes; tensors begin at multiples, so that their bytes can be viewed as any type."""
+PIECE_BYTES: Final = 2 << 20
+"""What each rank sends at once."""
+PIECES_BYTES: Final = 256 << 20
+"""What all ranks together send at once, at most: of a GPU's memory, if they send by way of it."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,22 @@ class Readers:
     """This rank's index in `ranks`."""
     group: dist.ProcessGroup
     """PyTorch's group of these ranks."""
+    device: torch.device
+    """Where the group takes tensors."""
 
 
 def readers_of(place: Membership, model: TrainedModel) -> Readers | None:
     """Return the ranks that need the same state as this one; `None` if PyTorch has no group of them."""
     if model.process_group is None:
         return None
-    ranks = dist.get_process_group_ranks(model.process_group)
-    return Readers(ranks, ranks.index(place.rank), model.process_group)
+    group = model.process_group
+    ranks = dist.get_process_group_ranks(group)
+    first = next(iter(model.trained().values()))
+    return Readers(ranks, ranks.index(place.rank), group, exchange.device(group, first.device))
 
 
 def divide(asked: Sequence[Asked], layouts: Mapping[int, Layout], readers: int) -> list[dict[int, list[int]]]:
-    """Return which parameters each reader reads, by index in `asked`, so that all read about as much. Pure.
-
-    Each reader reads something of each shard that has parameters, because the step record comes with it.
-    """
+    """Return which parameters each reader reads, by index in `asked`, so that all read as much. Pure."""
     sizes = [
         (prod(layouts[one.group].parameters[number].shape), at, number)
         for at, one in enumerate(asked)
@@ -64,17 +67,13 @@ def divide(asked: Sequence[Asked], layouts: Mapping[int, Layout], readers: int) 
         load, least = loads[0]
         parts[least].setdefault(at, []).append(number)
         heapq.heapreplace(loads, (load + size, least))
-    smallest = {at: number for _, at, number in sorted(sizes, reverse=True)}
-    for part in parts:
-        for at, number in smallest.items():
-            part.setdefault(at, [number])
     return parts
 
 
 def part_of_all(
     wanted: Mapping[Asked, Sequence[int]], layouts: Mapping[int, Layout], readers: Readers
 ) -> dict[Asked, Sequence[int]]:
-    """Return the requests for this rank's part of the shards. Pure."""
+    """Return the requests for this rank's part of the shards: of some only the header. Pure."""
     order = sorted(wanted, key=lambda one: (one.group, one.shard))
     part = divide(order, layouts, len(readers.ranks))[readers.own]
     return {
@@ -93,43 +92,73 @@ class _Entry(NamedTuple):
     value: bool | int | str | None = None
     """If it is not a tensor; a float as hexadecimal digits, because JSON has neither NaN nor infinity."""
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype else 0
 
-    @property
-    def room(self) -> int:
-        return -(-self.nbytes // _ALIGNED) * _ALIGNED
-
-
-def share(own: States, readers: Readers | None, named: Named) -> States:
-    """Return what all readers have read. All ranks of the job call it, each with what it has read.
+def prepare(own: States, tables: Sequence[Any], readers: Readers | None, named: Named) -> Parts | None:
+    """Return the parts of all readers, with memory for the others'; `None` without readers.
 
     Args:
         own: What this rank has read.
-        readers: The ranks that need the same; `None` if this rank has read everything that it needs.
+        tables: By rank, the `table` of what it has read.
+        readers: The ranks that need the same.
         named: Returns a rank's name in errors.
 
     Raises:
-        ExchangeError: A reader does not say what it has read.
+        ExchangeError: A reader does not say what it has read, or two have read the same.
     """
-    tables = exchange.gather(_table(own) if readers else None, named=named)
     if readers is None:
-        return own
-    entries = {rank: _entries(tables[rank], named(rank)) for rank in readers.ranks}
-    found = dict(own)
+        return None
+    found: States = {}
+    parts = []
     for rank in readers.ranks:
-        flat = torch.empty(sum(entry.room for entry in entries[rank]), dtype=torch.uint8)
-        mine = rank == readers.ranks[readers.own]
-        if mine:
-            _pack(own, entries[rank], flat)
-        _broadcast(flat, rank, readers.group)
-        if not mine:
-            found |= _unpacked(entries[rank], flat)
-    return found
+        entries = _entries(tables[rank], named(rank))
+        if twice := found.keys() & {entry.number for entry in entries}:
+            raise ExchangeError(f"{named(rank)} has read parameter {min(twice)}, as another rank has")
+        states = own if rank == readers.ranks[readers.own] else _made(entries)
+        found |= states
+        parts.append(_Bytes(states, entries))
+    return Parts(found, parts, readers)
 
 
-def _table(own: States) -> list[_Entry]:
+def share(own: States, parts: Parts | None, named: Named) -> States:
+    """Return what all readers have read. All ranks of the job call it.
+
+    Args:
+        own: What this rank has read: all that it needs if there are no `parts`.
+        parts: What `prepare` has returned.
+        named: Returns a rank's name in errors.
+
+    Raises:
+        ExchangeError: On all ranks, if one has received something else than another one has sent.
+    """
+    told = None
+    if parts is not None:
+        parts.exchange()
+        told = [list(parts.readers.ranks), [one.digest() for one in parts.parts]]
+    _compare(exchange.gather(told, named=named), named)
+    return own if parts is None else parts.states
+
+
+def _compare(told: Sequence[Any], named: Named) -> None:
+    """Raise `ExchangeError` unless all that received a rank's part have its digest. Equal on all ranks."""
+    digests: dict[tuple[int, int], object] = {}
+    for receiver, one in enumerate(told):
+        if one is None:
+            continue
+        try:
+            ranks, found = one
+            digests |= {(receiver, sender): digest for sender, digest in zip(ranks, found, strict=True)}
+        except (TypeError, ValueError):
+            raise ExchangeError(f"{named(receiver)} does not say what it has received") from None
+    for (receiver, sender), digest in digests.items():
+        if digest != digests.get((sender, sender)):
+            raise ExchangeError(
+                f"{named(receiver)} has received other state than {named(sender)} has read from the shadow "
+                "nodes: the network or the memory of one of them is at fault"
+            )
+
+
+def table(own: States) -> list[_Entry]:
+    """Return what a rank has read, without the contents of tensors, as JSON can express it."""
     table = []
     for number, (tensor, values) in own.items():
         for name, value in {"": tensor, **values}.items():
@@ -155,40 +184,96 @@ def _entries(table: Any, name: str) -> list[_Entry]:
     return entries
 
 
-def _pack(own: States, entries: Sequence[_Entry], flat: torch.Tensor) -> None:
-    at = 0
-    for entry in entries:
-        tensor, values = own[entry.number]
-        value = values[entry.name] if entry.name else tensor
-        if isinstance(value, torch.Tensor) and entry.nbytes:
-            flat[at : at + entry.nbytes] = torch.frombuffer(bytes_of(value.contiguous()), dtype=torch.uint8)
-        at += entry.room
-
-
-def _unpacked(entries: Sequence[_Entry], flat: torch.Tensor) -> States:
-    """Return copies, because a view would keep the memory of all tensors that came with it."""
+def _made(entries: Sequence[_Entry]) -> States:
+    """Return a rank's states with tensors whose values are still to come."""
     values: dict[int, dict[str, object]] = {}
-    at = 0
     for entry in entries:
         value: object = float.fromhex(entry.value) if isinstance(entry.value, str) else entry.value
         if entry.dtype:
-            value = flat[at : at + entry.nbytes].clone().view(DTYPES[entry.dtype]).reshape(entry.shape)
+            value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         values.setdefault(entry.number, {})[entry.name] = value
-        at += entry.room
-    found: States = {}
+    made: States = {}
     for number, known in values.items():
         tensor = known.pop("")
         assert isinstance(tensor, torch.Tensor)
-        found[number] = (tensor, known)
-    return found
+        made[number] = (tensor, known)
+    return made
 
 
-def _broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Send or receive bytes in place, in chunks; by way of a GPU if the group takes only its tensors."""
-    device = exchange.device(group)
-    for start in range(0, len(flat), CHUNK_BYTES):
-        chunk = flat[start : start + CHUNK_BYTES]
-        moved = chunk.to(device)
-        dist.broadcast(moved, src=source, group=group)
-        if moved is not chunk:
-            chunk.copy_(moved)
+class _Bytes:
+    """The bytes of a rank's tensors, in the order of its table."""
+
+    def __init__(self, states: States, entries: Sequence[_Entry]) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._begins: list[int] = []
+        self.size = 0
+        for entry in entries:
+            tensor, values = states[entry.number]
+            value = values[entry.name] if entry.name else tensor
+            if isinstance(value, torch.Tensor) and value.nbytes:
+                self._tensors.append(value.contiguous().reshape(-1).view(torch.uint8))
+                self._begins.append(self.size)
+                self.size += value.nbytes
+
+    def between(self, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield views of these bytes, each with its distance from `begin`."""
+        for at in range(max(bisect_right(self._begins, begin) - 1, 0), len(self._begins)):
+            start = self._begins[at]
+            if start >= end:
+                return
+            view = self._tensors[at][max(begin - start, 0) : end - start]
+            yield max(start - begin, 0), view
+
+    def give(self, begin: int, piece: torch.Tensor) -> None:
+        """Copy bytes from `begin` on into a piece."""
+        for at, view in self.between(begin, begin + len(piece)):
+            piece[at : at + len(view)] = view
+
+    def digest(self) -> str:
+        """Return XXH3 of all bytes: it finds accidents."""
+        hashed = xxhash.xxh3_128()
+        for tensor in self._tensors:
+            hashed.update(bytes_of(tensor))
+        return hashed.hexdigest()
+
+    def take(self, begin: int, piece: torch.Tensor) -> None:
+        """Copy a piece into these bytes from `begin` on."""
+        for at, view in self.between(begin, begin + len(piece)):
+            view.copy_(piece[at : at + len(view)])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What each of several readers has read, or will have from another one."""
+
+    states: States
+    """All of it. Parts of other ranks have their values after `exchange`."""
+    parts: Sequence[_Bytes]
+    """By index of the reader."""
+    readers: Readers
+
+    def exchange(self) -> None:
+        """Send this rank's bytes to all readers, and receive theirs, piece by piece.
+
+        All send at once, which uses all of their links, as long as most of them have something left to send:
+        a large parameter may be most of what one of them has read.
+        """
+        parts, ranks, own = self.parts, self.readers.ranks, self.readers.own
+        longest = max(part.size for part in parts)
+        size = max(min(PIECE_BYTES, PIECES_BYTES // len(parts)), 1)
+        given = torch.zeros(size, dtype=torch.uint8)
+        all_taken = torch.empty(len(parts), size, dtype=torch.uint8, device=self.readers.device)
+        for begin in range(0, longest, size):
+            having = [at for at, part in enumerate(parts) if part.size > begin]
+            taken = all_taken[:, : longest - begin]
+            parts[own].give(begin, given)
+            mine = given[: longest - begin].to(self.readers.device)
+            if 2 * len(having) > len(parts):
+                dist.all_gather(list(taken), mine, group=self.readers.group)
+            else:
+                for at in having:
+                    sent = mine if at == own else taken[at]
+                    dist.broadcast(sent, src=ranks[at], group=self.readers.group)
+            for at in having:
+                if at != own:
+                    parts[at].take(begin, taken[at].cpu())

@@ -13,12 +13,12 @@ from checkmate.job.schema import Job
 from checkmate.nodes.target import Target, find_target
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import hold_status
+from checkmate.shadow.clock import STALL
 from checkmate.shadow.logic.effects import Due, Empty, Log
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped, StreamState
 from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.records import Records
-from checkmate.shadow.node import STALL
 from checkmate.shadow.receive.plans import SETS, hold_plans
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter

@@ -36,6 +36,7 @@ from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import disk, membership, plans
+from checkmate.training.start.all_ranks import RestoreError, on_all
 from checkmate.training.start.counterparts import Counterparts, StageRanks
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Start
@@ -288,7 +289,7 @@ def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path
         newest = kept.path_of(tmp_path, 1, 900, "dcp")
         newest.mkdir()
         (newest / "__0_0.distcp").write_bytes(b"half")
-    with pytest.raises(restore.RestoreError) as caught:
+    with pytest.raises(RestoreError) as caught:
         restore._from_disk(PLACE, script.watched, plans.plan_new_run(7, ""), disk.look(tmp_path))
     assert f"can't read {newest} as a checkpoint: " in str(caught.value)
     assert f"; checkpoints='{older}' selects the one before it; `checkmate reset JOB`" in str(caught.value)
@@ -429,7 +430,7 @@ def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> 
     def load() -> None:
         raise TypeError("a scheduler of the script's own wants other keys")
 
-    _, trouble = restore._together(PLACE, load)
+    _, trouble, _ = on_all(PLACE, load)
     assert trouble == "rank 0 (192.168.0.0): TypeError: a scheduler of the script's own wants other keys"
 
 
@@ -437,5 +438,5 @@ def test_state_of_other_ranks_is_not_replaced_by_an_older_checkpoint() -> None:
     def load() -> None:
         raise OtherRanks("the shadow nodes hold other parts of the model")
 
-    with pytest.raises(restore.RestoreError, match="^rank 0 .*: the shadow nodes hold other parts"):
-        restore._together(PLACE, load)
+    with pytest.raises(RestoreError, match="^rank 0 .*: the shadow nodes hold other parts"):
+        on_all(PLACE, load)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ from checkmate.training import restore
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import exchange, from_nodes, membership, sharing
+from checkmate.training.start.all_ranks import on_all
 from checkmate.training.start.exchange import ExchangeError
 from checkmate.training.start.fetch import Fetched, FetchError
+from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.plans import RestartPlan
-from checkmate.training.start.sharing import Readers, divide, share
+from checkmate.training.start.sharing import Readers, divide, prepare, share, table
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 from testbed.jobs import job
@@ -37,7 +40,7 @@ from tests.support.training.rank_processes import RankProcesses
     shards=st.integers(1, 4),
     readers=st.integers(1, 9),
 )
-def test_readers_read_everything_and_each_some_of_each_shard(
+def test_readers_read_everything_once_and_about_as_much_each(
     sizes: list[int], shards: int, readers: int
 ) -> None:
     parameters = [Parameter.of(f"p{at}", (size,), (1,), "float32") for at, size in enumerate(sizes)]
@@ -45,13 +48,13 @@ def test_readers_read_everything_and_each_some_of_each_shard(
     asked = [Asked("job", "run", 3, 0, shard) for shard in range(shards)]
     parts = divide(asked, {0: layout}, readers)
     for at, one in enumerate(asked):
-        numbers = layout.of_shard(one.shard)
-        assert set(chain.from_iterable(part.get(at, ()) for part in parts)) == set(numbers)
-        assert all(part.get(at) for part in parts) or not numbers
-    loads = [sum(sizes[number] for numbers in part.values() for number in set(numbers)) for part in parts]
-    assert max(loads) <= sum(sizes) / readers + max(sizes) + sum(
-        min((sizes[number] for number in layout.of_shard(shard)), default=0) for shard in range(shards)
-    )
+        read = chain.from_iterable(part.get(at, ()) for part in parts)
+        assert sorted(read) == sorted(layout.of_shard(one.shard))
+    loads = [sum(sizes[number] for numbers in part.values() for number in numbers) for part in parts]
+    assert max(loads) <= sum(sizes) / readers + max(sizes)
+
+
+CPU = torch.device("cpu")
 
 
 def _state(number: int) -> tuple[torch.Tensor, dict[str, object]]:
@@ -62,22 +65,35 @@ def _state(number: int) -> tuple[torch.Tensor, dict[str, object]]:
     return tensor, {"exp_avg": moments, "step": torch.tensor(3.0), "none": None, **numbers}
 
 
-PARTS = [[4, 0, 1], [1, 2], []]
-"""Rank 2 has nothing to read; parameter 1 is read twice, parameter 0 has no elements."""
+PARTS = [[4, 0, 1], [3, 2], []]
+"""Rank 2 has nothing to read; parameter 0 has no elements."""
 
 
-def _shared(rank: int, _: int, chunk: int) -> States:
-    ranks = [2, 0, 1]  # the order of the group, not of the global ranks
-    readers = Readers(ranks, ranks.index(rank), dist.new_group(ranks))
+NAMED = "rank {}".format
+
+
+def _told(own: States) -> Any:
+    return json.loads(json.dumps(table(own)))
+
+
+def _share(own: States, readers: Readers | None) -> States:
+    tables = exchange.gather(table(own) if readers else None)
+    return share(own, prepare(own, tables, readers, NAMED), NAMED)
+
+
+def _shared(rank: int, _: int, piece: int) -> States:
+    group = dist.new_group([2, 0, 1])
+    ranks = dist.get_process_group_ranks(group)
+    readers = Readers(ranks, ranks.index(rank), group, CPU)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "CHUNK_BYTES", chunk)
-        return share({number: _state(number) for number in PARTS[rank]}, readers, "rank {}".format)
+        patch.setattr(sharing, "PIECE_BYTES", piece)
+        return _share({number: _state(number) for number in PARTS[rank]}, readers)
 
 
-@pytest.mark.parametrize("chunk", [16, 1 << 20])
-def test_all_readers_have_what_each_has_read(ranks: RankProcesses, chunk: int) -> None:
-    for found in ranks.run(3, _shared, chunk):
-        assert sorted(found) == [0, 1, 2, 4]
+@pytest.mark.parametrize("piece", [16, 37, 1 << 20])
+def test_all_readers_have_what_each_has_read(ranks: RankProcesses, piece: int) -> None:
+    for found in ranks.run(3, _shared, piece):
+        assert sorted(found) == [0, 1, 2, 3, 4]
         for number, (tensor, values) in found.items():
             own, expected = _state(number)
             assert tensor.dtype == own.dtype
@@ -92,44 +108,81 @@ def test_all_readers_have_what_each_has_read(ranks: RankProcesses, chunk: int) -
 def _apart(rank: int, _: int) -> States:
     """Rank 0 is alone; ranks 1 and 2 share."""
     together = dist.new_group([1, 2])
-    readers = Readers([1, 2], rank - 1, together) if rank else None
-    return share({rank: _state(rank)}, readers, "rank {}".format)
+    readers = Readers([1, 2], rank - 1, together, CPU) if rank else None
+    return _share({rank: _state(rank)}, readers)
 
 
 def test_ranks_without_others_keep_what_they_have_read(ranks: RankProcesses) -> None:
     assert [sorted(found) for found in ranks.run(3, _apart)] == [[0], [1, 2], [1, 2]]
 
 
-def _malformed(rank: int, _: int, table: object) -> str:
+@pytest.mark.parametrize(
+    "told",
+    [None, 3, [3], [[1, "", "float32"]], [[1, "", "object", [2], None]], [[1, "step", "float32", [2], None]]],
+    ids=["none", "number", "no-list", "short", "type", "no-tensor"],
+)
+def test_a_table_that_is_not_one_is_refused(told: object) -> None:
+    readers = Readers([0, 1], 0, cast("dist.ProcessGroup", None), CPU)
+    said = "rank 1 does not say what it has read from the shadow nodes"
+    with pytest.raises(ExchangeError, match=said):
+        prepare({0: _state(2)}, [_told({0: _state(2)}), told], readers, NAMED)
+
+
+def test_what_two_ranks_have_read_is_refused() -> None:
+    """Each of many ranks would send and keep a large embedding."""
+    readers = Readers([0, 1], 0, cast("dist.ProcessGroup", None), CPU)
+    with pytest.raises(ExchangeError, match="rank 1 has read parameter 7, as another rank has"):
+        prepare({7: _state(2)}, [_told({7: _state(2)})] * 2, readers, NAMED)
+
+
+def _damaged(rank: int, _: int, damaged: int) -> str:
+    readers = Readers([0, 1], rank, dist.new_group([0, 1]), CPU)
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(sharing, "_table", lambda _: table)
+        patch.setattr(torch, "empty", torch.zeros)
+        if rank == damaged:
+            patch.setattr(sharing._Bytes, "take", lambda *_: None)
         try:
-            share({rank: _state(2)}, Readers([0, 1], rank, dist.new_group([0, 1])), "rank {}".format)
+            _share({rank: _state(2)}, readers)
         except ExchangeError as error:
             return str(error)
     return ""
 
 
-@pytest.mark.parametrize(
-    "table",
-    [None, 3, [3], [[1, "", "float32"]], [[1, "", "object", [2], None]], [[1, "step", "float32", [2], None]]],
-    ids=["none", "number", "no-list", "short", "type", "no-tensor"],
-)
-def test_a_table_that_is_not_one_ends_all_readers(ranks: RankProcesses, table: object) -> None:
-    said = "rank 1 does not say what it has read from the shadow nodes"
-    assert ranks.run(2, _malformed, table) == [said, said]
+def test_all_ranks_learn_that_one_has_received_something_else(ranks: RankProcesses) -> None:
+    said = (
+        "rank 1 has received other state than rank 0 has read from the shadow nodes: the network or the "
+        "memory of one of them is at fault"
+    )
+    assert ranks.run(2, _damaged, 1) == [said, said]
 
 
-def _restored(rank: int, ranks: int, bad: int) -> tuple[list[bool], list[int], str]:
-    """Restore three parameters; on rank `bad`, a node refuses this rank's part. Return what was asked."""
+def _fails(rank: int, ranks: int) -> tuple[str, bool]:
+    def do() -> None:
+        if rank == 1:
+            raise MemoryError("4 GiB")
+
+    outcome = on_all(membership.place(job(ranks=ranks), rank, ranks, list(range(ranks))), do)
+    return outcome.trouble, outcome.unread
+
+
+def test_no_rank_waits_for_one_without_memory(ranks: RankProcesses) -> None:
+    (trouble, unread), other = ranks.run(2, _fails)
+    assert (trouble, unread) == other
+    assert "MemoryError: 4 GiB" in trouble
+    assert not unread
+
+
+def _restored(
+    rank: int, ranks: int, bad: int, error: type[Exception]
+) -> tuple[list[bool], list[int] | None, str]:
+    """Restore three parameters; on rank `bad`, reading this rank's part fails. Return what was asked."""
     asked: list[bool] = []
 
     def read(place: Membership, *arguments: Any) -> Fetched:
         readers = arguments[-1]
         asked.append(readers is not None)
         if readers and rank == bad:
-            raise FetchError("parameter 2 is not of shard 0")
+            raise error("parameter 2 is not of shard 0")
         states = {number: _state(number) for number in ([rank] if readers else range(3))}
         return Fetched([], states, pb.IterationRecord(), pb.OptimizerSpec(), True)
 
@@ -147,7 +200,14 @@ def _restored(rank: int, ranks: int, bad: int) -> tuple[list[bool], list[int], s
 def test_each_rank_reads_all_if_the_part_of_one_is_refused(
     ranks: RankProcesses, bad: int, asked: list[bool]
 ) -> None:
-    assert ranks.run(3, _restored, bad) == [(asked, [0, 1, 2], "")] * 3
+    assert ranks.run(3, _restored, bad, FetchError) == [(asked, [0, 1, 2], "")] * 3
+
+
+def test_state_that_does_not_fit_is_not_read_again(ranks: RankProcesses) -> None:
+    for asked, found, trouble in ranks.run(3, _restored, 1, InstallError):
+        assert asked == [True]
+        assert found is None
+        assert "parameter 2 is not of shard 0" in trouble
 
 
 def _placed(_: int, __: int) -> str:
