@@ -37,6 +37,7 @@ SUITES = {
     "tls": "shadow.tls",
     "iteration": "training.iteration",
     "sharded": "training.sharded",
+    "metrics": "training.scraped",
     "batches": "shadow.batches",
     "recovery": "training.recovery",
 }

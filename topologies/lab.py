@@ -46,6 +46,7 @@ class Lab:
         jitter: float = 0.0,
         offloads: bool | None = None,
         switch_cpus: Collection[int] | None = None,
+        switch_metrics: bool = False,
         progress: Progress = lambda _: None,
     ) -> None:
         """Describe a lab; `up` creates it.
@@ -59,6 +60,7 @@ class Lab:
             jitter: Longest delay of training links in each direction, in seconds; frames stay in order.
             offloads: Whether interfaces segment and compute checksums; by default as the target needs.
             switch_cpus: CPUs of the switches, on which they go first; by default all.
+            switch_metrics: Whether switches of the embedded target serve metrics (`switches.METRICS_PORT`).
             progress: Called with each step.
         """
         self.topology = topology
@@ -73,6 +75,7 @@ class Lab:
         self.jitter = jitter
         self.offloads = offloads if offloads is not None else target == "softswitch"
         self.switch_cpus = switch_cpus
+        self.switch_metrics = switch_metrics
         self.loss_by: str | None = None
         self._progress = progress
         self._lock = contextlib.ExitStack()
@@ -287,7 +290,12 @@ class Lab:
         notifications = self.directory / f"{switch.name}.ipc" if own_socket else None
         statistics = switches.statistics_file(self.directory, switch)
         command = switches.command(
-            switch, self.target, self.directory, notifications=notifications, statistics=statistics
+            switch,
+            self.target,
+            self.directory,
+            notifications=notifications,
+            statistics=statistics,
+            metrics=self.switch_metrics,
         )
         # A real switch does not wait for the hosts' processes, so neither does one that shares their CPUs.
         first = contextlib.nullcontext() if self.switch_cpus is None else processes.ahead()

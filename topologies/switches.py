@@ -23,6 +23,7 @@ BMV2: Final = "simple_switch_grpc"
 QUEUE_DEPTH: Final = 16384
 """Packets in each of BMv2's egress queues. Its default of 64 overflows silently after replication."""
 THRIFT_PORT: Final = 9090
+METRICS_PORT: Final = 9462
 _START_SECONDS: Final = {"softswitch": 30.0, "bmv2": 30.0, "tofino": 180.0}
 _THRIFT_SECONDS: Final = 30.0
 _IDL = Path(__file__).with_name("simple_switch.thrift")
@@ -35,6 +36,7 @@ def command(
     *,
     notifications: Path | None = None,
     statistics: Path | None = None,
+    metrics: bool = False,
 ) -> list[str]:
     """Return the command line that starts a switch in its namespace. Pure.
 
@@ -44,6 +46,7 @@ def command(
         folder: The lab's folder.
         notifications: Path of the socket of a BMv2 built with nanomsg; by default it would be in /tmp.
         statistics: The file for the port counters of the embedded target; BMv2 has none.
+        metrics: Whether the embedded target serves metrics, at `METRICS_PORT` of its address.
     """
     if target == "tofino":
         return tofino_model.command(switch, folder / switch.name)
@@ -56,7 +59,8 @@ def command(
         return [BMV2, *general, "--", *own]
     stats = [] if statistics is None else ["--stats-file", str(statistics)]
     # The management network ends at the namespaces of the lab, so nobody else reaches the switch.
-    return [sys.executable, "-m", "softswitch", *general, *own, "--insecure", *stats]
+    served = ["--metrics", f"{switch.mgmt}:{METRICS_PORT}"] if metrics else []
+    return [sys.executable, "-m", "softswitch", *general, *own, "--insecure", *stats, *served]
 
 
 def statistics_file(folder: Path, switch: SwitchNode) -> Path:

@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from benchmarks.figures import Figure, Result, Skipped, ratios
 from benchmarks.training import saving
+from benchmarks.training.blocks import WARM_UP, block
 from benchmarks.training.twin_labs import Blocks, absolute, cost, race
 from topologies.describe.topology import load
 from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
@@ -34,8 +35,6 @@ STARTS, TURNS = 3, 100
 """Jobs of twins, and turns in each: the machine's speed varies by a tenth from one second to the next."""
 SAVES: Final = {f"{what} {every}": every for what in ("torch.save", "async_save") for every in (1, 5, 20)}
 """Modes of `benchmarks.training.saving`, with the number of iterations between two checkpoints."""
-_WARM_UP: Final = 20
-_BLOCK_SECONDS: Final = 300.0
 
 
 def measure() -> list[Result]:
@@ -77,7 +76,7 @@ def _jobs(folder: Path) -> Iterator[dict[str, TrainingJob]]:
         }
         start_all(jobs.values())
         for job in jobs.values():
-            _block(job, _WARM_UP)  # DDP rebuilds its buckets, TCP windows open
+            block(job, WARM_UP)  # DDP rebuilds its buckets, TCP windows open
         yield jobs
 
 
@@ -90,25 +89,9 @@ def _race(jobs: Mapping[str, TrainingJob]) -> Blocks:
             for mode in modes if number % 2 == 0 else modes[::-1]:
                 timed = max(10, SAVES.get(mode, 1))  # a multiple of the interval between checkpoints
                 job = jobs["checkmate" if mode == "checkmate" else "gloo"]
-                found[mode].append(_block(job, 1 + timed, mode))
+                found[mode].append(block(job, 1 + timed, mode))
                 bar.advance(task)
     return found
-
-
-def _block(job: TrainingJob, iterations: int, mode: str = "") -> TimedBlock:
-    """Train a block; return the mean of its iterations without the first, which waits for its turn."""
-    first = job.next_iteration()
-    job.let(first + iterations, mode)
-    job.await_iterations(first + iterations, _BLOCK_SECONDS)
-    timed: list[TimedBlock] = []
-
-    def noted() -> bool:
-        found = job.record().block(first + 1, first + iterations)
-        timed[:] = [] if found is None else [found]
-        return found is not None
-
-    job.crew.wait(noted, "the ranks' records", _BLOCK_SECONDS)
-    return timed[0]
 
 
 def _saving(found: Blocks) -> list[Result]:

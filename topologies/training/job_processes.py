@@ -113,9 +113,13 @@ class JobProcesses:
             failed = words and all(member.process.poll() for member in self.ranks.values())
             raise LabError("; ".join(words if failed else [str(error), *words])) from None
 
+    def options_of(self, node: int) -> tuple[str, ...]:
+        """Return the options of one node's `checkmate shadow`."""
+        return self.shadow_options
+
     def _start_shadow_node(self, host: Host, program: Sequence[str]) -> None:
         job = str(self.crew.lab.job_file)
-        argv = [*program, "shadow", job, "--id", str(host.number), *self.shadow_options]
+        argv = [*program, "shadow", job, "--id", str(host.number), *self.options_of(host.number)]
         self.shadows[host.name] = self.crew.start(host.name, host.name, argv, cpus=self._shadow_cpus)
 
 
