@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
@@ -14,18 +15,29 @@ import typer
 from rich.progress import DownloadColumn, TimeElapsedColumn
 from rich.text import Text
 
-from checkmate.cli.common import AsJson, Insecure, JobArgument, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.common import (
+    AsJson,
+    Insecure,
+    JobArgument,
+    Metrics,
+    UsageFault,
+    err,
+    metrics_ports,
+    out,
+    print_json,
+    says_errors,
+)
 from checkmate.cli.shadow import stopping
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import progress, waiting
-from checkmate.privileges import keep_only, to_read, to_write
+from checkmate.privileges import keep_only, to_listen, to_read, to_write
 from checkmate.wording import counted
 from topologies.signals import unwinding
 
 if TYPE_CHECKING:
-    from checkmate.consolidate.follow import Saved
+    from checkmate.consolidate.follow import Saved, Told
     from checkmate.consolidate.snapshot import SnapshotReader
 
 
@@ -62,6 +74,7 @@ def consolidate(
         int,
         typer.Option("--keep", min=1, help="With --every: checkpoints to keep, beside each run's last."),
     ] = 3,
+    metrics: Metrics = None,
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
@@ -78,11 +91,13 @@ def consolidate(
     """
     loaded = read_job(job)
     if every is None:
+        if metrics is not None:
+            raise UsageFault("--metrics needs --every: one checkpoint ends before anybody could read them")
         _check_free(to, kind)
     elif kind is FormatChoice.torchtitan:
         raise UsageFault("--every keeps checkpoints for checkmate.restore, which needs --format dcp or torch")
     keys = [] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.READER)]
-    keep_only(*to_read(keys), *to_write(to))
+    keep_only(*to_read(keys), *to_write(to), *to_listen(metrics_ports(metrics)))
     with waiting(err, "starting"):  # torch takes a second
         from checkmate.consolidate import follow  # noqa: PLC0415
         from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
@@ -93,19 +108,17 @@ def consolidate(
                 saved = follow.take(nodes, to, kind.value, timeout, _warning)
             print_json(_data(saved)) if as_json else _say(saved)
             return
-        with stopping() as stopped, SnapshotReader(loaded, stopped=stopped, insecure=insecure) as nodes:
-            follow.follow(
-                nodes,
-                to,
-                kind.value,
-                timeout,
-                every,
-                keep,
-                stopped,
-                (lambda saved: print_json(_data(saved), line=True)) if as_json else _say,
-                _waiting,
-                lambda: err.print("[green]available:[/green] the checkpoint can be read again"),
-            )
+        told = follow.Told(
+            (lambda saved: print_json(_data(saved), line=True)) if as_json else _say,
+            _waiting,
+            lambda: err.print("[green]available:[/green] the checkpoint can be read again"),
+        )
+        with (
+            stopping() as stopped,
+            SnapshotReader(loaded, stopped=stopped, insecure=insecure) as nodes,
+            nullcontext(told) if metrics is None else _counted(metrics, loaded.job, every, told) as heard,
+        ):
+            follow.follow(nodes, to, kind.value, timeout, every, keep, stopped, heard)
 
 
 def _check_free(to: Path, kind: FormatChoice) -> None:
@@ -116,6 +129,31 @@ def _check_free(to: Path, kind: FormatChoice) -> None:
         raise UsageFault(f"{to} can't be written: {error.strerror}") from None
     if taken:
         raise UsageFault(f"{to} is an existing folder; choose another, or add --every")
+
+
+@contextmanager
+def _counted(address: str, job: str, every: int, told: Told) -> Iterator[Told]:
+    """Serve metrics of what is told, and tell it on."""
+    from checkmate.consolidate.follow import Told  # noqa: PLC0415
+    from checkmate.consolidate.metrics import KeeperTally, families  # noqa: PLC0415 - an extra
+    from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
+
+    tally = KeeperTally(job, every)
+
+    def saved(one: Saved) -> None:
+        tally.saved(one, time.time())
+        told.saved(one)
+
+    def trouble(why: str) -> None:
+        tally.failed(why)
+        told.trouble(why)
+
+    def over() -> None:
+        tally.over()
+        told.over()
+
+    with MetricsServer(address, lambda: families(tally), tally.not_ready):
+        yield Told(saved, trouble, over)
 
 
 @contextmanager

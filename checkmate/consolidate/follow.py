@@ -65,6 +65,19 @@ def take(
     return _write(nodes.read(timeout), path, kind, start, over=False)
 
 
+@dataclass(frozen=True)
+class Told:
+    """Who is told what `follow` does."""
+
+    saved: Callable[[Saved], None]
+    """Called after each checkpoint."""
+    trouble: Callable[[str], None]
+    """Called with a message: once if nothing is available, which is tried again, and each time that a
+    checkpoint can't be written or removed, after which the next one is tried."""
+    over: Callable[[], None] = lambda: None
+    """Called when state is available again."""
+
+
 def follow(
     nodes: SnapshotReader,
     folder: Path,
@@ -73,9 +86,7 @@ def follow(
     every: int,
     keep: int,
     stopped: threading.Event,
-    saved: Callable[[Saved], None],
-    trouble: Callable[[str], None],
-    over: Callable[[], None] = lambda: None,
+    told: Told,
 ) -> None:
     """Save every `every`th iteration and the last one of all, until stopped.
 
@@ -90,19 +101,17 @@ def follow(
         every: The number of iterations between checkpoints.
         keep: The number of checkpoints to keep, besides the last one of each generation.
         stopped: Set it to stop.
-        saved: Called after each checkpoint.
-        trouble: Called with a message: once if nothing is available, which is tried again, and each time that
-            a checkpoint can't be written or removed, after which the next one is tried.
-        over: Called when state is available again.
+        told: Who is told about each checkpoint, and what prevents one.
     """
-    waiting, shelf = _Waiting(nodes.job, trouble, over), _Shelf(folder, kind, trouble)
+    trouble = told.trouble
+    waiting, shelf = _Waiting(nodes.job, trouble, told.over), _Shelf(folder, kind, trouble)
     due, reported = _Due(every), ""
     while not stopped.is_set():
         try:
             if due.is_available(nodes.source()):
                 start = time.monotonic()
                 one = shelf.put(nodes.read(timeout, at_least=due.iteration), start)
-                saved(one)
+                told.saved(one)
                 due.saved(one)
                 _try(trouble, kept.tidy, folder, keep, one.path)
             reported = ""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.metrics_core import Metric
 
+from checkmate.consolidate.follow import Saved
+from checkmate.consolidate.metrics import KeeperTally, families
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import metrics as of_shadow
 from checkmate.shadow.logic.tally import Tally
@@ -29,7 +32,7 @@ def values(metrics: Iterable[Metric]) -> dict[str, float]:
 @pytest.mark.parametrize("metric", everything(), ids=lambda metric: metric.name)
 def test_names_follow_the_conventions(metric: Metric) -> None:
     assert re.fullmatch(
-        r"checkmate_(shadow|controller|switch|stream|reconcile|softswitch)_[a-z_]+", metric.name
+        r"checkmate_(shadow|controller|switch|stream|reconcile|softswitch|consolidate)_[a-z_]+", metric.name
     )
     assert metric.documentation.endswith(".")
     assert not re.search(r"_(ms|kb|mb|minutes|percent|count|total)(_|$)", metric.name), "base units"
@@ -117,3 +120,21 @@ def test_the_embedded_switch_says_its_statistics() -> None:
     assert found[f"checkmate_softswitch_port_received_dropped_packets_total,{port}"] == 1
     assert found["checkmate_softswitch_packet_in_unheard_packets_total,device=1"] == 3
     assert found["checkmate_softswitch_primaries,device=1"] == 2
+
+
+def test_what_keeps_checkpoints_says_how_far_it_is() -> None:
+    tally = KeeperTally("gpt", 10)
+    tally.failed("no shadow node can be reached")
+    assert tally.not_ready() == "no shadow node can be reached"
+    tally.over()
+    assert tally.not_ready() == ""
+    tally.failed("the disk is full")
+    tally.saved(Saved(Path("x"), "gpt", "run", 1, 19, 2, 1000, 0.5), 1e9)
+    tally.saved(Saved(Path("y"), "gpt", "run", 1, 29, 2, 1000, 0.75), 1e9 + 5)
+    assert tally.not_ready() == ""
+    found = values(families(tally))
+    assert found["checkmate_consolidate_saved_iteration,job=gpt"] == 29
+    assert found["checkmate_consolidate_saved_timestamp_seconds,job=gpt"] == 1e9 + 5
+    assert found["checkmate_consolidate_duration_seconds_sum,job=gpt"] == 1.25
+    assert found["checkmate_consolidate_duration_seconds_count,job=gpt"] == 2
+    assert found["checkmate_consolidate_failures_total,job=gpt"] == 2

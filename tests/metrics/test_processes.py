@@ -102,7 +102,7 @@ def test_a_switch_and_its_controllers(tmp_path: Path) -> None:
         assert (served[standby], waiting[standby]) == (0, 1)
 
 
-@pytest.mark.parametrize("command", ["softswitch", "shadow", "run"])
+@pytest.mark.parametrize("command", ["softswitch", "shadow", "run", "consolidate"])
 def test_an_address_that_cannot_be_used_ends_the_process_at_once(command: str, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(job_data()))
@@ -111,6 +111,7 @@ def test_an_address_that_cannot_be_used_ends_the_process_at_once(command: str, t
         "softswitch": ["-m", "softswitch", "--no-p4", "--grpc-server-addr", f"127.0.0.1:{free_port()}"],
         "shadow": [*cli, "shadow", str(job), "--id", "0"],
         "run": [*cli, "run", str(job)],
+        "consolidate": [*cli, "consolidate", str(job), "--out", str(tmp_path), "--every", "10"],
     }
     done = subprocess.run(
         [sys.executable, *arguments[command], "--metrics", "nowhere"],
@@ -133,3 +134,25 @@ def test_a_shadow_node(monkeypatch: pytest.MonkeyPatch) -> None:
         assert readiness(port) == "503 no training has begun"
         assert scraped(port)["checkmate_shadow_seeds_total", ""] == 0
     assert readiness(port) == "nothing answers"
+
+
+def test_what_keeps_checkpoints_on_disk(tmp_path: Path) -> None:
+    job, port = tmp_path / "job.yaml", free_port()
+    data = job_data()
+    for node in data["shadow_nodes"]:
+        node["mgmt"] = f"127.0.0.1:{free_port()}"
+    job.write_text(yaml.safe_dump(data))
+    command = ["consolidate", str(job), "--out", str(tmp_path / "kept"), "--every", "10"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "checkmate.cli.entry", *command, "--metrics", f"127.0.0.1:{port}"],
+        env={**os.environ, INSECURE: "1"},
+    )
+    try:
+        wait_until(lambda: "503 no shadow node of job" in readiness(port))
+        found = scraped(port)
+        assert found["checkmate_consolidate_failures_total", ""] == 1
+        assert found["checkmate_consolidate_every_iterations", ""] == 10
+        assert found["checkmate_consolidate_saved_iteration", ""] == -1
+    finally:
+        process.terminate()
+    assert process.wait(20) == 0

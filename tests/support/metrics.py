@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from prometheus_client.metrics_core import Metric
 
+from checkmate.consolidate import metrics as of_keeper
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import metrics as of_shadow
 from checkmate.shadow.logic.tally import Tally
@@ -37,4 +38,5 @@ def everything() -> list[Metric]:
         *of_shadow.families(NODE, Tally(), 0),
         *of_controller.families([SEEN], standby=False),
         *of_softswitch.families(STATISTICS, 1, 1),
+        *of_keeper.families(of_keeper.KeeperTally("gpt", 10)),
     ]

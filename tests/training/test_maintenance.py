@@ -1,4 +1,4 @@
-"""What operators do while training runs: restart shadow nodes in turn, load the switch's program anew."""
+"""What operators do while training runs: restart shadow nodes in turn, load the switch's program again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_nodes_are_drained_and_restarted_in_turn(name: str, tmp_path: Path) -> N
         faulty.check(run, repeated=2)
 
 
-def test_the_switchs_program_is_loaded_anew_without_a_gap(name: str, tmp_path: Path) -> None:
+def test_the_switchs_program_is_loaded_again_without_a_gap(name: str, tmp_path: Path) -> None:
     """Training waits meanwhile, nodes lose nothing, and a rank that dies after that resumes from them."""
     with faulty.job(name, tmp_path, gated=True) as run:
         run.train(5)
