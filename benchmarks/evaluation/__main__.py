@@ -5,8 +5,8 @@ python -m benchmarks.evaluation --quick          30 minutes
 python -m benchmarks.evaluation --only gpt --only failures --page docs/evaluation.md
 python -m benchmarks.evaluation --only "Gemini, blocking"
 
-Each cell is added to --raw once it is measured, so that an interrupted run goes on where it was. Cells of
-another commit or machine are refused; to measure all again, remove that file. With --page, the tables and
+Each cell is added to --raw once it is measured, so that an interrupted run goes on where it was. All cells of
+a start must be of one commit and machine; to measure all again, remove that file. With --page, the tables and
 plots of that page are written again from all cells that there are, and the data beside them, as .jsonl.
 """
 
@@ -80,13 +80,13 @@ def _all(cells: Sequence[Cell], extent: Extent, cache: Cache, scratch: Path) -> 
         raise Unusable("the evaluation needs root, for network namespaces")
     here = Here(commit(), scratch.resolve(), Path("out/evaluation-failed"))
     file_system = file_system_of(here.scratch)
-    cache.require_same(Record(here.commit, "", machine(), file_system))
     if file_system == "tmpfs":
         print(f"{scratch} is in memory (tmpfs): checkpoints do not go to a disk", file=sys.stderr)
     for system in sorted({cell.system for cell in cells if not installed(cell.system)}):
         print(f"{system} is left out, because its package is missing: run make comparators", file=sys.stderr)
     cells = [cell for cell in cells if installed(cell.system)]
     missing = [cell for cell in cells if cell not in cache]
+    cache.require_same(missing, Record(here.commit, "", machine(), file_system))
     if len(missing) < len(cells):
         print(f"{len(cells) - len(missing)} of {len(cells)} cells are measured already")
     if missing:

@@ -10,8 +10,8 @@ from typing import Final
 
 from pydantic import TypeAdapter
 
-from benchmarks.evaluation.cells import Cell, Extent
-from benchmarks.evaluation.record import Record
+from benchmarks.evaluation.cells import Cell, Extent, matrix
+from benchmarks.evaluation.record import CONDITIONS, Record
 
 
 class Unusable(Exception):
@@ -38,15 +38,24 @@ class Cache:
             except ValueError as error:
                 raise Unusable(f"{file}, line {number} is not a cell's record: {error}") from None
 
-    def require_same(self, record: Record) -> None:
-        """Raise `Unusable` unless all cells were measured as `record` is: by that commit, on that machine."""
-        for key, known in self._records.items():
-            for what in ("commit", "machine", "file_system"):
-                old, new = getattr(known, what), getattr(record, what)
+    def require_same(self, cells: Iterable[Cell], record: Record) -> None:
+        """Raise `Unusable` unless all cells of a round were measured alike: by a commit, on a machine.
+
+        Systems are compared within a round, so that other rounds may be of another commit or machine.
+
+        Args:
+            cells: Those that are to be measured as `record` is.
+            record: What is to be the same.
+        """
+        rounds = {cell.round for cell in cells}
+        for cell in (cell for cell in matrix(self._extent) if cell in self and cell.round in rounds):
+            for what in CONDITIONS:
+                old, new = getattr(self._records[self._key(cell)], what), getattr(record, what)
                 if old != new:
                     raise Unusable(
-                        f"{self._file} has cells of another {what.replace('_', ' ')}: {key} is of {old}, "
-                        f"this is {new}; measure with --raw in another file, or remove that one"
+                        f"{self._file} has cells of another {what.replace('_', ' ')}: {cell.key} is of "
+                        f"{old}, this is {new}; remove that start's lines, or measure with --raw in "
+                        "another file"
                     )
 
     def __contains__(self, cell: Cell) -> bool:

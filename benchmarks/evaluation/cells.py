@@ -27,6 +27,14 @@ class Cell:
     start: int
 
     @property
+    def round(self) -> tuple[Kind, int]:
+        """The cells that are measured one after another, under the same conditions.
+
+        Losses are compared with those of the first start's throughput.
+        """
+        return ("throughput", 0) if self.kind == "losses" else (self.kind, self.start)
+
+    @property
     def key(self) -> str:
         """The cell's file name."""
         words = [self.kind, self.workload, self.system, str(self.interval), str(self.start)]

@@ -9,6 +9,7 @@ import csv
 import json
 import statistics
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,8 +17,8 @@ from typing import Any, Final
 import matplotlib
 from matplotlib.figure import Figure as Picture
 
-from benchmarks.evaluation.cells import Cell, Extent, matrix
-from benchmarks.evaluation.record import Record
+from benchmarks.evaluation.cells import Cell, Extent, Kind, matrix
+from benchmarks.evaluation.record import CONDITIONS, Record
 from benchmarks.evaluation.summary import Failures, Throughput, failures, losses, throughputs
 from benchmarks.evaluation.systems import LIVE
 from benchmarks.figures import median_and_spread, number
@@ -80,17 +81,35 @@ _ALSO: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
 def _measured(records: Mapping[Cell, Record], extent: Extent) -> str:
     if not records:
         return "Not measured yet.\n"
-    days, commits, machines, file_systems = (
-        "; ".join(sorted({getattr(record, what) for record in records.values()}))
-        for what in ("day", "commit", "machine", "file_system")
-    )
     return (
-        f"Measured on {days}, commit {commits}: {machines}.\nCheckpoints on disk go to {file_systems}.\n"
         f"{len(records)} of {len(matrix(extent))} cells.\n"
         f"{_missing([cell for cell in matrix(extent) if cell not in records])}"
         f"The time between failures is exponential, {extent.mtbf:g} s on average, "
-        f"in periods of {extent.seconds:g} s.\n"
+        f"in periods of {extent.seconds:g} s.\n\n{_table(*_condition_rows(records))}"
     )
+
+
+def _condition_rows(records: Mapping[Cell, Record]) -> _Rows:
+    """Return by which commit and where the cells were measured. All of a round are alike."""
+    alike: dict[tuple[str, ...], list[Cell]] = defaultdict(list)
+    for cell in sorted(records):
+        alike[tuple(getattr(records[cell], what) for what in CONDITIONS)].append(cell)
+    rows = [
+        (
+            "; ".join(_starts(cells, kind) for kind in dict.fromkeys(cell.kind for cell in cells)),
+            ", ".join(sorted({records[cell].day for cell in cells})),
+            *where,
+        )
+        for where, cells in alike.items()
+    ]
+    return ("cells", "day", "commit", "machine", "checkpoints go to"), rows
+
+
+def _starts(cells: Sequence[Cell], kind: Kind) -> str:
+    if kind == "losses":
+        return kind
+    starts = sorted({cell.start + 1 for cell in cells if cell.kind == kind})
+    return f"{kind}, start{'s' * (len(starts) > 1)} {', '.join(map(str, starts))}"
 
 
 def _missing(cells: Sequence[Cell]) -> str:

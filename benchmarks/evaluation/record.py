@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 from pydantic import ConfigDict, TypeAdapter
 
 _DIGITS: Final = 4
+CONDITIONS: Final = ("commit", "machine", "file_system")
+"""The attributes of a record that are the same for all systems of a round."""
 Log = Sequence[Mapping[str, Any]]
 """What a rank has appended to its file."""
 
