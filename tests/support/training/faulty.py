@@ -95,8 +95,8 @@ class Faulty:
         return dict(one)
 
     def stepped(self, node: int) -> int:
-        """Return the last iteration that a shadow node has stepped."""
-        return int(self.hold(node)["stepped"])
+        """Return the last iteration that a shadow node has stepped in all of its holds."""
+        return min(int(hold["stepped"]) for hold in self.training.status(node)["holds"])
 
     def live(self, node: int) -> bool:
         """Return whether a shadow node's hold is live."""
