@@ -109,7 +109,8 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
     A fault in one part of a file hides no fault elsewhere, and none that another job has with the file.
     Each file is parsed once, fabric files that several jobs name included; `read` may have parsed some.
 
-    With `granted`, each job has its grant, and a job that claims more has no effect on others.
+    With `granted`, each job has its grant, and a job that claims more has no effect on others. Then no file
+    that a job names as its fabric is read: its owner may not be allowed to read that file.
     """
     read = read or cache(yaml_lines.read_document)
     faults: list[Located] = []
@@ -118,11 +119,11 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
     order: list[Path] = []
     for file in files:
         order.append(file)
-        source, found = _source(file, read)
+        source, found = _source(file, read, granted)
         faults += found
         if source is None:
             continue
-        if source.fabric is not None:
+        if source.fabric is not None and granted is None:
             order.append(source.fabric.file)
         job, structural = checks.structure(source.raw)
         said = {fault.path for fault in source.unnamed}
@@ -187,7 +188,9 @@ def is_fabric(data: Any) -> bool:
     return isinstance(data, dict) and "switches" in data and not {"job", "dp_groups"} & data.keys()
 
 
-def _source(file: Path, read: ReadYaml) -> tuple[_Source | None, list[Located]]:
+def _source(
+    file: Path, read: ReadYaml, granted: Granted | None = None
+) -> tuple[_Source | None, list[Located]]:
     """Read a job file and its fabric. Return what can be read, and the reasons for the rest."""
     try:
         document = read(file)
@@ -199,7 +202,9 @@ def _source(file: Path, read: ReadYaml) -> tuple[_Source | None, list[Located]]:
         return None, [Located(file, 0, "(file)", message)]
     fabric = None
     faults: list[Located] = []
-    if isinstance(raw.get("fabric"), str):
+    if isinstance(raw.get("fabric"), str) and granted is not None:
+        fabric, raw["fabric"] = granted.document, copy.deepcopy(granted.raw)
+    elif isinstance(raw.get("fabric"), str):
         try:
             fabric = _fabric_document(document, raw["fabric"], read)
             raw["fabric"] = {

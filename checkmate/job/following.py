@@ -138,16 +138,11 @@ class JobFiles:
         """Read job files, with their grants. If the fabric file has a fault, no job is sound."""
         if self._fabric is None:
             return read_set(files, read)
-        granted: Granted | None = None
-        faults: Sequence[Located] = ()
         try:
             granted = read_fabric(self._fabric, read)
-        except JobError as error:
-            faults = error.faults
-        found = read_set(files, read, granted)
-        if granted is None:
-            found = JobSet((), (*faults, *found.faults), (self._fabric, *found.files), None, self._fabric)
-        return found
+        except JobError as error:  # without grants, nothing of the jobs can be judged
+            return JobSet((), error.faults, (self._fabric, *files), None, self._fabric)
+        return read_set(files, read, granted)
 
     def _signature(self) -> Signature:
         """Return name, time and size of all files in the folders, and of those that were read."""

@@ -125,6 +125,25 @@ def test_a_job_may_name_the_operators_file(tmp_path: Path) -> None:
     assert read_set([tmp_path / "0.yaml"]).faults == (), "also without its grants"
 
 
+def test_a_file_that_a_job_names_as_fabric_is_not_read(tmp_path: Path) -> None:
+    """An owner learns nothing of files that only the controller may read, and needs no copy of the fabric."""
+    (tmp_path / "secret").write_text("password: [hunter2")
+    for named in ("secret", "missing", "/proc/self/mem"):
+        found = read(tmp_path, fabric_of(ONE), {**ONE, "fabric": named})
+        assert (found.faults, len(found.sound)) == ((), 1)
+        assert tmp_path / named not in found.files
+
+
+def test_without_a_sound_fabric_file_no_job_is_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("password: [hunter2")
+    (tmp_path / "jobs").mkdir()
+    write(tmp_path, {**ONE, "fabric": "secret"}, "jobs/one.yaml")
+    fabric = write(tmp_path, {**fabric_of(ONE), "links": 7}, "fabric.yaml")
+    found = JobFiles([tmp_path / "jobs"], fabric).read()
+    assert {fault.file for fault in found.faults} == {fabric}
+    assert found.sound == ()
+
+
 def test_a_job_grants_itself_nothing(tmp_path: Path) -> None:
     own = edited(ONE, "fabric/grants", {"one": grant_of(ONE)})
     found = {fault.path: fault.message for fault in read(tmp_path, fabric_of(TWO), own).faults}
@@ -345,7 +364,8 @@ def test_one_owners_mistakes_keep_nobody_from_changing(tmp_path: Path) -> None:
     assert [job.job for job in served(files).jobs] == ["one"], "a pipe is not listed, so its job has gone"
     (folder / "2.yaml").unlink()
     write(folder, {**TWO, "fabric": "link"}, "2.yaml")  # it would block whoever reads it
-    assert [job.job for job in served(files).jobs] == ["one"]
+    assert [job.job for job in served(files).jobs] == ["one", "two"], "the operator's fabric is used"
+    write(folder, "job: [", "2.yaml")
     again = JobFiles([folder], file)
     assert [job.job for job in served(again).jobs] == ["one"], "a fresh start knows no other state of two"
 
