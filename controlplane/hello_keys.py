@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from checkmate.job.schema import Job
-from checkmate.keys.access import access
+from checkmate.keys.access import access, insecure_everywhere
 from checkmate.keys.errors import KeysError
-from checkmate.keys.roles import Role, Secret
+from checkmate.keys.roles import CA_FILE, CERT_FILE, KEY_FILE, Role, Secret, role_folder
 
 
 class HelloKeys:
@@ -16,8 +17,8 @@ class HelloKeys:
     def __init__(self, *, insecure: bool = False, remember: bool = False) -> None:
         """Prepare. With `insecure`, no keys are used: whoever can send from a NIC can connect its streams.
 
-        With `remember`, the key of a job that has not changed is read once, so that an owner who takes it
-        away does not keep other owners' jobs from changing.
+        With `remember`, the key of a job that has not changed is good as long as there is no other, so that
+        an owner who takes it away does not keep other owners' jobs from changing.
         """
         self._insecure = insecure
         self._remember = remember
@@ -35,10 +36,20 @@ class HelloKeys:
             return str(error)
         return None
 
+    def files(self, job: Job) -> list[Path]:
+        """Return the files that are read for a job."""
+        if self._insecure or insecure_everywhere() or job.keys is None:
+            return []
+        folder = role_folder(job.keys, job.job, Role.CONTROLLER)
+        return [folder / name for name in (CA_FILE, CERT_FILE, KEY_FILE, Secret.HELLO)]
+
     def _one(self, job: Job) -> bytes:
-        known = self._read.get(job.job)
-        if self._remember and known is not None and known[0] == job:
-            return known[1]
-        key = access(job, Role.CONTROLLER, insecure=self._insecure).secret(Secret.HELLO)
+        try:
+            key = access(job, Role.CONTROLLER, insecure=self._insecure).secret(Secret.HELLO)
+        except KeysError:
+            known = self._read.get(job.job)
+            if self._remember and known is not None and known[0] == job:
+                return known[1]
+            raise
         self._read[job.job] = job, key
         return key

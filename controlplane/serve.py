@@ -11,7 +11,7 @@ from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
 from checkmate.events.saying import say
 from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job
-from checkmate.job.yaml_lines import JobError
+from checkmate.job.yaml_lines import JobError, Located
 from checkmate.keys.errors import KeysError
 from checkmate.wording import counted
 from controlplane.controller import LOG, SwitchController
@@ -219,6 +219,7 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
     If a switch is away, or another controller has it, try again.
     """
     again, told = False, ""
+    refused: tuple[Located, ...] = ()
     while True:
         await asyncio.sleep(AGAIN_SECONDS if again else POLL_SECONDS)
         if not (files.changed() or again):
@@ -228,7 +229,9 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
         try:
             wanted = await asyncio.to_thread(files.wanted, unusable)  # streams connect meanwhile
             jobs = wanted.jobs
-            refuse(wanted)
+            if wanted.faults != refused:
+                refuse(wanted)
+            refused = wanted.faults
             done = await fleet.change(jobs)
         except JobError as error:
             say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged:\n%s", error)
@@ -251,4 +254,4 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
             if names:
                 LOG.info("%s %s: %s", "job" if len(names) == 1 else "jobs", verb, ", ".join(sorted(names)))
         event = JOBS_CHANGED(added=sorted(now - before), removed=sorted(before - now), updates=written)
-        say(logging.INFO, event, "job files changed: %s written", counted(written, "update"))
+        say(logging.INFO, event, "job files or keys changed: %s written", counted(written, "update"))

@@ -108,8 +108,8 @@ def run(
     if standby and (once or load):
         raise UsageFault("--standby waits and serves; use --once or --load without it")
     live = view_console(view, log_format)
-    files = JobFiles(jobs, fabric)
-    keys = HelloKeys(insecure=insecure, remember=files.several_owners)
+    keys = HelloKeys(insecure=insecure, remember=fabric is not None)
+    files = JobFiles(jobs, fabric, keys.files)
     wanted = _first(files, keys, all_sound=once or load)
     first = wanted.jobs
     keep_only(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from checkmate.job import yaml_lines
-from checkmate.job.fabric_file import Granted, read_fabric
+from checkmate.job.fabric_file import read_fabric
 from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError, Located
@@ -23,6 +23,8 @@ SUFFIXES: Final = (".yaml", ".yml")
 Signature = dict[Path, tuple[int, int]]
 Unusable = Callable[[Job], str | None]
 """Returns why a valid job can't be served, such as keys that are missing."""
+Beside = Callable[[Job], Iterable[Path]]
+"""Returns other files of a job that are followed like its own, such as keys. They may be missing."""
 
 
 def job_files(
@@ -64,10 +66,13 @@ class Wanted:
 class JobFiles:
     """The job files of a command line, read again whenever they have changed."""
 
-    def __init__(self, arguments: Sequence[Path], fabric: Path | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[Path], fabric: Path | None = None, beside: Beside = lambda _: ()
+    ) -> None:
         """Prepare, without reading. `fabric`: the operator's fabric file, if there are several owners."""
         self._arguments = arguments
         self._fabric = fabric
+        self._beside = beside
         self._read: tuple[Path, ...] = ()
         self._seen: Signature | None = None
         self._served = Wanted({})
@@ -88,7 +93,7 @@ class JobFiles:
             read = cache(partial(yaml_lines.read_document, regular=True))
         files = job_files(self._arguments, read, several_owners=self.several_owners)
         found = self._checked([file for file in files if first or os.path.lexists(file)], read)
-        self._read = found.files
+        self._read = (*found.files, *(file for _, job in found.sound for file in self._beside(job)))
         self._seen = {**self._signature(), **before}  # a file that is written while it is read has changed
         return found
 
@@ -145,7 +150,7 @@ class JobFiles:
         return read_set(files, read, granted)
 
     def _signature(self) -> Signature:
-        """Return name, time and size of all files in the folders, and of those that were read."""
+        """Return name, time and size of all files in the folders, and of those that count."""
         named = (_yaml_files(one) if _is_folder(one) else [one] for one in self._arguments)
         found: Signature = {}
         for file in {*self._read, *(file for files in named for file in files)}:
