@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from checkmate.job.schema import Job
@@ -17,16 +17,21 @@ class HelloKeys:
     def __init__(self, *, insecure: bool = False, remember: bool = False) -> None:
         """Prepare. With `insecure`, no keys are used: whoever can send from a NIC can connect its streams.
 
-        With `remember`, the key of a job that has not changed is good as long as there is no other, so that
+        With `remember`, the key of a job that is served stays good if there is no other any longer, so that
         an owner who takes it away does not keep other owners' jobs from changing.
         """
         self._insecure = insecure
         self._remember = remember
-        self._read: dict[str, tuple[Job, bytes]] = {}
+        self._served: dict[str, tuple[Job, bytes]] = {}
 
     def of(self, jobs: Iterable[Job]) -> dict[str, bytes]:
         """Return the secret of each job, by name. Raise `KeysError` if one can't be used."""
         return {job.job: self._one(job) for job in jobs}
+
+    def served(self, jobs: Iterable[Job], keys: Mapping[str, bytes]) -> None:
+        """Remember the secrets of the jobs that are served now."""
+        if self._remember:
+            self._served = {job.job: (job, keys[job.job]) for job in jobs}
 
     def unusable(self, job: Job) -> str | None:
         """Return why a job's keys can't be used, if so."""
@@ -41,15 +46,13 @@ class HelloKeys:
         if self._insecure or insecure_everywhere() or job.keys is None:
             return []
         folder = role_folder(job.keys, job.job, Role.CONTROLLER)
-        return [folder / name for name in (CA_FILE, CERT_FILE, KEY_FILE, Secret.HELLO)]
+        return [folder, *(folder / name for name in (CA_FILE, CERT_FILE, KEY_FILE, Secret.HELLO))]
 
     def _one(self, job: Job) -> bytes:
         try:
-            key = access(job, Role.CONTROLLER, insecure=self._insecure).secret(Secret.HELLO)
+            return access(job, Role.CONTROLLER, insecure=self._insecure).secret(Secret.HELLO)
         except KeysError:
-            known = self._read.get(job.job)
-            if self._remember and known is not None and known[0] == job:
-                return known[1]
+            served = self._served.get(job.job)
+            if served is not None and served[0] == job:
+                return served[1]
             raise
-        self._read[job.job] = job, key
-        return key

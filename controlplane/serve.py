@@ -83,6 +83,7 @@ class Fleet:
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Read keys and check all plans, without a switch. Raise what `start` raises for these."""
         self._hello_keys.update(self._keys.of(jobs))
+        self._keys.served(jobs, self._hello_keys)
         self._digest = jobs_digest(jobs)
         self.network = Network(jobs)
         self.controllers = {
@@ -135,6 +136,7 @@ class Fleet:
                     await controller.close()
             raise
         self.network = network
+        self._keys.served(jobs, keys)
         for controller in self.controllers.values():
             await controller.renew()
         self.controllers |= added
@@ -218,11 +220,23 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
 
     If a switch is away, or another controller has it, try again.
     """
-    again, told = False, ""
+    again, changed, told = False, False, ""
     refused: tuple[Located, ...] = ()
+
+    def unchanged(error: Exception) -> None:
+        nonlocal told
+        why = str(error) or repr(error)
+        if changed or why != told:
+            text = (
+                "the jobs are unchanged:\n%s" if isinstance(error, JobError) else "the jobs are unchanged: %s"
+            )
+            say(logging.ERROR, JOBS_REFUSED(why=why), text, why)
+        told = why
+
     while True:
         await asyncio.sleep(AGAIN_SECONDS if again else POLL_SECONDS)
-        if not (files.changed() or again):
+        changed = files.changed()
+        if not (changed or again):
             continue
         await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
         before = {job.job for job in fleet.network.jobs}
@@ -233,18 +247,13 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
                 refuse(wanted)
             refused = wanted.faults
             done = await fleet.change(jobs)
-        except JobError as error:
-            say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged:\n%s", error)
-            continue
-        except (ControlError, KeysError) as error:
+        except (JobError, ControlError, KeysError) as error:
             again = isinstance(error, AnotherPrimary | SwitchUnreachable)
-            if str(error) != told:
-                say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged: %s", error)
-            told = str(error)
+            unchanged(error)
             continue
         except Exception as error:  # noqa: BLE001 - the jobs of other owners are served on
-            LOG.exception("the jobs are unchanged: a defect of Checkmate")
-            say(logging.ERROR, JOBS_REFUSED(why=repr(error)), "the jobs are unchanged: %r", error)
+            LOG.exception("a defect of Checkmate")
+            unchanged(error)
             continue
         again, told = False, ""
         files.served(wanted)

@@ -111,6 +111,7 @@ def consolidate(
         told = follow.Told(
             (lambda saved: print_json(_data(saved), line=True)) if as_json else _say,
             _waiting,
+            _warning,
             lambda: err.print("[green]available:[/green] the checkpoint can be read again"),
         )
         with (
@@ -153,7 +154,7 @@ def _counted(address: str, job: str, every: int, told: Told) -> Iterator[Told]:
         told.over()
 
     with MetricsServer(address, lambda: families(tally), tally.not_ready):
-        yield Told(saved, trouble, over)
+        yield Told(saved, trouble, told.left, over, tally.seen)
 
 
 @contextmanager

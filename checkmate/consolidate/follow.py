@@ -73,9 +73,13 @@ class Told:
     """Called after each checkpoint."""
     trouble: Callable[[str], None]
     """Called with a message: once if nothing is available, which is tried again, and each time that a
-    checkpoint can't be written or removed, after which the next one is tried."""
+    checkpoint can't be written, after which the next one is tried."""
+    left: Callable[[str], None]
+    """Called with a message if a checkpoint, or what a killed writer left, can't be removed."""
     over: Callable[[], None] = lambda: None
     """Called when state is available again."""
+    seen: Callable[[str, int], None] = lambda _, __: None
+    """Called with the run and the iteration that the shadow nodes have, twice a second or so."""
 
 
 def follow(
@@ -104,16 +108,18 @@ def follow(
         told: Who is told about each checkpoint, and what prevents one.
     """
     trouble = told.trouble
-    waiting, shelf = _Waiting(nodes.job, trouble, told.over), _Shelf(folder, kind, trouble)
+    waiting, shelf = _Waiting(nodes.job, trouble, told.over), _Shelf(folder, kind, told.left)
     due, reported = _Due(every), ""
     while not stopped.is_set():
         try:
-            if due.is_available(nodes.source()):
+            source = nodes.source()
+            told.seen(source.beginning.run, source.stepped)
+            if due.is_available(source):
                 start = time.monotonic()
                 one = shelf.put(nodes.read(timeout, at_least=due.iteration), start)
                 told.saved(one)
                 due.saved(one)
-                _try(trouble, kept.tidy, folder, keep, one.path)
+                _try(told.left, kept.tidy, folder, keep, one.path)
             reported = ""
             waiting.end()
         except disk.DiskError as error:
@@ -161,13 +167,13 @@ class _Due:
 class _Shelf:
     """Writes checkpoints to a folder, under names that sort the last one as the newest."""
 
-    def __init__(self, folder: Path, kind: disk.Format, trouble: Callable[[str], None]) -> None:
-        self._folder, self._kind, self._trouble = folder, kind, trouble
+    def __init__(self, folder: Path, kind: disk.Format, left: Callable[[str], None]) -> None:
+        self._folder, self._kind, self._left = folder, kind, left
         self._run, self._generation = "", 0
 
     def put(self, snapshot: Snapshot, start: float) -> Saved:
         """Save a snapshot. Raise `DiskError` if it can't be written."""
-        _try(self._trouble, disk.clear_unfinished, self._folder)
+        _try(self._left, disk.clear_unfinished, self._folder)
         if snapshot.run != self._run:
             self._generation = kept.generation_for(self._folder, snapshot.run, snapshot.generation)
             self._run = snapshot.run

@@ -32,11 +32,20 @@ class KeeperTally:
     failures: int = 0
     trouble: str = ""
     """Why the newest is old, or ""."""
+    since: int = -1
+    """The iteration of the run's newest checkpoint, or the first of the run that was seen."""
+    _run: str = ""
+
+    def seen(self, run: str, iteration: int) -> None:
+        """Note what the shadow nodes have. What was before this process is not its to keep."""
+        if run != self._run:
+            self._run, self.since = run, iteration
 
     def saved(self, one: Saved, now: float) -> None:
         """Note a checkpoint that is complete."""
         self.iteration, self.at, self.trouble = one.iteration, now, ""
         self.count, self.seconds = self.count + 1, self.seconds + one.seconds
+        self._run, self.since = one.run, one.iteration
 
     def failed(self, why: str) -> None:
         """Note that state can't be read, or a checkpoint not written."""
@@ -55,6 +64,7 @@ def families(tally: KeeperTally) -> Iterator[Metric]:
     """Yield the metrics `checkmate_consolidate_*`."""
     for name, text, value in (
         ("every_iterations", "Iterations between two checkpoints.", tally.every),
+        ("since_iteration", "Of the run's newest checkpoint, or else the first that was seen.", tally.since),
         ("saved_iteration", "The iteration of the newest checkpoint; -1: none.", tally.iteration),
         ("saved_timestamp_seconds", "When the newest checkpoint was complete, or 0.", tally.at),
     ):

@@ -20,6 +20,7 @@ from checkmate.job.faults import Fault
 from checkmate.job.faults import Path as YamlPath
 from checkmate.job.fields import Name
 from checkmate.job.schema import Fabric, Frozen, TagSettings
+from checkmate.job.tls_paths import resolve_tls
 from checkmate.job.tofino import ports
 from checkmate.job.tofino.chips import TARGETS
 from checkmate.job.validation import validated
@@ -105,15 +106,6 @@ def read_fabric(file: Path, read: Callable[[Path], Document]) -> Granted:
         raise JobError([document.locate(fault) for fault in dict.fromkeys(found)])
     fabric = Fabric(switches=model.switches, links=model.links)
     return Granted(document, raw, fabric, model.grants, _by_space(given))
-
-
-def resolve_tls(fabric: Any, folder: Path) -> None:
-    """Resolve the names of a fabric's TLS files against the folder of its file, in place."""
-    switches = fabric.get("switches") if isinstance(fabric, dict) else None
-    for switch in switches if isinstance(switches, list) else []:
-        tls = switch.get("tls") if isinstance(switch, dict) else None
-        if isinstance(tls, dict):
-            tls.update({key: str(folder / value) for key, value in tls.items() if isinstance(value, str)})
 
 
 def _given(model: FabricFile, faults: list[Fault]) -> Iterator[Given]:

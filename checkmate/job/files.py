@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from checkmate.job import checks, conflicts, grants, yaml_lines
+from checkmate.job import checks, conflicts, yaml_lines
 from checkmate.job import faults as parts
-from checkmate.job.fabric_file import Granted, resolve_tls
 from checkmate.job.faults import Fault
 from checkmate.job.placing import Placing, place
 from checkmate.job.schema import Job
+from checkmate.job.tls_paths import resolve_tls
 from checkmate.job.tofino import ports
 from checkmate.job.yaml_lines import Document, JobError, Located
+
+if TYPE_CHECKING:
+    from checkmate.job.fabric_file import Granted
 
 __all__ = [
     "JobError",
@@ -57,7 +60,7 @@ class JobSet:
         """Return a fault of a valid job of these files, which may be in its fabric file."""
         if self.granted is not None and path[:1] == ("fabric",):
             return self.granted.document.locate(Fault(path[1:], message))
-        return Located(*locate(file, path), parts.show_path(path), message)
+        return Located(*locate(file, path, self.granted), parts.show_path(path), message)
 
     def require(self, more: Iterable[Located] = ()) -> list[Job]:
         """Return all jobs. Raise `JobError` with all faults, here and in `more`, sorted by file and line."""
@@ -157,6 +160,8 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
 
 def _beyond_grants(source: _Source, job: Job | None, wrong: Sequence[Fault], granted: Granted) -> list[Fault]:
     """Return what a job claims beyond its grant. What is faulty already is not said twice."""
+    from checkmate.job import grants  # noqa: PLC0415 - a tenth of what trainers import, and only for operators
+
     said = {fault.path for fault in wrong}
     found = [
         each for each in grants.refusals(source.raw, source.document.file, granted) if each.path not in said
@@ -173,10 +178,10 @@ def _compared(raw: Any, granted: Granted | None) -> Any:
     return raw if granted is None else {**raw, "fabric": granted.raw}
 
 
-def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
+def locate(file: Path, path: parts.Path, granted: Granted | None = None) -> tuple[Path, int]:
     """Return the file, the job's or its fabric's, and the line of a path in a job."""
     regular = partial(yaml_lines.read_document, regular=True)  # a pipe has nothing a second time
-    source, faults = _source(file, regular)
+    source, faults = _source(file, regular, granted)
     if source is None:
         raise JobError(faults)
     found = source.locate(Fault(path, ""))

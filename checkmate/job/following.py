@@ -20,7 +20,8 @@ from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError, Located
 
 SUFFIXES: Final = (".yaml", ".yml")
-Signature = dict[Path, tuple[int, int]]
+Signature = dict[Path, tuple[int, int, int]]
+"""By file: when it was written, when that or its mode, owner or name changed, and its size."""
 Unusable = Callable[[Job], str | None]
 """Returns why a valid job can't be served, such as keys that are missing."""
 Beside = Callable[[Job], Iterable[Path]]
@@ -94,7 +95,8 @@ class JobFiles:
         files = job_files(self._arguments, read, several_owners=self.several_owners)
         found = self._checked([file for file in files if first or os.path.lexists(file)], read)
         self._read = (*found.files, *(file for _, job in found.sound for file in self._beside(job)))
-        self._seen = {**self._signature(), **before}  # a file that is written while it is read has changed
+        now = self._signature()
+        self._seen = now | {file: before[file] for file in before.keys() & now}  # written meanwhile: changed
         return found
 
     def wanted(self, unusable: Unusable) -> Wanted:
@@ -156,9 +158,9 @@ class JobFiles:
         for file in {*self._read, *(file for files in named for file in files)}:
             try:
                 stat = file.stat()
-            except OSError:
-                continue  # removed after the listing
-            found[file] = stat.st_mtime_ns, stat.st_size
+            except (OSError, ValueError):
+                continue  # removed after the listing, or a name that no file can have
+            found[file] = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
         return found
 
 

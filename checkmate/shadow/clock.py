@@ -41,8 +41,8 @@ class Silence:
         self._counters: tuple[int, ...] | None = None
         self._since = 0.0
 
-    def since(self, counters: tuple[int, ...], now: float) -> float:
-        """Return the time at which these counters were first seen at these values."""
-        if counters != self._counters:
+    def since(self, counters: tuple[int, ...], now: float, *, unread: bool = False) -> float:
+        """Return the time at which these counters were first seen at these values, with nothing `unread`."""
+        if unread or counters != self._counters:
             self._counters, self._since = counters, now
         return self._since

@@ -122,12 +122,15 @@ class Node:
             inlets = [inlet for hold in self.data.values() for inlet in hold.inlets if not inlet.paused]
         return sum(inlet.queued() for inlet in inlets) + sum(count() for count in self.also_unread)
 
-    def silent_since(self) -> float:
-        """Return when this node last received or stepped something. The caller holds the lock."""
+    def silent_since(self, *, unread: bool = False) -> float:
+        """Return when this node last received or stepped something, or had something `unread`.
+
+        The caller holds the lock.
+        """
         records = [group.records.count for group in self.state.groups.values()]
         steps = [hold.released for _, hold in self.state.holds]
         received = [reader.bytes for reader in self.readers]
-        return self._silence.since((*received, *records, *steps), self.now())
+        return self._silence.since((*received, *records, *steps), self.now(), unread=unread)
 
     def wait_for(self, known: Callable[[], bool], timeout: float) -> bool:
         """Wait until `known` returns true. The caller holds the lock."""

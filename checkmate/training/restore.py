@@ -44,8 +44,6 @@ _RESET: Final = (
     "`checkmate reset` has discarded what was trained: training begins with iteration 0, and checkpoints on "
     "disk from before it are not used"
 )
-AGAIN_SECONDS: Final = 5.0
-"""How long a second attempt to read the state may take, even if nothing of the timeout is left."""
 FRESH_SECONDS: Final = 10.0
 """How long a start that needs no state from the nodes waits for them to be fenced."""
 _ANEW: Final = "`checkmate reset JOB` has the next start begin with iteration 0"
@@ -214,8 +212,7 @@ def _from_nodes(
     readers = sharing.readers_of(place, watched.model)
 
     def read(readers: Readers | None) -> Fetched:
-        left = max(began + timeout - time.monotonic(), AGAIN_SECONDS)
-        return from_nodes.read(place, watched, stubs, start.plan, left, readers)
+        return from_nodes.read(place, watched, stubs, start.plan, timeout, readers)
 
     got, trouble, unread = on_all(place, partial(read, readers))
     parts = None

@@ -360,6 +360,7 @@ def test_a_sharded_job_is_followed_with_whole_tensors(
             Told(
                 lambda one: saved.append(one.path),
                 troubles.append,
+                troubles.append,
             ),
         )
         try:
@@ -388,6 +389,7 @@ def test_a_full_disk_in_the_background(
             *(nodes, small_disk, kind, 10.0, 1, 5, stopped),
             Told(
                 lambda one: saved.append(one.iteration),
+                troubles.append,
                 troubles.append,
             ),
         )
@@ -429,6 +431,7 @@ def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
                 Told(
                     lambda one, saved=saved: saved.append(one.iteration),  # type: ignore[misc]
                     lambda trouble: None,
+                    lambda left: None,
                 ),
             )
             try:

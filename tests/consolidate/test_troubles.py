@@ -59,6 +59,7 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
             Told(
                 lambda one: saved.append(one.iteration),
                 said.append,
+                said.append,
                 lambda: said.append("over"),
             ),
         )
@@ -98,6 +99,7 @@ def following(
             *(nodes, folder, kind, 10.0, 1, keep, stopped),
             Told(
                 lambda one: saved.append(one.iteration),
+                troubles.append,
                 troubles.append,
             ),
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from checkmate.job import yaml_lines
 from checkmate.job.following import JobFiles
 from checkmate.keys.access import INSECURE
 from checkmate.keys.errors import KeysError
@@ -43,6 +44,7 @@ def test_keys_are_followed_like_the_job_files(tmp_path: Path) -> None:
     assert not files.changed()
 
     first = keys.of([job])
+    keys.served([job], first)
     shutil.rmtree(tmp_path / "jobs" / "keys")
     made(job, tmp_path / "jobs" / "keys")
     assert files.changed()
@@ -55,7 +57,8 @@ def test_keys_that_are_taken_away_stay_as_they_were(tmp_path: Path) -> None:
     (job,) = (job for _, job in JobFiles([write(tmp_path, GPT)]).read().sound)
     made(job, tmp_path / "keys")
     kept, strict = HelloKeys(remember=True), HelloKeys()
-    assert kept.of([job]) == strict.of([job])
+    for keys in (kept, strict):
+        keys.served([job], keys.of([job]))
     (tmp_path / "keys" / "gpt" / "controller" / "hello.key").unlink()
     assert kept.of([job])["gpt"] and kept.unusable(job) is None
     with pytest.raises(KeysError, match=r"hello\.key is missing"):
@@ -66,3 +69,67 @@ def test_without_keys_no_file_is_followed(tmp_path: Path) -> None:
     (job,) = (job for _, job in JobFiles([write(tmp_path, GPT)]).read().sound)
     assert HelloKeys(insecure=True).files(job) == []
     assert HelloKeys().files(job)
+
+
+@pytest.mark.parametrize("change", ["file's mode", "folder's mode"])
+def test_a_mode_that_is_corrected_counts(tmp_path: Path, change: str) -> None:
+    """Refusals ask for it, and it changes no time of writing."""
+    (job,) = (job for _, job in JobFiles([write(tmp_path, GPT)]).read().sound)
+    made(job, tmp_path / "keys")
+    folder = tmp_path / "keys" / "gpt" / "controller"
+    place, right = (folder, 0o700) if change == "folder's mode" else (folder / "key.pem", 0o600)
+    place.chmod(0o777)
+    keys = HelloKeys()
+    files = JobFiles([tmp_path / "job.yaml"], None, keys.files)
+    files.read()
+    assert "chmod" in (keys.unusable(job) or "")
+    assert not files.changed()
+    place.chmod(right)
+    assert files.changed()
+    assert keys.unusable(job) is None
+
+
+def test_a_refused_copy_of_a_job_does_not_replace_what_is_remembered(tmp_path: Path) -> None:
+    """Its owner could then take the keys of the served one away, and keep everybody from changing."""
+    jobs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (job,) = (job for _, job in JobFiles([write(tmp_path / name, GPT)]).read().sound)
+        made(job, tmp_path / name / "keys")
+        jobs.append(job)
+    served, copy = jobs
+    keys = HelloKeys(remember=True)
+    keys.served([served], known := keys.of([served]))
+    assert keys.unusable(copy) is None
+    shutil.rmtree(tmp_path / "a" / "keys")
+    assert keys.of([served]) == known
+    shutil.rmtree(tmp_path / "b" / "keys")
+    assert keys.unusable(copy), "it is not served"
+
+
+def test_a_name_that_no_file_can_have_is_a_fault_and_keeps_nobody_from_changing(tmp_path: Path) -> None:
+    file = write(tmp_path, {**GPT, "keys": "a\0b"}, "gpt.yaml")
+    fabric = write(tmp_path, fabric_of(GPT), "fabric.yaml")
+    keys = HelloKeys(remember=True)
+    files = JobFiles([file], fabric, keys.files)
+    assert "is not a folder of keys" in files.wanted(keys.unusable).faults[0].message
+    assert not files.changed()
+
+
+def test_a_fabric_that_a_job_names_is_not_opened_to_find_a_faults_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, {**GPT, "fabric": "secret.yaml"}, "gpt.yaml")
+    fabric = write(tmp_path, fabric_of(GPT), "fabric.yaml")
+    opened: list[str] = []
+    read = yaml_lines._read
+
+    def noted(file: Path, regular: bool) -> str:
+        opened.append(file.name)
+        return read(file, regular)
+
+    monkeypatch.setattr(yaml_lines, "_read", noted)
+    keys = HelloKeys(remember=True)
+    found = JobFiles([file], fabric, keys.files).wanted(keys.unusable)
+    assert [fault.path for fault in found.faults] == ["keys"]
+    assert set(opened) == {"gpt.yaml", "fabric.yaml"}

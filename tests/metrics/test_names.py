@@ -138,3 +138,16 @@ def test_what_keeps_checkpoints_says_how_far_it_is() -> None:
     assert found["checkmate_consolidate_duration_seconds_sum,job=gpt"] == 1.25
     assert found["checkmate_consolidate_duration_seconds_count,job=gpt"] == 2
     assert found["checkmate_consolidate_failures_total,job=gpt"] == 2
+
+
+def test_checkpoints_count_from_what_was_there_first() -> None:
+    """A process that starts again after iteration 5,000 is not 5,000 behind, nor is a new run ahead."""
+    tally = KeeperTally("gpt", 10)
+    since = []
+    for run, iteration in (("a", 5000), ("a", 5007), ("a", 4990), ("b", 3), ("b", 40)):
+        tally.seen(run, iteration)
+        since.append(tally.since)
+    assert since == [5000, 5000, 5000, 3, 3]
+    tally.saved(Saved(Path("x"), "gpt", "b", 2, 39, 2, 1000, 0.5), 1e9)
+    tally.seen("b", 41)
+    assert values(families(tally))["checkmate_consolidate_since_iteration,job=gpt"] == 39

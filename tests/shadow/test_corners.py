@@ -67,7 +67,11 @@ def test_a_late_fence_leaves_the_next_incarnation_alone(
 ) -> None:
     """A fence that still reads when training restarts, and one whose caller is gone."""
     begun, since = threading.Event(), Node.silent_since
-    monkeypatch.setattr(Node, "silent_since", lambda node: since(node) if begun.is_set() else node.now())
+
+    def silent_since(node: Node, **unread: bool) -> float:
+        return since(node, **unread) if begun.is_set() else node.now()
+
+    monkeypatch.setattr(Node, "silent_since", silent_since)
     here = world(nodes=1, ranks=2)
     training = here.started()
     check_now(here, training)

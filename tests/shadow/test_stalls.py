@@ -15,7 +15,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls.fence import QUIET
-from checkmate.shadow.clock import STALL, AwakeClock
+from checkmate.shadow.clock import STALL, AwakeClock, Silence
 from checkmate.shadow.replica.replica import Replica
 from checkmate.training.start import fence
 from checkmate.training.start.plans import RestartPlan
@@ -160,3 +160,13 @@ def test_a_process_that_was_stopped_has_not_waited_meanwhile() -> None:
     real[0] += 0.2
     assert clock.beat() == 0
     assert clock.now() == pytest.approx(100.3 + STALL)
+
+
+def test_silence_begins_anew_with_unread_data() -> None:
+    """What was unread a moment ago may not have reached the counters yet."""
+    silence = Silence()
+    assert silence.since((1, 2), 5.0) == 5.0
+    assert silence.since((1, 2), 6.0) == 5.0
+    assert silence.since((1, 2), 7.0, unread=True) == 7.0
+    assert silence.since((1, 2), 8.0) == 7.0
+    assert silence.since((1, 3), 9.0) == 9.0

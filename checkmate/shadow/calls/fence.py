@@ -147,9 +147,9 @@ def _read_on(node: Node, deadline: float, *, again: bool) -> None:
     """
     called = node.now()
     while (now := node.now()) < deadline:
-        unread = node.unread()
+        unread = node.unread() > 0
         with node.changed:
-            state, since = node.state, now if unread else node.silent_since()
+            state, since = node.state, node.silent_since(unread=unread)
             enough = QUIET_AGAIN if again or state.drained else QUIET
             least = 0.0 if again else QUIET_AGAIN
             if state.undecided and not state.fenced:

@@ -15,7 +15,6 @@ from checkmate.ring.place import host_ports, ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
-from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.gradients.reducing import Reducer, RingReducer
 from checkmate.training.gradients.reduction import GradientReduction
 from checkmate.training.model.ddp import DdpModel
@@ -62,6 +61,8 @@ def make_reducer(
         return HostReducer(
             merge(list(layouts.values())), place.share.index, reducer, rings, pinned=pinned
         ), []
+    from checkmate.training.gradients.nccl_wiring import NcclMaker  # noqa: PLC0415 - other jobs have none
+
     (device,) = devices
     maker = NcclMaker(place, layout, start, device, undo, required, average)
     return maker.make(), maker.troubles

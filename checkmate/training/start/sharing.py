@@ -94,7 +94,9 @@ class _Entry(NamedTuple):
 
 
 def prepare(own: States, tables: Sequence[Any], readers: Readers | None, named: Named) -> Parts | None:
-    """Return the parts of all readers, with memory for the others'; `None` without readers.
+    """Return the parts of all readers, with memory for the others' and for the exchange.
+
+    `None` without readers.
 
     Args:
         own: What this rank has read.
@@ -116,7 +118,10 @@ def prepare(own: States, tables: Sequence[Any], readers: Readers | None, named: 
         states = own if rank == readers.ranks[readers.own] else _made(entries)
         found |= states
         parts.append(_Bytes(states, entries))
-    return Parts(found, parts, readers)
+    size = max(min(PIECE_BYTES, PIECES_BYTES // len(parts)), 1)
+    given = torch.zeros(size, dtype=torch.uint8)
+    taken = torch.empty(len(parts), size, dtype=torch.uint8, device=readers.device)
+    return Parts(found, parts, readers, given, taken)
 
 
 def share(own: States, parts: Parts | None, named: Named) -> States:
@@ -130,31 +135,15 @@ def share(own: States, parts: Parts | None, named: Named) -> States:
     Raises:
         ExchangeError: On all ranks, if one has received something else than another one has sent.
     """
-    told = None
+    digest = None
     if parts is not None:
         parts.exchange()
-        told = [list(parts.readers.ranks), [one.digest() for one in parts.parts]]
-    _compare(exchange.gather(told, named=named), named)
+        digest = parts.own.digest()
+    told = exchange.gather(digest, named=named)
+    trouble = "" if parts is None else parts.trouble(told, named)
+    if found := next(filter(None, exchange.gather(trouble, named=named)), None):
+        raise ExchangeError(str(found))
     return own if parts is None else parts.states
-
-
-def _compare(told: Sequence[Any], named: Named) -> None:
-    """Raise `ExchangeError` unless all that received a rank's part have its digest. Equal on all ranks."""
-    digests: dict[tuple[int, int], object] = {}
-    for receiver, one in enumerate(told):
-        if one is None:
-            continue
-        try:
-            ranks, found = one
-            digests |= {(receiver, sender): digest for sender, digest in zip(ranks, found, strict=True)}
-        except (TypeError, ValueError):
-            raise ExchangeError(f"{named(receiver)} does not say what it has received") from None
-    for (receiver, sender), digest in digests.items():
-        if digest != digests.get((sender, sender)):
-            raise ExchangeError(
-                f"{named(receiver)} has received other state than {named(sender)} has read from the shadow "
-                "nodes: the network or the memory of one of them is at fault"
-            )
 
 
 def table(own: States) -> list[_Entry]:
@@ -251,6 +240,26 @@ class Parts:
     parts: Sequence[_Bytes]
     """By index of the reader."""
     readers: Readers
+    given: torch.Tensor
+    """Memory for a piece of this rank's, on the CPU."""
+    taken: torch.Tensor
+    """Memory for a piece of each reader's, by index, where the group takes tensors."""
+
+    @property
+    def own(self) -> _Bytes:
+        """The part that this rank has read."""
+        return self.parts[self.readers.own]
+
+    def trouble(self, told: Sequence[Any], named: Named) -> str:
+        """Return which part is not what its rank has read, or "". `told`: by rank, the digest of its part."""
+        own = named(self.readers.ranks[self.readers.own])
+        for rank, part in zip(self.readers.ranks, self.parts, strict=True):
+            if part is not self.own and part.digest() != told[rank]:
+                return (
+                    f"{own} has received other state than {named(rank)} has read from the shadow nodes: the "
+                    "network or the memory of one of them is at fault"
+                )
+        return ""
 
     def exchange(self) -> None:
         """Send this rank's bytes to all readers, and receive theirs, piece by piece.
@@ -260,14 +269,11 @@ class Parts:
         """
         parts, ranks, own = self.parts, self.readers.ranks, self.readers.own
         longest = max(part.size for part in parts)
-        size = max(min(PIECE_BYTES, PIECES_BYTES // len(parts)), 1)
-        given = torch.zeros(size, dtype=torch.uint8)
-        all_taken = torch.empty(len(parts), size, dtype=torch.uint8, device=self.readers.device)
-        for begin in range(0, longest, size):
+        for begin in range(0, longest, len(self.given)):
             having = [at for at, part in enumerate(parts) if part.size > begin]
-            taken = all_taken[:, : longest - begin]
-            parts[own].give(begin, given)
-            mine = given[: longest - begin].to(self.readers.device)
+            taken = self.taken[:, : longest - begin]
+            self.own.give(begin, self.given)
+            mine = self.given[: longest - begin].to(self.readers.device)
             if 2 * len(having) > len(parts):
                 dist.all_gather(list(taken), mine, group=self.readers.group)
             else:

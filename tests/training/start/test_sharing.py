@@ -172,6 +172,39 @@ def test_no_rank_waits_for_one_without_memory(ranks: RankProcesses) -> None:
     assert not unread
 
 
+def test_all_memory_of_an_exchange_is_there_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without memory for it would keep the others waiting."""
+    states = {0: _state(2)}, {1: _state(3)}
+    readers = Readers([0, 1], 0, cast("dist.ProcessGroup", None), CPU)
+    parts = prepare(states[0], [_told(one) for one in states], readers, NAMED)
+    assert parts is not None
+
+    def none(*_: object, **__: object) -> torch.Tensor:
+        raise MemoryError
+
+    def all_gather(taken: list[torch.Tensor], given: torch.Tensor, group: object) -> None:
+        for one in taken:
+            one.copy_(given)
+
+    for name in ("empty", "zeros"):
+        monkeypatch.setattr(torch, name, none)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+    parts.exchange()
+
+
+def test_what_no_rank_has_read_is_an_error() -> None:
+    """The script's own initial values would stay."""
+    place = membership.place(job(ranks=2), 0, 2, [0, 1])
+    start = Start(RestartPlan("nodes", 1, "run", 2, {}))
+    parameters = [Parameter.of(f"p{number}", (3,), (1,), "float32") for number in range(3)]
+    states = {number: _state(number) for number in (0, 1)}
+    got = Fetched(parameters, states, pb.IterationRecord(), pb.OptimizerSpec(), True, frozenset(range(3)))
+    watched = cast("Watched", None)  # nothing of it is touched
+    with pytest.raises(FetchError, match="the ranks have read 2 of 3 parameters, and not p2"):
+        from_nodes.install(place, watched, start, got)
+
+
 def _restored(
     rank: int, ranks: int, bad: int, error: type[Exception]
 ) -> tuple[list[bool], list[int] | None, str]:
@@ -179,7 +212,8 @@ def _restored(
     asked: list[bool] = []
 
     def read(place: Membership, *arguments: Any) -> Fetched:
-        readers = arguments[-1]
+        seconds, readers = arguments[-2:]
+        assert seconds == 1.0, "each attempt has the whole timeout"
         asked.append(readers is not None)
         if readers and rank == bad:
             raise error("parameter 2 is not of shard 0")
