@@ -76,11 +76,15 @@ class JobWorld:
         name = self.topology.shadow_nodes[number].name
         self.shadows[number] = self.crew.start(name, name, argv, environment={"OMP_NUM_THREADS": "1"})
 
+    def keeper_options(self) -> Sequence[str | Path]:
+        """Return options of `consolidate --every`."""
+        return ()
+
     def start_keeper(self) -> None:
         """Start `consolidate --every` if the scenario has it."""
         if every := self.scenario.network.every:
             argv: list[str | Path] = [*CHECKMATE, "consolidate", self.job_file, "--out", self.checkpoints]
-            argv += ["--every", str(every), "--keep", "3"]
+            argv += ["--every", str(every), "--keep", "3", *self.keeper_options()]
             self.keeper = self.crew.start(f"{self.prefix}keeper", CONTROLLER, argv)
 
     def await_shadow_nodes(self) -> None:

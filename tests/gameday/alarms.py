@@ -19,6 +19,8 @@ _LOST: Final = 4.0
 """Seconds in which a node that is away misses copies in any case, if its job trains."""
 
 
+_BEHIND: Final = 25.0
+"""Seconds in which a job trains more than three intervals of checkpoints in any case."""
 _SHOWN: Final = ("job", "dp_group", "shard", "node", "switch", "error")
 
 
@@ -109,6 +111,11 @@ class _Reasons:
                 yield self._may("CheckmateCopiesLost", act)
             elif act.kind == "kill" and act.who in SWITCHES:
                 yield from self._switch(act)
+            elif act.kind == "fill" and act.part == "disk":
+                labels, late = {"job": self._names[act.job]}, act.at + _BEHIND
+                yield from self._fires_after(
+                    "CheckmateCheckpointsBehind", late, act.end, labels, since=act.at
+                )
         yield from self._controllers()
         for job in PARTIES:
             yield from self._shards(job)
@@ -155,12 +162,15 @@ class _Reasons:
                 yield self._may("CheckmateShardWithoutHolder", act, labels)
 
     def _fires_after(
-        self, name: str, start: float, end: float, labels: Mapping[str, str]
+        self, name: str, start: float, end: float, labels: Mapping[str, str], since: float | None = None
     ) -> Iterator[Expectation]:
-        """Yield that an alert fires if a condition lasted long enough, or that it may if it nearly did."""
-        waits = self._delays[name].waits
-        if end - start >= waits - SURE:
-            yield self._made(name, start, labels, must=end - start >= waits + SURE)
+        """Yield that an alert fires if a condition lasted long enough, or that it may if it nearly did.
+
+        The condition may have begun earlier, `since` then.
+        """
+        waits, since = self._delays[name].waits, start if since is None else since
+        if end - since >= waits - SURE:
+            yield self._made(name, since, labels, must=end - start >= waits + SURE)
 
     def _may(self, name: str, act: Act, labels: Mapping[str, str] = MappingProxyType({})) -> Expectation:
         return self._made(name, act.at, labels, must=False)

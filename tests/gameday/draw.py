@@ -106,6 +106,11 @@ def _full_disk(draw: random.Random, job: Party) -> list[Act]:
     return [Act(0, "fill", f"{job.name}.disk", 10.0), Act(4, "kill", _rank(draw, job))]
 
 
+def _full_for_long(draw: random.Random, job: Party) -> list[Act]:
+    """Checkpoints cannot be written until the alert has fired."""
+    return [Act(0, "fill", f"{job.name}.disk", 110.0)]
+
+
 def _full_log(draw: random.Random, job: Party) -> list[Act]:
     """A node begins on a full disk."""
     return [Act(0, "fill", f"{job.name}.events", 8.0), Act(1, "kill", f"{job.name}.shadow0", 2.0)]
@@ -143,6 +148,7 @@ OF_A_JOB: Final[dict[str, Maker]] = {
     "shard without holder": _no_holder,
     "node's link": _node_link,
     "full disk": _full_disk,
+    "disk full for long": _full_for_long,
     "full event log": _full_log,
 }
 OF_THE_FABRIC: Final[dict[str, Maker]] = {

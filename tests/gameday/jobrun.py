@@ -14,11 +14,13 @@ from tests.chaos.job import JobWorld
 from tests.chaos.oracle import PastStart, promise
 from tests.chaos.sound import SoundnessWatch
 from tests.chaos.training_log import TrainingLog
-from tests.gameday.parties import Party
+from tests.gameday.parties import PARTIES, Party
 from topologies.crew import Crew
 from topologies.describe.topology import Topology
 
 METRICS_PORT: Final = 9461
+_KEEPER_PORT: Final = 9463
+"""In the controllers' namespace; the next job has the next one."""
 _AHEAD: Final = 40
 """Iterations from the order to end until the last one, so that every rank reads it in time."""
 _NAME: Final = re.compile(r"generation-(\d+)-iteration-(\d+)")
@@ -31,6 +33,7 @@ class GamedayWorld(JobWorld):
         folder = lab.directory / f"job-{party.name}"
         folder.mkdir()
         super().__init__(party.scenario(seed), lab, crew, folder, topology)
+        self.party = party
         self.disk = lab.directory / f"disk-{party.name}"
         self.log_disk = lab.directory / f"log-disk-{party.name}"
 
@@ -40,14 +43,23 @@ class GamedayWorld(JobWorld):
         return self.disk / "kept"
 
     @property
-    def targets(self) -> list[str]:
+    def node_metrics(self) -> list[str]:
         """The addresses of its nodes' metrics."""
         return [f"{host.mgmt}:{METRICS_PORT}" for host in self.topology.shadow_nodes]
+
+    @property
+    def keeper_metrics(self) -> str:
+        """The address of the metrics of `consolidate --every`."""
+        return f"127.0.0.1:{_KEEPER_PORT + [*PARTIES].index(self.party.name)}"
+
+    def keeper_options(self) -> Sequence[str | Path]:
+        """Return the option for metrics."""
+        return ["--metrics", self.keeper_metrics]
 
     def node_options(self, number: int) -> Sequence[str | Path]:
         """Return the options for metrics and events. The log of node 0 is on a small disk."""
         events = self.lab.directory / "events" if number else self.log_disk / "events"
-        return ["--metrics", self.targets[number], "--events", events]
+        return ["--metrics", self.node_metrics[number], "--events", events]
 
     def newest(self) -> tuple[int, int]:
         """Return generation and iteration of the newest checkpoint on disk; (-1, -1) without one."""

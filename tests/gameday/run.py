@@ -140,8 +140,9 @@ class GameDay:
         self._outcome.without_alerts = prometheus.missing()
         if not self._outcome.without_alerts:
             controllers = [self._ground.metrics_of(name) for name in CONTROLLERS]
-            nodes = [target for job in self._jobs.values() for target in job.world.targets]
-            self._prometheus = prometheus.LabPrometheus(self._lab, self._crew, [*controllers, *nodes])
+            worlds = [job.world for job in self._jobs.values()]
+            others = [one for world in worlds for one in (*world.node_metrics, world.keeper_metrics)]
+            self._prometheus = prometheus.LabPrometheus(self._lab, self._crew, [*controllers, *others])
 
     def _run_incident(self, incident: Incident) -> None:
         self._say("incident", str(incident))

@@ -33,7 +33,12 @@ def test_times_of_the_rules_are_a_quarter() -> None:
 
 def test_everything_that_is_expected_has_a_rule() -> None:
     every = [Act(0, "kill", "tor0", 60), Act(0, "kill", "ddp.shadow0", 60), Act(0, "kill", "ddp.shadow1", 60)]
-    every += [Act(0, "kill", "ctl0", 60), Act(0, "kill", "ctl1", 60), Act(0, "down", "ddp.shadow2", 60)]
+    every += [
+        Act(0, "fill", "ddp.disk", 200),
+        Act(0, "kill", "ctl0", 60),
+        Act(0, "kill", "ctl1", 60),
+        Act(0, "down", "ddp.shadow2", 60),
+    ]
     assert {one.name for one in expectations(every, DELAYS, NAMES)} <= DELAYS.keys()
 
 
@@ -68,6 +73,12 @@ def test_a_shard_without_holder() -> None:
     assert not [one for group in told(*short) for one in group if "Holder" in one]
     resumes = told(*short, Act(0.4, "kill", "ddp.rank0"))[1]
     assert "CheckmateShardWithoutHolder(dp_group 0, job lab, shard 0)" in resumes
+
+
+def test_a_disk_that_is_full_for_long() -> None:
+    behind = "CheckmateCheckpointsBehind(job hsdp)"
+    assert told(Act(0, "fill", "hsdp.disk", 110)) == ({behind}, set())
+    assert told(Act(0, "fill", "hsdp.disk", 80)) == (set(), {behind})
 
 
 def test_no_controller_and_a_switch_that_is_away() -> None:
