@@ -148,7 +148,8 @@ class GameDay:
         self._say("incident", str(incident))
         began, seen = self._now(), {name: job.world.newest() for name, job in self._jobs.items()}
         self._acting = acting = Acting(self._ground, incident, self._say)
-        self._until(lambda: acting.over, f"{incident} to be over", seconds=_WELL_SECONDS)
+        lasts = max(act.end for act in incident.acts)
+        self._until(lambda: acting.over, f"{incident} to be over", seconds=lasts + _WELL_SECONDS)
         news = {name: job.log.newest for name, job in self._jobs.items()}
 
         def well() -> bool:
