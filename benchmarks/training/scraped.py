@@ -30,7 +30,7 @@ from topologies.training.record import TimedBlock
 TITLE: Final = (
     "Metrics: a controller, 2 shadow nodes and a switch that share a core, scraped every second or not at all"
 )
-ROUNDS: Final = 50
+ROUNDS: Final = 20
 ITERATIONS: Final = 20
 """In each block, some seconds."""
 EVERY: Final = 1.0
