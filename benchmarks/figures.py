@@ -34,9 +34,19 @@ class Figure:
     @property
     def holds(self) -> bool | None:
         """Whether the floor is reached; `None` without a floor."""
+        return None if self.floor is None else self._reaches(self.floor)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the aim, or at least the floor, is reached, in words; "" without a floor."""
         if self.floor is None:
-            return None
-        return self.median <= self.floor if self.smaller else self.median >= self.floor
+            return ""
+        if self._reaches(self.floor if self.aim is None else self.aim):
+            return "reached"
+        return "missed, within the limit" if self.holds else "beyond the limit"
+
+    def _reaches(self, value: float) -> bool:
+        return self.median <= value if self.smaller else self.median >= value
 
 
 @dataclass(frozen=True)
@@ -85,9 +95,8 @@ def row(result: Result) -> tuple[str, str, str, str]:
     goal = ""
     if result.floor is not None:
         aim = number(result.aim if result.aim is not None else result.floor)
-        goal = f"{aim} (floor {number(result.floor)})"
-    verdict = {None: "", True: "reached", False: "below its floor"}[result.holds]
-    return result.name + (f"; {result.note}" if result.note else ""), value, goal, verdict
+        goal = f"{aim} ({'at most' if result.smaller else 'at least'} {number(result.floor)})"
+    return result.name + (f"; {result.note}" if result.note else ""), value, goal, result.verdict
 
 
 def table(title: str, results: Sequence[Result]) -> FittedTable:

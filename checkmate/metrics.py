@@ -7,6 +7,7 @@ keep others from reading them. The threads, the time of a request and how often 
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -67,7 +68,9 @@ class MetricsServer:
         try:
             self._server = _Server(*host_and_port(address), handler)
         except OSError as error:
-            raise MetricsError(f"--metrics {address}: {error.strerror or error}") from None
+            strange = error.errno == errno.EADDRNOTAVAIL
+            why = "not an address of this machine" if strange else error.strerror or error
+            raise MetricsError(f"--metrics {address}: {why}") from None
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
 
     @property

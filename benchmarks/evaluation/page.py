@@ -19,7 +19,7 @@ from matplotlib.figure import Figure as Picture
 
 from benchmarks.evaluation.cells import Cell, Extent, Kind, matrix
 from benchmarks.evaluation.record import CONDITIONS, Record
-from benchmarks.evaluation.summary import Failures, Throughput, failures, losses, throughputs
+from benchmarks.evaluation.summary import Failures, Throughput, comparable, failures, losses, throughputs
 from benchmarks.evaluation.systems import LIVE
 from benchmarks.figures import median_and_spread, number
 from benchmarks.report import replaced, with_tables
@@ -38,11 +38,13 @@ def write(page: Path, records: Mapping[Cell, Record], extent: Extent) -> None:
         records: The cells' data.
         extent: What was measured.
     """
-    undisturbed = throughputs(records)
-    disturbed, changed = failures(records, extent.seconds), losses(records)
+    compared = comparable(records, matrix(extent))
+    undisturbed = throughputs(compared)
+    disturbed, changed = failures(compared, extent.seconds), losses(records)
     text = page.read_text() if page.exists() else "# Evaluation\n"
     for name, table in (
-        ("measured", _measured(records, extent)),
+        ("short", _table(*_short_rows(undisturbed, disturbed))),
+        ("measured", _measured(records, len(records) - len(compared), extent)),
         ("throughput", _table(*_throughput_rows(undisturbed)) + _plot(page, undisturbed)),
         ("failures", _table(*_failure_rows(disturbed))),
         ("resources", _table(*_resource_rows(undisturbed))),
@@ -78,11 +80,33 @@ _ALSO: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
 }
 
 
-def _measured(records: Mapping[Cell, Record], extent: Extent) -> str:
+def _short_rows(undisturbed: Sequence[Throughput], disturbed: Sequence[Failures]) -> _Rows:
+    """Return medians of the GPT with a checkpoint every iteration, and of what makes none."""
+    head = (
+        "system",
+        "throughput, to none",
+        "iterations repeated a kill",
+        "to the next trained iteration, s",
+        "useful iterations an hour, with kills",
+    )
+    known = {(one.system, one.interval): one for one in disturbed}
+    rows = []
+    for one in undisturbed:
+        if one.workload != "gpt" or one.own or one.interval > 1:
+            continue
+        killed = known.get((one.system, one.interval))
+        of_kills = () if killed is None else (killed.repeated, killed.next_trained, killed.useful)
+        values = [number(statistics.median(each)) if each else "none" for each in (one.relative, *of_kills)]
+        rows.append((one.system, *values, *[""] * (len(head) - 1 - len(values))))
+    return head, rows
+
+
+def _measured(records: Mapping[Cell, Record], left_out: int, extent: Extent) -> str:
     if not records:
         return "Not measured yet.\n"
+    lacking = f"{counted(left_out, 'cell')} of starts that lack a system are not in the tables below.\n"
     return (
-        f"{len(records)} of {len(matrix(extent))} cells.\n"
+        f"{len(records)} of {len(matrix(extent))} cells.\n{lacking * bool(left_out)}"
         f"{_missing([cell for cell in matrix(extent) if cell not in records])}"
         f"The time between failures is exponential, {extent.mtbf:g} s on average, "
         f"in periods of {extent.seconds:g} s.\n\n{_table(*_condition_rows(records))}"

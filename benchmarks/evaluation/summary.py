@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.evaluation.cells import Cell
@@ -58,6 +58,24 @@ class Failures:
     next_trained: Samples
     regained: Samples
     useful: Samples
+
+
+def comparable(records: Records, wanted: Iterable[Cell]) -> Records:
+    """Return the cells of starts that have all systems, because starts differ more than systems do.
+
+    If no start of a model is whole, all of them are kept. Systems without any cell are not missed.
+    """
+    systems = {cell.system for cell in records}
+    cells = [cell for cell in wanted if cell.system in systems]
+    missing = {(cell.kind, cell.workload, cell.start) for cell in cells if cell not in records}
+    whole = {
+        (cell.kind, cell.workload) for cell in cells if (cell.kind, cell.workload, cell.start) not in missing
+    }
+    return {
+        cell: record
+        for cell, record in records.items()
+        if (cell.kind, cell.workload, cell.start) not in missing or (cell.kind, cell.workload) not in whole
+    }
 
 
 def throughputs(records: Records) -> list[Throughput]:

@@ -54,7 +54,7 @@ def status(
     wait: Annotated[
         bool, typer.Option("--wait", help="Return when all streams of the jobs are connected.")
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds until --wait times out.")] = 30.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds until --wait times out.")] = 30.0,
 ) -> None:
     """Show the streams of jobs: connected, packets, bytes, lost. Only reads, even while `run` serves.
 

@@ -32,7 +32,10 @@ class Disk:
         except OSError as error:
             if not _passes(error):
                 self.close()
-                raise EventsError(f"events can't be kept in {path}: {error.strerror or error}") from None
+                why = error.strerror or str(error)
+                if path.parent.exists() and not path.parent.is_dir():
+                    path, why = path.parent, "it is not a folder"
+                raise EventsError(f"events can't be kept in {path}: {why}") from None
             self._trouble(error)
 
     def write(self, lines: list[str]) -> int:

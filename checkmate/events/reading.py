@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from checkmate.events.event import LINE_MAX, Event
+from checkmate.wording import counted
 
 SUFFIX: Final = ".jsonl"
 OLDER: Final = ".jsonl.1"
@@ -38,8 +39,11 @@ def read_paths(paths: Iterable[Path]) -> Found:
         files = _files(path)
         if not files:
             raise EventsError(f"{path}: no event log (*{SUFFIX}) in this folder")
+        before = len(found.events)
         for file in files:
             read_file(file, found)
+        if files == [path] and len(found.events) == before and (lines := found.passed_over.get(str(path))):
+            raise EventsError(f"{path}: not an event log: none of its {counted(lines, 'line')} is an event")
     return found
 
 

@@ -19,6 +19,8 @@ TIMELINE_MOST: Final = 200
 """Events of the timeline; `--json` has all of them."""
 _LINE_MOST: Final = 1000
 """Characters of a line, whose parts are shorter."""
+_CONTROLLER: Final = "controller"
+"""The source of events of each controller."""
 _SOURCES: Final = {
     "nodes": "resumed from the shadow nodes",
     "disk": "resumed from a checkpoint on disk",
@@ -74,7 +76,7 @@ def _death(one: Death) -> Iterator[str]:
         yield f"  last event: {_clock(one.last)}"
     if one.noticed:
         yield f"  noticed: {_clock(one.noticed)} by {_words(one.by)}"
-    again = "another one serves since" if one.who == "controller" else "began again:"
+    again = "another one serves since" if one.who == _CONTROLLER else "began again:"
     yield f"  {again} {_clock(one.back)}" if one.back else "  has not begun again"
 
 
@@ -116,9 +118,8 @@ def _clocks(report: Report) -> Iterator[RenderableType]:
     yield Text("Clocks", "bold")
     yield "  Each time is by the clock of its own host. Clocks of hosts differ, and so may the order below."
     for one in report.clocks:
-        yield Text(
-            f"  shadow node {one.node}: {one.ahead:+.3f} s ahead of this host's, within {one.within:.3f} s"
-        )
+        differs = f"{abs(one.ahead):.3f} s {'ahead of' if one.ahead >= 0 else 'behind'} this host's"
+        yield Text(f"  shadow node {one.node}: {differs}, within {one.within:.3f} s")
     yield "  Of hosts that did not answer just now, the difference is not known."
     yield ""
 
@@ -128,13 +129,19 @@ def _timeline(report: Report) -> Iterator[RenderableType]:
     left_out = len(shown) - TIMELINE_MOST
     title = "Timeline" if left_out <= 0 else f"Timeline: the last {TIMELINE_MOST} events; --json has all"
     table = FittedTable(title, "time", "who", "event", "what", folds=("what",))
+    several = len({(one["host"], one["pid"]) for one in shown if one["source"] == _CONTROLLER}) > 1
     for one in shown[-TIMELINE_MOST:]:
-        table.add_row(_clock(one["time"]), _words(one["source"]), _words(one["event"]), _what(one))
+        who = str(one["source"])
+        if several and who == _CONTROLLER:
+            who = f"{who}, process {one['pid']} on {one['host']}"
+        table.add_row(_clock(one["time"]), _words(who), _words(one["event"]), _what(one))
     yield table
 
 
 def _what(event: Mapping[str, Any]) -> str:
-    fields = "; ".join(f"{key}: {_value(value)}" for key, value in event["fields"].items() if key != "why")
+    fields = "; ".join(
+        f"{key}: {_value(value)}" for key, value in event["fields"].items() if key != "why" and value != ""
+    )
     why = str(event["fields"].get("why", "")) or (event["message"] if not fields else "")
     return _words("; ".join(filter(None, (fields, why))))
 

@@ -12,12 +12,14 @@ from checkmate.events.kinds import (
     CONTROLLER_STARTED,
     NODE_ENDED,
     NODE_STARTED,
+    RESTORE_FAILED,
     TRAINER_ENDED,
     TRAINER_RING_BROKEN,
 )
 
 _BEGINS = (NODE_STARTED.name, CONTROLLER_STARTED.name)
-_ENDS = (NODE_ENDED.name, CONTROLLER_ENDED.name, TRAINER_ENDED.name)
+_ENDS = (NODE_ENDED.name, CONTROLLER_ENDED.name, TRAINER_ENDED.name, RESTORE_FAILED.name)
+"""An error of `restore` ends the script, or the script knows of it."""
 _RANK = "rank "
 _NODE = "shadow node "
 

@@ -98,11 +98,11 @@ def _starts(process: Process) -> Iterable[_Start]:
 
 
 def _same(one: _Start, other: _Start) -> bool:
-    if abs(other.began - one.began) > TOGETHER:
-        return False
     ranks = {event.source for event in one.events}
+    if abs(other.began - one.began) > TOGETHER or other.events[0].source in ranks:
+        return False
     both = one.incarnation, other.incarnation
-    return both[0] == both[1] or (None in both and other.events[0].source not in ranks)
+    return both[0] == both[1] or None in both
 
 
 def _recovery(start: _Start, before: float, events: Sequence[Event], died: Sequence[Death]) -> Recovery:

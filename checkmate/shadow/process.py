@@ -22,7 +22,7 @@ from checkmate.shadow.copier import Copier
 from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
-from checkmate.shadow.receive.connect import RECEIVE_BUFFER, check_host, tcp_memory_shortfall
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER, TCP_MEM_UNSEEN, check_host, tcp_memory_shortfall
 from checkmate.shadow.receive.plans import full_buffers
 from checkmate.shadow.service import Server, check_address, records_listener
 
@@ -96,7 +96,8 @@ class Serving:
             self._metrics = _metrics_server(metrics, self.node) if metrics is not None else nullcontext()
             if shortfall := tcp_memory_shortfall(full_buffers(self.node.plans), receive_buffer):
                 log.warning("%s", shortfall)
-                self.node.state.troubles.append(shortfall)
+                if shortfall != TCP_MEM_UNSEEN:  # which is not a problem of the node
+                    self.node.state.troubles.append(shortfall)
             # Two of each rank, because an old connection may linger.
             most = 2 * sum(len(group.ranks) for group in job.dp_groups) + _SPARE_CONNECTIONS
             self._inbox = Inbox(listener, partial(record, self.node), gate, most)

@@ -29,7 +29,15 @@ from benchmarks.evaluation.record import (
     regained,
     steps_of,
 )
-from benchmarks.evaluation.summary import failures, losses, recoveries, repeated, throughputs, useful
+from benchmarks.evaluation.summary import (
+    comparable,
+    failures,
+    losses,
+    recoveries,
+    repeated,
+    throughputs,
+    useful,
+)
 from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, LIVE, RING
 from benchmarks.evaluation.turns import BLOCK, first_of
 
@@ -153,6 +161,16 @@ def test_an_iteration_that_a_rank_has_missed_is_useful_in_part() -> None:
 def test_iterations_that_are_lost_are_not_useful_though_the_restart_comes_after_the_period() -> None:
     lost = record((1, 0), (2, 1), (3, 2), (10, 0), (11, 1), (12, 2), kills=(3.5,), ended=20.0)
     assert [useful(replace(lost, ended=end)) for end in (20.0, 11.0, 5.0)] == [3, 2, 0]
+
+
+def test_only_starts_with_all_systems_are_compared() -> None:
+    """A start with short periods of training would otherwise count for some systems and not for others."""
+    cells = [Cell("failures", "gpt", system, 1, start) for system in (CHECKMATE, "DCP") for start in (0, 1)]
+    records: dict[Cell, Record] = dict.fromkeys(cells[:3], DISTURBED)
+    assert set(comparable(records, cells)) == {cells[0], cells[2]}
+    assert set(comparable(records, [*cells, Cell("failures", "gpt", "absent", 1, 0)])) == {cells[0], cells[2]}
+    alone = {cells[1]: DISTURBED, cells[2]: DISTURBED}
+    assert comparable(alone, cells) == alone, "better than nothing, if no start is whole"
 
 
 def test_losses_are_compared_with_a_run_of_the_same_reduction() -> None:

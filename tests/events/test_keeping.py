@@ -131,7 +131,7 @@ def test_a_name_of_a_job_cannot_leave_the_folder() -> None:
 
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EventsError, match=r"events can't be kept in .*file/gpt.shadow-node-0.jsonl: "):
+    with pytest.raises(EventsError, match=r"events can't be kept in .*/file: it is not a folder"):
         kept(tmp_path / "file")
     (tmp_path / "gpt.shadow-node-0.jsonl").symlink_to("/etc/passwd")
     with pytest.raises(EventsError, match="symbolic links"):
@@ -146,8 +146,8 @@ def test_a_service_runs_although_its_folder_of_state_can_not_be_written(
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
     with kept_events("controller", "", None) as log:
         assert log.path is None
-    assert [one.partition("events/")[2] for one in caplog.messages] == [
-        "controller.jsonl: File exists; they are kept in memory only"
+    assert [one.partition("/events")[2] for one in caplog.messages] == [
+        ": it is not a folder; they are kept in memory only"
     ]
     monkeypatch.setenv("CHECKMATE_EVENTS", str(tmp_path / "events"))
     with pytest.raises(EventsError), kept_events("controller", "", None):
@@ -277,3 +277,11 @@ def test_a_line_is_bounded() -> None:
     assert len(line) < 3000
     assert json.loads(line)["time"] == "1970-01-01T00:00:00.500000Z"
     assert Event.of_line(line).fields["nodes"] == [1] * 64
+
+
+def test_a_file_of_something_else_is_not_an_event_log(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Words\n\nMore words.\n")
+    with pytest.raises(EventsError, match=r"README.md: not an event log: none of its 2 lines is an event"):
+        read_paths([tmp_path / "README.md"])
+    (tmp_path / "empty.jsonl").write_text("")
+    assert read_paths([tmp_path / "empty.jsonl"]).events == []

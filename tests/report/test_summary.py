@@ -155,7 +155,7 @@ def test_the_page_has_it_in_words(crash: Written) -> None:
     assert "last committed iteration: 40" in said
     assert "first iteration trained after: 41" in said
     assert "repeated: nothing" in said
-    assert "shadow node 0: +1.250 s ahead of this host's, within 0.002 s" in said
+    assert "shadow node 0: 1.250 s ahead of this host's, within 0.002 s" in said
     assert "iteration.committed" not in said
     assert said.index("Starts of training") < said.index("Timeline")
 
@@ -300,6 +300,14 @@ def test_a_controller_that_another_one_had_to_replace_has_died() -> None:
     assert died.by == "a controller on b: switch s1 has no primary controller"
 
 
+def test_the_timeline_tells_controllers_apart() -> None:
+    found = text(controllers(claims=True).report(live=[]))
+    assert "controller, process 1 on a" in found and "controller, process 2 on b" in found
+    alone = Written()
+    alone.say(0, "controller", CONTROLLER_STARTED(version="0", jobs=["demo"]), 1, "a")
+    assert "controller, process" not in text(alone.report(live=[]))
+
+
 def test_controllers_that_serve_and_stand_by_live() -> None:
     assert controllers(claims=False).report(live=LIVE).deaths == []
 
@@ -323,6 +331,20 @@ def test_a_start_that_failed_says_why() -> None:
     report = made.report(live=LIVE)
     (start,) = report.recoveries
     assert (start.source, start.why, start.next) == ("failed", "RestoreError: shard 1 is lost", None)
+
+
+def test_starts_that_fail_one_after_another_are_several_and_nobody_has_died() -> None:
+    """torchrun starts all again after each, within seconds, and no rank knows an incarnation."""
+    made = Written()
+    for attempt in range(3):
+        for rank in (0, 1):
+            began = 20 * attempt + rank
+            made.say(began, f"rank {rank}", RESTORE_STARTED(), pid=10 * attempt + rank)
+            failed = RESTORE_FAILED(why="RestoreError: shard 1 is lost", seconds=1.0)
+            made.say(began + 1, f"rank {rank}", failed, pid=10 * attempt + rank)
+    report = made.report(live=LIVE)
+    assert [start.source for start in report.recoveries] == ["failed"] * 3
+    assert report.deaths == []
 
 
 def test_troubles_are_listed_and_strange_fields_do_no_harm() -> None:

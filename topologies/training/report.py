@@ -64,7 +64,10 @@ def costs(cost: Cost) -> FittedTable | str:
     pairs = len(cost.seconds.reference)
     if pairs < 2:
         return "cost to the trainers: not enough undisturbed blocks to compare"
-    title = f"cost to the trainers in ms per iteration: mean of {pairs} pairs of blocks (95% interval)"
+    title = (
+        f"cost to the trainers in ms per iteration: mean of {pairs} pairs of blocks (95% interval); two such "
+        "jobs differ by up to 7% even without Checkmate, so see docs/figures.md for a fair comparison"
+    )
     numbers = ("untagged", "protected: more", "more, %")
     table = FittedTable(title, "", *numbers, numbers=numbers)
     for name, found in (("time", cost.seconds), ("processor", cost.processor)):

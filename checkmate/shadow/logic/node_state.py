@@ -65,8 +65,12 @@ class NodeState:
         return max((group.newest for group in self.groups.values()), default=0)
 
     def group(self, number: int, said: pb.RecordPart | pb.SeedHeader) -> ShadowGroup:
-        """Return a group. Raise `CallRefused` unless it has begun here, in the same start as `said`."""
+        """Return a group. Raise `CallRefused` unless it has begun here, in the same start as `said`.
+
+        A node that was drained says so.
+        """
         check_job(self.job, said.job)
+        self.leaving.check_here()
         return in_start(self.groups.get(number), number, said)
 
     def begun(self, group: ShadowGroup, now: float) -> None:

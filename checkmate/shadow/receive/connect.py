@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from ipaddress import IPv4Address
 from pathlib import Path
+from typing import Final
 
 from checkmate.keys.macs import hello_mac
 from checkmate.wire import tcp
@@ -18,6 +19,7 @@ RECEIVE_BUFFER = 64 << 20
 """Bytes per stream; enough for the longest pause of a shadow node."""
 
 _TCP_MEM = Path("/proc/sys/net/ipv4/tcp_mem")
+TCP_MEM_UNSEEN: Final = "net.ipv4.tcp_mem is not visible in this network namespace, and was not checked"
 
 
 class StreamError(RuntimeError):
@@ -109,7 +111,7 @@ def tcp_memory_shortfall(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> 
     try:
         pressure = int(_TCP_MEM.read_text().split()[1])
     except FileNotFoundError:
-        return "net.ipv4.tcp_mem is not visible in this network namespace, and was not checked"
+        return TCP_MEM_UNSEEN
     if needed <= pressure:
         return None
     megabytes = needed * resource.getpagesize() >> 20

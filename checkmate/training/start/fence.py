@@ -165,7 +165,8 @@ def plan_restore(
         settled = stubs.ask(asked, lambda stub: stub.Settle, request, seconds)
         holders = target.find_settled(job, chosen, {**fence.replies, **settled})
     except Lacking as error:
-        trouble = f"no iteration is complete on the shadow nodes within {timeout:g} s: {error}"
+        waited = "" if fence.complete else f" within {timeout:g} s"
+        trouble = f"no iteration is complete on the shadow nodes{waited}: {error}"
         return _without_nodes("none", fence, trouble)
     if chosen.behind:
         newest = chosen.iteration + chosen.behind
