@@ -120,5 +120,5 @@ def test_an_address_in_use_is_refused() -> None:
         pytest.raises(MetricsError, match="Address already in use"),
     ):
         MetricsServer(f"127.0.0.1:{server.port}", some, lambda: "")
-    with pytest.raises(MetricsError, match="--metrics 192.0.2.1:9460: Cannot assign"):
+    with pytest.raises(MetricsError, match="--metrics 192.0.2.1:9460: not an address"):
         MetricsServer("192.0.2.1:9460", some, lambda: "")

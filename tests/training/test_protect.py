@@ -236,6 +236,8 @@ def test_shadow_nodes_that_are_away_cost_nothing_but_the_wait(
     assert list(run.losses(0)) == [0, 1, 2, 3]
     assert "training begins without all shadow nodes: shadow node 0" in ends[0][1]
     assert ends[0][1].count("training continues") == 2
+    for shard in (0, 1):
+        assert f"but no other node has shard {shard}: a crash now" in ends[0][1]
     for node in nodes:
         node.start()
 

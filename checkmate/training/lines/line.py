@@ -69,6 +69,7 @@ class Line:
         on_begun: Callable[[pb.BeginRequest], None] = lambda request: None,
         *,
         tls: ssl.SSLContext | None = None,
+        at_risk: Callable[[int], str] = lambda node: "",
     ) -> None:
         """Create it; `start` connects.
 
@@ -79,6 +80,7 @@ class Line:
             on_reply: Called with the node's id and each answer to a record.
             on_begun: Called with a request that the node has accepted, before it is sent records.
             tls: Use TLS with this context.
+            at_risk: Returns in words what nobody else has if the node with this id is lost, or "".
         """
         self.node = node
         self.stub = stub
@@ -88,6 +90,7 @@ class Line:
         self._on_reply = on_reply
         self._on_begun = on_begun
         self._tls = tls
+        self._at_risk = at_risk
         self._parts: deque[_Queued] = deque()
         self._nbytes = 0  # of them
         self._sent = 0  # of them, on the present connection
@@ -168,7 +171,8 @@ class Line:
             if not self._complaint and not self._closing.is_set():
                 number, place = self.node.id, self.node.mgmt
                 lost = TRAINER_NODE_LOST(node=number, why=why)
-                say(logging.WARNING, lost, "shadow node %d (%s): %s; training continues", number, place, why)
+                text, risk = "shadow node %d (%s): %s; training continues%s", self._at_risk(number)
+                say(logging.WARNING, lost, text, number, place, why, risk)
             self._complaint = why
             self._closing.wait(pause)
 

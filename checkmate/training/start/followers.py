@@ -124,7 +124,11 @@ class Followers:
         begin = opening.begin_request if place.first else None
         with ExitStack() as undo:
             self.lines = [
-                Line(node, stubs.to(node.id), begin, self._replied, self._begun, tls=stubs.tls)
+                Line(
+                    *(node, stubs.to(node.id), begin, self._replied, self._begun),
+                    tls=stubs.tls,
+                    at_risk=self._at_risk,
+                )
                 for node in place.nodes
             ]
             for line in self.lines:
@@ -190,6 +194,18 @@ class Followers:
         for line in self.lines:
             line.end()
         self._undo.close()
+
+    def _at_risk(self, lost: int) -> str:
+        """Return in words which shards no other node has, if a node is lost."""
+        there = {line.node.id for line in self.lines if line.connected and line.node.id != lost}
+        holders = {
+            shard: {node.id for node in self._place.holders(shard)} for shard in range(self._place.shards)
+        }
+        alone = [str(shard) for shard, nodes in holders.items() if lost in nodes and not nodes & there]
+        if not alone:
+            return ""
+        which = f"shard{'s' * (len(alone) > 1)} {', '.join(alone)}"
+        return f", but no other node has {which}: a crash now does not resume from shadow nodes"
 
     def _begun(self, request: pb.BeginRequest) -> None:
         """Send buffers again to a node that joined late or came back."""
