@@ -160,7 +160,7 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
 
 def _beyond_grants(source: _Source, job: Job | None, wrong: Sequence[Fault], granted: Granted) -> list[Fault]:
     """Return what a job claims beyond its grant. What is faulty already is not said twice."""
-    from checkmate.job import grants  # noqa: PLC0415 - a tenth of what trainers import, and only for operators
+    from checkmate.job import grants  # noqa: PLC0415 - trainers have none, and imports take time
 
     said = {fault.path for fault in wrong}
     found = [
