@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from checkmate.events.event import LINE_MAX, Event
-from checkmate.wording import counted
 
 SUFFIX: Final = ".jsonl"
 OLDER: Final = ".jsonl.1"
@@ -42,8 +41,8 @@ def read_paths(paths: Iterable[Path]) -> Found:
         before = len(found.events)
         for file in files:
             read_file(file, found)
-        if files == [path] and len(found.events) == before and (lines := found.passed_over.get(str(path))):
-            raise EventsError(f"{path}: not an event log: none of its {counted(lines, 'line')} is an event")
+        if files == [path] and len(found.events) == before and str(path) in found.passed_over:
+            raise EventsError(f"{path}: not an event log: none of its lines is an event")
     return found
 
 

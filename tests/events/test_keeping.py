@@ -281,7 +281,7 @@ def test_a_line_is_bounded() -> None:
 
 def test_a_file_of_something_else_is_not_an_event_log(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Words\n\nMore words.\n")
-    with pytest.raises(EventsError, match=r"README.md: not an event log: none of its 2 lines is an event"):
+    with pytest.raises(EventsError, match=r"README.md: not an event log: none of its lines is an event"):
         read_paths([tmp_path / "README.md"])
     (tmp_path / "empty.jsonl").write_text("")
     assert read_paths([tmp_path / "empty.jsonl"]).events == []

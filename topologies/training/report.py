@@ -66,7 +66,7 @@ def costs(cost: Cost) -> FittedTable | str:
         return "cost to the trainers: not enough undisturbed blocks to compare"
     title = (
         f"cost to the trainers in ms per iteration: mean of {pairs} pairs of blocks (95% interval); two such "
-        "jobs differ by up to 7% even without Checkmate, so see docs/figures.md for a fair comparison"
+        "jobs differ by up to 7% even without Checkmate"
     )
     numbers = ("untagged", "protected: more", "more, %")
     table = FittedTable(title, "", *numbers, numbers=numbers)
