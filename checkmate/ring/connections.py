@@ -13,17 +13,20 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from checkmate.keys.macs import NONCE_BYTES, RingProof, RingSide, new_nonce
 from checkmate.ring import greetings
 from checkmate.ring.accepting import Acceptor
 from checkmate.ring.place import RingError, RingPlace, RingTimeout
 from checkmate.tagger import TaggedSocket, Tagger
+from checkmate.tagger.sockets import Chunk
 from checkmate.wire import tcp
 from checkmate.wire.ring_sockets import BUFFER_BYTES
 
 _RETRY_SECONDS = 0.05
+_FIRST_RETRY_SECONDS = 0.005
+"""All ranks begin at once, so the next one will listen soon."""
 _BACKLOG = 1024
 _ANSWER_SECONDS = 5.0  # for the answer to a greeting; then the connection is made again
 _TOKEN = b"\x01"
@@ -38,6 +41,9 @@ class PlainSocket:
     def send_chunk(self, buffer: memoryview | bytes, shadow_id: int | None = None) -> None:
         """Send a whole chunk."""
         self.socket.sendall(buffer)
+
+    def plan(self, chunks: Iterable[Chunk]) -> None:
+        """Do nothing."""
 
     def begin_chunk(self, length: int, shadow_id: int | None = None) -> None:
         """Do nothing."""
@@ -177,6 +183,7 @@ def _connect(
     """Connect to the next rank, and greet it; retry until it listens and answers."""
     peer = (place.rank + 1) % place.ranks
     address = place.address(peer, channel)
+    pause = _FIRST_RETRY_SECONDS
     while True:
         sock = socket.socket()
         doing = "reach"
@@ -201,7 +208,8 @@ def _connect(
                 raise RingTimeout(
                     f"{place.own_name} can't {doing} {place.name(peer)} on {where}: {error.strerror or error}"
                 ) from error
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _RETRY_SECONDS)
         except BaseException:
             sock.close()
             raise

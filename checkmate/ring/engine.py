@@ -60,6 +60,10 @@ class Engine:
             ]
             for channel in channels
         ]
+        self._chunks = [
+            [(step.chunk, step.shadow_id) for steps in by_bucket for step in steps.sends if step.chunk]
+            for by_bucket in self._steps
+        ]
         self._tensors: Sequence[torch.Tensor] = ()
         self._views: list[memoryview] = []
         self._lock = threading.Lock()
@@ -140,6 +144,8 @@ class Engine:
                 return
             index = number % len(self._buckets)
             steps, view = self._steps[channel][index], self._views[index]
+            if index == 0:
+                sender.plan(self._chunks[channel])
             for step in steps.sends:
                 if not received.wait_for(before + step.after):
                     return

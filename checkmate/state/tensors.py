@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
@@ -174,14 +175,14 @@ def dump_generators(found: Mapping[str, Any]) -> bytes:
         if found.get(name) is not None:
             setattr(message, name, bytes(bytes_of(found[name])))
     if "python" in found:
-        version, words, gauss = found["python"]
-        message.python.CopyFrom(pb.PythonGenerator(version=version, words=_packed(words), gauss=gauss))
+        message.python.version, words, gauss = found["python"]
+        message.python.words = _packed(words)
+        if gauss is not None:
+            message.python.gauss = gauss
     if "numpy" in found:
-        kind, words, position, has_gauss, gauss = found["numpy"]
-        state = pb.NumpyGenerator(
-            kind=kind, words=_packed(words), position=position, has_gauss=has_gauss, gauss=gauss
-        )
-        message.numpy.CopyFrom(state)
+        numpy = message.numpy
+        numpy.kind, words, numpy.position, numpy.has_gauss, numpy.gauss = found["numpy"]
+        numpy.words = _packed(words)
     return message.SerializeToString()
 
 
@@ -212,4 +213,6 @@ def load_generators(data: bytes) -> dict[str, Any]:
 
 def _packed(words: Any) -> bytes:
     """Return words as bytes of native uint32."""
+    if isinstance(words, np.ndarray) and words.dtype == np.uint32:
+        return words.tobytes()
     return words if isinstance(words, bytes) else array("I", words).tobytes()

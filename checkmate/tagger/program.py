@@ -19,7 +19,7 @@ from checkmate.tagger.libbpf import NEEDED, BpfObject, object_file
 
 PROGRAM = "checkmate_tagger"
 RANGES = 256
-"""TAGGER_RANGES: the number of chunks of one socket that may be unacknowledged."""
+"""TAGGER_RANGES: the number of chunks of one socket that may be announced and not acknowledged."""
 FAULTS = ("reserve", "store", "tos", "flags")
 """Names of `enum fault`, in its order."""
 

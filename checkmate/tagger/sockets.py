@@ -6,9 +6,11 @@ that every transmission of a byte, first or repeated, gets its tag.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from checkmate.tagger.errors import TaggerError
 from checkmate.tagger.program import RANGES, SocketState, Tagger
@@ -22,6 +24,12 @@ RETIRE_AFTER = 1 << 30
 
 _REAPED_FROM = 16
 """The number of ranges from which on acknowledged ones are dropped: asking the kernel takes time."""
+
+LOT_CHUNKS, LOT_BYTES = 64, 1 << 28
+"""Planned chunks whose ranges are passed to the kernel at once, at most: each time costs 30 us or more."""
+
+Chunk = tuple[int, int | None]
+"""The length of a chunk, and its shadow id if it is tagged."""
 
 _POLL_SECONDS = 0.0001
 
@@ -48,7 +56,10 @@ class TaggedSocket:
         self._tagger = tagger
         self._channel = channel
         self._incarnation = incarnation
-        self._positions: dict[int, int] = {}
+        self._positions: dict[int, int] = {}  # in the streams, after the last chunk begun
+        self._announced_positions: dict[int, int] = {}  # ... and after the last one that the kernel knows
+        self._announced = 0  # end of the chunks that the kernel knows, in bytes written
+        self._planned: deque[Chunk] = deque()
         self._acknowledged: dict[int, int] = {}
         # For each live range: its end in bytes written, shadow id, and its end in the stream.
         self._ends: deque[tuple[int, int, int]] = deque()
@@ -65,19 +76,24 @@ class TaggedSocket:
             self.begin_chunk(len(view), shadow_id)
             self.write(view)
 
+    def plan(self, chunks: Iterable[Chunk]) -> None:
+        """Note the chunks that follow, so that the ranges of several are passed to the kernel at once."""
+        self._planned += chunks
+
     def begin_chunk(self, length: int, shadow_id: int | None = None) -> None:
-        """Announce a chunk of `length` bytes, to be sent in pieces by `write`."""
+        """Begin a chunk of `length` bytes, which `write` sends in pieces; announce it if it was not yet."""
         if self._chunk_left:
             raise TaggerError(f"the previous chunk still lacks {self._chunk_left} bytes")
         if length > CHUNK_MAX:
             raise TaggerError(f"a chunk of {length} bytes exceeds the maximum of {CHUNK_MAX}")
+        if self._planned and (planned := self._planned.popleft()) != (length, shadow_id):
+            raise TaggerError(f"{(length, shadow_id)} is not the planned chunk {planned}")
         if not length:
             return
-        expired = self.written + length - RETIRE_AFTER
-        if self._kernel_oldest is not None and self._kernel_oldest < expired:
-            self._retire(expired)
+        if self.written >= self._announced:
+            self._announce([(length, shadow_id), *self._planned_lot(length)])
         if shadow_id is not None:
-            self._add_range(length, shadow_id)
+            self._positions[shadow_id] = self._positions.get(shadow_id, 0) + length
         self._chunk_left = length
 
     def write(self, piece: memoryview | bytes) -> None:
@@ -91,7 +107,7 @@ class TaggedSocket:
         self.written += length
 
     def position(self, shadow_id: int) -> int:
-        """Return the number of tagged bytes of this stream, including the announced chunk."""
+        """Return the number of tagged bytes of this stream, including the chunk that was begun."""
         return self._positions.get(shadow_id, 0)
 
     def acknowledged(self, shadow_id: int) -> int:
@@ -105,7 +121,35 @@ class TaggedSocket:
         """Return the number of written bytes that the peer has not acknowledged (SIOCOUTQ)."""
         return tcp.unacknowledged(self.socket)
 
-    def _add_range(self, length: int, shadow_id: int) -> None:
+    def _planned_lot(self, before: int) -> Iterator[Chunk]:
+        """Yield the planned chunks that are announced with the next one, of `before` bytes."""
+        for chunk in itertools.islice(self._planned, LOT_CHUNKS - 1):
+            before += chunk[0]
+            if before > LOT_BYTES:
+                return
+            yield chunk
+
+    def _announce(self, chunks: Sequence[Chunk]) -> None:
+        """Pass the ranges of chunks to the kernel; all chunks announced before are written."""
+        end = self.written + sum(length for length, _ in chunks)
+        expired = end - RETIRE_AFTER
+        if self._kernel_oldest is not None and self._kernel_oldest < expired:
+            self._retire(expired)
+        tagged = sum(shadow_id is not None for _, shadow_id in chunks)
+        if tagged:
+            self._check_established()
+            if len(self._ends) + tagged > _REAPED_FROM:
+                self._await_ranges(RANGES - tagged)
+            start = self.written
+            for length, shadow_id in chunks:
+                if shadow_id is not None:
+                    self._add_range(start, length, shadow_id)
+                start += length
+            self._store()
+        self._announced = end
+
+    def _check_established(self) -> None:
+        """Learn the connection's first sequence number. Raise `TaggerError` if the kernel has not seen it."""
         state = self._state
         if not state.established:
             self._tagger.fetch(self.socket, state)
@@ -114,12 +158,14 @@ class TaggedSocket:
                 "the tagger has not seen this connection: the socket must be created in the tagger's cgroup, "
                 "passed to TaggedSocket before it connects, and be connected"
             )
-        if len(self._ends) >= _REAPED_FROM:
-            self._await_ranges(RANGES - 1)
-        position = self._positions.get(shadow_id, 0)
+
+    def _add_range(self, start: int, length: int, shadow_id: int) -> None:
+        """Add the range of a chunk that begins after `start` bytes written."""
+        state = self._state
+        position = self._announced_positions.get(shadow_id, 0)
         state.set_range(
             state.tail,
-            (state.first_sequence + self.written) % tag.MODULUS,
+            (state.first_sequence + start) % tag.MODULUS,
             length,
             position % tag.MODULUS,
             shadow_id,
@@ -127,9 +173,8 @@ class TaggedSocket:
             self._incarnation,
         )
         state.tail = (state.tail + 1) % tag.MODULUS
-        self._ends.append((self.written + length, shadow_id, position + length))
-        self._store()
-        self._positions[shadow_id] = position + length
+        self._ends.append((start + length, shadow_id, position + length))
+        self._announced_positions[shadow_id] = position + length
 
     def _retire(self, before: int) -> None:
         """Remove ranges that end before a byte: they would match again when sequence numbers wrap."""

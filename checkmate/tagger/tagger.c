@@ -61,7 +61,8 @@ static __always_inline void reserve(struct bpf_sock_ops *ops, struct tagged_sock
 		mark(ops, socket->plain_tos); /* a bare ACK, FIN or probe: write() is not called */
 }
 
-/* Search the newest ranges first, because only retransmissions need older ones. */
+/* Search the newest ranges first: those of chunks that are still to come are few, and older ones are needed only for
+ * retransmissions. */
 static __always_inline struct tag_range *range_of(struct tagged_socket *socket, __u32 sequence)
 {
 	__u32 live = socket->tail - socket->head;

@@ -72,7 +72,9 @@ def chunks_of(seed: int, sizes: list[int], untagged_share: float = 0.4) -> list[
     return chunks
 
 
-def send_all(sender: TaggedSocket, chunks: list[Sent]) -> None:
+def send_all(sender: TaggedSocket, chunks: list[Sent], *, planned: bool = False) -> None:
+    if planned:
+        sender.plan((len(chunk.data), chunk.shadow_id) for chunk in chunks)
     for chunk in chunks:
         sender.send_chunk(chunk.data, chunk.shadow_id)
 
@@ -126,14 +128,15 @@ def assert_covered(segments: list[CapturedSegment], first: int, chunks: list[Sen
     assert end == chunks[-1].start + len(chunks[-1].data)
 
 
+@pytest.mark.parametrize("planned", [False, True], ids=["one_by_one", "planned"])
 @pytest.mark.parametrize("timestamps", [True, False], ids=["timestamps", "bare"])
 @pytest.mark.parametrize("mode", OFFLOADS)
-def test_every_segment_has_its_chunks_tag(tagger: Tagger, mode: str, timestamps: bool) -> None:
+def test_every_segment_has_its_chunks_tag(tagger: Tagger, mode: str, timestamps: bool, planned: bool) -> None:
     sizes = [1, 10, 1431, 1432, 1433, 2864, 100_000, 3, 1_000_000, 65_536, 7, 7, 300_001, 1] * 3
     chunks = chunks_of(1, sizes)
     with veth_pair(OFFLOADS[mode]) as pair:
         pair.in_each(f"sysctl -qw net.ipv4.tcp_timestamps={int(timestamps)}")
-        segments, received, _ = run_transfer(tagger, pair, chunks)
+        segments, received, _ = run_transfer(tagger, pair, chunks, planned=planned)
     assert received == b"".join(chunk.data for chunk in chunks)
     first = first_sequence(segments)
     assert check_segments(segments, first, chunks, timestamps) >= len(chunks)
@@ -144,7 +147,7 @@ def test_every_segment_has_its_chunks_tag(tagger: Tagger, mode: str, timestamps:
 
 
 def run_transfer(
-    tagger: Tagger, pair: HostPair, chunks: list[Sent]
+    tagger: Tagger, pair: HostPair, chunks: list[Sent], *, planned: bool = False
 ) -> tuple[list[CapturedSegment], bytes, int]:
     """Send the chunks over a fresh tagged connection from `a` to `b`.
 
@@ -158,7 +161,7 @@ def run_transfer(
         tcp.tune_for_bulk(sock)
         sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
         sender.socket.connect(reader.address)
-        send_all(sender, chunks)
+        send_all(sender, chunks, planned=planned)
         tcp.drain(sender.socket, 60)
         assert sender.unacknowledged() == 0
         retransmitted = tcp.retransmitted(sock)
@@ -185,10 +188,11 @@ def test_retransmissions_carry_the_same_mapping(
     assert retransmitted, "the loss has caused no retransmission: nothing was tested"
 
 
-def test_more_chunks_than_ranges_wait_for_acknowledgements(tagger: Tagger) -> None:
+@pytest.mark.parametrize("planned", [False, True], ids=["one_by_one", "planned"])
+def test_more_chunks_than_ranges_wait_for_acknowledgements(tagger: Tagger, planned: bool) -> None:
     chunks = chunks_of(3, [1, 2, 3, 4] * RANGES, untagged_share=0)
     with veth_pair() as pair:
-        segments, received, _ = run_transfer(tagger, pair, chunks)
+        segments, received, _ = run_transfer(tagger, pair, chunks, planned=planned)
     assert received == b"".join(chunk.data for chunk in chunks)
     assert check_segments(segments, first_sequence(segments), chunks, timestamps=True) >= len(chunks)
 
@@ -299,6 +303,37 @@ def test_positions_count_tagged_bytes_only(tagger: Tagger) -> None:
         assert (sender.position(5), sender.position(6), sender.position(7)) == (3, 4, 0)
         assert sender.written == 11
     assert reader.received == b"123456789ab"
+
+
+def test_the_kernel_gets_the_ranges_of_planned_chunks_at_once(
+    tagger: Tagger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("checkmate.tagger.sockets.LOT_BYTES", 10)
+    known = SocketState()
+    chunks: list[tuple[int, int | None]] = [(2, 5), (3, None), (4, 5), (5, 6), (11, 5), (1, 5)]
+    with connected(tagger) as (sender, reader):
+        sender.plan(chunks)
+        tails = []
+        for length, shadow_id in chunks:
+            sender.begin_chunk(length, shadow_id)
+            tagger.fetch(sender.socket, known)
+            tails.append(known.tail)
+            sender.write(bytes(length))
+        assert tails == [2, 2, 2, 3, 4, 5]
+        assert (sender.position(5), sender.position(6)) == (18, 5)
+        sender.plan([(7, 5)])
+        with pytest.raises(TaggerError, match=r"\(7, None\) is not the planned chunk \(7, 5\)"):
+            sender.begin_chunk(7)
+    assert len(reader.received) == 26
+
+
+def test_a_position_counts_chunks_that_have_begun(tagger: Tagger) -> None:
+    with connected(tagger) as (sender, _):
+        sender.plan([(2, 5), (3, 5)])
+        sender.send_chunk(b"12", 5)
+        assert sender.position(5) == 2
+        sender.send_chunk(b"345", 5)
+        assert sender.position(5) == 5
 
 
 def test_a_range_is_retired_before_its_sequence_numbers_come_again(

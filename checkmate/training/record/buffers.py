@@ -45,18 +45,20 @@ def copied(tensor: torch.Tensor) -> Later:
 def frozen_state(
     optimizer: torch.optim.Optimizer,
     trained: Collection[nn.Parameter],
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Callable[[], Mapping[str, nn.Parameter]],
 ) -> dict[str, torch.Tensor]:
     """Return the optimizer's state of parameters whose gradients are not reduced, named by `name_frozen`.
 
-    `trained` has the other parameters, and `parameters` all of the model, by name.
+    `trained` has the other parameters, and `parameters` returns all of the model, by name.
     """
-    names = {parameter: name for name, parameter in parameters.items()}
     flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [(index, p) for index, p in enumerate(flat) if p not in trained and p in optimizer.state]
+    if not others:
+        return {}
+    names = {parameter: name for name, parameter in parameters().items()}
     return {
         name: tensor
-        for index, parameter in enumerate(flat)
-        if parameter not in trained and parameter in optimizer.state
+        for index, parameter in others
         for name, tensor in name_frozen(
             index, _local_state(optimizer.state[parameter]), names.get(parameter, "")
         )

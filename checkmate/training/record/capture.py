@@ -87,7 +87,7 @@ class Noted:
 
     iteration: int
     ends: Mapping[tuple[int, int], int]
-    captured: IterationEnd
+    captured: IterationEnd | None = None  # not yet
     stepped: bool = False
     marked: bool = False  # the script has marked its end
     settled: bool = False  # ... and has reached it
@@ -100,6 +100,13 @@ class Noted:
     scaled: list[Scaled] = field(default_factory=list)
     slices: list[tuple[Window, Copy]] = field(default_factory=list)
     buffers: dict[str, Later] | None = None  # not captured yet
+
+    @property
+    def end(self) -> IterationEnd:
+        """The state at its end. Raise `RuntimeError` if that was not captured."""
+        if self.captured is None:
+            raise RuntimeError(f"the end of iteration {self.iteration} was not captured")
+        return self.captured
 
     @property
     def over(self) -> bool:

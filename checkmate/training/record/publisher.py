@@ -41,7 +41,7 @@ def to_part(author: pb.RecordPart, noted: Noted) -> pb.RecordPart:
 
     `author` has the fields that all parts of the rank share.
     """
-    captured = noted.captured
+    captured = noted.end
     part = pb.RecordPart(
         iteration=noted.iteration,
         rng=state.dump_generators(captured.rng),
@@ -54,24 +54,23 @@ def to_part(author: pb.RecordPart, noted: Noted) -> pb.RecordPart:
     for (channel, shard), end in noted.ends.items():
         part.ends.add(side=side, channel=channel, shard=shard, end=end)
     if author.position == 0:
-        part.step.CopyFrom(_step(noted))
+        _fill_step(part.step, noted)
     return part
 
 
-def _step(noted: Noted) -> pb.Step:
-    captured = noted.captured
-    step = pb.Step(
-        skipped=noted.skipped(),
-        last=noted.last,
-        options=noted.options,
-        next_options=captured.next_options,
-        without_gradient=noted.without_gradient,
-        beginnings=noted.beginnings,
-        scheduler=b"" if captured.scheduler is None else state.dumps(captured.scheduler),
-        scheduler_class=captured.scheduler_class,
-        scaler=b"" if captured.scaler is None else state.dumps(captured.scaler),
-        slices=[to_message(window, later()) for window, later in noted.slices],
-    )
+def _fill_step(step: pb.Step, noted: Noted) -> None:
+    """Fill in the optimizer's step, in place: a message is copied when it is put into another."""
+    captured = noted.end
+    step.SetInParent()
+    step.skipped, step.last = noted.skipped(), noted.last
+    step.options.extend(noted.options)
+    step.next_options.extend(captured.next_options)
+    step.without_gradient.extend(noted.without_gradient)
+    step.beginnings.extend(noted.beginnings)
+    step.scheduler = b"" if captured.scheduler is None else state.dumps(captured.scheduler)
+    step.scheduler_class = captured.scheduler_class
+    step.scaler = b"" if captured.scaler is None else state.dumps(captured.scaler)
+    step.slices.extend(to_message(window, later()) for window, later in noted.slices)
     for scaled in noted.scaled:
         step.scalings.add(
             kind=scaled.kind,
@@ -79,7 +78,6 @@ def _step(noted: Noted) -> pb.Step:
             parameters=scaled.parameters,
             dtype=state.dtype_name(scaled.factor.dtype),
         )
-    return step
 
 
 class Publisher:

@@ -98,8 +98,9 @@ class Recorder:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
         if self._open is not None:
             self._finish(self._open)
-        captured = self._capture.take()  # in case the iteration gets neither a step nor a mark
-        self._open = Noted(iteration, self._stream_ends(iteration), captured)
+        self._open = Noted(iteration, self._stream_ends(iteration))
+        if not self._marking or self._missed:  # it may get neither a step nor a mark
+            self._open.captured = self._capture.take()
         self._checks.gradients.start()
 
     def marks(self) -> None:
@@ -116,8 +117,8 @@ class Recorder:
         self.marks()
         noted = self._open
         if noted is not None and not (left and noted.settled):
+            self._end_here(noted, in_loop=in_loop)  # first, because the script's `extra` may fail
             noted.marked, noted.settled, noted.left = True, not left, left
-            self._end_here(noted, in_loop=in_loop)
 
     def close(self, last: bool) -> None:
         """Remove the hooks. `last`: the open iteration is complete if its optimizer has stepped or skipped.
@@ -131,7 +132,7 @@ class Recorder:
             if self._marking and not noted.marked:
                 self.mark()
             if last and noted.left:  # whoever resumes makes that loop's iterator again
-                noted.captured = replace(noted.captured, rng={**noted.captured.rng, "in_loop": True})
+                noted.captured = replace(noted.end, rng={**noted.end.rng, "in_loop": True})
             self._finish(noted)
         self._open = None
         self._checks.gradients.forget()
@@ -219,14 +220,14 @@ class Recorder:
         """Capture the state at the iteration's end, in place of an earlier capture."""
         noted.captured = self._capture.take(in_loop=in_loop)
         noted.buffers = self._capture.buffers(noted.buffers)
-        self._drift.note(noted.captured)
+        self._drift.note(noted.end)
 
     def _finish(self, noted: Noted) -> None:
         self._open = None
         self._checks.gradients.forget()
         if not noted.stepped:
             self._passed_over(noted)
-        if self._marking and noted.over and not noted.marked:
+        if self._marking and not noted.marked and (noted.over or noted.captured is None):
             self._mark_missed(noted)
         if noted.buffers is None:
             noted.buffers = self._capture.buffers(None)
@@ -240,9 +241,9 @@ class Recorder:
         if not self._missed:
             self._missed = True
             _log.warning(
-                "iteration %d ended without protection.mark(), although an earlier one had it: a run resumed "
-                "here may differ. Call it at the end of every iteration, or use protection.steps(loader) in "
-                "the loop over batches",
+                "iteration %d ended without protection.mark(), which others had: a run resumed here may "
+                "differ. Call it at the end of every iteration, or use protection.steps(loader) in the loop "
+                "over batches, with one synchronising backward for each",
                 noted.iteration,
             )
 

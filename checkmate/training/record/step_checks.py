@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -180,23 +181,19 @@ class _Sample:
     def __init__(self, parameter: nn.Parameter, turn: int) -> None:
         self._parameter = parameter
         self._turn = turn
-        self._seen: torch.Tensor | None = None  # the gradient whose memory `_bytes` shows
-        self._where: tuple[int, tuple[int, ...]] = (0, ())  # address and strides of that gradient
-        self._bytes = memoryview(b"")
 
     def copy(self) -> bytes:
         """Return its bytes in host memory; empty without a gradient."""
         gradient = self._parameter.grad
         if gradient is None:
             return b""
-        local = local_of(gradient)
-        where = (local.data_ptr(), local.stride())
-        if self._seen is not gradient or self._where != where:
-            flat = _flat(self._parameter, gradient)
-            self._bytes = bytes_of(self._window(flat))
-            self._seen = gradient if flat.data_ptr() == local.data_ptr() else None  # a copy is stale later
-            self._where = where
-        return self._bytes.tobytes()
+        own, local = local_of(self._parameter), local_of(gradient)
+        if local.stride() != own.stride() or not _dense(own) or local.is_conj() or local.is_neg():
+            return bytes_of(self._window(_flat(self._parameter, gradient))).tobytes()
+        # It has the parameter's order in memory. A view of it as a tensor would take ten times as long.
+        size = local.element_size()
+        window = self._place(local.numel(), size)
+        return ctypes.string_at(local.data_ptr() + window.start * size, (window.stop - window.start) * size)
 
     def sum(self) -> torch.Tensor:
         """Return the sum of its elements' bits as integers, as int64."""
@@ -207,10 +204,20 @@ class _Sample:
         return window.view(_WORDS[window.element_size()]).sum()
 
     def _window(self, flat: torch.Tensor) -> torch.Tensor:
-        window = max(SAMPLE_BYTES // flat.element_size(), 1)
-        windows = max(-(-flat.numel() // window), 1)
+        return flat[self._place(flat.numel(), flat.element_size())]
+
+    def _place(self, elements: int, size: int) -> slice:
+        """Return its place among the elements of a tensor, which have `size` bytes each."""
+        window = max(SAMPLE_BYTES // size, 1)
+        windows = max(-(-elements // window), 1)
         start = (self._turn % windows) * window
-        return flat[start : start + window]
+        return slice(start, min(start + window, elements))
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory; false for some that do."""
+    images = tensor.dim() == 4
+    return tensor.is_contiguous() or (images and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def _named(names: Sequence[str], differs: torch.Tensor) -> list[str]:

@@ -18,9 +18,9 @@ def recorded_buffers(
     """Return the buffers that this rank records; only the first rank records those that all ranks share."""
     model, optimizer = watched.model, watched.optimizer
     if place.first:
+        trained = set(parameters)
         return Buffers(
-            lambda: model.kept_beside() | frozen_state(optimizer, set(parameters), model.parameters()),
-            everything=True,
+            lambda: model.kept_beside() | frozen_state(optimizer, trained, model.parameters), everything=True
         )
     if model.broadcasts_buffers:
         return Buffers(dict, everything=False)

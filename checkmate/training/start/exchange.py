@@ -15,10 +15,10 @@ import torch.distributed as dist
 from checkmate.training.errors import SessionError
 from checkmate.wording import counted
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Of these messages and of their order. Version 1 had pickled objects, and did not name itself; version 2 did
 not compare NCCL's plugins; version 3 did not say what groups train; in version 4, each rank read all of the
-state; in version 5, ranks did not compare what they had received."""
+state; in version 5, ranks did not compare what they had received; in version 6, all sent at once."""
 MESSAGE_BYTES: Final = 16 << 20
 """The largest message; the longest are plans, with some bytes per shard."""
 _MAGIC: Final = 0xC4EC_0000

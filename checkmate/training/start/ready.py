@@ -13,6 +13,8 @@ from checkmate.training.start.membership import Membership
 from checkmate.wording import at_iteration, counted
 
 _POLL_SECONDS: Final = 0.1
+_FIRST_POLL_SECONDS: Final = 0.01
+"""Streams take some 50 ms to connect after a restart; each further poll waits longer."""
 _STATUS_SECONDS: Final = 2.0
 
 _CONTROLLER: Final = "streams need `checkmate run` of this job: `checkmate status JOB` shows them"
@@ -23,12 +25,14 @@ Holds = Mapping[int, Mapping[int, pb.HoldStatus] | str]
 
 def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: float) -> str:
     """Wait until all holds of the group are connected and seeded. Return in words those that are not."""
+    pause = _FIRST_POLL_SECONDS
     while True:
         lacking = _lacking(place, stubs, incarnation)
         if not lacking or time.monotonic() > deadline:
             hint = [_CONTROLLER] if any("streams are connected" in one for one in lacking) else []
             return "; ".join([*lacking, *hint])
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _POLL_SECONDS)
 
 
 def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: int, deadline: float) -> str:

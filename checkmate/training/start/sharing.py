@@ -6,28 +6,29 @@ Shadow nodes then send each byte once, however many ranks there are; the ranks' 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from checkmate.nodes.reader import Asked, States
-from checkmate.state import DTYPES, bytes_of, dtype_name
+from checkmate.state import DTYPES, dtype_name
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
 from checkmate.training.start.exchange import ExchangeError, Named
 from checkmate.training.start.membership import Membership
+from checkmate.training.start.pieces import PIECE_BYTES, Piece, TensorBytes
 from checkmate.wire.layout import Layout
 
-PIECE_BYTES: Final = 2 << 20
-"""What each rank sends at once."""
-PIECES_BYTES: Final = 256 << 20
-"""What all ranks together send at once, at most: of a GPU's memory, if they send by way of it."""
+IN_FLIGHT: Final = 8
+"""Pieces of all ranks that are under way at once. Each needs `PIECE_BYTES` of a GPU, if one is on the way."""
+
+_CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,10 @@ def prepare(own: States, tables: Sequence[Any], readers: Readers | None, named: 
             raise ExchangeError(f"{named(rank)} has read parameter {min(twice)}, as another rank has")
         states = own if rank == readers.ranks[readers.own] else _made(entries)
         found |= states
-        parts.append(_Bytes(states, entries))
-    size = max(min(PIECE_BYTES, PIECES_BYTES // len(parts)), 1)
-    given = torch.zeros(size, dtype=torch.uint8)
-    taken = torch.empty(len(parts), size, dtype=torch.uint8, device=readers.device)
-    return Parts(found, parts, readers, given, taken)
+        parts.append(TensorBytes(_tensors(states, entries)))
+    device = readers.device
+    slots = torch.empty(IN_FLIGHT, 0 if device == _CPU else PIECE_BYTES, dtype=torch.uint8, device=device)
+    return Parts(found, parts, readers, slots)
 
 
 def share(own: States, parts: Parts | None, named: Named) -> States:
@@ -189,46 +189,13 @@ def _made(entries: Sequence[_Entry]) -> States:
     return made
 
 
-class _Bytes:
-    """The bytes of a rank's tensors, in the order of its table."""
-
-    def __init__(self, states: States, entries: Sequence[_Entry]) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._begins: list[int] = []
-        self.size = 0
-        for entry in entries:
-            tensor, values = states[entry.number]
-            value = values[entry.name] if entry.name else tensor
-            if isinstance(value, torch.Tensor) and value.nbytes:
-                self._tensors.append(value.contiguous().reshape(-1).view(torch.uint8))
-                self._begins.append(self.size)
-                self.size += value.nbytes
-
-    def between(self, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield views of these bytes, each with its distance from `begin`."""
-        for at in range(max(bisect_right(self._begins, begin) - 1, 0), len(self._begins)):
-            start = self._begins[at]
-            if start >= end:
-                return
-            view = self._tensors[at][max(begin - start, 0) : end - start]
-            yield max(start - begin, 0), view
-
-    def give(self, begin: int, piece: torch.Tensor) -> None:
-        """Copy bytes from `begin` on into a piece."""
-        for at, view in self.between(begin, begin + len(piece)):
-            piece[at : at + len(view)] = view
-
-    def digest(self) -> str:
-        """Return XXH3 of all bytes: it finds accidents."""
-        hashed = xxhash.xxh3_128()
-        for tensor in self._tensors:
-            hashed.update(bytes_of(tensor))
-        return hashed.hexdigest()
-
-    def take(self, begin: int, piece: torch.Tensor) -> None:
-        """Copy a piece into these bytes from `begin` on."""
-        for at, view in self.between(begin, begin + len(piece)):
-            view.copy_(piece[at : at + len(view)])
+def _tensors(states: States, entries: Sequence[_Entry]) -> Iterator[torch.Tensor]:
+    """Yield a rank's tensors, in the order of its table."""
+    for entry in entries:
+        tensor, values = states[entry.number]
+        value = values[entry.name] if entry.name else tensor
+        if isinstance(value, torch.Tensor):
+            yield value
 
 
 @dataclass(frozen=True)
@@ -237,16 +204,14 @@ class Parts:
 
     states: States
     """All of it. Parts of other ranks have their values after `exchange`."""
-    parts: Sequence[_Bytes]
+    parts: Sequence[TensorBytes]
     """By index of the reader."""
     readers: Readers
-    given: torch.Tensor
-    """Memory for a piece of this rank's, on the CPU."""
-    taken: torch.Tensor
-    """Memory for a piece of each reader's, by index, where the group takes tensors."""
+    slots: torch.Tensor
+    """Memory for pieces that are under way, where the group takes tensors; none if that is the CPU."""
 
     @property
-    def own(self) -> _Bytes:
+    def own(self) -> TensorBytes:
         """The part that this rank has read."""
         return self.parts[self.readers.own]
 
@@ -262,24 +227,41 @@ class Parts:
         return ""
 
     def exchange(self) -> None:
-        """Send this rank's bytes to all readers, and receive theirs, piece by piece.
+        """Send this rank's bytes to all readers, and receive theirs.
 
-        All send at once, which uses all of their links, as long as most of them have something left to send:
-        a large parameter may be most of what one of them has read.
+        The readers take turns, with several pieces under way, which uses all of their links.
         """
-        parts, ranks, own = self.parts, self.readers.ranks, self.readers.own
-        longest = max(part.size for part in parts)
-        for begin in range(0, longest, len(self.given)):
-            having = [at for at, part in enumerate(parts) if part.size > begin]
-            taken = self.taken[:, : longest - begin]
-            self.own.give(begin, self.given)
-            mine = self.given[: longest - begin].to(self.readers.device)
-            if 2 * len(having) > len(parts):
-                dist.all_gather(list(taken), mine, group=self.readers.group)
-            else:
-                for at in having:
-                    sent = mine if at == own else taken[at]
-                    dist.broadcast(sent, src=ranks[at], group=self.readers.group)
-            for at in having:
-                if at != own:
-                    parts[at].take(begin, taken[at].cpu())
+        under_way: deque[tuple[dist.Work, int, Piece, int]] = deque()
+        for number, (at, piece) in enumerate(self._turns()):
+            if len(under_way) == IN_FLIGHT:
+                self._finish(*under_way.popleft())
+            slot = number % IN_FLIGHT
+            under_way.append((self._begin(at, piece, slot), at, piece, slot))
+        while under_way:
+            self._finish(*under_way.popleft())
+
+    def _turns(self) -> Iterator[tuple[int, Piece]]:
+        """Yield the pieces of all readers in turns, each with the reader's index."""
+        for turn in zip_longest(*(part.pieces for part in self.parts)):
+            yield from ((at, piece) for at, piece in enumerate(turn) if piece is not None)
+
+    def _begin(self, at: int, piece: Piece, slot: int) -> dist.Work:
+        """Send or receive a piece of reader `at`, by way of this slot."""
+        if at == self.readers.own:
+            piece.give()
+        sent = piece.bytes
+        if self.readers.device != _CPU:
+            sent = self.slots[slot, : len(sent)]
+            if at == self.readers.own:
+                sent.copy_(piece.bytes)
+        source, group = self.readers.ranks[at], self.readers.group
+        work: dist.Work | None = dist.broadcast(sent, src=source, group=group, async_op=True)
+        assert work is not None  # else this rank would not be in the group
+        return work
+
+    def _finish(self, work: dist.Work, at: int, piece: Piece, slot: int) -> None:
+        work.wait()
+        if at != self.readers.own:
+            if self.readers.device != _CPU:
+                piece.bytes.copy_(self.slots[slot, : len(piece.bytes)])
+            piece.take()

@@ -88,7 +88,7 @@ def group_state(watched: Watched, record: pb.IterationRecord) -> GroupState:
         )
         for p, number in numbers.items()
     }
-    beside = model.kept_beside() | frozen_state(watched.optimizer, set(numbers), model.parameters())
+    beside = model.kept_beside() | frozen_state(watched.optimizer, set(numbers), model.parameters)
     made = pb.IterationRecord(iteration=ITERATION, parts=record.parts)
     for name, tensor in beside.items():
         made.buffers[name] = state.dumps(state.local_of(tensor).detach())

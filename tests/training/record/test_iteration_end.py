@@ -215,6 +215,47 @@ def test_a_mark_that_is_missed_is_said_once(caplog: pytest.LogCaptureFixture) ->
     assert said.startswith("iteration 3 ended without protection.mark()")
 
 
+def test_an_iteration_without_a_step_whose_mark_is_missed_ends_at_the_next_forward(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Only the first one: from then on, such an iteration ends with its backward."""
+    script = EndScript()
+    loop = script.loop
+    expected = []
+    for iteration in range(6):
+        loop.backward()
+        before = script.seen["at"]
+        if iteration not in (2, 4):
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        script.work()
+        expected.append({"at": before if iteration == 4 else script.seen["at"]})
+        if iteration not in (2, 4):
+            loop.recorder.mark()
+    assert [state.loads(part.extra) for part in loop.close()] == expected
+    (said,) = caplog.messages
+    assert said.startswith("iteration 2 ended without protection.mark()")
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_mark_that_fails_is_none(last: bool) -> None:
+    """The iteration is kept only if training ends there, with its state at that time."""
+    script = EndScript()
+    loop = script.loop
+    for iteration in range(2):
+        loop.backward()
+        loop.optimizer.step()
+        if not iteration:
+            loop.recorder.mark()
+    generator: Any = (number for number in range(1))
+    script.seen["at"] = generator
+    with pytest.raises(TypeError, match="generator"):
+        loop.recorder.mark()
+    script.seen = {"at": 7}
+    loop.recorder.close(last=last)
+    assert [noted.end.extra for noted in loop.emitted][1:] == [{"at": 7}] * last
+
+
 CHANGES: dict[str, Callable[[EndScript], object]] = {
     "extra()": lambda script: script.seen.update(at=7),
     "the scheduler": lambda script: setattr(script.loop.scheduler, "last_epoch", 9),

@@ -438,7 +438,7 @@ def test_state_of_frozen_parameters_is_said_when_it_changes() -> None:
     """Detected by version, except for values as small as a number."""
     frozen, trained = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.Adagrad([trained, frozen])
-    buffers = Buffers(lambda: frozen_state(optimizer, {trained}, {"body.w": frozen}), everything=True)
+    buffers = Buffers(lambda: frozen_state(optimizer, {trained}, lambda: {"body.w": frozen}), everything=True)
     total, count = (f'optimizer.state[1][{n}]["body.w"].{e} (tensor)' for n, e in ((1, "sum"), (0, "step")))
     assert buffers.names == {total, count}
     assert set(buffers.take()) == {total, count}

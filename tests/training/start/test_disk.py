@@ -93,7 +93,7 @@ class DiskScript:
             buffers=Buffers(
                 lambda: (
                     self.wrapped.kept_beside()
-                    | frozen_state(self.optimizer, set(names.values()), self.wrapped.parameters())
+                    | frozen_state(self.optimizer, set(names.values()), self.wrapped.parameters)
                 ),
                 everything=True,
             ),

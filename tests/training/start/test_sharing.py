@@ -21,7 +21,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import exchange, from_nodes, membership, sharing
+from checkmate.training.start import exchange, from_nodes, membership, pieces
 from checkmate.training.start.all_ranks import on_all
 from checkmate.training.start.exchange import ExchangeError
 from checkmate.training.start.fetch import Fetched, FetchError
@@ -81,18 +81,20 @@ def _share(own: States, readers: Readers | None) -> States:
     return share(own, prepare(own, tables, readers, NAMED), NAMED)
 
 
-def _shared(rank: int, _: int, piece: int) -> States:
+def _shared(rank: int, _: int, piece: int, packed_below: int) -> States:
     group = dist.new_group([2, 0, 1])
     ranks = dist.get_process_group_ranks(group)
     readers = Readers(ranks, ranks.index(rank), group, CPU)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "PIECE_BYTES", piece)
+        patch.setattr(pieces, "PIECE_BYTES", piece)
+        patch.setattr(pieces, "PACKED_BELOW", packed_below)
         return _share({number: _state(number) for number in PARTS[rank]}, readers)
 
 
 @pytest.mark.parametrize("piece", [16, 37, 1 << 20])
-def test_all_readers_have_what_each_has_read(ranks: RankProcesses, piece: int) -> None:
-    for found in ranks.run(3, _shared, piece):
+@pytest.mark.parametrize("packed_below", [0, 10, 1 << 20])
+def test_all_readers_have_what_each_has_read(ranks: RankProcesses, piece: int, packed_below: int) -> None:
+    for found in ranks.run(3, _shared, piece, packed_below):
         assert sorted(found) == [0, 1, 2, 3, 4]
         for number, (tensor, values) in found.items():
             own, expected = _state(number)
@@ -140,7 +142,7 @@ def _damaged(rank: int, _: int, damaged: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", torch.zeros)
         if rank == damaged:
-            patch.setattr(sharing._Bytes, "take", lambda *_: None)
+            patch.setattr(pieces.Piece, "take", lambda _: None)
         try:
             _share({rank: _state(2)}, readers)
         except ExchangeError as error:
@@ -182,14 +184,13 @@ def test_all_memory_of_an_exchange_is_there_before_it(monkeypatch: pytest.Monkey
     def none(*_: object, **__: object) -> torch.Tensor:
         raise MemoryError
 
-    def all_gather(taken: list[torch.Tensor], given: torch.Tensor, group: object) -> None:
-        for one in taken:
-            one.copy_(given)
+    class Done:
+        def wait(self) -> None:
+            """Return at once."""
 
     for name in ("empty", "zeros"):
         monkeypatch.setattr(torch, name, none)
-    monkeypatch.setattr(dist, "all_gather", all_gather)
-    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: Done())
     parts.exchange()
 
 
