@@ -51,6 +51,9 @@ def main() -> int:
     except (Unusable, LabError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on with what {options.raw} lacks", file=sys.stderr)
+        return 130
     if options.page is not None:
         write(options.page, cache.records(matrix(extent)), extent)
         beside = options.page.with_suffix(".jsonl")

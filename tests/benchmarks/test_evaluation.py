@@ -304,3 +304,22 @@ def test_a_page_is_written_again_without_measuring(tmp_path: Path, monkeypatch: 
     assert main() == 0
     assert "| gpt | no checkpoints | never | 1 (n=1) | 1 (n=1) |" in page.read_text()
     assert page.with_suffix(".jsonl").read_text() == (tmp_path / "raw").read_text()
+
+
+def test_ctrl_c_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.evaluation.__main__._all", interrupted)
+    monkeypatch.setattr("sys.argv", ["evaluation", "--quick", "--raw", str(tmp_path / "raw")])
+    assert main() == 130
+    assert capsys.readouterr().err.startswith("interrupted; the same command goes on with what ")
+
+
+def test_the_quick_evaluation_has_all_systems_and_fewer_losses() -> None:
+    cells = matrix(QUICK)
+    assert {cell.system for cell in cells if cell.kind == "failures"} == {CHECKMATE, GLOO, LIVE, *COMPARATORS}
+    assert len({cell.system for cell in cells if cell.kind == "losses"}) == 4
+    assert all(cell.interval or cell.system in (GLOO, RING, LIVE) for cell in cells)
