@@ -45,7 +45,6 @@ ATTENTIVE: Final = 16
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
 _AT_ONCE: Final = 1 << 20  # bytes taken from the queue before they are written
 _VANISHED_SECONDS: Final = 15
-_READ_AND_WRITE: Final = selectors.EVENT_READ | selectors.EVENT_WRITE
 _WAIT: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -212,22 +211,20 @@ class Line:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
             selector.register(sock, selectors.EVENT_READ)
-            waits_to_write = False
             while True:
                 for data in self._next(_AT_ONCE - len(outgoing)):
                     outgoing += data
                 _write(sock, outgoing)
                 if not outgoing:
                     self._written = self._taken
-                if waits_to_write != bool(outgoing):  # only then, because each call costs time
-                    waits_to_write = bool(outgoing)
-                    selector.modify(sock, _READ_AND_WRITE if waits_to_write else selectors.EVENT_READ)
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
+                selector.modify(sock, events)
                 ready = {key.fd for key, _ in selector.select()}
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._closing.is_set() or (self._finishing and not self._parts):
                     return ""
-                for frame in _read(sock, unpacker) if ready - {self._wake} else ():
+                for frame in _read(sock, unpacker) if sock.fileno() in ready else ():
                     reply = pb.RecordReply.FromString(frame)
                     if reply.refused:
                         return reply.refused

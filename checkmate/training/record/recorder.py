@@ -218,9 +218,9 @@ class Recorder:
 
     def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
         """Capture the state at the iteration's end, in place of an earlier capture."""
-        noted.captured = self._capture.take(in_loop=in_loop)
+        noted.captured = captured = self._capture.take(in_loop=in_loop)
         noted.buffers = self._capture.buffers(noted.buffers)
-        self._drift.note(noted.end)
+        self._drift.note(captured)
 
     def _finish(self, noted: Noted) -> None:
         self._open = None

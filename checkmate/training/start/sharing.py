@@ -231,12 +231,11 @@ class Parts:
 
         The readers take turns, with several pieces under way, which uses all of their links.
         """
-        under_way: deque[tuple[dist.Work, int, Piece, int]] = deque()
+        under_way: deque[tuple[dist.Work, torch.Tensor, int, Piece]] = deque()
         for number, (at, piece) in enumerate(self._turns()):
             if len(under_way) == IN_FLIGHT:
                 self._finish(*under_way.popleft())
-            slot = number % IN_FLIGHT
-            under_way.append((self._begin(at, piece, slot), at, piece, slot))
+            under_way.append((*self._begin(at, piece, self.slots[number % IN_FLIGHT]), at, piece))
         while under_way:
             self._finish(*under_way.popleft())
 
@@ -245,23 +244,21 @@ class Parts:
         for turn in zip_longest(*(part.pieces for part in self.parts)):
             yield from ((at, piece) for at, piece in enumerate(turn) if piece is not None)
 
-    def _begin(self, at: int, piece: Piece, slot: int) -> dist.Work:
-        """Send or receive a piece of reader `at`, by way of this slot."""
+    def _begin(self, at: int, piece: Piece, slot: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
+        """Send or receive a piece of reader `at`; return the work, and the tensor that is on the way."""
+        sent = piece.bytes if self.readers.device == _CPU else slot[: len(piece.bytes)]
         if at == self.readers.own:
             piece.give()
-        sent = piece.bytes
-        if self.readers.device != _CPU:
-            sent = self.slots[slot, : len(sent)]
-            if at == self.readers.own:
+            if sent is not piece.bytes:
                 sent.copy_(piece.bytes)
         source, group = self.readers.ranks[at], self.readers.group
         work: dist.Work | None = dist.broadcast(sent, src=source, group=group, async_op=True)
         assert work is not None  # else this rank would not be in the group
-        return work
+        return work, sent
 
-    def _finish(self, work: dist.Work, at: int, piece: Piece, slot: int) -> None:
+    def _finish(self, work: dist.Work, sent: torch.Tensor, at: int, piece: Piece) -> None:
         work.wait()
         if at != self.readers.own:
-            if self.readers.device != _CPU:
-                piece.bytes.copy_(self.slots[slot, : len(piece.bytes)])
+            if sent is not piece.bytes:
+                piece.bytes.copy_(sent)
             piece.take()
