@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 from benchmarks.figures import Result, data, table
 from benchmarks.report import commit, machine, report
 from checkmate.output.consoles import text_console
@@ -58,19 +60,32 @@ def main() -> int:
     use_plain_streams()
     console = text_console(stderr=arguments.json)
     found: dict[str, tuple[str, list[Result]]] = {}
-    for name in arguments.suite or SUITES:
-        module = importlib.import_module(f"benchmarks.{SUITES[name]}")
-        console.print(f"[bold]{name}[/bold] ...")
-        start = time.monotonic()
-        with unwinding():  # a signal ends it like Ctrl-C, with clean-up
-            found[name] = (module.TITLE, module.measure())
-        console.print(table(*found[name]))
-        console.print(f"({time.monotonic() - start:.0f} s)\n")
-    if arguments.report:
+    interrupted = False
+    try:
+        for name in arguments.suite or SUITES:
+            found[name] = _measure(name, console)
+    except KeyboardInterrupt:
+        print(f"interrupted; measured before: {', '.join(found) or 'nothing'}", file=sys.stderr)
+        interrupted = True
+    if arguments.report and found:
         report(arguments.report, found, datetime.datetime.now(datetime.UTC).date(), machine(), commit())
     if arguments.json:
         json.dump({name: data(results) for name, (_, results) in found.items()}, sys.stdout, indent=2)
+    if interrupted:
+        return 130
     return 1 if any(r.holds is False for _, rs in found.values() for r in rs if hasattr(r, "holds")) else 0
+
+
+def _measure(name: str, console: Console) -> tuple[str, list[Result]]:
+    """Return a benchmark's title and figures, and print them."""
+    module = importlib.import_module(f"benchmarks.{SUITES[name]}")
+    console.print(f"[bold]{name}[/bold] ...")
+    start = time.monotonic()
+    with unwinding():  # a signal ends it like Ctrl-C, with clean-up
+        found = (module.TITLE, module.measure())
+    console.print(table(*found))
+    console.print(f"({time.monotonic() - start:.0f} s)\n")
+    return found
 
 
 if __name__ == "__main__":
