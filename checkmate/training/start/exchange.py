@@ -6,7 +6,9 @@ Torch's own collectives for objects carry pickled ones, which run code of whoeve
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import struct
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -15,14 +17,17 @@ import torch.distributed as dist
 from checkmate.training.errors import SessionError
 from checkmate.wording import counted
 
-VERSION: Final = 7
-"""Of these messages and of their order. Version 1 had pickled objects, and did not name itself; version 2 did
-not compare NCCL's plugins; version 3 did not say what groups train; in version 4, each rank read all of the
-state; in version 5, ranks did not compare what they had received; in version 6, all sent at once."""
+VERSION: Final = 8
+"""Of these messages and of their order. With each change it is raised, so that older ranks are named."""
 MESSAGE_BYTES: Final = 16 << 20
 """The largest message; the longest are plans, with some bytes per shard."""
 _MAGIC: Final = 0xC4EC_0000
 _VERSIONS: Final = 0x10000
+_HEADER: Final = struct.Struct("=qq")
+"""`_MAGIC` and the version; the length of the message in bytes. Ranks of a job have the same byte order."""
+_SLOT_BYTES: Final = 4096
+"""The first round of each message has this many bytes: the header, and all of a message that fits."""
+_ROOM: Final = _SLOT_BYTES - _HEADER.size
 _NAMED: Final = 8
 """Ranks that an error names."""
 _SHOWN: Final = 2000
@@ -48,12 +53,13 @@ def gather(message: Any, *, named: Named = "rank {}".format) -> list[Any]:
         ExchangeError: On all ranks, if one has another version or a message that is too large.
     """
     data = _encoded(message)
-    sizes = _headers(len(data), named)
-    longest = torch.zeros(max(sizes), dtype=torch.uint8, device=device())
-    longest[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    received = [torch.empty_like(longest) for _ in sizes]
-    dist.all_gather(received, longest)
-    return [_decoded(received[rank][:size], named(rank)) for rank, size in enumerate(sizes)]
+    _meeting.attend(named)
+    slots = _gathered(_slot(data))
+    sizes = _sizes(dict(enumerate(slots)), named)
+    parts = [slot[_HEADER.size :] for slot in slots]
+    if (longest := max(sizes.values())) > _ROOM:
+        parts = _gathered(_padded(data, longest))
+    return [_decoded(part[: sizes[rank]], named(rank)) for rank, part in enumerate(parts)]
 
 
 def broadcast(message: Any, source: int, *, named: Named = "rank {}".format) -> Any:
@@ -67,13 +73,19 @@ def broadcast(message: Any, source: int, *, named: Named = "rank {}".format) -> 
     Raises:
         ExchangeError: On all ranks, if one has another version or the message is too large.
     """
-    data = _encoded(message if dist.get_rank() == source else None)
-    size = _headers(len(data), named)[source]
-    tensor = torch.zeros(size, dtype=torch.uint8, device=device())
-    if dist.get_rank() == source:
-        tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(tensor, src=source)
-    return _decoded(tensor, named(source))
+    rank = dist.get_rank()
+    data = _encoded(message if rank == source else None)
+    _meeting.attend(named)
+    slot = own = _slot(data)
+    if rank != source:
+        slot = torch.empty_like(own)
+    dist.broadcast(slot, src=source)
+    size = _sizes({rank: own, source: slot}, named)[source]
+    part = slot[_HEADER.size :]
+    if size > _ROOM:
+        part = _padded(data if rank == source else b"", size)
+        dist.broadcast(part, src=source)
+    return _decoded(part[:size], named(source))
 
 
 def shortened(error: str) -> str:
@@ -81,29 +93,65 @@ def shortened(error: str) -> str:
     return error if len(error) <= _SHOWN else f"{error[:_SHOWN]}..."
 
 
-def _headers(size: int, named: Named) -> list[int]:
-    """Return the sizes of all ranks' messages, once all ranks are known to have the same version."""
-    own = torch.tensor([_MAGIC + VERSION, size], dtype=torch.int64, device=device())
+class _Meeting:
+    """Whether the ranks of the present process group are known to have the same version."""
+
+    def __init__(self) -> None:
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+
+    def attend(self, named: Named) -> None:
+        """Compare versions before the first message in a process group. Raise `ExchangeError` on all ranks.
+
+        This round has the form that all versions know.
+        """
+        world = dist.group.WORLD
+        if world is None or (self._group is not None and self._group() is world):
+            return
+        own = torch.tensor([_MAGIC + VERSION, 0], dtype=torch.int64, device=device())
+        _check_versions({rank: int(one[0]) for rank, one in enumerate(_gathered(own))}, named)
+        self._group = weakref.ref(world)
+
+
+_meeting: Final = _Meeting()
+
+
+def _gathered(own: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, which have the same size."""
     received = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(received, own)
-    headers = [(int(version), int(length)) for version, length in (one.tolist() for one in received)]
-    _check(headers, named)
-    return [length for _, length in headers]
+    return received
 
 
-def _check(headers: list[tuple[int, int]], named: Named) -> None:
-    """Raise the same error on all ranks if a header can't be used."""
-    versions = [marked - _MAGIC if 0 < marked - _MAGIC < _VERSIONS else 0 for marked, _ in headers]
-    newest = max(versions)
-    if old := [rank for rank, version in enumerate(versions) if version < newest]:
-        names = counted(len(old), "rank") if len(old) > _NAMED else ", ".join(map(named, old))
-        new = versions.index(newest)
-        raise ExchangeError(
-            f"{names}: an older version of Checkmate than {named(new)}'s; all ranks need the same one"
-        )
-    for rank, (_, size) in enumerate(headers):
+def _slot(data: bytes) -> torch.Tensor:
+    """Return what a rank sends first."""
+    return _padded(_HEADER.pack(_MAGIC + VERSION, len(data)) + data[:_ROOM], _SLOT_BYTES)
+
+
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device())
+
+
+def _sizes(slots: Mapping[int, torch.Tensor], named: Named) -> dict[int, int]:
+    """Return the lengths of ranks' messages. Raise the same `ExchangeError` on all ranks if one is wrong."""
+    headers = {
+        rank: _HEADER.unpack(bytes(slot[: _HEADER.size].cpu().numpy())) for rank, slot in slots.items()
+    }
+    _check_versions({rank: mark for rank, (mark, _) in headers.items()}, named)
+    for rank, (_, size) in headers.items():
         if not 0 <= size <= MESSAGE_BYTES:
             raise ExchangeError(f"{named(rank)} has a message of more than {MESSAGE_BYTES >> 20} MiB")
+    return {rank: size for rank, (_, size) in headers.items()}
+
+
+def _check_versions(marks: Mapping[int, int], named: Named) -> None:
+    """Raise `ExchangeError` if ranks have different versions. `marks`: `_MAGIC` and the version, by rank."""
+    versions = {rank: mark - _MAGIC if 0 < mark - _MAGIC < _VERSIONS else 0 for rank, mark in marks.items()}
+    newest = max(versions, key=lambda rank: versions[rank])
+    if old := [rank for rank, version in versions.items() if version < versions[newest]]:
+        names = counted(len(old), "rank") if len(old) > _NAMED else ", ".join(map(named, old))
+        raise ExchangeError(
+            f"{names}: an older version of Checkmate than {named(newest)}'s; all ranks need the same one"
+        )
 
 
 def device(group: dist.ProcessGroup | None = None, models: torch.device | None = None) -> torch.device:

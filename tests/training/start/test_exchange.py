@@ -7,8 +7,10 @@ import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from checkmate.training.start import exchange
@@ -18,17 +20,52 @@ from checkmate.training.start.plans import RestartPlan
 from tests.support.training.rank_processes import RankProcesses
 
 
-def _exchanged(rank: int, count: int) -> tuple[list[Any], Any]:
-    gathered = exchange.gather({"rank": rank, "text": "é" * rank})
-    told = exchange.broadcast(["from", rank] if rank == 1 else None, 1)
+def _exchanged(rank: int, count: int, length: int) -> tuple[list[Any], Any]:
+    gathered = exchange.gather({"rank": rank, "text": "é" * rank * length})
+    told = exchange.broadcast(["from", rank, "x" * length] if rank == 1 else None, 1)
     assert count == 3
     return gathered, told
 
 
-def test_messages_arrive_whatever_their_length(ranks: RankProcesses) -> None:
-    for gathered, told in ranks.run(3, _exchanged):
-        assert gathered == [{"rank": one, "text": "é" * one} for one in range(3)]
-        assert told == ["from", 1]
+@pytest.mark.parametrize("length", [0, 1, 4000, 100_000])
+def test_messages_arrive_whatever_their_length(ranks: RankProcesses, length: int) -> None:
+    for gathered, told in ranks.run(3, _exchanged, length):
+        assert gathered == [{"rank": one, "text": "é" * one * length} for one in range(3)]
+        assert told == ["from", 1, "x" * length]
+
+
+def _rounds(rank: int, _: int, length: int) -> int:
+    exchange.gather(None)  # the first message in a process group compares versions before
+    with (
+        mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers,
+        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcasts,
+    ):
+        exchange.gather("x" * length if rank == 1 else None)
+        exchange.broadcast("x" * length, 1)
+        return int(gathers.call_count + broadcasts.call_count)
+
+
+def test_a_short_message_takes_one_round(ranks: RankProcesses) -> None:
+    """Each takes milliseconds at a restart, while ranks compete for their cores."""
+    assert ranks.run(2, _rounds, 4000) == [2, 2]
+    assert ranks.run(2, _rounds, 5000) == [4, 4]
+
+
+def _meets_an_old_version(rank: int, count: int) -> str:
+    """Rank 1 begins as version 7 does: with the mark of its version and a length."""
+    if rank == 1:
+        own = torch.tensor([exchange._MAGIC + 7, 2])
+        dist.all_gather([torch.empty_like(own) for _ in range(count)], own)
+        return ""
+    with pytest.raises(ExchangeError) as caught:
+        exchange.gather("here")
+    return str(caught.value)
+
+
+def test_an_older_version_is_named() -> None:
+    with RankProcesses() as fresh:
+        told, _ = fresh.run(2, _meets_an_old_version)
+    assert told == "rank 1: an older version of Checkmate than rank 0's; all ranks need the same one"
 
 
 def _fails(rank: int, _: int, version: int, size: int) -> str:
