@@ -51,7 +51,7 @@ class Stubs(AbstractContextManager["Stubs"]):
     def __init__(self, job: Job, keys: RoleKeys | None) -> None:
         """Create it, without connecting. `keys`: those of this process; `None` for no TLS."""
         self.job = job
-        self._keys = keys
+        self.keys = keys
         self._lock = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
         self._closed = False
@@ -68,7 +68,7 @@ class Stubs(AbstractContextManager["Stubs"]):
             if node not in self._channels:
                 if self._closed:
                     raise ValueError("the stubs are closed")
-                self._channels[node] = open_channel(self.job, node, self._keys)
+                self._channels[node] = open_channel(self.job, node, self.keys)
             return ShadowStub(self._channels[node])
 
     def ask(
@@ -113,7 +113,7 @@ class Stubs(AbstractContextManager["Stubs"]):
     @cached_property
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context for step records, if there are keys. Raises `KeysError` if TLS refuses them."""
-        return None if self._keys is None else client_context(self._keys)
+        return None if self.keys is None else client_context(self.keys)
 
     def close(self) -> None:
         """Close all channels, for good."""

@@ -127,7 +127,7 @@ def protect(
     check_all_stepped(spec, list(names))
     lay_out_state(optimizer)
     with ExitStack() as undo:
-        stubs = undo.enter_context(Stubs(place.job, place.keys()))
+        stubs = undo.enter_context(standing.take_stubs(place.job, place.keys()))
         start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         standing.hold()
         undo.callback(standing.release)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,13 +108,15 @@ def restore(
         watched = Watched(wrapped, optimizer, scheduler, scaler)
         check_script(watched)
         slicing_of(place, wrapped)  # refuses before anything is restored
-        with Stubs(place.job, place.keys()) as stubs:
+        with ExitStack() as undo:
+            stubs = undo.enter_context(standing.take_stubs(place.job, place.keys()))
             start, extra = _begin(place, watched, stubs, timeout, checkpoints)
+            undo.pop_all()
     except Exception as error:
         failed = RESTORE_FAILED(why=f"{type(error).__name__}: {error}", seconds=seconds_since(began))
         say(logging.DEBUG, failed, "restore fails: %s", error)
         raise
-    standing.start = start
+    standing.restored(start, stubs, first=place.first)
     source = "nodes" if start.plan.kind == "nodes" else "disk" if start.next_iteration else "start"
     ended = RESTORE_ENDED(from_=source, iteration=start.next_iteration, seconds=seconds_since(began))
     say(logging.DEBUG, ended, "iteration %d comes next", start.next_iteration)

@@ -22,6 +22,7 @@ from checkmate.keys.access import access
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
 from checkmate.nccl.interfaces import interface_of
+from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.errors import SessionError
@@ -273,7 +274,8 @@ class ModelStanding(AttachedData):
     """The protected model's standing. There is one at a time, because a process has one place in its job."""
 
     def __init__(self) -> None:
-        self.start: Start | None = None
+        self._start: Start | None = None
+        self._stubs: Stubs | None = None
 
     @classmethod
     def of(cls, model: TrainedModel) -> ModelStanding:
@@ -291,10 +293,34 @@ class ModelStanding(AttachedData):
             )
         return found
 
+    def restored(self, start: Start, stubs: Stubs, *, first: bool) -> None:
+        """Keep the outcome of `restore` for `protect`.
+
+        Connections to shadow nodes are kept, too, on the `first` rank of a DP group. Others need none while
+        they train, so theirs are closed.
+        """
+        self._start = start
+        if first:
+            self._stubs = stubs
+        else:
+            stubs.close()
+
     def take_start(self) -> Start | None:
         """Return the outcome of the last `restore`, and forget it."""
-        start, self.start = self.start, None
+        start, self._start = self._start, None
         return start
+
+    def take_stubs(self, job: Job, keys: RoleKeys | None) -> Stubs:
+        """Return those of the last `restore` if they are of this job and keys, else new ones.
+
+        The caller closes them.
+        """
+        kept, self._stubs = self._stubs, None
+        if kept is not None and (kept.job, kept.keys) == (job, keys):
+            return kept
+        if kept is not None:
+            kept.close()
+        return Stubs(job, keys)
 
     def hold(self) -> None:
         """Note that the model is protected."""

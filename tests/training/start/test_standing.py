@@ -12,12 +12,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
+from checkmate.nodes.stubs import Stubs
 from checkmate.training.attached import attached
 from checkmate.training.errors import SessionError
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.wrapped import ClipListener
 from checkmate.training.start.membership import ModelStanding, Start
 from checkmate.training.start.plans import plan_new_run
+from testbed.jobs import job
 from tests.support.training.alone import alone
 
 
@@ -37,11 +39,34 @@ def held(ddp: DistributedDataParallel) -> Iterator[ModelStanding]:
 
 def test_what_was_restored_is_kept_for_its_own_model_and_taken_once(ddp: DistributedDataParallel) -> None:
     start = Start(plan_new_run(3, ""))
-    ModelStanding.of(DdpModel(ddp)).start = start
+    ModelStanding.of(DdpModel(ddp)).restored(start, Stubs(job(), None), first=True)
     assert ModelStanding.of(DdpModel(DistributedDataParallel(nn.Linear(4, 2)))).take_start() is None
     wrapped_again = DistributedDataParallel(ddp.module)
     assert ModelStanding.of(DdpModel(wrapped_again)).take_start() is start
     assert ModelStanding.of(DdpModel(ddp)).take_start() is None
+
+
+def test_connections_to_nodes_are_kept_on_the_first_rank(ddp: DistributedDataParallel) -> None:
+    standing, start = ModelStanding.of(DdpModel(ddp)), Start(plan_new_run(3, ""))
+    kept = Stubs(job(), None)
+    standing.restored(start, kept, first=True)
+    assert standing.take_stubs(job(), None) is kept
+    assert standing.take_stubs(job(), None) is not kept
+    standing.restored(start, kept, first=False)
+    assert standing.take_stubs(job(), None) is not kept
+    assert_closed(kept)
+
+
+def test_connections_are_not_kept_for_another_job(ddp: DistributedDataParallel) -> None:
+    standing, kept = ModelStanding.of(DdpModel(ddp)), Stubs(job(), None)
+    standing.restored(Start(plan_new_run(3, "")), kept, first=True)
+    assert standing.take_stubs(job(nodes=3), None).job == job(nodes=3)
+    assert_closed(kept)
+
+
+def assert_closed(stubs: Stubs) -> None:
+    with pytest.raises(ValueError, match="closed"):
+        stubs.to(0)
 
 
 def test_one_model_is_protected_at_a_time(ddp: DistributedDataParallel, held: ModelStanding) -> None:
