@@ -316,9 +316,9 @@ class ModelStanding(AttachedData):
         The caller closes them.
         """
         kept, self._stubs = self._stubs, None
-        if kept is not None and (kept.job, kept.keys) == (job, keys):
-            return kept
         if kept is not None:
+            if (kept.job, kept.keys) == (job, keys):
+                return kept
             kept.close()
         return Stubs(job, keys)
 
