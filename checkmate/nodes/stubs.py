@@ -115,6 +115,12 @@ class Stubs(AbstractContextManager["Stubs"]):
         """The TLS context for step records, if there are keys. Raises `KeysError` if TLS refuses them."""
         return None if self.keys is None else client_context(self.keys)
 
+    def renew(self, nodes: Iterable[int]) -> None:
+        """Cancel all calls to nodes. The next call connects at once, and not when gRPC tries again."""
+        with self._lock:
+            for channel in filter(None, [self._channels.pop(node, None) for node in nodes]):
+                channel.close()
+
     def close(self) -> None:
         """Close all channels, for good."""
         with self._lock:

@@ -54,6 +54,7 @@ class Fence:
         self.replies: dict[int, pb.NodeStatus | str] = {}
         """By node: its answer, or why there is none so far."""
         self._job = job
+        self._stubs = stubs
         self._deadline = deadline
         self._drain = drain
         self._seconds = DRAIN_SECONDS if drain else READ_SECONDS
@@ -95,9 +96,10 @@ class Fence:
                 self._changed.wait(left)
 
     def close(self) -> None:
-        """Stop asking, and ignore later answers."""
+        """Stop asking. A call that has not been answered must not fence the training that begins next."""
         with self._changed:
             self._ended.set()
+        self._stubs.renew({node.id for node in self._job.shadow_nodes} - self.answers.keys())
 
     def within(self, seconds: float) -> float:
         """Return the timeout of a call that takes up to `seconds`: little beyond the deadline."""
@@ -113,6 +115,8 @@ class Fence:
                 reply: pb.NodeStatus | str = checked(stub.Fence(request, timeout=left))
             except grpc.RpcError as error:
                 reply = reason(error)
+            except ValueError:  # `close` has closed the channel
+                return
             with self._changed:
                 if self._ended.is_set():
                     return

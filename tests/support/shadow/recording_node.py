@@ -37,6 +37,7 @@ class RecordingNode(rpc.ShadowServicer):
         self.address = address or f"127.0.0.1:{free_port()}"  # no connection takes it while the node is away
         self.shards = shards
         self.begins: list[pb.BeginRequest] = []
+        self.fences: list[pb.FenceRequest] = []
         self.records_at = f"{self.address.partition(':')[0]}:{free_port()}"
         """Port for step records."""
         self.records: list[pb.RecordPart] = []
@@ -102,6 +103,7 @@ class RecordingNode(rpc.ShadowServicer):
         return pb.EventsReply()
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        self.fences.append(request)
         return current(self.status)
 
     def Reset(self, request: pb.ResetRequest, context: grpc.ServicerContext) -> pb.NodeStatus:

@@ -16,6 +16,7 @@ from checkmate.training.start import fence, plans
 from testbed.copies import local_job
 from testbed.jobs import job_data
 from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.held_back import HeldBack
 from tests.support.shadow.recording_node import RecordingNode
 from tests.support.shadow.standings import hold, node
 from tests.support.shadow.world import World, settle
@@ -130,6 +131,35 @@ def test_what_is_whole_without_the_missing_node_does_not_wait_long(
     assert time.monotonic() - start < 20
     assert plan.holders == {(0, 0): [0], (0, 1): [0]}
     served[1].start()
+
+
+def test_a_stopped_node_that_goes_on_is_not_fenced_in_the_training_that_follows(
+    served: list[RecordingNode],
+) -> None:
+    """Connections are kept for `protect`: the unanswered call must not arrive beside its `Begin`."""
+    served[0].status = node(0, hold((0, 0), 6, 7), hold((0, 1), 6, 7))
+    served[0].settled = node(0, hold((0, 0), 7, 7), hold((0, 1), 7, 7))
+    with HeldBack(served[1].address) as stopped:
+        job = job_at([served[0].address, stopped.address])
+        with Stubs(job, None) as stubs:
+            assert fence.plan_restore(job, stubs, 60).kind == "nodes"
+            begun = stubs.to(1).Begin.future(pb.BeginRequest(incarnation=4), timeout=20)
+            stopped.go_on()
+            begun.result()
+            time.sleep(0.2)
+    assert len(served[1].begins) == 1
+    assert served[1].fences == []
+
+
+def test_a_node_that_is_up_again_is_reached_at_once(
+    served: list[RecordingNode], job: Job, stubs: Stubs
+) -> None:
+    """The first call of `protect` does not fail because gRPC waits until it tries a lost node again."""
+    served[1].stop()
+    fence.plan_fresh(job, stubs, 0.5)
+    served[1].start()
+    stubs.to(1).Begin(pb.BeginRequest(incarnation=4), timeout=20)
+    assert len(served[1].begins) == 1
 
 
 def test_a_node_that_comes_late_is_waited_for(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
