@@ -34,37 +34,48 @@ def test_messages_arrive_whatever_their_length(ranks: RankProcesses, length: int
         assert told == ["from", 1, "x" * length]
 
 
-def _rounds(rank: int, _: int, length: int) -> int:
-    exchange.gather(None)  # the first message in a process group compares versions before
+def _rounds(rank: int, _: int, length: int) -> list[int]:
+    """Return how many rounds each message takes. Rank 1 sends one of `length` bytes."""
+    took = []
+    text = "x" * (length - len('""'))
     with (
         mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers,
         mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcasts,
     ):
-        exchange.gather("x" * length if rank == 1 else None)
-        exchange.broadcast("x" * length, 1)
-        return int(gathers.call_count + broadcasts.call_count)
+        exchange.gather(None)
+        took.append(gathers.call_count)
+        assert exchange.gather(text if rank == 1 else None) == [None, text]
+        took.append(gathers.call_count - took[0])
+        assert exchange.broadcast(text, 1) == text
+        took.append(broadcasts.call_count)
+    return took
 
 
 def test_a_short_message_takes_one_round(ranks: RankProcesses) -> None:
-    """Each takes milliseconds at a restart, while ranks compete for their cores."""
-    assert ranks.run(2, _rounds, 4000) == [2, 2]
-    assert ranks.run(2, _rounds, 5000) == [4, 4]
+    """Each takes milliseconds at a restart, while ranks compete for their cores.
+
+    The first message in each process group compares versions before.
+    """
+    for length in (exchange._ROOM - 1, exchange._ROOM):
+        assert ranks.run(2, _rounds, length) == [[2, 1, 1]] * 2
+    for length in (exchange._ROOM + 1, exchange._SLOT_BYTES, exchange._SLOT_BYTES + 1):
+        assert ranks.run(2, _rounds, length) == [[2, 2, 2]] * 2
 
 
-def _meets_an_old_version(rank: int, count: int) -> str:
+def _meets_an_old_version(rank: int, count: int, call: str) -> str:
     """Rank 1 begins as version 7 does: with the mark of its version and a length."""
     if rank == 1:
         own = torch.tensor([exchange._MAGIC + 7, 2])
         dist.all_gather([torch.empty_like(own) for _ in range(count)], own)
         return ""
     with pytest.raises(ExchangeError) as caught:
-        exchange.gather("here")
+        exchange.gather("here") if call == "gather" else exchange.broadcast("here", 0)
     return str(caught.value)
 
 
-def test_an_older_version_is_named() -> None:
-    with RankProcesses() as fresh:
-        told, _ = fresh.run(2, _meets_an_old_version)
+@pytest.mark.parametrize("call", ["gather", "broadcast"])
+def test_an_older_version_is_named(ranks: RankProcesses, call: str) -> None:
+    told, _ = ranks.run(2, _meets_an_old_version, call)
     assert told == "rank 1: an older version of Checkmate than rank 0's; all ranks need the same one"
 
 

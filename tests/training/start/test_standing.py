@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +15,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
+from checkmate.keys.roles import Role
 from checkmate.nodes.stubs import Stubs
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training import protect
 from checkmate.training.attached import attached
 from checkmate.training.errors import SessionError
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.wrapped import ClipListener
-from checkmate.training.start.membership import ModelStanding, Start
+from checkmate.training.start.membership import JOB_VARIABLE, ModelStanding, Start
 from checkmate.training.start.plans import plan_new_run
-from testbed.jobs import job
+from testbed.jobs import job, job_data
+from tests.support.job_files import write
+from tests.support.keys import role_keys
+from tests.support.shadow.recording_node import RecordingNode
 from tests.support.training.alone import alone
+from tests.support.training.rank_processes import RankProcesses
 
 
 @pytest.fixture
@@ -64,9 +74,48 @@ def test_connections_are_not_kept_for_another_job(ddp: DistributedDataParallel) 
     assert_closed(kept)
 
 
+def test_connections_are_not_kept_for_other_keys(ddp: DistributedDataParallel, tmp_path: Path) -> None:
+    standing = ModelStanding.of(DdpModel(ddp))
+    keys = role_keys(job(), tmp_path / "keys", Role.TRAINER)
+    kept = Stubs(job(), None)
+    standing.restored(Start(plan_new_run(3, "")), kept, first=True)
+    assert standing.take_stubs(job(), keys).keys == keys
+    assert_closed(kept)
+
+
+class _Assembled(Exception):
+    """`protect` has come to where it uses the stubs."""
+
+
+def _protects(_: int, __: int, file: Path) -> tuple[bool, bool]:
+    """Restore and protect. Return whether connections were kept, and whether `protect` was given these."""
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mock.patch.dict(os.environ, {JOB_VARIABLE: str(file)}):
+        checkmate.restore(model, optimizer)
+        kept = ModelStanding.of(DdpModel(model))._stubs
+        with (
+            mock.patch.object(protect, "_assemble", side_effect=_Assembled) as assemble,
+            pytest.raises(_Assembled),
+        ):
+            checkmate.protect(model, optimizer)
+    given = next(one for one in assemble.call_args.args if isinstance(one, Stubs))
+    assert_closed(given)
+    return kept is not None, given is kept
+
+
+def test_protect_uses_the_connections_of_restore(
+    ranks: RankProcesses, node: RecordingNode, tmp_path: Path
+) -> None:
+    """The first rank does; another one, which needs none, opens its own. A failure closes them."""
+    data = job_data(ranks=2, nodes=1)
+    data["shadow_nodes"][0]["mgmt"] = node.address
+    assert ranks.run(2, _protects, write(tmp_path, data)) == [(True, True), (False, False)]
+
+
 def assert_closed(stubs: Stubs) -> None:
     with pytest.raises(ValueError, match="closed"):
-        stubs.to(0)
+        stubs.to(0).Status(pb.StatusRequest())
 
 
 def test_one_model_is_protected_at_a_time(ddp: DistributedDataParallel, held: ModelStanding) -> None:
