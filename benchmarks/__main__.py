@@ -60,19 +60,20 @@ def main() -> int:
     use_plain_streams()
     console = text_console(stderr=arguments.json)
     found: dict[str, tuple[str, list[Result]]] = {}
-    interrupted = False
+    interrupted: str | int | None = None
     try:
-        for name in arguments.suite or SUITES:
-            found[name] = _measure(name, console)
-    except KeyboardInterrupt:
+        with unwinding():
+            for name in arguments.suite or SUITES:
+                found[name] = _measure(name, console)
+    except (KeyboardInterrupt, SystemExit) as end:  # Ctrl-C, and other signals
         print(f"interrupted; measured before: {', '.join(found) or 'nothing'}", file=sys.stderr)
-        interrupted = True
+        interrupted = end.code if isinstance(end, SystemExit) else 130
     if arguments.report and found:
         report(arguments.report, found, datetime.datetime.now(datetime.UTC).date(), machine(), commit())
     if arguments.json:
         json.dump({name: data(results) for name, (_, results) in found.items()}, sys.stdout, indent=2)
-    if interrupted:
-        return 130
+    if interrupted is not None:
+        sys.exit(interrupted)
     return 1 if any(r.holds is False for _, rs in found.values() for r in rs if hasattr(r, "holds")) else 0
 
 
@@ -81,8 +82,7 @@ def _measure(name: str, console: Console) -> tuple[str, list[Result]]:
     module = importlib.import_module(f"benchmarks.{SUITES[name]}")
     console.print(f"[bold]{name}[/bold] ...")
     start = time.monotonic()
-    with unwinding():  # a signal ends it like Ctrl-C, with clean-up
-        found = (module.TITLE, module.measure())
+    found = (module.TITLE, module.measure())
     console.print(table(*found))
     console.print(f"({time.monotonic() - start:.0f} s)\n")
     return found
