@@ -90,12 +90,15 @@ if not TYPE_CHECKING:  # a type checker would accept every name
 
     @contextmanager
     def _no_collection() -> Iterator[None]:
-        """Keep the garbage collector from searching all of torch for what imports have created, and kept."""
+        """Keep the garbage collector from searching what imports create, which stays, and all of torch."""
         collects = gc.isenabled()
         gc.disable()
         try:
             yield
         finally:
+            if not gc.get_freeze_count():  # else the caller's frozen objects would thaw
+                gc.freeze()
+                gc.unfreeze()  # all objects count as old now, so that the next collection is small
             if collects:
                 gc.enable()
 

@@ -1,14 +1,8 @@
-"""Time from kill -9 of a rank to the end of the next trained iteration, in parts; several kills per run.
-
-Imports of Checkmate, which are within another part, are timed in processes of their own.
-"""
+"""Time from kill -9 of a rank to the end of the next trained iteration, in parts; several kills per run."""
 
 from __future__ import annotations
 
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -35,14 +29,6 @@ _ITERATIONS: Final = 60
 _SECONDS: Final = 600.0
 _BYTECODE: Final = {"PYTHONDONTWRITEBYTECODE": ""}
 """Environment in which Python keeps bytecode, as it does for users, whatever this shell says."""
-_IMPORTS: Final = 9
-_IMPORT: Final = """
-import time, torch.distributed, torch.nn.parallel
-began = time.perf_counter()
-import checkmate
-checkmate.restore, checkmate.protect
-print(time.perf_counter() - began)
-"""
 _OURS_SECONDS: Final = 1.0
 
 
@@ -53,7 +39,6 @@ def measure() -> list[Result]:
     plan = JobPlan(
         ("--iterations", str(_ITERATIONS)), kills=KILLS, restarts=len(KILLS), environment=_BYTECODE
     )
-    imports = Figure("imports of checkmate, after PyTorch's", _imports(), "s")
     with (
         tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder,
         Progress(transient=True) as bar,
@@ -68,27 +53,17 @@ def measure() -> list[Result]:
         raise RuntimeError(f"training recovered from {len(found)} of {len(KILLS)} kills")
     repeated = float(sum(count - 1 for count in record.repeated.values()))
     return [
-        *_figures(found, imports),
+        *_figures(found),
         Figure("completed iterations repeated, all kills together", (repeated,), ""),
     ]
 
 
-def _imports() -> tuple[float, ...]:
-    """Return how long processes take, in seconds. The first one, which is left out, writes the bytecode."""
-    command, environment = [sys.executable, "-c", _IMPORT], os.environ | _BYTECODE
-    found = [subprocess.check_output(command, env=environment, text=True) for _ in range(_IMPORTS + 1)]
-    return tuple(map(float, found[1:]))
-
-
-def _figures(found: list[Recovery], imports: Figure) -> list[Result]:
+def _figures(found: list[Recovery]) -> list[Result]:
     parts = [Figure(part, tuple(one.parts[part] for one in found), "s") for part in found[0].parts]
-    calls = [part.samples for part in parts if part.name.startswith("checkmate.")]
-    ours = tuple(sum(each) + statistics.median(imports.samples) for each in zip(*calls, strict=True))
+    calls = [part.samples for part in parts if part.name.startswith("checkmate")]
+    ours = tuple(sum(each) for each in zip(*calls, strict=True))
     return [
         Figure("together", tuple(one.seconds for one in found), "s"),
         *parts,
-        imports,
-        Figure(
-            "restore, protect and imports of checkmate", ours, "s", _OURS_SECONDS, _OURS_SECONDS, smaller=True
-        ),
+        Figure("what is Checkmate's", ours, "s", _OURS_SECONDS, _OURS_SECONDS, smaller=True),
     ]

@@ -87,7 +87,7 @@ def test_a_recovery_is_split_into_its_parts() -> None:
     for rank in range(RANKS):
         late = 0.25 * rank
         marks = [
-            event("started", 12 + late, 1, process=11 + late),
+            event("started", 12 + late, 1, process=11 + late, torch=11.25 + late, checkmate=11.75 + late),
             event("group_ready", 14 + late, 1),
             event("restored", 17 + late, 1, iteration=6),
             event("protected", 18 + late, 1),
@@ -97,7 +97,7 @@ def test_a_recovery_is_split_into_its_parts() -> None:
         events[rank] = [event("started", 1.0), event("iteration", 9.0, iteration=5, began=8.0), *died, *marks]
     (recovery,) = JobRecord(events, {}).recoveries()
     assert (recovery.rank, recovery.iteration, recovery.resumed_with) == (1, 6, 6)
-    assert list(recovery.parts.values()) == [1.25, 1.0, 2.0, 3.0, 1.0, 2.0]
+    assert list(recovery.parts.values()) == [1.25, 0.25, 0.5, 2.25, 3.0, 1.0, 2.0]
     assert recovery.seconds == 10.25
 
 

@@ -20,6 +20,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
+from topologies.training import imports
+
+# isort: split
 import checkmate
 from checkmate.training.model.choosing import model_of
 from checkmate.training.start.membership import named_job
@@ -144,7 +147,7 @@ def main() -> None:
     orders = read(Path(sys.argv[1]).read_text())
     os.environ["RANK"] = str(int(os.environ["RANK"]) + sum(map(int, sys.argv[2:])))
     driven = Driven(orders)
-    driven.note("started", process=_process_start())
+    driven.note("started", process=_process_start(), torch=imports.TORCH_AT, checkmate=imports.CHECKMATE_AT)
     driven.install()
     sys.argv = [orders.module, *orders.arguments]
     runpy.run_module(orders.module, run_name="__main__", alter_sys=True)

@@ -10,7 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
+
+_IN_STARTED: Final = ("process", "torch", "checkmate")
+"""Times that a rank's event "started" has: of its process's start, and of the ends of two imports."""
 
 Loss = tuple[int, float]
 """An iteration, and the loss in it."""
@@ -150,13 +153,14 @@ class JobRecord:
             return None
         times = [
             at,
-            max(float(event.more["process"]) for event in marks["started"]),
-            *(max(event.at for event in events) for events in marks.values()),
+            *(max(float(event.more[name]) for event in marks["started"]) for name in _IN_STARTED),
+            *(max(event.at for event in marks[name]) for name in ("group_ready", "restored", "protected")),
             max(end for end in ended if end is not None),
         ]
         names = (
             "torchrun notices, and restarts the processes",
             "Python starts, PyTorch is imported",
+            "checkmate is imported",
             "the process group meets, the model is created",
             "checkmate.restore",
             "checkmate.protect",
