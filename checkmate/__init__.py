@@ -19,7 +19,7 @@ from checkmate.errors import CheckmateError as CheckmateError
 if TYPE_CHECKING:
     from checkmate.keys.errors import KeysError
     from checkmate.optim.supported import UnsupportedOptimizer
-    from checkmate.ring import RingError
+    from checkmate.ring.place import RingError
     from checkmate.state import StateError
     from checkmate.tagger import TaggerUnavailable
     from checkmate.training.errors import RefusedError, SessionError
@@ -69,7 +69,7 @@ _WHERE: Final = {
     "RestoreError": "checkmate.training.start.all_ranks",
     "Restored": "checkmate.training.restore",
     "restore": "checkmate.training.restore",
-    "RingError": "checkmate.ring",
+    "RingError": "checkmate.ring.place",
     "SessionError": "checkmate.training.errors",
     "shard_mesh": "checkmate.training.start.shard_mesh",
     "StateError": "checkmate.state",

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkmate.ring import AllReduce, Ring, RingError, RingPlace, connect_ring
+from checkmate.ring.collectives import AllReduce
+from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.place import RingError, RingPlace
 from checkmate.wire.schedule import Bucket
 
 MAINS = ("idle", "busy")

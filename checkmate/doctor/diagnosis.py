@@ -22,6 +22,7 @@ from checkmate.keys.access import insecure_everywhere
 from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
+from checkmate.ring.place import host_ports, ring_ports
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.wire.ring_sockets import BUFFER_BYTES
 
@@ -205,8 +206,6 @@ def _records(nodes: Sequence[ShadowNode], keys: RoleKeys | None) -> Iterator[Fin
 
 def _ring(job: Job, ranks: Iterable[Rank], facts: Facts) -> Iterator[Finding]:
     """Yield what concerns the ring's ports and buffers; with NCCL, it has its own."""
-    from checkmate.ring.place import host_ports, ring_ports  # noqa: PLC0415
-
     own = list(ranks)
     if job.collective == "nccl":
         yield skipped("ports", "NCCL chooses its own; `checkmate nccl check` tries it")

@@ -18,7 +18,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.ring import AllGather, Ring, RingError, RingPlace, connect_ring
+from checkmate.ring.collectives import AllGather
+from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.steps import Arrival, Position, Receive, RingSteps, Send, allgather_steps, allreduce_steps
 from checkmate.wire.schedule import FIRST, LAST, Bucket, channel_slice, chunk_slice, stream_layout
 from testbed.ports import free_port

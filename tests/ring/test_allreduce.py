@@ -13,7 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.ring import AllReduce, Ring, RingError, RingPlace, connect_ring
+from checkmate.ring.collectives import AllReduce
+from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.steps import Arrival, Position, Receive, Send, allreduce_steps
 from checkmate.wire.schedule import Bucket, channel_slice
 from testbed.ports import free_port

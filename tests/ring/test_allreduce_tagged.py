@@ -8,7 +8,9 @@ from collections import defaultdict
 import pytest
 import torch
 
-from checkmate.ring import AllReduce, RingError, RingPlace, connect_ring
+from checkmate.ring.collectives import AllReduce
+from checkmate.ring.connections import connect_ring
+from checkmate.ring.place import RingError, RingPlace
 from checkmate.tagger import Tagger
 from checkmate.wire.schedule import Bucket, side_of, stream_layout
 from tests.support.labs.captured_streams import streams_of

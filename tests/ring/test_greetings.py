@@ -13,7 +13,9 @@ from dataclasses import replace
 import pytest
 
 from checkmate.keys.macs import NONCE_BYTES, RingProof, RingSide
-from checkmate.ring import Ring, RingError, RingPlace, connect_ring, greetings
+from checkmate.ring import greetings
+from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.place import RingError, RingPlace
 from testbed.ports import free_port
 from tests.support.rings import loopback, on_all_ranks
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from checkmate.ring import Ring, RingError, RingPlace, connect_ring
+from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.watching import NextWatch
 from testbed.ports import free_port
 from tests.support.rings import loopback, on_all_ranks

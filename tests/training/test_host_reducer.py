@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.ring import Ring, RingError, RingPlace, connect_ring
+from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.place import RingError, RingPlace
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, MergedLayout, merge
 from checkmate.training.gradients.reducing import RingReducer

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 from checkmate.state import local_of
 from checkmate.training.errors import RefusedError
 from testbed.ports import free_port

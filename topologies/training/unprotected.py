@@ -10,7 +10,7 @@ from torch import nn
 
 from checkmate import Restored
 from checkmate.job.schema import Rank
-from checkmate.ring import connect_ring
+from checkmate.ring.connections import connect_ring
 from checkmate.ring.place import RingPlace, host_ports, ring_ports
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
 from checkmate.training.gradients.reducing import Reducer, RingReducer

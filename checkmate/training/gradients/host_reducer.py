@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from checkmate.ring import Ring, RingError, RingPlace, connect_ring
+from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.engine import Engine
 from checkmate.ring.owned import OwnedBucket, broadcast_steps, reduce_steps
+from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.steps import SLICE_BYTES, Position, RingSteps
 from checkmate.ring.watching import NextWatch
 from checkmate.training.gradients.reducing import Ends, RingReducer, zero_bucket

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import torch
 
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 from checkmate.training.gradients.reducing import Ends, zero_buckets
 from checkmate.training.gradients.staging import Staging, StreamStaging
 from checkmate.training.start.nccl_runtime import Communicator

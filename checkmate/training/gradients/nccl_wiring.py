@@ -16,7 +16,7 @@ from checkmate.nccl.building import PluginError, shared_object
 from checkmate.nccl.environment import environment_troubles, settings, version_trouble
 from checkmate.nccl.interfaces import interface_of, speed_of
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.errors import SessionError
 from checkmate.training.gradients.calibration import calibrate

@@ -8,7 +8,9 @@ from typing import Protocol
 
 import torch
 
-from checkmate.ring import AllReduce, Ring, RingError
+from checkmate.ring.collectives import AllReduce
+from checkmate.ring.connections import Ring
+from checkmate.ring.place import RingError
 from checkmate.state import DTYPES
 from checkmate.training.gradients.staging import Staging, staging_for
 from checkmate.wire.layout import BucketLayout, Layout

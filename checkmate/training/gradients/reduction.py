@@ -20,7 +20,7 @@ from torch import nn
 
 from checkmate.events.kinds import TRAINER_RING_BROKEN
 from checkmate.events.saying import say
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 from checkmate.state import DTYPES
 from checkmate.training.gradients.reducing import Reducer
 from checkmate.training.gradients.staging import Gradients, Staging

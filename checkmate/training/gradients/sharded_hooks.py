@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 from checkmate.state import DTYPES, dtype_name, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.reducing import Reducer

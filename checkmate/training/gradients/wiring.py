@@ -10,8 +10,8 @@ import torch
 
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
-from checkmate.ring import Ring, RingPlace, RingTimeout, connect_ring
-from checkmate.ring.place import host_ports, ring_ports
+from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.place import RingPlace, RingTimeout, host_ports, ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge

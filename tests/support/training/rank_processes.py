@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 
 _SECONDS = 100.0
 

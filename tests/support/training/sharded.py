@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from checkmate.ring import Ring, RingPlace, connect_ring
+from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.place import RingPlace
 from checkmate.training.gradients.reducing import RingReducer
 from checkmate.training.gradients.sharded_hooks import ShardedHooks
 from checkmate.training.model.fsdp import FsdpModel

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import Version
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 from checkmate.training.errors import SessionError
 from checkmate.training.gradients import nccl_wiring
 from checkmate.training.gradients.hook import GradientHook

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import variables
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 from checkmate.training.gradients import nccl_check
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_check import RankVerdict

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter

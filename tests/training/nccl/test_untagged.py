@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkmate.ring import RingError
+from checkmate.ring.place import RingError
 from checkmate.training.gradients.nccl_check import _seen
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.wire.layout import make_layout
