@@ -17,6 +17,7 @@ from checkmate.keys.access import INSECURE
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import locks
+from tests.support import terminated
 from tests.support.shadow.checked_locks import CheckedLock
 from tests.support.shadow.processes import NodeProcess, Start, start_in
 from tests.support.shadow.recording_node import RecordingNode
@@ -36,6 +37,7 @@ def pytest_configure() -> None:
     os.environ[INSECURE] = "1"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminated.pytest_configure()
 
 
 @pytest.fixture

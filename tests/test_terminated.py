@@ -1,0 +1,60 @@
+"""A test run that a time limit ends leaves nothing, neither labs nor processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.labs.remains import ROOT
+from tests.support.waiting import wait_until
+
+_TEST = """
+import contextlib, pathlib, time, pytest
+
+@pytest.fixture
+def made():
+    pathlib.Path("made").touch()
+    yield
+    pathlib.Path("made").unlink()
+
+@contextlib.contextmanager
+def block():
+    pathlib.Path("block").touch()
+    try:
+        yield
+    finally:
+        pathlib.Path("block").unlink()
+
+def test_that_takes_long(made):
+    with block():
+        pathlib.Path("begun").touch()
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n1"])
+def test_sigterm_removes_what_fixtures_and_blocks_have_made(workers: str, tmp_path: Path) -> None:
+    (tmp_path / "test_long.py").write_text(_TEST)
+    plugins = ["-p", "xdist", "-p", "tests.support.terminated", "-p", "no:cacheprovider", workers]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "--rootdir", tmp_path, *plugins, "test_long.py"],
+        cwd=tmp_path,
+        env={"PATH": "", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until((tmp_path / "begun").exists, "the test to begin", 60)
+        assert (tmp_path / "made").exists()
+        assert (tmp_path / "block").exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) != 0
+        wait_until(lambda: not (tmp_path / "made").exists(), "the fixture to end", 10)
+        assert not (tmp_path / "block").exists()
+    finally:
+        process.kill()
+        process.wait()
