@@ -35,6 +35,7 @@ def pytest_configure() -> None:
     settings.load_profile("checkmate")
     locks.ordered_lock = CheckedLock  # type: ignore[assignment]
     os.environ[INSECURE] = "1"
+    os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # else each process that tests start compiles everything
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     terminated.pytest_configure()

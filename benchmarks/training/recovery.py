@@ -65,5 +65,5 @@ def _figures(found: list[Recovery]) -> list[Result]:
     return [
         Figure("together", tuple(one.seconds for one in found), "s"),
         *parts,
-        Figure("what is Checkmate's", ours, "s", _OURS_SECONDS, _OURS_SECONDS, smaller=True),
+        Figure("import, restore and protect", ours, "s", _OURS_SECONDS, _OURS_SECONDS, smaller=True),
     ]
