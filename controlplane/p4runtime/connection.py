@@ -32,7 +32,13 @@ _PRIMARY: Final = {
     GRPCStatusCode.ALREADY_EXISTS: Primary.ANOTHER,
     GRPCStatusCode.NOT_FOUND: Primary.NOBODY,
 }
+_LOST: Final = (GRPCStatusCode.INTERNAL, "Internal error from Core")
+"""What gRPC's asyncio client says if the server has refused a call while the call was being opened."""
 GONE: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
+
+
+class _RefusalLost(WriteRefused):
+    """The switch has refused a call, and gRPC has lost the reason."""
 
 
 class SwitchConnection:
@@ -60,7 +66,7 @@ class SwitchConnection:
             try:
                 await self._enter()
                 return self
-            except AnotherPrimary:
+            except (AnotherPrimary, _RefusalLost):
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(LEAVE_SECONDS / 10)
@@ -180,7 +186,8 @@ class SwitchConnection:
             )
         if error.code == GRPCStatusCode.NOT_FOUND and what == "arbitration":
             return SwitchUnreachable(f"{self._name} has no device {self.switch.device_id}: {error.message}")
-        return WriteRefused(f"{self._name} refused {what}: {error.code.name}: {error.message}")
+        refused = _RefusalLost if (error.code, error.message) == _LOST else WriteRefused
+        return refused(f"{self._name} refused {what}: {error.code.name}: {error.message}")
 
 
 def _credentials(tls: Tls | None) -> GRPCCredentialsTLS | None:

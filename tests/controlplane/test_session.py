@@ -12,9 +12,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from ipaddress import IPv4Address
 from pathlib import Path
 
+import grpc
 import pytest
 import trustme
 from finsy import P4Schema
+from finsy.p4client import P4Client, P4ClientError
+from finsy.proto import p4r
 
 from checkmate.cli import shell
 from checkmate.job.schema import Switch, Tls
@@ -257,6 +260,33 @@ def test_a_switch_that_goes_away_is_told() -> None:
         await session.__aexit__(None, None, None)
 
     LOOP.run_until_complete(scenario())
+
+
+@pytest.mark.parametrize(("times", "error"), [(1, None), (100, "refused arbitration: INTERNAL")])
+def test_a_refusal_whose_reason_is_lost_is_asked_for_again(
+    switch: Switch, monkeypatch: pytest.MonkeyPatch, times: int, error: str | None
+) -> None:
+    """If a switch refuses a call while it is being opened, gRPC's asyncio client may not know why."""
+    lost = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core"
+    )
+    left = times
+    send = P4Client.send
+
+    async def sends(client: P4Client, message: p4r.StreamMessageRequest) -> None:
+        nonlocal left
+        if left > 0:
+            left -= 1
+            raise P4ClientError(lost, "send")
+        await send(client, message)
+
+    async def scenario() -> None:
+        async with opened(switch) as session:
+            await session.read()
+
+    monkeypatch.setattr(P4Client, "send", sends)
+    with pytest.raises(WriteRefused, match=error) if error else contextlib.nullcontext():
+        LOOP.run_until_complete(scenario())
 
 
 def test_tls_with_client_certificates(tmp_path: Path) -> None:
