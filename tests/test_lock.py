@@ -72,6 +72,7 @@ def test_setup_refuses_a_file_with_another_hash(wheel: Path, tmp_path: Path, rig
     assert not (copy / ".venv" / ".ready").exists()
 
 
+@pytest.mark.slow
 def test_the_shell_is_not_installed_from_a_file_with_another_hash(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

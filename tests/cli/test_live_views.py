@@ -96,6 +96,7 @@ def test_restarts_of_a_switch_leave_log_and_view_whole(tmp_path: Path, columns: 
     assert has(shown, "copies lost", 1)
 
 
+@pytest.mark.slow
 @needs_buffers
 def test_restarts_of_training_leave_log_and_view_whole(tmp_path: Path) -> None:
     job = local_job(nodes=1)

@@ -160,7 +160,8 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(kind: disk.Format, tm
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_only_what_dead_writers_left_is_cleared(kind: disk.Format, tmp_path: Path) -> None:
     """A slow writer that is alive continues."""
     out, notes = tmp_path / "out", tmp_path / "notes"

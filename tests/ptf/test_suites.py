@@ -78,7 +78,8 @@ def test_without_bmv2(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("options", [[], pytest.param(["-v"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["-v"]])
 def test_a_suite_is_one_line(options: list[str]) -> None:
     """Passed tests are counted, and only listed with -v."""
     command = [*RUNNER, "--suite", "stub", *options]

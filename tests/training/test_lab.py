@@ -84,7 +84,8 @@ def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -
     assert same_training(resumed, reference)
 
 
-@pytest.mark.parametrize("topology", [TWO_RANKS, pytest.param("single_tor", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a quick one is in the fixed corpus of tests/chaos
+@pytest.mark.parametrize("topology", [TWO_RANKS, "single_tor"])
 def test_all_ranks_are_killed(topology: str | dict[str, Any], tmp_path: Path) -> None:
     """Parameters in channels_last, channels_last_3d and transposed keep their memory formats."""
     with training_lab(topology) as lab:

@@ -43,7 +43,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 FLAGS: dict[str, dict[str, Any]] = {"neither": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("shards", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_step_gives_the_trainers_bits(kind: str, flags: str, shards: int) -> None:

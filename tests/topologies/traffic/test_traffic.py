@@ -81,6 +81,7 @@ def test_loss_from_the_first_segment_on_costs_no_stream_a_byte(name: str) -> Non
     assert not state.folder(name).exists()
 
 
+@pytest.mark.slow
 @needs_bmv2
 def test_single_tor_on_bmv2(name: str) -> None:
     check(gather(name, "single_tor", "bmv2", 4_000_000), 4_000_000, 0.0)
