@@ -56,6 +56,8 @@ def hosts(text: str, what: str, least: int = 1) -> list[str]:
     named = [name.strip() for name in text.split(",")]
     if text.lstrip("-").isdecimal() or not all(named) or not least <= len(named) <= _RANKS_MAX:
         raise ValueError(f"must be a number from {least} to {_RANKS_MAX}, or hosts such as {what}0,{what}1")
+    if twice := sorted({name for name in named if named.count(name) > 1}):
+        raise ValueError(f"has {', '.join(twice)} twice: each must be a host of its own")
     return named
 
 
@@ -88,7 +90,10 @@ def _ranks(start: Start) -> Iterator[str]:
 
 
 def _mesh(start: Start) -> Iterator[str]:
+    every = len(start.ranks) * start.gpus_per_host
     yield "# Each host has the ranks of one replica, sharded by FSDP2. Other meshes: `checkmate docs job`."
+    if start.collective == "ring":
+        yield f"# Plain DDP over all ranks has `mesh: {{dp_replicate: {every}}}` instead."
     yield f"mesh: {{dp_replicate: {len(start.ranks)}, dp_shard: {start.gpus_per_host}}}"
     yield f"gpus_per_host: {start.gpus_per_host}"
     yield "# Trainers, in the order of ranks. mgmt: on the management network."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from checkmate.job.files import read_job
 from tests.support.cli import COMMAND, invoke
+from tests.support.terminal import AtTerminal
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("target", ["softswitch", "bmv2", "tofino", "tofino2"])
@@ -72,6 +75,8 @@ def test_several_gpus_per_host_are_a_mesh(tmp_path: Path) -> None:
         (["--ranks", "0"], "--ranks must be a number from 2 to 250, or hosts such as trainer0,trainer1"),
         (["--ranks", "a,,b"], "--ranks must be a number"),
         (["--ranks", "1", "--gpus-per-host", "8"], "--ranks must be a number from 2 to 250"),
+        (["--ranks", "a,b,a"], "--ranks has a twice: each must be a host of its own"),
+        (["--shadow-nodes", "s,s"], "--shadow-nodes has s twice"),
         (["--ranks", "gpu0"], "--ranks must be a number from 2 to 250"),
         (["--shadow-nodes", "0"], "--shadow-nodes must be a number from 1 to 250"),
         (["--replicas", "2"], "replicas: 2 replicas need as many shadow nodes"),
@@ -97,6 +102,14 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "gpt.yaml").read_text() == (tmp_path / "job.schema.json").read_text() == "mine"
     for wrong in ("gpt", "none/gpt.yaml", ""):
         assert invoke("init", tmp_path / wrong)[0] == 2
+
+
+def test_ctrl_c_at_a_question_ends_with_130(tmp_path: Path) -> None:
+    with AtTerminal([*COMMAND, "init", str(tmp_path / "gpt.yaml")]) as shown:
+        wait_until(lambda: "name of the job" in shown.words, "a question", 60)
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.process.wait(60) == 130
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_on_a_terminal_it_asks(tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ def groups_of_model(job: Job, group: int, replicas: Sequence[int] | None) -> tup
     if not whole or (job.mesh is not None and found != expected):
         ranks = sorted(set().union(*(members[index] for index in expected)))
         named = f"dp_groups[{group}]" if job.mesh is None else "mesh"
+        plain = "" if job.mesh is None else f"for plain DDP, write mesh: {{dp_replicate: {len(over)}}}; else "
         raise SessionError(
-            f"DDP averages over ranks {sorted(over)}, but the job's {named} has {ranks}: give DDP a "
+            f"DDP averages over ranks {sorted(over)}, but the job's {named} has {ranks}: {plain}give DDP a "
             "process_group of these"
         )
     if len(found) > 1:
