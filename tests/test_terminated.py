@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import terminated
 from tests.support.labs.remains import ROOT
 from tests.support.waiting import wait_until
 
@@ -58,3 +59,22 @@ def test_sigterm_removes_what_fixtures_and_blocks_have_made(workers: str, tmp_pa
     finally:
         process.kill()
         process.wait()
+
+
+_CLEANS = """
+import pathlib, time
+pathlib.Path("made").touch()
+try:
+    time.sleep(60)
+finally:
+    time.sleep(0.5)  # longer than `subprocess.run` waits
+    pathlib.Path("made").unlink()
+"""
+
+
+def test_a_command_that_takes_too_long_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(subprocess.TimeoutExpired):
+        terminated.run([sys.executable, "-c", _CLEANS], 2)
+    assert list(tmp_path.iterdir()) == []
+    assert terminated.run([sys.executable, "-c", "print(3)"], 20).stdout == "3\n"

@@ -23,8 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"  # before torch, whose threads a fork would lose
     from tests.chaos import campaign  # noqa: PLC0415 - it imports torch
+    from topologies.signals import unwinding  # noqa: PLC0415
 
-    return campaign.main(asked)
+    with unwinding():
+        return campaign.main(asked)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -18,6 +18,7 @@ from tests.chaos.oracle import Fact, PastStart, ResumePromise, loses, promise, s
 from tests.chaos.run import TrialOutcome
 from tests.chaos.scenario import FEATURES, Event, ModelSpec, NetworkSpec, Scenario
 from tests.chaos.shrink import shrink, smaller_ones
+from tests.support import terminated
 from tests.support.labs.live import needs_clang, needs_root
 from topologies.describe.topology import build
 
@@ -36,7 +37,7 @@ CRASHED = PastStart(resumed=0, completed=20, over=10.0, clean=False)
 def chaos(*arguments: str, seconds: float) -> None:
     """Run the harness, and show its output if it fails."""
     command = [sys.executable, "-m", "tests.chaos", *arguments, "--without", ",".join(OFF)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    done = terminated.run(command, seconds)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

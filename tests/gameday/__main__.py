@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ[variable] = "1"  # before torch, whose threads a fork would lose
     from tests.gameday import report, run  # noqa: PLC0415 - they import torch
     from topologies.describe.topology import LabError  # noqa: PLC0415
+    from topologies.signals import unwinding  # noqa: PLC0415
 
     began = time.monotonic()
 
@@ -46,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{time.monotonic() - began:7.1f}  {who:8}  {what}", file=sys.stderr, flush=True)
 
     try:
-        outcome = run.run(asked.seed, asked.minutes, name=asked.name, kinds=kinds, keep=asked.keep, say=say)
+        with unwinding():
+            outcome = run.run(
+                asked.seed, asked.minutes, name=asked.name, kinds=kinds, keep=asked.keep, say=say
+            )
     except (LabError, OSError) as error:
         print(f"gameday: {error}", file=sys.stderr)
         return 2

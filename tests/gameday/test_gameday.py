@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gameday.faults import fill
+from tests.support import terminated
 from tests.support.labs.live import needs_clang, needs_root
 from topologies.kernel import mounts
 
@@ -21,7 +22,7 @@ AFTER = 900
 
 def gameday(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.gameday", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    return terminated.run(command, timeout)
 
 
 @needs_root
