@@ -74,14 +74,14 @@ def spread95(samples: Sequence[float]) -> str:
 
 
 def number(value: float, unit: str = "", digits: int = 3) -> str:
-    """Return a number with three significant digits, or a large count in full."""
+    """Return a number with some significant digits, or a large count in full."""
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
     return f"{text} {unit}".strip()
 
 
-def median_and_spread(samples: Sequence[float], unit: str = "") -> str:
-    """Return the median, with the least and the greatest of several samples."""
-    median = number(statistics.median(samples), unit)
+def median_and_spread(samples: Sequence[float], unit: str = "", digits: int = 3) -> str:
+    """Return the median with some significant digits, and the least and the greatest of several samples."""
+    median = number(statistics.median(samples), unit, digits)
     if len(samples) == 1:
         return median
     return f"{median} ({number(min(samples))} to {number(max(samples))}, n={len(samples)})"
@@ -91,14 +91,13 @@ def row(result: Result) -> tuple[str, str, str, str]:
     """Return name, value with spread, aim and floor, and verdict."""
     if isinstance(result, Skipped):
         return result.name, f"not measured: {result.reason}", "", "skipped"
-    value = median_and_spread(result.samples, result.unit)
-    goal = ""
+    goal, digits = "", 3
     if result.floor is not None:
         aim = number(result.aim if result.aim is not None else result.floor)
-        median = statistics.median(result.samples)
-        if aim == number(median) and result.verdict != "reached":  # what it is missed by shows
-            value = value.replace(aim, number(median, digits=4), 1)
+        if aim == number(result.median) and result.verdict != "reached":
+            digits = 4  # shows by what the aim is missed
         goal = f"{aim} ({'at most' if result.smaller else 'at least'} {number(result.floor)})"
+    value = median_and_spread(result.samples, result.unit, digits)
     return result.name + (f"; {result.note}" if result.note else ""), value, goal, result.verdict
 
 

@@ -16,7 +16,7 @@ def main() -> None:
     """Run the command line; exit with status 130 and no traceback if it is interrupted."""
     use_plain_streams()
     try:
-        _run()
+        sys.exit(_run())
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
@@ -28,35 +28,27 @@ def main() -> None:
         sys.exit(1)
 
 
-def _run() -> None:
-    from checkmate.cli.main import app  # noqa: PLC0415 - takes a second
-
-    try:
-        if "--json" in sys.argv:
-            sys.exit(_with_json())
-        app()
-    finally:
-        sys.stdout.flush()
-
-
-def _with_json() -> int:
-    """Run a command that prints its errors as JSON, usage errors included; return the exit status."""
+def _run() -> int:
+    """Run a command; return the exit status. With --json, its errors are JSON, too, usage errors included."""
     import typer  # noqa: PLC0415
 
     from checkmate.cli.common import print_error  # noqa: PLC0415
-    from checkmate.cli.main import app  # noqa: PLC0415
+    from checkmate.cli.main import app  # noqa: PLC0415 - takes a second
 
     try:
         status = app(standalone_mode=False)
-    except typer.Abort:
+    except typer.Abort:  # Ctrl-C at a question
         return 130
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's, or typer's own copy of it
             raise
         usage: Any = error
         usage.show()
-        print_error(usage.format_message(), usage.exit_code)
+        if "--json" in sys.argv:
+            print_error(usage.format_message(), usage.exit_code)
         return int(usage.exit_code)
+    finally:
+        sys.stdout.flush()
     return status if isinstance(status, int) else 0
 
 

@@ -172,10 +172,7 @@ def _asked(context: typer.Context, said: dict[str, Any]) -> dict[str, Any]:
     for name, question in _QUESTIONS.items():
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE":
-            try:
-                found[name] = typer.prompt(question, default=said[name], value_proc=_answer(name, found))
-            except typer.Abort:  # Ctrl-C
-                raise typer.Exit(130) from None
+            found[name] = typer.prompt(question, default=said[name], value_proc=_answer(name, found))
     return found
 
 
