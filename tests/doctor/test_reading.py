@@ -17,6 +17,7 @@ from checkmate.doctor.subjects import shadow
 from checkmate.job.schema import Job
 from tests.support.labs.live import needs_root
 from tests.support.namespace_host import MAC, NET, job_there
+from tests.support.waiting import wait_until
 from topologies.kernel import namespaces
 
 
@@ -47,6 +48,12 @@ def test_what_is_switched_is_read_as_it_is_then(host: str) -> None:
         Path("/proc/sys/net/ipv4/tcp_window_scaling").write_text("0")
     with namespaces.netlink(host) as ip:
         ip.link("set", index=ip.link_lookup(ifname="far1")[0], state="down")
+
+    def carrier() -> bool:
+        own = facts_in(host, "10.77.0.2").nics["10.77.0.2"]
+        return own is not None and own.carrier
+
+    wait_until(lambda: not carrier(), "the other end to lose its carrier", 5)  # the kernel does it later
     found = facts_in(host, "10.77.0.2")
     own = found.nics["10.77.0.2"]
     assert own is not None
