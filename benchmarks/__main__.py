@@ -8,11 +8,13 @@ python -m benchmarks recovery --report docs/figures.md      also write them to t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +23,7 @@ from benchmarks.figures import Result, data, table
 from benchmarks.report import commit, machine, report
 from checkmate.output.consoles import text_console
 from checkmate.output.plain_text import use_plain_streams
-from topologies.signals import unwinding
+from topologies.signals import undisturbed, unwinding
 
 SUITES = {
     "goodput": "switch.goodput",
@@ -60,21 +62,38 @@ def main() -> int:
     use_plain_streams()
     console = text_console(stderr=arguments.json)
     found: dict[str, tuple[str, list[Result]]] = {}
-    interrupted: str | int | None = None
     try:
         with unwinding():
-            for name in arguments.suite or SUITES:
-                found[name] = _measure(name, console)
-    except (KeyboardInterrupt, SystemExit) as end:  # Ctrl-C, and other signals
-        print(f"interrupted; measured before: {', '.join(found) or 'nothing'}", file=sys.stderr)
-        interrupted = end.code if isinstance(end, SystemExit) else 130
+            ended = _measure_all(arguments.suite or SUITES, found, console)
+            with undisturbed():  # a second signal often follows the first
+                _keep(found, arguments)
+    except (KeyboardInterrupt, SystemExit) as late:
+        ended = late
+    if ended is not None:
+        with contextlib.suppress(OSError):  # the terminal may have gone away
+            print(f"interrupted; measured before: {', '.join(found) or 'nothing'}", file=sys.stderr)
+        sys.exit(ended.code if isinstance(ended, SystemExit) else 130)
+    return 1 if any(r.holds is False for _, rs in found.values() for r in rs if hasattr(r, "holds")) else 0
+
+
+def _measure_all(
+    names: Iterable[str], found: dict[str, tuple[str, list[Result]]], console: Console
+) -> KeyboardInterrupt | SystemExit | None:
+    """Add what is measured to `found`; return what has ended it early: Ctrl-C, or another signal."""
+    try:
+        for name in names:
+            found[name] = _measure(name, console)
+    except (KeyboardInterrupt, SystemExit) as end:
+        return end
+    return None
+
+
+def _keep(found: dict[str, tuple[str, list[Result]]], arguments: argparse.Namespace) -> None:
+    """Write the page, and the data to standard output, as the command line says."""
     if arguments.report and found:
         report(arguments.report, found, datetime.datetime.now(datetime.UTC).date(), machine(), commit())
     if arguments.json:
         json.dump({name: data(results) for name, (_, results) in found.items()}, sys.stdout, indent=2)
-    if interrupted is not None:
-        sys.exit(interrupted)
-    return 1 if any(r.holds is False for _, rs in found.values() for r in rs if hasattr(r, "holds")) else 0
 
 
 def _measure(name: str, console: Console) -> tuple[str, list[Result]]:

@@ -6,9 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from checkmate.output.tables import FittedTable
+
+_DIGITS: Final = range(3, 18)
+"""Significant digits of figures: the first, or as many as show that a bound is missed."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def spread95(samples: Sequence[float]) -> str:
 
 def number(value: float, unit: str = "", digits: int = 3) -> str:
     """Return a number with some significant digits, or a large count in full."""
-    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    whole = abs(value) >= 1000 and digits == _DIGITS.start
+    text = f"{value:,.0f}" if whole else f"{value:,.{digits}g}"
     return f"{text} {unit}".strip()
 
 
@@ -91,12 +95,13 @@ def row(result: Result) -> tuple[str, str, str, str]:
     """Return name, value with spread, aim and floor, and verdict."""
     if isinstance(result, Skipped):
         return result.name, f"not measured: {result.reason}", "", "skipped"
-    goal, digits = "", 3
+    goal, digits = "", _DIGITS.start
     if result.floor is not None:
-        aim = number(result.aim if result.aim is not None else result.floor)
-        if aim == number(result.median) and result.verdict != "reached":
-            digits = 4  # shows by what the aim is missed
-        goal = f"{aim} ({'at most' if result.smaller else 'at least'} {number(result.floor)})"
+        aim = result.floor if result.aim is None else result.aim
+        goal = f"{number(aim)} ({'at most' if result.smaller else 'at least'} {number(result.floor)})"
+        if result.verdict != "reached":
+            missed = aim if result.holds else result.floor
+            digits = next(d for d in _DIGITS if number(result.median, digits=d) != number(missed, digits=d))
     value = median_and_spread(result.samples, result.unit, digits)
     return result.name + (f"; {result.note}" if result.note else ""), value, goal, result.verdict
 

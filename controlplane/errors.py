@@ -39,5 +39,9 @@ class WriteRefused(ControlError):
     exit_code = 6
 
 
+class RefusalLost(WriteRefused):
+    """The switch has refused a call, and gRPC has lost the reason; a second try may have it."""
+
+
 class Unsure(WriteRefused):
     """A refusal that leaves the switch's entries unknown: they have to be read again."""

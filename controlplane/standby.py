@@ -15,7 +15,7 @@ from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
 from controlplane.controller import LOG, RECONNECT_SECONDS
 from controlplane.election import Verdict, Watch, jobs_digest
-from controlplane.errors import ControlError
+from controlplane.errors import ControlError, RefusalLost
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
@@ -118,13 +118,16 @@ async def _primary_returns(watch: Watch, changed: asyncio.Event) -> bool:
 
 async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:
     """Tell the watch what a switch says, for ever."""
-    told = ""
+    told, again = "", False
     while True:
         try:
             async with SwitchSession(switch, Codec.for_switch(switch)) as session:
                 told = ""
                 await until_first(_listen(session, watch, changed), session.heartbeat(), session.ask_again())
         except ControlError as gone:
+            again = isinstance(gone, RefusalLost) and not again
+            if again:
+                continue
             if str(gone) != told:
                 lost = SWITCH_LOST(switch=switch.name, why=str(gone))
                 say(logging.WARNING, lost, "%s; trying again until it is back", gone)

@@ -78,3 +78,53 @@ def test_a_command_that_takes_too_long_cleans_up(tmp_path: Path, monkeypatch: py
         terminated.run([sys.executable, "-c", _CLEANS], 2)
     assert list(tmp_path.iterdir()) == []
     assert terminated.run([sys.executable, "-c", "print(3)"], 20).stdout == "3\n"
+
+
+_STUBBORN = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("as far as it came", flush=True)
+pathlib.Path("begun").touch()
+time.sleep(60)
+"""
+
+
+def test_an_interrupt_is_not_lost_if_the_command_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else pytest would see a failure, and go on with the next test."""
+    monkeypatch.chdir(tmp_path)
+    told = """
+import sys
+from tests.support import terminated
+terminated._CLEANING_SECONDS = 0.2
+terminated.pytest_configure()
+try:
+    terminated.run([sys.executable, "-c", sys.argv[1]], 60)
+except KeyboardInterrupt as interrupt:
+    print("interrupted:", *interrupt.__notes__)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", told, _STUBBORN],
+        env={"PATH": "", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until((tmp_path / "begun").exists, "the command to begin", 20)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert said == "interrupted: it did not end within 0 s of the interrupt\n"
+
+
+def test_the_error_says_what_the_command_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        terminated.run([sys.executable, "-c", f"print('seed 9 fails', flush=True){_CLEANS}"], 2)
+    assert "seed 9 fails" in caught.value.__notes__[0]
+
+
+def test_a_test_has_time_left_for_the_command_to_clean_up() -> None:
+    assert terminated.time_limit(190).args[0] > 190 + terminated._CLEANING_SECONDS

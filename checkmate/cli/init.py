@@ -6,7 +6,8 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
@@ -95,11 +96,12 @@ def init(
         said = _asked(context, said)
     text = starter.text(_start(said), shlex.quote(file.name))
     _check(text, file.name)
-    written = [_written(file, text)]
+    files = {file: text}
     beside = file.with_name(starter.SCHEMA_FILE)
     if not beside.exists():
-        written.append(_written(beside, f"{json.dumps(editor_schema.of_job(), indent=1)}\n"))
-    out.print(f"wrote {' and '.join(written)}", markup=False, soft_wrap=True)
+        files[beside] = f"{json.dumps(editor_schema.of_job(), indent=1)}\n"
+    _write(files)
+    out.print(f"wrote {' and '.join(map(str, files))}", markup=False, soft_wrap=True)
     out.print("replace the addresses and ports marked (*) by your own, then:", markup=False)
     for command in ("validate", "keys"):
         out.print(f"  checkmate {command} {shlex.quote(str(file))}", markup=False, soft_wrap=True)
@@ -207,11 +209,14 @@ def _check(text: str, name: str) -> None:
             raise UsageFault(f"that is not a valid job: {wrong}{hint}") from None
 
 
-def _written(file: Path, text: str) -> str:
-    """Write a file that does not exist, and return its name."""
-    try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(text)
-    except OSError as error:
-        raise UsageFault(f"{file} cannot be written: {error.strerror}") from None
-    return str(file)
+def _write(files: Mapping[Path, str]) -> None:
+    """Write files that do not exist, or none of them."""
+    with ExitStack() as undo:
+        for file, text in files.items():
+            try:
+                with file.open("x", encoding="utf-8") as opened:
+                    undo.callback(file.unlink, missing_ok=True)
+                    opened.write(text)
+            except OSError as error:
+                raise UsageFault(f"{file} cannot be written: {error.strerror}") from None
+        undo.pop_all()

@@ -44,7 +44,11 @@ def expand(raw: Any) -> list[Fault]:
     if not faults and len(whole) == 1 and _is_number(gpus, GPUS_MOST):
         mesh = Mesh(**whole[0].fields)
         names = list(dict.fromkeys(host.fields["name"] for host in hosts if "name" in host.fields))
-        faults = [*_misfits(mesh, len(hosts), gpus), *_beyond_nccl(raw, mesh, gpus), *_too_few_nodes(raw)]
+        faults = [
+            *_misfits(mesh, len(hosts), gpus),
+            *_beyond_nccl(raw.get("collective"), mesh, gpus),
+            *_too_few_nodes(raw),
+        ]
         if not faults and len(names) == len(hosts):
             nics = [len(n) if isinstance(n := host.raw.get("nics"), list) else 1 for host in hosts]
             placed = [*zip(names, nics, strict=True)]
@@ -56,6 +60,12 @@ _NEEDED: Final = (
     ("hosts", "list them, in the order of ranks"),
     ("gpus_per_host", "the number of ranks on each host"),
 )
+
+
+def _impossible(mesh: Mesh, hosts: int, gpus: int, collective: object) -> Iterator[Fault]:
+    """Yield why these hosts can't have a mesh."""
+    yield from _misfits(mesh, hosts, gpus)
+    yield from _beyond_nccl(collective, mesh, gpus)
 
 
 def _misfits(mesh: Mesh, hosts: int, gpus: int) -> Iterator[Fault]:
@@ -82,9 +92,9 @@ def _misfits(mesh: Mesh, hosts: int, gpus: int) -> Iterator[Fault]:
         )
 
 
-def _beyond_nccl(raw: Mapping[str, Any], mesh: Mesh, gpus: int) -> Iterator[Fault]:
+def _beyond_nccl(collective: object, mesh: Mesh, gpus: int) -> Iterator[Fault]:
     """Yield that only our own ring sums gradients within hosts."""
-    if raw.get("collective") == "nccl" and (local := replicas_on_a_host(mesh, gpus)) > 1:
+    if collective == "nccl" and (local := replicas_on_a_host(mesh, gpus)) > 1:
         yield Fault(
             ("collective",),
             f"nccl can't sum over the {local} replicas that the mesh puts on each host yet: use ring, or "
@@ -133,6 +143,13 @@ def serving(group: int, groups: int, nodes: int, replicas: int) -> list[int]:
     first, following = group * nodes // groups, (group + 1) * nodes // groups
     count = min(max(following - first, replicas, 1), SHARDS_MAX)
     return [(first + i) % nodes for i in range(count)]
+
+
+def fits(job: Job, mesh: Mesh) -> bool:
+    """Return whether a job's ranks and hosts could have this mesh instead of their own."""
+    gpus = job.gpus_per_host or 1
+    hosts = sum(len(group.ranks) for group in job.dp_groups) // gpus
+    return not any(_impossible(mesh, hosts, gpus, job.collective))
 
 
 def replicas_on_a_host(mesh: Mesh, gpus: int) -> int:

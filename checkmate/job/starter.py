@@ -56,8 +56,9 @@ def hosts(text: str, what: str, least: int = 1) -> list[str]:
     named = [name.strip() for name in text.split(",")]
     if text.lstrip("-").isdecimal() or not all(named) or not least <= len(named) <= _RANKS_MAX:
         raise ValueError(f"must be a number from {least} to {_RANKS_MAX}, or hosts such as {what}0,{what}1")
-    if twice := sorted({name for name in named if named.count(name) > 1}):
-        raise ValueError(f"has {', '.join(twice)} twice: each must be a host of its own")
+    lower = [name.lower() for name in named]  # as DNS has it
+    if again := list(dict.fromkeys(name for name in named if lower.count(name.lower()) > 1)):
+        raise ValueError(f"has {', '.join(again)} more than once: each must be a host of its own")
     return named
 
 

@@ -17,7 +17,7 @@ from finsy.proto import U128, p4r
 
 from checkmate.job.schema import Switch, Tls
 from controlplane.election import Candidacy, ElectionId, Primary, Standing
-from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused
+from controlplane.errors import AnotherPrimary, RefusalLost, SwitchUnreachable, WriteRefused
 
 REACH_SECONDS = 5.0
 """Default time for a switch to answer."""
@@ -35,10 +35,6 @@ _PRIMARY: Final = {
 _LOST: Final = (GRPCStatusCode.INTERNAL, "Internal error from Core")
 """What gRPC's asyncio client says if the server has refused a call while the call was being opened."""
 GONE: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
-
-
-class _RefusalLost(WriteRefused):
-    """The switch has refused a call, and gRPC has lost the reason."""
 
 
 class SwitchConnection:
@@ -66,7 +62,7 @@ class SwitchConnection:
             try:
                 await self._enter()
                 return self
-            except (AnotherPrimary, _RefusalLost):
+            except (AnotherPrimary, RefusalLost):
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(LEAVE_SECONDS / 10)
@@ -186,7 +182,7 @@ class SwitchConnection:
             )
         if error.code == GRPCStatusCode.NOT_FOUND and what == "arbitration":
             return SwitchUnreachable(f"{self._name} has no device {self.switch.device_id}: {error.message}")
-        refused = _RefusalLost if (error.code, error.message) == _LOST else WriteRefused
+        refused = RefusalLost if (error.code, error.message) == _LOST else WriteRefused
         return refused(f"{self._name} refused {what}: {error.code.name}: {error.message}")
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import benchmarks.__main__ as command
-from benchmarks.figures import Figure, Result
+from benchmarks import report
+from benchmarks.figures import Figure, Result, row
 
 
 def measured() -> list[Result]:
@@ -66,3 +70,47 @@ def test_ctrl_c_before_anything_is_measured_changes_nothing(
     assert run(monkeypatch, "two", "--report", str(page)) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted; measured before: nothing"
     assert not page.exists()
+
+
+@pytest.mark.parametrize(
+    ("median", "aim", "limit", "shown"),
+    [
+        (1.0132, 1.01, 1.03, ("1.013 ms", "1.01 (at most 1.03)", "missed, within the limit")),
+        (1.0304, 1.01, 1.03, ("1.0304 ms", "1.01 (at most 1.03)", "beyond the limit")),
+        (1.0004, 1.0, 1.0, ("1.0004 ms", "1 (at most 1)", "beyond the limit")),
+        (1000.4, 1000.0, 1000.0, ("1,000.4 ms", "1,000 (at most 1,000)", "beyond the limit")),
+        (1.0004, 1.01, 1.03, ("1 ms", "1.01 (at most 1.03)", "reached")),
+        (12345.6, None, None, ("12,346 ms", "", "")),
+    ],
+)
+def test_a_bound_that_is_missed_by_little_differs_from_the_figure(
+    median: float, aim: float | None, limit: float | None, shown: tuple[str, ...]
+) -> None:
+    assert row(Figure("time", (median,), "ms", aim, limit, smaller=True))[1:] == shown
+
+
+def test_a_terminal_that_has_gone_away_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, text)
+
+    page = tmp_path / "page.md"
+    page.write_text("<!-- one -->\n<!-- /one -->\n")
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert run(monkeypatch, "one", "three", "--report", str(page)) == 143
+    assert "| time |" in page.read_text()
+
+
+def test_a_second_signal_waits_for_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems send one to the process and one to its group."""
+    page = tmp_path / "page.md"
+    page.write_text("<!-- one -->\n<!-- /one -->\n")
+    written = report.report
+
+    def disturbed(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        written(*arguments)
+
+    monkeypatch.setattr(command, "report", disturbed)
+    assert run(monkeypatch, "one", "three", "--report", str(page)) == 143
+    assert "| time |" in page.read_text()

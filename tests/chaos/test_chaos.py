@@ -34,6 +34,10 @@ LIVE = [Fact(1.0, "live", 0), Fact(1.0, "live", 1)]
 CRASHED = PastStart(resumed=0, completed=20, over=10.0, clean=False)
 
 
+ONE_SEED, SEEDS, RANDOM = 190, 390, 990
+"""Seconds in which the harness must end."""
+
+
 def chaos(*arguments: str, seconds: float) -> None:
     """Run the harness, and show its output if it fails."""
     command = [sys.executable, "-m", "tests.chaos", *arguments, "--without", ",".join(OFF)]
@@ -43,31 +47,31 @@ def chaos(*arguments: str, seconds: float) -> None:
 
 @needs_root
 @needs_clang
-@pytest.mark.timeout(200)
+@terminated.time_limit(ONE_SEED)
 @pytest.mark.parametrize(
     "seed", [CORPUS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in CORPUS[1:])]
 )
 def test_a_fixed_corpus(seed: str) -> None:
-    chaos("--seeds", seed, seconds=190)
+    chaos("--seeds", seed, seconds=ONE_SEED)
 
 
 @needs_root
 @needs_clang
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@terminated.time_limit(SEEDS)
 def test_a_fixed_corpus_of_hosts_with_several_ranks() -> None:
     networks = [generate(int(seed)).network for seed in HOSTS_CORPUS.split(",")]
     assert [(one.sharded, one.together) for one in networks].count((True, False)) == 2
     assert [(one.sharded, one.together) for one in networks].count((False, True)) == 2
-    chaos("--seeds", HOSTS_CORPUS, seconds=390)
+    chaos("--seeds", HOSTS_CORPUS, seconds=SEEDS)
 
 
 @needs_root
 @needs_clang
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@terminated.time_limit(RANDOM)
 def test_ten_minutes_of_random_seeds() -> None:
-    chaos("--minutes", "10", seconds=990)
+    chaos("--minutes", "10", seconds=RANDOM)
 
 
 @given(st.integers(0, 10**6))

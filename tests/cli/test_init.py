@@ -12,8 +12,10 @@ import pytest
 
 from checkmate.job.files import read_job
 from tests.support.cli import COMMAND, invoke
+from tests.support.labs.live import needs_root
 from tests.support.terminal import AtTerminal
 from tests.support.waiting import wait_until
+from topologies.kernel import mounts
 
 
 @pytest.mark.parametrize("target", ["softswitch", "bmv2", "tofino", "tofino2"])
@@ -75,8 +77,8 @@ def test_several_gpus_per_host_are_a_mesh(tmp_path: Path) -> None:
         (["--ranks", "0"], "--ranks must be a number from 2 to 250, or hosts such as trainer0,trainer1"),
         (["--ranks", "a,,b"], "--ranks must be a number"),
         (["--ranks", "1", "--gpus-per-host", "8"], "--ranks must be a number from 2 to 250"),
-        (["--ranks", "a,b,a"], "--ranks has a twice: each must be a host of its own"),
-        (["--shadow-nodes", "s,s"], "--shadow-nodes has s twice"),
+        (["--ranks", "a,b,A"], "--ranks has a, A more than once: each must be a host of its own"),
+        (["--shadow-nodes", "s,s"], "--shadow-nodes has s more than once"),
         (["--ranks", "gpu0"], "--ranks must be a number from 2 to 250"),
         (["--shadow-nodes", "0"], "--shadow-nodes must be a number from 1 to 250"),
         (["--replicas", "2"], "replicas: 2 replicas need as many shadow nodes"),
@@ -110,6 +112,30 @@ def test_ctrl_c_at_a_question_ends_with_130(tmp_path: Path) -> None:
         shown.process.send_signal(signal.SIGINT)
         assert shown.process.wait(60) == 130
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_d_at_a_question_is_an_error(tmp_path: Path) -> None:
+    with AtTerminal([*COMMAND, "init", str(tmp_path / "gpt.yaml")]) as shown:
+        wait_until(lambda: "name of the job" in shown.words, "a question", 60)
+        shown.type_keys("\x04")
+        assert shown.process.wait(60) == 1
+    assert "error: the answers ended before the last question" in shown.words
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.parametrize("size", [4096, 8192])
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, size: int) -> None:
+    """The job file does not fit, or only the schema does not."""
+    disk = tmp_path / "disk"
+    mounts.mount_tmpfs(disk, size)
+    try:
+        status, output = invoke("init", disk / "gpt.yaml")
+        left = list(disk.iterdir())
+    finally:
+        mounts.unmount_below(tmp_path)
+    assert (status, left) == (2, [])
+    assert "cannot be written: No space left on device" in output
 
 
 def test_on_a_terminal_it_asks(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,23 +23,63 @@ print("torch" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("arguments", ["--help", "schema job", "plan JOB", "plan JOB --json", "--version"])
-def test_an_output_that_cannot_be_written_is_one_line(arguments: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [("--help", ""), ("--help", "1"), ("schema job", ""), ("plan JOB", ""), ("plan JOB --json", "1")],
+)
+def test_an_output_that_cannot_be_written_is_one_line(
+    arguments: str, unbuffered: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     job = str(write(tmp_path, job_data()))
     command = [*COMMAND, *(job if word == "JOB" else word for word in arguments.split())]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment
+        )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: the output can't be written: No space left on device"
     assert "Traceback" not in done.stderr
 
 
-def test_a_closed_pipe_is_no_error_to_tell() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_is_no_error_to_tell(unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([*COMMAND, "schema", "job"], stdout=writer, stderr=subprocess.PIPE, check=False)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [*COMMAND, "schema", "job"], stdout=writer, stderr=subprocess.PIPE, check=False, env=environment
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(("arguments", "status"), [("schema job", 0), ("--no-such-option", 2)])
+def test_a_command_needs_no_output(arguments: str, status: int) -> None:
+    """A supervisor may give it none."""
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join(COMMAND)} {arguments} >&-"], stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+_FULL_DISK = """
+import errno, os, sys
+from checkmate.cli import entry
+def run():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *sys.argv[1:2])
+entry._run = run
+entry.main()
+"""
+
+
+def test_a_disk_that_is_full_is_not_taken_for_the_output() -> None:
+    command = [sys.executable, "-c", _FULL_DISK, "/run/labs/demo", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    message = "/run/labs/demo can't be written: No space left on device"
+    assert (done.returncode, done.stderr) == (1, f"error: {message}\n")
+    assert json.loads(done.stdout)["error"] == message
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from ipaddress import IPv4Address
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -22,8 +23,8 @@ from finsy.proto import p4r
 from checkmate.cli import shell
 from checkmate.job.schema import Switch, Tls
 from checkmate.keys.roles import Role, role_folder
-from controlplane import forwarding, guard, replication, streams, stub
-from controlplane.election import Candidacy
+from controlplane import forwarding, guard, replication, standby, streams, stub
+from controlplane.election import Candidacy, Standing
 from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate, Update
 from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused, WrongPipeline
 from controlplane.network import Network
@@ -262,11 +263,8 @@ def test_a_switch_that_goes_away_is_told() -> None:
     LOOP.run_until_complete(scenario())
 
 
-@pytest.mark.parametrize(("times", "error"), [(1, None), (100, "refused arbitration: INTERNAL")])
-def test_a_refusal_whose_reason_is_lost_is_asked_for_again(
-    switch: Switch, monkeypatch: pytest.MonkeyPatch, times: int, error: str | None
-) -> None:
-    """If a switch refuses a call while it is being opened, gRPC's asyncio client may not know why."""
+def lose_refusals(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Have gRPC's asyncio client not know why a switch has refused the first calls."""
     lost = grpc.aio.AioRpcError(
         grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core"
     )
@@ -280,13 +278,40 @@ def test_a_refusal_whose_reason_is_lost_is_asked_for_again(
             raise P4ClientError(lost, "send")
         await send(client, message)
 
+    monkeypatch.setattr(P4Client, "send", sends)
+
+
+@pytest.mark.parametrize(("times", "error"), [(1, None), (100, "refused arbitration: INTERNAL")])
+def test_a_refusal_whose_reason_is_lost_is_asked_for_again(
+    switch: Switch, monkeypatch: pytest.MonkeyPatch, times: int, error: str | None
+) -> None:
+    """If a switch refuses a call while it is being opened, gRPC's asyncio client may not know why."""
+
     async def scenario() -> None:
         async with opened(switch) as session:
             await session.read()
 
-    monkeypatch.setattr(P4Client, "send", sends)
+    lose_refusals(monkeypatch, times)
     with pytest.raises(WriteRefused, match=error) if error else contextlib.nullcontext():
         LOOP.run_until_complete(scenario())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_standby_takes_no_switch_for_gone_if_one_refusal_is_lost(
+    switch: Switch, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    seen: list[Standing | None] = []
+    watch = SimpleNamespace(see=lambda _, standing: seen.append(standing))
+
+    async def scenario() -> None:
+        changed = asyncio.Event()
+        looking = asyncio.ensure_future(standby._look(switch, watch, changed))  # type: ignore[arg-type]
+        await asyncio.wait_for(changed.wait(), 10)
+        looking.cancel()
+
+    lose_refusals(monkeypatch, times)
+    LOOP.run_until_complete(scenario())
+    assert (seen[0] is None) == (times == 2)
 
 
 def test_tls_with_client_certificates(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def gameday(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess
 @needs_root
 @needs_clang
 @pytest.mark.slow
-@pytest.mark.timeout(60 * MINUTES + AFTER + 60)
+@terminated.time_limit(60 * MINUTES + AFTER)
 def test_a_game_day() -> None:
     done = gameday("--seed", str(SEED), "--minutes", f"{MINUTES:g}", timeout=60 * MINUTES + AFTER)
     print(done.stdout)  # which says if alerts were not checked

@@ -147,6 +147,10 @@ class AtTerminal:
         """All lines, joined by single spaces: a text is in it however it was wrapped."""
         return " ".join(" ".join(self.lines).split())
 
+    def type_keys(self, keys: str) -> None:
+        """Type keys, such as "\\x04" for Ctrl-D."""
+        os.write(self._main, keys.encode())
+
     def end(self, number: signal.Signals = signal.SIGINT) -> int:
         """Send a signal, and return the exit status once everything is read."""
         if self.process.poll() is None:

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Final, NoReturn
 
+import pytest
+
 _CLEANING_SECONDS: Final = 60.0
+_MARGIN: Final = 15.0
+"""For fixtures, and to end the command."""
+
+
+def time_limit(seconds: float) -> pytest.MarkDecorator:
+    """Return the limit of a test that calls `run` with these seconds: the command may clean up after them."""
+    return pytest.mark.timeout(seconds + _CLEANING_SECONDS + _MARGIN)
 
 
 def pytest_configure() -> None:
@@ -21,14 +30,19 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a command like `subprocess.run`, but interrupt it if it must end early, and let it clean up."""
+    """Run a command like `subprocess.run`, but interrupt it if it must end early, and let it clean up.
+
+    The error has what the command said as a note.
+    """
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said = process.communicate(timeout=seconds)
-        except BaseException:
+        except BaseException as error:
             process.send_signal(signal.SIGINT)
             try:
-                process.communicate(timeout=_CLEANING_SECONDS)
+                error.add_note("\n".join(process.communicate(timeout=_CLEANING_SECONDS)))
+            except subprocess.TimeoutExpired:
+                error.add_note(f"it did not end within {_CLEANING_SECONDS:.0f} s of the interrupt")
             finally:
                 process.kill()
             raise

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checkmate.job.mesh import replica_groups
-from checkmate.job.schema import Job
+from checkmate.job.mesh import fits, replica_groups
+from checkmate.job.schema import Job, Mesh
 from checkmate.training.errors import SessionError
 
 
@@ -36,14 +36,22 @@ def groups_of_model(job: Job, group: int, replicas: Sequence[int] | None) -> tup
     if not whole or (job.mesh is not None and found != expected):
         ranks = sorted(set().union(*(members[index] for index in expected)))
         named = f"dp_groups[{group}]" if job.mesh is None else "mesh"
-        plain = "" if job.mesh is None else f"for plain DDP, write mesh: {{dp_replicate: {len(over)}}}; else "
         raise SessionError(
-            f"DDP averages over ranks {sorted(over)}, but the job's {named} has {ranks}: {plain}give DDP a "
-            "process_group of these"
+            f"DDP averages over ranks {sorted(over)}, but the job's {named} has {ranks}: "
+            f"{_plain_ddp(job, len(over))}give DDP a process_group of these"
         )
     if len(found) > 1:
         _check_hosts(job, found)
     return found
+
+
+def _plain_ddp(job: Job, ranks: int) -> str:
+    """Return the advice to have plain DDP's mesh over this many ranks, or "" if the job can't have it."""
+    if job.mesh is None or job.mesh.dp_replicate == ranks or job.mesh.pp > 1:
+        return ""
+    return f"for plain DDP, write mesh: {{dp_replicate: {ranks}}}; else " * fits(
+        job, Mesh(dp_replicate=ranks)
+    )
 
 
 def _check_hosts(job: Job, groups: Sequence[int]) -> None:

@@ -105,13 +105,20 @@ def test_a_mesh_determines_which_groups_train_a_model() -> None:
     update = {"mesh": Mesh(dp_replicate=4), "gpus_per_host": 2}
     made = on_hosts([0, 2], [1, 3]).model_copy(update=update)
     assert membership.place(made, 3, 4, range(4)).together == (0, 1)
-    with pytest.raises(SessionError, match=r"ranks \[1, 3\], but the job's mesh has \[0, 1, 2, 3\]"):
+    with pytest.raises(SessionError, match=r"\[1, 3\], but the job's mesh has \[0, 1, 2, 3\]: give DDP a"):
         membership.place(made, 3, 4, [1, 3])
     sharded = made.model_copy(update={"mesh": Mesh(dp_replicate=2, dp_shard=2)})
     with pytest.raises(
         SessionError, match=r"has \[1, 3\]: for plain DDP, write mesh: {dp_replicate: 4}; else"
     ):
         membership.place(sharded, 3, 4, range(4))
+    for other, over in (
+        (sharded, [2, 3]),
+        (sharded.model_copy(update={"collective": "nccl"}), range(4)),
+        (sharded.model_copy(update={"gpus_per_host": 4}), range(4)),
+    ):
+        with pytest.raises(SessionError, match=r"has \[1, 3\]: give DDP a process_group of these"):
+            membership.place(other, 3, 4, over)
     with pytest.raises(SessionError, match="several replicas on a host, which only DDP can train"):
         membership.place(made, 3, 4, None)
 
