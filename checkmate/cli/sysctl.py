@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from checkmate.cli.common import AsJson, JobArgument, UsageFault, out, print_json, says_errors
 from checkmate.job.files import read_job
+from checkmate.keys.roles import Role
 from checkmate.planner import kernel_settings
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
-
-
-class Hosts(StrEnum):
-    """The hosts that have settings; a controller and a reader need none."""
-
-    TRAINER = "trainer"
-    SHADOW = "shadow"
 
 
 @says_errors
 def sysctl(
     job: JobArgument,
-    role: Annotated[Hosts, typer.Option("--role", help="The hosts that need them.")],
+    role: Annotated[
+        Role, typer.Option("--role", help="The hosts that need them: trainer or shadow.", show_choices=False)
+    ],
     receive_buffer: Annotated[
         int | None,
         typer.Option(
@@ -44,13 +39,15 @@ def sysctl(
     Example: checkmate sysctl job.yaml --role shadow > /etc/sysctl.d/60-checkmate.conf
     """
     loaded = read_job(job)
-    if role is Hosts.TRAINER:
+    if role is Role.TRAINER:
         if receive_buffer is not None:
             raise UsageFault("--receive-buffer is of shadow nodes; use it with --role shadow")
         found = kernel_settings.of_trainers(loaded)
-    else:
+    elif role is Role.SHADOW:
         buffer = RECEIVE_BUFFER if receive_buffer is None else receive_buffer << 20
         found = kernel_settings.of_shadow_nodes(loaded, buffer)
+    else:
+        raise UsageFault(f"hosts of role {role} need no kernel settings; --role is trainer or shadow")
     if as_json:
         print_json({"job": loaded.job, "role": role, "settings": [one._asdict() for one in found]})
         return

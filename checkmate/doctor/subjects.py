@@ -129,7 +129,8 @@ def chosen(job: Job, role: Role | None, number: int | None, host: str | None) ->
         return found[0]
     what = f"the host {host}" if host is not None else f"{_kind(role)} {number}"
     if not found:
-        raise NoSubject(f"job {job.job} does not have {what}; it has {_listed([*trains, *holds])}")
+        there = _listed([*trains, *holds]).replace(f" of job {job.job}", "")
+        raise NoSubject(f"job {job.job} does not have {what}; it has {there}")
     raise NoSubject(f"{what} may be {_listed(found)}; choose with --role and --id")
 
 

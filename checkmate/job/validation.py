@@ -18,6 +18,7 @@ FAULTS_MOST: Final = 200
 """Faults of a file's structure that are listed; the rest is counted."""
 _SHOWN: Final = 100
 """Characters of a faulty value in a message."""
+_KNOWN: Final = "; the keys here are "
 _KINDS: Final[Mapping[str, str]] = {
     "string_type": "a text (in quotes if it looks like a number)",
     "string_too_short": "a text that is not empty",
@@ -48,10 +49,14 @@ def validated(
         found = error.errors()
         faulty = [e["loc"] for e in found]
         told = [e for e in found if not _follows(e, faulty)]
-        listed = [
-            Fault(_location(e["loc"]), (words or {}).get(e["type"]) or message(model, e))
-            for e in told[:FAULTS_MOST]
-        ]
+        listed = []
+        places = set[tuple[str | int, ...]]()
+        for e in told[:FAULTS_MOST]:
+            text = (words or {}).get(e["type"]) or message(model, e)
+            if e["type"] == "extra_forbidden" and _KNOWN in text:  # the list of keys is said once
+                text = text.partition(_KNOWN)[0] if e["loc"][:-1] in places else text
+                places.add(e["loc"][:-1])
+            listed.append(Fault(_location(e["loc"]), text))
         if more := len(told) - len(listed):
             listed.append(Fault((), f"has {counted(more, 'other fault')}; correct these first"))
         return None, listed
@@ -116,7 +121,7 @@ def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
     """Return what a key may have meant, or else the keys that there are."""
     known = list(_schema_at(model, loc[:-1]).get("properties", {}))
     suggested = did_you_mean(str(loc[-1]), known)
-    return f"unknown key{suggested}" if suggested else f"unknown key; the keys here are {', '.join(known)}"
+    return f"unknown key{suggested or _KNOWN + ', '.join(known)}"
 
 
 def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:

@@ -78,7 +78,7 @@ def test_a_host_can_be_named(role: Role | None, number: int | None, host: str | 
 @pytest.mark.parametrize(
     ("role", "number", "host", "words"),
     [
-        (None, 7, None, "job gpt does not have shadow node 7; it has shadow node 0 of job gpt"),
+        (None, 7, None, "job gpt does not have shadow node 7; it has shadow node 0, shadow node 1"),
         (Role.TRAINER, 7, None, "job gpt does not have rank 7; it has rank 0"),
         (None, None, "gpu9", "does not have the host gpu9"),
         (Role.CONTROLLER, 0, None, "leave them out"),

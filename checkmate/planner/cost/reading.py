@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from checkmate.job.faults import Fault
-from checkmate.job.validation import message
+from checkmate.job.validation import validated
 from checkmate.job.yaml_lines import Document, JobError, Located, read_document
 from checkmate.planner import units
 from checkmate.planner.cost.inputs import CostInputs
@@ -48,11 +46,8 @@ def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
         *(Fault((key,), _EMPTY) for key, value in given.items() if value is None),
     ]
     given = {key: value for key, value in given.items() if value is not None}
-    inputs = None
-    try:
-        inputs = CostInputs.model_validate(given)
-    except ValidationError as error:
-        faults += [Fault(tuple(one["loc"]), message(CostInputs, one)) for one in error.errors()]
+    inputs, structural = validated(CostInputs, given)
+    faults += structural
     if inputs and not faults:
         faults = list(_between(inputs, given))
     if faults or not inputs:
