@@ -43,6 +43,8 @@ _ROOT: Final = re.compile(
     r"(?:ipv[46]|unix):\S+: (?:Failed to connect to remote host: )?(?:[a-z_]+: )?(?P<why>.+?)(?: \(\d+\))?$"
 )
 """Matches gRPC's `... UNKNOWN: ipv4:10.0.0.1:7000: Failed to connect to remote host: connect: why (111)`."""
+_NAME: Final = re.compile(r"address lookup failed for \S+: (?P<why>[^\[\]]+)\]")
+"""Matches gRPC's `errors resolving cpu0:7000: [field:... address lookup failed for cpu0:7000: why]`."""
 
 
 class Stubs(AbstractContextManager["Stubs"]):
@@ -156,7 +158,7 @@ def refusal(error: grpc.RpcError) -> str:
 
 def unreached(detail: str) -> str:
     """Return the reason in gRPC's message about a connection, e.g. ` (Connection refused)`."""
-    found = _ROOT.search(detail)
+    found = _ROOT.search(detail) or _NAME.search(detail)
     why = tls_fault(detail) or (found["why"] if found else detail)
     return f" ({why})" if why else ""
 

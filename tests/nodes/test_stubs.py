@@ -33,8 +33,7 @@ from tests.support.shadow.recording_node import RecordingNode, current
         (
             "errors resolving nosuch.invalid:7000: [field:hostname lookup error:address lookup failed for "
             "nosuch.invalid:7000: Domain name not found]",
-            " (errors resolving nosuch.invalid:7000: [field:hostname lookup error:address lookup failed for "
-            "nosuch.invalid:7000: Domain name not found])",
+            " (Domain name not found)",
         ),
         ("", ""),
     ],
