@@ -16,7 +16,7 @@ from benchmarks.comparators import packages
 from benchmarks.evaluation.rank_log import RankLog, parse
 from benchmarks.evaluation.turns import Turns, train
 from benchmarks.evaluation.workloads import Workload, make, plain_ddp
-from checkmate.training.start.membership import named_job
+from checkmate.training.start.named_job import named_job
 
 packages.use()
 

@@ -19,6 +19,8 @@ Faults = Iterator[tuple[int, Fault]]
 
 def between_jobs(jobs: Sequence[Any]) -> list[tuple[int, Fault]]:
     """Return faults between jobs, from their YAML data, each with the index of the later job."""
+    if len(jobs) < 2:
+        return []
     names = [raw.get("job") if isinstance(raw, dict) else None for raw in jobs]
     owners = [f"job {name!r}" if isinstance(name, str) else "the job of another file" for name in names]
     return [

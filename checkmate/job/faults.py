@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from ipaddress import IPv4Address
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -18,6 +18,8 @@ from checkmate.job.fields import Ip
 
 Path = tuple[str | int, ...]
 _IP: TypeAdapter[IPv4Address] = TypeAdapter(Ip)
+_PLAIN: Final = (str, int, float, bool)
+"""Of values that can't change."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,32 @@ def _walk(raw: Any, model: type[BaseModel], keys: Sequence[str], path: Path) -> 
 
 def _sound(raw: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, Any]:
     found = {}
-    for name, info in model.model_fields.items():
+    for name, required, default in _fields(model):
         if name in raw:
+            value = raw[name]
+            validate = _valid if value is None or isinstance(value, _PLAIN) else _valid.__wrapped__
             try:
-                found[name] = _adapter(model, name).validate_python(raw[name])
+                found[name] = validate(model, name, value)
             except ValidationError:
                 continue  # reported with the file's structure
-        elif not info.is_required():
-            found[name] = info.get_default(call_default_factory=True)
+        elif not required:
+            found[name] = default
     return found
+
+
+@cache
+def _fields(model: type[BaseModel]) -> list[tuple[str, bool, Any]]:
+    """Return the name of each field, whether it is required, and its default."""
+    return [
+        (name, info.is_required(), info.get_default(call_default_factory=True))
+        for name, info in model.model_fields.items()
+    ]
+
+
+@lru_cache(1 << 16, typed=True)  # several checks need the same addresses, and true is not 1
+def _valid(model: type[BaseModel], name: str, value: Any) -> Any:
+    """Return a field's value. Raise `ValidationError` if it is faulty."""
+    return _adapter(model, name).validate_python(value)
 
 
 @cache

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
 
 from checkmate.job import faults, yaml_words
 from checkmate.job.faults import Fault, show_path
@@ -24,25 +29,29 @@ SCALAR_CHARACTERS: Final = 1024
 """The longest text or number; Python refuses to print numbers of more than 4,300 digits."""
 
 
+_DIFFERENT: Final = re.compile("[^\n -~]|!")
+"""What libyaml may read in another way than Python's parser: tabs, all that is not ASCII, and tags."""
 _YAML: Final = "tag:yaml.org,2002:"
 _REFUSED_TAGS: Final = frozenset(_YAML + kind for kind in ("binary", "omap", "pairs", "set"))
 
 
-class Loader(yaml.SafeLoader):
+class _Bounded(Composer, SafeConstructor, Resolver):
     """A SafeLoader with bounds. It rejects duplicate keys, which YAML forbids but PyYAML accepts.
 
     Every fault is a `yaml.YAMLError`, and almost every one has a line.
     """
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
+    def __init__(self) -> None:
+        Composer.__init__(self)
+        SafeConstructor.__init__(self)
+        Resolver.__init__(self)
         self._depth = 0
         self._values = 0
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose a node and all within it; check the bounds before anything is built from them."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        event: Any = self.peek_event()  # type: ignore[attr-defined]  # the parser's
         self._depth += 1
         if self._depth > DEPTH:
             raise _fault(f"is nested more than {DEPTH} levels deep", event)
@@ -94,6 +103,28 @@ class Loader(yaml.SafeLoader):
             if isinstance(key, str):
                 seen[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep)
+
+
+class Loader(_Bounded, yaml.SafeLoader):
+    """Parses in Python. Its faults are those that `yaml_words` knows."""
+
+    def __init__(self, text: str) -> None:
+        yaml.SafeLoader.__init__(self, text)
+        _Bounded.__init__(self)
+
+
+_fast: Callable[[str], _Bounded] = Loader
+if yaml.__with_libyaml__:  # which wheels have
+    from yaml._yaml import CParser
+
+    class FastLoader(_Bounded, CParser):
+        """Parses with libyaml, several times as fast, which counts for jobs with thousands of ranks."""
+
+        def __init__(self, text: str) -> None:
+            CParser.__init__(self, text)
+            _Bounded.__init__(self)
+
+    _fast = FastLoader
 
 
 def _check_text(text: str, event: Any) -> None:
@@ -209,7 +240,13 @@ def _unreadable(file: Path, error: OSError) -> str:
 
 def _parse(text: str) -> tuple[Any, dict[faults.Path, int]]:
     """Return a document's data, and the line of each path in it."""
-    loader = Loader(text)
+    if not _DIFFERENT.search(text):
+        with contextlib.suppress(yaml.YAMLError, ValueError, OverflowError):
+            return _parsed(_fast(text))
+    return _parsed(Loader(text))  # which tells what is wrong
+
+
+def _parsed(loader: Any) -> tuple[Any, dict[faults.Path, int]]:
     try:
         node = loader.get_single_node()
         lines: dict[faults.Path, int] = {}

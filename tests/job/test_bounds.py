@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
+from checkmate.job import yaml_lines, yaml_words
 from checkmate.job.files import JobError, read_job
 from checkmate.job.schema import Job
 from checkmate.job.validation import FAULTS_MOST
@@ -190,3 +192,30 @@ def test_any_text_is_a_job_or_a_list_of_faults(tmp_path: Path, text: str) -> Non
         assert all(len(str(fault)) < 1000 + len(str(file)) for fault in error.faults)
     else:
         assert isinstance(found, Job)
+
+
+def parsed(load: Callable[[str], Any], text: str) -> object:
+    """Return the data of a text and the lines of its paths, or the reason if it is not YAML."""
+    try:
+        return repr(yaml_lines._parsed(load(text)))
+    except (yaml.YAMLError, ValueError, OverflowError):
+        return None
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML was built without libyaml")
+@fuzz(250, text=changed() | documents | st.text(st.characters(exclude_categories=[]), max_size=60))
+def test_libyaml_reads_what_python_reads(text: str) -> None:
+    """Faults are always told by the parser in Python, which may accept what libyaml does not."""
+    if yaml_words.control_character(text) is not None or yaml_lines._DIFFERENT.search(text):
+        return
+    fast = parsed(yaml_lines._fast, text)
+    if fast is not None:
+        assert fast == parsed(yaml_lines.Loader, text)
+
+
+def test_without_libyaml_a_job_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(RIGHT)
+    job = read_job(file)
+    monkeypatch.setattr(yaml_lines, "_fast", yaml_lines.Loader)
+    assert read_job(file) == job

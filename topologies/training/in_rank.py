@@ -25,7 +25,7 @@ from topologies.training import imports
 # isort: split
 import checkmate
 from checkmate.training.model.choosing import model_of
-from checkmate.training.start.membership import named_job
+from checkmate.training.start.named_job import named_job
 from topologies.training.killing import arm, die
 from topologies.training.orders import PHASES, Kill, Orders, read
 from topologies.training.unprotected import Unprotected, Untagged, nothing_to_restore

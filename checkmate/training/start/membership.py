@@ -9,13 +9,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import torch.distributed as dist
 
 from checkmate.job.boundaries import first_shadow_ids
-from checkmate.job.files import JobError, read_job
 from checkmate.job.mesh import group_name
 from checkmate.job.schema import Job, Rank, ShadowNode
 from checkmate.keys.access import access
@@ -28,14 +26,13 @@ from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
+from checkmate.training.start.named_job import named_job
 from checkmate.training.start.plans import RestartPlan
 from checkmate.training.start.together import groups_of_model
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
 from checkmate.wire.shares import WHOLE, Share
 from checkmate.wording import counted
-
-JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
 
 @dataclass(frozen=True)
@@ -173,17 +170,6 @@ def place(job: Job, rank: int, world: int, together: Sequence[int] | None) -> Me
         raise SessionError(f"rank {rank} is not in the job {job.job}; its dp_groups have {known}")
     groups = groups_of_model(job, group, together)
     return Membership(job, rank, group, members[group].index(rank), groups if len(groups) > 1 else ())
-
-
-def named_job() -> Job:
-    """Return the job that CHECKMATE_JOB names. Raise `SessionError` if there is none."""
-    file = os.environ.get(JOB_VARIABLE)
-    if not file:
-        raise SessionError(f"{JOB_VARIABLE} is not set: set it to the path of the job's YAML")
-    try:
-        return read_job(Path(file))
-    except JobError as error:
-        raise SessionError(f"{JOB_VARIABLE}: {error}") from None
 
 
 def join(model: TrainedModel) -> Membership:

@@ -8,7 +8,7 @@ import torch
 
 from checkmate.job.schema import Job
 from checkmate.training.errors import SessionError
-from checkmate.training.start.membership import named_job
+from checkmate.training.start.named_job import named_job
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

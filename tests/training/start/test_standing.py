@@ -23,7 +23,8 @@ from checkmate.training.attached import attached
 from checkmate.training.errors import SessionError
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.wrapped import ClipListener
-from checkmate.training.start.membership import JOB_VARIABLE, ModelStanding, Start
+from checkmate.training.start.membership import ModelStanding, Start
+from checkmate.training.start.named_job import JOB_VARIABLE
 from checkmate.training.start.plans import plan_new_run
 from testbed.jobs import job, job_data
 from tests.support.job_files import write

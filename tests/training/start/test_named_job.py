@@ -1,0 +1,95 @@
+"""The job that CHECKMATE_JOB names is read once, and again after each change of its files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import yaml
+
+from checkmate.job.files import read_set
+from checkmate.training.errors import SessionError
+from checkmate.training.start.named_job import JOB_VARIABLE, named_job
+from testbed.jobs import job_data
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a job file with a fabric file beside it, which CHECKMATE_JOB names."""
+    data = job_data()
+    (tmp_path / "fabric.yaml").write_text(yaml.safe_dump(data["fabric"]))
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump({**data, "fabric": "fabric.yaml"}))
+    monkeypatch.setenv(JOB_VARIABLE, str(job))
+    return job
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Return a count of reads."""
+    counted = Mock(wraps=read_set)
+    monkeypatch.setattr("checkmate.training.start.named_job.read_set", counted)
+    return counted
+
+
+def edit(file: Path, change: Callable[[str], str]) -> None:
+    """Change a file as editors do, without a gap."""
+    fresh = file.with_suffix(".fresh")
+    fresh.write_text(change(file.read_text()))
+    fresh.replace(file)
+
+
+def test_it_is_read_once(file: Path, reads: Mock) -> None:
+    job = named_job()
+    assert named_job() is job
+    assert reads.call_count == 1
+
+
+def test_a_change_of_the_job_or_its_fabric_is_seen(file: Path, reads: Mock) -> None:
+    assert named_job().job != "other"
+    edit(file, lambda text: text.replace("job: ", "job: other #"))
+    assert named_job().job == "other"
+    fabric = file.with_name("fabric.yaml")
+    edit(fabric, lambda text: text + "\n# changed\n")
+    named_job()
+    assert reads.call_count == 3
+    fabric.unlink()
+    with pytest.raises(SessionError, match=r"fabric\.yaml cannot be read"):
+        named_job()
+
+
+def test_a_job_that_has_become_faulty_is_not_kept(file: Path) -> None:
+    named_job()
+    edit(file, lambda text: text.replace("job: ", "jobb: "))
+    with pytest.raises(SessionError, match="jobb: unknown key"):
+        named_job()
+
+
+def test_a_relative_name_is_of_the_present_folder(
+    file: Path, reads: Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(JOB_VARIABLE, "job.yaml")
+    monkeypatch.chdir(tmp_path)
+    named_job()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(SessionError, match="cannot be read"):
+        named_job()
+
+
+def test_a_pipe_is_read_each_time(
+    file: Path, reads: Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    monkeypatch.setenv(JOB_VARIABLE, str(pipe))
+    for _ in range(2):
+        writer = threading.Thread(target=pipe.write_text, args=[file.read_text()])
+        writer.start()
+        named_job()
+        writer.join(10)
+    assert reads.call_count == 2
