@@ -78,8 +78,12 @@ def spread95(samples: Sequence[float]) -> str:
 
 def number(value: float, unit: str = "", digits: int = 3) -> str:
     """Return a number with some significant digits, or a large count in full."""
-    whole = abs(value) >= 1000 and digits == _DIGITS.start
-    text = f"{value:,.0f}" if whole else f"{value:,.{digits}g}"
+    whole = max(len(f"{abs(value):.0f}"), 1)
+    text = (
+        f"{value:,.0f}"
+        if whole >= digits and round(abs(value)) >= 1000
+        else f"{value:,.{max(digits, whole)}g}"
+    )
     return f"{text} {unit}".strip()
 
 
@@ -98,10 +102,12 @@ def row(result: Result) -> tuple[str, str, str, str]:
     goal, digits = "", _DIGITS.start
     if result.floor is not None:
         aim = result.floor if result.aim is None else result.aim
-        goal = f"{number(aim)} ({'at most' if result.smaller else 'at least'} {number(result.floor)})"
+        bounds = {bound: number(bound) for bound in (aim, result.floor)}
         if result.verdict != "reached":
             missed = aim if result.holds else result.floor
             digits = next(d for d in _DIGITS if number(result.median, digits=d) != number(missed, digits=d))
+            bounds[missed] = number(missed, digits=digits)
+        goal = f"{bounds[aim]} ({'at most' if result.smaller else 'at least'} {bounds[result.floor]})"
     value = median_and_spread(result.samples, result.unit, digits)
     return result.name + (f"; {result.note}" if result.note else ""), value, goal, result.verdict
 

@@ -14,7 +14,7 @@ from checkmate.job.schema import Job, Switch
 from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
 from controlplane.controller import LOG, RECONNECT_SECONDS
-from controlplane.election import Verdict, Watch, jobs_digest
+from controlplane.election import Standing, Verdict, Watch, jobs_digest
 from controlplane.errors import ControlError, RefusalLost
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
@@ -119,11 +119,18 @@ async def _primary_returns(watch: Watch, changed: asyncio.Event) -> bool:
 async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:
     """Tell the watch what a switch says, for ever."""
     told, again = "", False
+
+    def see(standing: Standing) -> None:
+        nonlocal again
+        again = False
+        watch.see(switch.name, standing)
+        changed.set()
+
     while True:
         try:
             async with SwitchSession(switch, Codec.for_switch(switch)) as session:
                 told = ""
-                await until_first(_listen(session, watch, changed), session.heartbeat(), session.ask_again())
+                await until_first(_listen(session, see), session.heartbeat(), session.ask_again())
         except ControlError as gone:
             again = isinstance(gone, RefusalLost) and not again
             if again:
@@ -137,7 +144,6 @@ async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:
         await asyncio.sleep(RECONNECT_SECONDS)
 
 
-async def _listen(session: SwitchSession, watch: Watch, changed: asyncio.Event) -> None:
+async def _listen(session: SwitchSession, see: Callable[[Standing], None]) -> None:
     async for standing in session.standings():
-        watch.see(session.switch.name, standing)
-        changed.set()
+        see(standing)

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, Final
 
-from checkmate.output.noted import note_output, output_fault
+from checkmate.output.noted import NotedFile, is_of_output, note_output
 from checkmate.output.plain_text import use_plain_streams
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -15,30 +15,36 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 def main() -> None:
     """Run the command line; exit with status 130 and no traceback if it is interrupted."""
-    note_output()
+    output = note_output()
     use_plain_streams()
+    status: Any
     try:
-        status = _run()
-        _flush()
+        status = _ended()
     except KeyboardInterrupt:
         status = 130
     except OSError as error:
-        status = _told(error)
+        status = _told(error, output)
     sys.exit(status)
 
 
-def _flush() -> None:
-    """Write what is left of the output, so that its errors are known before the exit status is."""
-    if sys.stdout is not None:  # without a file descriptor 1, there is none
-        sys.stdout.flush()
+def _ended() -> Any:
+    """Run a command, and write what is left of its output. Return the exit status, or a message with it."""
+    try:
+        status: Any = _run()
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as end:  # a signal ends some commands in this way
+        status = end.code
+    sys.stdout.flush()
+    return status
 
 
-def _told(error: OSError) -> int:
+def _told(error: OSError, output: NotedFile | None) -> int:
     """Tell of an output or a disk that is full, and return the exit status; raise any other error."""
-    if (fault := output_fault()) is not None:
+    if is_of_output(error, output):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at the end
-        if fault.errno != errno.EPIPE:  # whoever closed a pipe knows it
-            print(f"error: the output can't be written: {fault.strerror}", file=sys.stderr)
+        if error.errno != errno.EPIPE:  # whoever closed a pipe knows it
+            print(f"error: the output can't be written: {error.strerror}", file=sys.stderr)
         return 1
     if error.errno not in _FULL:
         raise error

@@ -17,7 +17,12 @@ from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 def sysctl(
     job: JobArgument,
     role: Annotated[
-        Role, typer.Option("--role", help="The hosts that need them: trainer or shadow.", show_choices=False)
+        str,
+        typer.Option(
+            "--role",
+            help="The hosts that need them: trainer or shadow.",
+            autocompletion=lambda: [Role.TRAINER, Role.SHADOW],
+        ),
     ],
     receive_buffer: Annotated[
         int | None,
@@ -39,15 +44,16 @@ def sysctl(
     Example: checkmate sysctl job.yaml --role shadow > /etc/sysctl.d/60-checkmate.conf
     """
     loaded = read_job(job)
-    if role is Role.TRAINER:
+    if role == Role.TRAINER:
         if receive_buffer is not None:
             raise UsageFault("--receive-buffer is of shadow nodes; use it with --role shadow")
         found = kernel_settings.of_trainers(loaded)
-    elif role is Role.SHADOW:
+    elif role == Role.SHADOW:
         buffer = RECEIVE_BUFFER if receive_buffer is None else receive_buffer << 20
         found = kernel_settings.of_shadow_nodes(loaded, buffer)
     else:
-        raise UsageFault(f"hosts of role {role} need no kernel settings; --role is trainer or shadow")
+        none = f"hosts of role {role} need no kernel settings" if role in {*Role} else f"no role {role}"
+        raise UsageFault(f"{none}; --role is trainer or shadow")
     if as_json:
         print_json({"job": loaded.job, "role": role, "settings": [one._asdict() for one in found]})
         return

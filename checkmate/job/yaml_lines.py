@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -29,10 +28,15 @@ SCALAR_CHARACTERS: Final = 1024
 """The longest text or number; Python refuses to print numbers of more than 4,300 digits."""
 
 
-_DIFFERENT: Final = re.compile("[^\n -~]|!")
-"""What libyaml may read in another way than Python's parser: tabs, all that is not ASCII, and tags."""
+_DIFFERENT: Final = re.compile(r"[^\n -~]|[!?]|[|>][-+0-9]*#")
+"""What libyaml may read in another way than Python's parser: tabs, all that is not ASCII, tags, `?` in lists
+in brackets, and comments right after `|` or `>`."""
 _YAML: Final = "tag:yaml.org,2002:"
 _REFUSED_TAGS: Final = frozenset(_YAML + kind for kind in ("binary", "omap", "pairs", "set"))
+
+
+class Refused(yaml.MarkedYAMLError):
+    """A fault in what YAML itself accepts. It is the same with both parsers."""
 
 
 class _Bounded(Composer, SafeConstructor, Resolver):
@@ -77,13 +81,13 @@ class _Bounded(Composer, SafeConstructor, Resolver):
         Bytes and sets, which only tags make, would be texts and lists for some readers and not for others.
         """
         if node.tag in _REFUSED_TAGS:
-            raise yaml.MarkedYAMLError(
+            raise Refused(
                 None, None, f"has the tag {node.tag.replace(_YAML, '!!')}: remove it", node.start_mark
             )
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
-            raise yaml.MarkedYAMLError(
+            raise Refused(
                 None, None, f"has a value that can't be read as {_kind(node.tag)}", node.start_mark
             ) from None
 
@@ -94,7 +98,7 @@ class _Bounded(Composer, SafeConstructor, Resolver):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
-                raise yaml.MarkedYAMLError(
+                raise Refused(
                     None,
                     None,
                     f"the key {key!r} is given twice, first in line {seen[key]}; remove one",
@@ -139,8 +143,8 @@ def _kind(tag: str) -> str:
     return {"int": "a whole number", "float": "a number", "timestamp": "a date"}.get(kind, kind)
 
 
-def _fault(problem: str, event: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(None, None, problem, event.start_mark)
+def _fault(problem: str, event: Any) -> Refused:
+    return Refused(None, None, problem, event.start_mark)
 
 
 @dataclass(frozen=True)
@@ -241,9 +245,13 @@ def _unreadable(file: Path, error: OSError) -> str:
 def _parse(text: str) -> tuple[Any, dict[faults.Path, int]]:
     """Return a document's data, and the line of each path in it."""
     if not _DIFFERENT.search(text):
-        with contextlib.suppress(yaml.YAMLError, ValueError, OverflowError):
+        try:
             return _parsed(_fast(text))
-    return _parsed(Loader(text))  # which tells what is wrong
+        except Refused:
+            raise
+        except (yaml.YAMLError, ValueError, OverflowError):
+            pass  # Python's parser tells what is wrong
+    return _parsed(Loader(text))
 
 
 def _parsed(loader: Any) -> tuple[Any, dict[faults.Path, int]]:

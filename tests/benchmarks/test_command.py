@@ -80,6 +80,10 @@ def test_ctrl_c_before_anything_is_measured_changes_nothing(
         (1.0004, 1.0, 1.0, ("1.0004 ms", "1 (at most 1)", "beyond the limit")),
         (1000.4, 1000.0, 1000.0, ("1,000.4 ms", "1,000 (at most 1,000)", "beyond the limit")),
         (1.0004, 1.01, 1.03, ("1 ms", "1.01 (at most 1.03)", "reached")),
+        (1.01, 1.0099, 1.0099, ("1.01 ms", "1.0099 (at most 1.0099)", "beyond the limit")),
+        (12012.0, 12011.6, 12011.6, ("12,012 ms", "12,011.6 (at most 12,011.6)", "beyond the limit")),
+        (999.7, 1000.0, 1000.0, ("1,000 ms", "1,000 (at most 1,000)", "reached")),
+        (0.0, None, None, ("0 ms", "", "")),
         (12345.6, None, None, ("12,346 ms", "", "")),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pty
 import signal
@@ -124,18 +125,19 @@ def test_ctrl_d_at_a_question_is_an_error(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("size", [4096, 8192])
-def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("pages", "name"), [(1, "gpt.yaml"), (2, "job.schema.json")])
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, pages: int, name: str) -> None:
     """The job file does not fit, or only the schema does not."""
     disk = tmp_path / "disk"
-    mounts.mount_tmpfs(disk, size)
+    mounts.mount_tmpfs(disk, pages * mmap.PAGESIZE)
     try:
+        (disk / "other").write_text("x")
         status, output = invoke("init", disk / "gpt.yaml")
-        left = list(disk.iterdir())
+        left = [one.name for one in disk.iterdir()]
     finally:
         mounts.unmount_below(tmp_path)
-    assert (status, left) == (2, [])
-    assert "cannot be written: No space left on device" in output
+    assert (status, left) == (2, ["other"])
+    assert f"{name} cannot be written: No space left on device" in output
 
 
 def test_on_a_terminal_it_asks(tmp_path: Path) -> None:

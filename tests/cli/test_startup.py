@@ -27,10 +27,11 @@ print("torch" in sys.modules)
     ("arguments", "unbuffered"),
     [("--help", ""), ("--help", "1"), ("schema job", ""), ("plan JOB", ""), ("plan JOB --json", "1")],
 )
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
 def test_an_output_that_cannot_be_written_is_one_line(
-    arguments: str, unbuffered: str, tmp_path: Path
+    arguments: str, unbuffered: str, locale: str, tmp_path: Path
 ) -> None:
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "LC_ALL": locale}
     job = str(write(tmp_path, job_data()))
     command = [*COMMAND, *(job if word == "JOB" else word for word in arguments.split())]
     with Path("/dev/full").open("w") as full:
@@ -54,24 +55,56 @@ def test_a_closed_pipe_is_no_error_to_tell(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-@pytest.mark.parametrize(("arguments", "status"), [("schema job", 0), ("--no-such-option", 2)])
-def test_a_command_needs_no_output(arguments: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [("schema job", 0), ("validate JOB --json", 0), ("validate nowhere.yaml --json", 2), ("--no-such", 2)],
+)
+def test_a_command_needs_no_output(arguments: str, status: int, tmp_path: Path) -> None:
     """A supervisor may give it none."""
-    done = subprocess.run(
-        ["sh", "-c", f"{shlex.join(COMMAND)} {arguments} >&-"], stderr=subprocess.PIPE, text=True, check=False
-    )
+    line = shlex.join([*COMMAND, *arguments.replace("JOB", str(write(tmp_path, job_data()))).split()])
+    done = subprocess.run(["sh", "-c", f"{line} >&-"], stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
+
+
+_ENDS = """
+import sys
+from checkmate.cli import entry
+def run():
+    print("some output")
+    raise SystemExit(143)
+entry._run = run
+entry.main()
+"""
+
+
+@pytest.mark.parametrize(("output", "status"), [("/dev/full", 1), ("/dev/null", 143)])
+def test_what_a_signal_leaves_is_written_before_the_end(output: str, status: int) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with Path(output).open("w") as opened:
+        command = [sys.executable, "-c", _ENDS]
+        done = subprocess.run(
+            command, stdout=opened, stderr=subprocess.PIPE, text=True, check=False, env=environment
+        )
+    told = ["error: the output can't be written: No space left on device"] * (status == 1)
+    assert (done.returncode, done.stderr.splitlines()) == (status, told)
 
 
 _FULL_DISK = """
 import errno, os, sys
 from checkmate.cli import entry
 def run():
+    if "print" in sys.argv:
+        try:
+            print("x" * 100_000)
+        except OSError:
+            sys.argv.append("failed")
+        assert "failed" in sys.argv
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *sys.argv[1:2])
 entry._run = run
 entry.main()
 """
+"""With `print`, a write to the output has failed before, and nobody minds."""
 
 
 def test_a_disk_that_is_full_is_not_taken_for_the_output() -> None:
@@ -80,6 +113,10 @@ def test_a_disk_that_is_full_is_not_taken_for_the_output() -> None:
     message = "/run/labs/demo can't be written: No space left on device"
     assert (done.returncode, done.stderr) == (1, f"error: {message}\n")
     assert json.loads(done.stdout)["error"] == message
+    with Path("/dev/full").open("w") as full:
+        command[-1] = "print"
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == f"error: {message}\n"
 
 
 @pytest.mark.parametrize(

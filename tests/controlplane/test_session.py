@@ -26,7 +26,7 @@ from checkmate.keys.roles import Role, role_folder
 from controlplane import forwarding, guard, replication, standby, streams, stub
 from controlplane.election import Candidacy, Standing
 from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate, Update
-from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused, WrongPipeline
+from controlplane.errors import AnotherPrimary, RefusalLost, SwitchUnreachable, WriteRefused, WrongPipeline
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec, compiled
 from controlplane.p4runtime.session import SwitchSession
@@ -312,6 +312,29 @@ def test_a_standby_takes_no_switch_for_gone_if_one_refusal_is_lost(
     lose_refusals(monkeypatch, times)
     LOOP.run_until_complete(scenario())
     assert (seen[0] is None) == (times == 2)
+
+
+def test_refusals_that_are_lost_one_by_one_are_no_end_of_a_switch(
+    switch: Switch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Standing | None] = []
+    watch = SimpleNamespace(see=lambda _, standing: seen.append(standing))
+
+    async def scenario() -> None:
+        changed = asyncio.Event()
+        looking = asyncio.ensure_future(standby._look(switch, watch, changed))  # type: ignore[arg-type]
+        for _ in range(3):
+            await asyncio.wait_for(changed.wait(), 10)
+            changed.clear()
+        looking.cancel()
+
+    async def beat(session: SwitchSession) -> None:
+        await asyncio.sleep(0.05)
+        raise RefusalLost("Internal error from Core")
+
+    monkeypatch.setattr(SwitchSession, "heartbeat", beat)
+    LOOP.run_until_complete(scenario())
+    assert None not in seen
 
 
 def test_tls_with_client_certificates(tmp_path: Path) -> None:

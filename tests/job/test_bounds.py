@@ -17,6 +17,7 @@ from checkmate.job.schema import Job
 from checkmate.job.validation import FAULTS_MOST
 from checkmate.job.yaml_lines import FILE_BYTES, SCALAR_CHARACTERS, Located
 from testbed.jobs import job_data
+from tests.support.cli import invoke
 from tests.support.fuzz import fuzz
 
 RIGHT = yaml.safe_dump(job_data(nodes=2, channels=2, replicas=2), sort_keys=False)
@@ -197,13 +198,21 @@ def test_any_text_is_a_job_or_a_list_of_faults(tmp_path: Path, text: str) -> Non
 def parsed(load: Callable[[str], Any], text: str) -> object:
     """Return the data of a text and the lines of its paths, or the reason if it is not YAML."""
     try:
-        return repr(yaml_lines._parsed(load(text)))
+        data, lines = yaml_lines._parsed(load(text))
     except (yaml.YAMLError, ValueError, OverflowError):
         return None
+    return repr((data, lines if data is not None else "an empty document"))
 
 
-@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML was built without libyaml")
-@fuzz(250, text=changed() | documents | st.text(st.characters(exclude_categories=[]), max_size=60))
+needs_libyaml = pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML was built without libyaml")
+TOKENS = st.sampled_from(
+    [*"[]{}:,-?#|>&*!%@`'\"~", ": ", "- ", "\n", "\n  ", " #", "|-", ">2", "a", "b c", "1", "{}", "---"]
+)
+tokens = st.lists(TOKENS, max_size=14).map("".join)
+
+
+@needs_libyaml
+@fuzz(250, text=changed() | documents | tokens | st.text(st.characters(exclude_categories=[]), max_size=60))
 def test_libyaml_reads_what_python_reads(text: str) -> None:
     """Faults are always told by the parser in Python, which may accept what libyaml does not."""
     if yaml_words.control_character(text) is not None or yaml_lines._DIFFERENT.search(text):
@@ -211,6 +220,28 @@ def test_libyaml_reads_what_python_reads(text: str) -> None:
     fast = parsed(yaml_lines._fast, text)
     if fast is not None:
         assert fast == parsed(yaml_lines.Loader, text)
+
+
+@needs_libyaml
+@pytest.mark.parametrize(
+    "text", ["a: >-#note\n  b", "[a? b]", "{port? : 3}", "0\t", "!", "a: 1\n\ufeff\nb: 2"]
+)
+def test_what_the_parsers_read_in_other_ways_is_read_in_python(text: str) -> None:
+    assert parsed(yaml_lines._fast, text) != parsed(yaml_lines.Loader, text)
+    assert yaml_lines._DIFFERENT.search(text)
+
+
+@needs_libyaml
+def test_a_right_job_and_our_own_faults_need_no_parser_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yaml_lines, "Loader", None)
+    file = tmp_path / "job.yaml"
+    file.write_text(RIGHT)
+    assert read_job(file).channels == 2
+    for text, message in ((doubled(9), "more than 200,000 values"), ("job: a\njob: b", "given twice")):
+        assert message in faults(file, text)[0].message
+    assert invoke("init", tmp_path / "gpt.yaml")[0] == 0  # `init` reads what it writes
 
 
 def test_without_libyaml_a_job_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,3 +150,5 @@ def test_the_file_has_a_reason_for_each_value_and_bad_input_is_explained(tmp_pat
     code, text = invoke("sysctl", file, "--role", "reader")
     wanted = "error: hosts of role reader need no kernel settings; --role is trainer or shadow\n"
     assert (code, text) == (2, wanted)
+    wanted = "error: no role shdow; --role is trainer or shadow\n"
+    assert invoke("sysctl", file, "--role", "shdow") == (2, wanted)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import stat
+from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from checkmate.job.files import JobError, read_set
 from checkmate.job.schema import Job
+from checkmate.job.yaml_lines import Document, read_document
 from checkmate.training.errors import SessionError
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
@@ -21,14 +23,14 @@ _Stamp = tuple[int, ...] | None
 
 
 class _Kept(NamedTuple):
-    """A job, and how its files were when it was read."""
+    """A job, and how its files were just before they were read."""
 
     job: Job
     stamps: dict[Path, _Stamp]
 
 
 _kept: dict[Path, _Kept] = {}
-"""By the path of the job file; the last one only."""
+"""By the absolute path of the job file; the last one only."""
 
 
 def named_job() -> Job:
@@ -36,18 +38,23 @@ def named_job() -> Job:
     named = os.environ.get(JOB_VARIABLE)
     if not named:
         raise SessionError(f"{JOB_VARIABLE} is not set: set it to the path of the job's YAML")
-    file = Path(named).absolute()
+    file = Path(named).absolute()  # so that paths in the job are, too
     kept = _kept.get(file)
     if kept is not None and all(stamp and stamp == _stamp(one) for one, stamp in kept.stamps.items()):
         return kept.job
-    before = _stamp(file)
+    stamps: dict[Path, _Stamp] = {}
+
+    @cache
+    def read(one: Path) -> Document:
+        stamps[one] = _stamp(one)
+        return read_document(one)
+
     try:
-        read = read_set([Path(named)])
-        (job,) = read.require()
+        (job,) = read_set([file], read).require()
     except JobError as error:
         raise SessionError(f"{JOB_VARIABLE}: {error}") from None
     _kept.clear()
-    _kept[file] = _Kept(job, {**{one.absolute(): _stamp(one) for one in read.files}, file: before})
+    _kept[file] = _Kept(job, stamps)
     return job
 
 

@@ -69,6 +69,34 @@ def test_a_job_that_has_become_faulty_is_not_kept(file: Path) -> None:
         named_job()
 
 
+def test_a_change_while_it_is_read_is_seen_next_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = file.with_name("fabric.yaml")
+
+    def late(text: str) -> str:
+        return text.replace("9559", "9558")
+
+    def read(*arguments: object) -> object:
+        found = read_set(*arguments)  # type: ignore[arg-type]
+        edit(fabric, late)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr("checkmate.training.start.named_job.read_set", read)
+        named_job()
+    assert named_job().fabric.switches[0].address.endswith(":9558")
+
+
+def test_paths_in_a_job_do_not_depend_on_how_it_was_named_before(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(JOB_VARIABLE, "job.yaml")
+    named_job()
+    monkeypatch.chdir("/")
+    monkeypatch.setenv(JOB_VARIABLE, str(file))
+    assert named_job().keys == tmp_path / "keys"
+
+
 def test_a_relative_name_is_of_the_present_folder(
     file: Path, reads: Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
