@@ -45,7 +45,12 @@ RING = "Checkmate / the same ring untagged"
         ("iteration time, Checkmate", [("iteration", RING), ("sharded", RING)]),
         (
             "from kill -9 of a rank",
-            [("recovery", "together"), ("recovery", "checkmate.restore"), ("recovery", "checkmate.protect")],
+            [
+                ("recovery", "together"),
+                ("recovery", "checkmate is imported"),
+                ("recovery", "checkmate.restore"),
+                ("recovery", "checkmate.protect"),
+            ],
         ),
         ("a shadow node's optimizer step", [("shadow_step", "AdamW")]),
         ("2,048 streams planned", [("control_plane", "planned and written")]),
