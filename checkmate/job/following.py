@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from checkmate.job import yaml_lines
-from checkmate.job.fabric_file import read_fabric
 from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
 from checkmate.job.schema import Job
-from checkmate.job.yaml_lines import JobError, Located
+from checkmate.job.yaml_lines import Document, JobError, Located
 
 SUFFIXES: Final = (".yaml", ".yml")
-Signature = dict[Path, tuple[int, int, int]]
-"""By file: when it was written, when that or its mode, owner or name changed, and its size."""
+Stamp = tuple[int, int, int]
+"""When a file was written, when that or its mode, owner or name changed, and its size."""
+Signature = dict[Path, Stamp]
 Unusable = Callable[[Job], str | None]
 """Returns why a valid job can't be served, such as keys that are missing."""
 Beside = Callable[[Job], Iterable[Path]]
@@ -89,9 +89,16 @@ class JobFiles:
     def read(self) -> JobSet:
         """Read all files, each once. From the second time on, a named file that is gone is a removed job."""
         first, before = self._seen is None, self._signature()
-        read = cache(yaml_lines.read_document)
+        parse: ReadYaml = yaml_lines.read_document
         if self.several_owners:  # nobody's FIFO keeps the controller waiting
-            read = cache(partial(yaml_lines.read_document, regular=True))
+            parse = partial(yaml_lines.read_document, regular=True)
+
+        @cache
+        def read(file: Path) -> Document:
+            if file not in before and (stamp := _stamp(file)):  # a fabric file, the first time
+                before[file] = stamp
+            return parse(file)
+
         files = job_files(self._arguments, read, several_owners=self.several_owners)
         found = self._checked([file for file in files if first or os.path.lexists(file)], read)
         self._read = (*found.files, *(file for _, job in found.sound for file in self._beside(job)))
@@ -145,6 +152,8 @@ class JobFiles:
         """Read job files, with their grants. If the fabric file has a fault, no job is sound."""
         if self._fabric is None:
             return read_set(files, read)
+        from checkmate.job.fabric_file import read_fabric  # noqa: PLC0415 - trainers need none; imports take time
+
         try:
             granted = read_fabric(self._fabric, read)
         except JobError as error:  # without grants, nothing of the jobs can be judged
@@ -156,12 +165,18 @@ class JobFiles:
         named = (_yaml_files(one) if _is_folder(one) else [one] for one in self._arguments)
         found: Signature = {}
         for file in {*self._read, *(file for files in named for file in files)}:
-            try:
-                stat = file.stat()
-            except (OSError, ValueError):
-                continue  # removed after the listing, or a name that no file can have
-            found[file] = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
+            if stamp := _stamp(file):
+                found[file] = stamp
         return found
+
+
+def _stamp(file: Path) -> Stamp | None:
+    """Return what changes if a file does; `None` if it was removed, or no file can have the name."""
+    try:
+        found = file.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
 def _is_folder(path: Path) -> bool:

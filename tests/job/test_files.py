@@ -605,3 +605,22 @@ def test_a_file_that_is_written_while_it_is_read_has_changed(
     assert files.changed()
     files.read()
     assert not files.changed()
+
+
+def test_a_fabric_file_that_is_written_while_it_is_first_read_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = yaml_lines.read_document
+    fabric = write(tmp_path, job_data()["fabric"], "fabric.yaml")
+
+    def written(file: Path) -> Document:
+        found = real(file)
+        if file == fabric:
+            os.utime(file, ns=(1, 1))
+        return found
+
+    files = JobFiles([write(tmp_path, {**job_data(), "fabric": "fabric.yaml"})])
+    with monkeypatch.context() as patch:
+        patch.setattr(yaml_lines, "read_document", written)
+        files.read()
+    assert files.changed()

@@ -32,7 +32,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Return a count of reads."""
     counted = Mock(wraps=read_set)
-    monkeypatch.setattr("checkmate.training.start.named_job.read_set", counted)
+    monkeypatch.setattr("checkmate.job.following.read_set", counted)
     return counted
 
 
@@ -81,7 +81,7 @@ def test_a_change_while_it_is_read_is_seen_next_time(file: Path, monkeypatch: py
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkmate.training.start.named_job.read_set", read)
+        patch.setattr("checkmate.job.following.read_set", read)
         named_job()
     assert named_job().fabric.switches[0].address.endswith(":9558")
 
@@ -106,6 +106,13 @@ def test_a_relative_name_is_of_the_present_folder(
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     with pytest.raises(SessionError, match="cannot be read"):
+        named_job()
+
+
+def test_a_folder_is_not_a_job(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`run` takes folders of job files; a trainer has one job."""
+    monkeypatch.setenv(JOB_VARIABLE, str(tmp_path))
+    with pytest.raises(SessionError, match="is a folder; give the path of a file in it"):
         named_job()
 
 
