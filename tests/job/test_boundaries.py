@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hypothesis import given
@@ -15,7 +16,7 @@ from testbed.jobs import job_data
 def job_of(*rings: str, shadow_nodes: dict[int, list[int]] | None = None, nodes: int = 3) -> Job:
     """Return a job with a group for each ring, which is a text of hosts such as "abc"."""
     data: dict[str, Any] = job_data(nodes=nodes)
-    ranks = iter(range(100))
+    ranks = itertools.count()
     data["dp_groups"] = [
         {"ranks": [host(name) | {"rank": next(ranks)} for name in ring]}
         | ({"shadow_nodes": shadow_nodes[number]} if shadow_nodes and number in shadow_nodes else {})
