@@ -78,12 +78,8 @@ def spread95(samples: Sequence[float]) -> str:
 
 def number(value: float, unit: str = "", digits: int = 3) -> str:
     """Return a number with some significant digits, or a large count in full."""
-    whole = max(len(f"{abs(value):.0f}"), 1)
-    text = (
-        f"{value:,.0f}"
-        if whole >= digits and round(abs(value)) >= 1000
-        else f"{value:,.{max(digits, whole)}g}"
-    )
+    whole = len(f"{abs(value):.0f}")
+    text = f"{value:,.0f}" if whole >= max(digits, 4) else f"{value:,.{digits}g}"
     return f"{text} {unit}".strip()
 
 

@@ -44,11 +44,7 @@ def expand(raw: Any) -> list[Fault]:
     if not faults and len(whole) == 1 and _is_number(gpus, GPUS_MOST):
         mesh = Mesh(**whole[0].fields)
         names = list(dict.fromkeys(host.fields["name"] for host in hosts if "name" in host.fields))
-        faults = [
-            *_misfits(mesh, len(hosts), gpus),
-            *_beyond_nccl(raw.get("collective"), mesh, gpus),
-            *_too_few_nodes(raw),
-        ]
+        faults = [*_impossible(mesh, len(hosts), gpus, raw.get("collective")), *_too_few_nodes(raw)]
         if not faults and len(names) == len(hosts):
             nics = [len(n) if isinstance(n := host.raw.get("nics"), list) else 1 for host in hosts]
             placed = [*zip(names, nics, strict=True)]

@@ -296,45 +296,41 @@ def test_a_refusal_whose_reason_is_lost_is_asked_for_again(
         LOOP.run_until_complete(scenario())
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_standby_takes_no_switch_for_gone_if_one_refusal_is_lost(
-    switch: Switch, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
+def looked(switch: Switch, times: int) -> list[Standing | None]:
+    """Return what a standby sees of a switch, once it has been told that many times."""
     seen: list[Standing | None] = []
     watch = SimpleNamespace(see=lambda _, standing: seen.append(standing))
 
     async def scenario() -> None:
         changed = asyncio.Event()
         looking = asyncio.ensure_future(standby._look(switch, watch, changed))  # type: ignore[arg-type]
-        await asyncio.wait_for(changed.wait(), 10)
+        for _ in range(times):
+            await asyncio.wait_for(changed.wait(), 10)
+            changed.clear()
         looking.cancel()
 
-    lose_refusals(monkeypatch, times)
     LOOP.run_until_complete(scenario())
+    return seen
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_standby_takes_no_switch_for_gone_if_one_refusal_is_lost(
+    switch: Switch, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    lose_refusals(monkeypatch, times)
+    seen = looked(switch, 1)
     assert (seen[0] is None) == (times == 2)
 
 
 def test_refusals_that_are_lost_one_by_one_are_no_end_of_a_switch(
     switch: Switch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Standing | None] = []
-    watch = SimpleNamespace(see=lambda _, standing: seen.append(standing))
-
-    async def scenario() -> None:
-        changed = asyncio.Event()
-        looking = asyncio.ensure_future(standby._look(switch, watch, changed))  # type: ignore[arg-type]
-        for _ in range(3):
-            await asyncio.wait_for(changed.wait(), 10)
-            changed.clear()
-        looking.cancel()
-
     async def beat(session: SwitchSession) -> None:
         await asyncio.sleep(0.05)
         raise RefusalLost("Internal error from Core")
 
     monkeypatch.setattr(SwitchSession, "heartbeat", beat)
-    LOOP.run_until_complete(scenario())
-    assert None not in seen
+    assert None not in looked(switch, 3)
 
 
 def test_tls_with_client_certificates(tmp_path: Path) -> None:

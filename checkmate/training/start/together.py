@@ -49,9 +49,9 @@ def _plain_ddp(job: Job, ranks: int) -> str:
     """Return the advice to have plain DDP's mesh over this many ranks, or "" if the job can't have it."""
     if job.mesh is None or job.mesh.dp_replicate == ranks or job.mesh.pp > 1:
         return ""
-    return f"for plain DDP, write mesh: {{dp_replicate: {ranks}}}; else " * fits(
-        job, Mesh(dp_replicate=ranks)
-    )
+    if not fits(job, Mesh(dp_replicate=ranks)):
+        return ""
+    return f"for plain DDP, write mesh: {{dp_replicate: {ranks}}}; else "
 
 
 def _check_hosts(job: Job, groups: Sequence[int]) -> None:
