@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of
 
 _JOBS_BITS: Final = 48
 _CONTROLLER_BITS: Final = 16
@@ -65,9 +66,7 @@ def new_controller() -> int:
 
 def jobs_digest(jobs: Iterable[Job]) -> int:
     """Return a number for what a set of jobs makes switches do, as `ElectionId.jobs`. It is never 0."""
-    data = sorted(
-        (job.job, job.model_dump(mode="json", exclude=_OWN_PATHS, exclude_defaults=True)) for job in jobs
-    )
+    data = sorted((job.job, data_of(job, exclude=_OWN_PATHS, exclude_defaults=True)) for job in jobs)
     text = json.dumps(data, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=_JOBS_BITS // 8).digest(), "big") or 1
 

@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.wire.tag import HELLO_LENGTH, Hello
 from testbed.jobs import job_data
 from testbed.ports import free_port
@@ -29,7 +30,7 @@ def local_job(**kwargs: Any) -> Job:
     for index, switch in enumerate(data["fabric"]["switches"]):
         switch["stub"]["ip"] = f"127.0.2.{index + 1}"
         switch["stub"]["port"] = free_port()
-    return Job.model_validate(data)
+    return of_data(Job, data)
 
 
 StreamKey = tuple[int, int, int]

@@ -15,6 +15,7 @@ import yaml
 from rich.progress import track
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
@@ -68,7 +69,7 @@ def node(job: Job) -> Iterator[None]:
     """Yield the job's shadow node 0, as a process."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "job.yaml")
-        file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
+        file.write_text(yaml.safe_dump(data_of(job, exclude_none=True)))
         command = [sys.executable, "-m", "checkmate.cli.entry", "shadow", str(file), "--id", "0", "--no-view"]
         command += ["--insecure"] if job.keys is None else []
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

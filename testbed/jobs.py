@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.keys.access import access
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
@@ -113,7 +114,7 @@ def tofino_job_data(
 
 
 def job(name: str = "demo", **kwargs: Any) -> Job:
-    return Job.model_validate(job_data(name, **kwargs))
+    return of_data(Job, job_data(name, **kwargs))
 
 
 def keys_of(job: Job, role: Role) -> RoleKeys | None:

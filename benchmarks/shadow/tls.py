@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +47,7 @@ def _jobs(folder: Path) -> tuple[Job, Job]:
     """Return a job with keys, and one without."""
     secure = local_job(nodes=1, ranks=2)
     make_keys([(secure, folder)], dt.datetime.now(dt.UTC))
-    return secure.model_copy(update={"keys": folder}), local_job(nodes=1, ranks=2)
+    return replace(secure, keys=folder), local_job(nodes=1, ranks=2)
 
 
 def _records(folder: Path) -> Result:

@@ -23,6 +23,7 @@ from rich.progress import track
 
 from benchmarks.figures import Figure, Result, Skipped
 from checkmate.job.schema import Job, ShadowNode
+from checkmate.job.validation import of_data
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.shadow.receive.connect import connect_stream, node_time
@@ -53,7 +54,8 @@ def the_job() -> Job:
             "port": port,
         }
 
-    return Job.model_validate(
+    return of_data(
+        Job,
         {
             "job": "bench",
             "fabric": {
@@ -79,7 +81,7 @@ def the_job() -> Job:
             "shadow_nodes": [
                 {"id": g, "mgmt": f"shadow{g}:7000", "nics": [host(1, g, g + 1)]} for g in range(GROUPS)
             ],
-        }
+        },
     )
 
 

@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from ipaddress import IPv4Network
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import typer
 
 from checkmate.cli.common import UsageFault, out, says_errors
 from checkmate.job import editor_schema, starter
-from checkmate.job.fields import GPUS_MOST
+from checkmate.job.fields import GPUS_MOST, Collective
 from checkmate.job.files import JobError, read_job
 from checkmate.job.following import SUFFIXES
-from checkmate.job.schema import Job, Switch
+from checkmate.job.schema import Switch
 from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
 
-TARGETS: Final = get_args(Switch.model_fields["target"].annotation)
-COLLECTIVES: Final = get_args(Job.model_fields["collective"].annotation)
+TARGETS: Final = get_args(get_type_hints(Switch)["target"])
+COLLECTIVES: Final = get_args(Collective)
 
 
 def _targets() -> list[str]:

@@ -162,7 +162,7 @@ def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
         if job.keys is not None:
             yield role_folder(job.keys, job.job, Role.CONTROLLER)
         for switch in job.fabric.switches:
-            named = {} if switch.tls is None else dict(switch.tls)
+            named = {} if switch.tls is None else vars(switch.tls)
             yield from (pem for pem in named.values() if pem is not None)
 
 

@@ -12,11 +12,12 @@ from ipaddress import IPv4Address
 from typing import Any, Final
 
 from checkmate.job.boundaries import first_shadow_ids
-from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_at, show_path
+from checkmate.job.faults import Fault, Path, show_path
 from checkmate.job.fields import NODE_IDS_LAST
 from checkmate.job.placing import interfaces, is_placed
 from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch, TrainingHost
 from checkmate.job.tofino.ports import tofino_faults
+from checkmate.job.valid_parts import Part, addresses_of, parts, served_at
 from checkmate.job.validation import validated
 from checkmate.wire.tag import NCCL_SHADOW_IDS, SHARDS_MAX
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from checkmate.job.faults import Part, Path, addresses_of, parts, served_at
+from checkmate.job.faults import Path
 from checkmate.job.placing import interfaces
 from checkmate.job.schema import Attachment, Nic, ShadowNode, Stub, Switch
+from checkmate.job.valid_parts import Part, addresses_of, parts, served_at
 
 Kind = Literal["ip", "mac", "port", "service"]
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from checkmate.job.claims import Claim, claims
-from checkmate.job.faults import Fault, Part, Path, parts, show_path
-from checkmate.job.schema import Attachment, Switch
+from checkmate.job.faults import Fault, Path, show_path
+from checkmate.job.schema import SWITCH_KEYS, Attachment, Switch
 from checkmate.job.tofino.ports import effective
+from checkmate.job.valid_parts import Part, parts
 
 Faults = Iterator[tuple[int, Fault]]
 
@@ -67,7 +68,7 @@ def _same_switches(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
             owner, seen = described.setdefault(name, (index, switch))
             ours, theirs = effective(switch.fields), effective(seen.fields)
             both = theirs.keys() & ours.keys()
-            differing = [f for f in Switch.model_fields if f in both and theirs[f] != ours[f]]
+            differing = [f for f in SWITCH_KEYS if f in both and theirs[f] != ours[f]]
             if differing and owner != index:
                 message = f"{owners[owner]} describes switch {name!r} differently ({', '.join(differing)})"
                 yield index, Fault(switch.path, f"{message}; use one fabric file for both")

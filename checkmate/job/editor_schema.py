@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from checkmate.job.fabric_file import FabricFile
 from checkmate.job.placing import OF_HOST
 from checkmate.job.schema import Attachment, Host, Job, Nic, Rank, Switch
 from checkmate.job.tofino import chips
+from checkmate.job.validation import adapter
 
 _PORT_NAME: Final = {"type": "string", "pattern": chips.PORT_NAME}
 
@@ -28,9 +28,9 @@ class Generator(GenerateJsonSchema):
         return False
 
 
-def of_model(model: type[BaseModel]) -> dict[str, Any]:
+def of_model(model: type) -> dict[str, Any]:
     """Return the JSON Schema of files that a model describes completely."""
-    return {"$schema": Generator.schema_dialect, **model.model_json_schema(schema_generator=Generator)}
+    return {"$schema": Generator.schema_dialect, **adapter(model).json_schema(schema_generator=Generator)}
 
 
 def of_job() -> dict[str, Any]:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
-
-from pydantic import Field
 
 from checkmate.job import checks
 from checkmate.job.extents import Addresses, Extent, Macs, Ports, Services
 from checkmate.job.faults import Fault
 from checkmate.job.faults import Path as YamlPath
 from checkmate.job.fields import Name
+from checkmate.job.limits import whole
 from checkmate.job.schema import Fabric, Frozen, TagSettings
 from checkmate.job.tls_paths import resolve_tls
 from checkmate.job.tofino import ports
@@ -30,28 +29,30 @@ STREAMS: Final = 8192
 """Streams of a job whose grant names no number: as many as a switch's table holds."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Grant(Frozen):
     """What one job may have of the fabric: nothing but this."""
 
     folder: Path | None = None
     """Where its file must be, as the command line names it. Anywhere by default."""
-    ports: Mapping[Name, tuple[Ports, ...]] = {}
+    ports: Mapping[Name, tuple[Ports, ...]] = field(default_factory=dict)
     """By switch."""
     addresses: tuple[Addresses, ...] = ()
     """Of its hosts and shadow NICs on the training network."""
     macs: tuple[Macs, ...] = ()
     shadow_nodes: tuple[Services, ...] = ()
     """Where its shadow nodes serve, on the management network."""
-    streams: Annotated[int, Field(ge=1, le=1 << 20, strict=True)] = STREAMS
+    streams: Annotated[int, whole(1, 1 << 20)] = STREAMS
     """How many it may have at most."""
-    tag: TagSettings = TagSettings()
+    tag: TagSettings = field(default_factory=TagSettings)
     """The DSCP bit and the priority that it must use."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class FabricFile(Fabric):
     """A fabric, and the grants of jobs by their names."""
 
-    grants: Mapping[Name, Grant] = {}
+    grants: Mapping[Name, Grant] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,10 @@
-"""Faults, and the valid parts of a job's YAML with their paths.
-
-Checks between parts use these, so that a fault in one key does not hide a fault in another.
-"""
+"""Faults of a YAML file, by their path in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from ipaddress import IPv4Address
-from typing import Annotated, Any, Final
-
-from pydantic import BaseModel, TypeAdapter, ValidationError
-
-from checkmate.job.addresses import records_beside
-from checkmate.job.fields import Ip
 
 Path = tuple[str | int, ...]
-_IP: TypeAdapter[IPv4Address] = TypeAdapter(Ip)
-_PLAIN: Final = (str, int, float, bool)
-"""Of values that can't change."""
 
 
 @dataclass(frozen=True)
@@ -30,105 +15,9 @@ class Fault:
     message: str
 
 
-@dataclass(frozen=True)
-class Part:
-    """A mapping in the YAML: its path, the valid fields of its model, and all of it as read."""
-
-    path: Path
-    fields: Mapping[str, Any]
-    raw: Any
-
-    def get(self, *names: str) -> tuple[Any, ...] | None:
-        """Return the values of all these fields, or `None` if one is missing or faulty."""
-        if any(name not in self.fields for name in names):
-            return None
-        return tuple(self.fields[name] for name in names)
-
-
 def show_path(path: Path) -> str:
     """Return a path as text, such as `dp_groups[0].ranks[1].ip`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text or "(top level)"
-
-
-def parts(raw: Any, model: type[BaseModel], *keys: str) -> list[Part]:
-    """Return the parts at `keys` of a YAML's data, for a model. Lists on the way are expanded."""
-    return list(_walk(raw, model, keys, ()))
-
-
-def _walk(raw: Any, model: type[BaseModel], keys: Sequence[str], path: Path) -> Iterator[Part]:
-    if isinstance(raw, list):
-        for index, item in enumerate(raw):
-            yield from _walk(item, model, keys, (*path, index))
-    elif keys:
-        if isinstance(raw, dict) and keys[0] in raw:
-            yield from _walk(raw[keys[0]], model, keys[1:], (*path, keys[0]))
-    else:
-        yield Part(path, _sound(raw, model) if isinstance(raw, dict) else {}, raw)
-
-
-def _sound(raw: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, Any]:
-    found = {}
-    for name, required, default in _fields(model):
-        if name in raw:
-            value = raw[name]
-            validate = _valid if value is None or isinstance(value, _PLAIN) else _valid.__wrapped__
-            try:
-                found[name] = validate(model, name, value)
-            except ValidationError:
-                continue  # reported with the file's structure
-        elif not required:
-            found[name] = default
-    return found
-
-
-@cache
-def _fields(model: type[BaseModel]) -> list[tuple[str, bool, Any]]:
-    """Return the name of each field, whether it is required, and its default."""
-    return [
-        (name, info.is_required(), info.get_default(call_default_factory=True))
-        for name, info in model.model_fields.items()
-    ]
-
-
-@lru_cache(1 << 16, typed=True)  # several checks need the same addresses, and true is not 1
-def _valid(model: type[BaseModel], name: str, value: Any) -> Any:
-    """Return a field's value. Raise `ValidationError` if it is faulty."""
-    return _adapter(model, name).validate_python(value)
-
-
-@cache
-def _adapter(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
-    info = model.model_fields[name]
-    kind: Any = info.annotation
-    for constraint in info.metadata:
-        kind = Annotated[kind, constraint]
-    return TypeAdapter(kind)
-
-
-def addresses_of(host: Part) -> Iterator[tuple[Path, IPv4Address]]:
-    """Yield the valid IP addresses of a host or stub, each with its path."""
-    if (ip := host.get("ip")) is not None:
-        yield (*host.path, "ip"), ip[0]
-    listed = host.raw.get("addresses") if isinstance(host.raw, dict) else None
-    for index, address in enumerate(listed if isinstance(listed, list) else ()):
-        try:
-            yield (*host.path, "addresses", index), _IP.validate_python(address)
-        except ValidationError:
-            continue  # reported with the file's structure
-
-
-def served_at(node: Part) -> Iterator[tuple[str, str]]:
-    """Yield the addresses at which a shadow node serves, each with the key that specifies it.
-
-    The default for step records is the port after that of `mgmt`, which may not exist.
-    """
-    if (mgmt := node.get("mgmt")) is not None:
-        yield "mgmt", mgmt[0]
-        if node.fields.get("records", "") is None:  # not given; "" if faulty
-            host, _, _ = mgmt[0].rpartition(":")
-            yield "mgmt", f"{host}:{records_beside(mgmt[0])[1]}"
-    if (records := node.fields.get("records")) is not None:
-        yield "records", records

@@ -5,9 +5,8 @@ from __future__ import annotations
 from ipaddress import IPv4Address
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
-
 from checkmate.job.addresses import checked_host, checked_host_port, checked_ip, checked_mac
+from checkmate.job.limits import After, Before, Described, Limits, whole
 from checkmate.job.tofino import chips
 
 _MAC_PATTERN: Final = "^[0-9a-fA-F][02468aceACE](:[0-9a-fA-F]{2}){5}$"
@@ -38,23 +37,21 @@ def device_port(value: object) -> object:
     return {"device_port": value} if isinstance(value, int) else value
 
 
-Mac = Annotated[str, BeforeValidator(checked_mac), Field(json_schema_extra={"pattern": _MAC_PATTERN})]
-Ip = Annotated[IPv4Address, BeforeValidator(checked_ip)]
-HostName = Annotated[str, AfterValidator(checked_host)]
-HostPort = Annotated[
-    str, AfterValidator(checked_host_port), Field(json_schema_extra={"pattern": r":[0-9]{1,5}$"})
-]
-Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
-PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
+Mac = Annotated[str, Before(checked_mac), Described(pattern=_MAC_PATTERN)]
+Ip = Annotated[IPv4Address, Before(checked_ip)]
+HostName = Annotated[str, After(checked_host)]
+HostPort = Annotated[str, After(checked_host_port), Described(pattern=r":[0-9]{1,5}$")]
+Port = Annotated[int, whole(0, CPU_PORT - 1), Before(_port)]
+PortName = Annotated[str, Limits(pattern=chips.PORT_NAME)]
 Collective = Literal["ring", "nccl"]
 Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
 Fec = Literal["none", "firecode", "rs"]
-Metres = Annotated[float, Field(gt=0, le=10_000)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
-TcpPort = Annotated[int, Field(ge=1, le=65535, strict=True)]
+Metres = Annotated[float, Limits(gt=0, le=10_000)]
+Name = Annotated[str, Limits(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+TcpPort = Annotated[int, whole(1, 65535)]
 NODE_IDS_LAST: Final = 65535
 RANKS_LAST: Final = 65535
 GPUS_MOST: Final = 64
-Size = Annotated[int, Field(ge=1, le=RANKS_LAST + 1, strict=True)]
+Size = Annotated[int, whole(1, RANKS_LAST + 1)]
 """Of a dimension of a mesh."""
-ShadowNodeId = Annotated[int, Field(ge=0, le=NODE_IDS_LAST, strict=True)]
+ShadowNodeId = Annotated[int, whole(0, NODE_IDS_LAST)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkmate.job import checks, conflicts, yaml_lines
-from checkmate.job import faults as parts
-from checkmate.job.faults import Fault
+from checkmate.job.faults import Fault, show_path
+from checkmate.job.faults import Path as YamlPath
 from checkmate.job.placing import Placing, place
 from checkmate.job.schema import Job
 from checkmate.job.tls_paths import resolve_tls
@@ -56,11 +56,11 @@ class JobSet:
         """Whether there is a job file, sound or not."""
         return len(self.files) > (self.operators is not None)
 
-    def located(self, file: Path, path: parts.Path, message: str) -> Located:
+    def located(self, file: Path, path: YamlPath, message: str) -> Located:
         """Return a fault of a valid job of these files, which may be in its fabric file."""
         if self.granted is not None and path[:1] == ("fabric",):
             return self.granted.document.locate(Fault(path[1:], message))
-        return Located(*locate(file, path, self.granted), parts.show_path(path), message)
+        return Located(*locate(file, path, self.granted), show_path(path), message)
 
     def require(self, more: Iterable[Located] = ()) -> list[Job]:
         """Return all jobs. Raise `JobError` with all faults, here and in `more`, sorted by file and line."""
@@ -148,7 +148,7 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
     operators = None
     if granted is not None:  # jobs that claim what is another's are no reason to refuse that one
         sources = [source for source, job in zip(sources, jobs, strict=True) if job is not None]
-        jobs = [job.model_copy(update={"fabric": granted.fabric}) for job in jobs if job is not None]
+        jobs = [replace(job, fabric=granted.fabric) for job in jobs if job is not None]
         operators = granted.document.file
         order.insert(0, operators)
     for index, fault in conflicts.between_jobs([_compared(source.raw, granted) for source in sources]):
@@ -178,7 +178,7 @@ def _compared(raw: Any, granted: Granted | None) -> Any:
     return raw if granted is None else {**raw, "fabric": granted.raw}
 
 
-def locate(file: Path, path: parts.Path, granted: Granted | None = None) -> tuple[Path, int]:
+def locate(file: Path, path: YamlPath, granted: Granted | None = None) -> tuple[Path, int]:
     """Return the file, the job's or its fabric's, and the line of a path in a job."""
     regular = partial(yaml_lines.read_document, regular=True)  # a pipe has nothing a second time
     source, faults = _source(file, regular, granted)

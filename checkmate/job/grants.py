@@ -15,9 +15,10 @@ from checkmate.job.claims import Claim, own_claims
 from checkmate.job.conflicts import links
 from checkmate.job.extents import Extent, address_extent, mac_extent, service_extent
 from checkmate.job.fabric_file import Given, Granted
-from checkmate.job.faults import Fault, Part, parts
-from checkmate.job.schema import Job, Stub, Switch, TagSettings
+from checkmate.job.faults import Fault
+from checkmate.job.schema import SWITCH_KEYS, Job, Stub, Switch, TagSettings
 from checkmate.job.tofino.ports import effective
+from checkmate.job.valid_parts import Part, parts
 
 _SHOWN: Final = 8
 """Items of a grant, or names, in a message."""
@@ -118,8 +119,8 @@ def _elsewhere(name: str, file: Path, granted: Granted) -> Iterator[Fault]:
 
 def _other_tag(raw: Any, name: str, granted: Granted) -> Iterator[Fault]:
     """Yield the DSCP bit and priority if the job has others than its grant."""
-    tags = parts(raw, TagSettings, "tag") or [Part(("tag",), dict(TagSettings()), {})]
-    for key, wanted in granted.grants[name].tag:
+    tags = parts(raw, TagSettings, "tag") or [Part(("tag",), vars(TagSettings()), {})]
+    for key, wanted in vars(granted.grants[name].tag).items():
         value = tags[0].fields.get(key, wanted)
         if value != wanted:
             where = granted.at(("grants", name, "tag", key))
@@ -189,7 +190,7 @@ def _other_switches(raw: Any, granted: Granted) -> Iterator[Fault]:
             )
             continue
         ours, theirs = effective(switch.fields), effective(right.fields)
-        for key in Switch.model_fields:
+        for key in SWITCH_KEYS:
             if key != "tls" and key in ours and key in theirs and ours[key] != theirs[key]:
                 is_plain = isinstance(theirs[key], str | int | float)
                 value = f"must be {theirs[key]}," if is_plain else "must be"

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from checkmate.job import mesh
-from checkmate.job.faults import Fault, Part, Path, parts
+from checkmate.job import mesh_groups
+from checkmate.job.faults import Fault, Path
+from checkmate.job.mesh import KEY
 from checkmate.job.schema import Host, Rank, TrainingHost
+from checkmate.job.valid_parts import Part, parts
 
 RANKS_MOST: Final = 256
 """Ranks with one address: each has ports of its own for the ring."""
@@ -58,14 +60,14 @@ class Placing:
         for end in range(len(path), 0, -1):
             if (origin := self.origins.get(path[:end])) is not None:
                 return (*origin, *path[end:])
-        return (mesh.KEY,) if self.meshed and path[:1] == ("dp_groups",) else path
+        return (KEY,) if self.meshed and path[:1] == ("dp_groups",) else path
 
 
 def place(raw: Any) -> Placing:
     """Add a mesh's groups, and give each rank that names a host what it needs from there, in `raw` itself."""
     found = Placing()
-    if isinstance(raw, dict) and mesh.KEY in raw:
-        found.faults += mesh.expand(raw)
+    if isinstance(raw, dict) and KEY in raw:
+        found.faults += mesh_groups.expand(raw)
         found.meshed = all(fault.path != ("dp_groups",) for fault in found.faults)
     elif isinstance(raw, dict) and {"gpus_per_host", "dp_groups"} <= raw.keys():
         found.faults.append(Fault(("gpus_per_host",), "is for a mesh, and the job has none: remove it"))

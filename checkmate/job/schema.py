@@ -1,17 +1,16 @@
 """The schema of a job's YAML file (design, section 6). `fields` has the types of single values.
 
 Structure only. Rules between the parts of a job are in `checks`, those between jobs in `conflicts`; `files`
-reads files.
+reads files. `validation` makes these objects of a file's data: a constructor checks nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing import Annotated, ClassVar, Final, Literal
 
 from checkmate.job.addresses import records_beside, split_address
 from checkmate.job.fields import (
@@ -36,16 +35,18 @@ from checkmate.job.fields import (
     checked_dscp_bit,
     device_port,
 )
+from checkmate.job.limits import After, Before, Described, Limits, items, whole
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
 
 
-class Frozen(BaseModel):
+class Frozen:
     """A part of a file, without unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class Attachment(Frozen):
     """A port of a switch."""
 
@@ -53,6 +54,7 @@ class Attachment(Frozen):
     port: Port
 
 
+@dataclass(frozen=True, kw_only=True)
 class Stub(Frozen):
     """The address of a switch's stub TCP endpoint."""
 
@@ -61,6 +63,7 @@ class Stub(Frozen):
     port: TcpPort
 
 
+@dataclass(frozen=True, kw_only=True)
 class Tls(Frozen):
     """PEM files for the P4Runtime channel; `cert` and `key` if the switch requires them of clients."""
 
@@ -68,13 +71,12 @@ class Tls(Frozen):
     cert: Path | None = None
     key: Path | None = None
 
-    @model_validator(mode="after")
-    def _pair(self) -> Tls:
+    def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
             raise ValueError("cert and key go together: give both, or neither")
-        return self
 
 
+@dataclass(frozen=True, kw_only=True)
 class PanelPort(Frozen):
     """Settings of a port of a Tofino's front panel that differ from its board or switch."""
 
@@ -84,34 +86,36 @@ class PanelPort(Frozen):
     cable: Metres | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Pfc(Frozen):
     """Settings for lossless delivery on a Tofino. Times in milliseconds; `cells` of buffer to divide.
 
     The limits of `watchdog` are those of mlx5's PFC prevention timeout, which has the same value.
     """
 
-    watchdog: Annotated[int, Field(ge=80, le=8000, strict=True)] = 200
-    restore: Annotated[int, Field(ge=100, le=600_000, strict=True)] = 2000
-    cells: Annotated[int, Field(ge=1, strict=True)] | None = None
+    watchdog: Annotated[int, whole(80, 8000)] = 200
+    restore: Annotated[int, whole(100, 600_000)] = 2000
+    cells: Annotated[int, whole(1)] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Switch(Frozen):
     """A switch and the address of its P4Runtime server. Fields below `tls` are for Tofinos only."""
 
     name: Name
     target: Literal["softswitch", "bmv2", "tofino", "tofino2"] = "bmv2"
     address: HostPort
-    device_id: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)] = 1
-    cpu_port: Annotated[int, Field(ge=0, lt=1 << 9, strict=True)] | None = None
+    device_id: Annotated[int, whole(0, (1 << 64) - 1)] = 1
+    cpu_port: Annotated[int, whole(0, (1 << 9) - 1)] | None = None
     stub: Stub
     tls: Tls | None = None
     p4runtime: Literal["stratum", "pi"] = "stratum"
     front_panel: Literal["wedge100bf-32x-odd", "wedge100bf-32x-even", "wedge100bf-65x"] | None = None
-    ports: Mapping[PortName, Annotated[PanelPort, BeforeValidator(device_port)]] = {}
+    ports: Mapping[PortName, Annotated[PanelPort, Before(device_port)]] = field(default_factory=dict)
     speed: Speed = "100G"
     fec: Fec | None = None
     cable: Metres = 5.0
-    mtu: Annotated[int, Field(ge=1280, le=9216, strict=True)] = 9000
+    mtu: Annotated[int, whole(1280, 9216)] = 9000
     pfc: Pfc = Pfc()
 
     @property
@@ -126,23 +130,29 @@ class Switch(Frozen):
         return chips.cpu_port(self.target, self.front_panel) if self.is_tofino else CPU_PORT
 
 
+SWITCH_KEYS: Final = tuple(one.name for one in fields(Switch))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fabric(Frozen):
     """The network that jobs share: switches, and links between them as pairs of ports."""
 
-    switches: Annotated[tuple[Switch, ...], Field(min_length=1)]
+    switches: Annotated[tuple[Switch, ...], items(1)]
     links: tuple[tuple[Attachment, Attachment], ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
 class TagSettings(Frozen):
     """Settings for marking tagged segments."""
 
-    dscp_bit: Annotated[
-        int, Field(strict=True, json_schema_extra={"enum": [*DSCP_BITS]}), AfterValidator(checked_dscp_bit)
-    ] = wire.DEFAULT_DSCP_BIT
-    priority: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
+    dscp_bit: Annotated[int, Limits(strict=True), After(checked_dscp_bit), Described(enum=[*DSCP_BITS])] = (
+        wire.DEFAULT_DSCP_BIT
+    )
+    priority: Annotated[int, whole(1, 7)] = 3
     """IEEE 802.1Q priority of all training traffic if PFC is used; Tofino has no PFC for 0."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Host(Attachment):
     """A host's interface on the training network. `addresses` are those that it has besides `ip`."""
 
@@ -156,24 +166,26 @@ class Host(Attachment):
         return (self.ip, *self.addresses)
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainingHost(Frozen):
     """A host with one or more ranks, and its interfaces on the training network."""
 
     name: Name
     mgmt: HostName | None = None
-    nics: Annotated[tuple[Host, ...], Field(min_length=1, max_length=64)]
+    nics: Annotated[tuple[Host, ...], items(1, 64)]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Rank(Host):
     """A training rank: `rank` is its number in the whole job.
 
     A rank that names a `host` has the rest from there (`placing`). Else it is alone on a host of its own.
     """
 
-    rank: Annotated[int, Field(ge=0, le=RANKS_LAST, strict=True)]
+    rank: Annotated[int, whole(0, RANKS_LAST)]
     mgmt: HostName | None = None
     host: Name | None = None
-    nic: Annotated[int, Field(ge=0, strict=True)] = 0
+    nic: Annotated[int, whole(0)] = 0
 
     @property
     def place(self) -> str:
@@ -186,35 +198,37 @@ class Rank(Host):
         return f"rank {self.rank} ({self.place})"
 
 
+@dataclass(frozen=True, kw_only=True)
 class Mesh(Frozen):
     """The ranks of a job as a mesh, numbered row by row, the last dimension first. DP groups are replicas."""
 
     pp: Size = 1
-    dp_replicate: Annotated[int, Field(ge=2, le=RANKS_LAST + 1, strict=True)]
+    dp_replicate: Annotated[int, whole(2, RANKS_LAST + 1)]
     dp_shard: Size = 1
     tp: Size = 1
 
 
+@dataclass(frozen=True, kw_only=True)
 class DpGroup(Frozen):
     """A data-parallel group with its ranks in ring order. `shadow_nodes` are ids, by default all."""
 
-    ranks: Annotated[tuple[Rank, ...], Field(min_length=2)]
-    shadow_nodes: Annotated[tuple[ShadowNodeId, ...], Field(min_length=1, max_length=wire.SHARDS_MAX)] | (
-        None
-    ) = None
+    ranks: Annotated[tuple[Rank, ...], items(2)]
+    shadow_nodes: Annotated[tuple[ShadowNodeId, ...], items(1, wire.SHARDS_MAX)] | (None) = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Nic(Host):
     """A shadow node's network interface."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class ShadowNode(Frozen):
     """A shadow node and its one or two shadow NICs. `records` is its address for step records."""
 
     id: ShadowNodeId
     mgmt: HostPort
     records: HostPort | None = None
-    nics: Annotated[tuple[Nic, ...], Field(min_length=1, max_length=2)]
+    nics: Annotated[tuple[Nic, ...], items(1, 2)]
 
     @property
     def records_at(self) -> tuple[str, int]:
@@ -222,6 +236,7 @@ class ShadowNode(Frozen):
         return records_beside(self.mgmt) if self.records is None else split_address(self.records)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Job(Frozen):
     """One training job."""
 
@@ -230,17 +245,17 @@ class Job(Frozen):
     tag: TagSettings = TagSettings()
     collective: Collective = "ring"
     """What reduces gradients: Checkmate's own ring, or NCCL with Checkmate's plugin."""
-    channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
-    replicas: Annotated[int, Field(ge=1, le=wire.SHARDS_MAX, strict=True)] = 1
+    channels: Annotated[int, whole(1, wire.CHANNELS_MAX)] = 1
+    replicas: Annotated[int, whole(1, wire.SHARDS_MAX)] = 1
     keys: Path | None = None
     """The folder with the folder of this job's keys; beside the job file by default."""
     hosts: tuple[TrainingHost, ...] = ()
     """Hosts that ranks name."""
     mesh: Mesh | None = None
     """What `dp_groups` were made from (`checkmate.job.mesh`)."""
-    gpus_per_host: Annotated[int, Field(ge=1, le=GPUS_MOST, strict=True)] | None = None
-    dp_groups: Annotated[tuple[DpGroup, ...], Field(min_length=1)]
-    shadow_nodes: Annotated[tuple[ShadowNode, ...], Field(min_length=1)]
+    gpus_per_host: Annotated[int, whole(1, GPUS_MOST)] | None = None
+    dp_groups: Annotated[tuple[DpGroup, ...], items(1)]
+    shadow_nodes: Annotated[tuple[ShadowNode, ...], items(1)]
 
     def interfaces(self) -> Iterator[tuple[str, Host]]:
         """Yield all interfaces on the training network, with the names of their machines: `rank 0 of gpt`."""

@@ -1,4 +1,4 @@
-"""Data of a YAML file against its pydantic model: every fault, with what would be right. Pure."""
+"""Data of a YAML file against its class: every fault, with what would be right. Pure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from checkmate.job.faults import Fault, Path
 from checkmate.job.tofino import chips
 from checkmate.wording import counted, did_you_mean
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M")
 
 FAULTS_MOST: Final = 200
 """Faults of a file's structure that are listed; the rest is counted."""
 _SHOWN: Final = 100
 """Characters of a faulty value in a message."""
+_UNKNOWN: Final = ("extra_forbidden", "unexpected_keyword_argument")
+"""Of a key that a model or a dataclass does not have."""
 _KNOWN: Final = "; the keys here are "
 _KINDS: Final[Mapping[str, str]] = {
     "string_type": "a text (in quotes if it looks like a number)",
@@ -39,12 +41,33 @@ _BOUNDS: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
+def adapter(model: Any) -> TypeAdapter[Any]:
+    """Return what makes objects of a class of data, and data of objects."""
+    return _adapter(model)
+
+
+@cache
+def _adapter(model: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(model)
+
+
+def of_data(model: type[M], data: Any) -> M:
+    """Return the object of a file's data. Raise pydantic's `ValidationError` if its structure is faulty."""
+    made: M = adapter(model).validate_python(data)
+    return made
+
+
+def data_of(thing: Any, **which: Any) -> Any:
+    """Return an object as data that JSON can express. `which`: what to leave out, as pydantic names it."""
+    return adapter(type(thing)).dump_python(thing, mode="json", **which)
+
+
 def validated(
     model: type[M], raw: Any, words: Mapping[str, str] | None = None
 ) -> tuple[M | None, list[Fault]]:
     """Validate a file's structure. Return the model, or all faults; `words` has messages by error type."""
     try:
-        return model.model_validate(raw), []
+        return of_data(model, raw), []
     except ValidationError as error:
         found = error.errors()
         faulty = [e["loc"] for e in found]
@@ -53,7 +76,7 @@ def validated(
         places = set[tuple[str | int, ...]]()
         for e in told[:FAULTS_MOST]:
             text = (words or {}).get(e["type"]) or message(model, e)
-            if e["type"] == "extra_forbidden" and _KNOWN in text:  # the list of keys is said once
+            if e["type"] in _UNKNOWN and _KNOWN in text:  # the list of keys is said once
                 text = text.partition(_KNOWN)[0] if e["loc"][:-1] in places else text
                 places.add(e["loc"][:-1])
             listed.append(Fault(_location(e["loc"]), text))
@@ -73,7 +96,7 @@ def _location(loc: tuple[str | int, ...]) -> Path:
     return tuple(part for part in loc if isinstance(part, int) or "[" not in part)
 
 
-def message(model: type[BaseModel], error: Any) -> str:
+def message(model: type, error: Any) -> str:
     """Return one of a `ValidationError`'s errors as a message with a correction."""
     kind, context = error["type"], error.get("ctx", {})
     match kind:
@@ -92,9 +115,9 @@ def message(model: type[BaseModel], error: Any) -> str:
             return f"must be {context['expected']}, not {_shown(error)}"
         case "value_error":
             return str(context["error"])
-        case "extra_forbidden":
+        case _ if kind in _UNKNOWN:
             return _unknown_key(model, error["loc"])
-        case "model_type" | "model_attributes_type":
+        case "model_type" | "model_attributes_type" | "dataclass_type":
             first, *more = _schema_at(model, error["loc"]).get("properties", {})
             such = f"{first}: and {more[0]}:" if more else f"{first}:"
             return f"must be a mapping of keys such as {such}, not {_shown(error)}"
@@ -117,14 +140,14 @@ def _shown(error: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
+def _unknown_key(model: type, loc: tuple[str | int, ...]) -> str:
     """Return what a key may have meant, or else the keys that there are."""
     known = list(_schema_at(model, loc[:-1]).get("properties", {}))
     suggested = did_you_mean(str(loc[-1]), known)
     return f"unknown key{suggested or _KNOWN + ', '.join(known)}"
 
 
-def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
+def _range(model: type, loc: tuple[str | int, ...]) -> str:
     """Return ` from 1 to 8` for a number at a path, or an empty text if its model has no bounds."""
     at = _schema_at(model, loc)
     least, below = at.get("minimum"), at.get("exclusiveMaximum")
@@ -132,7 +155,7 @@ def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
     return "" if least is None or most is None else f" from {least} to {most}"
 
 
-def _schema_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> dict[str, Any]:
+def _schema_at(model: type, loc: tuple[str | int, ...]) -> dict[str, Any]:
     """Return the JSON Schema of the value at a path, the first of an optional one's."""
     schema = _json_schema(model)
     at: dict[str, Any] = schema
@@ -149,5 +172,5 @@ def _schema_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> dict[str, 
 
 
 @cache
-def _json_schema(model: type[BaseModel]) -> dict[str, Any]:
-    return model.model_json_schema()
+def _json_schema(model: type) -> dict[str, Any]:
+    return adapter(model).json_schema()

@@ -93,7 +93,7 @@ class _Check:
         read_keys(folder / name, self.job.job, role, hosts=hosts, now=self.now)
 
     def _tls_faults(self, tls: Tls, serves: bool) -> Iterator[tuple[str, str]]:
-        files = {key: pem for key, pem in dict(tls).items() if pem is not None}
+        files = {key: pem for key, pem in vars(tls).items() if pem is not None}
         if not serves and not any(map(os.path.exists, files.values())):
             return  # they are the controller's, which is another host
         parsed: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Final
 
 from checkmate.job.schema import Job, Mesh
@@ -14,6 +15,7 @@ RESHARDING: Final = (
     "To continue with other ranks, save the state with `checkmate consolidate`, with the job file as it was "
     "then; start the shadow nodes again with the new one; and specify restore(..., checkpoints=)"
 )
+_MESH: Final = tuple(one.name for one in fields(Mesh))
 _SHOWN: Final = 8
 """The number of ranks of a DP group that a message names."""
 
@@ -24,7 +26,7 @@ class OtherRanks(RuntimeError):
 
 def job_ranks(job: Job) -> pb.JobRanks:
     """Return what a job's shadow nodes, and its trainers, tell each other about its ranks."""
-    mesh = {} if job.mesh is None else {name: getattr(job.mesh, name) for name in Mesh.model_fields}
+    mesh = {} if job.mesh is None else {name: getattr(job.mesh, name) for name in _MESH}
     groups = (pb.GroupRanks(ranks=[rank.rank for rank in group.ranks]) for group in job.dp_groups)
     return pb.JobRanks(mesh=mesh, groups=groups)
 
@@ -69,7 +71,7 @@ def difference(theirs: pb.JobRanks, ours: pb.JobRanks) -> tuple[str, str] | None
 
 
 def _mesh(mesh: Mapping[str, int], changed: list[str]) -> str:
-    known = [name for name in Mesh.model_fields if name in changed]
+    known = [name for name in _MESH if name in changed]
     return f"a mesh with {' and '.join(f'{name} {mesh.get(name, 0)}' for name in known)}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from checkmate.job.mesh import serving
+from checkmate.job.mesh_groups import serving
 
 FEATURES: Final[Mapping[str, str]] = {
     "memory-format": "channels_last, channels_last_3d and transposed parameters",

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from checkmate.job.validation import data_of
 from testbed.copies import Copies, local_job
 from testbed.ports import free_port
 from testbed.small_training import SmallTraining, status
@@ -101,7 +102,7 @@ def test_restarts_of_a_switch_leave_log_and_view_whole(tmp_path: Path, columns: 
 def test_restarts_of_training_leave_log_and_view_whole(tmp_path: Path) -> None:
     job = local_job(nodes=1)
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
+    file.write_text(yaml.safe_dump(data_of(job, exclude_none=True)))
     restarts = 3
     with ExitStack() as stack:
         shown = stack.enter_context(AtTerminal([*COMMAND, "shadow", str(file), "--id", "0"], columns=80))

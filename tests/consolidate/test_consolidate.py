@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +173,11 @@ def test_a_job_file_with_other_ranks_is_refused(place: Callable[..., Consolidate
     here.iterate()
     first, second = (rank.rank for rank in here.job.dp_groups[0].ranks)
     ranks = [
-        rank.model_copy(update={"rank": number})
+        replace(rank, rank=number)
         for rank, number in zip(here.job.dp_groups[0].ranks, (second, first), strict=True)
     ]
-    group = here.job.dp_groups[0].model_copy(update={"ranks": tuple(ranks)})
-    other = here.job.model_copy(update={"dp_groups": (group,)})
+    group = replace(here.job.dp_groups[0], ranks=tuple(ranks))
+    other = replace(here.job, dp_groups=(group,))
     words = "with ranks 0, 1, but the job now has it with ranks 1, 0: specify"
     with SnapshotReader(other) as nodes, pytest.raises(Missing, match=words):
         nodes.read(5)
@@ -256,8 +257,8 @@ def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., Consolidat
     try:
         here.check(checkpoint(here.read()), 1)
         assert liar.asked
-        away = here.job.node(0).model_copy(update={"mgmt": "127.0.0.1:1"})
-        alone = here.job.model_copy(update={"shadow_nodes": (away, here.job.node(1))})
+        away = replace(here.job.node(0), mgmt="127.0.0.1:1")
+        alone = replace(here.job, shadow_nodes=(away, here.job.node(1)))
         once = threading.Event()
         once.set()
         with (

@@ -80,7 +80,7 @@ def sharded(run: DiskRun, shards: int, parts: int = 1, *, mesh: bool = True) -> 
     )
     made = job(groups=len(groups), nodes=2, ranks=3)
     if mesh:
-        made = made.model_copy(update={"mesh": Mesh(dp_replicate=3, dp_shard=shards, tp=parts)})
+        made = replace(made, mesh=Mesh(dp_replicate=3, dp_shard=shards, tp=parts))
     return replace(whole, job=made, groups=groups)
 
 
@@ -185,7 +185,7 @@ def layouts(*names: str) -> list[Layout]:
     ],
 )
 def test_groups_of_one_stage(mesh: Mesh | None, names: list[str], groups: list[list[int]]) -> None:
-    made = job(groups=len(names), ranks=2).model_copy(update={"mesh": mesh})
+    made = replace(job(groups=len(names), ranks=2), mesh=mesh)
     assert stages(made, [Trained.of_layout(one) for one in layouts(*names)]) == groups
 
 
@@ -193,7 +193,7 @@ def test_groups_of_one_stage(mesh: Mesh | None, names: list[str], groups: list[l
 def test_stages_with_shards_are_written_and_read_back(kind: disk.Format, tmp_path: Path) -> None:
     """One entry for each stage, under the names that a pipeline of replicated stages has."""
     run, one = DiskRun(), sharded(DiskRun(), 2)
-    made = job(groups=4, nodes=2).model_copy(update={"mesh": Mesh(pp=2, dp_replicate=3, dp_shard=2)})
+    made = replace(job(groups=4, nodes=2), mesh=Mesh(pp=2, dp_replicate=3, dp_shard=2))
     snapshot = replace(one, job=made, groups=(*one.groups, *sharded(DiskRun(), 2).groups))
     disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "c", kind)
     found = disk.load(tmp_path / "c")

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -48,9 +48,9 @@ def job() -> Job:
 
 
 def test_the_digest_is_of_what_switches_do(job: Job) -> None:
-    assert jobs_digest([job]) == jobs_digest([job.model_copy(update={"keys": Path("elsewhere")})])
-    assert jobs_digest([job]) != jobs_digest([job.model_copy(update={"channels": 2})])
-    other = job.model_copy(update={"job": "another"})
+    assert jobs_digest([job]) == jobs_digest([replace(job, keys=Path("elsewhere"))])
+    assert jobs_digest([job]) != jobs_digest([replace(job, channels=2)])
+    other = replace(job, job="another")
     assert jobs_digest([job, other]) == jobs_digest([other, job]) != jobs_digest([job])
     assert 0 < jobs_digest([]) < 1 << 48
 

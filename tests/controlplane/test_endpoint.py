@@ -13,6 +13,7 @@ from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Packet
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.wire import tag
 from checkmate.wire.tag import Ends, Hello
 from controlplane.endpoint import frames
@@ -270,7 +271,7 @@ def test_hellos_over_parallel_links_come_in_by_the_port_that_they_are_sent_to() 
         [{"switch": "tor0", "port": 301}, {"switch": "tor1", "port": 300}],
         [{"switch": "tor0", "port": 300}, {"switch": "tor1", "port": 301}],
     ]
-    network = Network([Job.model_validate(data)])
+    network = Network([of_data(Job, data)])
     nic = next(n for n in network.hosts if n.switch == "tor1")
     assert network.port_towards("tor0", nic) == 300
     assert network.arrival_port("tor0", nic) == 301

@@ -41,9 +41,7 @@ SEGMENTS = st.builds(
     payload=st.binary(max_size=60),
     window_scale=st.booleans(),
 )
-STUBS = st.builds(
-    lambda ip, mac, port: Stub.model_construct(ip=ip, mac=mac, port=port), st.ip_addresses(v=4), MACS, PORTS
-)
+STUBS = st.builds(lambda ip, mac, port: Stub(ip=ip, mac=mac, port=port), st.ip_addresses(v=4), MACS, PORTS)
 BUILDERS = [frames.syn_ack, frames.acknowledge, frames.finish, frames.reset]
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from controlplane.entities import Holdings, Update
 from controlplane.errors import WrongPipeline
 from controlplane.hello_keys import HelloKeys
@@ -28,7 +29,7 @@ def job() -> Iterator[Job]:
         for one in data["fabric"]["switches"]:
             one["address"] = stack.enter_context(softswitch("--no-p4")).address
             one["device_id"] = 1
-        yield Job.model_validate(data)
+        yield of_data(Job, data)
 
 
 async def connect_streams(fleet: Fleet) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of, of_data
 from controlplane import plan as planning
 from controlplane import streams
 from controlplane.entities import (
@@ -276,9 +277,9 @@ def test_an_edited_job_writes_the_difference_only() -> None:
 def test_a_moved_nic_loses_its_stream() -> None:
     plan = everything([job()])["tor0"]
     held = connect_all(Network([job()]), plan)
-    moved = job().model_dump()
+    moved = data_of(job())
     moved["shadow_nodes"][0]["nics"][0]["mac"] = "02:00:00:00:ff:ff"
-    again = plan_switch(Network([Job.model_validate(moved)]), "tor0", held)
+    again = plan_switch(Network([of_data(Job, moved)]), "tor0", held)
     kept = {streams.key_of(entry) for entry in again.holdings.table("streams")}
     ip = job().shadow_nodes[0].nics[0].ip
     assert kept == {key for key, stream in plan.streams.items() if stream.nic.ip != ip}

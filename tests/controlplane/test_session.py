@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from ipaddress import IPv4Address
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from finsy.proto import p4r
 
 from checkmate.cli import shell
 from checkmate.job.schema import Switch, Tls
+from checkmate.job.validation import of_data
 from checkmate.keys.roles import Role, role_folder
 from controlplane import forwarding, guard, replication, standby, streams, stub
 from controlplane.election import Candidacy, Standing
@@ -166,7 +168,7 @@ def test_training_stops_before_a_program_is_replaced_and_goes_on_if_it_is_not(sw
 def test_a_server_that_says_nothing_is_unreachable() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            mute = Switch.model_validate(switch_data("tor0", 0, port=silent.getsockname()[1]))
+            mute = of_data(Switch, switch_data("tor0", 0, port=silent.getsockname()[1]))
             with pytest.raises(SwitchUnreachable):
                 async with SwitchSession(mute, CODEC, timeout=0.5, candidacy=WRITER):
                     pass
@@ -227,7 +229,7 @@ def test_readers_may_be_many(switch: Switch) -> None:
 
 def test_an_unreachable_switch_is_told_in_time() -> None:
     async def scenario() -> None:
-        nowhere = Switch.model_validate(switch_data("tor0", 0, port=free_port()))
+        nowhere = of_data(Switch, switch_data("tor0", 0, port=free_port()))
         start = time.monotonic()
         with pytest.raises(SwitchUnreachable, match="doesn't answer within"):
             async with SwitchSession(nowhere, CODEC, timeout=0.5, candidacy=WRITER):
@@ -239,7 +241,7 @@ def test_an_unreachable_switch_is_told_in_time() -> None:
 
 def test_a_wrong_device_id_is_told(switch: Switch) -> None:
     async def scenario() -> None:
-        other = switch.model_copy(update={"device_id": 42})
+        other = replace(switch, device_id=42)
         with pytest.raises(SwitchUnreachable, match="42"):
             async with SwitchSession(other, CODEC, candidacy=WRITER) as session:
                 await session.ensure_pipeline()
@@ -349,17 +351,17 @@ def test_tls_with_client_certificates(tmp_path: Path) -> None:
 
     async def scenario(switch: Switch) -> None:
         tls = Tls(ca=files["ca"], cert=controller / "cert.pem", key=controller / "key.pem")
-        async with opened(switch.model_copy(update={"tls": tls})) as session:
+        async with opened(replace(switch, tls=tls)) as session:
             await session.write(inserts(ONE))
         for wrong in (None, Tls(ca=files["ca"])):
             with pytest.raises(SwitchUnreachable):
                 async with SwitchSession(
-                    switch.model_copy(update={"tls": wrong}), CODEC, timeout=1, candidacy=WRITER
+                    replace(switch, tls=wrong), CODEC, timeout=1, candidacy=WRITER
                 ) as session:
                     await session.read()
         tls = Tls(ca=files["ca"], cert=trainer / "cert.pem", key=trainer / "key.pem")
         with pytest.raises(WriteRefused, match="the client's certificate has checkmate:gpt/trainer"):
-            async with SwitchSession(switch.model_copy(update={"tls": tls}), CODEC, candidacy=WRITER):
+            async with SwitchSession(replace(switch, tls=tls), CODEC, candidacy=WRITER):
                 pytest.fail("a trainer is not a controller")
 
     with softswitch(*arguments) as switch:

@@ -12,6 +12,7 @@ import pytest
 
 from checkmate.job.schema import Job
 from checkmate.job.tofino.ports import resolve
+from checkmate.job.validation import of_data
 from controlplane import plan as planning
 from controlplane.network import Network
 from controlplane.tofino.bfrt import script
@@ -30,7 +31,7 @@ def planned(target: str = "tofino", **kwargs: Any) -> tuple[Network, PfcPlan, st
         switch["ports"] = {f"{number}/0": 8 * number for number in range(1, 9)}
         switch["ports"]["1/0"] = {"device_port": 136, "speed": "400G"}
     assert resolve(data) == []
-    network = Network([Job.model_validate(data)])
+    network = Network([of_data(Job, data)])
     plan = pfc_plan(network, network.switches["tor0"], planning.plan(network.jobs)["tor0"], 3)
     return network, plan, script(network.switches["tor0"], peers_of(network, "tor0")[0], plan)
 
@@ -108,7 +109,7 @@ def test_a_port_that_only_receives_training_pauses_its_peer_too() -> None:
         rank |= {"switch": "tor0", "port": 60 - 4 * number}
     data["shadow_nodes"][0]["nics"][0] |= {"switch": "tor1", "port": 60}
     data["fabric"]["links"][0][0]["port"] = data["fabric"]["links"][0][1]["port"] = 8
-    network = Network([Job.model_validate(data)])
+    network = Network([of_data(Job, data)])
     switch = network.switches["tor1"]
     plan = pfc_plan(network, switch, planning.plan(network.jobs)["tor1"], 3)
     tables, _ = run(script(switch, peers_of(network, "tor1")[0], plan), listed("tf1"), "tf1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from checkmate.job.schema import Job
 from checkmate.job.tofino.chips import CHIPS
 from checkmate.job.tofino.ports import resolve
+from checkmate.job.validation import of_data
 from controlplane import plan as planning
 from controlplane.network import Network
 from controlplane.tofino.headroom import BETWEEN_FRAMES, ETHERNET, RESPONSE_QUANTA, cells_of, headroom
@@ -42,7 +44,7 @@ def made(**kwargs: Any) -> Job:
     data = tofino_job_data(**kwargs)
     data["fabric"]["switches"][0] |= switch
     assert resolve(data) == []
-    return Job.model_validate(data)
+    return of_data(Job, data)
 
 
 def planned(job: Job) -> tuple[Network, PfcPlan]:
@@ -134,7 +136,7 @@ def test_copies_that_come_over_a_link_have_room_too(middle: int) -> None:
     for link in data["fabric"]["links"]:
         for side, end in enumerate(link):
             end["port"] = 8 * (1 + side)
-    job = Job.model_validate(data)
+    job = of_data(Job, data)
     network, plans = Network([job]), planning.plan([job])
     found = {name: pfc_plan(network, network.switches[name], plan, 3) for name, plan in plans.items()}
     assert set(found) == {switch.name for switch in job.fabric.switches}
@@ -152,8 +154,8 @@ def test_copies_that_come_over_a_link_have_room_too(middle: int) -> None:
 @few
 def test_too_small_a_buffer_is_refused_with_the_arithmetic(job: Job, cells: int) -> None:
     (switch,) = job.fabric.switches
-    changed = switch.model_copy(update={"pfc": switch.pfc.model_copy(update={"cells": cells})})
-    job = job.model_copy(update={"fabric": job.fabric.model_copy(update={"switches": (changed,)})})
+    changed = replace(switch, pfc=replace(switch.pfc, cells=cells))
+    job = replace(job, fabric=replace(job.fabric, switches=(changed,)))
     least = LEAST_FRAMES * cells_of(switch.mtu + ETHERNET, CHIP)
     try:
         _, plan = planned(job)
@@ -185,11 +187,9 @@ def test_the_least_threshold_is_two_frames(missing: int, works: bool) -> None:
 
 def test_jobs_that_share_a_switch_have_one_priority() -> None:
     one, two, three = made(), made(name="two", number=1), made(name="three")
-    other = two.model_copy(update={"tag": two.tag.model_copy(update={"priority": 5, "dscp_bit": 16})})
-    elsewhere = three.fabric.switches[0].model_copy(update={"name": "tor9"})
-    away = other.model_copy(
-        update={"job": "three", "fabric": three.fabric.model_copy(update={"switches": (elsewhere,)})}
-    )
+    other = replace(two, tag=replace(two.tag, priority=5, dscp_bit=16))
+    elsewhere = replace(three.fabric.switches[0], name="tor9")
+    away = replace(other, job="three", fabric=replace(three.fabric, switches=(elsewhere,)))
     assert priority_clashes([one, two, away]) == {}
     ((name, message),) = priority_clashes([one, other, away]).items()
     assert name == "two"
@@ -198,7 +198,7 @@ def test_jobs_that_share_a_switch_have_one_priority() -> None:
 
 def test_hosts_map_plain_and_tagged_segments_to_one_priority() -> None:
     job = made(nodes=2, nics=1)
-    job = job.model_copy(update={"tag": job.tag.model_copy(update={"priority": 5, "dscp_bit": 8})})
+    job = replace(job, tag=replace(job.tag, priority=5, dscp_bit=8))
     hosts = list(host_commands([job]))
     assert [host.port for host in hosts] == ["1/0", "2/0", "3/0", "4/0", "5/0"]
     for host in hosts:

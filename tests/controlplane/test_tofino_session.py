@@ -12,6 +12,7 @@ from finsy import P4Schema
 import p4src
 from checkmate.job.schema import Job
 from checkmate.job.tofino.ports import resolve
+from checkmate.job.validation import of_data
 from controlplane import stub
 from controlplane.election import Candidacy
 from controlplane.entities import Holdings, PortRate, Rate, TableEntry, Update, difference
@@ -51,7 +52,7 @@ def test_all_ways_of_asking_report_the_same() -> None:
     with softswitch("--no-p4") as switch:
         data = job_data(nodes=2, channels=2)
         data["fabric"]["switches"][0]["address"] = switch.address
-        network = Network([Job.model_validate(data)])
+        network = Network([of_data(Job, data)])
 
         async def told() -> None:
             plan = plan_switch(network, "tor0", Holdings())
@@ -130,7 +131,7 @@ def test_a_job_with_front_panel_names_is_installed(same_p4info: Path) -> None:
         data = tofino_job_data(nodes=2)
         data["fabric"]["switches"][0]["address"] = switch.address
         assert resolve(data) == []
-        job = Job.model_validate(data)
+        job = of_data(Job, data)
 
         async def installed() -> None:
             with pytest.raises(NotCompiled, match="python -m p4src.compile tofino"):
@@ -160,7 +161,7 @@ def test_the_packed_program_is_what_is_loaded(same_p4info: Path) -> None:
         data = tofino_job_data()
         data["fabric"]["switches"][0]["address"] = switch.address
         resolve(data)
-        job = Job.model_validate(data)
+        job = of_data(Job, data)
 
         async def refused() -> None:
             with pytest.raises(WrongPipeline, match="refuses the program"):

@@ -14,6 +14,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +22,7 @@ import pytest
 import yaml
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of, of_data
 from checkmate.keys.access import INSECURE
 from checkmate.keys.making import make_keys
 from testbed.copies import Copies, local_job
@@ -94,9 +96,9 @@ def check_has(process: subprocess.Popen[str], *capabilities: int) -> None:
 def job(folder: Path) -> Job:
     made = local_job(nodes=1)
     keys_for_the_user(made, folder)
-    data = made.model_dump(mode="json", exclude_none=True)
+    data = data_of(made, exclude_none=True)
     (folder / "job.yaml").write_text(yaml.safe_dump(data))
-    return made.model_copy(update={"keys": folder / "keys"})
+    return replace(made, keys=folder / "keys")
 
 
 @needs_root
@@ -143,7 +145,7 @@ def test_a_controller_does_its_work_as_its_unit(folder: Path) -> None:
     metrics = f"127.0.0.1:{free_port()}"
     with softswitch("--no-p4") as switch, ExitStack() as stack:
         file = job_on(switch, folder)
-        keys_for_the_user(Job.model_validate(yaml.safe_load(file.read_text())), folder)
+        keys_for_the_user(of_data(Job, yaml.safe_load(file.read_text())), folder)
         process = started(CONTROLLER, folder, CONTROLLER.arguments(file=str(file), metrics=metrics))
         stack.enter_context(process)
         stack.callback(process.terminate)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def took(asks: Callable[[], object]) -> float:
 
 
 def switch_at(address: str) -> Switch:
-    return GPT.fabric.switches[0].model_copy(update={"address": address})
+    return replace(GPT.fabric.switches[0], address=address)
 
 
 def test_answers_are_in_the_order_of_questions_and_late_ones_are_replaced() -> None:

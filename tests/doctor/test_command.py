@@ -22,6 +22,7 @@ from checkmate.doctor.diagnosis import warn
 from checkmate.doctor.subjects import controller, shadow
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of
 from checkmate.keys.access import INSECURE
 from checkmate.keys.making import make_keys
 from checkmate.shadow.process import Serving
@@ -40,7 +41,7 @@ ENDS_SOON = NOW - dt.timedelta(days=700)
 
 
 def written(folder: Path, job: Job | dict[str, Any]) -> Path:
-    data = job if isinstance(job, dict) else job.model_dump(mode="json", exclude_none=True)
+    data = job if isinstance(job, dict) else data_of(job, exclude_none=True)
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(data))
     return file

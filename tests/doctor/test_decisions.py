@@ -13,6 +13,7 @@ from checkmate.doctor.facts import Clock, Facts, NicFacts
 from checkmate.doctor.findings import Finding, Outcome, of_message
 from checkmate.doctor.subjects import Subject, chosen, shadow
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.keys.roles import Role
 from checkmate.privileges import Capability
 from testbed.jobs import job, job_data, tofino_job_data
@@ -53,7 +54,7 @@ def on(target: str, role: Role) -> Subject:
     if target == "tofino":
         for place, port in enumerate([*data["dp_groups"][0]["ranks"], data["shadow_nodes"][0]["nics"][0]]):
             port["port"] = place
-    made = Job.model_validate(data)
+    made = of_data(Job, data)
     return shadow(made, 0) if role is Role.SHADOW else chosen(made, Role.TRAINER, 0, None)
 
 

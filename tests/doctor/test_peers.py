@@ -12,6 +12,7 @@ import pytest
 from checkmate.doctor import peers
 from checkmate.doctor.findings import Finding, Outcome
 from checkmate.doctor.subjects import chosen, shadow
+from checkmate.job.validation import data_of, of_data
 from checkmate.keys.access import INSECURE
 from checkmate.keys.contexts import client_context
 from checkmate.keys.roles import Role
@@ -74,9 +75,9 @@ def test_versions_are_compared_as_far_as_nodes_tell_them() -> None:
 
 
 def test_a_host_calls_the_nodes_of_its_ranks_groups_or_all_others() -> None:
-    data = job("gpt", groups=2, nodes=4).model_dump(mode="json", exclude_none=True)
+    data = data_of(job("gpt", groups=2, nodes=4), exclude_none=True)
     data["dp_groups"][0]["shadow_nodes"], data["dp_groups"][1]["shadow_nodes"] = [0, 1], [2, 3]
-    two = type(GPT).model_validate(data)
+    two = of_data(type(GPT), data)
     assert [node.id for node in peers.nodes_asked(chosen(two, Role.TRAINER, 4, None))] == [2, 3]
     assert [node.id for node in peers.nodes_asked(shadow(two, 3))] == [0, 1, 2]
 

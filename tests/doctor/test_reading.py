@@ -15,6 +15,7 @@ from checkmate.doctor.findings import Outcome
 from checkmate.doctor.reading import is_here, leads_from, listening, read, source_to
 from checkmate.doctor.subjects import shadow
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of, of_data
 from tests.support.labs.live import needs_root
 from tests.support.namespace_host import MAC, NET, job_there
 from tests.support.waiting import wait_until
@@ -99,10 +100,10 @@ def test_what_takes_long_or_is_forbidden_to_services_is_left_out_at_their_start(
 @needs_root
 def test_routes_and_source_addresses_are_checked_as_the_kernel_has_them(host: str) -> None:
     """The stub is out of reach; the other node, at 10.77.0.9, would be called from 10.77.0.1."""
-    data = job_there().model_dump(mode="json", exclude_none=True)
+    data = data_of(job_there(), exclude_none=True)
     other = {**data["shadow_nodes"][0], "id": 1, "mgmt": "10.77.0.9:7000"}
     data["shadow_nodes"] += [{**other, "nics": [{**other["nics"][0], "ip": "10.77.0.8", "mac": MAC}]}]
-    node = shadow(Job.model_validate(data), 0)
+    node = shadow(of_data(Job, data), 0)
     with namespaces.entered(host):
         found = list(trying.routes(node, read(["10.77.0.1", "10.77.0.2"])))
         assert [one.outcome for one in found] == [Outcome.FAILED, Outcome.FAILED]

@@ -9,6 +9,7 @@ import pytest
 
 from checkmate.doctor.subjects import NoSubject, any_of, chosen, controller, guess, shadow
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.keys.roles import Role
 from testbed.jobs import job
 from tests.support.job_files import meshed
@@ -95,7 +96,7 @@ def test_a_host_that_does_not_exist_is_refused_with_those_that_do(
 
 
 def test_a_host_with_several_ranks_has_all_its_interfaces() -> None:
-    made = Job.model_validate(_placed(meshed(replicate=2, shard=2, gpus=2, nics=2)))
+    made = of_data(Job, _placed(meshed(replicate=2, shard=2, gpus=2, nics=2)))
     found = chosen(made, None, None, "gpu1")
     assert [rank.rank for rank in found.ranks] == [2, 3]
     assert [str(nic.ip) for nic in found.nics] == ["10.8.0.3", "10.8.0.4"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from checkmate.job.boundaries import boundaries, first_shadow_ids, streams
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from testbed.jobs import job_data
 
 
@@ -22,7 +23,7 @@ def job_of(*rings: str, shadow_nodes: dict[int, list[int]] | None = None, nodes:
         | ({"shadow_nodes": shadow_nodes[number]} if shadow_nodes and number in shadow_nodes else {})
         for number, ring in enumerate(rings)
     ]
-    return Job.model_validate(data)
+    return of_data(Job, data)
 
 
 def host(name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
     max_leaves=12,
 )
-KEYS = st.sampled_from(sorted(Job.model_fields))
+KEYS = st.sampled_from(sorted(one.name for one in fields(Job)))
 documents = st.dictionaries(KEYS | st.text(max_size=9), plain, max_size=6).map(yaml.safe_dump)
 
 

@@ -17,6 +17,7 @@ from checkmate.job import checks, conflicts, yaml_lines
 from checkmate.job.files import JobError, read_job, read_jobs, read_set
 from checkmate.job.following import JobFiles, job_files
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of, of_data
 from checkmate.job.yaml_lines import Document
 from testbed.jobs import job_data
 from tests.support.job_files import edited, write
@@ -374,7 +375,7 @@ def test_a_further_address_is_no_other_jobs_host(tmp_path: Path) -> None:
 @given(some_jobs())
 @settings(max_examples=30)
 def test_jobs_of_the_strategy_may_run_side_by_side(jobs: list[Job]) -> None:
-    assert conflicts.between_jobs([job.model_dump(mode="json") for job in jobs]) == []
+    assert conflicts.between_jobs([data_of(job) for job in jobs]) == []
 
 
 def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -488,7 +489,7 @@ def test_step_records_go_to_the_port_after_the_one_of_mgmt_unless_the_job_says_o
     data = job_data(nodes=2)
     data["shadow_nodes"][0]["mgmt"] = "[::1]:7000"
     data["shadow_nodes"][1]["records"] = "192.168.7.7:99"
-    job = Job.model_validate(data)
+    job = of_data(Job, data)
     assert [node.records_at for node in job.shadow_nodes] == [("::1", 7001), ("192.168.7.7", 99)]
 
 

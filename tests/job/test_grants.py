@@ -21,6 +21,7 @@ from checkmate.job.files import JobError, JobSet, read_set
 from checkmate.job.following import JobFiles, Wanted
 from checkmate.job.grants import not_covered, refusals, too_many_streams
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of, of_data
 from checkmate.job.yaml_lines import read_document
 from controlplane import plan as planning
 from p4src import table_sizes
@@ -244,7 +245,7 @@ def test_no_job_touches_what_another_was_granted(
 ) -> None:
     """However jobs mix their claims: those that are accepted share no claim, and no entry of a switch."""
     folder = tmp_path_factory.mktemp("jobs")
-    raws = [job.model_dump(mode="json", exclude_none=True) for job in jobs]
+    raws = [data_of(job, exclude_none=True) for job in jobs]
     granted = read_fabric(write(folder, fabric_of(*raws), "fabric.yaml"), read_document)
     hosts = [host for raw in raws for group in raw["dp_groups"] for host in group["ranks"]]
     hosts += [nic for raw in raws for node in raw["shadow_nodes"] for nic in node["nics"]]
@@ -270,7 +271,7 @@ def test_no_job_touches_what_another_was_granted(
 def test_streams_are_counted_as_they_are(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> None:
     (job,) = jobs
     folder = tmp_path_factory.mktemp("jobs")
-    fabric = fabric_of(job.model_dump(mode="json", exclude_none=True))
+    fabric = fabric_of(data_of(job, exclude_none=True))
     count = len(list(streams(job)))
     assert sum(len(one.streams) for one in planning.plan([job]).values()) == count
     for most, refused in ((count, False), (count - 1, True)):
@@ -317,13 +318,13 @@ def test_an_address_that_is_not_one_is_not_granted(tmp_path: Path) -> None:
 
 def test_what_would_be_served_is_within_the_grant_whatever_the_file_looks_like(tmp_path: Path) -> None:
     granted = read_fabric(write(tmp_path, fabric_of(ONE, TWO), "fabric.yaml"), read_document)
-    assert list(not_covered(Job.model_validate(TWO), granted)) == []
+    assert list(not_covered(of_data(Job, TWO), granted)) == []
     others = [f"{RANK}{key}" for key in ("ip", "mac", "port")] + ["job"]
     for path in [*others, "shadow_nodes/0/mgmt", "shadow_nodes/0/nics/0/port"]:
         value: Any = ONE
         for part in path.split("/"):
             value = value[int(part)] if part.isdigit() else value[part]
-        (fault,) = not_covered(Job.model_validate(edited(TWO, path, value)), granted)
+        (fault,) = not_covered(of_data(Job, edited(TWO, path, value)), granted)
         assert fault.path == ("job",), path
 
 

@@ -15,7 +15,8 @@ from jsonschema import Draft202012Validator
 from checkmate.job import checks, editor_schema
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import JobError, read_job
-from checkmate.job.mesh import RULE, coordinates, group_name, replica_groups, serving, sizes
+from checkmate.job.mesh import coordinates, group_name, replica_groups, sizes
+from checkmate.job.mesh_groups import RULE, serving
 from checkmate.job.placing import place
 from testbed.jobs import job_data
 from tests.support.cli import invoke

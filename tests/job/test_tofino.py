@@ -13,6 +13,7 @@ from checkmate.job.files import JobError, read_job, read_jobs
 from checkmate.job.schema import Job, PanelPort
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import FEC, names, port_settings, resolve
+from checkmate.job.validation import of_data
 from testbed.jobs import job_data, tofino_job_data
 from tests.support.job_files import edited, faults, write
 
@@ -248,7 +249,7 @@ def test_any_port_of_any_board_is_read_back_by_its_name(data: st.DataObject) -> 
     raw["fabric"]["switches"][0] |= {"speed": speed, "ports": {name: {"fec": FEC[speed][-1]}}}
     raw["dp_groups"][0]["ranks"][0]["port"] = name
     assert resolve(raw) == []
-    switch = Job.model_validate(raw).fabric.switches[0]
+    switch = of_data(Job, raw).fabric.switches[0]
     port = raw["dp_groups"][0]["ranks"][0]["port"]
     assert names(board, {name: PanelPort()})[name] == port
     found = port_settings(switch, port)
@@ -256,4 +257,4 @@ def test_any_port_of_any_board_is_read_back_by_its_name(data: st.DataObject) -> 
 
 
 def test_a_job_without_tofino_has_the_port_of_its_program() -> None:
-    assert Job.model_validate(job_data()).fabric.switches[0].packet_port == 510
+    assert of_data(Job, job_data()).fabric.switches[0].packet_port == 510

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_the_keys_are_beside_the_job_file_or_where_it_names(tmp_path: Path) -> N
 
 
 def test_each_role_has_its_own_keys_and_secrets(tmp_path: Path) -> None:
-    one = job("gpt").model_copy(update={"keys": tmp_path})
+    one = replace(job("gpt"), keys=tmp_path)
     made(one, tmp_path)
     controller, shadow, trainer = (access(one, Role(name)) for name in ("controller", "shadow", "trainer"))
     assert controller.secret(Secret.HELLO) == shadow.secret(Secret.HELLO)
@@ -43,7 +44,7 @@ def test_each_role_has_its_own_keys_and_secrets(tmp_path: Path) -> None:
 
 
 def test_without_keys_nothing_starts(tmp_path: Path) -> None:
-    one = job("gpt").model_copy(update={"keys": tmp_path})
+    one = replace(job("gpt"), keys=tmp_path)
     with pytest.raises(KeysError, match=r"checkmate keys FILE.*keys/gpt/trainer"):
         access(one, Role.TRAINER)
     with pytest.raises(KeysError, match="not read from a file"):
@@ -53,7 +54,7 @@ def test_without_keys_nothing_starts(tmp_path: Path) -> None:
 def test_insecurity_must_be_asked_for_and_has_public_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = job("gpt").model_copy(update={"keys": tmp_path})
+    one = replace(job("gpt"), keys=tmp_path)
     asked = access(one, Role.SHADOW, insecure=True)
     monkeypatch.setitem(os.environ, INSECURE, "1")
     assert access(one, Role.CONTROLLER).secret(Secret.HELLO) == asked.secret(Secret.HELLO)

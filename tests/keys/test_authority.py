@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from dataclasses import replace
 from ipaddress import ip_address
 
 import pytest
@@ -73,8 +74,8 @@ def test_no_certificate_outlives_its_authority(authority: Authority) -> None:
 
 def test_the_hosts_of_a_job_are_those_of_both_addresses_of_its_nodes() -> None:
     plain = served_job("gpt", *HOSTS)
-    nodes = [plain.shadow_nodes[0].model_copy(update={"records": "10.9.9.9:1"}), *plain.shadow_nodes[1:]]
-    job = plain.model_copy(update={"shadow_nodes": tuple(nodes)})
+    nodes = [replace(plain.shadow_nodes[0], records="10.9.9.9:1"), *plain.shadow_nodes[1:]]
+    job = replace(plain, shadow_nodes=tuple(nodes))
     assert node_hosts(job) == ("10.0.0.5", "10.9.9.9", "fd00::5", "node5.example.org")
 
 

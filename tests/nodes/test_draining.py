@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given
 
+from checkmate.job.validation import data_of
 from checkmate.nodes import draining
 from checkmate.nodes.draining import NodeAway, NotDrained, Step, only_here
 from checkmate.nodes.standing import Answers, beginning_of, newest_beginnings
@@ -142,7 +143,7 @@ def test_the_command(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("checkmate.cli.drain.keep_only", lambda *kept: None)  # for good, in this process
     here, _, _ = trained(stack, replicas=1)
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(here.job.model_dump(mode="json", exclude_none=True)))
+    file.write_text(yaml.safe_dump(data_of(here.job, exclude_none=True)))
     arguments = ("drain", file, "--insecure", "--timeout", "0.1")
     status, output = invoke(*arguments, "--id", "7")
     assert (status, "job demo has no shadow node 7; its ids are 0, 1" in output) == (2, True)

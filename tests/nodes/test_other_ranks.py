@@ -8,6 +8,7 @@ import pytest
 
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.nodes.other_ranks import difference, job_ranks, other_ranks
 from checkmate.rpc import shadow_pb2 as pb
 from testbed.jobs import job_data
@@ -21,7 +22,7 @@ def grouped(*groups: list[int]) -> Job:
     for group, numbers in zip(data["dp_groups"], groups, strict=True):
         for rank, number in zip(group["ranks"], numbers, strict=True):
             rank["rank"] = number
-    return Job.model_validate(data)
+    return of_data(Job, data)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 import yaml
 
+from checkmate.job.validation import data_of
 from checkmate.nodes import reset
 from checkmate.nodes.reset import Discard, NoNode, NotReset
 from checkmate.nodes.standing import Lacking
@@ -107,7 +109,7 @@ def test_the_next_start_begins_anew_and_the_discarded_run_cannot(stack: ExitStac
 def test_a_node_that_was_away_does_not_bring_the_old_state_back(stack: ExitStack) -> None:
     here, training, stubs = two_nodes(stack)
     leave(here, training)
-    away = here.job.model_copy(update={"shadow_nodes": here.job.shadow_nodes[:1]})
+    away = replace(here.job, shadow_nodes=here.job.shadow_nodes[:1])
     reset.discard(away, stubs, reset.ask(away, stubs))  # node 1 is not asked
     assert here.status(1).holds
     plan = fence.plan_restore(here.job, stubs, TIMEOUT)
@@ -146,7 +148,7 @@ def test_the_command(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("checkmate.cli.reset.keep_only", lambda *kept: None)  # for good, in this process
     here, training, _ = two_nodes(stack)
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(here.job.model_dump(mode="json", exclude_none=True)))
+    file.write_text(yaml.safe_dump(data_of(here.job, exclude_none=True)))
     arguments = ("reset", file, "--insecure")
     status, output = invoke(*arguments, "--yes")
     assert (status, "runs: 2 ranks are connected" in output) == (1, True)
@@ -229,7 +231,7 @@ def test_training_that_begins_while_it_asks_is_not_discarded(stack: ExitStack, t
 
 def _asked(stack: ExitStack, here: World, file: Path) -> tuple[subprocess.Popen[bytes], int]:
     """Start `checkmate reset` on a terminal; return the process, and our end of the terminal."""
-    file.write_text(yaml.safe_dump(here.job.model_dump(mode="json", exclude_none=True)))
+    file.write_text(yaml.safe_dump(data_of(here.job, exclude_none=True)))
     ours, theirs = pty.openpty()
     stack.callback(os.close, ours)
     command = ["setsid", "--ctty", "--wait", *COMMAND, "reset", str(file)]

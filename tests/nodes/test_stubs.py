@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.nodes.stubs import Stubs, unreached
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
@@ -62,7 +63,7 @@ def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
         described["mgmt"] = address
     request = pb.StatusRequest(protocol=PROTOCOL, job="demo")
     try:
-        with Stubs(Job.model_validate(data), None) as stubs:
+        with Stubs(of_data(Job, data), None) as stubs:
             stubs.ask([0, 1], lambda stub: stub.Status, request)  # to connect
             begun = time.monotonic()
             answers = stubs.ask(range(4), lambda stub: stub.Status, request)

@@ -107,7 +107,7 @@ def test_a_stream_of_more_than_2_gb_needs_more_channels() -> None:
     eight = capacity(demand(job(nics=2, ranks=8), load_model("GPT3-XL", "float32")))
     (fault,) = faults(eight)
     assert "it would fit with 3 channels" in fault.message
-    assert not faults(with_job(eight, eight.demand.job.model_copy(update={"channels": 3})))
+    assert not faults(with_job(eight, replace(eight.demand.job, channels=3)))
 
 
 @settings(max_examples=30)

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_every_byte_of_an_iteration_comes_once_to_each_holder(jobs: list[Job], s
 def test_nccl_moves_as_many_bytes(jobs: list[Job], sizes: list[int]) -> None:
     (made,) = jobs
     whole = model(*sizes)
-    found = demand(made.model_copy(update={"collective": "nccl"}), whole)
+    found = demand(replace(made, collective="nccl"), whole)
     assert sum(nic.nbytes for nic in found.nics) == whole.nbytes * len(made.dp_groups) * made.replicas
 
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.planner.kernel_settings import Present, Setting, of_shadow_nodes, of_trainers
 from checkmate.shadow.receive import connect
 from testbed.jobs import job, job_data
@@ -45,10 +46,10 @@ def test_the_memory_of_a_shadow_node_is_what_it_checks_itself(
 
 def test_nodes_on_one_machine_share_its_memory() -> None:
     data = job_data(nodes=4)
-    apart = values(of_shadow_nodes(Job.model_validate(data), BUFFER, host()))["net.ipv4.tcp_mem"]
+    apart = values(of_shadow_nodes(of_data(Job, data), BUFFER, host()))["net.ipv4.tcp_mem"]
     for number, node in enumerate(data["shadow_nodes"]):
         node["mgmt"] = f"192.168.9.9:{7000 + 2 * number}"
-    together = values(of_shadow_nodes(Job.model_validate(data), BUFFER, host()))
+    together = values(of_shadow_nodes(of_data(Job, data), BUFFER, host()))
     assert int(together["net.ipv4.tcp_mem"].split()[0]) == 4 * int(apart.split()[0])
     assert together[PORTS] == "7000-7007"
 
@@ -85,7 +86,7 @@ def test_rules_for_several_nics_are_only_for_hosts_that_have_them() -> None:
     for group in data["dp_groups"]:
         for rank in group["ranks"]:
             rank["mgmt"] = f"gpu{rank['rank'] % 2}"
-    assert names(of_trainers(Job.model_validate(data), host())) == rules
+    assert names(of_trainers(of_data(Job, data), host())) == rules
 
 
 @pytest.mark.parametrize(("there", "wanted"), [("0", "1"), ("1", "1"), ("2", "2"), ("8", "8")])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -119,7 +120,7 @@ def test_a_stranger_owns_a_checkpoint_without_keys_and_gets_nothing_with_them(
     with ExitStack() as stack:
         train(victim, stack)
         assert attack(victim, None) == ["Reserve", "Fetch", "Fence", "Begin", "record"]
-    open_job = job.model_copy(update={"keys": None})
+    open_job = replace(job, keys=None)
     other = secured(open_job, tmp_path / "theirs")
     with ExitStack() as stack:
         training = train(job, stack)
@@ -314,7 +315,7 @@ def test_a_name_is_looked_up_once_and_again_when_that_is_old(monkeypatch: pytest
 
 
 def test_without_keys_nothing_starts_and_the_error_has_the_remedy(tmp_path: Path) -> None:
-    job = local_job(nodes=1).model_copy(update={"keys": tmp_path})
+    job = replace(local_job(nodes=1), keys=tmp_path)
     with pytest.raises(KeysError, match=r"role shadow: run `checkmate keys FILE`.*demo/shadow"):
         Serving(job, 0)
     with pytest.raises(KeysError, match=r"role trainer: run `checkmate keys FILE`.*demo/trainer"):

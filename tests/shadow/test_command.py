@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from checkmate.cli.main import app
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of, of_data
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.shadow.logic.commit import SILENCE_MAX
@@ -96,7 +97,7 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodePr
 )
 def test_the_command_explains_bad_input(tmp_path: Path, arguments: list[str], message: str) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(local_job(nodes=2).model_dump(mode="json", exclude_none=True)))
+    file.write_text(yaml.safe_dump(data_of(local_job(nodes=2), exclude_none=True)))
     done = CliRunner().invoke(app, ["shadow", str(file), *arguments])
     assert done.exit_code == 2
     assert message in done.stderr
@@ -104,13 +105,13 @@ def test_the_command_explains_bad_input(tmp_path: Path, arguments: list[str], me
 
 
 def test_without_an_id_the_machines_addresses_tell_the_node(start: Callable[..., NodeProcess]) -> None:
-    data = local_job(nodes=2).model_dump(mode="json", exclude_none=True)
+    data = data_of(local_job(nodes=2), exclude_none=True)
     for nic in data["shadow_nodes"][0]["nics"]:
         nic["ip"] = nic["ip"].replace("127.", "198.", 1)
-    process = start(Job.model_validate(data), None, "--no-view")
+    process = start(of_data(Job, data), None, "--no-view")
     assert process.line().startswith("ready: shadow node 1 ")
     data["shadow_nodes"][1]["nics"][1]["ip"] = "198.0.5.2"
-    _, words = start(Job.model_validate(data), None).process.communicate(timeout=60)
+    _, words = start(of_data(Job, data), None).process.communicate(timeout=60)
     assert words == (
         "error: this machine has the NICs of no shadow node of job demo; their addresses are "
         "0: 198.0.4.1 and 198.0.5.1; 1: 127.0.4.2 and 198.0.5.2\n"
@@ -129,9 +130,9 @@ def test_why_a_node_cannot_serve_is_one_clear_line(start: Callable[..., NodeProc
         f"error: {address}, the mgmt address of shadow node 0, is in use; is shadow node 0 running already?\n"
     )
     assert first.end(signal.SIGINT)[0] == 0
-    data = job.model_dump(mode="json", exclude_none=True)
+    data = data_of(job, exclude_none=True)
     data["shadow_nodes"][0]["mgmt"] = "192.0.2.7:7000"
-    foreign = start(Job.model_validate(data), 0, "--no-view")
+    foreign = start(of_data(Job, data), 0, "--no-view")
     _, words = foreign.process.communicate(timeout=60)
     assert foreign.process.returncode == 1
     words = without_warning(words)

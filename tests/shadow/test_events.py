@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,6 +19,7 @@ from checkmate.events.keeping import EventLog
 from checkmate.events.kinds import NODE_TROUBLE
 from checkmate.events.saying import keep_in
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of
 from checkmate.keys.access import INSECURE
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2 as pb
@@ -68,7 +70,7 @@ def names(reply: pb.EventsReply) -> list[str]:
 
 def written(job: Job, folder: Path) -> str:
     file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True, exclude={"keys"})))
+    file.write_text(yaml.safe_dump(data_of(job, exclude_none=True, exclude={"keys"})))
     return str(file)
 
 
@@ -111,12 +113,12 @@ def test_all_roles_may_ask_and_strangers_may_not(
 ) -> None:
     monkeypatch.delenv(INSECURE, raising=False)
     job = secured(local_job(nodes=1), tmp_path / "ours")
-    theirs = secured(local_job(nodes=1).model_copy(update={"keys": None}), tmp_path / "theirs")
+    theirs = secured(replace(local_job(nodes=1), keys=None), tmp_path / "theirs")
     log.keep(NODE_TROUBLE(why="x"), logging.ERROR, "x")
     with Serving(job, 0, events=log):
         for role in Role:
             assert names(asked(job, role)) == ["node.trouble"]
-        at_ours = theirs.model_copy(update={"shadow_nodes": job.shadow_nodes})
+        at_ours = replace(theirs, shadow_nodes=job.shadow_nodes)
         for role in Role:
             with pytest.raises(grpc.RpcError):
                 asked(at_ours, role)

@@ -12,6 +12,7 @@ import torch
 
 from checkmate import state
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of, of_data
 from checkmate.nodes.other_ranks import job_ranks
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
@@ -47,10 +48,10 @@ def refused(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
 
 
 def test_a_nic_that_is_not_this_machines_is_named() -> None:
-    data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
+    data = data_of(local_job(nodes=1), exclude_none=True)
     data["shadow_nodes"][0]["nics"][1]["ip"] = "192.0.2.7"
     with pytest.raises(StreamError, match=r"192\.0\.2\.7 is not an address of this machine"):
-        Serving(Job.model_validate(data), 0)
+        Serving(of_data(Job, data), 0)
 
 
 def request_of(of: Job, **other: Any) -> pb.BeginRequest:

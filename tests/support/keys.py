@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+from dataclasses import replace
 from pathlib import Path
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.keys.folder import RoleKeys, read_keys
 from checkmate.keys.making import make_keys
 from checkmate.keys.plans import JobKeys
@@ -30,7 +32,7 @@ def served_job(name: str = "gpt", *hosts: str) -> Job:
     data = job_data(name, nodes=len(hosts))
     for node, host in zip(data["shadow_nodes"], hosts, strict=True):
         node["mgmt"] = f"[{host}]:7000" if ":" in host else f"{host}:7000"
-    return Job.model_validate(data)
+    return of_data(Job, data)
 
 
 def made(job: Job, keys: Path, now: dt.datetime = NOW) -> JobKeys:
@@ -49,7 +51,7 @@ def role_keys(job: Job, keys: Path, role: Role, now: dt.datetime = NOW) -> RoleK
 def secured(job: Job, folder: Path) -> Job:
     """Make a job's keys in a folder, and return the job with that folder."""
     made(job, folder)
-    return job.model_copy(update={"keys": folder})
+    return replace(job, keys=folder)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from testbed.jobs import job_data
 from topologies.kernel import namespaces
 from topologies.kernel.links import add_cable, prepare, set_address, switch_offloads_off
@@ -41,4 +42,4 @@ def job_there(**changes: Any) -> Job:
     for number, nic in enumerate(data["shadow_nodes"][0]["nics"]):
         nic |= {"ip": f"10.77.0.{number + 1}", "mac": f"{MAC[:-1]}{number}"}
     data["shadow_nodes"][0]["nics"][0] |= changes
-    return Job.model_validate(data)
+    return of_data(Job, data)

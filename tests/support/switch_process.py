@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from checkmate.job.schema import Switch
+from checkmate.job.validation import of_data
 from testbed.jobs import job_data
 from testbed.jobs import switch as switch_data
 from testbed.ports import free_port
@@ -48,7 +49,7 @@ def softswitch(*arguments: str | Path) -> Iterator[Switch]:
             assert process.poll() is None, process.communicate()[1].decode()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        yield Switch.model_validate(switch_data("tor0", 0, port=port))
+        yield of_data(Switch, switch_data("tor0", 0, port=port))
     finally:
         process.terminate()
         assert process.wait(10) == 0

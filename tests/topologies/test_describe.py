@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def test_a_lab_has_the_groups_of_its_jobs_mesh(
 ) -> None:
     topology = build("drawn", data)
     (job,) = read_jobs([write(topology, tmp_path_factory.mktemp("lab"))])
-    assert job.mesh is not None and job.mesh.model_dump() == data["mesh"]
+    assert job.mesh is not None and asdict(job.mesh) == data["mesh"]
     expected = [
         ([(rank.rank, rank.host, rank.ip) for rank in group.ranks], group.shadow_nodes)
         for group in job.dp_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import yaml
@@ -103,7 +104,7 @@ def _mesh(topology: Topology) -> dict[str, Any]:
     if topology.mesh is None:
         return {}
     return {
-        "mesh": topology.mesh.model_dump(),
+        "mesh": asdict(topology.mesh),
         "gpus_per_host": len(topology.ranks) // len(topology.trainers),
     }
 

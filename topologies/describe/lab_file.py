@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
-
-from checkmate.job.faults import Fault, Path, parts, show_path
+from checkmate.job.faults import Fault, Path, show_path
 from checkmate.job.fields import GPUS_MOST, Collective
-from checkmate.job.schema import Mesh
+from checkmate.job.limits import Limits, items, whole
+from checkmate.job.schema import Frozen, Mesh
+from checkmate.job.valid_parts import parts
 from checkmate.job.validation import validated
 from checkmate.wording import counted
 from topologies.describe import lab_mesh
@@ -27,47 +28,43 @@ _WORDS: Final = {
     "string_too_short": "must describe the lab in a few words",
     "string_pattern_mismatch": "must be a switch's name: up to 12 of a-z and 0-9, a letter first",
 }
-_SwitchName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]{0,11}$")]
-_NodeNumber = Annotated[int, Field(ge=0, strict=True)]
+_SwitchName = Annotated[str, Limits(pattern=r"^[a-z][a-z0-9]{0,11}$")]
+_NodeNumber = Annotated[int, whole(0)]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class GroupFile(_Model):
+@dataclass(frozen=True, kw_only=True)
+class GroupFile(Frozen):
     """A data-parallel group: its ranks in ring order, and its shadow nodes by number.
 
     `ranks` has the switch of each, whose host is its own; or else `hosts` has the number of its host.
     """
 
-    ranks: Annotated[tuple[_SwitchName, ...], Field(min_length=2, max_length=_RANKS_MAX)] | None = None
-    hosts: Annotated[tuple[_NodeNumber, ...], Field(min_length=2, max_length=_RANKS_MAX)] | None = None
-    shadow_nodes: Annotated[tuple[_NodeNumber, ...], Field(min_length=1, max_length=_SHARDS_MAX)] | None = (
-        None
-    )
+    ranks: Annotated[tuple[_SwitchName, ...], items(2, _RANKS_MAX)] | None = None
+    hosts: Annotated[tuple[_NodeNumber, ...], items(2, _RANKS_MAX)] | None = None
+    shadow_nodes: Annotated[tuple[_NodeNumber, ...], items(1, _SHARDS_MAX)] | None = None
 
 
-class LabFile(_Model):
+@dataclass(frozen=True, kw_only=True)
+class LabFile(Frozen):
     """The whole file, as docs/lab.md describes it."""
 
-    title: Annotated[str, Field(min_length=1)]
+    title: Annotated[str, items(1)]
     example: Example = "gpt.train"
-    channels: Annotated[int, Field(ge=1, le=8, strict=True)] = 1
-    replicas: Annotated[int, Field(ge=1, le=_SHARDS_MAX, strict=True)] = 1
+    channels: Annotated[int, whole(1, 8)] = 1
+    replicas: Annotated[int, whole(1, _SHARDS_MAX)] = 1
     collective: Collective = "ring"
-    switches: Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=50)]
-    links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], Field(max_length=150)] = ()
+    switches: Annotated[tuple[_SwitchName, ...], items(1, 50)]
+    links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], items(0, 150)] = ()
     hosts: Annotated[
-        tuple[Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=8)], ...],
-        Field(max_length=_RANKS_MAX),
+        tuple[Annotated[tuple[_SwitchName, ...], items(1, 8)], ...],
+        items(0, _RANKS_MAX),
     ] = ()
     mesh: Mesh | None = None
-    gpus_per_host: Annotated[int, Field(ge=1, le=GPUS_MOST, strict=True)] | None = None
-    dp_groups: Annotated[tuple[GroupFile, ...], Field(min_length=1)] = ()
+    gpus_per_host: Annotated[int, whole(1, GPUS_MOST)] | None = None
+    dp_groups: Annotated[tuple[GroupFile, ...], items(1)] = ()
     shadow_nodes: Annotated[
-        tuple[Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=2)], ...],
-        Field(min_length=1, max_length=100),
+        tuple[Annotated[tuple[_SwitchName, ...], items(1, 2)], ...],
+        items(1, 100),
     ]
 
 

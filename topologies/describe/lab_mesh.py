@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from checkmate.job import mesh
+from checkmate.job import mesh_groups
 from checkmate.job.faults import Fault
 
 KEYS: Final = ("mesh", "gpus_per_host")
@@ -23,7 +23,7 @@ def groups_of(raw: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Fault]
         job["hosts"] = [{"name": f"host{i}", "nics": nics} for i, nics in enumerate(hosts)]
     if isinstance(nodes, list):
         job["shadow_nodes"] = [{"id": number} for number in range(len(nodes))]
-    faults = mesh.expand(job)
+    faults = mesh_groups.expand(job)
     made = [] if faults else job.get("dp_groups", [])
     for rank in (rank for group in made for rank in group["ranks"]):
         rank["host"] = int(rank["host"].removeprefix("host"))

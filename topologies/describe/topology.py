@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.fields import Collective
 from checkmate.job.schema import Mesh
+from checkmate.job.validation import data_of
 from checkmate.job.yaml_lines import JobError, Located, read_document
 from checkmate.wording import did_you_mean
 from topologies.describe import lab_file, lab_mesh
@@ -321,7 +322,7 @@ class _Builder:
     def meshed(self) -> Iterator[LabGroup]:
         """Yield the groups of the lab's mesh."""
         hosts = self.hosts()
-        made, _ = lab_mesh.groups_of(self.lab.model_dump(mode="json", exclude_unset=True))
+        made, _ = lab_mesh.groups_of(data_of(self.lab, exclude_defaults=True))
         for group in made:
             ranks = [LabRank(rank["rank"], hosts[rank["host"]], rank["nic"]) for rank in group["ranks"]]
             yield LabGroup(tuple(ranks), tuple(group["shadow_nodes"]))

@@ -63,7 +63,7 @@ def show(
             raise UsageFault("--cores scales the step time of a profile: add --profile")
         demand = Demand(job, tuple(stages), chosen, link, receive_buffer << 20)
         plan = Capacity(demand, limits, tuple(_switches(job)))
-        checked = checks(plan, lambda channels: _switches(job.model_copy(update={"channels": channels})))
+        checked = checks(plan, lambda channels: _switches(replace(job, channels=channels)))
         data = report.data(plan, checked)
     if not as_json:
         out.print(report.verdict(plan, checked), markup=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from checkmate.cli.common import (
     set_of,
 )
 from checkmate.cli.planning import options, tofino
-from checkmate.job import mesh
+from checkmate.job import mesh, mesh_groups
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import JobSet, Located
 from checkmate.job.schema import Job
@@ -137,7 +137,7 @@ def plan(
         if job.hosts:
             out.print(_groups_table(job))
         if job.mesh is not None:
-            out.print(mesh.RULE, markup=False)
+            out.print(mesh_groups.RULE, markup=False)
             out.print()
     for name, switch_plan in plans.items():
         out.print(_table(switch_plan, targets[name]))

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from ipaddress import IPv4Address
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from checkmate.job.faults import Fault, Part, Path, parts
+from checkmate.job.faults import Fault, Path
 from checkmate.job.fields import CPU_PORT
 from checkmate.job.placing import interfaces
-from checkmate.job.schema import Attachment, Nic, PanelPort, Switch
+from checkmate.job.schema import Attachment, Nic, PanelPort, Stub, Switch
 from checkmate.job.tofino import chips
+from checkmate.job.valid_parts import Part, field_adapter, parts
 
 FEC: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -71,19 +73,28 @@ _NEEDED: Mapping[str, frozenset[str]] = MappingProxyType(
 """Dependencies of a switch's fields that have no fixed default."""
 
 
+_REQUIRED: Final[Mapping[str, Any]] = {
+    "name": "",
+    "address": "",
+    "stub": Stub(ip=IPv4Address(0), mac="", port=0),
+}
+"""Of a switch of which only other fields are of interest."""
+_ANY_SWITCH: Final = Switch(**_REQUIRED)
+
+
 def effective(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a switch's valid fields with defaults applied, so that equivalent descriptions are equal.
 
     Fields that depend on a faulty field are left out.
     """
     found = {key: value for key, value in fields.items() if _NEEDED.get(key, set()) <= fields.keys()}
-    switch = Switch.model_construct(**found)
+    switch = Switch(**{**_REQUIRED, **found})
     if "cpu_port" in found:
         found["cpu_port"] = switch.packet_port
     if "target" not in found or not switch.is_tofino:
         return found
     if "pfc" in found and switch.pfc.cells is None:
-        found["pfc"] = switch.pfc.model_copy(update={"cells": chips.CHIPS[switch.target].free_cells})
+        found["pfc"] = replace(switch.pfc, cells=chips.CHIPS[switch.target].free_cells)
     if "fec" in found:
         found["fec"] = switch.fec or FEC[switch.speed][0]
     if "ports" in found:
@@ -102,7 +113,7 @@ def _own(switch: Switch, name: str) -> dict[str, object]:
         "cable": switch.cable,
     }
     derived = {"fec": FEC[port.speed][0]} if port.speed is not None else {}
-    said = {key: value for key, value in port if value is not None}
+    said = {key: value for key, value in vars(port).items() if value is not None}
     return {key: value for key, value in (derived | said).items() if value != usual[key]}
 
 
@@ -179,11 +190,8 @@ def tofino_faults(raw: Any) -> Iterator[Fault]:
 
 def _is_default(key: str, value: object) -> bool:
     """Return whether a value is the default, as in a job file that a program has written."""
-    field = Switch.model_fields[key]
-    annotation: Any = field.annotation
-    kind: TypeAdapter[Any] = TypeAdapter(annotation)
     try:
-        return bool(kind.validate_python(value) == field.get_default())
+        return bool(field_adapter(Switch, key).validate_python(value) == getattr(_ANY_SWITCH, key))
     except ValidationError:
         return False
 

@@ -109,7 +109,7 @@ def _stream_length(found: Capacity) -> Check:
         return replace(demand, job=job).longest_stream < FARTHEST
 
     more = range(demand.job.channels + 1, CHANNELS_MAX + 1)
-    channels = next((c for c in more if fits(demand.job.model_copy(update={"channels": c}))), None)
+    channels = next((c for c in more if fits(replace(demand.job, channels=c))), None)
     changes = [f"{channels} channels"] if channels else []
     changes += fewest_more_nodes(demand.job, demand.nodes[0].node, fits)
     wrong = (
@@ -254,13 +254,13 @@ def widened(job: Job, node: int, more: int) -> Job:
     """Return the job with `more` shadow nodes like `node`, in every DP group that it serves."""
     like = job.node(node)
     free = max(one.id for one in job.shadow_nodes) + 1
-    new = tuple(like.model_copy(update={"id": free + i}) for i in range(more))
+    new = tuple(replace(like, id=free + i) for i in range(more))
     ids = tuple(one.id for one in new)
     groups = []
     for index, group in enumerate(job.dp_groups):
         there = job.shadow_list(index)
-        groups.append(group.model_copy(update={"shadow_nodes": there + (ids if node in there else ())}))
-    return job.model_copy(update={"shadow_nodes": job.shadow_nodes + new, "dp_groups": tuple(groups)})
+        groups.append(replace(group, shadow_nodes=there + (ids if node in there else ())))
+    return replace(job, shadow_nodes=job.shadow_nodes + new, dp_groups=tuple(groups))
 
 
 def fewest_more_nodes(job: Job, node: int, fits: Callable[[Job], bool]) -> list[str]:
@@ -276,12 +276,10 @@ def fewest_more_nodes(job: Job, node: int, fits: Callable[[Job], bool]) -> list[
 def with_nic(job: Job, node: int) -> Job:
     """Return the job with a second NIC, like its first, on a node."""
     nodes = (
-        one.model_copy(update={"nics": (one.nics[0], one.nics[0].model_copy(update={"port": -1}))})
-        if one.id == node
-        else one
+        replace(one, nics=(one.nics[0], replace(one.nics[0], port=-1))) if one.id == node else one
         for one in job.shadow_nodes
     )
-    return job.model_copy(update={"shadow_nodes": tuple(nodes)})
+    return replace(job, shadow_nodes=tuple(nodes))
 
 
 def serving(job: Job, node: int, groups: int) -> Job:
@@ -293,5 +291,5 @@ def serving(job: Job, node: int, groups: int) -> Job:
             nodes = nodes if left > 0 else tuple(n for n in nodes if n != node)
             left -= 1
         others = nodes or tuple(n.id for n in job.shadow_nodes if n.id != node)
-        made.append(group.model_copy(update={"shadow_nodes": others or (node,)}))
-    return job.model_copy(update={"dp_groups": tuple(made)})
+        made.append(replace(group, shadow_nodes=others or (node,)))
+    return replace(job, dp_groups=tuple(made))

@@ -18,6 +18,7 @@ from checkmate import state
 from checkmate.consolidate import disk, kept
 from checkmate.consolidate.snapshot import Snapshot, SnapshotReader
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import make_layout
@@ -169,7 +170,7 @@ class ConsolidatePlace:
                 training.result()
 
     def file(self, folder: Path) -> Path:
-        data = self.job.model_dump(mode="json", exclude_none=True)
+        data = data_of(self.job, exclude_none=True)
         path = folder / "job.yaml"
         path.write_text(yaml.safe_dump(data))
         return path

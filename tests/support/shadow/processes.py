@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of
 from tests.support.cli import COMMAND
 
 Start = Callable[..., "NodeProcess"]
@@ -41,7 +42,7 @@ def start_in(folder: Path, made: list[NodeProcess]) -> Start:
 
     def start(job: Job, node: int | None, *arguments: str) -> NodeProcess:
         file = folder / "job.yaml"
-        file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
+        file.write_text(yaml.safe_dump(data_of(job, exclude_none=True)))
         made.append(NodeProcess(file, node, *arguments))
         return made[-1]
 

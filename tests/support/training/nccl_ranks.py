@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.nccl.environment import slicing_of
 from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.start import membership, nccl_runtime
@@ -39,7 +40,7 @@ def place_of(rank: int, count: int, channels: int) -> Membership:
     data = job_data(ranks=count, nodes=2, channels=channels)
     for number, one in enumerate(data["dp_groups"][0]["ranks"]):
         one["ip"] = f"127.0.0.{number + 1}"
-    made = Job.model_validate({**data, "collective": "nccl"})
+    made = of_data(Job, {**data, "collective": "nccl"})
     return membership.place(made, rank, count, range(count))
 
 

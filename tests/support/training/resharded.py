@@ -17,6 +17,7 @@ from checkmate.consolidate import disk as on_disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.choosing import model_of
@@ -52,7 +53,7 @@ class MeshCase:
         for shard_number, group in enumerate(data["dp_groups"]):
             for replica, rank in enumerate(group["ranks"]):
                 rank["rank"] = shard_number + self.shards * replica
-        return Job.model_validate(data)
+        return of_data(Job, data)
 
 
 def script(seed: int, case: MeshCase | None = None) -> tuple[nn.Module, torch.optim.AdamW]:

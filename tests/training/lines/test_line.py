@@ -7,6 +7,7 @@ import multiprocessing
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.support.waiting import wait_until
 
 
 def shadow_node(node: RecordingNode) -> ShadowNode:
-    return job().shadow_nodes[0].model_copy(update={"mgmt": node.address, "records": node.records_at})
+    return replace(job().shadow_nodes[0], mgmt=node.address, records=node.records_at)
 
 
 def part(iteration: int, extra: bytes = b"") -> tuple[int, bytes]:

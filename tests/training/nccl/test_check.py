@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from checkmate.cli.nccl import show
+from checkmate.job.fields import Collective
 from checkmate.training.errors import SessionError
 from checkmate.training.gradients import nccl_check
 from checkmate.training.gradients.nccl_check import RankVerdict
@@ -26,10 +28,10 @@ def ranks() -> Iterator[RankProcesses]:
 SIZES = (1, 1000, 65_537, 300_000)
 
 
-def examined(rank: int, count: int, double: DoubleNccl, collective: str) -> list[RankVerdict] | str:
+def examined(rank: int, count: int, double: DoubleNccl, collective: Collective) -> list[RankVerdict] | str:
     prepare(rank, count, 2, double, ExitStack())
     try:
-        job = place_of(rank, count, 2).job.model_copy(update={"collective": collective})
+        job = replace(place_of(rank, count, 2).job, collective=collective)
         return nccl_check.examine(job, 0, SIZES)
     except SessionError as error:
         return str(error)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.process import Serving
@@ -49,7 +51,7 @@ def job_at(addresses: list[str]) -> Job:
     data = job_data(ranks=2, nodes=len(addresses))
     for one, address in zip(data["shadow_nodes"], addresses, strict=True):
         one["mgmt"] = address
-    return Job.model_validate(data)
+    return of_data(Job, data)
 
 
 def test_nothing_is_held() -> None:
@@ -257,7 +259,7 @@ def test_a_run_that_goes_on_keeps_its_generation_and_a_new_one_has_a_greater_one
 def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job) -> None:
     """Real nodes refuse requests for another job."""
     other = local_job(ranks=2, nodes=1)
-    theirs = other.model_copy(update={"job": "another"})
+    theirs = replace(other, job="another")
     with Serving(theirs, 0, receive_buffer=1 << 16):
         stubs = Stubs(other, None)
         plan = fence.plan_restore(other, stubs, 1.0)

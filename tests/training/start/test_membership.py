@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,16 +60,15 @@ def on_hosts(*groups: Sequence[int]) -> Job:
     made = job(groups=len(groups), ranks=len(groups[0]), nodes=2)
     members = [
         [
-            rank.model_copy(update={"rank": number, "host": f"h{at}"})
+            replace(rank, rank=number, host=f"h{at}")
             for at, (number, rank) in enumerate(zip(numbers, group.ranks, strict=True))
         ]
         for numbers, group in zip(groups, made.dp_groups, strict=True)
     ]
     changed = [
-        group.model_copy(update={"ranks": tuple(ranks)})
-        for group, ranks in zip(made.dp_groups, members, strict=True)
+        replace(group, ranks=tuple(ranks)) for group, ranks in zip(made.dp_groups, members, strict=True)
     ]
-    return made.model_copy(update={"dp_groups": tuple(changed)})
+    return replace(made, dp_groups=tuple(changed))
 
 
 def test_groups_on_the_same_hosts_train_one_model_if_ddp_spans_them() -> None:
@@ -90,32 +90,31 @@ def test_groups_on_the_same_hosts_train_one_model_if_ddp_spans_them() -> None:
 
 def test_groups_of_a_model_that_are_not_on_the_same_hosts_are_refused() -> None:
     elsewhere = on_hosts([0, 2], [1, 3])
-    moved = [rank.model_copy(update={"host": f"x{rank.rank}"}) for rank in elsewhere.dp_groups[1].ranks]
-    groups = (elsewhere.dp_groups[0], elsewhere.dp_groups[1].model_copy(update={"ranks": tuple(moved)}))
-    for made in (job(groups=2, ranks=2), elsewhere.model_copy(update={"dp_groups": groups})):
+    moved = [replace(rank, host=f"x{rank.rank}") for rank in elsewhere.dp_groups[1].ranks]
+    groups = (elsewhere.dp_groups[0], replace(elsewhere.dp_groups[1], ranks=tuple(moved)))
+    for made in (job(groups=2, ranks=2), replace(elsewhere, dp_groups=groups)):
         with pytest.raises(
             SessionError, match=r"\[0\] and dp_groups\[1\], which are not on the same hosts: "
         ):
             membership.place(made, 0, 4, range(4))
     with pytest.raises(SessionError, match=r"several on each host, which collective: nccl can't do yet"):
-        membership.place(on_hosts([0, 2], [1, 3]).model_copy(update={"collective": "nccl"}), 0, 4, range(4))
+        membership.place(replace(on_hosts([0, 2], [1, 3]), collective="nccl"), 0, 4, range(4))
 
 
 def test_a_mesh_determines_which_groups_train_a_model() -> None:
-    update = {"mesh": Mesh(dp_replicate=4), "gpus_per_host": 2}
-    made = on_hosts([0, 2], [1, 3]).model_copy(update=update)
+    made = replace(on_hosts([0, 2], [1, 3]), mesh=Mesh(dp_replicate=4), gpus_per_host=2)
     assert membership.place(made, 3, 4, range(4)).together == (0, 1)
     with pytest.raises(SessionError, match=r"\[1, 3\], but the job's mesh has \[0, 1, 2, 3\]: give DDP a"):
         membership.place(made, 3, 4, [1, 3])
-    sharded = made.model_copy(update={"mesh": Mesh(dp_replicate=2, dp_shard=2)})
+    sharded = replace(made, mesh=Mesh(dp_replicate=2, dp_shard=2))
     with pytest.raises(
         SessionError, match=r"has \[1, 3\]: for plain DDP, write mesh: {dp_replicate: 4}; else"
     ):
         membership.place(sharded, 3, 4, range(4))
     for other, over in (
         (sharded, [2, 3]),
-        (sharded.model_copy(update={"collective": "nccl"}), range(4)),
-        (sharded.model_copy(update={"gpus_per_host": 4}), range(4)),
+        (replace(sharded, collective="nccl"), range(4)),
+        (replace(sharded, gpus_per_host=4), range(4)),
     ):
         with pytest.raises(SessionError, match=r"has \[1, 3\]: give DDP a process_group of these"):
             membership.place(other, 3, 4, over)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from checkmate.job.schema import Job
+from checkmate.job.validation import data_of, of_data
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start.membership import Membership
@@ -29,10 +30,10 @@ def nodes() -> Iterator[list[RecordingNode]]:
 
 @pytest.fixture
 def place(nodes: list[RecordingNode]) -> Membership:
-    data = local_job(nodes=2, ranks=2).model_dump(mode="json", exclude_none=True)
+    data = data_of(local_job(nodes=2, ranks=2), exclude_none=True)
     for described, node in zip(data["shadow_nodes"], nodes, strict=True):
         described["mgmt"], described["records"] = node.address, node.records_at
-    return Membership(Job.model_validate(data), 0, 0, 0)
+    return Membership(of_data(Job, data), 0, 0, 0)
 
 
 def hold(shard: int, stepped: int, *, live: bool = True) -> pb.HoldStatus:

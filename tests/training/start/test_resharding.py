@@ -17,6 +17,7 @@ from checkmate.consolidate.snapshot import Snapshot
 from checkmate.consolidate.stages import Trained
 from checkmate.consolidate.stages import stages as find_stages
 from checkmate.job.schema import Job
+from checkmate.job.validation import of_data
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
@@ -97,7 +98,7 @@ def test_another_model_is_refused_before_anything_is_changed(kind: on_disk.Forma
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_sharded_stages_without_a_mesh_are_read_back(kind: on_disk.Format, tmp_path: Path) -> None:
     """The DP groups of a stage are found by their parameters, in writing and in reading."""
-    made = Job.model_validate(job_data(groups=2, ranks=2))
+    made = of_data(Job, job_data(groups=2, ranks=2))
     with alone():
         stages = [stage_of(seed) for seed in (1, 2)]
         groups = [group_state(watched, pb.IterationRecord(iteration=ITERATION)) for watched in stages]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,21 +24,19 @@ def test_ranks_of_a_mesh_are_numbered_row_by_row() -> None:
     made = job(groups=8, ranks=3)
     members = rows.permute(0, 2, 3, 1).reshape(8, 3).tolist()
     groups = tuple(
-        group.model_copy(
-            update={
-                "ranks": tuple(
-                    rank.model_copy(update={"rank": number})
-                    for rank, number in zip(group.ranks, numbers, strict=True)
-                )
-            }
+        replace(
+            group,
+            ranks=tuple(
+                replace(rank, rank=number) for rank, number in zip(group.ranks, numbers, strict=True)
+            ),
         )
         for group, numbers in zip(made.dp_groups, members, strict=True)
     )
-    assert torch.equal(arranged(made.model_copy(update={"dp_groups": groups, "mesh": mesh})), rows)
+    assert torch.equal(arranged(replace(made, dp_groups=groups, mesh=mesh)), rows)
 
 
 def test_groups_of_different_sizes_are_refused() -> None:
     made = job(groups=2, ranks=3)
-    less = made.dp_groups[1].model_copy(update={"ranks": made.dp_groups[1].ranks[:2]})
+    less = replace(made.dp_groups[1], ranks=made.dp_groups[1].ranks[:2])
     with pytest.raises(SessionError, match="have 3, 2 ranks: each shard needs the same number of replicas"):
-        arranged(made.model_copy(update={"dp_groups": (made.dp_groups[0], less)}))
+        arranged(replace(made, dp_groups=(made.dp_groups[0], less)))
