@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from checkmate.cache import cache_folder
+
 
 class CompilerRefused(Exception):
     """The compiler failed; the message is the first line that it wrote."""
@@ -37,9 +39,8 @@ def compiled(
         OSError: The cache can't be used.
     """
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + " ".join(flags).encode())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     stem, ending = os.path.splitext(name)
-    target = (cache or base / "checkmate") / f"{stem}-{digest.hexdigest()[:16]}{ending}"
+    target = (cache or cache_folder()) / f"{stem}-{digest.hexdigest()[:16]}{ending}"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

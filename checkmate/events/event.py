@@ -1,4 +1,4 @@
-"""One event, and the line of JSON that it is in logs on disk and in answers of shadow nodes. Pure."""
+"""One event, which is a line of JSON in logs on disk and in answers of shadow nodes. Pure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ import datetime as dt
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
-
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, Final
 
 TEXT_MAX: Final = 600
 """Characters of a text in an event; the rest is cut off."""
 LIST_MAX: Final = 64
 """Entries of a list in an event."""
-LINE_MAX: Final = 64 << 10
-"""Bytes of a line; a longer one is not an event."""
-TIME_END: Final = dt.datetime(9000, 1, 1, tzinfo=dt.UTC).timestamp()
-"""Times are from 1970 to this one, so that each can be shown in any zone."""
-_NAME_MAX: Final = 100
 _HOST_MAX: Final = 255
-_NUMBER_MAX: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,71 +60,10 @@ class Event:
         }
         return json.dumps(said, separators=(",", ":"), default=str)
 
-    @classmethod
-    def of_line(cls, line: str | bytes) -> Event:
-        """Return the event of a line. Raise `ValueError` if it is not one."""
-        if len(line) > LINE_MAX:
-            raise ValueError(f"a line of {len(line):,} bytes")
-        try:
-            read = _Line.model_validate_json(line)
-            time = dt.datetime.fromisoformat(read.time).timestamp()
-        except (ValidationError, OverflowError) as error:
-            raise ValueError(str(error)) from None
-        if not 0 <= time < TIME_END:
-            raise ValueError(f"{read.time} is not in the years from 1970 to 8999")
-        return cls(
-            time,
-            read.source,
-            read.event,
-            read.message,
-            read.fields,
-            read.level,
-            read.job,
-            read.host,
-            read.pid,
-            read.number,
-        )
-
-
-def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return fields. Raise `ValueError` if one has a number that is too large to calculate with."""
-    for value in fields.values():
-        if isinstance(value, int | float) and not abs(value) <= _NUMBER_MAX:
-            raise ValueError("a number without bounds")
-    return fields
-
-
-def _printable(text: str) -> str:
-    """Return a name. Raise `ValueError` if it could steer the terminal that it is shown on."""
-    if not text.isprintable():
-        raise ValueError(f"{text!r} is not printable")
-    return text
-
 
 def cleaned(text: str) -> str:
     """Return a host's name, which that host is free to choose, without what steers a terminal."""
     return "".join(one if one.isprintable() else " " for one in text[:_HOST_MAX])
-
-
-_Name = Annotated[str, Field(min_length=1, max_length=_NAME_MAX), AfterValidator(_printable)]
-_Number = Annotated[int, Field(ge=0, le=_NUMBER_MAX)]
-
-
-class _Line(BaseModel):
-    """An event as JSON. Later versions may add keys."""
-
-    model_config = ConfigDict(strict=True)
-
-    time: Annotated[str, Field(max_length=40)]
-    source: _Name
-    event: _Name
-    message: str = ""
-    fields: Annotated[dict[str, Any], AfterValidator(_finite)] = {}
-    level: str = "info"
-    job: Annotated[str, Field(max_length=_NAME_MAX), AfterValidator(_printable)] = ""
-    host: Annotated[str, AfterValidator(cleaned)] = ""
-    pid: _Number = 0
-    number: _Number = 0
 
 
 def timestamp(seconds: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from checkmate.events.event import LINE_MAX, Event
+from checkmate.events.event import Event
 
 SUFFIX: Final = ".jsonl"
 OLDER: Final = ".jsonl.1"
@@ -48,11 +48,13 @@ def read_paths(paths: Iterable[Path]) -> Found:
 
 def read_file(path: Path, found: Found) -> None:
     """Add a file's events to what was found. Raise `EventsError` if it cannot be read."""
+    from checkmate.events.line import LINE_MAX, event_of  # noqa: PLC0415 - trainers keep only; imports take time
+
     strange = 0
     try:
-        for line in _lines(path):
+        for line in _lines(path, LINE_MAX):
             try:
-                found.events.append(Event.of_line(line))
+                found.events.append(event_of(line))
             except ValueError:
                 strange += bool(line.strip())
     except OSError as error:
@@ -61,11 +63,11 @@ def read_file(path: Path, found: Found) -> None:
         found.passed_over[str(path)] = strange
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield a file's lines, of bounded length."""
+def _lines(path: Path, most: int) -> Iterator[bytes]:
+    """Yield a file's lines, of at most `most` bytes and one."""
     left = FILE_MAX
     with path.open("rb") as file:
-        while left > 0 and (line := file.readline(LINE_MAX + 1)):
+        while left > 0 and (line := file.readline(most + 1)):
             left -= len(line)
             yield line
 

@@ -37,11 +37,6 @@ def server_credentials(keys: RoleKeys) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([(keys.key, keys.cert)], keys.ca, require_client_auth=True)
 
 
-def uris_of_socket(peer: Mapping[str, Any] | None) -> list[str]:
-    """Return the URIs in the certificate of a socket's peer. `peer`: the result of `getpeercert`."""
-    return [value for kind, value in (peer or {}).get("subjectAltName", ()) if kind == "URI"]
-
-
 def uris_of_call(auth_context: Mapping[str, Any]) -> list[str]:
     """Return the URIs in a caller's certificate.
 

@@ -7,14 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cryptography import x509
-
-from checkmate.keys import certificates, disk
+from checkmate.keys import disk, tls_trial
 from checkmate.keys.errors import KeysError, Malformed
-from checkmate.keys.roles import CA_FILE, CERT_FILE, KEY_FILE, SECRETS, URI_SCHEME, Role, Secret, role_uri
+from checkmate.keys.roles import CA_FILE, CERT_FILE, KEY_FILE, SECRETS, Role, Secret, role_uri
 from checkmate.keys.secret_files import parse_secret
-
-_AGAIN = "run `checkmate keys FILE` again, with the job's file, and copy the folder again"
 
 
 @dataclass(frozen=True)
@@ -78,21 +74,14 @@ def read_keys(
         raise KeysError(f"{folder} can't be read: {error.strerror}") from None
     ca, cert, key = (_read(folder, name) for name in (CA_FILE, CERT_FILE, KEY_FILE))
     secrets = {secret: _secret(folder, secret) for secret in SECRETS[role]}
-    chain = _parsed(folder / CERT_FILE, cert)
-    leaf, file = chain[0], folder / CERT_FILE
-    _check_role(file, leaf, job, role)
-    if fault := certificates.time_fault(leaf, now or dt.datetime.now(dt.UTC)):
-        raise KeysError(f"{file} {fault}" + (f"; {_AGAIN}" if "expired" in fault else ""))
-    if fault := certificates.usage_fault(leaf, role):
-        raise KeysError(
-            f"{file} {fault}, which role {role} needs; `checkmate docs security` lists what it must contain"
-        )
-    _check_key(folder, leaf, key)
-    if not certificates.is_signed(chain, _parsed(folder / CA_FILE, ca)):
-        raise KeysError(f"{file} is not signed by {folder / CA_FILE}; copy the folder again, as a whole")
-    if missing := certificates.missing_hosts(leaf, hosts):
-        raise KeysError(f"{file} does not name the host {' and '.join(missing)}; {_AGAIN}")
-    return RoleKeys(folder, job, role, leaf.not_valid_after_utc, ca, cert, key, secrets)
+    expires, named = None, tuple(hosts)
+    if now is None and not named and role is not Role.SHADOW:  # which must be a server, too
+        expires = tls_trial.end_of_client(folder / CERT_FILE, folder / KEY_FILE, ca, role_uri(job, role))
+    if expires is None:
+        from checkmate.keys import folder_checks  # noqa: PLC0415 - cryptography takes as long as all the rest
+
+        expires = folder_checks.end_of_sound(folder, job, role, (ca, cert, key), named, now)
+    return RoleKeys(folder, job, role, expires, ca, cert, key, secrets)
 
 
 def _read(folder: Path, name: str) -> bytes:
@@ -107,33 +96,3 @@ def _secret(folder: Path, secret: Secret) -> bytes:
         return parse_secret(_read(folder, secret))
     except Malformed as error:
         raise KeysError(f"{folder / secret} {error}; copy the folder again, as a whole") from None
-
-
-def _parsed(file: Path, pem: bytes) -> list[x509.Certificate]:
-    try:
-        return certificates.load_certificates(pem)
-    except Malformed as error:
-        raise KeysError(f"{file} {error}; copy the folder again, as a whole") from None
-
-
-def _check_role(file: Path, certificate: x509.Certificate, job: str, role: Role) -> None:
-    wanted = role_uri(job, role)
-    found = [uri for uri in certificates.uris(certificate) if uri.startswith(URI_SCHEME)]
-    if found != [wanted]:
-        has = " and ".join(found) or f"no URI that begins with {URI_SCHEME}"
-        raise KeysError(
-            f"{file} is not of role {role} of job {job}: it has {has}, not {wanted}; "
-            f"copy the folder keys/{job}/{role} here"
-        )
-
-
-def _check_key(folder: Path, certificate: x509.Certificate, pem: bytes) -> None:
-    try:
-        key = certificates.load_private_key(pem)
-    except Malformed as error:
-        raise KeysError(f"{folder / KEY_FILE} {error}") from None
-    if not certificates.belongs(certificate, key):
-        raise KeysError(
-            f"{folder / KEY_FILE} is not the private key of {folder / CERT_FILE}; "
-            "copy the folder again, as a whole"
-        )

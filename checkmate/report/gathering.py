@@ -13,6 +13,7 @@ from typing import Final
 import grpc
 
 from checkmate.events.event import Event
+from checkmate.events.line import event_of
 from checkmate.events.reading import read_paths
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import node_name
@@ -41,7 +42,7 @@ class Gathered:
         strange, own = 0, []
         for line in reply.events:
             try:
-                event = Event.of_line(line)
+                event = event_of(line)
             except ValueError:
                 strange += 1
                 continue

@@ -6,7 +6,7 @@ import datetime as dt
 import re
 from typing import Final
 
-from checkmate.events.event import TIME_END
+from checkmate.events.line import TIME_END
 
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")

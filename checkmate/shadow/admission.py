@@ -15,9 +15,10 @@ import grpc
 
 from checkmate.job.schema import Job
 from checkmate.keys.callers import STEP_RECORDS, CallerRefused, caller_role, check_call
-from checkmate.keys.contexts import host_of_call, server_context, uris_of_call, uris_of_socket
+from checkmate.keys.contexts import host_of_call, server_context, uris_of_call
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role, node_hosts
+from checkmate.keys.tls_trial import uris_of_socket
 from checkmate.output.log_lines import StrangerLog
 from checkmate.rpc.channels import HANDSHAKE_SECONDS
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from checkmate.events.event import Event, timestamp
+from checkmate.events.event import timestamp
+from checkmate.events.line import event_of
 
 _ESCAPE = "\x1b]0;owned\x07"
 
@@ -32,14 +33,14 @@ def line(**said: object) -> str:
 def test_a_name_that_steers_terminals_and_a_number_without_bounds_are_refused(
     said: dict[str, object],
 ) -> None:
-    Event.of_line(line())
+    event_of(line())
     with pytest.raises(ValueError, match="_Line"):
-        Event.of_line(line(**said))
+        event_of(line(**said))
 
 
 def test_a_host_may_call_itself_anything_but_cannot_steer_terminals() -> None:
-    assert Event.of_line(line(host=f"h{_ESCAPE}")).host == "h ]0;owned "
-    assert len(Event.of_line(line(host="x" * 10_000)).host) == 255
+    assert event_of(line(host=f"h{_ESCAPE}")).host == "h ]0;owned "
+    assert len(event_of(line(host="x" * 10_000)).host) == 255
 
 
 @pytest.mark.parametrize(
@@ -55,9 +56,9 @@ def test_a_host_may_call_itself_anything_but_cannot_steer_terminals() -> None:
 )
 def test_a_time_that_not_every_zone_can_show_is_refused(time: str) -> None:
     with pytest.raises(ValueError, match="year"):
-        Event.of_line(line(time=time))
+        event_of(line(time=time))
 
 
 def test_the_first_and_the_last_time_can_be_shown() -> None:
     for time in ("1970-01-01T00:00:00.000000Z", "8999-12-31T23:59:59.000000Z"):
-        assert timestamp(Event.of_line(line(time=time)).time) == time
+        assert timestamp(event_of(line(time=time)).time) == time

@@ -19,6 +19,7 @@ from checkmate.cli.common import kept_events
 from checkmate.events.event import Event
 from checkmate.events.keeping import MEMORY, EventLog, file_name, folder_of
 from checkmate.events.kinds import ITERATION_COMMITTED, NODE_ENDED, NODE_TROUBLE
+from checkmate.events.line import event_of
 from checkmate.events.reading import EventsError, read_paths
 from checkmate.events.saying import keep_in, say
 from tests.support.waiting import wait_until
@@ -276,7 +277,7 @@ def test_a_line_is_bounded() -> None:
     line = event.to_line()
     assert len(line) < 3000
     assert json.loads(line)["time"] == "1970-01-01T00:00:00.500000Z"
-    assert Event.of_line(line).fields["nodes"] == [1] * 64
+    assert event_of(line).fields["nodes"] == [1] * 64
 
 
 def test_a_file_of_something_else_is_not_an_event_log(tmp_path: Path) -> None:

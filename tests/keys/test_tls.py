@@ -24,11 +24,11 @@ from checkmate.keys.contexts import (
     server_context,
     server_credentials,
     uris_of_call,
-    uris_of_socket,
 )
 from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
+from checkmate.keys.tls_trial import uris_of_socket
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from tests.support.keys import NOW, role_keys, served_job

@@ -1,31 +1,22 @@
 """The job that CHECKMATE_JOB names. It is read again only if one of its files has changed.
 
 A job of thousands of ranks takes a second to read and check, and `shard_mesh`, `restore` and `protect` each
-need it.
+need it. So does each start: a job that was checked before is taken from the user's cache.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-from checkmate.job.files import JobError, read_job
-from checkmate.job.following import JobFiles
+from checkmate.job.kept import CheckedJob, keep, read_kept
 from checkmate.job.schema import Job
 from checkmate.training.errors import SessionError
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
-
-class _Kept(NamedTuple):
-    """A job, and its files, which tell whether they have changed since."""
-
-    job: Job
-    files: JobFiles
-
-
-_kept: dict[Path, _Kept] = {}
+_known: dict[Path, CheckedJob] = {}
 """By the absolute path of the job file; the last one only."""
 
 
@@ -34,17 +25,22 @@ def named_job() -> Job:
     named = os.environ.get(JOB_VARIABLE)
     if not named:
         raise SessionError(f"{JOB_VARIABLE} is not set: set it to the path of the job's YAML")
-    file = Path(named).absolute()  # so that paths in the job are, too
-    kept = _kept.get(file)
-    if kept is not None and not kept.files.changed():
-        return kept.job
+    file = Path(named).absolute()  # so that paths in the job are absolute, too
+    known = _known.get(file)
+    if known is None or not known.is_current():
+        known = read_kept(file) or _read(file)
+        _known.clear()
+        _known[file] = known
+    return known.job
+
+
+def _read(file: Path) -> CheckedJob:
+    """Read, check and keep a job."""
+    from checkmate.job.files import JobError, read_checked  # noqa: PLC0415 - takes as long as all the rest
+
     try:
-        if file.is_dir():
-            return read_job(file)  # which says that it must be a file
-        files = JobFiles([file])
-        (job,) = files.read().require()
+        checked = read_checked(file)
     except JobError as error:
         raise SessionError(f"{JOB_VARIABLE}: {error}") from None
-    _kept.clear()
-    _kept[file] = _Kept(job, files)
-    return job
+    keep(file, checked)
+    return checked

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, Final, Literal, get_args
 
 from checkmate.nodes.standing import Shard
 
 PlanKind = Literal["nodes", "nothing", "reset", "none", "refused"]
+_START: Final = re.compile("[0-9a-f]{32}")
+_CONTINUED: Final = re.compile("([0-9a-f]{32})?")
+_SHOWN: Final = 200
+"""Characters of a malformed message in an error."""
 
 
 @dataclass(frozen=True)
@@ -58,31 +61,43 @@ class RestartPlan:
     @classmethod
     def of_message(cls, message: Any) -> RestartPlan:
         """Return the plan of a `message` of another rank. Raise `ValueError` if it is something else."""
-        return _PlanMessage.model_validate(message).plan()
+        if not _is_plan(message):
+            raise ValueError(f"not a plan: {str(message)[:_SHOWN]}")
+        holders = {(group, shard): nodes for group, shard, *nodes in message["holders"]}
+        starts = {name: bytes.fromhex(message[name]) for name in ("start", "continued")}
+        return cls(**{**message, **starts, "holders": holders})
 
 
-class _PlanMessage(BaseModel):
-    """A `RestartPlan` as JSON expresses it."""
+_SENT: Final[Mapping[str, type]] = {
+    "kind": str,
+    "incarnation": int,
+    "run": str,
+    "iteration": int,
+    "holders": list,
+    "trouble": str,
+    "generation": int,
+    "generation_seen": int,
+    "discarded": int,
+    "start": str,
+    "continued": str,
+}
+"""The keys of a plan's message, and their types in JSON."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
 
-    kind: PlanKind
-    incarnation: Annotated[int, Field(ge=0, lt=256)]
-    run: str
-    iteration: Annotated[int, Field(ge=-1)]
-    holders: list[Annotated[list[int], Field(min_length=2)]]
-    trouble: str
-    generation: int
-    generation_seen: int
-    discarded: int
-    start: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-    continued: Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
-
-    def plan(self) -> RestartPlan:
-        """Return the plan."""
-        holders = {(group, shard): nodes for group, shard, *nodes in self.holders}
-        starts = {name: bytes.fromhex(getattr(self, name)) for name in ("start", "continued")}
-        return RestartPlan(**{**dict(self), **starts, "holders": holders})
+def _is_plan(message: Any) -> bool:
+    """Return whether a message has all that a plan has, of the right types, and within their limits."""
+    given = message if isinstance(message, dict) else {}
+    if {name: type(value) for name, value in given.items()} != _SENT:
+        return False
+    numbers = all(
+        isinstance(one, list) and len(one) >= 2 and all(type(number) is int for number in one)
+        for one in given["holders"]
+    )
+    starts = _START.fullmatch(given["start"]) and (
+        not given["continued"] or _START.fullmatch(given["continued"])
+    )
+    limits = 0 <= given["incarnation"] < 256 and given["iteration"] >= -1
+    return bool(numbers and starts and limits and given["kind"] in get_args(PlanKind))
 
 
 def plan_new_run(incarnation: int, trouble: str, generation_seen: int = 0, discarded: int = 0) -> RestartPlan:

@@ -161,13 +161,22 @@ def test_a_plan_survives() -> None:
         {"holders": [["a", 1]]},
         {"start": "zz"},
         {"kind": "?"},
+        {"start": "A" * 32},
+        {"continued": "0" * 31},
+        {"iteration": -2},
+        {"iteration": 1.0},
+        {"run": None},
+        {"holders": {}},
         {"more": 1},
     ],
 )
 def test_a_malformed_plan_is_refused(change: dict[str, Any]) -> None:
     right = RestartPlan("nodes", 7, "run", 41, {(0, 1): [2, 3]}).message()
-    with pytest.raises(ValueError, match="validation error"):
+    with pytest.raises(ValueError, match="not a plan: "):
         RestartPlan.of_message({**right, **change})
+    for other in (None, [], {}, {key: value for key, value in right.items() if key != "run"}):
+        with pytest.raises(ValueError, match="not a plan"):
+            RestartPlan.of_message(other)
 
 
 def test_malformed_paths_are_refused() -> None:

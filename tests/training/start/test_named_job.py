@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,8 @@ from testbed.jobs import job_data
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a job file with a fabric file beside it, which CHECKMATE_JOB names."""
+    """Return a job file with a fabric file beside it, which CHECKMATE_JOB names, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     data = job_data()
     (tmp_path / "fabric.yaml").write_text(yaml.safe_dump(data["fabric"]))
     job = tmp_path / "job.yaml"
@@ -32,7 +35,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Return a count of reads."""
     counted = Mock(wraps=read_set)
-    monkeypatch.setattr("checkmate.job.following.read_set", counted)
+    monkeypatch.setattr("checkmate.job.files.read_set", counted)
     return counted
 
 
@@ -81,7 +84,7 @@ def test_a_change_while_it_is_read_is_seen_next_time(file: Path, monkeypatch: py
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkmate.job.following.read_set", read)
+        patch.setattr("checkmate.job.files.read_set", read)
         named_job()
     assert named_job().fabric.switches[0].address.endswith(":9558")
 
@@ -128,3 +131,17 @@ def test_a_pipe_is_read_each_time(
         named_job()
         writer.join(10)
     assert reads.call_count == 2
+
+
+def test_the_next_start_does_not_read_it_and_needs_nothing_that_checks_jobs(file: Path, reads: Mock) -> None:
+    first = named_job()
+    script = (
+        "import sys; from checkmate.training import protect, restore;"
+        "from checkmate.training.start.named_job import named_job;"
+        "print(named_job().job, *sorted({'pydantic', 'yaml'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [first.job]
+    edit(file.with_name("fabric.yaml"), lambda text: text + "\n# changed\n")
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [first.job, "pydantic", "yaml"]

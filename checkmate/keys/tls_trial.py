@@ -1,0 +1,72 @@
+"""A TLS handshake of a client's certificate with itself: OpenSSL tells whether all of its files fit together.
+
+It takes 2 ms, and no library but Python's. What does not fit, and why, is for `folder_checks`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from checkmate.keys.roles import URI_SCHEME
+
+_ROUNDS: Final = 4
+"""More than a handshake has."""
+
+
+def end_of_client(cert: Path, key: Path, ca: bytes, uri: str) -> dt.datetime | None:
+    """Return the end of a client's certificate; `None` if TLS does not accept it.
+
+    TLS checks that the private key is the certificate's, that the authority has signed it, its dates, and
+    that it may be a client's.
+
+    Args:
+        cert: The file of the certificate and of those between it and the authority.
+        key: The file of its private key.
+        ca: The authority's certificate, PEM.
+        uri: The only URI of Checkmate's that the certificate has to have.
+    """
+    try:
+        peer = _peer(cert, key, ca)
+    except (ssl.SSLError, OSError, ValueError):
+        return None
+    if peer is None or [one for one in uris_of_socket(peer) if one.startswith(URI_SCHEME)] != [uri]:
+        return None
+    return dt.datetime.fromtimestamp(ssl.cert_time_to_seconds(peer["notAfter"]), dt.UTC)
+
+
+def uris_of_socket(peer: Mapping[str, Any] | None) -> list[str]:
+    """Return the URIs in the certificate of a socket's peer. `peer`: the result of `getpeercert`."""
+    return [value for kind, value in (peer or {}).get("subjectAltName", ()) if kind == "URI"]
+
+
+def _peer(cert: Path, key: Path, ca: bytes) -> Mapping[str, Any] | None:
+    """Return the certificate that a server has accepted; `None` if the handshake has not ended."""
+    serves, asks = (ssl.SSLContext(side) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
+    asks.check_hostname = False
+    asks.verify_mode = ssl.CERT_NONE  # what is on trial is the client's side
+    serves.verify_mode = ssl.CERT_REQUIRED
+    serves.load_verify_locations(cadata=ca.decode("ascii"))
+    for context in (serves, asks):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(cert, key, password="")  # else OpenSSL would ask on the terminal
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = serves.wrap_bio(to_server, to_client, server_side=True)
+    client = asks.wrap_bio(to_client, to_server)
+    for _ in range(_ROUNDS):
+        ended = [_goes_on(side) for side in (client, server)]
+        if all(ended):
+            return server.getpeercert()
+    return None
+
+
+def _goes_on(side: ssl.SSLObject) -> bool:
+    """Do what a side can do; return whether its handshake has ended."""
+    try:
+        side.do_handshake()
+    except ssl.SSLWantReadError:
+        return False
+    return True

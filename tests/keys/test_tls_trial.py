@@ -1,0 +1,117 @@
+"""The quick way to read a client's folder: what it accepts, the checks that explain faults accept, too."""
+
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from checkmate.keys import tls_trial
+from checkmate.keys.errors import KeysError
+from checkmate.keys.folder import read_keys
+from checkmate.keys.folder_checks import end_of_sound
+from checkmate.keys.roles import Role
+from tests.keys.test_folder import OwnAuthority
+from tests.support.keys import NOW, made, served_job
+
+URI = "checkmate:gpt/trainer"
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    """Return the folder of the trainer role, beside those of other roles and of another job."""
+    made(served_job("gpt"), tmp_path / "keys")
+    made(served_job("llama"), tmp_path / "keys")
+    return tmp_path / "keys/gpt/trainer"
+
+
+def tried(folder: Path) -> dt.datetime | None:
+    return tls_trial.end_of_client(
+        folder / "cert.pem", folder / "key.pem", (folder / "ca.pem").read_bytes(), URI
+    )
+
+
+def checked(folder: Path) -> dt.datetime:
+    ca, cert, key = ((folder / f"{name}.pem").read_bytes() for name in ("ca", "cert", "key"))
+    return end_of_sound(folder, "gpt", Role.TRAINER, (ca, cert, key), (), None)
+
+
+def test_it_ends_when_the_checks_say(trainer: Path) -> None:
+    assert tried(trainer) == checked(trainer) == read_keys(trainer, "gpt", Role.TRAINER).expires
+
+
+def test_a_sound_folder_needs_no_cryptography(trainer: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from checkmate.keys.folder import read_keys;"
+        "from checkmate.keys.roles import Role;"
+        f"read_keys(Path({str(trainer)!r}), 'gpt', Role.TRAINER); print('cryptography' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"
+
+
+def with_own(*extensions: x509.ExtensionType, whole: bool = True) -> Callable[[Path], object]:
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(URI)])
+    return lambda folder: OwnAuthority().write(folder, names, *extensions, whole=whole)
+
+
+def encrypt(folder: Path) -> None:
+    key = serialization.load_pem_private_key((folder / "key.pem").read_bytes(), None)
+    locked = serialization.BestAvailableEncryption(b"secret")
+    form = serialization.PrivateFormat.PKCS8
+    (folder / "key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, locked))
+
+
+def made_at(days: int) -> Callable[[Path], object]:
+    def remake(folder: Path) -> None:
+        shutil.rmtree(folder.parents[1])
+        made(served_job("gpt"), folder.parents[1], NOW + dt.timedelta(days=days))
+
+    return remake
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "another role": lambda folder: [
+        shutil.copy(folder.parent / "reader" / f"{name}.pem", folder) for name in ("cert", "key")
+    ],
+    "another job": lambda folder: [
+        shutil.copy(folder.parents[1] / "llama/trainer" / f"{name}.pem", folder)
+        for name in ("ca", "cert", "key")
+    ],
+    "another key": lambda folder: shutil.copy(folder.parent / "reader/key.pem", folder),
+    "another authority": lambda folder: shutil.copy(folder.parents[1] / "llama/trainer/ca.pem", folder),
+    "expired": made_at(-731),
+    "not valid yet": made_at(1),
+    "encrypted": encrypt,
+    "no certificate": lambda folder: (folder / "cert.pem").write_bytes(b""),
+    "no authority": lambda folder: (folder / "ca.pem").write_bytes(b"\xff"),
+    "servers only": with_own(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])),
+    "no URI": lambda folder: OwnAuthority().write(folder),
+    "not the whole chain": with_own(whole=False),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_fit_is_left_to_the_checks(trainer: Path, fault: str) -> None:
+    FAULTS[fault](trainer)
+    assert tried(trainer) is None
+    with pytest.raises(KeysError):
+        read_keys(trainer, "gpt", Role.TRAINER)
+
+
+@pytest.mark.parametrize(
+    "extensions", [(), (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]),)], ids=["any", "client"]
+)
+def test_a_users_own_authority_is_accepted_either_way(
+    trainer: Path, extensions: tuple[x509.ExtensionType, ...]
+) -> None:
+    with_own(*extensions)(trainer)
+    assert checked(trainer) == read_keys(trainer, "gpt", Role.TRAINER).expires
