@@ -134,10 +134,15 @@ class _Unpickler(pickle.Unpickler):
 @cache
 def _checker() -> str:
     """Return what is the same as long as the same version of this package would check a job."""
-    folder = Path(__file__).parent
-    found = [
-        (str(one.relative_to(folder)), about.st_size, about.st_mtime_ns)
-        for one in sorted(folder.rglob("*.py"))
-        for about in (one.stat(),)
-    ]
+    found = sorted(_sources(os.path.dirname(__file__)))
     return hashlib.sha256(repr((sys.version, found)).encode()).hexdigest()
+
+
+def _sources(folder: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, size and time of each source file."""
+    for one in os.scandir(folder):
+        if one.is_dir(follow_symlinks=False):
+            yield from _sources(one.path)
+        elif one.name.endswith(".py"):
+            about = one.stat()
+            yield one.path, about.st_size, about.st_mtime_ns

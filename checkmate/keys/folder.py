@@ -76,7 +76,7 @@ def read_keys(
     secrets = {secret: _secret(folder, secret) for secret in SECRETS[role]}
     expires, named = None, tuple(hosts)
     if now is None and not named and role is not Role.SHADOW:  # which must be a server, too
-        expires = tls_trial.end_of_client(folder / CERT_FILE, folder / KEY_FILE, ca, role_uri(job, role))
+        expires = tls_trial.end_of_client(folder, (ca, cert, key), role_uri(job, role))
     if expires is None:
         from checkmate.keys import folder_checks  # noqa: PLC0415 - cryptography takes as long as all the rest
 

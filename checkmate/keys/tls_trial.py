@@ -8,29 +8,35 @@ from __future__ import annotations
 import datetime as dt
 import ssl
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from checkmate.keys.roles import URI_SCHEME
+from checkmate.keys.roles import CERT_FILE, KEY_FILE, URI_SCHEME
 
 _ROUNDS: Final = 4
 """More than a handshake has."""
 
 
-def end_of_client(cert: Path, key: Path, ca: bytes, uri: str) -> dt.datetime | None:
+def end_of_client(folder: Path, pems: tuple[bytes, bytes, bytes], uri: str) -> dt.datetime | None:
     """Return the end of a client's certificate; `None` if TLS does not accept it.
 
     TLS checks that the private key is the certificate's, that the authority has signed it, its dates, and
     that it may be a client's.
 
     Args:
-        cert: The file of the certificate and of those between it and the authority.
-        key: The file of its private key.
-        ca: The authority's certificate, PEM.
+        folder: The folder of the certificate and its private key, because Python loads these from files only.
+        pems: What is in the folder: the authority, the certificate, the private key.
         uri: The only URI of Checkmate's that the certificate has to have.
     """
+    end = _end(folder, pems, uri)
+    return end if end is not None and dt.datetime.now(dt.UTC) < end else None
+
+
+@lru_cache(4)  # a start of training reads its keys several times
+def _end(folder: Path, pems: tuple[bytes, bytes, bytes], uri: str) -> dt.datetime | None:
     try:
-        peer = _peer(cert, key, ca)
+        peer = _peer(folder / CERT_FILE, folder / KEY_FILE, pems[0])
     except (ssl.SSLError, OSError, ValueError):
         return None
     if peer is None or [one for one in uris_of_socket(peer) if one.startswith(URI_SCHEME)] != [uri]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from checkmate.errors import CheckmateError
@@ -90,10 +90,14 @@ class Parameter:
         return self.elements * ITEMSIZES[self.dtype]
 
 
+_FIELDS: Final = tuple(one.name for one in fields(Parameter))
+_NEEDLESS: Final = frozenset({"whole", "offset", "gradient"})
+
+
 def described(parameter: Parameter) -> dict[str, Any]:
     """Return a parameter's fields, without those of a chunk or of its gradient that it does not need."""
-    needless = [name for name in ("whole", "offset", "gradient") if not getattr(parameter, name)]
-    return {name: value for name, value in asdict(parameter).items() if name not in needless}
+    found = ((name, getattr(parameter, name)) for name in _FIELDS)
+    return {name: value for name, value in found if value or name not in _NEEDLESS}
 
 
 def parameter_of(said: Any) -> Parameter:

@@ -33,19 +33,35 @@ def trainer(tmp_path: Path) -> Path:
     return tmp_path / "keys/gpt/trainer"
 
 
+def pems(folder: Path) -> tuple[bytes, bytes, bytes]:
+    ca, cert, key = ((folder / f"{name}.pem").read_bytes() for name in ("ca", "cert", "key"))
+    return ca, cert, key
+
+
 def tried(folder: Path) -> dt.datetime | None:
-    return tls_trial.end_of_client(
-        folder / "cert.pem", folder / "key.pem", (folder / "ca.pem").read_bytes(), URI
-    )
+    return tls_trial.end_of_client(folder, pems(folder), URI)
 
 
 def checked(folder: Path) -> dt.datetime:
-    ca, cert, key = ((folder / f"{name}.pem").read_bytes() for name in ("ca", "cert", "key"))
-    return end_of_sound(folder, "gpt", Role.TRAINER, (ca, cert, key), (), None)
+    return end_of_sound(folder, "gpt", Role.TRAINER, pems(folder), (), None)
 
 
 def test_it_ends_when_the_checks_say(trainer: Path) -> None:
     assert tried(trainer) == checked(trainer) == read_keys(trainer, "gpt", Role.TRAINER).expires
+
+
+def test_a_certificate_may_end_after_it_was_tried(trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = tried(trainer)
+    assert end is not None
+    after = end.timestamp() + 1
+
+    class Later(dt.datetime):
+        @classmethod
+        def now(cls, tz: dt.tzinfo | None = None) -> Later:
+            return cls.fromtimestamp(after, tz)
+
+    monkeypatch.setattr("checkmate.keys.tls_trial.dt.datetime", Later)
+    assert tried(trainer) is None
 
 
 def test_a_sound_folder_needs_no_cryptography(trainer: Path) -> None:
