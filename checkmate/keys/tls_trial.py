@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from checkmate.keys.roles import CERT_FILE, KEY_FILE, URI_SCHEME
 
+_MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _ROUNDS: Final = 4
 """More than a handshake has."""
 
@@ -41,7 +42,9 @@ def _end(folder: Path, pems: tuple[bytes, bytes, bytes], uri: str) -> dt.datetim
         return None
     if peer is None or [one for one in uris_of_socket(peer) if one.startswith(URI_SCHEME)] != [uri]:
         return None
-    return dt.datetime.fromtimestamp(ssl.cert_time_to_seconds(peer["notAfter"]), dt.UTC)
+    month, day, clock, year, _ = peer["notAfter"].split()  # `Jan  5 09:34:43 2028 GMT`
+    time = dt.time.fromisoformat(clock)
+    return dt.datetime.combine(dt.date(int(year), _MONTHS.index(month) + 1, int(day)), time, dt.UTC)
 
 
 def uris_of_socket(peer: Mapping[str, Any] | None) -> list[str]:

@@ -24,7 +24,8 @@ class Piece:
         self.bytes = views[0]
         """All of them, in order. They are the tensor's own if there is only one."""
         if len(views) > 1:
-            self.bytes = torch.empty(sum(map(len, views)), dtype=torch.uint8)
+            self._lengths = [view.nbytes for view in views]
+            self.bytes = torch.empty(sum(self._lengths), dtype=torch.uint8)
 
     def give(self) -> None:
         """Copy the tensors to `bytes`."""
@@ -34,8 +35,7 @@ class Piece:
     def take(self) -> None:
         """Copy `bytes` to the tensors."""
         if len(self._views) > 1:
-            parts = torch.split(self.bytes, [len(view) for view in self._views])
-            for view, part in zip(self._views, parts, strict=True):
+            for view, part in zip(self._views, self.bytes.split_with_sizes(self._lengths), strict=True):
                 view.copy_(part)
 
 
@@ -58,14 +58,16 @@ def _cut(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield the views of which pieces consist: large tensors in parts, small ones together."""
     small: list[torch.Tensor] = []
     nbytes = 0
-    for view in (part for tensor in tensors for part in torch.split(tensor, PIECE_BYTES)):
-        if len(view) >= PACKED_BELOW:
-            yield [view]
-            continue
-        if nbytes + len(view) > PIECE_BYTES:
-            yield small
-            small, nbytes = [], 0
-        small.append(view)
-        nbytes += len(view)
+    for tensor in tensors:
+        for view in torch.split(tensor, PIECE_BYTES) if tensor.nbytes > PIECE_BYTES else (tensor,):
+            length = view.nbytes
+            if length >= PACKED_BELOW:
+                yield [view]
+                continue
+            if nbytes + length > PIECE_BYTES:
+                yield small
+                small, nbytes = [], 0
+            small.append(view)
+            nbytes += length
     if small:
         yield small
