@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from checkmate.consolidate.stages import Trained, stages
 from checkmate.events.kinds import (
     RESTORE_AGREED,
     RESTORE_ENDED,
@@ -28,8 +27,8 @@ from checkmate.training.default_log import show_log
 from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import disk, exchange, fence, from_nodes, membership, plans, sharing
-from checkmate.training.start.all_ranks import RestoreError, agree, log_once, on_all
+from checkmate.training.start import exchange, fence, from_nodes, membership, on_disk, plans, sharing
+from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, agree, log_once, on_all
 from checkmate.training.start.fetch import Fetched
 from checkmate.training.start.install import part_of
 from checkmate.training.start.membership import Membership, ModelStanding, Start
@@ -47,8 +46,6 @@ _RESET: Final = (
 )
 FRESH_SECONDS: Final = 10.0
 """How long a start that needs no state from the nodes waits for them to be fenced."""
-_ANEW: Final = "`checkmate reset JOB` has the next start begin with iteration 0"
-_ENDED: Final = f"training had ended with iteration {{}}: {_ANEW}"
 
 
 class Restored(NamedTuple):
@@ -131,7 +128,7 @@ def _begin(
     checkpoints: str | Path | None,
 ) -> tuple[Start, Any]:
     def make() -> RestartPlan:
-        return fence.plan_restore(place.job, stubs, timeout, lambda: disk.look(checkpoints).generation)
+        return fence.plan_restore(place.job, stubs, timeout, lambda: on_disk.look(checkpoints).generation)
 
     began = time.monotonic()
     plan = agree(place, RestartPlan, make)
@@ -155,20 +152,22 @@ def _begin(
         if not trouble:
             log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
             if plan.iteration >= 0 and part_of(start.record, 0).step.last:
-                log_once(place, _ENDED.format(plan.iteration))
+                log_once(place, ENDED.format(plan.iteration))
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
         seen = (plan.generation_seen, plan.discarded)
         plan = agree(place, RestartPlan, partial(plans.plan_new_run, plan.incarnation, trouble, *seen))
     discarded = plan.discarded
-    found = agree(place, disk.OnDisk, lambda: disk.look(checkpoints, discarded))
+    found = agree(place, on_disk.OnDisk, lambda: on_disk.look(checkpoints, discarded))
     plan = plans.after_disk(plan, found.generation)
     if found.paths:
         if plan.trouble:
             log_once(place, plan.trouble)
-        return _from_disk(place, watched, plan, found)
+        from checkmate.training.start import from_disk  # noqa: PLC0415 - most starts need nothing from disk
+
+        return from_disk.resume(place, watched, plan, found)
     if plan.kind == "none":
-        raise RestoreError(f"{plan.trouble}; {disk.nothing(checkpoints)}; {_ANEW}")
+        raise RestoreError(f"{plan.trouble}; {on_disk.nothing(checkpoints)}; {ANEW}")
     log_once(place, "the shadow nodes hold nothing: training begins with iteration 0")
     return Start(plan), None
 
@@ -177,34 +176,10 @@ def plan_fresh(place: Membership, stubs: Stubs, timeout: float) -> RestartPlan:
     """Plan, on all ranks together, a start from iteration 0, for scripts that do not call `restore`."""
 
     def make() -> RestartPlan:
-        generation = disk.look(None).generation
+        generation = on_disk.look(None).generation
         return plans.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
 
     return agree(place, RestartPlan, make)
-
-
-def _from_disk(
-    place: Membership, watched: Watched, plan: RestartPlan, found: disk.OnDisk
-) -> tuple[Start, Any]:
-    """Resume from the newest checkpoint. Only the user chooses an older one: it loses iterations."""
-    path, *older = found.paths
-    own = disk.trained_by(place, watched).message()
-    told = exchange.gather(own if place.first else None, named=place.named)
-    trained = [Trained.of_message(told[group.ranks[0].rank]) for group in place.job.dp_groups]
-    groups = stages(place.job, trained)
-    resumed, trouble, _ = on_all(place, lambda: disk.resume(path, place, watched, groups))
-    if trouble:
-        instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
-        raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _ANEW])))
-    record = resumed.record
-    log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
-    if resumed.ended:
-        log_once(place, _ENDED.format(record.iteration))
-    if resumed.other_ranks:
-        _log.warning("%s: %s", path, resumed.other_ranks)
-    if older:
-        log_once(place, f"older checkpoints were not used: {found.passed_over}")
-    return Start(plan, record.iteration + 1, record=record), resumed.extra
 
 
 def _from_nodes(

@@ -69,6 +69,16 @@ def link(there: Path) -> None:
     there.symlink_to("elsewhere")
 
 
+def folder(there: Path) -> None:
+    there.unlink()
+    there.mkdir()
+
+
+def pipe(there: Path) -> None:
+    there.unlink()
+    os.mkfifo(there)
+
+
 SPOILED: list[Callable[[Path], object]] = [
     others,
     link,
@@ -78,8 +88,8 @@ SPOILED: list[Callable[[Path], object]] = [
     lambda there: there.write_bytes(b""),
     lambda there: there.write_bytes(b"[]\n"),
     lambda there: there.write_bytes(b'{"checked_by": 1}\n'),
-    lambda there: (there.unlink(), there.mkdir()),
-    lambda there: (there.unlink(), os.mkfifo(there)),
+    folder,
+    pipe,
 ]
 
 

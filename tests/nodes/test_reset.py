@@ -23,7 +23,7 @@ from checkmate.nodes.standing import Lacking
 from checkmate.nodes.stubs import Stubs
 from checkmate.nodes.target import find_source
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.start import disk, fence
+from checkmate.training.start import fence, on_disk
 from testbed.jobs import job_data
 from testbed.small_training import SmallTraining
 from tests.support.cli import COMMAND, invoke
@@ -139,8 +139,8 @@ def test_checkpoints_of_discarded_runs_stay_but_are_not_used(tmp_path: Path) -> 
         "generation-0003-iteration-00000001",
     ):
         (tmp_path / f"{name}.pt").write_bytes(b"x")
-    assert [len(disk.look(tmp_path, discarded).paths) for discarded in (0, 1, 2, 3)] == [3, 2, 1, 0]
-    assert disk.look(tmp_path, 3).generation == 3
+    assert [len(on_disk.look(tmp_path, discarded).paths) for discarded in (0, 1, 2, 3)] == [3, 2, 1, 0]
+    assert on_disk.look(tmp_path, 3).generation == 3
 
 
 @needs_buffers

@@ -18,6 +18,9 @@ from checkmate.training.start.membership import Membership
 
 _log: Final = logging.getLogger("checkmate")
 
+ANEW: Final = "`checkmate reset JOB` has the next start begin with iteration 0"
+ENDED: Final = f"training had ended with iteration {{}}: {ANEW}"
+
 
 class RestoreError(CheckmateError, RuntimeError):
     """No complete state is available to resume from. The message names the shards and nodes concerned."""

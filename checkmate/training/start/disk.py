@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from checkmate import state
-from checkmate.consolidate import disk, kept
+from checkmate.consolidate import disk
 from checkmate.consolidate.stages import Trained
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
@@ -23,58 +22,6 @@ from checkmate.training.start.install import (
 )
 from checkmate.training.start.local_parts import LocalParts, load_model
 from checkmate.training.start.membership import Membership
-
-CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
-_LISTED: Final = 3
-"""The number of unused checkpoints that a message names."""
-
-
-@dataclass(frozen=True)
-class OnDisk:
-    """The checkpoints on disk, the newest first, and their greatest generation."""
-
-    paths: tuple[Path, ...] = ()
-    generation: int = 0
-
-    @property
-    def passed_over(self) -> str:
-        """The older checkpoints, for a message; empty if there are none."""
-        names = [path.name for path in self.paths[1:]]
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        return ", ".join(names[:_LISTED]) + more
-
-    def message(self) -> list[object]:
-        """Return what JSON can express, for `of_message`."""
-        return [self.generation, *map(str, self.paths)]
-
-    @classmethod
-    def of_message(cls, message: Any) -> OnDisk:
-        """Return what a `message` of another rank describes. Raise `ValueError` if it is something else."""
-        if not isinstance(message, list) or not message or not isinstance(message[0], int):
-            raise ValueError("must be a generation and paths")
-        return cls(tuple(Path(str(path)) for path in message[1:]), message[0])
-
-
-def look(folder: str | Path | None, discarded: int = 0) -> OnDisk:
-    """Return the checkpoints in a folder, by default $CHECKMATE_CHECKPOINTS.
-
-    Those of runs up to the generation `discarded` do not count.
-
-    Raises:
-        DiskError: The folder can't be read.
-    """
-    chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
-    if not chosen:
-        return OnDisk()
-    place = Path(chosen).absolute()
-    return OnDisk(tuple(kept.choices(place, discarded)), kept.greatest_generation(place))
-
-
-def nothing(folder: str | Path | None) -> str:
-    """Return a message for the case that `look` has found no checkpoint."""
-    if chosen := folder or os.environ.get(CHECKPOINTS_VARIABLE):
-        return f"{chosen} does not contain a checkpoint"
-    return f"no checkpoint folder is set (pass checkpoints= or set {CHECKPOINTS_VARIABLE})"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from checkmate.job.files import read_job
 from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training import restore
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.loop import resumed_in
 from checkmate.training.model.ddp import DdpModel
@@ -35,11 +34,12 @@ from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
-from checkmate.training.start import disk, membership, plans
-from checkmate.training.start.all_ranks import RestoreError, on_all
+from checkmate.training.start import disk, from_disk, membership, plans
+from checkmate.training.start.all_ranks import ANEW, RestoreError, on_all
 from checkmate.training.start.counterparts import Counterparts, StageRanks
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Start
+from checkmate.training.start.on_disk import OnDisk, look
 from checkmate.training.start.plans import plan_new_run
 from testbed.jobs import job
 from tests.support.job_files import meshed, write
@@ -163,7 +163,7 @@ def test_a_new_process_goes_on_from_the_newest(
     on_disk.save(made, kept.path_of(tmp_path, 2, 4, kind), kind)
     expected = script.everything()
     monkeypatch.setenv("CHECKMATE_CHECKPOINTS", str(tmp_path))
-    there = disk.look(None)
+    there = look(None)
     (path,) = there.paths
     assert (there.generation, there.passed_over) == (2, "")
     other = DiskScript(2)
@@ -244,7 +244,7 @@ def test_a_checkpoint_has_parameters_that_the_models_hooks_store_otherwise(
 
 def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHECKMATE_CHECKPOINTS", raising=False)
-    assert disk.look(None) == disk.look(tmp_path / "none") == disk.OnDisk()
+    assert look(None) == look(tmp_path / "none") == OnDisk()
 
 
 def saved(script: DiskScript, folder: Path, *numbers: tuple[int, int]) -> list[Path]:
@@ -263,16 +263,16 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
     numbers = [(2, 1), (1, 900), (1, 800), (1, 700), (0, 5000)]
     newest, *older = saved(script, tmp_path, *numbers)
     os.utime(newest, (0, 0))
-    found = disk.look(tmp_path)
+    found = look(tmp_path)
     assert list(found.paths) == [newest, *older]
     assert plans.after_disk(plans.plan_new_run(7, ""), found.generation).generation == 3
     with caplog.at_level(logging.INFO, "checkmate"):
-        start, extra = restore._from_disk(PLACE, script.watched, plans.plan_new_run(7, ""), found)
+        start, extra = from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), found)
     assert (start.next_iteration, extra) == (2, {"seen": 7})
     names = ", ".join(path.name for path in older[:3])
     assert caplog.messages == [
         f"resumed from {newest}: iteration 2 comes next",
-        f"training had ended with iteration 1: {restore._ANEW}",
+        f"training had ended with iteration 1: {ANEW}",
         f"older checkpoints were not used: {names} and 1 more",
     ]
 
@@ -290,13 +290,13 @@ def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path
         newest.mkdir()
         (newest / "__0_0.distcp").write_bytes(b"half")
     with pytest.raises(RestoreError) as caught:
-        restore._from_disk(PLACE, script.watched, plans.plan_new_run(7, ""), disk.look(tmp_path))
+        from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), look(tmp_path))
     assert f"can't read {newest} as a checkpoint: " in str(caught.value)
     assert f"; checkpoints='{older}' selects the one before it; `checkmate reset JOB`" in str(caught.value)
-    asked = disk.look(older)
+    asked = look(older)
     assert asked.paths == (older,)
     assert asked.generation == 1
-    start, _ = restore._from_disk(PLACE, script.watched, plans.plan_new_run(7, ""), asked)
+    start, _ = from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), asked)
     assert start.next_iteration == 2
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from checkmate.training.start import exchange
-from checkmate.training.start.disk import OnDisk
 from checkmate.training.start.exchange import VERSION, ExchangeError
+from checkmate.training.start.on_disk import OnDisk
 from checkmate.training.start.plans import RestartPlan
 from tests.support.training.rank_processes import RankProcesses
 
@@ -174,7 +174,8 @@ def test_a_malformed_plan_is_refused(change: dict[str, Any]) -> None:
     right = RestartPlan("nodes", 7, "run", 41, {(0, 1): [2, 3]}).message()
     with pytest.raises(ValueError, match="not a plan: "):
         RestartPlan.of_message({**right, **change})
-    for other in (None, [], {}, {key: value for key, value in right.items() if key != "run"}):
+    others: tuple[Any, ...] = (None, [], {}, {key: value for key, value in right.items() if key != "run"})
+    for other in others:
         with pytest.raises(ValueError, match="not a plan"):
             RestartPlan.of_message(other)
 
