@@ -19,7 +19,7 @@ demo-switch: setup ## The switch alone: a lab, a job, verified shadow streams
 	@$(RUN) -m checkmate.cli.entry lab run single_tor --name demo --target $(TARGET)
 
 test: setup ## Lint and quick tests, under 10 minutes
-	@$(RUN) -m pytest -m "not slow" -n 2 --dist loadgroup
+	@$(RUN) -m pytest -m "not slow" -n 3 --dist loadgroup
 
 test-all: comparators ## Everything: each lab on each target
 	@$(RUN) -m pytest

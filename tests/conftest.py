@@ -92,7 +92,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group all tests that change or inspect state of the whole machine in one worker; lint comes first.
 
-    mypy takes a minute on a new machine: at the end, the other worker would wait for it.
+    mypy takes a minute on a new machine: at the end, the other workers would wait for it.
     """
     items.sort(key=lambda item: item.path.name != "test_lint.py")
     for item in items:

@@ -18,6 +18,8 @@ from testbed.jobs import job_data
 from tests.support import environments
 from tests.support.environments import PROJECT, ROOT, required
 
+pytestmark = pytest.mark.xdist_group("extras")  # an environment is made once
+
 CLI = ("-m", "checkmate.cli.entry")
 Make = Callable[[str], Path]
 

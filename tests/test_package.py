@@ -51,7 +51,13 @@ print(len(passes), gc.get_count()[0] < gc.get_threshold()[0], gc.isenabled(), gc
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("", "0 True True False"), ("gc.disable()", "0 True False False"), ("gc.freeze()", "True True")],
+    [
+        ("", "0 True True False"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("gc.disable()", "0 True False False"), ("gc.freeze()", "True True"))
+        ),
+    ],
     ids=["as it is", "disabled", "frozen"],
 )
 def test_imports_leave_the_garbage_collector_nothing_to_search(before: str, after: str) -> None:

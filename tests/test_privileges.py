@@ -81,7 +81,11 @@ def test_files_of_another_user_take_a_capability(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("theirs", [False, True], ids=["files of root", "files of another user"])
+@pytest.mark.parametrize(
+    "theirs",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["files of root", "files of another user"],
+)
 def test_a_shadow_node_keeps_what_its_buffers_need(
     start: Callable[..., NodeProcess], tmp_path: Path, theirs: bool
 ) -> None:
@@ -130,6 +134,7 @@ def test_the_controller_keeps_none_but_for_its_events(tmp_path: Path) -> None:
         assert list(events.glob("*.jsonl"))
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_reader_of_checkpoints_keeps_none(tmp_path: Path, start: Callable[..., NodeProcess]) -> None:
     start(local_job(nodes=1), 0, "--no-view").line()

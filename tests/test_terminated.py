@@ -37,7 +37,7 @@ def test_that_takes_long(made):
 """
 
 
-@pytest.mark.parametrize("workers", ["-n0", "-n1"])
+@pytest.mark.parametrize("workers", [pytest.param("-n0", marks=pytest.mark.slow), "-n1"])
 def test_sigterm_removes_what_fixtures_and_blocks_have_made(workers: str, tmp_path: Path) -> None:
     (tmp_path / "test_long.py").write_text(_TEST)
     plugins = ["-p", "xdist", "-p", "tests.support.terminated", "-p", "no:cacheprovider", workers]

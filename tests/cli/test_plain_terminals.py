@@ -81,6 +81,7 @@ def whole(lines: Sequence[Sequence[str]]) -> str:
     return piped(lines)
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_whole_lines(lines: Sequence[Sequence[str]], whole: str) -> None:
     assert max(map(len, whole.splitlines())) > 100
     assert "ranks sit on different ones; a shadow node on each" in whole

@@ -143,7 +143,7 @@ for i in range(10_000):
 """
 
 
-@pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.slow), "torch"])
 def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(kind: disk.Format, tmp_path: Path) -> None:
     name = "checkpoint.pt"
     for wait in (0.05, 0.11, 0.17):
@@ -192,6 +192,7 @@ def test_of_leftovers_without_a_lock_those_are_cleared_that_are_certain(tmp_path
     disk.clear_unfinished(tmp_path / "nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_what_cant_be_removed_is_named_and_the_rest_is_removed(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):

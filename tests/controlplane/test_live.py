@@ -213,6 +213,7 @@ def test_the_last_job_goes_and_comes_back_with_the_view_on(live: LiveSwitch, tmp
         assert len(live.connected()) == 8
 
 
+@pytest.mark.slow
 def test_status_waits_for_run_too(live: LiveSwitch) -> None:
     live.restart_switch()
     waiting = live.start("status", live.job, "--wait")
@@ -243,6 +244,7 @@ def _nodes_elsewhere(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"id": 5, "mgmt": "172.31.200.9:7000", "nics": [nic]}]
 
 
+@pytest.mark.slow
 def test_another_primary_is_told_apart(live: LiveSwitch) -> None:
     with live.serving():
         assert "another primary controller" in live.command("run", live.job, status=5)

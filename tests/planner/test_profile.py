@@ -247,6 +247,7 @@ def test_this_machine_has_cores_and_memory() -> None:
     assert dtype_of(load_model(TINY)) == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_profile_that_is_interrupted_leaves_nothing_behind(number: signal.Signals) -> None:
     line = [*COMMAND, "profile", "--model", TINY, "--seconds", "60"]

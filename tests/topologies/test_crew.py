@@ -187,6 +187,7 @@ def test_a_controller_that_fails_is_quoted(crew: Crew) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_the_switch_stops_and_comes_back_empty(lab: Lab, crew: Crew) -> None:
     with serving(crew) as controller:
         (pid,) = lab.switch_pids.values()
