@@ -75,12 +75,15 @@ def keep(file: Path, checked: CheckedJob) -> bool:
     """Keep a job, and return whether that was possible: a cache that can't be used is not an error."""
     if None in checked.files.values():
         return False
-    head = {"checked_by": _checker(), "files": {str(one): was for one, was in checked.files.items()}}
+    said = {"checked_by": _checker(), "files": {str(one): was for one, was in checked.files.items()}}
+    head = json.dumps(said).encode() + b"\n"
     try:
         place = _place(file)
+        if _begins(place, head):  # a process that shares this home was first
+            return True
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _replacing(place) as opened:
-            opened.write(json.dumps(head).encode() + b"\n" + pickle.dumps(checked.job, protocol=5))
+            opened.write(head + pickle.dumps(checked.job, protocol=5))
         _remove_oldest(place.parent)
     except OSError:
         return False
@@ -92,13 +95,21 @@ def _place(file: Path) -> Path:
     return cache_folder() / _FOLDER / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}.job"
 
 
-def _content(place: Path) -> bytes:
+def _begins(place: Path, head: bytes) -> bool:
+    """Return whether a kept file of this user begins so."""
+    try:
+        return _content(place, len(head)) == head
+    except OSError:
+        return False
+
+
+def _content(place: Path, most: int = _BYTES_MOST) -> bytes:
     """Return a kept file's content. Raise `OSError` unless it is this user's, who alone can write to it."""
     with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
         about = os.fstat(opened.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
             raise PermissionError(f"{place} is not this user's alone")
-        return opened.read(_BYTES_MOST)
+        return opened.read(most)
 
 
 @contextmanager

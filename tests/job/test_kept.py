@@ -53,6 +53,18 @@ def test_a_kept_job_is_the_one_that_was_checked(cache: Path, tmp_path: Path, dat
     assert read_kept(file) is None
 
 
+def test_it_is_written_once(place: tuple[Path, Path]) -> None:
+    """A home may be that of a thousand hosts."""
+    file, there = place
+    before = there.stat()
+    checked = read_checked(file)
+    assert keep(file, checked)
+    assert there.stat().st_ino == before.st_ino
+    file.write_text(file.read_text() + "# changed\n")
+    assert keep(file, read_checked(file))
+    assert there.stat().st_ino != before.st_ino
+
+
 def test_nobody_else_can_read_or_write_it(place: tuple[Path, Path]) -> None:
     _, there = place
     assert (there.stat().st_mode & 0o777, there.parent.stat().st_mode & 0o777) == (0o600, 0o700)

@@ -42,5 +42,6 @@ def _read(file: Path) -> CheckedJob:
         checked = read_checked(file)
     except JobError as error:
         raise SessionError(f"{JOB_VARIABLE}: {error}") from None
-    keep(file, checked)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's: one process of a host is enough
+        keep(file, checked)
     return checked
