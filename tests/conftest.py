@@ -17,7 +17,7 @@ from checkmate.keys.access import INSECURE
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import locks
-from tests.support import terminated
+from tests.support import own_cache, terminated
 from tests.support.shadow.checked_locks import CheckedLock
 from tests.support.shadow.processes import NodeProcess, Start, start_in
 from tests.support.shadow.recording_node import RecordingNode
@@ -26,7 +26,7 @@ from tests.support.training.rank_processes import RankProcesses
 from topologies import lab as labs
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Have the order of a shadow node's locks checked in all tests, and use no keys unless a test does.
 
     Background jobs of a script start with SIGINT ignored, which processes that tests interrupt would inherit.
@@ -38,6 +38,7 @@ def pytest_configure() -> None:
     os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # else each process that tests start compiles everything
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    own_cache.pytest_configure(config)
     terminated.pytest_configure()
 
 

@@ -56,7 +56,6 @@ def found_in(environment: Path, name: str) -> bool:
     return any(one.metadata["Name"] == name for one in Distribution.discover(path=[str(packages)]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rightly", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_setup_refuses_a_file_with_another_hash(wheel: Path, tmp_path: Path, rightly: bool) -> None:
     copy = tmp_path / "checkout"

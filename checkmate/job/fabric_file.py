@@ -17,7 +17,7 @@ from checkmate.job.extents import Addresses, Extent, Macs, Ports, Services
 from checkmate.job.faults import Fault
 from checkmate.job.faults import Path as YamlPath
 from checkmate.job.fields import Name
-from checkmate.job.limits import whole
+from checkmate.job.limits import Described, whole
 from checkmate.job.schema import Fabric, Frozen, TagSettings
 from checkmate.job.tls_paths import resolve_tls
 from checkmate.job.tofino import ports
@@ -35,7 +35,7 @@ class Grant(Frozen):
 
     folder: Path | None = None
     """Where its file must be, as the command line names it. Anywhere by default."""
-    ports: Mapping[Name, tuple[Ports, ...]] = field(default_factory=dict)
+    ports: Annotated[Mapping[Name, tuple[Ports, ...]], Described(default={})] = field(default_factory=dict)
     """By switch."""
     addresses: tuple[Addresses, ...] = ()
     """Of its hosts and shadow NICs on the training network."""
@@ -44,7 +44,7 @@ class Grant(Frozen):
     """Where its shadow nodes serve, on the management network."""
     streams: Annotated[int, whole(1, 1 << 20)] = STREAMS
     """How many it may have at most."""
-    tag: TagSettings = field(default_factory=TagSettings)
+    tag: TagSettings = TagSettings()  # noqa: RUF009 - it is frozen
     """The DSCP bit and the priority that it must use."""
 
 
@@ -52,7 +52,7 @@ class Grant(Frozen):
 class FabricFile(Fabric):
     """A fabric, and the grants of jobs by their names."""
 
-    grants: Mapping[Name, Grant] = field(default_factory=dict)
+    grants: Annotated[Mapping[Name, Grant], Described(default={})] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

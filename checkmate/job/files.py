@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from checkmate.job import checks, conflicts, yaml_lines
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.faults import Path as YamlPath
-from checkmate.job.kept import CheckedJob, fingerprint
+from checkmate.job.kept import CheckedJob
 from checkmate.job.placing import Placing, place
 from checkmate.job.schema import Job
 from checkmate.job.tls_paths import resolve_tls
@@ -103,14 +103,13 @@ def read_job(file: Path) -> Job:
 
 
 def read_checked(file: Path) -> CheckedJob:
-    """Read one job file, as `read_job` does. A file that was written meanwhile has no fingerprint."""
+    """Read one job file, as `read_job` does, with the fingerprints of all files that were read."""
     found: dict[Path, str | None] = {}
 
     @cache
     def read(one: Path) -> Document:
-        before = fingerprint(one)
         document = yaml_lines.read_document(one)
-        found[one] = before if before == fingerprint(one) else None
+        found[one] = document.fingerprint
         return document
 
     (job,) = read_set([file], read).require()

@@ -1,38 +1,40 @@
 """Checked jobs in the user's cache, so that trainers that start again need not check their job again.
 
-To check a job of thousands of ranks takes a second, and what checks it as long to import as the rest of
-Checkmate. A kept job is used only if each file that it was read from has the same contents, and if what would
-check it is the same. Like Python's own compiled files, it is of the user alone; it can't name other classes
-than those of a job.
+To check a job of thousands of ranks takes a second, and what checks it takes as long to import as the rest of
+Checkmate. A kept job is used only if each file that it was read from has the same contents, and if the same
+code would check it. Only the user can write to it, as to Python's own compiled files.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import pickle
+import re
 import stat
 import sys
-import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Final
 
 from checkmate.cache import cache_folder
-from checkmate.job import schema
+from checkmate.job.limits import FILE_BYTES
+from checkmate.job.plain_form import of_json, to_json
 from checkmate.job.schema import Job
 
 JOBS_MOST: Final = 64
 """Jobs that are kept; the one that was kept longest ago goes first."""
 _BYTES_MOST: Final = 64 << 20
 _FOLDER: Final = "jobs"
-_CLASSES: Final = {("ipaddress", "IPv4Address"), ("pathlib", "PosixPath")}
-"""What a job contains beside the classes of `schema`."""
+_OURS: Final = re.compile(r"[0-9a-f]{32}\.job|(?P<part>[0-9a-f]{16}\.part)")
+"""The names of files in the folder. The latter is of a file that is being written."""
+_ABANDONED_SECONDS: Final = 3600.0
+_WRITTEN_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,29 @@ class CheckedJob:
 
 
 def fingerprint(file: Path) -> str | None:
-    """Return that of a file's contents; `None` for others than regular files: pipes are read only once."""
+    """Return that of a job's file, as `Document` has it; `None` for one that can't be read, or only once."""
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        if not file.is_file():
+            return None
+        with file.open("rb") as opened:
+            content = opened.read(FILE_BYTES + 1)
     except (OSError, ValueError):
         return None
+    return hashlib.sha256(content).hexdigest() if len(content) <= FILE_BYTES else None
 
 
 def read_kept(file: Path) -> CheckedJob | None:
     """Return the kept job of a job file, an absolute path; `None` if it must be read and checked."""
     try:
-        content = _content(_place(file))
-        head, _, rest = content.partition(b"\n")
-        said: Any = json.loads(head)
-        if said["checked_by"] != _checker():
-            return None
+        with _folder() as folder:
+            head, _, body = _content(folder, _name(file)).partition(b"\n")
+        said = json.loads(head)
         files = {Path(name): str(was) for name, was in said["files"].items()}
-        job = _Unpickler(io.BytesIO(rest)).load()
-        found = CheckedJob(job, files)
-        return found if file in files and isinstance(job, Job) and found.is_current() else None
-    except Exception:  # noqa: BLE001 - what is wrong with a cache's content is endless, and the job's file is there
+        if file not in files or said["job"] != hashlib.sha256(body).hexdigest():
+            return None
+        found = CheckedJob(of_json(body), files)
+        return found if found.is_current() else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # absent, of another, or damaged
         return None
 
 
@@ -75,85 +80,112 @@ def keep(file: Path, checked: CheckedJob) -> bool:
     """Keep a job, and return whether that was possible: a cache that can't be used is not an error."""
     if None in checked.files.values():
         return False
-    said = {"checked_by": _checker(), "files": {str(one): was for one, was in checked.files.items()}}
-    head = json.dumps(said).encode() + b"\n"
+    body = to_json(checked.job).encode()
+    head = {
+        "files": {str(one): was for one, was in checked.files.items()},
+        "job": hashlib.sha256(body).hexdigest(),
+    }
+    content = json.dumps(head).encode() + b"\n" + body
     try:
-        place = _place(file)
-        if _begins(place, head):  # a process that shares this home was first
-            return True
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _replacing(place) as opened:
-            opened.write(head + pickle.dumps(checked.job, protocol=5))
-        _remove_oldest(place.parent)
+        (cache_folder() / _FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _folder() as folder:
+            name = _name(file)
+            if not _has(folder, name, content):  # else a process that shares this home was first
+                _put(folder, name, content)
+                _remove_oldest(folder)
     except OSError:
         return False
     return True
 
 
-def _place(file: Path) -> Path:
-    """Return where the job of a file is kept."""
-    return cache_folder() / _FOLDER / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}.job"
+def _name(file: Path) -> str:
+    """Return the name under which a file's job is kept by this version. Raise `OSError`."""
+    return f"{hashlib.sha256(os.fsencode(file) + checked_by(Path(__file__).parents[1])).hexdigest()[:32]}.job"
 
 
-def _begins(place: Path, head: bytes) -> bool:
-    """Return whether a kept file of this user begins so."""
+@contextmanager
+def _folder() -> Iterator[int]:
+    """Yield the open folder. Raise `OSError` unless it is this user's, and nobody else can write to it."""
+    number = os.open(cache_folder() / _FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        return _content(place, len(head)) == head
+        _check_own(number)
+        yield number
+    finally:
+        os.close(number)
+
+
+def _check_own(number: int) -> os.stat_result:
+    about = os.fstat(number)
+    if about.st_uid != os.geteuid() or about.st_mode & _WRITTEN_BY_OTHERS:
+        raise PermissionError("others can write to it")
+    return about
+
+
+def _content(folder: int, name: str) -> bytes:
+    """Return a kept file's content. Raise `OSError` unless it is a file of this user's alone."""
+    number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    with open(number, "rb") as opened:
+        if not stat.S_ISREG(_check_own(number).st_mode):
+            raise OSError(f"{name} is not a file")
+        return opened.read(_BYTES_MOST)
+
+
+def _has(folder: int, name: str, content: bytes) -> bool:
+    try:
+        return _content(folder, name) == content
     except OSError:
         return False
 
 
-def _content(place: Path, most: int = _BYTES_MOST) -> bytes:
-    """Return a kept file's content. Raise `OSError` unless it is this user's, who alone can write to it."""
-    with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-        about = os.fstat(opened.fileno())
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
-            raise PermissionError(f"{place} is not this user's alone")
-        return opened.read(most)
-
-
-@contextmanager
-def _replacing(place: Path) -> Iterator[BinaryIO]:
-    """Yield a new file, which takes a file's place if all goes well."""
-    number, name = tempfile.mkstemp(dir=place.parent)
+def _put(folder: int, name: str, content: bytes) -> None:
+    """Write a file whole, in the place of one with its name."""
+    part = f"{os.urandom(8).hex()}.part"
+    number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:
         with open(number, "wb") as opened:
-            yield opened
-        os.replace(name, place)
+            opened.write(content)
+        os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        os.unlink(name)
+        os.unlink(part, dir_fd=folder)
         raise
 
 
-def _remove_oldest(folder: Path) -> None:
-    files = [one for one in os.scandir(folder) if one.is_file(follow_symlinks=False)]
-    for one in sorted(files, key=lambda one: one.stat().st_mtime)[:-JOBS_MOST]:
-        Path(one.path).unlink(missing_ok=True)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes objects of a job's classes only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class of a job. Raise `UnpicklingError` for anything else."""
-        own = module == schema.__name__ and isinstance(getattr(schema, name, None), type)
-        if own or (module, name) in _CLASSES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not of a job")
+def _remove_oldest(folder: int) -> None:
+    """Remove kept jobs that are too many, and what processes that were killed have left."""
+    now, written = time.time(), list[tuple[float, str]]()
+    for name in os.listdir(folder):
+        if (ours := _OURS.fullmatch(name)) is None:
+            continue
+        try:
+            at = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+            if ours["part"] is None:
+                written.append((at, name))
+            elif at < now - _ABANDONED_SECONDS:
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            continue  # another process was first
+    for _, name in sorted(written)[:-JOBS_MOST]:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
 
 
 @cache
-def _checker() -> str:
-    """Return what is the same as long as the same version of this package would check a job."""
-    found = sorted(_sources(os.path.dirname(__file__)))
-    return hashlib.sha256(repr((sys.version, found)).encode()).hexdigest()
+def checked_by(package: Path) -> bytes:
+    """Return what is the same as long as the same code would check a job. Raise `OSError` without sources.
+
+    `package`: the folder of `checkmate`, with its source files.
+    """
+    found = hashlib.sha256(sys.version.encode())
+    own = [package / "wording.py", *sorted([*package.glob("job/**/*.py"), *package.glob("wire/*.py")])]
+    for source in [*own, _library("pydantic") / "version.py", _library("yaml") / "__init__.py"]:
+        if source.is_file():  # an editor's lock is not
+            found.update(source.name.encode() + b"\0" + source.read_bytes())
+    return found.digest()
 
 
-def _sources(folder: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, size and time of each source file."""
-    for one in os.scandir(folder):
-        if one.is_dir(follow_symlinks=False):
-            yield from _sources(one.path)
-        elif one.name.endswith(".py"):
-            about = one.stat()
-            yield one.path, about.st_size, about.st_mtime_ns
+def _library(name: str) -> Path:
+    """Return a library's folder without its import. Raise `OSError` if there is none."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(name)
+    return Path(spec.origin).parent

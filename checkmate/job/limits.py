@@ -8,11 +8,15 @@ all of the rest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
     from pydantic_core import CoreSchema
+
+
+FILE_BYTES: Final = 2 << 20
+"""The largest file: a job of about 15,000 ranks."""
 
 
 class Limits:
@@ -33,6 +37,11 @@ def whole(least: int, most: int | None = None) -> Limits:
 def items(least: int, most: int | None = None) -> Limits:
     """Return the limits of a list's length."""
     return Limits(min_length=least) if most is None else Limits(min_length=least, max_length=most)
+
+
+def at_most(items: int) -> Limits:
+    """Return the limit of a list's length."""
+    return Limits(max_length=items)
 
 
 class Before:

@@ -111,7 +111,9 @@ class Switch(Frozen):
     tls: Tls | None = None
     p4runtime: Literal["stratum", "pi"] = "stratum"
     front_panel: Literal["wedge100bf-32x-odd", "wedge100bf-32x-even", "wedge100bf-65x"] | None = None
-    ports: Mapping[PortName, Annotated[PanelPort, Before(device_port)]] = field(default_factory=dict)
+    ports: Annotated[Mapping[PortName, Annotated[PanelPort, Before(device_port)]], Described(default={})] = (
+        field(default_factory=dict)
+    )
     speed: Speed = "100G"
     fec: Fec | None = None
     cable: Metres = 5.0

@@ -8,7 +8,8 @@ from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from checkmate.job.faults import Fault, Path
+from checkmate.job.faults import Fault
+from checkmate.job.faults import Path as YamlPath  # not that of schema, whose names are not looked up here
 from checkmate.job.tofino import chips
 from checkmate.wording import counted, did_you_mean
 
@@ -43,7 +44,7 @@ _BOUNDS: Final[Mapping[str, tuple[str, str]]] = {
 
 def adapter(model: Any) -> TypeAdapter[Any]:
     """Return what makes objects of a class of data, and data of objects."""
-    return _adapter(model)
+    return _adapter(model)  # which takes only what has a hash, says mypy of any class
 
 
 @cache
@@ -91,7 +92,7 @@ def _follows(error: Any, faulty: Sequence[tuple[str | int, ...]]) -> bool:
     return error["type"] == "too_short" and any(f[: len(loc)] == loc and len(f) > len(loc) for f in faulty)
 
 
-def _location(loc: tuple[str | int, ...]) -> Path:
+def _location(loc: tuple[str | int, ...]) -> YamlPath:
     """Return the path in the YAML, without pydantic's names of union members."""
     return tuple(part for part in loc if isinstance(part, int) or "[" not in part)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
@@ -17,10 +18,9 @@ from yaml.resolver import Resolver
 
 from checkmate.job import faults, yaml_words
 from checkmate.job.faults import Fault, show_path
+from checkmate.job.limits import FILE_BYTES
 from checkmate.wording import did_you_mean
 
-FILE_BYTES: Final = 2 << 20
-"""The largest file: a job of about 15,000 ranks."""
 VALUES: Final = 200_000
 """Values and keys of a document, those behind aliases counted at each use."""
 DEPTH: Final = 40
@@ -178,6 +178,8 @@ class Document:
     file: Path
     data: Any
     lines: dict[faults.Path, int]
+    fingerprint: str | None = None
+    """SHA-256 of the file's content; `None` for a pipe or a device, which is read only once."""
 
     def locate(self, fault: Fault) -> Located:
         """Return the fault with its line, or the line of the nearest existing parent."""
@@ -192,7 +194,7 @@ def read_document(file: Path, keys: str = "job: and fabric:", *, regular: bool =
 
     `regular`: refuse pipes and devices, whose writers could keep the reader waiting.
     """
-    text = _read(file, regular)
+    text, fingerprint = _read(file, regular)
     try:
         data, lines = _parse(text)
     except yaml.MarkedYAMLError as error:
@@ -202,14 +204,15 @@ def read_document(file: Path, keys: str = "job: and fabric:", *, regular: bool =
         raise JobError([Located(file, 1, "(YAML)", f"has a value that cannot be read: {error}")]) from None
     if not isinstance(data, dict):
         raise JobError([Located(file, 1, "(top level)", yaml_words.not_a_mapping(data, keys))])
-    return Document(file, data, lines)
+    return Document(file, data, lines, fingerprint)
 
 
-def _read(file: Path, regular: bool) -> str:
-    """Return a file's text. Raise `JobError` if it is too large, whatever the size that it reports."""
+def _read(file: Path, regular: bool) -> tuple[str, str | None]:
+    """Return a file's text and fingerprint. Raise `JobError` if it is too large, whatever its size says."""
     try:
         with open(file, "rb", opener=_at_once if regular else None) as opened:
-            if regular and not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            is_regular = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
+            if regular and not is_regular:
                 raise JobError([Located(file, 0, "(file)", "is a pipe or a device; it must be a file")])
             content = opened.read(FILE_BYTES + 1)
     except OSError as error:
@@ -224,7 +227,7 @@ def _read(file: Path, regular: bool) -> str:
         raise JobError([Located(file, line, "(file)", yaml_words.undecodable(content, error))]) from None
     if found := yaml_words.control_character(text):
         raise JobError([Located(file, found[0], "(YAML)", found[1])])
-    return text
+    return text, hashlib.sha256(content).hexdigest() if is_regular else None
 
 
 def _at_once(path: str, flags: int) -> int:

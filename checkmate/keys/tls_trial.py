@@ -23,7 +23,7 @@ def end_of_client(folder: Path, pems: tuple[bytes, bytes, bytes], uri: str) -> d
     """Return the end of a client's certificate; `None` if TLS does not accept it.
 
     TLS checks that the private key is the certificate's, that the authority has signed it, its dates, and
-    that it may be a client's.
+    that it may be a client's. A chain of certificates is not tried, because TLS looks at what it needs only.
 
     Args:
         folder: The folder of the certificate and its private key, because Python loads these from files only.
@@ -36,8 +36,11 @@ def end_of_client(folder: Path, pems: tuple[bytes, bytes, bytes], uri: str) -> d
 
 @lru_cache(4)  # a start of training reads its keys several times
 def _end(folder: Path, pems: tuple[bytes, bytes, bytes], uri: str) -> dt.datetime | None:
+    ca, cert, _ = pems
+    if cert.count(b"-----BEGIN ") != 1 or b"-----BEGIN CERTIFICATE-----" not in cert:
+        return None
     try:
-        peer = _peer(folder / CERT_FILE, folder / KEY_FILE, pems[0])
+        peer = _peer(folder / CERT_FILE, folder / KEY_FILE, ca)
     except (ssl.SSLError, OSError, ValueError):
         return None
     if peer is None or [one for one in uris_of_socket(peer) if one.startswith(URI_SCHEME)] != [uri]:
@@ -61,7 +64,7 @@ def _peer(cert: Path, key: Path, ca: bytes) -> Mapping[str, Any] | None:
     serves.load_verify_locations(cadata=ca.decode("ascii"))
     for context in (serves, asks):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_cert_chain(cert, key, password="")  # else OpenSSL would ask on the terminal
+        context.load_cert_chain(cert, key, _no_password)  # else OpenSSL would ask on the terminal
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = serves.wrap_bio(to_server, to_client, server_side=True)
     client = asks.wrap_bio(to_client, to_server)
@@ -70,6 +73,10 @@ def _peer(cert: Path, key: Path, ca: bytes) -> Mapping[str, Any] | None:
         if all(ended):
             return server.getpeercert()
     return None
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted")
 
 
 def _goes_on(side: ssl.SSLObject) -> bool:

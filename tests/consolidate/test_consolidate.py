@@ -272,7 +272,7 @@ def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., Consolidat
         server.stop(0).wait()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.slow), "torch"])
+@pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
 def test_the_command_writes_a_checkpoint(
     place: Callable[..., ConsolidatePlace], kind: str, tmp_path: Path
 ) -> None:
@@ -312,7 +312,7 @@ def test_the_command_writes_a_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.slow), "torch"])
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_the_command_keeps_the_last_few(
     place: Callable[..., ConsolidatePlace], kind: str, tmp_path: Path
 ) -> None:

@@ -143,7 +143,7 @@ for i in range(10_000):
 """
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.slow), "torch"])
+@pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(kind: disk.Format, tmp_path: Path) -> None:
     name = "checkpoint.pt"
     for wait in (0.05, 0.11, 0.17):

@@ -124,7 +124,7 @@ def test_a_fabric_that_a_job_names_is_not_opened_to_find_a_faults_line(
     opened: list[str] = []
     read = yaml_lines._read
 
-    def noted(file: Path, regular: bool) -> str:
+    def noted(file: Path, regular: bool) -> tuple[str, str | None]:
         opened.append(file.name)
         return read(file, regular)
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from checkmate.job import yaml_lines, yaml_words
 from checkmate.job.files import JobError, read_job
+from checkmate.job.limits import FILE_BYTES
 from checkmate.job.schema import Job
 from checkmate.job.validation import FAULTS_MOST
-from checkmate.job.yaml_lines import FILE_BYTES, SCALAR_CHARACTERS, Located
+from checkmate.job.yaml_lines import SCALAR_CHARACTERS, Located
 from testbed.jobs import job_data
 from tests.support.cli import invoke
 from tests.support.fuzz import fuzz

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import yaml
 
 from checkmate.job import kept
-from checkmate.job.files import read_checked
-from checkmate.job.kept import CheckedJob, keep, read_kept
+from checkmate.job.files import JobError, read_checked
+from checkmate.job.kept import CheckedJob, checked_by, fingerprint, keep, read_kept
 from testbed.jobs import job_data, tofino_job_data
 from tests.support.job_files import meshed
 
@@ -81,6 +83,15 @@ def link(there: Path) -> None:
     there.symlink_to("elsewhere")
 
 
+def folder_of_others(there: Path) -> None:
+    others(there.parent)
+
+
+def linked_folder(there: Path) -> None:
+    there.parent.rename(there.parents[1] / "elsewhere")
+    there.parent.symlink_to("elsewhere")
+
+
 def folder(there: Path) -> None:
     there.unlink()
     there.mkdir()
@@ -99,7 +110,10 @@ SPOILED: list[Callable[[Path], object]] = [
     lambda there: there.write_bytes(there.read_bytes()[:-10]),
     lambda there: there.write_bytes(b""),
     lambda there: there.write_bytes(b"[]\n"),
-    lambda there: there.write_bytes(b'{"checked_by": 1}\n'),
+    lambda there: there.write_bytes(b'{"files": 1}\n'),
+    lambda there: there.parent.chmod(0o770),
+    folder_of_others,
+    linked_folder,
     folder,
     pipe,
 ]
@@ -115,27 +129,65 @@ def test_what_may_be_of_others_or_is_not_whole_is_not_used(
     assert read_kept(file) is None
 
 
-class Harmful:
-    """What a pickle would run."""
-
-    ran: ClassVar[list[int]] = []
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return Harmful.ran.append, (1,)
-
-
-@pytest.mark.parametrize("value", [Harmful(), os.getcwd, Path, {"job": 1}, 5])
-def test_it_makes_nothing_but_a_job(place: tuple[Path, Path], value: object) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{}",
+        "[]",
+        "5",
+        '{"Stub":[1,2,3]}',
+        '{"Job":[1]}',
+        '{"Job":5}',
+        '{"os.system":"true"}',
+        '{"ip":"x"}',
+        "[",
+    ],
+)
+def test_it_makes_nothing_but_a_job(place: tuple[Path, Path], body: str) -> None:
     file, there = place
-    head, _, _ = there.read_bytes().partition(b"\n")
-    there.write_bytes(head + b"\n" + pickle.dumps(value))
+    head = json.loads(there.read_bytes().partition(b"\n")[0])
+    head["job"] = hashlib.sha256(body.encode()).hexdigest()
+    there.write_text(f"{json.dumps(head)}\n{body}")
     assert read_kept(file) is None
-    assert Harmful.ran == []
 
 
-def test_another_version_checks_it_again(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_checker", lambda: "another")
-    assert read_kept(place[0]) is None
+def test_a_damaged_one_is_replaced(place: tuple[Path, Path]) -> None:
+    file, there = place
+    whole = there.read_bytes()
+    there.write_bytes(whole[:-20] + b" " + whole[-19:])
+    assert read_kept(file) is None
+    checked = read_checked(file)
+    assert keep(file, checked)
+    assert read_kept(file) == checked
+
+
+def test_other_code_checks_it_again(tmp_path: Path) -> None:
+    package = tmp_path / "checkmate"
+    shutil.copytree(Path(kept.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    first = checked_by(package)
+    os.utime(package / "job" / "checks.py", (0, 0))
+    (package / "job" / ".#checks.py").symlink_to("me@host.1:2")
+    checked_by.cache_clear()
+    assert checked_by(package) == first
+    for name in ("job/checks.py", "job/tofino/ports.py", "wire/tag.py", "wording.py"):
+        with (package / name).open("a") as file:
+            file.write("# changed\n")
+        checked_by.cache_clear()
+        assert checked_by(package) != first
+        first = checked_by(package)
+
+
+def test_another_version_has_a_job_of_its_own(
+    place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts that share a home may have different versions."""
+    file, there = place
+    checked = read_checked(file)
+    monkeypatch.setattr(kept, "checked_by", lambda package: b"another")
+    assert read_kept(file) is None
+    assert keep(file, checked)
+    assert read_kept(file) == checked
+    assert len(list(there.parent.iterdir())) == 2
 
 
 def test_a_file_that_was_written_while_it_was_read_is_not_kept(cache: Path, tmp_path: Path) -> None:
@@ -167,3 +219,39 @@ def test_the_oldest_go_first(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
             os.utime(one, (one.stat().st_atime, one.stat().st_mtime - 10))
         assert len(list(cache.iterdir())) == min(age + 1, 2)
     assert [read_kept(file) is not None for file in files] == [False, True, True]
+
+
+def test_only_kept_jobs_are_removed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "JOBS_MOST", 1)
+    cache.mkdir(mode=0o700, parents=True)
+    strange = {cache / "notes.txt", cache / f"{'a' * 31}.job", cache / f"{'b' * 16}.part"}
+    left = cache / f"{'c' * 16}.part"
+    for one in (*strange, left):
+        one.touch()
+        os.utime(one, (0, 0))
+    os.utime(cache / f"{'b' * 16}.part")  # it is being written
+    for name in ("a", "b"):
+        file = written(tmp_path, job_data(name))
+        assert keep(file, read_checked(file))
+    assert strange < set(cache.iterdir())
+    assert len(list(cache.iterdir())) == len(strange) + 1
+
+
+def test_a_folder_that_is_a_link_stays_as_it_is(cache: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    cache.parent.mkdir(parents=True)
+    cache.symlink_to(elsewhere)
+    file = written(tmp_path, job_data())
+    assert not keep(file, read_checked(file))
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_large_file_is_not_read_whole(tmp_path: Path) -> None:
+    """An error of the file comes at once."""
+    file = tmp_path / "job.yaml"
+    with file.open("wb") as opened:
+        opened.truncate(1 << 40)
+    assert fingerprint(file) is None
+    with pytest.raises(JobError, match="is larger than 2 MiB"):
+        read_checked(file)

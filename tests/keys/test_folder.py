@@ -159,13 +159,17 @@ class OwnAuthority:
 
     def __init__(self) -> None:
         self.root_key, self.key, self.leaf_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(3))
-        self.root = self._sign("root", self.root_key, "root", self.root_key)
-        self.between = self._sign("between", self.key, "root", self.root_key)
+        signs = x509.BasicConstraints(ca=True, path_length=None)
+        self.root = self._sign("root", self.root_key, "root", self.root_key, signs)
+        self.between = self._sign("between", self.key, "root", self.root_key, signs)
 
-    def write(self, folder: Path, *extensions: x509.ExtensionType, whole: bool = True) -> None:
+    def write(
+        self, folder: Path, *extensions: x509.ExtensionType, whole: bool = True, between: bool = True
+    ) -> None:
         """Replace a folder's certificate, key and authority."""
-        leaf = self._sign("leaf", self.leaf_key, "between", self.key, *extensions)
-        chain = [leaf, self.between] if whole else [leaf]
+        signer = ("between", self.key) if between else ("root", self.root_key)
+        leaf = self._sign("leaf", self.leaf_key, *signer, *extensions)
+        chain = [leaf, self.between] if between and whole else [leaf]
         pem = serialization.Encoding.PEM
         (folder / "cert.pem").write_bytes(b"".join(one.public_bytes(pem) for one in chain))
         (folder / "ca.pem").write_bytes(self.root.public_bytes(pem))

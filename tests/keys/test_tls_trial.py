@@ -74,16 +74,35 @@ def test_a_sound_folder_needs_no_cryptography(trainer: Path) -> None:
     assert done.stdout == "False\n"
 
 
-def with_own(*extensions: x509.ExtensionType, whole: bool = True) -> Callable[[Path], object]:
+def with_own(*extensions: x509.ExtensionType, **how: bool) -> Callable[[Path], object]:
     names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(URI)])
-    return lambda folder: OwnAuthority().write(folder, names, *extensions, whole=whole)
+    return lambda folder: OwnAuthority().write(folder, names, *extensions, **how)
 
 
-def encrypt(folder: Path) -> None:
+def encrypted(folder: Path) -> None:
     key = serialization.load_pem_private_key((folder / "key.pem").read_bytes(), None)
     locked = serialization.BestAvailableEncryption(b"secret")
     form = serialization.PrivateFormat.PKCS8
     (folder / "key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, locked))
+
+
+def encrypted_with_nothing(folder: Path) -> None:
+    """Encrypt the private key with an empty passphrase, which cryptography refuses to do."""
+    command = ["openssl", "pkcs8", "-topk8", "-v2", "aes256", "-in", "key.pem", "-out", "locked.pem"]
+    subprocess.run([*command, "-passout", "pass:"], cwd=folder, check=True)
+    (folder / "locked.pem").replace(folder / "key.pem")
+
+
+def with_another(folder: Path) -> None:
+    more = (folder.parents[1] / "llama/trainer/cert.pem").read_bytes()
+    (folder / "cert.pem").write_bytes((folder / "cert.pem").read_bytes() + more)
+
+
+def trusted(folder: Path) -> None:
+    """Make the certificate one of OpenSSL's own form, which may restrict what it is trusted for."""
+    command = ["openssl", "x509", "-in", "cert.pem", "-trustout", "-out", "trusted.pem"]
+    subprocess.run(command, cwd=folder, check=True)
+    (folder / "trusted.pem").replace(folder / "cert.pem")
 
 
 def made_at(days: int) -> Callable[[Path], object]:
@@ -106,28 +125,43 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "another authority": lambda folder: shutil.copy(folder.parents[1] / "llama/trainer/ca.pem", folder),
     "expired": made_at(-731),
     "not valid yet": made_at(1),
-    "encrypted": encrypt,
+    "encrypted": encrypted,
+    "encrypted with nothing": encrypted_with_nothing,
+    "another certificate beside": with_another,
+    "trusted": trusted,
     "no certificate": lambda folder: (folder / "cert.pem").write_bytes(b""),
     "no authority": lambda folder: (folder / "ca.pem").write_bytes(b"\xff"),
-    "servers only": with_own(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])),
-    "no URI": lambda folder: OwnAuthority().write(folder),
+    "servers only": with_own(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), between=False),
+    "no URI": lambda folder: OwnAuthority().write(folder, between=False),
+    "two URIs": lambda folder: OwnAuthority().write(
+        folder,
+        x509.SubjectAlternativeName(
+            [x509.UniformResourceIdentifier(one) for one in (URI, "checkmate:gpt/reader")]
+        ),
+        between=False,
+    ),
     "not the whole chain": with_own(whole=False),
 }
+NEED_OPENSSL = {"encrypted with nothing", "trusted"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_does_not_fit_is_left_to_the_checks(trainer: Path, fault: str) -> None:
+    if fault in NEED_OPENSSL and shutil.which("openssl") is None:
+        pytest.skip("the command openssl makes it")
     FAULTS[fault](trainer)
     assert tried(trainer) is None
     with pytest.raises(KeysError):
         read_keys(trainer, "gpt", Role.TRAINER)
 
 
+@pytest.mark.parametrize("between", [False, True], ids=["signs", "has another one between"])
 @pytest.mark.parametrize(
     "extensions", [(), (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]),)], ids=["any", "client"]
 )
 def test_a_users_own_authority_is_accepted_either_way(
-    trainer: Path, extensions: tuple[x509.ExtensionType, ...]
+    trainer: Path, extensions: tuple[x509.ExtensionType, ...], between: bool
 ) -> None:
-    with_own(*extensions)(trainer)
+    with_own(*extensions, between=between)(trainer)
+    assert tried(trainer) == (None if between else checked(trainer))
     assert checked(trainer) == read_keys(trainer, "gpt", Role.TRAINER).expires

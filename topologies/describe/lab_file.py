@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 from checkmate.job.faults import Fault, Path, show_path
 from checkmate.job.fields import GPUS_MOST, Collective
-from checkmate.job.limits import Limits, items, whole
+from checkmate.job.limits import Limits, at_most, items, whole
 from checkmate.job.schema import Frozen, Mesh
 from checkmate.job.valid_parts import parts
 from checkmate.job.validation import validated
@@ -54,10 +54,10 @@ class LabFile(Frozen):
     replicas: Annotated[int, whole(1, _SHARDS_MAX)] = 1
     collective: Collective = "ring"
     switches: Annotated[tuple[_SwitchName, ...], items(1, 50)]
-    links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], items(0, 150)] = ()
+    links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], at_most(150)] = ()
     hosts: Annotated[
         tuple[Annotated[tuple[_SwitchName, ...], items(1, 8)], ...],
-        items(0, _RANKS_MAX),
+        at_most(_RANKS_MAX),
     ] = ()
     mesh: Mesh | None = None
     gpus_per_host: Annotated[int, whole(1, GPUS_MOST)] | None = None

@@ -93,9 +93,7 @@ def _is_plan(message: Any) -> bool:
         isinstance(one, list) and len(one) >= 2 and all(type(number) is int for number in one)
         for one in given["holders"]
     )
-    starts = _START.fullmatch(given["start"]) and (
-        not given["continued"] or _START.fullmatch(given["continued"])
-    )
+    starts = _START.fullmatch(given["start"]) and _CONTINUED.fullmatch(given["continued"])
     limits = 0 <= given["incarnation"] < 256 and given["iteration"] >= -1
     return bool(numbers and starts and limits and given["kind"] in get_args(PlanKind))
 

@@ -145,3 +145,12 @@ def test_the_next_start_does_not_read_it_and_needs_nothing_that_checks_jobs(file
     edit(file.with_name("fabric.yaml"), lambda text: text + "\n# changed\n")
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout.split() == [first.job, "pydantic", "yaml"]
+
+
+@pytest.mark.parametrize(("rank", "writes"), [("0", True), ("1", False)])
+def test_one_process_of_a_host_keeps_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, writes: bool
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    named_job()
+    assert (tmp_path / "cache").exists() == writes
