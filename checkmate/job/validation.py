@@ -21,7 +21,6 @@ _SHOWN: Final = 100
 """Characters of a faulty value in a message."""
 _UNKNOWN: Final = ("extra_forbidden", "unexpected_keyword_argument")
 """Of a key that a model or a dataclass does not have."""
-_KNOWN: Final = "; the keys here are "
 _KINDS: Final[Mapping[str, str]] = {
     "string_type": "a text (in quotes if it looks like a number)",
     "string_too_short": "a text that is not empty",
@@ -74,12 +73,9 @@ def validated(
         faulty = [e["loc"] for e in found]
         told = [e for e in found if not _follows(e, faulty)]
         listed = []
-        places = set[tuple[str | int, ...]]()
+        keys_told = set[tuple[str | int, ...]]()
         for e in told[:FAULTS_MOST]:
-            text = (words or {}).get(e["type"]) or message(model, e)
-            if e["type"] in _UNKNOWN and _KNOWN in text:  # the list of keys is said once
-                text = text.partition(_KNOWN)[0] if e["loc"][:-1] in places else text
-                places.add(e["loc"][:-1])
+            text = (words or {}).get(e["type"]) or _message(model, e, keys_told)
             listed.append(Fault(_location(e["loc"]), text))
         if more := len(told) - len(listed):
             listed.append(Fault((), f"has {counted(more, 'other fault')}; correct these first"))
@@ -97,8 +93,11 @@ def _location(loc: tuple[str | int, ...]) -> YamlPath:
     return tuple(part for part in loc if isinstance(part, int) or "[" not in part)
 
 
-def message(model: type, error: Any) -> str:
-    """Return one of a `ValidationError`'s errors as a message with a correction."""
+def _message(model: type, error: Any, keys_told: set[tuple[str | int, ...]]) -> str:
+    """Return one of a `ValidationError`'s errors as a message with a correction.
+
+    `keys_told`: the mappings whose keys a message has listed, to which this one may add its own.
+    """
     kind, context = error["type"], error.get("ctx", {})
     match kind:
         case "missing":
@@ -117,7 +116,7 @@ def message(model: type, error: Any) -> str:
         case "value_error":
             return str(context["error"])
         case _ if kind in _UNKNOWN:
-            return _unknown_key(model, error["loc"])
+            return _unknown_key(model, error["loc"], keys_told)
         case "model_type" | "model_attributes_type" | "dataclass_type":
             first, *more = _schema_at(model, error["loc"]).get("properties", {})
             such = f"{first}: and {more[0]}:" if more else f"{first}:"
@@ -141,11 +140,15 @@ def _shown(error: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _unknown_key(model: type, loc: tuple[str | int, ...]) -> str:
-    """Return what a key may have meant, or else the keys that there are."""
+def _unknown_key(model: type, loc: tuple[str | int, ...], keys_told: set[tuple[str | int, ...]]) -> str:
+    """Return what a key may have meant, or else, once, the keys that there are."""
     known = list(_schema_at(model, loc[:-1]).get("properties", {}))
-    suggested = did_you_mean(str(loc[-1]), known)
-    return f"unknown key{suggested or _KNOWN + ', '.join(known)}"
+    if suggested := did_you_mean(str(loc[-1]), known):
+        return f"unknown key{suggested}"
+    if loc[:-1] in keys_told:
+        return "unknown key"
+    keys_told.add(loc[:-1])
+    return f"unknown key; the keys here are {', '.join(known)}"
 
 
 def _range(model: type, loc: tuple[str | int, ...]) -> str:
