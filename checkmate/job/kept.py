@@ -31,8 +31,9 @@ JOBS_MOST: Final = 64
 """Jobs that are kept; the one that was kept longest ago goes first."""
 _BYTES_MOST: Final = 64 << 20
 _FOLDER: Final = "jobs"
-_OURS: Final = re.compile(r"[0-9a-f]{32}\.job|(?P<part>[0-9a-f]{16}\.part)")
-"""The names of files in the folder. The latter is of a file that is being written."""
+_KEPT: Final = re.compile(r"[0-9a-f]{32}\.job")
+_PART: Final = re.compile(r"[0-9a-f]{16}\.part")
+"""The name of a file that is being written."""
 _ABANDONED_SECONDS: Final = 3600.0
 _WRITTEN_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
@@ -50,7 +51,7 @@ class CheckedJob:
 
 
 def fingerprint(file: Path) -> str | None:
-    """Return that of a job's file, as `Document` has it; `None` for one that can't be read, or only once."""
+    """Return a file's, as in `Document`; `None` if it is not a regular file, too large, or can't be read."""
     try:
         if not file.is_file():
             return None
@@ -90,9 +91,10 @@ def keep(file: Path, checked: CheckedJob) -> bool:
         (cache_folder() / _FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
         with _folder() as folder:
             name = _name(file)
+            _remove_abandoned(folder)
             if not _has(folder, name, content):  # else a process that shares this home was first
                 _put(folder, name, content)
-                _remove_oldest(folder)
+                _remove_oldest(folder, name)
     except OSError:
         return False
     return True
@@ -124,10 +126,13 @@ def _check_own(number: int) -> os.stat_result:
 def _content(folder: int, name: str) -> bytes:
     """Return a kept file's content. Raise `OSError` unless it is a file of this user's alone."""
     number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    with open(number, "rb") as opened:
+    try:
         if not stat.S_ISREG(_check_own(number).st_mode):
             raise OSError(f"{name} is not a file")
-        return opened.read(_BYTES_MOST)
+        with open(number, "rb", closefd=False) as opened:
+            return opened.read(_BYTES_MOST)
+    finally:
+        os.close(number)
 
 
 def _has(folder: int, name: str, content: bytes) -> bool:
@@ -146,27 +151,36 @@ def _put(folder: int, name: str, content: bytes) -> None:
             opened.write(content)
         os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        os.unlink(part, dir_fd=folder)
+        with suppress(OSError):  # else it would take the place of an interrupt
+            os.unlink(part, dir_fd=folder)
         raise
 
 
-def _remove_oldest(folder: int) -> None:
-    """Remove kept jobs that are too many, and what processes that were killed have left."""
-    now, written = time.time(), list[tuple[float, str]]()
-    for name in os.listdir(folder):
-        if (ours := _OURS.fullmatch(name)) is None:
-            continue
-        try:
-            at = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
-            if ours["part"] is None:
-                written.append((at, name))
-            elif at < now - _ABANDONED_SECONDS:
-                os.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            continue  # another process was first
-    for _, name in sorted(written)[:-JOBS_MOST]:
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
+def _remove_abandoned(folder: int) -> None:
+    """Remove what processes that were killed have left."""
+    now = time.time()
+    for name, at in _written(folder, _PART):
+        if abs(now - at) > _ABANDONED_SECONDS:
+            _remove(folder, name)
+
+
+def _remove_oldest(folder: int, newest: str) -> None:
+    """Remove kept jobs that are too many, but not the `newest`, whatever the clock says."""
+    others = [(at, name) for name, at in _written(folder, _KEPT) if name != newest]
+    for _, name in sorted(others)[: max(len(others) - JOBS_MOST + 1, 0)]:
+        _remove(folder, name)
+
+
+def _written(folder: int, names: re.Pattern[str]) -> Iterator[tuple[str, float]]:
+    """Yield files by name, and when each was written."""
+    for name in filter(names.fullmatch, os.listdir(folder)):
+        with suppress(FileNotFoundError):  # another process was first
+            yield name, os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+
+
+def _remove(folder: int, name: str) -> None:
+    with suppress(FileNotFoundError, IsADirectoryError):
+        os.unlink(name, dir_fd=folder)
 
 
 @cache
@@ -176,10 +190,12 @@ def checked_by(package: Path) -> bytes:
     `package`: the folder of `checkmate`, with its source files.
     """
     found = hashlib.sha256(sys.version.encode())
-    own = [package / "wording.py", *sorted([*package.glob("job/**/*.py"), *package.glob("wire/*.py")])]
-    for source in [*own, _library("pydantic") / "version.py", _library("yaml") / "__init__.py"]:
-        if source.is_file():  # an editor's lock is not
-            found.update(source.name.encode() + b"\0" + source.read_bytes())
+    needed = [package / "wording.py", package / "job" / "checks.py", package / "wire" / "tag.py"]
+    libraries = [_library("pydantic") / "version.py", _library("yaml") / "__init__.py"]
+    all_there = {*package.glob("job/**/*.py"), *package.glob("wire/*.py")}
+    others = sorted(one for one in all_there - set(needed) if one.is_file())  # an editor's lock is not
+    for source in [*needed, *libraries, *others]:
+        found.update(source.name.encode() + b"\0" + source.read_bytes())
     return found.digest()
 
 

@@ -43,7 +43,7 @@ _BOUNDS: Final[Mapping[str, tuple[str, str]]] = {
 
 def adapter(model: Any) -> TypeAdapter[Any]:
     """Return what makes objects of a class of data, and data of objects."""
-    return _adapter(model)  # which takes only what has a hash, says mypy of any class
+    return _adapter(model)  # apart, because mypy takes a class for something that `cache` refuses
 
 
 @cache

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from checkmate.job import kept
+from checkmate.job import kept, yaml_lines
 from checkmate.job.files import JobError, read_checked
 from checkmate.job.kept import CheckedJob, checked_by, fingerprint, keep, read_kept
+from checkmate.job.yaml_lines import Document
 from testbed.jobs import job_data, tofino_job_data
 from tests.support.job_files import meshed
 
@@ -126,7 +127,9 @@ def test_what_may_be_of_others_or_is_not_whole_is_not_used(
     file, there = place
     assert read_kept(file) is not None
     spoil(there)
+    before = len(os.listdir("/proc/self/fd"))
     assert read_kept(file) is None
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(
@@ -190,12 +193,47 @@ def test_another_version_has_a_job_of_its_own(
     assert len(list(there.parent.iterdir())) == 2
 
 
-def test_a_file_that_was_written_while_it_was_read_is_not_kept(cache: Path, tmp_path: Path) -> None:
+def test_what_can_be_read_only_once_is_not_kept(cache: Path, tmp_path: Path) -> None:
     file = written(tmp_path, job_data())
     checked = read_checked(file)
     assert not keep(file, replace(checked, files={file: None}))
     assert not cache.exists()
     assert not CheckedJob(checked.job, {file: None}).is_current()
+
+
+def test_a_file_that_is_written_once_it_was_read_is_read_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, job_data())
+    before = hashlib.sha256(file.read_bytes()).hexdigest()
+    read = yaml_lines.read_document
+
+    def and_write(one: Path) -> Document:
+        document = read(one)
+        one.write_text(one.read_text() + "# changed\n")
+        return document
+
+    monkeypatch.setattr(yaml_lines, "read_document", and_write)
+    checked = read_checked(file)
+    assert checked.files == {file: before}
+    assert keep(file, checked)
+    assert read_kept(file) is None
+
+
+def test_an_interrupt_is_not_taken_for_a_cache_that_cannot_be_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, job_data())
+    checked = read_checked(file)
+    put = os.replace
+
+    def interrupted(*arguments: Any, **more: Any) -> None:
+        put(*arguments, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        keep(file, checked)
 
 
 def test_a_cache_that_cannot_be_used_is_no_error(
@@ -219,6 +257,25 @@ def test_the_oldest_go_first(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
             os.utime(one, (one.stat().st_atime, one.stat().st_mtime - 10))
         assert len(list(cache.iterdir())) == min(age + 1, 2)
     assert [read_kept(file) is not None for file in files] == [False, True, True]
+
+
+def test_the_newest_stays_whatever_the_clock_says(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "JOBS_MOST", 2)
+    for name in ("a", "b", "c", "d"):
+        file = written(tmp_path, job_data(name))
+        assert keep(file, read_checked(file))
+        assert read_kept(file) is not None
+        for one in cache.iterdir():
+            os.utime(one, (4e9, 4e9))
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_without_sources_nothing_is_kept(cache: Path, tmp_path: Path) -> None:
+    """What checks a job is then unknown."""
+    with pytest.raises(OSError, match=r"wording\.py"):
+        checked_by(tmp_path)
 
 
 def test_only_kept_jobs_are_removed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

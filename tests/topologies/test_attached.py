@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,13 @@ def test_training_resumes_after_a_kill_with_a_controller_that_serves_already(
 ) -> None:
     lab.release()
     script = ("-m", "checkmate.examples.gpt.train", "--iterations", "25", "--layers", "1", "--width", "64")
-    with (
-        started("exec", lab.name, "ctl", "--", "checkmate", "run", str(lab.job_file)) as controller,
-        started("train", lab.name, "--", *script, "--heads", "2", folder=tmp_path) as process,
-    ):
+    with ExitStack() as stack:
+        command = ("exec", lab.name, "ctl", "--", "checkmate", "run", str(lab.job_file))
+        controller = stack.enter_context(started(*command))
+        until(controller, "^serving; stop with Ctrl-C")
+        process = stack.enter_context(
+            started("train", lab.name, "--", *script, "--heads", "2", folder=tmp_path)
+        )
         worker = int(until(process, r"kill -9 (\d+), training resumes")[1])
         until(process, "^iteration 8: loss")
         os.kill(worker, signal.SIGKILL)
