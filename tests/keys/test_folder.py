@@ -17,18 +17,10 @@ from checkmate.keys.authority import key_pem
 from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import RoleKeys, read_keys
 from checkmate.keys.roles import SECRETS, Role, Secret
-from tests.support.keys import NOW, made, served_job
+from tests.support.keys import NOW
 
 DAY = dt.timedelta(days=1)
 AGAIN = "run `checkmate keys FILE` again, with the job's file, and copy the folder again"
-
-
-@pytest.fixture
-def shadow(tmp_path: Path) -> Path:
-    """Return the folder of the shadow role, beside those of other roles and of another job."""
-    made(served_job("gpt"), tmp_path / "keys")
-    made(served_job("llama"), tmp_path / "keys")
-    return tmp_path / "keys/gpt/shadow"
 
 
 def read(folder: Path, now: dt.datetime = NOW) -> RoleKeys:

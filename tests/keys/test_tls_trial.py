@@ -26,11 +26,9 @@ URI = "checkmate:gpt/trainer"
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Path:
+def trainer(shadow: Path) -> Path:
     """Return the folder of the trainer role, beside those of other roles and of another job."""
-    made(served_job("gpt"), tmp_path / "keys")
-    made(served_job("llama"), tmp_path / "keys")
-    return tmp_path / "keys/gpt/trainer"
+    return shadow.parent / "trainer"
 
 
 def pems(folder: Path) -> tuple[bytes, bytes, bytes]:
