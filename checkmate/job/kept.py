@@ -201,7 +201,10 @@ def checked_by(package: Path) -> bytes:
 
 def _library(name: str) -> Path:
     """Return a library's folder without its import. Raise `OSError` if there is none."""
-    spec = find_spec(name)
+    try:
+        spec = find_spec(name)
+    except ValueError:  # of a module without a spec, as some tools make that pack programs
+        spec = None
     if spec is None or spec.origin is None:
         raise FileNotFoundError(name)
     return Path(spec.origin).parent
