@@ -152,7 +152,7 @@ class JobFiles:
         """Read job files, with their grants. If the fabric file has a fault, no job is sound."""
         if self._fabric is None:
             return read_set(files, read)
-        from checkmate.job.fabric_file import read_fabric  # noqa: PLC0415 - trainers need none; imports take time
+        from checkmate.job.fabric_file import read_fabric  # noqa: PLC0415 - most have none; imports take time
 
         try:
             granted = read_fabric(self._fabric, read)

@@ -72,11 +72,11 @@ def _sound(raw: Mapping[Any, Any], model: type) -> dict[str, Any]:
 @cache
 def _fields(model: type) -> list[tuple[str, bool, Any]]:
     """Return the name of each field, whether it is required, and its default."""
-    found = [(one.name, default_of(one)) for one in dataclasses.fields(model)]
+    found = [(one.name, _default(one)) for one in dataclasses.fields(model)]
     return [(name, default is dataclasses.MISSING, default) for name, default in found]
 
 
-def default_of(one: dataclasses.Field[Any]) -> Any:
+def _default(one: dataclasses.Field[Any]) -> Any:
     """Return the default of a field of a part of a file; `dataclasses.MISSING` if it is required."""
     return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
 
@@ -89,7 +89,14 @@ def _valid(model: type, name: str, value: Any) -> Any:
 
 @cache
 def field_adapter(model: type, name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(get_type_hints(model, include_extras=True)[name])
+    """Return what checks the value of a field of a part of a file."""
+    return TypeAdapter(_types(model)[name])
+
+
+@cache
+def _types(model: type) -> dict[str, Any]:
+    """Return the type of each field. To look up one takes as long as to look up all."""
+    return get_type_hints(model, include_extras=True)
 
 
 def addresses_of(host: Part) -> Iterator[tuple[Path, IPv4Address]]:
