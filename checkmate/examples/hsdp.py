@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
@@ -30,11 +30,15 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 """Parameters and optimizer state are fp32, forward and backward bf16, and gradients are reduced in fp32."""
 
 
-def parallelize(model: Gpt, mesh: DeviceMesh) -> None:
-    """Shard each block, and then the rest: tied embeddings belong to the root."""
+def parallelize(model: Gpt, mesh: DeviceMesh, *, offload: bool = False) -> None:
+    """Shard each block, and then the rest: tied embeddings belong to the root.
+
+    With `offload`, parameters and optimizer state stay in the host's memory.
+    """
+    where = CPUOffloadPolicy() if offload else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=POLICY)
-    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+        fully_shard(block, mesh=mesh, mp_policy=POLICY, offload_policy=where)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY, offload_policy=where)
 
 
 class Trainer:
@@ -44,8 +48,8 @@ class Trainer:
         self.options, self.device = options, device
         torch.manual_seed(options.seed)  # the same model on all ranks, of which each keeps its part
         shape = Shape(options.layers, options.width, options.heads, tied=True)
-        self.model: Any = Gpt(shape).to(device)
-        parallelize(self.model, mesh)
+        self.model: Any = Gpt(shape).to("cpu" if options.offload else device)
+        parallelize(self.model, mesh, offload=options.offload)
         rate = options.learning_rate
         parameters = self.model.parameters()
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1)
@@ -100,7 +104,11 @@ def parse() -> argparse.Namespace:
     made.add_argument("--heads", type=int, default=4)
     made.add_argument("--learning-rate", type=float, default=1e-3)
     made.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    return made.parse_args()
+    made.add_argument("--offload", action="store_true", help="a GPU's parameters stay in the host's memory")
+    options = made.parse_args()
+    if options.offload and options.device == "cpu":
+        made.error("--offload needs --device cuda: on CPUs, parameters are in the host's memory anyway")
+    return options
 
 
 def main() -> None:

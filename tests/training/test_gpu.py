@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from checkmate.nccl.building import shared_object
+from checkmate.nccl.environment import variables
 from tests.support.labs.made import on_one_switch
 from tests.support.training import lab as training_labs
 from tests.support.training.lab import LabRun, equal
 from tests.support.training.orders import ScriptOrders
 from topologies.describe.topology import build
-from topologies.training.job import JobPlan, start_all, training_lab
+from topologies.training.job import SCRIPT, JobPlan, start_all, training_lab
 from topologies.training.orders import Kill
 from topologies.training.record import JobRecord
 
@@ -27,13 +29,28 @@ pytestmark = [
 ITERATIONS = 20
 
 
+PAIR = on_one_switch(2, (1, 1), channels=2)
+HSDP = {
+    "title": "two replicas in two shards, each rank on a host of its own",
+    "switches": ["tor"],
+    "mesh": {"dp_replicate": 2, "dp_shard": 2},
+    "hosts": [["tor"]] * 4,
+    "gpus_per_host": 1,
+    "shadow_nodes": [["tor"]] * 2,
+    "channels": 2,
+}
+"""NCCL refuses two ranks of a host on one GPU, so hosts have one each."""
+
+
 def trained(
-    collective: str, folder: Path, kills: tuple[Kill, ...]
+    name: str, lab: dict[str, Any], script: tuple[str, ...], folder: Path, kills: tuple[Kill, ...]
 ) -> tuple[JobRecord, dict[str, torch.Tensor]]:
-    """Train two ranks; return the record and the final parameters."""
-    plan = JobPlan(("--iterations", str(ITERATIONS), "--device", "cuda"), kills=kills, restarts=len(kills))
-    topology = build("gpu", on_one_switch(2, (1, 1), channels=2) | {"collective": collective})
-    with training_lab(topology, "softswitch", f"testgpu{collective}", plan, folder) as job:
+    """Train a lab's ranks; return the record and the final parameters."""
+    nccl = variables(shared_object()) if lab["collective"] == "nccl" else {}
+    module, *options = script
+    arguments = ("--iterations", str(ITERATIONS), "--device", "cuda", *options)
+    plan = JobPlan(arguments, module, kills=kills, restarts=len(kills), environment=nccl)
+    with training_lab(build("gpu", lab), "softswitch", f"testgpu{name}", plan, folder) as job:
         start_all([job])
         try:
             job.finish(200, lambda: None)
@@ -43,23 +60,35 @@ def trained(
         return job.record(), torch.load(folder / "final.pt", map_location="cpu")["model"]
 
 
-@pytest.mark.parametrize("collective", ["ring", "nccl"])
-def test_a_killed_training_goes_on_where_it_was(collective: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "lab", "script"),
+    [
+        ("ring", PAIR | {"collective": "ring"}, (SCRIPT,)),
+        ("nccl", PAIR | {"collective": "nccl"}, (SCRIPT,)),
+        ("hsdpring", HSDP | {"collective": "ring"}, ("checkmate.examples.hsdp",)),
+        ("hsdpnccl", HSDP | {"collective": "nccl"}, ("checkmate.examples.hsdp",)),
+        ("offload", HSDP | {"collective": "ring"}, ("checkmate.examples.hsdp", "--offload")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_killed_training_goes_on_where_it_was(
+    name: str, lab: dict[str, Any], script: tuple[str, ...], tmp_path: Path
+) -> None:
     """A GPU's own sums differ in the last bits from run to run, and training makes such differences grow."""
-    whole, expected = trained(collective, tmp_path / "whole", ())
-    resumed, found = trained(collective, tmp_path / "resumed", (Kill(1, 10, "before the step"),))
+    whole, expected = trained(name, lab, script, tmp_path / "whole", ())
+    resumed, found = trained(name, lab, script, tmp_path / "resumed", (Kill(1, 10, "before the step"),))
     assert sorted(resumed.curve) == list(range(ITERATIONS))
     assert len(resumed.repeated) <= 1
     assert resumed.curve == pytest.approx(whole.curve, rel=1e-3)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-3)
+    for parameter, tensor in expected.items():
+        torch.testing.assert_close(found[parameter], tensor, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("collective", ["ring", "nccl"])
 def test_a_loss_scaler_is_restored(collective: str, tmp_path: Path) -> None:
     """Iteration 3 overflows, so the scaler skips its step and halves the scale."""
     wanted = {"device": "cuda", "amp": True, "autocast": True, "infinite": (3,), "accumulate": 2}
-    with training_labs.training_lab(on_one_switch(2, (1, 1), channels=2)) as lab:
+    with training_labs.training_lab(PAIR) as lab:
         if collective == "nccl":
             lab.use_nccl()
 

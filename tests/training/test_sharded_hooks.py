@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+import checkmate
 from checkmate.ring.place import RingError
 from checkmate.state import local_of
 from checkmate.training.errors import RefusedError
+from checkmate.training.gradients.staging import Staging, Tensors
 from testbed.ports import free_port
 from tests.support.training.rank_processes import RankProcesses, failing_backward
 from tests.support.training.sharded import (
@@ -70,6 +75,12 @@ class ShardedCase:
     """Whether FSDP keeps parameters and gradients on the CPU."""
     tensor: int = 1
     """Over how many ranks tensor parallelism splits parameters."""
+    store: str = ""
+    """If given, ranks share a GPU, and meet at this file for NCCL."""
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.store else "cpu"
 
 
 class TwiceNet(ShardedNet):
@@ -94,15 +105,25 @@ def prepared(case: ShardedCase) -> ShardedNet | SplitNet:
     return model
 
 
+def join_nccl(rank: int, count: int, store: str) -> None:
+    """Replace the default process group by one with NCCL, for which each rank is a host of its own."""
+    os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=count)
+
+
 def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) -> int:
     """Train a model with our hooks and one with native HSDP; compare gradients and parameters each time."""
+    if case.store:
+        join_nccl(rank, count, case.store)
     torch.manual_seed(1)
-    mesh = replicated(2, count // (2 * case.tensor), case.tensor)
+    mesh = replicated(2, count // (2 * case.tensor), case.tensor, case.device)
     plain = [prepared(case)]
     plain.append(copy.deepcopy(plain[0]))
     ours, theirs = (split(one, mesh["tp"]) if isinstance(one, SplitNet) else one for one in plain)
     policy = MixedPrecisionPolicy(param_dtype=case.compute, reduce_dtype=case.reduced)
-    offload = CPUOffloadPolicy(pin_memory=False) if case.offloaded else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=bool(case.store)) if case.offloaded else OffloadPolicy()
     shard(theirs, hybrid(mesh), mp_policy=policy, offload_policy=offload)
     shard(ours, mesh["dp_shard"], mp_policy=policy, offload_policy=offload)
     for unit in (one for model in (ours, theirs) for one in model.modules()):
@@ -118,7 +139,7 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
                 for model in (ours, theirs):
                     assert isinstance(model, FSDPModule)
                     model.set_requires_gradient_sync(part == case.accumulate - 1)
-                    batch = rows(rank // case.tensor, iteration, part)
+                    batch = rows(rank // case.tensor, iteration, part).to(case.device)
                     model(batch, more=iteration == 2).square().mean().backward()
             assert reduced == [FIRST_ITERATION + one for one in range(iteration + 1)]
             assert [one.grad is None for one in ours.parameters()] == [
@@ -129,6 +150,8 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
                 compared += gradient.numel()
             del gradient, expected
             held = [StorageWeakRef(one.untyped_storage()) for one in gradients_of(ours)]  # type: ignore[no-untyped-call]
+            for model in (ours, theirs) if case.store else ():
+                checkmate.clip_grad_norm_(model.parameters(), 0.5)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -156,6 +179,46 @@ def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses, case: ShardedC
     """Two replicas: a sum of two has the same bits in any order. With a factor, replicas are summed."""
     compared = ranks.run(4, follow_native, [free_port(), free_port()], case)
     assert min(compared) > 400
+
+
+def follow_with_staging_that_keeps(rank: int, count: int, ports: list[int]) -> int:
+    """Train as above; what a staging calls when gradients are there stays alive, as in a waiting thread."""
+    kept: list[Callable[[], None]] = []
+    take = Staging.take
+
+    def keep(self: Staging, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
+        kept.append(ready)
+        take(self, flats, gradients, ready)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staging, "take", keep)
+        compared = follow_native(rank, count, ports, ShardedCase())
+    assert kept
+    return compared
+
+
+def test_a_staging_that_waits_holds_no_gradient(ranks: RankProcesses) -> None:
+    """Else one would take memory of a GPU during the next forward."""
+    assert min(ranks.run(4, follow_with_staging_that_keeps, [free_port(), free_port()])) > 400
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gradients on a GPU need a CUDA device")
+@pytest.mark.parametrize(
+    "case",
+    [
+        ShardedCase(accumulate=3),
+        ShardedCase(factor=float(SHARDS)),
+        ShardedCase(compute=torch.bfloat16, reduced=torch.float32),
+        ShardedCase(kept=torch.bfloat16, reduced=torch.float32),
+        ShardedCase(offloaded=True, accumulate=3),
+        ShardedCase(offloaded=True, kept=torch.bfloat16, reduced=torch.float32),
+    ],
+)
+def test_gradients_on_a_gpu_are_those_of_native_hsdp(
+    ranks: RankProcesses, tmp_path: Path, case: ShardedCase
+) -> None:
+    shared = replace(case, store=str(tmp_path / "store"))
+    assert min(ranks.run(4, follow_native, [free_port(), free_port()], shared)) > 400
 
 
 @pytest.mark.parametrize(

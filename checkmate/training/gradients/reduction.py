@@ -138,8 +138,9 @@ class GradientReduction(ABC):
         if self.error is not None:
             self._fail(self.error)
         else:
-            flats = [self._flats[number] for number in gradients]
-            staging.take(flats, list((exact or gradients).values()), lambda: self._ready(gradients))
+            numbers = list(gradients)  # what waits for the copies must not keep gradients, too
+            flats = [self._flats[number] for number in numbers]
+            staging.take(flats, list((exact or gradients).values()), lambda: self._ready(numbers))
         return pending.future
 
     def _reduced_twice(self, number: int) -> RuntimeError:

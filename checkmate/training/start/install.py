@@ -190,6 +190,10 @@ def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
     if state.local_of(value) is not value:
         return value
     like: Any = parameter
+    if local.device.type != like.device_mesh.device_type:  # offloaded: `from_local` would move it to the GPU
+        made = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+        state.local_of(made).copy_(value)
+        return made
     return type(like).from_local(
         value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

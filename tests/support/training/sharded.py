@@ -1,4 +1,4 @@
-"""Small models sharded by `fully_shard`, on CPU ranks, and their gradients over a ring, for tests."""
+"""Small models sharded by `fully_shard`, and their gradients over a ring, for tests."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tests.support.rings import loopback
 FIRST_ITERATION = 7
 
 
-def replicated(replicas: int, shards: int, tensor: int = 1) -> DeviceMesh:
+def replicated(replicas: int, shards: int, tensor: int = 1, device: str = "cpu") -> DeviceMesh:
     """Return the mesh of native HSDP with tensor parallelism; `dp_shard` is that of a protected model."""
     ranks = torch.arange(replicas * shards * tensor).view(replicas, shards, tensor)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    return DeviceMesh(device, ranks, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
 
 
 def hybrid(mesh: DeviceMesh) -> DeviceMesh:
@@ -55,7 +55,12 @@ def hooked(
         hooks = ShardedHooks(
             wrapped,
             layout,
-            RingReducer(ring, layout, divisor=None if wrapped.averages else 1),
+            RingReducer(
+                ring,
+                layout,
+                pinned=any(one.is_cuda for one in wrapped.trained().values()),
+                divisor=None if wrapped.averages else 1,
+            ),
             FIRST_ITERATION,
         )
         hooks.register()

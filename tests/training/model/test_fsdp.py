@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.rpc import shadow_pb2 as pb
@@ -28,7 +30,7 @@ from checkmate.training.model.choosing import model_of
 from checkmate.training.model.fsdp import FsdpModel
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Watched
-from checkmate.training.start.install import install_optimizer, install_parameters
+from checkmate.training.start.install import install_optimizer, install_parameters, sharded_like
 from checkmate.wire.layout import Layout, make_layout
 from tests.support.training.alone import alone
 from tests.support.training.sharded import ShardedNet, SplitNet, hybrid, replicated, shard, split
@@ -255,3 +257,16 @@ def test_installed_state_is_sharded_like_its_parameters() -> None:
         for name, value in optimizers[0].state[mine].items():
             assert torch.equal(local_of(value), local_of(optimizers[1].state[their][name]))
             assert type(value) is type(optimizers[1].state[their][name])
+
+
+def test_installed_state_stays_on_the_cpu_with_an_offloaded_parameter() -> None:
+    """Its mesh is of GPUs, to which `from_local` would move it. A mesh of `meta` devices stands for them."""
+    mesh = DeviceMesh("meta", [0])
+    own, kept = torch.zeros(4, 3), torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    described = TensorMeta(own.shape, own.stride(), own.dtype)
+    made: Any = DTensor
+    parameter = made(own, DTensorSpec(mesh, (Shard(0),), described), requires_grad=False)
+    installed = sharded_like(parameter, kept)
+    assert isinstance(installed, DTensor)
+    assert (installed.device_mesh, installed.placements) == (mesh, (Shard(0),))
+    assert torch.equal(local_of(installed), kept)
