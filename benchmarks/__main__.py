@@ -40,6 +40,7 @@ SUITES = {
     "shadow_memory": "shadow.memory",
     "tls": "shadow.tls",
     "iteration": "training.iteration",
+    "gpu": "training.gpu",
     "sharded": "training.sharded",
     "metrics": "training.scraped",
     "batches": "shadow.batches",

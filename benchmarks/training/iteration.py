@@ -44,7 +44,7 @@ def measure() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
         raced = race(
             Path(folder, "twins"),
-            "single_tor",
+            load("single_tor"),
             "benchmarks.training.twins",
             ("--batch", str(BATCH)),
             STARTS,

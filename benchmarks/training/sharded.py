@@ -49,7 +49,7 @@ def measure() -> list[Result]:
         return [Skipped("sharded model", "needs root, for network namespaces")]
     with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
         raced = race(
-            Path(folder, "twins"), "hsdp", "benchmarks.training.sharded_twins", _TIMED, STARTS, TURNS
+            Path(folder, "twins"), load("hsdp"), "benchmarks.training.sharded_twins", _TIMED, STARTS, TURNS
         )
         return [*cost(raced, len(load("hsdp").ranks)), *_memory(Path(folder))]
 

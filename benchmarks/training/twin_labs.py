@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from benchmarks.figures import Figure, Result, ratios, spread95
 from benchmarks.training import twins
-from topologies.describe.topology import load
+from topologies.describe.topology import Topology
 from topologies.training.job import JobPlan, start_all, training_lab
 from topologies.training.record import TimedBlock
 
@@ -23,18 +23,24 @@ Blocks = Mapping[str, list[TimedBlock]]
 
 
 def race(
-    folder: Path, topology: str, module: str, arguments: tuple[str, ...], starts: int, turns: int
+    folder: Path,
+    topology: Topology,
+    module: str,
+    arguments: tuple[str, ...],
+    starts: int,
+    turns: int,
+    environment: Mapping[str, str] | None = None,
 ) -> Blocks:
     """Return each pair of turns of the twins that `module` trains in a lab, from several starts."""
-    described = load(topology)
-    ranks = len(described.ranks)
+    ranks = len(topology.ranks)
     found: dict[str, list[TimedBlock]] = defaultdict(list)
     with Progress(transient=True) as bar:
         task = bar.add_task("twins", total=starts * turns)
         for seed in range(starts):
             options = (*arguments, "--iterations", str(turns), "--seed", str(seed))
-            plan, place = JobPlan(options, module=module), folder / str(seed)
-            with training_lab(described, "softswitch", "bench_twins", plan, place) as job:
+            plan = JobPlan(options, module=module, environment=environment or {})
+            place = folder / str(seed)
+            with training_lab(topology, "softswitch", "bench_twins", plan, place) as job:
                 start_all([job])
                 done = partial(twins.turns, place, ranks)
                 job.finish(_SECONDS, lambda: bar.update(task, completed=seed * turns + done()))  # noqa: B023
@@ -43,8 +49,8 @@ def race(
     return found
 
 
-def cost(found: Blocks, ranks: int) -> list[Result]:
-    """Return what protection costs, beside the control."""
+def cost(found: Blocks, ranks: int, others: str = "the same ring untagged") -> list[Result]:
+    """Return what protection costs in comparison with the `others`, beside the control."""
     ours, theirs, control = (found[kind] for kind in twins.KINDS)
     time = ratios([one.seconds for one in ours], [one.seconds for one in theirs])
     level = ratios([one.seconds for one in control], [one.seconds for one in theirs])
@@ -52,8 +58,8 @@ def cost(found: Blocks, ranks: int) -> list[Result]:
     # The cost per rank is constant, so this determines the ratio for iterations of another length.
     more = [1000 * (a.processor - b.processor) / ranks for a, b in zip(ours, theirs, strict=True)]
     return [
-        Figure("Checkmate / the same ring untagged", time, "", 1.01, 1.03, smaller=True, note=spread95(time)),
-        Figure("control: a second untagged twin / the first", level, "", note=spread95(level)),
+        Figure(f"Checkmate / {others}", time, "", 1.01, 1.03, smaller=True, note=spread95(time)),
+        Figure("control: a second such twin / the first", level, "", note=spread95(level)),
         Figure("processor time of all ranks", used, "", smaller=True, note=spread95(used)),
         Figure("the difference in processor time per rank", tuple(more), "ms", note=spread95(more)),
         *absolute({kind: found[kind] for kind in twins.KINDS}),
