@@ -18,6 +18,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 CONSTRAINTS: Final = ROOT / "constraints.txt"
+PIP: Final = ROOT / "constraints-pip.txt"
 TORCH: Final = ROOT / "constraints-torch.txt"
 SHELL: Final = ROOT / "checkmate" / "cli" / "shell.txt"
 
@@ -57,11 +58,13 @@ def _compile(source: str, known: Path, *more: str, given: str | None = None) -> 
 
 
 def renew(upgrade: bool) -> None:
-    """Write both lists; on failure raise `LockError` and write neither."""
+    """Write all lists; on failure raise `LockError` and write none."""
     more = ("--upgrade",) if upgrade else ()
     extras = ("--extra", "test", "--extra", "docs", "--constraint", str(TORCH))
     project = hashed(_compile("pyproject.toml", CONSTRAINTS, *extras, *more))
+    pip = _compile("-", PIP, *more, given="pip")
     shell = _compile("-", SHELL, *more, given="\n".join(_SHELL_NEEDS))
+    PIP.write_text(pip)
     CONSTRAINTS.write_text(project)
     SHELL.write_text(shell)
 

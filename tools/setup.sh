@@ -1,6 +1,7 @@
 #!/bin/sh
 # Makes .venv with everything that the demo and the tests need. Installs Debian packages when run as
 # root, else names the missing ones. Runs again only when the project's metadata has changed, or $PYTHON.
+# shellcheck disable=SC2086,SC2231 # variables are lists of words
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -26,34 +27,69 @@ command -v sysctl >/dev/null || need="$need procps"   # the tests'
 [ -e /usr/include/bpf/bpf_helpers.h ] || need="$need libbpf-dev"
 [ -e /usr/include/linux/bpf.h ] || need="$need linux-libc-dev"
 ldconfig -p 2>/dev/null | grep -q 'libbpf\.so\.1' || /sbin/ldconfig -p | grep -q 'libbpf\.so\.1' || need="$need libbpf1"
-"$python" -c 'import ensurepip, venv' 2>/dev/null || need="$need python$version-venv"
+first="" # the only one that .venv needs; the others come while pip works
+"$python" -c 'import ensurepip, venv' 2>/dev/null || first=" python$version-venv"
 
-if [ -n "$need" ]; then
+debian() {
+    [ $# = 0 ] || apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+# What runs beside is ended, but for apt-get, which would leave packages half installed: that is waited for.
+packages="" beside=""
+trap 'kill $beside 2>/dev/null || :; wait' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+if [ -n "$need$first" ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        echo "installing Debian packages:$need"
+        echo "installing Debian packages:$need$first"
         export DEBIAN_FRONTEND=noninteractive
         apt-get update -qq
-        # shellcheck disable=SC2086 # a list of words
-        apt-get install -y -qq --no-install-recommends $need >/dev/null
+        debian $first
+        debian $need &
+        packages=$!
     else
-        echo "missing Debian packages:$need" >&2
-        echo "install them (apt-get install$need), or run this as root" >&2
+        echo "missing Debian packages:$need$first" >&2
+        echo "install them (apt-get install$need$first), or run this as root" >&2
         exit 2
     fi
 fi
 
 stamp=.venv/.ready
-wanted="$version $(cat pyproject.toml constraints.txt constraints-torch.txt checkmate/cli/shell.txt tools/setup.sh | sha256sum)"
-if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+wanted="$version $(cat pyproject.toml constraints*.txt checkmate/cli/shell.txt tools/setup.sh | sha256sum)"
+if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then
+    [ -z "$packages" ] || wait "$packages"
+    exit 0
+fi
 echo "making .venv with Python $version (once; a minute or two)"
 [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] ||
     "$python" -m venv --clear .venv
 pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
-# pip checks the hash of each file, or of none in one call. torch comes second, so that of what it needs only its CUDA
-# packages are left; it may be a local build. Nothing is built here but this project, with the setuptools just installed.
-$pip install --require-hashes --no-deps --only-binary :all: --requirement constraints.txt
-$pip install --constraint constraints-torch.txt torch
-$pip install --no-deps --no-build-isolation --editable .
+hashed="--require-hashes --no-deps --only-binary :all: --requirement"
+wheels=.venv/wheels
+# pip checks the hash of each file, or of none in one call. Itself first: Debian's takes twice as long. torch comes last,
+# so that of what it needs only its CUDA packages are left; it may be a local build. Nothing is built here but this
+# project, with the setuptools just installed.
+$pip install --no-compile $hashed constraints-pip.txt
+# Most of pip's time goes to the index, so three ask it at once.
+mkdir -p $wheels
+awk '/^[^ #]/ { part = ++count % 3 } { print >"'$wheels'/" part ".txt" }' constraints.txt
+for part in $wheels/?.txt; do
+    $pip download --dest $wheels $hashed "$part" &
+    beside="$beside $!"
+done
+for one in $beside; do wait "$one"; done
+beside=""
+$pip install --no-compile --no-index --find-links $wheels $hashed constraints.txt
+rm -r $wheels
+PYTHONWARNINGS=ignore $pip install --no-deps --no-build-isolation --editable .
+.venv/bin/checkmate shell --install &
+beside=$!
+$pip install --no-compile --constraint constraints-torch.txt torch
 .venv/bin/python -m pip check
-.venv/bin/checkmate shell --install
+# Compiles what the demo and the tests import: a quarter of all modules. Otherwise each of their processes would.
+PYTHONDONTWRITEBYTECODE="" .venv/bin/python -c "import checkmate.examples.hsdp, topologies.training.demo, torch.distributed.run"
+wait "$beside"
+beside=""
+[ -z "$packages" ] || wait "$packages"
 echo "$wanted" >$stamp

@@ -12,6 +12,7 @@ import sys
 import time
 import venv
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -115,16 +116,12 @@ def install_shell() -> None:
 
 
 def _install(python: Path) -> subprocess.CompletedProcess[str]:
-    venv.create(ENVIRONMENT, with_pip=True, clear=True)
-    command: list[str | Path] = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "--require-hashes",
-    ]
+    ours = find_spec("pip") is not None  # newer than Python's own, and there already
+    venv.create(ENVIRONMENT, with_pip=not ours, clear=True)
+    pip: list[str | Path] = (
+        [sys.executable, "-m", "pip", "--python", python] if ours else [python, "-m", "pip"]
+    )
+    command = [*pip, "install", "-q", "--disable-pip-version-check", "--require-hashes"]
     command += ["--no-deps", "--only-binary", ":all:", "--requirement", REQUIREMENTS]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
