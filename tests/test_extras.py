@@ -163,8 +163,14 @@ def test_an_extra_is_enough_for_its_role(
 @pytest.mark.parametrize(
     ("extra", "packages"),
     [
-        ("trainer", ["checkmate/training", "checkmate/ring", "checkmate/tagger", "checkmate/consolidate"]),
-        ("shadow", ["checkmate/shadow", "checkmate/consolidate", "checkmate/nodes"]),
+        pytest.param(  # it and the next are in the extra demo, too
+            "trainer",
+            ["checkmate/training", "checkmate/ring", "checkmate/tagger", "checkmate/consolidate"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "shadow", ["checkmate/shadow", "checkmate/consolidate", "checkmate/nodes"], marks=pytest.mark.slow
+        ),
         ("switch", ["controlplane", "softswitch", "p4src"]),
         ("demo", ["topologies", "checkmate/examples/gpt"]),
     ],

@@ -27,7 +27,7 @@ print("torch" in sys.modules)
     ("arguments", "unbuffered"),
     [("--help", ""), ("--help", "1"), ("schema job", ""), ("plan JOB", ""), ("plan JOB --json", "1")],
 )
-@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+@pytest.mark.parametrize("locale", [pytest.param("C.UTF-8", marks=pytest.mark.slow), "C"])
 def test_an_output_that_cannot_be_written_is_one_line(
     arguments: str, unbuffered: str, locale: str, tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ torch.save([run.model.state_dict(), run.optimizer.state_dict()], path + ".out")
 """
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
 def test_plain_pytorch_resumes_without_this_project(kind: disk.Format, tmp_path: Path) -> None:
     """Without the project, by strict `load_state_dict`, with the bits of an uninterrupted run."""
     run = DiskRun()

@@ -280,6 +280,7 @@ def test_a_stranger_leaves_bounded_lines(job: Job, sent: bytes, caplog: pytest.L
         line.close()
 
 
+@pytest.mark.slow
 def test_failed_handshakes_leave_no_lines_of_grpc(job: Job, start: Callable[..., NodeProcess]) -> None:
     node = start(job, 0, "--no-view")
     assert node.line().startswith("ready")

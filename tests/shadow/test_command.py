@@ -104,6 +104,7 @@ def test_the_command_explains_bad_input(tmp_path: Path, arguments: list[str], me
     assert isinstance(done.exception, SystemExit)
 
 
+@pytest.mark.slow
 def test_without_an_id_the_machines_addresses_tell_the_node(start: Callable[..., NodeProcess]) -> None:
     data = data_of(local_job(nodes=2), exclude_none=True)
     for nic in data["shadow_nodes"][0]["nics"]:

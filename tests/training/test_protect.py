@@ -217,6 +217,7 @@ def test_the_death_of_a_rank_is_a_ring_error_on_the_other(nodes: list[RecordingN
     assert "Unable to cast" not in ends[0][1]
 
 
+@pytest.mark.slow
 def test_an_error_is_no_end_of_training(nodes: list[RecordingNode], tmp_path: Path) -> None:
     _, ends = train(tmp_path, nodes, iterations=4, plain=True, fail_at=2, restore=False)
     assert [code for code, _ in ends] == [1, 1]
@@ -226,6 +227,7 @@ def test_an_error_is_no_end_of_training(nodes: list[RecordingNode], tmp_path: Pa
         assert [(part.iteration, part.step.last) for part in records(node, 0)] == [(0, False)]
 
 
+@pytest.mark.slow
 def test_shadow_nodes_that_are_away_cost_nothing_but_the_wait(
     nodes: list[RecordingNode], tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def torchrun(folder: Path, nodes: list[RecordingNode], starter: list[str]) -> st
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_ordinary_user_trains_with_the_documented_starter(
     folder: Path, nodes: list[RecordingNode]
 ) -> None:

@@ -83,7 +83,9 @@ DEEP: list[tuple[int, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("name", sorted(SUPPORTED))
 def test_parameters_in_any_memory_format(name: str, flags: str, dtype: torch.dtype) -> None:
@@ -102,7 +104,7 @@ def test_parameters_in_any_memory_format(name: str, flags: str, dtype: torch.dty
         follow(trainer, replicas, gradients)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("foreach", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", sorted(set(SUPPORTED) - {"torch.optim.SGD", "torch.optim.Adam"}))
 def test_every_other_optimizer_follows_too(name: str, foreach: bool) -> None:
     kind: Any = SUPPORTED[name]
@@ -208,7 +210,7 @@ BIG: list[tuple[int, ...]] = [(1000, 701), (333, 777), (5,), (100_003,)]
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("kind", ["adamw", "sgd-nesterov"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd-nesterov", marks=pytest.mark.slow)])
 def test_on_any_number_of_threads(
     kind: str, flags: str, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
