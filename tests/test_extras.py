@@ -92,26 +92,32 @@ def test_the_doctor_needs_the_core_to_tell_what_is_missing(
         assert libraries["remedy"].startswith("pip install 'checkmate-training[")
 
 
+SECOND_CASES = (
+    ("", "status JOB --wait", "switch"),
+    ("trainer", "remove JOB", "switch"),
+    ("trainer", "shadow JOB --id 0 --insecure", "shadow"),
+    ("shadow", "profile --plot x.png", "plan"),
+    ("plan", "plan JOB --capacity --model GPT3-XL", "shadow"),
+    ("switch", "cost --plot x.png", "plan"),
+    ("shadow", "lab up single_tor", "demo"),
+    ("", "topologies.training.demo", "demo"),
+    ("switch", "checkmate.restore", "trainer"),
+)
+"""Of commands that others stand for."""
+
+
 @pytest.mark.parametrize(
     ("extra", "command", "missing"),
     [
         ("", "run JOB", "switch"),
-        ("", "status JOB --wait", "switch"),
-        ("trainer", "remove JOB", "switch"),
         ("switch", "shadow JOB --id 0 --insecure", "shadow"),
-        ("trainer", "shadow JOB --id 0 --insecure", "shadow"),
         ("", "consolidate JOB --out new --insecure", "shadow"),
         ("plan", "profile", "shadow"),
-        ("shadow", "profile --plot x.png", "plan"),
-        ("plan", "plan JOB --capacity --model GPT3-XL", "shadow"),
         ("", "cost", "plan"),
-        ("switch", "cost --plot x.png", "plan"),
         ("", "lab up single_tor", "demo"),
-        ("shadow", "lab up single_tor", "demo"),
         ("", "softswitch", "switch"),
-        ("", "topologies.training.demo", "demo"),
         ("", "checkmate.protect", "trainer"),
-        ("switch", "checkmate.restore", "trainer"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in SECOND_CASES),
     ],
 )
 def test_a_missing_extra_is_named(

@@ -100,12 +100,12 @@ def shell(folder: Path, *command: str, **more: str) -> str:
     [
         (["sha"], ["shadow"]),
         (["validate", ""], ["jobs/", "one.yaml"]),
-        (["validate", "j"], ["jobs/", "jobs/gpt.yaml", "jobs/llama.yml"]),
-        (["shadow", "jobs/l"], ["jobs/llama.yml"]),
-        (["plan", "--pf"], ["--pfc"]),
-        (["doctor", "--role", ""], ["trainer", "shadow", "controller"]),
-        (["docs", "tutorial/1"], ["tutorial/1-laptop"]),
-        (["lab", "up", "two"], ["two_hosts", "two_stages", "two_tor"]),
+        pytest.param(["validate", "j"], ["jobs/", "jobs/gpt.yaml", "jobs/llama.yml"], marks=pytest.mark.slow),
+        pytest.param(["shadow", "jobs/l"], ["jobs/llama.yml"], marks=pytest.mark.slow),
+        pytest.param(["plan", "--pf"], ["--pfc"], marks=pytest.mark.slow),
+        pytest.param(["doctor", "--role", ""], ["trainer", "shadow", "controller"], marks=pytest.mark.slow),
+        pytest.param(["docs", "tutorial/1"], ["tutorial/1-laptop"], marks=pytest.mark.slow),
+        pytest.param(["lab", "up", "two"], ["two_hosts", "two_stages", "two_tor"], marks=pytest.mark.slow),
         (["lab", "run", "single_tor", "--target", ""], ["softswitch", "bmv2", "tofino"]),
         (["validate", "a"], [""]),  # bash completes this name itself, and quotes it
     ],

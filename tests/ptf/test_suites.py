@@ -157,7 +157,10 @@ def test_a_switch_whose_runner_has_died_at_once_does_not_run() -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGKILL))],
+)
 def test_leaves_nothing(number: signal.Signals) -> None:
     """After an interrupted run, no switch and no process of its namespace is left."""
     runner = subprocess.Popen(
