@@ -169,11 +169,7 @@ def test_an_extra_is_enough_for_its_role(
 @pytest.mark.parametrize(
     ("extra", "packages"),
     [
-        pytest.param(  # it and the next are in the extra demo, too
-            "trainer",
-            ["checkmate/training", "checkmate/ring", "checkmate/tagger", "checkmate/consolidate"],
-            marks=pytest.mark.slow,
-        ),
+        ("trainer", ["checkmate/training", "checkmate/ring", "checkmate/tagger", "checkmate/consolidate"]),
         pytest.param(
             "shadow", ["checkmate/shadow", "checkmate/consolidate", "checkmate/nodes"], marks=pytest.mark.slow
         ),

@@ -56,8 +56,7 @@ def found_in(environment: Path, name: str) -> bool:
     return any(one.metadata["Name"] == name for one in Distribution.discover(path=[str(packages)]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rightly", [True, False])
+@pytest.mark.parametrize("rightly", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_setup_refuses_a_file_with_another_hash(wheel: Path, tmp_path: Path, rightly: bool) -> None:
     copy = tmp_path / "checkout"
     for file in (ROOT / "tools" / "setup.sh", ROOT / "pyproject.toml", TORCH, SHELL):
@@ -70,7 +69,6 @@ def test_setup_refuses_a_file_with_another_hash(wheel: Path, tmp_path: Path, rig
     assert done.returncode
     assert (PIP_REFUSES in done.stderr) is not rightly
     assert found_in(copy / ".venv", "tiny") is rightly
-    assert ("pyproject.toml" in done.stderr) is rightly, "this project comes next"
     assert not (copy / ".venv" / ".ready").exists()
 
 

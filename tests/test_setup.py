@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import wait_until
+
 ROOT = Path(__file__).parents[1]
 OLD = """#!/bin/sh
 exec {python} -c "import sys; sys.version_info = (3, 10, 12); exec(sys.argv.pop(1))" "$2"
 """
+PIP = """#!/bin/sh
+case "$*" in
+*version_info*2*) echo 3.11 ;;
+*download*) echo $$ >>{pids}; exec sleep 60 ;;
+*--no-index*) exit 1 ;;
+esac
+"""
+"""An environment's python, with a pip that has to ask the index and gets no answer."""
 APT = '#!/bin/sh\necho "$@" >> {log}\nexit 9\n'
 
 
@@ -25,7 +37,7 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "tools" / "setup.sh", folder / "tools")
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name in ("sh", "dirname", "cat", "id", "grep"):
+    for name in ("sh", "dirname", "cat", "id", "grep", "rm"):
         found = shutil.which(name)
         assert found
         (commands / name).symlink_to(found)
@@ -88,3 +100,39 @@ def test_make_passes_the_named_python_on(checkout: Path) -> None:
         outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
         done = subprocess.run(command, cwd=checkout, env=outside, capture_output=True, text=True, check=True)
         assert done.stdout == "mine\n"
+
+
+def runs(process: int) -> bool:
+    """Return whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_what_set_up_has_started(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    checkout, pids = tmp_path / "checkout", tmp_path / "pids"
+    shutil.copytree(ROOT / "tools", checkout / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "constraints.txt", "constraints-pip.txt", "constraints-torch.txt"):
+        shutil.copy(ROOT / name, checkout)
+    (checkout / "checkmate" / "cli").mkdir(parents=True)
+    (checkout / "checkmate" / "cli" / "shell.txt").touch()
+    commands = {checkout / ".venv" / "bin" / "python": PIP.format(pids=pids)}
+    commands[tmp_path / "bin" / "apt-get"] = "#!/bin/sh\n"
+    for command, text in commands.items():
+        command.parent.mkdir(parents=True, exist_ok=True)
+        command.write_text(text)
+        command.chmod(0o755)
+    known = hashlib.sha256((checkout / "constraints-pip.txt").read_bytes()).hexdigest()
+    (checkout / ".venv" / ".made").write_text(f"3.11 {known}  -\n")
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment.pop("PYTHON", None)
+    with subprocess.Popen(
+        [checkout / "tools" / "setup.sh"], env=environment, start_new_session=True
+    ) as process:
+        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 3, "downloads")
+        os.killpg(process.pid, number)
+        assert process.wait(20) == status
+    wait_until(lambda: not any(runs(int(one)) for one in pids.read_text().split()), "their end")
+    assert sorted(one.name for one in (checkout / ".venv").iterdir()) == [".made", "bin"]

@@ -34,9 +34,31 @@ debian() {
     [ $# = 0 ] || apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# What runs beside is ended, but for apt-get, which would leave packages half installed: that is waited for.
-packages="" beside=""
-trap 'kill $beside 2>/dev/null || :; wait' EXIT
+# Long commands run beside this shell, which acts on a signal only while it waits. Those that are left at the end are ended
+# with their children, but for apt-get, which would leave packages half installed.
+beside="" packages="" scratch=.venv/tmp wheels=.venv/wheels
+start() {
+    setsid "$@" &
+    beside="$beside $!"
+}
+run() {
+    start "$@"
+    wait "$!"
+}
+debian_is_done() {
+    [ -z "$packages" ] || wait "$packages" || {
+        echo "error: apt-get can't install$need" >&2
+        exit 2
+    }
+}
+end() {
+    trap '' INT TERM
+    for one in $beside; do kill -- "-$one" 2>/dev/null || :; done
+    if [ -n "$packages" ] && kill -0 "$packages" 2>/dev/null; then echo "waiting for apt-get" >&2; fi
+    wait
+    rm -rf $scratch $wheels
+}
+trap end EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
@@ -58,38 +80,39 @@ fi
 stamp=.venv/.ready
 wanted="$version $(cat pyproject.toml constraints*.txt checkmate/cli/shell.txt tools/setup.sh | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then
-    [ -z "$packages" ] || wait "$packages"
+    debian_is_done
     exit 0
 fi
 echo "making .venv with Python $version (once; a minute or two)"
-[ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] ||
-    "$python" -m venv --clear .venv
-pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
+pip="env TMPDIR=$PWD/$scratch .venv/bin/python -m pip --disable-pip-version-check --quiet"
 hashed="--require-hashes --no-deps --only-binary :all: --requirement"
-wheels=.venv/wheels
-# pip checks the hash of each file, or of none in one call. Itself first: Debian's takes twice as long. torch comes last,
-# so that of what it needs only its CUDA packages are left; it may be a local build. Nothing is built here but this
-# project, with the setuptools just installed.
-$pip install --no-compile $hashed constraints-pip.txt
-# Most of pip's time goes to the index, so three ask it at once.
-mkdir -p $wheels
-awk '/^[^ #]/ { part = ++count % 3 } { print >"'$wheels'/" part ".txt" }' constraints.txt
-for part in $wheels/?.txt; do
-    $pip download --dest $wheels $hashed "$part" &
-    beside="$beside $!"
-done
-for one in $beside; do wait "$one"; done
-beside=""
-$pip install --no-compile --no-index --find-links $wheels $hashed constraints.txt
-rm -r $wheels
-PYTHONWARNINGS=ignore $pip install --no-deps --no-build-isolation --editable .
-.venv/bin/checkmate shell --install &
-beside=$!
-$pip install --no-compile --constraint constraints-torch.txt torch
-.venv/bin/python -m pip check
-# Compiles what the demo and the tests import: a quarter of all modules. Otherwise each of their processes would.
-PYTHONDONTWRITEBYTECODE="" .venv/bin/python -c "import checkmate.examples.hsdp, topologies.training.demo, torch.distributed.run"
-wait "$beside"
-beside=""
-[ -z "$packages" ] || wait "$packages"
+# pip checks the hash of each file, or of none in one call. Itself first: Debian's takes twice as long.
+made="$version $(sha256sum <constraints-pip.txt)"
+if [ "$(cat .venv/.made 2>/dev/null)" != "$made" ]; then
+    run "$("$python" -c 'import sys; print(sys._base_executable)')" -m venv --clear .venv
+    mkdir -p $scratch
+    run $pip install --no-compile $hashed constraints-pip.txt
+    echo "$made" >.venv/.made
+fi
+mkdir -p $scratch $wheels
+# An environment that has all needs no index. Otherwise most of pip's time goes to it, so three ask it at once.
+if ! run $pip install --no-index --no-compile $hashed constraints.txt 2>/dev/null; then
+    beside=""
+    awk '/^[^ #]/ { part = ++count % 3 } { print >"'$wheels'/" part ".txt" }' constraints.txt
+    for part in $wheels/?.txt; do start $pip download --dest $wheels $hashed "$part"; done
+    for one in $beside; do wait "$one"; done
+    run $pip install --no-compile --no-index --find-links $wheels $hashed constraints.txt
+fi
+# Nothing is built here but this project, with the setuptools just installed.
+run env PYTHONWARNINGS=ignore $pip install --no-deps --no-build-isolation --editable .
+start .venv/bin/checkmate shell --install
+shell=$!
+# torch comes last, so that of what it needs only its CUDA packages are left; it may be a local build.
+run $pip install --no-compile --constraint constraints-torch.txt torch
+run $pip check
+# Compiles what the demo and the tests import, a quarter of all modules, before several processes do it at once.
+run env PYTHONDONTWRITEBYTECODE= .venv/bin/python -c "
+import checkmate.examples.hsdp, hypothesis, pytest, topologies.training.demo, torch._dynamo, torch.distributed.run"
+wait "$shell"
+debian_is_done
 echo "$wanted" >$stamp

@@ -1,7 +1,8 @@
 """What protection costs training on a GPU over NCCL, in comparison with DDP over NCCL without Checkmate.
 
 Twins take turns in the same processes (`benchmarks.training.twins`). Two ranks share the GPU, each as a host
-of its own, and what both send passes through the embedded switch.
+of its own, and what both send passes through the embedded switch, which copies tagged segments in software:
+the ratio is not a forecast for hardware, so it has no limit.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ def measure() -> list[Result]:
     lab = build("gpu", _LAB)
     with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
         raced = race(
-            Path(folder), lab, "benchmarks.training.twins", _OPTIONS, STARTS, TURNS, environment=environment
+            Path(folder),
+            lab,
+            "benchmarks.training.twins",
+            _OPTIONS,
+            STARTS,
+            TURNS,
+            environment=environment,
+            pinned=False,
         )
-        return cost(raced, len(lab.ranks), "DDP over NCCL")
+        return cost(raced, len(lab.ranks), "DDP over NCCL", limits=(None, None))

@@ -20,6 +20,7 @@ _SECONDS: Final = 1800.0
 
 Blocks = Mapping[str, list[TimedBlock]]
 """Blocks by name; those of one round or pair have the same index."""
+Limits = tuple[float | None, float | None]
 
 
 def race(
@@ -30,8 +31,13 @@ def race(
     starts: int,
     turns: int,
     environment: Mapping[str, str] | None = None,
+    *,
+    pinned: bool = True,
 ) -> Blocks:
-    """Return each pair of turns of the twins that `module` trains in a lab, from several starts."""
+    """Return each pair of turns of the twins that `module` trains in a lab, from several starts.
+
+    Unless `pinned`, processes use all cores.
+    """
     ranks = len(topology.ranks)
     found: dict[str, list[TimedBlock]] = defaultdict(list)
     with Progress(transient=True) as bar:
@@ -40,17 +46,22 @@ def race(
             options = (*arguments, "--iterations", str(turns), "--seed", str(seed))
             plan = JobPlan(options, module=module, environment=environment or {})
             place = folder / str(seed)
-            with training_lab(topology, "softswitch", "bench_twins", plan, place) as job:
+            with training_lab(topology, "softswitch", "bench_twins", plan, place, pinned=pinned) as job:
                 start_all([job])
                 done = partial(twins.turns, place, ranks)
                 job.finish(_SECONDS, lambda: bar.update(task, completed=seed * turns + done()))  # noqa: B023
-            for kind, blocks in twins.read(place, ranks).items():
+            for kind, blocks in twins.read(place, ranks, one_core=pinned).items():
                 found[kind] += blocks
     return found
 
 
-def cost(found: Blocks, ranks: int, others: str = "the same ring untagged") -> list[Result]:
-    """Return what protection costs in comparison with the `others`, beside the control."""
+def cost(
+    found: Blocks, ranks: int, others: str = "the same ring untagged", limits: Limits = (1.01, 1.03)
+) -> list[Result]:
+    """Return what protection costs in comparison with the `others`, beside the control.
+
+    `limits` are the aim and the floor.
+    """
     ours, theirs, control = (found[kind] for kind in twins.KINDS)
     time = ratios([one.seconds for one in ours], [one.seconds for one in theirs])
     level = ratios([one.seconds for one in control], [one.seconds for one in theirs])
@@ -58,7 +69,7 @@ def cost(found: Blocks, ranks: int, others: str = "the same ring untagged") -> l
     # The cost per rank is constant, so this determines the ratio for iterations of another length.
     more = [1000 * (a.processor - b.processor) / ranks for a, b in zip(ours, theirs, strict=True)]
     return [
-        Figure(f"Checkmate / {others}", time, "", 1.01, 1.03, smaller=True, note=spread95(time)),
+        Figure(f"Checkmate / {others}", time, "", *limits, smaller=True, note=spread95(time)),
         Figure("control: a second such twin / the first", level, "", note=spread95(level)),
         Figure("processor time of all ranks", used, "", smaller=True, note=spread95(used)),
         Figure("the difference in processor time per rank", tuple(more), "ms", note=spread95(more)),

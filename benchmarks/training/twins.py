@@ -95,8 +95,7 @@ def main() -> None:
 def race(options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool = False) -> None:
     """Train one twin of each kind in turns, and write the time of each turn to `options.out`.
 
-    With `stock`, the others reduce as PyTorch does, so sums may differ in their last bits, and ranks do not
-    share a core.
+    With `stock`, the others reduce as PyTorch does, so sums may differ in their last bits.
     """
     rank, first = dist.get_rank(), options.seed % len(KINDS)
     twins = {kind: make() for kind in KINDS[first:] + KINDS[:first]}
@@ -104,7 +103,7 @@ def race(options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool =
         # first, because a process has one protected model
         for number, kind in enumerate(() if stock else KINDS[1:]):
             held.enter_context(Untagged(twins[kind].model, ring=number))
-        before = 0 if stock else _idle()
+        before = _idle()
         ours: Any = twins[KINDS[0]]
         checkmate.restore(ours.model, ours.optimizer, scheduler=ours.scheduler)
         protection = held.enter_context(
@@ -116,7 +115,7 @@ def race(options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool =
             found = _turn(twins, order(turn), protection.mark, _STOCK_DIFFERENCE if stock else 0)
             if turn >= 0:
                 print(json.dumps(found), file=log, flush=True)
-        print(json.dumps({_STANDING: 0 if stock else _idle() - before}), file=log)
+        print(json.dumps({_STANDING: _idle() - before}), file=log)
 
 
 def order(turn: int) -> Sequence[str]:
@@ -143,7 +142,7 @@ def _turn(
         if kind == KINDS[0]:
             mark()
         found[kind] = (time.monotonic() - began, time.process_time() - used)
-    if max(losses) - min(losses) > difference:
+    if not all(abs(loss - losses[0]) <= difference for loss in losses):  # nor if one is NaN
         raise SystemExit(f"the twins differ: {losses}")
     return found
 
@@ -170,23 +169,24 @@ def turns(folder: Path, ranks: int) -> int:
     return min(file.read_text().count("\n") if file.exists() else 0 for file in files)
 
 
-def read(folder: Path, ranks: int) -> dict[str, list[TimedBlock]]:
+def read(folder: Path, ranks: int, *, one_core: bool) -> dict[str, list[TimedBlock]]:
     """Return means of two turns, one in each order, by kind: mean seconds, and processor time of all ranks.
 
-    Ranks share one core, so the time of all their waiting threads is subtracted from the untagged
-    iterations'.
+    The time of Checkmate's waiting threads is subtracted from the other iterations' processor time, and if
+    all ranks share `one_core`, from their seconds.
     """
     said = [[json.loads(line) for line in _file(folder, rank).open()] for rank in range(ranks)]
     standing = sum(rank.pop()[_STANDING] for rank in said)
     found: dict[str, list[TimedBlock]] = {}
     for kind in KINDS:
         share = 0.0 if kind == KINDS[0] else standing
+        left = 1 - share if one_core else 1.0
         each = [
             (fmean(rank[kind][0] for rank in turn), sum(rank[kind][1] for rank in turn))
             for turn in zip(*said, strict=True)
         ]
         found[kind] = [
-            TimedBlock((a[0] + b[0]) / 2 * (1 - share), (a[1] + b[1] - share * (a[0] + b[0])) / 2)
+            TimedBlock((a[0] + b[0]) / 2 * left, (a[1] + b[1] - share * (a[0] + b[0])) / 2)
             for a, b in zip(each[::2], each[1::2], strict=False)
         ]
     return found

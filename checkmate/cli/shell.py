@@ -12,7 +12,7 @@ import sys
 import time
 import venv
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +27,8 @@ from checkmate.output.consoles import waiting
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
 BACKUP = "0,1"
 """The shell's election id beside a controller: high and low word, below any controller's."""
+_PIP_WITH_PYTHON = (22, 3)
+"""The first with `--python`."""
 PRIMARY_TERM = 1 << 32
 """Controllers count terms, the high word (`controlplane.election`), from 1, and never get here."""
 REQUIREMENTS = Path(__file__).with_name("shell.txt")
@@ -115,8 +117,16 @@ def install_shell() -> None:
         raise UsageFault(f"p4runtime-shell can't be installed: {_reason(result.stderr)}")
 
 
+def _pip() -> tuple[int, ...]:
+    """Return the version of this environment's pip; empty if there is none."""
+    try:
+        return tuple(int(part) for part in metadata.version("pip").split(".")[:2])
+    except (metadata.PackageNotFoundError, ValueError):
+        return ()
+
+
 def _install(python: Path) -> subprocess.CompletedProcess[str]:
-    ours = find_spec("pip") is not None  # newer than Python's own, and there already
+    ours = _pip() >= _PIP_WITH_PYTHON  # there already, and newer than Python's own
     venv.create(ENVIRONMENT, with_pip=not ours, clear=True)
     pip: list[str | Path] = (
         [sys.executable, "-m", "pip", "--python", python] if ours else [python, "-m", "pip"]

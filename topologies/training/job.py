@@ -185,13 +185,15 @@ def training_lab(
     plan: JobPlan,
     folder: Path,
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    pinned: bool = True,
 ) -> Iterator[TrainingJob]:
     """Yield a job in a new lab, with controller and, if needed, shadow nodes; training is not started.
 
-    Trainers share one CPU, and all else shares another, if this machine has two for us.
+    If `pinned`, trainers share one CPU, and all else shares another, if this machine has two for us.
     """
     usable = sorted(os.sched_getaffinity(0))
-    trainers, others = ({usable[0]}, {usable[1]}) if len(usable) > 1 else (None, None)
+    trainers, others = ({usable[0]}, {usable[1]}) if pinned and len(usable) > 1 else (None, None)
     lab = Lab(topology, target, name=name, switch_cpus=others, progress=progress)
     with lab, Crew(lab) as crew, serving(crew, cpus=others):
         training = TrainingJob(crew, plan, folder, cpus=trainers, shadow_cpus=others)
