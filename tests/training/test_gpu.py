@@ -50,7 +50,7 @@ def trained(
     module, *options = script
     arguments = ("--iterations", str(ITERATIONS), "--device", "cuda", *options)
     plan = JobPlan(arguments, module, kills=kills, restarts=len(kills), environment=nccl)
-    with training_lab(build("gpu", lab), "softswitch", f"testgpu{name}", plan, folder) as job:
+    with training_lab(build("gpu", lab), "softswitch", f"testgpu{name}", plan, folder, pinned=False) as job:
         start_all([job])
         try:
             job.finish(200, lambda: None)
