@@ -131,7 +131,11 @@ def test_why_a_node_cannot_serve_is_one_clear_line(start: Callable[..., NodeProc
         f"error: {address}, the mgmt address of shadow node 0, is in use; is shadow node 0 running already?\n"
     )
     assert first.end(signal.SIGINT)[0] == 0
-    data = data_of(job, exclude_none=True)
+
+
+@pytest.mark.slow
+def test_an_address_of_another_machine_is_one_clear_line(start: Callable[..., NodeProcess]) -> None:
+    data = data_of(local_job(nodes=1), exclude_none=True)
     data["shadow_nodes"][0]["mgmt"] = "192.0.2.7:7000"
     foreign = start(of_data(Job, data), 0, "--no-view")
     _, words = foreign.process.communicate(timeout=60)

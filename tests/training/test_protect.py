@@ -181,6 +181,7 @@ def check_ends(sent: list[pb.RecordPart], layout: layouts.Layout, side: int) -> 
         assert found == expected
 
 
+@pytest.mark.slow
 def test_over_a_double_of_nccl(nodes: list[RecordingNode], tmp_path: Path) -> None:
     """Nodes are told NCCL's slicing, and records go out once the plugin's bytes are acknowledged."""
     run, ends = train(tmp_path, nodes, iterations=4, nccl="2.28")

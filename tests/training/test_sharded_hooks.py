@@ -169,7 +169,7 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
         ShardedCase(kept=torch.bfloat16, reduced=torch.float32),
         ShardedCase(kept=torch.bfloat16),
         ShardedCase(checkpointed=True),
-        ShardedCase(compiled=True),
+        pytest.param(ShardedCase(compiled=True), marks=pytest.mark.slow),
         ShardedCase(reused=True),
         ShardedCase(offloaded=True),
         ShardedCase(offloaded=True, kept=torch.bfloat16, reduced=torch.float32),
