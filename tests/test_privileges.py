@@ -100,6 +100,7 @@ def test_a_shadow_node_keeps_what_its_buffers_need(
 
 
 @needs_root
+@pytest.mark.slow
 def test_root_keeps_events_in_the_folder_of_another_user(
     start: Callable[..., NodeProcess], tmp_path: Path
 ) -> None:

@@ -76,8 +76,8 @@ def piped(lines: Sequence[Sequence[str]], **changes: str) -> str:
 
 @pytest.fixture(scope="module")
 def whole(lines: Sequence[Sequence[str]]) -> str:
-    """Return what the commands print into a pipe, the first time and once keys are there."""
-    piped(lines)
+    """Return what the commands print into a pipe once keys are there."""
+    piped([line for line in lines if line[0] == "keys"])
     return piped(lines)
 
 

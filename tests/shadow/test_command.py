@@ -50,6 +50,7 @@ def test_the_command_serves_until_it_is_told_to_end(
     assert (code, without_warning(words)) == (0, "")
 
 
+@pytest.mark.slow
 def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodeProcess]) -> None:
     job = local_job(nodes=1)
     process = start(job, 0, "--json", "--threads", "1")

@@ -132,6 +132,7 @@ def test_logs_of_one_node_of_all_and_as_they_come(lab: Lab) -> None:
             assert process.wait(10) == 130
 
 
+@pytest.mark.slow
 def test_logs_follow_until_the_lab_is_removed(name: str) -> None:
     lab = Lab(load("single_tor"), name=name)
     lab.up()

@@ -90,13 +90,15 @@ class Faulty:
         return sum(event.name == "started" for event in self.training.record().events[rank])
 
     def hold(self, node: int) -> dict[str, Any]:
-        """Return a shadow node's status of its only hold."""
+        """Return a shadow node's status of its only hold, once it has told of it: it does so each second."""
+        self.until(lambda: bool(self.training.status(node).get("holds")), f"a hold of shadow{node}")
         (one,) = self.training.status(node)["holds"]
         return dict(one)
 
     def stepped(self, node: int) -> int:
-        """Return the last iteration that a shadow node has stepped in all of its holds."""
-        return min(int(hold["stepped"]) for hold in self.training.status(node)["holds"])
+        """Return the last iteration that a shadow node has stepped in all of its holds; -1 without any."""
+        holds = self.training.status(node).get("holds", [])
+        return min((int(hold["stepped"]) for hold in holds), default=-1)
 
     def live(self, node: int) -> bool:
         """Return whether a shadow node's hold is live."""
