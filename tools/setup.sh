@@ -84,10 +84,11 @@ if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
 echo "making .venv with Python $version (once; a minute or two)"
-pip="env TMPDIR=$PWD/$scratch .venv/bin/python -m pip --disable-pip-version-check --quiet"
+pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
 hashed="--require-hashes --no-deps --only-binary :all: --requirement"
 # pip checks the hash of each file, or of none in one call. Itself first: Debian's takes twice as long.
 made="$version $(sha256sum <constraints-pip.txt)"
+export TMPDIR="$PWD/$scratch"
 if [ "$(cat .venv/.made 2>/dev/null)" != "$made" ]; then
     run "$("$python" -c 'import sys; print(sys._base_executable)')" -m venv --clear .venv
     mkdir -p $scratch
