@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.labs.live import alive
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -41,13 +42,16 @@ def checkout(tmp_path: Path) -> Path:
         found = shutil.which(name)
         assert found
         (commands / name).symlink_to(found)
-    for name, text in {
-        "python3": OLD.format(python=sys.executable),
-        "apt-get": APT.format(log=tmp_path / "apt.log"),
-    }.items():
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
+    executable(commands / "python3", OLD.format(python=sys.executable))
+    executable(commands / "apt-get", APT.format(log=tmp_path / "apt.log"))
     return folder
+
+
+def executable(file: Path, text: str) -> None:
+    """Write a program, and its folder if that is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
 
 
 def setup(checkout: Path, python: str | None = None) -> tuple[int, str]:
@@ -102,28 +106,17 @@ def test_make_passes_the_named_python_on(checkout: Path) -> None:
         assert done.stdout == "mine\n"
 
 
-def runs(process: int) -> bool:
-    """Return whether a process runs; one that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_what_set_up_has_started(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    checkout, pids = tmp_path / "checkout", tmp_path / "pids"
-    shutil.copytree(ROOT / "tools", checkout / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+def test_a_signal_ends_what_set_up_has_started(
+    checkout: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    pids = tmp_path / "pids"
     for name in ("pyproject.toml", "constraints.txt", "constraints-pip.txt", "constraints-torch.txt"):
         shutil.copy(ROOT / name, checkout)
     (checkout / "checkmate" / "cli").mkdir(parents=True)
     (checkout / "checkmate" / "cli" / "shell.txt").touch()
-    commands = {checkout / ".venv" / "bin" / "python": PIP.format(pids=pids)}
-    commands[tmp_path / "bin" / "apt-get"] = "#!/bin/sh\n"
-    for command, text in commands.items():
-        command.parent.mkdir(parents=True, exist_ok=True)
-        command.write_text(text)
-        command.chmod(0o755)
+    executable(checkout / ".venv" / "bin" / "python", PIP.format(pids=pids))
+    executable(tmp_path / "bin" / "apt-get", "#!/bin/sh\n")
     known = hashlib.sha256((checkout / "constraints-pip.txt").read_bytes()).hexdigest()
     (checkout / ".venv" / ".made").write_text(f"3.11 {known}  -\n")
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
@@ -134,5 +127,5 @@ def test_a_signal_ends_what_set_up_has_started(tmp_path: Path, number: signal.Si
         wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 3, "downloads")
         os.killpg(process.pid, number)
         assert process.wait(20) == status
-    wait_until(lambda: not any(runs(int(one)) for one in pids.read_text().split()), "their end")
+    wait_until(lambda: not alive(map(int, pids.read_text().split())), "their end")
     assert sorted(one.name for one in (checkout / ".venv").iterdir()) == [".made", "bin"]

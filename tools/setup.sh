@@ -34,8 +34,8 @@ debian() {
     [ $# = 0 ] || apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# Long commands run beside this shell, which acts on a signal only while it waits. Those that are left at the end are ended
-# with their children, but for apt-get, which would leave packages half installed.
+# Long commands run beside this shell, which acts on a signal only while it waits. Those that are left at the end are
+# ended with their children, but for apt-get, which would leave packages half installed.
 beside="" packages="" scratch=.venv/tmp wheels=.venv/wheels
 start() {
     setsid "$@" &
@@ -43,7 +43,7 @@ start() {
 }
 run() {
     start "$@"
-    wait "$!"
+    wait "$!" && beside=${beside% *} # it was the last; another process may get its number
 }
 debian_is_done() {
     [ -z "$packages" ] || wait "$packages" || {
@@ -102,6 +102,7 @@ if ! run $pip install --no-index --no-compile $hashed constraints.txt 2>/dev/nul
     awk '/^[^ #]/ { part = ++count % 3 } { print >"'$wheels'/" part ".txt" }' constraints.txt
     for part in $wheels/?.txt; do start $pip download --dest $wheels $hashed "$part"; done
     for one in $beside; do wait "$one"; done
+    beside=""
     run $pip install --no-compile --no-index --find-links $wheels $hashed constraints.txt
 fi
 # Nothing is built here but this project, with the setuptools just installed.
@@ -115,5 +116,6 @@ run $pip check
 run env PYTHONDONTWRITEBYTECODE= .venv/bin/python -c "
 import checkmate.examples.hsdp, hypothesis, pytest, topologies.training.demo, torch._dynamo, torch.distributed.run"
 wait "$shell"
+beside=""
 debian_is_done
 echo "$wanted" >$stamp

@@ -55,4 +55,4 @@ def measure() -> list[Result]:
             environment=environment,
             pinned=False,
         )
-        return cost(raced, len(lab.ranks), "DDP over NCCL", limits=(None, None))
+        return cost(raced, len(lab.ranks), "DDP over NCCL", aim=None, floor=None)

@@ -41,16 +41,17 @@ def measure() -> list[Result]:
     """Return every figure of this module; the blocks of a round are consecutive."""
     if os.geteuid() != 0:
         return [Skipped("iteration time", "needs root, for network namespaces")]
+    lab = load("single_tor")
     with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
         raced = race(
             Path(folder, "twins"),
-            load("single_tor"),
+            lab,
             "benchmarks.training.twins",
             ("--batch", str(BATCH)),
             STARTS,
             TURNS,
         )
-        costs = cost(raced, len(load("single_tor").ranks))
+        costs = cost(raced, len(lab.ranks))
         with _jobs(Path(folder)) as jobs:
             return [*costs, *_saving(_race(jobs))]
 

@@ -47,11 +47,10 @@ def measure() -> list[Result]:
     """Return time and memory."""
     if os.geteuid() != 0:
         return [Skipped("sharded model", "needs root, for network namespaces")]
+    lab = load("hsdp")
     with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
-        raced = race(
-            Path(folder, "twins"), load("hsdp"), "benchmarks.training.sharded_twins", _TIMED, STARTS, TURNS
-        )
-        return [*cost(raced, len(load("hsdp").ranks)), *_memory(Path(folder))]
+        raced = race(Path(folder, "twins"), lab, "benchmarks.training.sharded_twins", _TIMED, STARTS, TURNS)
+        return [*cost(raced, len(lab.ranks)), *_memory(Path(folder))]
 
 
 def _memory(folder: Path) -> list[Result]:

@@ -20,7 +20,6 @@ _SECONDS: Final = 1800.0
 
 Blocks = Mapping[str, list[TimedBlock]]
 """Blocks by name; those of one round or pair have the same index."""
-Limits = tuple[float | None, float | None]
 
 
 def race(
@@ -56,12 +55,14 @@ def race(
 
 
 def cost(
-    found: Blocks, ranks: int, others: str = "the same ring untagged", limits: Limits = (1.01, 1.03)
+    found: Blocks,
+    ranks: int,
+    others: str = "the same ring untagged",
+    *,
+    aim: float | None = 1.01,
+    floor: float | None = 1.03,
 ) -> list[Result]:
-    """Return what protection costs in comparison with the `others`, beside the control.
-
-    `limits` are the aim and the floor.
-    """
+    """Return what protection costs in comparison with the `others`, beside the control."""
     ours, theirs, control = (found[kind] for kind in twins.KINDS)
     time = ratios([one.seconds for one in ours], [one.seconds for one in theirs])
     level = ratios([one.seconds for one in control], [one.seconds for one in theirs])
@@ -69,7 +70,7 @@ def cost(
     # The cost per rank is constant, so this determines the ratio for iterations of another length.
     more = [1000 * (a.processor - b.processor) / ranks for a, b in zip(ours, theirs, strict=True)]
     return [
-        Figure(f"Checkmate / {others}", time, "", *limits, smaller=True, note=spread95(time)),
+        Figure(f"Checkmate / {others}", time, "", aim, floor, smaller=True, note=spread95(time)),
         Figure("control: a second such twin / the first", level, "", note=spread95(level)),
         Figure("processor time of all ranks", used, "", smaller=True, note=spread95(used)),
         Figure("the difference in processor time per rank", tuple(more), "ms", note=spread95(more)),

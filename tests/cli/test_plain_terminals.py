@@ -88,20 +88,15 @@ def test_a_pipe_gets_whole_lines(lines: Sequence[Sequence[str]], whole: str) -> 
     assert "├" not in whole and "─" in whole and "…" not in whole
 
 
-NARROW: Sequence[Mapping[str, str]] = (
-    {},
-    {"LC_ALL": "POSIX"},
-    {"PYTHONIOENCODING": "ascii"},
-    {"TERM": "dumb"},
-)
-
-
 @pytest.mark.parametrize(
     ("columns", "changes"),
     [
         (80, {}),
         (60, {"LANG": "C"}),
-        *(pytest.param(60, changes, marks=pytest.mark.slow) for changes in NARROW),
+        *(
+            pytest.param(60, changes, marks=pytest.mark.slow)
+            for changes in ({}, {"LC_ALL": "POSIX"}, {"PYTHONIOENCODING": "ascii"}, {"TERM": "dumb"})
+        ),
     ],
 )
 def test_no_figure_is_cut_and_no_character_garbled(

@@ -72,7 +72,9 @@ torch.save([run.model.state_dict(), run.optimizer.state_dict()], path + ".out")
 """
 
 
-@pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [FORMATS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FORMATS[1:])]
+)
 def test_plain_pytorch_resumes_without_this_project(kind: disk.Format, tmp_path: Path) -> None:
     """Without the project, by strict `load_state_dict`, with the bits of an uninterrupted run."""
     run = DiskRun()

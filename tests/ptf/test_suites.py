@@ -41,9 +41,7 @@ def _run_suite(target: str, suite: str) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize(
-    "suite", [pytest.param("forwarding", marks=pytest.mark.slow), "replication", "streams", "stub"]
-)
+@pytest.mark.parametrize("suite", [pytest.param(SUITES[0], marks=pytest.mark.slow), *SUITES[1:]])
 def test_softswitch(suite: str) -> None:
     _run_suite("softswitch", suite)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from checkmate.state import local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.staging import Staging, Tensors
 from testbed.ports import free_port
-from tests.support.training.rank_processes import RankProcesses, failing_backward
+from tests.support.training.rank_processes import RankProcesses, failing_backward, join_nccl
 from tests.support.training.sharded import (
     FIRST_ITERATION,
     ShardedNet,
@@ -103,14 +102,6 @@ def prepared(case: ShardedCase) -> ShardedNet | SplitNet:
         if case.compiled:
             block.compile(backend="aot_eager")
     return model
-
-
-def join_nccl(rank: int, count: int, store: str) -> None:
-    """Replace the default process group by one with NCCL, for which each rank is a host of its own."""
-    os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
-    dist.destroy_process_group()
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=count)
 
 
 def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) -> int:

@@ -26,6 +26,7 @@ from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.parameter import Parameter
 from testbed.jobs import job_data
 from tests.support.nccl.double import DoubleNccl
+from tests.support.training.rank_processes import be_a_host
 
 TAGGING = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("clang") is None, reason="the tagger needs root and clang"
@@ -61,7 +62,7 @@ def prepare(
     nccl_runtime.runtime = runtime
     for name in [name for name in os.environ if name.startswith("NCCL_") and "DEBUG" not in name]:
         del os.environ[name]
-    os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    be_a_host(rank)
     start = Start(RestartPlan("nothing", 7, "run"))
     place = place_of(rank, count, channels)
     return NcclMaker(place, layout_of(runtime), start, runtime.device(0), undo, required)

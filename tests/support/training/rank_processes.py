@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -104,6 +105,27 @@ def _serve(end: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         end.send((words, result))
+
+
+def be_a_host(rank: int) -> None:
+    """Have NCCL take this rank for a host of its own, so that ranks may share a GPU."""
+    os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def join_nccl(
+    rank: int,
+    count: int,
+    store: str,
+    backend: str = "cpu:gloo,cuda:nccl",
+    device: torch.device | None = None,
+) -> None:
+    """Replace the default process group by one with NCCL on the GPU that ranks share, bound to a `device`."""
+    be_a_host(rank)
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=count, device_id=device
+    )
 
 
 def failing_backward(loss: torch.Tensor) -> str:

@@ -25,7 +25,7 @@ from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import membership
 from checkmate.training.start.nccl_runtime import TorchNccl
 from tests.support.training.nccl_ranks import TAGGING, check_reduced, prepare, reduce
-from tests.support.training.rank_processes import RankProcesses
+from tests.support.training.rank_processes import RankProcesses, join_nccl
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="stock NCCL needs a GPU"),
@@ -54,15 +54,9 @@ def after_another(
 
     NCCL is told of the plugin before that if it is `named`.
     """
-    os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
     if named:
         os.environ |= variables(shared_object())
-    dist.destroy_process_group()
-    torch.cuda.set_device(0)
-    device = torch.device("cuda", 0) if bound else None
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=count, device_id=device
-    )
+    join_nccl(rank, count, f"{folder}/store", backend, torch.device("cuda", 0) if bound else None)
     ours = torch.full((1000,), float(rank), device="cuda")
     dist.all_reduce(ours)
     assert (ours == sum(range(count))).all()
