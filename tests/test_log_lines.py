@@ -12,7 +12,7 @@ import pytest
 from checkmate.events.keeping import EventLog
 from checkmate.events.kinds import STREAM_FAILED, STREAM_REFUSED, Happened
 from checkmate.events.saying import keep_in
-from checkmate.output.log_lines import GatheredLog, StrangerLog, first_and_count
+from checkmate.output.log_lines import ROW_ITERATIONS, GatheredLog, Repetition, StrangerLog, first_and_count
 from tests.support.waiting import wait_until
 
 
@@ -92,3 +92,21 @@ def test_strangers_cannot_fill_the_event_log(monkeypatch: pytest.MonkeyPatch) ->
         ("stream.refused", "refused", "refused")
     }
     assert [one.fields["count"] for one in found] == [1, *[60] * 9]
+
+
+def test_what_repeats_is_logged_more_and_more_rarely() -> None:
+    repetition = Repetition()
+    said = {
+        number: left_out for number in range(1, 1001) if (left_out := repetition.again(number)) is not None
+    }
+    assert said == {1: 0, 10: 8, 100: 89, 1000: 899}
+
+
+def test_the_end_of_what_repeats_is_logged_with_what_was_left_out() -> None:
+    repetition = Repetition()
+    assert [repetition.again(number) for number in range(5)] == [0, None, None, None, None]
+    assert (repetition.over(), repetition.over()) == (4, None)
+    assert [repetition.again(5), repetition.over()] == [None, None], (
+        "what comes and goes is a repetition, too"
+    )
+    assert repetition.again(6 + ROW_ITERATIONS) == 1, "after a while it is new"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -25,10 +25,10 @@ class LogLine:
 
 
 class LabLogs:
-    """Reader of the logs in a lab's folder, of all nodes or of one."""
+    """Reader of the logs in a lab's folder, of all nodes or of some."""
 
-    def __init__(self, folder: Path, node: str | None = None) -> None:
-        self._folder, self._node = folder, node
+    def __init__(self, folder: Path, nodes: Collection[str] | None = None) -> None:
+        self._folder, self._nodes = folder, nodes
         self._files: dict[Path, BinaryIO] = {}
         """Open files, at the first byte that has not been shown."""
 
@@ -43,7 +43,7 @@ class LabLogs:
             name = file.name.removesuffix(".log")
             process = name.removesuffix(".out")
             node = CONTROLLER if process in _AT_CONTROLLER else process
-            if self._node in (None, node):
+            if self._nodes is None or node in self._nodes:
                 for text in self._lines(file, whole):
                     yield LogLine(node, name == process, text)
 

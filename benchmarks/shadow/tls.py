@@ -62,7 +62,7 @@ def _sending(job: Job, stack: ExitStack) -> Timed:
     keys = keys_of(job, Role.SHADOW)
     gate = RecordsGate(job, keys) if keys is not None else None
     listener = socket.create_server(job.node(0).records_at)
-    inbox = Inbox(listener, lambda part, _: pb.RecordReply(iteration=part.iteration), gate)
+    inbox = Inbox(listener, lambda part, *_: pb.RecordReply(iteration=part.iteration), gate)
     stack.callback(inbox.stop)
     inbox.start()
     line = RecordLine(job, 0, keys_of(job, Role.TRAINER))

@@ -59,7 +59,7 @@ def logs(
     Example: checkmate lab logs single_tor shadow0 --follow
     """
     attached = Lab.attached(lab)
-    reader = LabLogs(attached.directory, None if node is None else inside.check_node(attached, node))
+    reader = LabLogs(attached.directory, None if node is None else [inside.check_node(attached, node)])
     wide = 0 if node else max(map(len, attached.topology.nodes))
 
     def show(*, whole: bool) -> None:
@@ -88,13 +88,17 @@ def train(
 ) -> None:
     """Train in a lab: start shadow nodes, a controller if none serves, and a script on all ranks.
 
-    Shows what rank 0 writes; `lab logs` has the rest. At the end, or at Ctrl-C, everything that it has
-    started is stopped, and the lab stays.
+    Shows what rank 0 writes, and errors of Checkmate's on any rank, each once; `lab logs` has the rest. At
+    the end, or at Ctrl-C, everything that it has started is stopped, and the lab stays.
 
     Example: checkmate lab train single_tor -- train.py --epochs 2
     """
     with unwinding(), training_in(lab, script, restarts=restarts, console=err) as training:
-        training.follow(_show_line, lambda text: err.print(text, soft_wrap=True))
+        training.follow(
+            _show_line,
+            lambda text: err.print(text, soft_wrap=True),
+            lambda text: err.print(Text(text, "bold red"), soft_wrap=True),
+        )
 
 
 def _show_line(line: LogLine) -> None:

@@ -33,6 +33,8 @@ SECONDS: Final = 3.0
 """For each answer."""
 _LATE: Final = f"no answer within {SECONDS:g} s"
 _SHOWN: Final = 8
+_REFUSAL_MOST: Final = 1000
+"""Characters of an error."""
 _AWAY: Final = ("can't be reached", "did not answer")
 """How reasons begin if nobody is there; others are refusals."""
 _START: Final = "start it, or let its port through the firewall (`checkmate docs install`)"
@@ -70,7 +72,8 @@ def of_answers(job: Job, nodes: Sequence[ShadowNode], answers: Answers) -> list[
     if len(silent) < len(nodes):
         answering = counted(len(nodes) - len(silent), "node")
         found.append(ok("shadow nodes", f"{answering} of {len(nodes)} answered, with this host's protocol"))
-    return [*found, *_versions(job, {n: said for n, said in answers.items() if not isinstance(said, str)})]
+    there = {node: said for node, said in answers.items() if not isinstance(said, str)}
+    return [*found, *_versions(job, there), *_refusal(there)]
 
 
 def _silence(node: ShadowNode, why: str) -> Finding:
@@ -100,6 +103,18 @@ def _versions(job: Job, answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:
         told = f"PyTorch {own} here, {shortened(' and '.join(others))} on shadow nodes"
         return [warning("versions", f"{told}: states may differ in the last bits", "install the same one")]
     return [ok("versions", f"the same protocol, job file and PyTorch ({own})")]
+
+
+def _refusal(answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:
+    """Tell why the last start of training was refused, if it was."""
+    from checkmate.nodes.standing import newest_refusal, refusal_words  # noqa: PLC0415
+
+    if (refusal := newest_refusal(answers)) is None:
+        return []
+    told = f"the last start was refused {shortened(refusal_words(refusal), _REFUSAL_MOST)}"
+    return [
+        warning("training", told, "change the script: `checkmate docs training` has what can be followed")
+    ]
 
 
 def records(nodes: Sequence[ShadowNode], tls: ssl.SSLContext | None) -> list[Finding]:

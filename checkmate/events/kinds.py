@@ -17,7 +17,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "incarnation": "the number of the start of training, 0 to 255",
     "iteration": (
         "the last one; of `training.begun`, `trainer.restore.ended` and `trainer.protect.ended` the next; of "
-        "`trainer.ring.broken` the one that was trained"
+        "`trainer.ring.broken` and `training.refused` the one that was trained"
     ),
     "iterations": "how many",
     "jobs": "names of jobs",
@@ -26,6 +26,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "nics": "addresses",
     "node": "id of a shadow node",
     "nodes": "ids of shadow nodes",
+    "rank": "its name",
     "removed": "names of jobs",
     "seconds": "how long that took",
     "shard": "the shard of the DP group",
@@ -83,6 +84,14 @@ NODE_FENCED: Final = _kind(
 NODE_RESET: Final = _kind("node.reset", "`checkmate reset` has discarded what it held", "generation")
 NODE_DRAINED: Final = _kind("node.drained", "`checkmate drain`: it holds nothing until it is restarted")
 TRAINING_BEGUN: Final = _kind("training.begun", "a DP group starts", "group", "incarnation", "iteration")
+TRAINING_REFUSED: Final = _kind(
+    "training.refused",
+    "a rank's script did what shadow nodes can't repeat, and ends; the first rank that a node hears of",
+    *("incarnation", "iteration", "rank", "why"),
+)
+TRAINING_OVERLAPS: Final = _kind(
+    "training.overlaps", "an older start of training goes on beside the present one", "why"
+)
 ITERATION_COMMITTED: Final = _kind(
     "iteration.committed",
     "how far it is: beside other events, and each 30 s; only in the event log",
@@ -106,7 +115,9 @@ STREAM_GAP: Final = _kind(
     "stream.gap", "gradients were lost; the shard joins again", "group", "shard", "iteration", "joins", "why"
 )
 COMPARISON_MISMATCH: Final = _kind(
-    "comparison.mismatch", "a shard differs from the trainers'", "group", "shard", "iteration", "why"
+    "comparison.mismatch",
+    "a shard differs from the trainers': the first, 10th, 100th time in a row, and so on",
+    *("group", "shard", "iteration", "why"),
 )
 PEER_LOST: Final = _kind("peer.lost", "the process of another shadow node has ended", "node", "why")
 PEER_BEHIND: Final = _kind("peer.behind", "the others continued without a shadow node", "node", "iterations")
@@ -166,8 +177,18 @@ TRAINER_FIRST: Final = _kind(
     "trainer.first", "after `protect`, the first iteration is done", "iteration", "seconds"
 )
 TRAINER_NODE_LOST: Final = _kind("trainer.node.lost", "training goes on without a shadow node", "node", "why")
-TRAINER_NODE_TROUBLE: Final = _kind("trainer.node.trouble", "what a shadow node reports", "node", "why")
+TRAINER_NODE_TROUBLE: Final = _kind(
+    "trainer.node.trouble",
+    "what a shadow node reports; of changes in a row as `comparison.mismatch`",
+    *("node", "why"),
+)
 TRAINER_NODE_BACK: Final = _kind("trainer.node.back", "that node answers again", "node")
+TRAINER_SUPERSEDED: Final = _kind(
+    "trainer.superseded", "shadow nodes follow another start of the job, and not this one any more", "why"
+)
+TRAINER_OVERLAPS: Final = _kind(
+    "trainer.overlaps", "shadow nodes follow this start, and an older one of the job goes on", "why"
+)
 TRAINER_RING_BROKEN: Final = _kind("trainer.ring.broken", "gradients can't be reduced", "iteration", "why")
 TRAINER_ENDED: Final = _kind(
     "trainer.ended", "a rank's protection has ended", "iteration", "completed", "why"

@@ -29,6 +29,7 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
         "Reset": _TRAINER,
         "Leave": _TRAINER,
         "Begin": _TRAINER,
+        "Refused": _TRAINER,
         "Seed": _TRAINER,
         "Reserve": _READERS,
         "Release": _READERS,

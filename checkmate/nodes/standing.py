@@ -5,12 +5,14 @@ From this, `offers` (reading during training) and `target` (a restart) select th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import REFUSAL_MAX
+from checkmate.wording import counted, shortened
 
 T = TypeVar("T")
 
@@ -22,6 +24,8 @@ Answers = Mapping[int, pb.NodeStatus | str]
 
 INCARNATIONS: Final = 256
 _NO_ANSWER: Final = "has not answered"
+_SHOWN: Final = 4
+"""Addresses in a message."""
 
 
 @dataclass(frozen=True, order=True)
@@ -159,6 +163,44 @@ def discarded(answers: Answers) -> int:
 def greatest_generation(answers: Answers) -> int:
     """Return the greatest generation that any node knows; 0 if none."""
     return max((one.generation for one in answers.values() if isinstance(one, pb.NodeStatus)), default=0)
+
+
+def newest_refusal(answers: Answers) -> pb.Refusal | None:
+    """Return why a script was refused in the newest start of training, or `None` if it was not.
+
+    If it was refused on several ranks, the first one counts: by iteration, then by name.
+    """
+    least = discarded(answers)
+    refusals = [
+        answer.refusal
+        for answer in answers.values()
+        if isinstance(answer, pb.NodeStatus) and answer.HasField("refusal")
+        if not least or answer.refusal.generation > least
+    ]
+    known: list[pb.Refusal | pb.HoldStatus] = [*refusals, *(hold for _, hold in counted_holds(answers))]
+    generation = max((one.generation for one in known), default=0)
+    incarnation = newest_incarnation(one.incarnation for one in known if one.generation == generation)
+    newest = [one for one in refusals if (one.generation, one.incarnation) == (generation, incarnation)]
+    return min(newest, key=lambda one: (one.iteration, one.rank, one.text), default=None)
+
+
+def refusal_words(refusal: pb.Refusal) -> str:
+    """Return when and why a script was refused, for after `training was refused` and the like."""
+    rank, text = shortened(refusal.rank), shortened(refusal.text, REFUSAL_MAX)
+    return f"in iteration {refusal.iteration} on {rank}: {text}"
+
+
+def overlap_words(hosts: Collection[str]) -> str:
+    """Return what is wrong if trainers of an older start go on, by the addresses of their hosts."""
+    shown = " and ".join(filter(None, [", ".join(list(hosts)[:_SHOWN]), _more(len(hosts) - _SHOWN)]))
+    return (
+        f"an older start of this job still trains: its step records come from {shown}. Shadow nodes follow "
+        "the newer start only, so what the older one trains is not kept: end one of the two"
+    )
+
+
+def _more(hosts: int) -> str:
+    return counted(hosts, "more host") if hosts > 0 else ""
 
 
 def counted_holds(answers: Answers) -> list[tuple[int, pb.HoldStatus]]:

@@ -16,7 +16,7 @@ from checkmate.job.schema import Job
 from checkmate.keys.contexts import client_context
 from checkmate.keys.folder import RoleKeys
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.channels import open_channel
+from checkmate.rpc.channels import SUPERSEDED, open_channel
 from checkmate.rpc.protocol import PROTOCOL, mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 
@@ -33,6 +33,7 @@ _REFUSALS: Final = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.PERMISSION_DENIED,
+    SUPERSEDED,
 )
 """A shadow node's own refusals, with a message."""
 _PLAIN: Final = {

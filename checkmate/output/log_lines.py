@@ -13,6 +13,9 @@ from checkmate.events.saying import say
 
 T = TypeVar("T")
 
+ROW_ITERATIONS: Final = 100
+"""What has not happened for this number of iterations is logged again when it does."""
+_POWERS: Final = frozenset(10**power for power in range(18))
 LINE_MOST: Final = 300
 """Characters of a log line about a stranger."""
 EVENT_SECONDS: Final = 60.0
@@ -72,6 +75,46 @@ def first_and_count(lines: Sequence[str]) -> str:
     """Return the first of some lines about streams, and the number of the others."""
     others = len(lines) - 1
     return f"{lines[0]} (and {others:,} more like this)" if others else lines[0]
+
+
+def left_out_words(count: int) -> str:
+    """Return what a line adds about those like it that were left out before it."""
+    return f" ({count:,} more like this since the last such line)" if count else ""
+
+
+class Repetition:
+    """Something that may happen again at each iteration: which of its occurrences to log. Not thread-safe.
+
+    The 1st, 10th, 100th and so on in a row: until none has come for `ROW_ITERATIONS`.
+    """
+
+    def __init__(self) -> None:
+        self._count = self._left_out = 0
+        self._newest = -1
+        self._said = False
+
+    def again(self, iteration: int) -> int | None:
+        """Note that it has happened. Return how many were left out before it, or `None` to leave it out."""
+        if iteration - self._newest > ROW_ITERATIONS:
+            self._count = 0
+        self._count, self._newest = self._count + 1, iteration
+        if self._count not in _POWERS:
+            self._left_out += 1
+            return None
+        left_out, self._left_out = self._left_out, 0
+        self._said = True
+        return left_out
+
+    def over(self) -> int | None:
+        """Note that it is over. Return how many were left out, or `None` if this is not worth a line.
+
+        It is not if all that has happened since it was over before was left out, too.
+        """
+        if not self._said:
+            return None
+        left_out, self._left_out = self._left_out, 0
+        self._said = False
+        return left_out
 
 
 class StrangerLog:

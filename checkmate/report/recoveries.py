@@ -20,6 +20,7 @@ from checkmate.events.kinds import (
     TRAINER_ENDED,
     TRAINER_FIRST,
     TRAINER_RING_BROKEN,
+    TRAINING_REFUSED,
 )
 from checkmate.report.processes import Process, is_rank
 from checkmate.report.records import Death, Recovery, Step
@@ -157,6 +158,10 @@ def _cause(
     earlier: Sequence[Event], died: Sequence[Death], before: str, now: str
 ) -> tuple[float, str] | None:
     """Return the time of what a start of training follows, and what that was."""
+    refused = next((one for one in earlier if one.name == TRAINING_REFUSED.name), None)
+    if refused is not None:
+        iteration, rank, why = (refused.fields.get(key, "") for key in ("iteration", "rank", "why"))
+        return refused.time, f"the script was refused in iteration {iteration} on {rank}: {why}"
     broken = [one for one in earlier if one.name == TRAINER_RING_BROKEN.name]
     dead = [one for one in died if is_rank(one.who) and before <= (one.noticed or one.last) < now]
     if broken:

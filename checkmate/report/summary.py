@@ -16,6 +16,9 @@ from checkmate.events.kinds import (
     RESTORE_FAILED,
     STREAM_GAP,
     SWITCH_LOST,
+    TRAINER_SUPERSEDED,
+    TRAINING_OVERLAPS,
+    TRAINING_REFUSED,
 )
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import node_name
@@ -27,7 +30,7 @@ from checkmate.report.shards import absences
 
 _TROUBLES = (
     *(STREAM_GAP, COMPARISON_MISMATCH, NODE_TROUBLE, NODE_STALLED, SWITCH_LOST, EVENTS_LOST),
-    RESTORE_FAILED,
+    *(RESTORE_FAILED, TRAINING_REFUSED, TRAINING_OVERLAPS, TRAINER_SUPERSEDED),
 )
 _READ = "read its event log, copied from its host: `checkmate report JOB --events FOLDER`"
 

@@ -19,6 +19,9 @@ WINDOW_BYTES: Final = 4 << 20
 HANDSHAKE_SECONDS: Final = 5
 """How long a connection may take for its TLS handshake."""
 
+SUPERSEDED: Final = grpc.StatusCode.ABORTED
+"""The status of a `Begin` of a start of training that a restart has ended for good."""
+
 OPTIONS: Final = (
     ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),

@@ -12,6 +12,11 @@ shares and no types of gradients. Version 4 did not tell meshes apart, and in
 version 5 seeds had another checksum.
 """
 
+TEXT_MAX: Final = 256
+"""Characters of names of runs, of ranks and of software."""
+REFUSAL_MAX: Final = 4096
+"""Characters of the text of a `RefusedRequest`. Trainers cut it, and nodes refuse a longer one."""
+
 
 def mismatch(theirs: int, them: str, us: str) -> str:
     """Return in one sentence which side is older, or "" if both have the same version.

@@ -744,6 +744,7 @@ class NodeStatus(google.protobuf.message.Message):
     TRAINERS_FIELD_NUMBER: builtins.int
     JOB_RANKS_FIELD_NUMBER: builtins.int
     LEFT_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -790,6 +791,10 @@ class NodeStatus(google.protobuf.message.Message):
     def job_ranks(self) -> Global___JobRanks:
         """in the job file of the node"""
 
+    @property
+    def refusal(self) -> Global___Refusal:
+        """of the start of training that began last here, if it was refused"""
+
     def __init__(
         self,
         *,
@@ -815,11 +820,15 @@ class NodeStatus(google.protobuf.message.Message):
         trainers: builtins.int = ...,
         job_ranks: Global___JobRanks | None = ...,
         left: builtins.bool = ...,
+        refusal: Global___Refusal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job_ranks", b"job_ranks"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal", "job_ranks", b"job_ranks", "refusal", b"refusal"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "left", b"left", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal", "behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "left", b"left", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "refusal", b"refusal", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__refusal: typing_extensions.TypeAlias = typing.Literal["refusal"]
+    _WhichOneofArgType__refusal: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refusal) -> _WhichOneofReturnType__refusal | None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
 
@@ -933,7 +942,7 @@ class OptimizerSpec(google.protobuf.message.Message):
     THREADS_FIELD_NUMBER: builtins.int
     DEFAULT_DTYPE_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """such as torch.optim.AdamW"""
+    """such as torch.optim.AdamW; empty if groups have several"""
     threads: builtins.int
     """torch's in training, on which results of 16-bit parameters depend; 0: unknown"""
     default_dtype: builtins.str
@@ -960,8 +969,11 @@ class ParamGroup(google.protobuf.message.Message):
     PARAMETERS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
     options: builtins.str
     """JSON: the group without "params": lr, betas, foreach, fused, ..."""
+    optimizer: builtins.str
+    """the class that steps the group; empty: OptimizerSpec.name"""
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """in the layout, in the optimizer's order; 2^32 - 1: not reduced"""
@@ -976,8 +988,9 @@ class ParamGroup(google.protobuf.message.Message):
         parameters: collections.abc.Iterable[builtins.int] | None = ...,
         options: builtins.str = ...,
         names: collections.abc.Iterable[builtins.str] | None = ...,
+        optimizer: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["names", b"names", "options", b"options", "parameters", b"parameters"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["names", b"names", "optimizer", b"optimizer", "options", b"options", "parameters", b"parameters"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ParamGroup: typing_extensions.TypeAlias = ParamGroup
@@ -1123,6 +1136,85 @@ class BeginReply(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginReply: typing_extensions.TypeAlias = BeginReply
+
+@typing.final
+class RefusedRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    ITERATION_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    protocol: builtins.int
+    start: builtins.bytes
+    """as in BeginRequest"""
+    iteration: builtins.int
+    """in which the script was refused; its record was not sent"""
+    rank: builtins.str
+    """the rank's name in messages"""
+    text: builtins.str
+    """of the error"""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        protocol: builtins.int = ...,
+        start: builtins.bytes = ...,
+        iteration: builtins.int = ...,
+        rank: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["iteration", b"iteration", "job", b"job", "protocol", b"protocol", "rank", b"rank", "start", b"start", "text", b"text"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RefusedRequest: typing_extensions.TypeAlias = RefusedRequest
+
+@typing.final
+class RefusedReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___RefusedReply: typing_extensions.TypeAlias = RefusedReply
+
+@typing.final
+class Refusal(google.protobuf.message.Message):
+    """A RefusedRequest, as the node that has it tells others: with the number of its start. The first of a start counts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    ITERATION_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    """as in BeginRequest, here and below"""
+    incarnation: builtins.int
+    start: builtins.bytes
+    iteration: builtins.int
+    rank: builtins.str
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        generation: builtins.int = ...,
+        incarnation: builtins.int = ...,
+        start: builtins.bytes = ...,
+        iteration: builtins.int = ...,
+        rank: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["generation", b"generation", "incarnation", b"incarnation", "iteration", b"iteration", "rank", b"rank", "start", b"start", "text", b"text"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Refusal: typing_extensions.TypeAlias = Refusal
 
 @typing.final
 class Generators(google.protobuf.message.Message):
@@ -1491,6 +1583,9 @@ class RecordReply(google.protobuf.message.Message):
     BUFFERS_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     SUSPECTS_FIELD_NUMBER: builtins.int
+    SUPERSEDED_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    ALSO_TRAINING_FIELD_NUMBER: builtins.int
     iteration: builtins.int
     """all parts up to this iteration have arrived; -1: none"""
     trouble: builtins.str
@@ -1498,6 +1593,10 @@ class RecordReply(google.protobuf.message.Message):
     """a record was skipped: send all buffers again, because some may have changed in it"""
     refused: builtins.str
     """why the node refuses the part; it then closes the connection"""
+    superseded: builtins.bool
+    """Another start of training has fenced this one, or has begun in its place: nothing of it is kept any more."""
+    by: builtins.str
+    """the address from which that was done"""
     @property
     def wanted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SeedWanted]:
         """Shards and parameters of this group that the node lacks and no other holder provides."""
@@ -1508,6 +1607,10 @@ class RecordReply(google.protobuf.message.Message):
         slices of suspects before any others.
         """
 
+    @property
+    def also_training(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """To the first rank: addresses from which trainers of an older start still send records, long after it was fenced."""
+
     def __init__(
         self,
         *,
@@ -1517,8 +1620,11 @@ class RecordReply(google.protobuf.message.Message):
         buffers: builtins.bool = ...,
         refused: builtins.str = ...,
         suspects: collections.abc.Iterable[Global___Suspect] | None = ...,
+        superseded: builtins.bool = ...,
+        by: builtins.str = ...,
+        also_training: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "iteration", b"iteration", "refused", b"refused", "suspects", b"suspects", "trouble", b"trouble", "wanted", b"wanted"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["also_training", b"also_training", "buffers", b"buffers", "by", b"by", "iteration", b"iteration", "refused", b"refused", "superseded", b"superseded", "suspects", b"suspects", "trouble", b"trouble", "wanted", b"wanted"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordReply: typing_extensions.TypeAlias = RecordReply

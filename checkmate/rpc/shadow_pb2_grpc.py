@@ -79,6 +79,11 @@ class ShadowStub(object):
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.BeginRequest.SerializeToString,
                 response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.BeginReply.FromString,
                 _registered_method=True)
+        self.Refused = channel.unary_unary(
+                '/checkmate.v1.Shadow/Refused',
+                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.RefusedRequest.SerializeToString,
+                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.RefusedReply.FromString,
+                _registered_method=True)
         self.Seed = channel.stream_unary(
                 '/checkmate.v1.Shadow/Seed',
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.Seeds.SerializeToString,
@@ -173,6 +178,13 @@ class ShadowServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Refused(self, request, context):
+        """A rank's script did what shadow nodes can't repeat, and ends: kept until another start begins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Seed(self, request_iterator, context):
         """Parameters and optimizer state, in pieces; the node answers when the stream ends.
         """
@@ -254,6 +266,11 @@ def add_ShadowServicer_to_server(servicer, server):
                     servicer.Begin,
                     request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.BeginRequest.FromString,
                     response_serializer=checkmate_dot_rpc_dot_shadow__pb2.BeginReply.SerializeToString,
+            ),
+            'Refused': grpc.unary_unary_rpc_method_handler(
+                    servicer.Refused,
+                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.RefusedRequest.FromString,
+                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.RefusedReply.SerializeToString,
             ),
             'Seed': grpc.stream_unary_rpc_method_handler(
                     servicer.Seed,
@@ -524,6 +541,33 @@ class Shadow(object):
             '/checkmate.v1.Shadow/Begin',
             checkmate_dot_rpc_dot_shadow__pb2.BeginRequest.SerializeToString,
             checkmate_dot_rpc_dot_shadow__pb2.BeginReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Refused(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/checkmate.v1.Shadow/Refused',
+            checkmate_dot_rpc_dot_shadow__pb2.RefusedRequest.SerializeToString,
+            checkmate_dot_rpc_dot_shadow__pb2.RefusedReply.FromString,
             options,
             channel_credentials,
             insecure,

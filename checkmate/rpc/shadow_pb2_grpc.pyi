@@ -47,6 +47,8 @@ class ShadowStub:
     """A DP group starts, or a node rejoins it: incarnation, layout, first iteration, keep or seed.
     Returns at once; `Status` reports when streams are connected and holds are seeded.
     """
+    Refused: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.RefusedRequest, checkmate.rpc.shadow_pb2.RefusedReply]
+    """A rank's script did what shadow nodes can't repeat, and ends: kept until another start begins."""
     Seed: grpc.StreamUnaryMultiCallable[checkmate.rpc.shadow_pb2.Seeds, checkmate.rpc.shadow_pb2.SeedReply]
     """Parameters and optimizer state, in pieces; the node answers when the stream ends."""
     Reserve: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ReserveRequest, checkmate.rpc.shadow_pb2.ReserveReply]
@@ -80,6 +82,8 @@ class ShadowAsyncStub(ShadowStub):
     """A DP group starts, or a node rejoins it: incarnation, layout, first iteration, keep or seed.
     Returns at once; `Status` reports when streams are connected and holds are seeded.
     """
+    Refused: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.RefusedRequest, checkmate.rpc.shadow_pb2.RefusedReply]  # type: ignore[assignment]
+    """A rank's script did what shadow nodes can't repeat, and ends: kept until another start begins."""
     Seed: grpc.aio.StreamUnaryMultiCallable[checkmate.rpc.shadow_pb2.Seeds, checkmate.rpc.shadow_pb2.SeedReply]  # type: ignore[assignment]
     """Parameters and optimizer state, in pieces; the node answers when the stream ends."""
     Reserve: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ReserveRequest, checkmate.rpc.shadow_pb2.ReserveReply]  # type: ignore[assignment]
@@ -164,6 +168,14 @@ class ShadowServicer(metaclass=abc.ABCMeta):
         """A DP group starts, or a node rejoins it: incarnation, layout, first iteration, keep or seed.
         Returns at once; `Status` reports when streams are connected and holds are seeded.
         """
+
+    @abc.abstractmethod
+    def Refused(
+        self,
+        request: checkmate.rpc.shadow_pb2.RefusedRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[checkmate.rpc.shadow_pb2.RefusedReply, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.RefusedReply]]:
+        """A rank's script did what shadow nodes can't repeat, and ends: kept until another start begins."""
 
     @abc.abstractmethod
     def Seed(

@@ -46,8 +46,11 @@ _READ_BYTES: Final = 1 << 18
 _VANISHED_SECONDS: Final = 15
 _AGAIN_SECONDS: Final = 0.1
 
-Take = Callable[[pb.RecordPart, bool], pb.RecordReply | None]
-"""Processes a part and returns the reply, if one is wanted. Raises `CallRefused` or `StateError`."""
+Take = Callable[[pb.RecordPart, bool, str], pb.RecordReply | None]
+"""Processes a part from an address, and returns the reply, if one is wanted.
+
+Raises `CallRefused` or `StateError`.
+"""
 
 
 @dataclass(eq=False)
@@ -79,7 +82,7 @@ class Inbox:
 
         Args:
             listener: A listening socket.
-            take: Called with each part, and whether a reply is wanted.
+            take: Called with each part, whether a reply is wanted, and the trainer's address.
             gate: Admits connections; `None` to admit everybody, without TLS.
             most: The number of connections that have greeted, above which the quietest is closed.
         """
@@ -199,7 +202,7 @@ class Inbox:
                 if frame.data:
                     part = pb.RecordPart.FromString(frame.data)
                     try:
-                        reply = self._take(part, frame.wants_answer)
+                        reply = self._take(part, frame.wants_answer, connection.host)
                     except (CallRefused, StateError) as error:
                         refusal = pb.RecordReply(iteration=newest, refused=str(error))
                         sock.sendall(replies + pack(refusal.SerializeToString()))

@@ -21,7 +21,7 @@ from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
 from checkmate.nodes.other_ranks import job_ranks
-from checkmate.output.log_lines import GatheredLog, first_and_count
+from checkmate.output.log_lines import GatheredLog, first_and_count, left_out_words
 from checkmate.shadow import locks, memory
 from checkmate.shadow.clock import STALL, AwakeClock, Silence
 from checkmate.shadow.hold import Hold
@@ -150,7 +150,10 @@ class Node:
         try:
             result = hold.step(due.iteration, step)
         except Exception as error:
-            log.exception("%s: stepping iteration %d failed", hold, due.iteration)
+            left_out = hold.state.failures.again(due.iteration)
+            if left_out is not None:
+                words = left_out_words(left_out)
+                log.exception("%s: stepping iteration %d failed%s", hold, due.iteration, words)
             snapshot = hold.snapshot()
             with self.moving() as state:
                 state.step_failed(due, error, snapshot)

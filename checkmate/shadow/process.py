@@ -17,7 +17,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import memory
 from checkmate.shadow.admission import RecordsGate
 from checkmate.shadow.calls.begin import node_status
-from checkmate.shadow.calls.transfer import record
+from checkmate.shadow.calls.transfer import take
 from checkmate.shadow.copier import Copier
 from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.node import GRACE, Node
@@ -100,7 +100,7 @@ class Serving:
                     self.node.state.troubles.append(shortfall)
             # Two of each rank, because an old connection may linger.
             most = 2 * sum(len(group.ranks) for group in job.dp_groups) + _SPARE_CONNECTIONS
-            self._inbox = Inbox(listener, partial(record, self.node), gate, most)
+            self._inbox = Inbox(listener, partial(take, self.node), gate, most)
             self.node.also_unread.append(self._inbox.unread)
             self.node.trainers = self._inbox.trainers
             self._peers = Peers(self.node)

@@ -15,16 +15,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from checkmate.events.keeping import EventLog
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
-from checkmate.keys.contexts import server_credentials
+from checkmate.keys.contexts import host_of_call, server_credentials
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
-from checkmate.rpc.channels import OPTIONS
+from checkmate.rpc.channels import OPTIONS, SUPERSEDED
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
 from checkmate.shadow.calls import begin, events, fence, leave, transfer
 from checkmate.shadow.calls.begin import status
 from checkmate.shadow.guard import Guard, Handlers
 from checkmate.shadow.logic.group import CallRefused
+from checkmate.shadow.logic.starts import StartEnded
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.replica.replica import ReplicaError
@@ -40,7 +41,7 @@ _NAME: Final = "checkmate.v1.Shadow"
 _HEALTH: Final = "grpc.health.v1.Health"
 _RECOVERY: Final = (
     *("Status", "Fence", "Copy", "Parts", "Settle", "Begin", "Commit", "Check"),
-    *("Reserve", "Release", "Reset", "Leave"),
+    *("Reserve", "Release", "Reset", "Leave", "Refused"),
 )
 """Methods with workers of their own, so that transfers of state cannot delay them."""
 _SPARE: Final = 16
@@ -65,8 +66,8 @@ class ShadowService(rpc.ShadowServicer):
         return self._answer(context, lambda: events.events(self._node, self._log, request))
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        left = _left(context)
-        return self._answer(context, lambda: fence.stop(self._node, request, left, context.is_active))
+        left, caller = _left(context), host_of_call(context.peer())
+        return self._answer(context, lambda: fence.stop(self._node, request, left, context.is_active, caller))
 
     def Copy(self, request: pb.CopyRequest, context: grpc.ServicerContext) -> pb.CopyReply:
         return self._answer(context, lambda: fence.copy(self._node, request))
@@ -87,9 +88,15 @@ class ShadowService(rpc.ShadowServicer):
         return self._answer(context, lambda: leave.leave(self._node, request))
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
+        caller = host_of_call(context.peer())
         return self._answer(
-            context, lambda: pb.BeginReply(protocol=PROTOCOL, warnings=begin.begin(self._node, request))
+            context,
+            lambda: pb.BeginReply(protocol=PROTOCOL, warnings=begin.begin(self._node, request, caller)),
         )
+
+    def Refused(self, request: pb.RefusedRequest, context: grpc.ServicerContext) -> pb.RefusedReply:
+        self._answer(context, lambda: begin.refused(self._node, request))
+        return pb.RefusedReply()
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         return self._answer(
@@ -129,6 +136,8 @@ class ShadowService(rpc.ShadowServicer):
 def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
     before = isinstance(error, CallRefused) and error.precondition
     code = grpc.StatusCode.FAILED_PRECONDITION if before else grpc.StatusCode.INVALID_ARGUMENT
+    if isinstance(error, StartEnded):
+        code = SUPERSEDED
     context.abort(code, str(error))
 
 

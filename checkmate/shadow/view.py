@@ -15,6 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from checkmate.nodes.standing import refusal_words
 from checkmate.notify import notify, watchdog_seconds
 from checkmate.output.tables import FittedTable
 from checkmate.rpc import shadow_pb2 as pb
@@ -77,11 +78,16 @@ def data(status: pb.NodeStatus, rates: Mapping[str, float]) -> dict[str, object]
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Return a message as data, bytes as hex. Unlike protobuf's JSON, 64-bit numbers stay numbers."""
+    """Return a message as data, bytes as hex. Unlike protobuf's JSON, 64-bit numbers stay numbers.
+
+    A field that is `optional` and not set is `None`.
+    """
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.message_type and field.message_type.GetOptions().map_entry:
+        if field.containing_oneof and not message.HasField(field.name):
+            value = None  # `optional`
+        elif field.message_type and field.message_type.GetOptions().map_entry:
             value = dict(value)
         elif field.message_type:
             value = [plain(one) for one in value] if field.is_repeated else plain(value)
@@ -120,6 +126,8 @@ def picture(status: pb.NodeStatus, rates: Mapping[str, float]) -> Group:
         f"shadow node {other.node} is {counted(other.iterations, 'iteration')} behind the last commit"
         for other in status.behind
     ]
+    if status.HasField("refusal"):
+        troubles.insert(0, f"training was refused {refusal_words(status.refusal)}")
     lines = [Text(f"{nics}; {times}; memory {size(status.memory_bytes)}")]
     # Not as markup, because names of parameters may look like it.
     shown = table if status.holds else f"{title}: waiting for training"

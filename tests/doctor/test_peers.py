@@ -74,6 +74,14 @@ def test_versions_are_compared_as_far_as_nodes_tell_them() -> None:
     assert "of 5 ranks, this host with 1 DP group of 3 ranks" in other.detail
 
 
+def test_the_last_refusal_is_a_warning() -> None:
+    said = answer(metadata.version("torch"), job_ranks(GPT))
+    said.refusal.CopyFrom(pb.Refusal(iteration=12, rank="rank 0 (a)", text="a hook changes p0"))
+    (*_, last) = peers.of_answers(GPT, NODES[:2], {0: said, 1: "did not answer in time"})
+    assert (last.check, last.outcome) == ("training", WARNING)
+    assert last.detail == "the last start was refused in iteration 12 on rank 0 (a): a hook changes p0"
+
+
 def test_a_host_calls_the_nodes_of_its_ranks_groups_or_all_others() -> None:
     data = data_of(job("gpt", groups=2, nodes=4), exclude_none=True)
     data["dp_groups"][0]["shadow_nodes"], data["dp_groups"][1]["shadow_nodes"] = [0, 1], [2, 3]

@@ -35,7 +35,7 @@ def test_each_role_may_do_what_it_needs_and_no_more() -> None:
     assert calls[Role.CONTROLLER] == {"Status", "Events"}
     assert calls[Role.READER] == {"Status", "Events", "Reserve", "Release", "Fetch"}
     assert calls[Role.SHADOW] == calls[Role.READER] | {"Parts", "Commit"}
-    changing = {"Fence", "Copy", "Settle", "Reset", "Leave", "Begin", "Seed", STEP_RECORDS}
+    changing = {"Fence", "Copy", "Settle", "Reset", "Leave", "Begin", "Refused", "Seed", STEP_RECORDS}
     assert calls[Role.TRAINER] == changing | {"Status", "Events", "Fetch"}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.nodes.standing import Answers, Lacking, NoAnswer, Shard, beginning_of
+from checkmate.nodes.standing import Answers, Lacking, NoAnswer, Shard, beginning_of, newest_refusal
 from checkmate.nodes.target import Target, find_settled, find_target, next_incarnation
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start.fetch import spread
@@ -254,3 +256,25 @@ def test_ranks_spread_over_holders(holders: list[int], rank: int) -> None:
     order = spread(holders, rank)
     assert sorted(order) == sorted(holders)
     assert order[0] == holders[rank % len(holders)]
+
+
+def refused(answer: pb.NodeStatus, incarnation: int, generation: int = 1, **more: Any) -> pb.NodeStatus:
+    """Return an answer with a refusal in it."""
+    answer.refusal.CopyFrom(pb.Refusal(incarnation=incarnation, generation=generation, **more))
+    return answer
+
+
+def test_the_refusal_of_the_newest_start_counts() -> None:
+    """A node that has missed the newest start still has that of an older one."""
+    older = refused(node(0, hold((0, 0), incarnation=255, generation=1)), 255, iteration=5, text="older")
+    assert newest_refusal({0: older, 1: "can't be reached"}) == older.refusal
+    newer = node(1, hold((0, 1), incarnation=0, generation=1))
+    assert newest_refusal({0: older, 1: newer}) is None
+    refused(newer, 0, iteration=7, rank="rank 1", text="newer")
+    assert newest_refusal({0: older, 1: newer}) == newer.refusal
+    other = refused(node(2), 0, iteration=7, rank="rank 0", text="newer")
+    assert newest_refusal({0: older, 1: newer, 2: other}) == other.refusal
+    empty = refused(node(2), 9, generation=2, iteration=0)
+    assert newest_refusal({0: older, 1: newer, 2: empty}) == empty.refusal, "a new run is newer"
+    empty.discarded = 2
+    assert newest_refusal({0: older, 2: empty}) is None, "`checkmate reset` has discarded it"

@@ -35,6 +35,7 @@ from checkmate.events.kinds import (
     TRAINER_FIRST,
     TRAINER_NODE_LOST,
     TRAINER_RING_BROKEN,
+    TRAINING_REFUSED,
     Happened,
 )
 from checkmate.report.page import page
@@ -403,3 +404,14 @@ def test_since_is_a_time() -> None:
     for wrong in ("yesterday", "", "2h30", "-3h", "2023-13-01", "9999-12-31T23:59:59-23:59", "9" * 400 + "d"):
         with pytest.raises(ValueError, match="write 2026-11-23T21:00:00Z, or how long ago: 90min"):
             parse_since(wrong, 0)
+
+
+def test_a_refusal_is_what_the_next_start_follows(crash: Written) -> None:
+    """Both nodes have it; the broken ring of the other rank is its consequence."""
+    for node in (0, 1):
+        refused = TRAINING_REFUSED(incarnation=7, iteration=41, rank="rank 1 (h1)", why="a hook changes p0")
+        crash.say(100.1, f"shadow node {node}", refused)
+    (_, again) = crash.report(live=LIVE).recoveries
+    assert again.after == "the script was refused in iteration 41 on rank 1 (h1): a hook changes p0"
+    assert [one.event for one in crash.report(live=LIVE).troubles] == ["training.refused"] * 2
+    assert "after the script was refused in iteration 41 on rank 1 (h1)" in text(crash.report(live=LIVE))

@@ -75,6 +75,7 @@ CALLS: Final[dict[str, type[Message]]] = {
     "Copy": pb.CopyRequest,
     "Settle": pb.SettleRequest,
     "Begin": pb.BeginRequest,
+    "Refused": pb.RefusedRequest,
     "Reserve": pb.ReserveRequest,
     "Release": pb.ReleaseRequest,
 }

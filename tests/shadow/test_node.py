@@ -18,7 +18,7 @@ from checkmate.shadow.logic.effects import Log
 from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.logic.sayings import PeerWatch
-from checkmate.shadow.view import Watch, picture
+from checkmate.shadow.view import Watch, data, picture
 from testbed.copies import local_job
 from testbed.small_training import RUN
 from tests.support.labs.end_hosts import needs_buffers
@@ -99,6 +99,11 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     console.print(picture(status, rates))
     assert "parameter [/]:smile: differs" in console.export_text(clear=False)
     assert "shadow node 2 is 5 iterations behind the last commit" in console.export_text()
+    assert data(status, rates)["refusal"] is None
+    status.refusal.iteration, status.refusal.rank, status.refusal.text = 12, "rank 0 (a)", "no"
+    console.print(picture(status, rates))
+    assert "training was refused in iteration 12 on rank 0 (a): no" in console.export_text()
+    assert data(status, rates)["refusal"]["text"] == "no"  # type: ignore[index]
     fence(here, training)
     console.print(picture(*watch.see()))
     assert "fenced" in console.export_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,9 +17,10 @@ from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
 from checkmate.nodes.other_ranks import job_ranks
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.channels import open_channel
+from checkmate.rpc.channels import SUPERSEDED, open_channel
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.shadow.logic import starts
 from checkmate.shadow.process import Serving
 from checkmate.shadow.receive.connect import StreamError
 from checkmate.shadow.service import ServeError
@@ -200,3 +203,112 @@ def test_seeds_with_a_wrong_checksum_are_refused_and_nothing_of_them_is_taken() 
         with pytest.raises(grpc.RpcError, match="wrong checksum"):
             training.stubs[0].Seed(iter(wrong), timeout=5)
         assert status(job, 0).holds_nothing
+
+
+def refusal_of(of: Job, start: bytes = START, **more: Any) -> pb.RefusedRequest:
+    return pb.RefusedRequest(
+        job=of.job, protocol=PROTOCOL, start=start, iteration=12, rank="rank 0 (a)", text="no", **more
+    )
+
+
+def test_why_a_script_was_refused_is_kept_until_another_start_begins(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0, None) as channel:
+        stub = ShadowStub(channel)
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "has not begun here"):
+            stub.Refused(refusal_of(job), timeout=5)
+        stub.Begin(request_of(job, incarnation=3, generation=2), timeout=5)
+        assert not status(job, 0).HasField("refusal")
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "has not begun here"):
+            stub.Refused(refusal_of(job, b"the other start."), timeout=5)
+        caplog.set_level(logging.WARNING)
+        stub.Refused(refusal_of(job), timeout=5)
+        later = refusal_of(job)
+        later.rank, later.text = "rank 1", "the ring broke"
+        stub.Refused(later, timeout=5)
+        assert caplog.messages == ["training was refused in iteration 12 on rank 0 (a): no"]
+        kept = pb.Refusal(
+            generation=2, incarnation=3, start=START, iteration=12, rank="rank 0 (a)", text="no"
+        )
+        fence = pb.FenceRequest(job=job.job, protocol=PROTOCOL, timeout=1, drain=True)
+        assert status(job, 0).refusal == stub.Fence(fence, timeout=5).refusal == kept
+        stub.Begin(request_of(job, incarnation=4, start=b"the other start."), timeout=5)
+        assert not status(job, 0).HasField("refusal")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"job": "another"}, "job another: this node belongs to job demo"),
+        ({"protocol": 1}, "the caller has an older version"),
+        ({"start": b"short"}, "start has 5 bytes"),
+        ({"iteration": -2}, "iteration -2"),
+        ({"rank": 300 * "r"}, "rank has 300 characters"),
+        ({"text": 5000 * "t"}, "text has 5000 characters"),
+    ],
+)
+def test_a_refusal_beyond_its_bounds_is_not_kept(other: dict[str, Any], words: str) -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0, None) as channel:
+        stub = ShadowStub(channel)
+        stub.Begin(request_of(job), timeout=5)
+        request = refusal_of(job)
+        for name, value in other.items():
+            setattr(request, name, value)
+        with pytest.raises(grpc.RpcError, match=words):
+            stub.Refused(request, timeout=5)
+        assert not status(job, 0).HasField("refusal")
+
+
+def test_two_starts_that_run_at_the_same_time_are_told_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The older one hears it as soon as it is fenced, the newer one once the other has gone on for long."""
+    monkeypatch.setattr(starts, "LATE_SECONDS", 0.5)
+    monkeypatch.setattr(starts, "APART_SECONDS", 0.1)
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0, None) as channel, ExitStack() as stack:
+        stub = ShadowStub(channel)
+        first = {"incarnation": 3, "run": "one", "start": START}
+        second = {"incarnation": 4, "run": "one", "start": b"the other start."}
+        older, newer = RecordLine(job, 0), RecordLine(job, 0)
+        stack.callback(older.close)
+        stack.callback(newer.close)
+
+        def said(line: RecordLine, start: dict[str, Any], iteration: int) -> pb.RecordReply:
+            return line.answer(pb.RecordPart(job=job.job, iteration=iteration, **start))
+
+        stub.Begin(request_of(job, **first), timeout=5)
+        drain = pb.FenceRequest(job=job.job, protocol=PROTOCOL, timeout=1, drain=True)
+        stub.Fence(drain, timeout=5)
+        assert not said(older, first, 0).superseded, "a restart that only drains may end there"
+        stub.Fence(pb.FenceRequest(job=job.job, protocol=PROTOCOL, timeout=1), timeout=5)
+        reply = said(older, first, 1)
+        assert (reply.superseded, reply.by, reply.iteration) == (True, "127.0.0.1", 1)
+        with refused(SUPERSEDED, "incarnation 3 is fenced: start training in a new one"):
+            stub.Begin(request_of(job, **first), timeout=5)
+        stub.Begin(request_of(job, **second), timeout=5)
+        assert said(older, first, 2).superseded
+        assert not said(newer, second, 0).also_training, "the older one may be dying"
+        for iteration in range(3, 8):
+            time.sleep(0.2)
+            assert (said(older, first, iteration).superseded, older.refused) == (True, "")
+        reply = said(newer, second, 1)
+        assert (reply.superseded, list(reply.also_training)) == (False, ["127.0.0.1"])
+        (trouble,) = status(job, 0).trouble
+        assert trouble.startswith("an older start of this job still trains: its step records come from 127.0")
+        assert not said(newer, {**second, "position": 1}, 2).also_training, "only the first rank reports"
+
+
+def test_a_start_that_was_replaced_cannot_take_the_node_back() -> None:
+    """It was not fenced, because the node was away then."""
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0, None) as channel:
+        stub = ShadowStub(channel)
+        stub.Begin(request_of(job, incarnation=3), timeout=5)
+        stub.Begin(request_of(job, incarnation=4, start=b"the other start."), timeout=5)
+        with refused(SUPERSEDED):
+            stub.Begin(request_of(job, incarnation=3), timeout=5)
+        assert status(job, 0).incarnation == 4

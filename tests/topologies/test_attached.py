@@ -211,6 +211,14 @@ def test_training_with_any_script_fails_or_is_interrupted(lab: Lab, tmp_path: Pa
             "^error: the script has failed 3 times before checkmate.protect; rank0, .*: the cat sleeps$",
         )
         assert process.wait(30) == 1
+    script.write_text(
+        "import os, time, checkmate\nprint('waits', flush=True)\ntime.sleep(5)\n"
+        "if os.environ['RANK'] == '2':\n    raise checkmate.RefusedError('no cats')\ntime.sleep(60)\n"
+    )
+    with started("train", lab.name, "--max-restarts", "0", "--", "script.py", folder=tmp_path) as process:
+        until(process, "^rank 2: RefusedError: no cats$")
+        until(process, "^error: rank2 failed with: checkmate.training.errors.RefusedError: no cats$")
+        assert process.wait(30) == 1
 
 
 @needs_clang

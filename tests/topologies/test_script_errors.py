@@ -1,10 +1,17 @@
-"""The error of a script is found in what torchrun and ranks have written."""
+"""The errors of scripts are found in what torchrun and ranks have written, and told without noise."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from topologies.training.job_processes import script_errors
+from topologies.describe.topology import LabError, load
+from topologies.logs import LogLine
+from topologies.training.attached import LabTraining
+from topologies.training.job_processes import JobProcesses, script_errors
 
 TRACEBACK = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -29,3 +36,105 @@ checkmate: a line of the log
 )
 def test_an_error_is_found_whatever_its_class_is_called(rank: str, error: str) -> None:
     assert script_errors(TRACEBACK.format(rank + error)) == [error]
+
+
+REFUSED = "checkmate.training.errors.RefusedError: a hook changes p0: use protect's extra"
+BROKEN = "checkmate.ring.place.RingError: rank 1 (h1), channel 0, to rank 2 (h2): Broken pipe"
+TIMED_OUT = "checkmate.ring.place.RingTimeout: rank 1 (h1) timed out waiting for rank 0 (h0) on channel 0"
+
+
+def written(folder: Path, node: str, error: str, prefix: str = "") -> None:
+    """Append a traceback that ends with an error to a host's log, as a rank on it writes it."""
+    with (folder / f"{node}.log").open("a") as file:
+        file.writelines(f"{prefix}{line}\n" for line in TRACEBACK.format(error).splitlines()[:-3])
+
+
+class Followed:
+    """A training in a lab that is only files: what is shown and told of it."""
+
+    def __init__(self, folder: Path, topology: str) -> None:
+        lab = SimpleNamespace(directory=folder, topology=load(topology))
+        self.folder = folder
+        self.shown: list[str] = []
+        self.alarms: list[str] = []
+        self.ticks: list[list[tuple[str, str, str]]] = []
+        job: Any = SimpleNamespace(crew=SimpleNamespace(lab=lab), finish=self._finish)
+        self.training = LabTraining(job)
+
+    def run(self, *ticks: list[tuple[str, str, str]]) -> None:
+        """Follow a training that writes some tracebacks (host, prefix, error), a list at a time."""
+        self.ticks += ticks
+        self.training.follow(self._show, lambda text: None, self.alarms.append)
+
+    def _show(self, line: LogLine) -> None:
+        self.shown.append(line.text)
+
+    def _finish(self, seconds: float, tick: Any) -> None:
+        while self.ticks:
+            for node, prefix, error in self.ticks.pop(0):
+                written(self.folder, node, error, prefix)
+            tick()
+
+
+def test_errors_of_checkmate_are_told_at_once_on_whichever_rank(tmp_path: Path) -> None:
+    lab = Followed(tmp_path, "single_tor")
+    attempt = [
+        ("rank2", "[rank2]: ", REFUSED),
+        ("rank0", "[rank0]: ", BROKEN),
+        ("rank1", "[rank1]: ", TIMED_OUT),
+        ("rank3", "[rank3]: ", REFUSED),
+    ]
+    state = ("rank1", "", "checkmate.state.StateError: extra(): a socket can't be stored")
+    lab.run(attempt, [state], attempt, [("rank3", "[rank3]: ", "ValueError: the cat sleeps")], attempt)
+    text = REFUSED.partition(": ")[2]
+    assert lab.alarms == [
+        f"rank 2: RefusedError: {text}",
+        "rank 1: StateError: extra(): a socket can't be stored",
+        "rank 2: RefusedError as above, 2 times so far",
+        "rank 2: RefusedError as above, 3 times so far",
+    ]
+    assert not lab.shown, "rank 0 has only tracebacks"
+
+
+def test_ranks_of_a_host_are_told_apart_and_an_error_is_not_shown_twice(tmp_path: Path) -> None:
+    lab = Followed(tmp_path, "two_hosts")
+    (tmp_path / "host0.log").write_text("2026-11-23 00:02:16 checkmate: a line of the log\n")
+    other = REFUSED.replace("a hook", "a loss")
+    lab.run([("host0", "[rank1]: ", REFUSED), ("host0", "[rank0]: ", other), ("host1", "", other)])
+    assert [line.partition(" changes")[0] for line in lab.alarms] == [
+        "rank 1: RefusedError: a hook",
+        "rank 0: RefusedError: a loss",
+    ]
+    assert lab.shown == ["2026-11-23 00:02:16 checkmate: a line of the log"]
+
+
+LOST = "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes"
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        (([REFUSED], [LOST], [LOST]), f"rank0 failed with: {REFUSED}"),
+        (([REFUSED], [BROKEN], [BROKEN]), f"rank0 failed with: {REFUSED}"),
+        (([REFUSED, BROKEN], [BROKEN, REFUSED], [BROKEN]), f"rank0, rank1 failed with: {REFUSED}"),
+        (([BROKEN], [TIMED_OUT], []), f"rank0 failed with: {BROKEN}; rank1 failed with: {TIMED_OUT}"),
+        (([REFUSED, "ValueError: no"], [BROKEN], []), "rank0 failed with: ValueError: no"),
+    ],
+)
+def test_the_final_message_has_what_caused_the_others(errors: tuple[list[str], ...], message: str) -> None:
+    job = JobProcesses.__new__(JobProcesses)
+    job.shadows = {}
+    job.ranks = {
+        f"rank{number}": SimpleNamespace(  # type: ignore[misc]
+            complaints=lambda own=own: "".join(TRACEBACK.format(error) for error in own),
+            process=SimpleNamespace(poll=lambda: 1),
+        )
+        for number, own in enumerate(errors)
+    }
+    with pytest.raises(LabError) as caught, job.explained():
+        raise LabError("torchrun has failed")
+    assert str(caught.value) == message
+    with pytest.raises(LabError, match="^a shadow node has failed; rank0"), job.explained():
+        job.ranks["rank2"].process = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
+        job.shadows["shadow0"] = SimpleNamespace(running=False)  # type: ignore[assignment]
+        raise LabError("a shadow node has failed")

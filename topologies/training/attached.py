@@ -24,7 +24,7 @@ from topologies.kernel.processes import has_variable, kill_all
 from topologies.lab import Lab
 from topologies.logs import LabLogs, LogLine
 from topologies.progress import StepProgress
-from topologies.training.job_processes import JobProcesses
+from topologies.training.job_processes import ErrorLines, JobProcesses
 
 _END_SECONDS: Final = 10.0
 _OF_TORCHRUN: Final = re.compile(r"\[rank\d+\]:|[WE]\d{4} .*torch/distributed/elastic")
@@ -42,22 +42,30 @@ class LabTraining:
     def __init__(self, job: JobProcesses) -> None:
         self._job = job
         self._lab = job.crew.lab
-        self._logs = LabLogs(self._lab.directory, self._lab.topology.trainers[0].name)
+        names = [host.name for host in self._lab.topology.trainers]
+        self._first = names[0]
+        self._logs = LabLogs(self._lab.directory, names)
+        self._errors = ErrorLines()
         self._failures = 0
         """Errors of rank 0's script since shadow nodes followed."""
         self._told = 0
         """The process that was told last."""
 
-    def follow(self, show: Callable[[LogLine], None], tell: Callable[[str], None]) -> None:
+    def follow(
+        self, show: Callable[[LogLine], None], tell: Callable[[str], None], alarm: Callable[[str], None]
+    ) -> None:
         """Train to the end; raise `LabError` if training fails.
 
         Args:
             show: Called with each line that rank 0 writes, except for tracebacks, which restarts cause.
             tell: Called with the process number of the last rank's script, once shadow nodes follow.
+            alarm: Called with each error of Checkmate's that a rank's script ends with, as soon as it is
+                written, and not again for all ranks. Errors of the ring are left out, because the death of
+                another rank causes them.
         """
 
         def tick() -> None:
-            if self._show(show, whole=True):
+            if self._show(show, alarm, whole=True):
                 self._failures = 0
                 name, member = list(self._job.ranks.items())[-1]
                 who = name if name.startswith("rank") else f"a rank on {name}"
@@ -71,7 +79,7 @@ class LabTraining:
         try:
             self._job.finish(math.inf, tick)
         finally:
-            self._show(show, whole=False)
+            self._show(show, alarm, whole=False)
 
     def await_output(self) -> None:
         """Wait until rank 0 has written something."""
@@ -79,10 +87,15 @@ class LabTraining:
         with self._job.explained():
             self._job.crew.wait(lambda: _wrote(first), "rank 0 to begin", math.inf)
 
-    def _show(self, show: Callable[[LogLine], None], *, whole: bool) -> bool:
+    def _show(self, show: Callable[[LogLine], None], alarm: Callable[[str], None], *, whole: bool) -> bool:
         """Show new lines, and count failures. Return whether shadow nodes have begun to follow."""
         followed = False
         for line in self._logs.new(whole=whole):
+            error = self._errors.told(line) if line.error else None
+            if error:
+                alarm(error)
+            if line.node != self._first or error is not None:
+                continue
             if not (line.error and _OF_TORCHRUN.match(line.text)):
                 show(line)
             elif _FAILED.search(line.text):

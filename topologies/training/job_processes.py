@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from checkmate.ring.place import RingError, RingTimeout
 from topologies import torchrun
 from topologies.crew import CHECKMATE, Crew, Member
 from topologies.describe.topology import Host, LabError
+from topologies.logs import LogLine
 
 _SCRIPT_ERROR: Final = re.compile(
     r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)"
     r"((?:\w[\w.]*(?:Error|Exception|Interrupt)\b|checkmate\.[\w.]+:).*)$",
     re.MULTILINE,
 )
+_CHECKMATE_ERROR: Final = re.compile(
+    r"^(?:\[(?P<rank>rank\d+)\]: )?checkmate\.(?:\w+\.)*(?P<kind>[A-Z]\w*): (?P<text>.+)$"
+)
+"""The last line of a traceback, with the prefix that torch writes once there is a process group."""
+_OF_CHECKMATE: Final = re.compile(r"^checkmate\.[\w.]+:")
+_OF_RING: Final = re.compile(rf"^checkmate\.(?:\w+\.)*(?:{RingError.__name__}|{RingTimeout.__name__}):")
 _READY_SECONDS: Final = 60.0
 
 
@@ -100,17 +109,28 @@ class JobProcesses:
     def explained(self) -> Iterator[None]:
         """Add the error of each rank's script to a `LabError`, because torchrun does not report it.
 
-        If training failed on all ranks, these errors replace what torchrun reports.
+        If training failed on all ranks, or on one with an error of Checkmate's, these errors replace what
+        torchrun reports. Those of the ring are told only if there is nothing else, because they follow from
+        others.
         """
         try:
             yield
         except LabError as error:
             ranks: dict[str, list[str]] = {}
             for name, member in self.ranks.items():
-                for found in script_errors(member.complaints())[-1:]:
+                for found in likely_cause(script_errors(member.complaints())):
                     ranks.setdefault(found, []).append(name)
+            ended = {name for name, member in self.ranks.items() if member.process.poll()}
+            ours = {
+                found: names
+                for found, names in ranks.items()
+                if _OF_CHECKMATE.match(found) and not _OF_RING.match(found) and ended.intersection(names)
+            }
+            causes = {found: names for found, names in ranks.items() if not _OF_RING.match(found)}
+            ranks = ours or causes or ranks
             words = [f"{', '.join(names)} failed with: {found}" for found, names in ranks.items()]
-            failed = words and all(member.process.poll() for member in self.ranks.values())
+            others = any(not member.running for member in self.shadows.values())
+            failed = words and (len(ended) == len(self.ranks) or (ours and not others))
             raise LabError("; ".join(words if failed else [str(error), *words])) from None
 
     def options_of(self, node: int) -> tuple[str, ...]:
@@ -126,3 +146,30 @@ class JobProcesses:
 def script_errors(complaints: str) -> list[str]:
     """Return the errors in a script's standard error, in which tracebacks end."""
     return _SCRIPT_ERROR.findall(complaints)
+
+
+def likely_cause(errors: Sequence[str]) -> Sequence[str]:
+    """Return the last error of a script that is not of the ring, or else its last one, if it has any."""
+    return [error for error in errors if not _OF_RING.match(error)][-1:] or errors[-1:]
+
+
+class ErrorLines:
+    """Errors of Checkmate's in what ranks write, each of which is told once in a start of training."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], Counter[str]] = {}
+        """By kind and text: how often each rank has had it."""
+
+    def told(self, line: LogLine) -> str | None:
+        """Return what to tell about a line, nothing if it was told already; `None` for other lines."""
+        found = _CHECKMATE_ERROR.match(line.text)
+        if found is None or _OF_RING.match(line.text.removeprefix(f"[{found['rank']}]: ")):
+            return None
+        kind, text = found["kind"], found["text"]
+        counts = self._counts.setdefault((kind, text), Counter())
+        name, before = found["rank"] or line.node, max(counts.values(), default=0)
+        counts[name] += 1
+        if counts[name] <= before:
+            return ""  # another rank has had it in this start of training
+        who = re.sub(r"(?<=[a-z])(?=\d)", " ", name)
+        return f"{who}: {kind} as above, {counts[name]} times so far" if before else f"{who}: {kind}: {text}"

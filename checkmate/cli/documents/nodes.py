@@ -31,6 +31,8 @@ def of_message(message: Descriptor, base: type[Part] = Part) -> type[Part]:
             continue
         if field.message_type:
             kind = of_message(field.message_type, _Hold if field.message_type.name == "HoldStatus" else Part)
+        if field.containing_oneof:  # `optional`
+            kind |= None
         fields[field.name] = (list[kind] if field.is_repeated else kind, ...)
     return cast("type[Part]", create_model(message.name, __base__=base, **fields))
 

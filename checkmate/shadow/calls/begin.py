@@ -1,4 +1,7 @@
-"""`Begin`: a DP group starts, or this node rejoins it (design, section 7, *Start* and *Loss*). `Status`."""
+"""`Begin`: a DP group starts, or this node rejoins it (design, section 7, *Start* and *Loss*).
+
+Also `Refused`, by which it ends, and `Status`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory
 from checkmate.shadow.hold import Hold
-from checkmate.shadow.logic.bounds import check_protocol
+from checkmate.shadow.logic.bounds import check_protocol, check_refused
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, reusable, start_of, warnings
 from checkmate.shadow.logic.hold_state import AHEAD, HoldState
 from checkmate.shadow.logic.record_bounds import check_begin
@@ -25,8 +28,8 @@ from checkmate.shadow.replica.replica import Replica
 from checkmate.wire.layout import Layout
 
 
-def begin(node: Node, request: pb.BeginRequest) -> list[str]:
-    """Create the group's holds and connect their streams. Return warnings.
+def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
+    """Create the group's holds and connect their streams. Return warnings. `caller`: the caller's address.
 
     If this start of training has begun already, it only notes how far trainers are. Raises `CallRefused` if
     the request is wrong.
@@ -48,7 +51,7 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
         holds = _new_holds(node, request, layout, kept)
         node.data.update({hold.state: hold for hold in holds})
         group = ShadowGroup(request, layout, records, [hold.state for hold in holds])
-        state.begun(group, node.now())
+        state.begun(group, node.now(), caller)
     number, incarnation, first = request.group, request.incarnation, request.next_iteration
     event = TRAINING_BEGUN(group=number, incarnation=incarnation, iteration=first)
     say(logging.INFO, event, "DP group %d: incarnation %d begins at iteration %d", number, incarnation, first)
@@ -83,6 +86,14 @@ def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replic
         return Replica(layout, plan.shard, request.optimizer, exact=not request.device.startswith("cuda"))
     except (RuntimeError, TypeError, ValueError) as error:  # torch checks options in its own ways
         raise CallRefused(f"unsupported optimizer: {error}") from None
+
+
+def refused(node: Node, request: pb.RefusedRequest) -> None:
+    """Keep why a script was refused. Raise `CallRefused` if the request is wrong, or of another start."""
+    check_refused(request)
+    check_job(node.job, request.job)
+    with node.moving() as state:
+        state.refused(request)
 
 
 def status(node: Node, request: pb.StatusRequest) -> pb.NodeStatus:
@@ -120,7 +131,8 @@ def locked_status(node: Node) -> pb.NodeStatus:
         left=state.leaving.left,
         torch=torch.__version__,
         capability=torch.backends.cpu.get_cpu_capability(),
-        trouble=[*state.troubles, *dropped],
+        refusal=state.refusal,
+        trouble=[*state.all_troubles, *dropped],
         pull_seconds=max((pull_seconds(hold) for hold in data), default=0.0),
         step_seconds=node.step_seconds,
         memory_bytes=memory.resident(),

@@ -45,11 +45,15 @@ Wanted = Callable[[], bool]
 """Whether the caller still waits for the answer."""
 
 
-def stop(node: Node, request: pb.FenceRequest, left: float, wanted: Wanted) -> pb.NodeStatus:
+def stop(
+    node: Node, request: pb.FenceRequest, left: float, wanted: Wanted, caller: str = ""
+) -> pb.NodeStatus:
     """Drain or fence for at most the `left` seconds of the call. Raise `CallRefused` like both."""
     check_fence(request)
     timeout = min(request.timeout or left, left, FENCE_SECONDS_MAX)
-    return (drain if request.drain else fence)(node, request.job, timeout, wanted)
+    if request.drain:
+        return drain(node, request.job, timeout, wanted)
+    return fence(node, request.job, timeout, wanted, caller)
 
 
 def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
@@ -70,8 +74,12 @@ def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
         return _answer(node)
 
 
-def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
+def fence(
+    node: Node, job: str, timeout: float, wanted: Wanted = lambda: True, caller: str = ""
+) -> pb.NodeStatus:
     """Stop commits in this incarnation for good, read until no more data arrives, and return the status.
+
+    Trainers of this incarnation that go on are told so, with the caller's address.
 
     Raises `CallRefused`, and does not affect another incarnation, if the answer is no longer `wanted` when
     its turn comes, or if training has restarted in the meantime.
@@ -82,6 +90,7 @@ def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
         _check_wanted(wanted)
         committee, again = state.committee, state.phase >= Phase.DRAINED
         state.fence()
+        state.supersede(caller, node.now())
         node.quiet(timeout)
     _read_on(node, deadline, again=again)
     node.touch()

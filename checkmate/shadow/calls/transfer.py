@@ -34,6 +34,25 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
     return late
 
 
+def take(node: Node, part: pb.RecordPart, answer: bool, host: str) -> pb.RecordReply | None:
+    """Add a part that a trainer has sent from the address `host`, and return the reply, like `record`.
+
+    A start that another one has superseded is told so. Once it shows that it goes on, its parts are not
+    added, because no restart needs them.
+    """
+    check_job(node.job, part.job)
+    with node.changed:
+        ended = node.state.superseded(part, host, node.now())
+        here = node.state.groups.get(part.group)
+        replaced = here is None or node.state.older.of(here.begin) is not ended
+    if ended is not None and (ended.goes_on or replaced):
+        return pb.RecordReply(iteration=part.iteration, superseded=True, by=ended.by) if answer else None
+    reply = record(node, part, answer)
+    if reply is not None and ended is not None:
+        reply.superseded, reply.by = True, ended.by
+    return reply
+
+
 def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | None:
     """Add a rank's part of a step record. Return the reply, with requests for seeds, if one is wanted."""
     with node.moving() as moved:
@@ -43,7 +62,10 @@ def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | No
     if not answer:
         return None
     with node.changed:
-        return _reply(group, part, node.now())
+        reply = _reply(group, part, node.now())
+        if part.position == 0:
+            reply.also_training.extend(moved.older.hosts)
+        return reply
 
 
 def _reply(group: ShadowGroup, part: pb.RecordPart, now: float) -> pb.RecordReply:

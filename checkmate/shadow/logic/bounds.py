@@ -13,7 +13,7 @@ from typing import Final
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import holders_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.protocol import mismatch
+from checkmate.rpc.protocol import REFUSAL_MAX, TEXT_MAX, mismatch
 from checkmate.shadow.logic.commit import NEVER, PATIENCE
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.wording import counted, size
@@ -22,8 +22,6 @@ ITERATIONS_MAX: Final = 1 << 40
 """The greatest iteration: thirty thousand years at one a second."""
 WINDOW: Final = 1 << 20
 """How far a message may be ahead of the newest iteration that is known here."""
-TEXT_MAX: Final = 256
-"""Characters of names of runs and of software."""
 START_BYTES: Final = 16
 INCARNATIONS: Final = 256
 FENCE_SECONDS_MAX: Final = 3600.0
@@ -100,6 +98,15 @@ def check_settle(request: pb.SettleRequest) -> None:
     """Check a `Settle`."""
     check_number("iteration", request.iteration, ITERATIONS_MAX, -1)
     check_text("the run", request.run)
+
+
+def check_refused(request: pb.RefusedRequest) -> None:
+    """Check a `Refused`."""
+    check_protocol(request.protocol)
+    check_start("start", request.start)
+    check_number("iteration", request.iteration, ITERATIONS_MAX, -1)
+    check_text("rank", request.rank)
+    check_text("text", request.text, REFUSAL_MAX)
 
 
 def check_reserve(request: pb.ReserveRequest, newest: int, reserved: int) -> None:

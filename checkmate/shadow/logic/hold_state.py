@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from checkmate.output.log_lines import Repetition
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.doubt import Doubt
 from checkmate.shadow.logic.records import Records
@@ -92,6 +93,8 @@ class HoldState:
     doubt: Doubt = field(default_factory=Doubt)
     suspects: Sequence[pb.Suspect] = ()
     """As in `Stepped`, of the last step."""
+    differences: Repetition = field(default_factory=Repetition)
+    failures: Repetition = field(default_factory=Repetition)  # of steps
     live: bool = False
     settled: bool = False
     trouble: str = ""

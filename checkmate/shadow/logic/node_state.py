@@ -7,21 +7,28 @@ out the requested effects (`effects`). After each event it calls `refresh`, whic
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
+from typing import Final
 
 from checkmate.events.kinds import NODE_DRAINED
 from checkmate.job.schema import Job
+from checkmate.nodes.standing import overlap_words
+from checkmate.output.log_lines import left_out_words
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic import sayings
 from checkmate.shadow.logic.commit import NEVER, Committee, Progress
 from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
-from checkmate.shadow.logic.group import ShadowGroup, Start, check_job, in_start, start_of
+from checkmate.shadow.logic.group import CallRefused, ShadowGroup, Start, check_job, in_start, start_of
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped
 from checkmate.shadow.logic.leaving import LEFT, Leaving
 from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
-from checkmate.shadow.logic.starts import EndedStarts
+from checkmate.shadow.logic.starts import EndedStarts, OlderStarts, Superseded
 from checkmate.shadow.logic.tally import Tally
+
+DOUBTS_MOST: Final = 4
+"""Doubts of a shard that are past and in the status: newer ones take the place of older ones."""
 
 
 class NodeState:
@@ -38,9 +45,14 @@ class NodeState:
         self.phase = Phase.OPEN
         self.leaving = Leaving()
         self.ended = EndedStarts()
+        self.older = OlderStarts()
+        self.refusal: pb.Refusal | None = None
+        """Why a script was refused in the start of training that began last."""
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable, with the end of each reservation."""
         self.troubles: list[str] = []
+        self.doubts: dict[tuple[int, int], deque[str]] = {}
+        """By shard: the last times in which checkpoints were doubtful, in words."""
         self.tally = Tally()
         self._patience = PatienceMeter(now, receive_buffer)
         self._peers = sayings.PeerWatch()
@@ -60,6 +72,12 @@ class NodeState:
                 yield group, hold
 
     @property
+    def all_troubles(self) -> list[str]:
+        """Problems of the node, doubts that are past, and an older start that goes on."""
+        doubts = [one for of_hold in self.doubts.values() for one in of_hold]
+        return [*self.troubles, *doubts, *([overlap_words(self.older.hosts)] if self.older.hosts else [])]
+
+    @property
     def newest(self) -> int:
         """The newest iteration that trainers are known to have reached."""
         return max((group.newest for group in self.groups.values()), default=0)
@@ -73,11 +91,17 @@ class NodeState:
         self.leaving.check_here()
         return in_start(self.groups.get(number), number, said)
 
-    def begun(self, group: ShadowGroup, now: float) -> None:
-        """Start a DP group, in place of its earlier incarnation."""
+    def begun(self, group: ShadowGroup, now: float, by: str = "") -> None:
+        """Start a DP group, in place of its earlier incarnation. `by`: the address of who asks for it."""
         start, number = start_of(group.begin), group.begin.group
-        for hold in self.groups[number].holds if number in self.groups else ():
-            self._effects.append(Close(hold))
+        if (old := self.groups.get(number)) is not None:
+            self._effects += [Close(hold) for hold in old.holds]
+            if start_of(old.begin) != start:
+                self.ended.end(start_of(old.begin))
+                self.older.end(old.begin, by, now)
+        if self.start != start:
+            self.older.begun()
+            self.refusal = None
         self.groups[number] = group
         if self.fenced or self.start != start:
             self.start = start
@@ -116,6 +140,41 @@ class NodeState:
         self.drain()
         self.phase = Phase.FENCED
 
+    def supersede(self, by: str, now: float) -> None:
+        """Note that another start has fenced this one, from the address `by`."""
+        for group in self.groups.values():
+            self.older.end(group.begin, by, now)
+
+    def superseded(self, part: pb.RecordPart, host: str, now: float) -> Superseded | None:
+        """Return the start of a record from a trainer at the address `host`, if it is superseded.
+
+        The log says once that it goes on.
+        """
+        ended = self.older.of(part)
+        if ended is not None and self.older.heard(ended, host, now):
+            self._effects.append(sayings.overlap(self.older.hosts, now - ended.since))
+        return ended
+
+    def refused(self, request: pb.RefusedRequest) -> None:
+        """Keep why a script was refused, unless that of another rank came first.
+
+        Raises `CallRefused` if its start is not the one that began last here.
+        """
+        begun = [one.begin for one in self.groups.values() if start_of(one.begin) == self.start]
+        begin = next((one for one in begun if one.start == request.start), None)
+        if begin is None:
+            raise CallRefused("that start of training has not begun here last", precondition=True)
+        if self.refusal is None:
+            self.refusal = pb.Refusal(
+                generation=begin.generation,
+                incarnation=begin.incarnation,
+                start=begin.start,
+                iteration=request.iteration,
+                rank=request.rank,
+                text=request.text,
+            )
+            self._effects.append(sayings.refused(self.refusal))
+
     @property
     def generation(self) -> int:
         """The greatest generation that this node knows."""
@@ -130,13 +189,16 @@ class NodeState:
             self._effects.append(sayings.reset(generation))
         self.groups.clear()
         self.troubles.clear()
+        self.doubts.clear()
+        self.refusal = None
 
     def leave(self) -> None:
         """Drop all holds, for good: other nodes hold the shards, or the operator has forced it."""
         self.leaving.go()
         self._effects += [Close(hold) for _, hold in self.holds]
         self.groups.clear()
-        self.troubles = [LEFT]
+        self.doubts.clear()
+        self.troubles, self.refusal = [LEFT], None
         self._effects.append(Log(logging.WARNING, LEFT, NODE_DRAINED()))
 
     def stay(self, why: str) -> None:
@@ -213,14 +275,13 @@ class NodeState:
             self.tally.mismatches += 1
             hold.doubt.found(due.iteration, result.equal)
             hold.trouble = "; ".join(result.troubles)
-            self._effects.append(sayings.mismatch(hold, due.iteration))
+            if (left_out := hold.differences.again(due.iteration)) is not None:
+                self._effects.append(sayings.mismatch(hold, due.iteration, left_out))
             if not self.fenced and hold.doubt.may_renew(now):  # the trainers' state is authoritative
                 self._renew(group, hold, hold.trouble)
         elif not result.suspects and (over := hold.doubt.over()):
             hold.trouble = ""
-            self.tell(f"{hold}: {over}")
-            if hold.live:  # a mismatch has ended that, for whoever reads the events
-                self._effects.append(sayings.changed(logging.DEBUG, hold, "live", f"{hold}: {over}", over))
+            self._doubt_over(hold, over)
 
     def took(self, hold: HoldState, snapshot: HoldSnapshot) -> None:
         """Record which parameters a hold has after seeds were loaded."""
@@ -245,6 +306,16 @@ class NodeState:
             self.troubles.append(trouble)
             self._effects.append(sayings.trouble(trouble))
 
+    def _doubt_over(self, hold: HoldState, over: str) -> None:
+        """Add to the status what was doubtful, and log it if the doubt was logged."""
+        message = f"{hold}: {over}"
+        self.doubts.setdefault(hold.shard, deque(maxlen=DOUBTS_MOST)).append(message)
+        if (left_out := hold.differences.over()) is None:
+            return
+        self._effects.append(sayings.trouble(f"{message}{left_out_words(left_out)}"))
+        if hold.live:  # a mismatch has ended that, for whoever reads the events
+            self._effects.append(sayings.changed(logging.DEBUG, hold, "live", message, over))
+
     def forget(self) -> None:
         """Drop records that are no longer needed, except during a step."""
         for group in self.groups.values():
@@ -254,13 +325,14 @@ class NodeState:
             group.records.forget([hold.released for hold in group.holds], {*states, *self.reserved})
 
     def tick(self, now: float) -> None:
-        """Check for gaps, lag, and expired reservations."""
+        """Check for gaps, lag, expired reservations, and older starts that have ended."""
         for iteration, ends in list(self.reserved.items()):
             for _ in [end for end in ends if end < now]:
                 self.release(iteration)
         if self.leaving.expired(now):
             self.stay("nobody has told it to go")
         self.forget()
+        self.older.forget(now)
         self._effects += self._peers.lost(self.committee)
         self._patience.measure((stream for _, hold in self.holds for stream in hold.streams), now)
         for group, hold in self.holds:

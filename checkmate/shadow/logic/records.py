@@ -250,7 +250,10 @@ class Records:
         try:
             found = _by_name(first.buffers)
         except state.StateError as error:
-            self.trouble = f"cannot read buffers of iteration {iteration}, older ones are kept: {error}"
+            # Only the first: each iteration may have such buffers.
+            self.trouble = (
+                self.trouble or f"cannot read buffers of iteration {iteration}, older ones are kept: {error}"
+            )
             return
         if iteration > self._forgotten:
             self._take(found, iteration)

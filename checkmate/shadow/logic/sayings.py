@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 
 from checkmate.events.kinds import (
     COMPARISON_MISMATCH,
@@ -16,11 +16,17 @@ from checkmate.events.kinds import (
     PEER_LOST,
     SHARD_SEEDED,
     STREAM_GAP,
+    TRAINING_OVERLAPS,
+    TRAINING_REFUSED,
 )
+from checkmate.nodes.standing import overlap_words, refusal_words
+from checkmate.output.log_lines import left_out_words
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import REFUSAL_MAX
 from checkmate.shadow.logic.commit import Committee
 from checkmate.shadow.logic.effects import Log
 from checkmate.shadow.logic.hold_state import HoldState
-from checkmate.wording import at_iteration, counted
+from checkmate.wording import at_iteration, counted, shortened
 
 LAG_SECONDS = 60.0
 """Least time between two events about a hold that is behind."""
@@ -52,11 +58,31 @@ def gap(level: int, hold: HoldState, stepped: int, joins: int, why: str) -> Log:
     return Log(level, f"{hold}: {hold.trouble}", event)
 
 
-def mismatch(hold: HoldState, iteration: int) -> Log:
-    """Return what is said about a hold that differs from the trainers' state after an iteration."""
+def mismatch(hold: HoldState, iteration: int, left_out: int) -> Log:
+    """Return what is said about a hold that differs from the trainers' state after an iteration.
+
+    `left_out`: how many differences before this one were not said.
+    """
     group, shard = hold.shard
     event = COMPARISON_MISMATCH(group=group, shard=shard, iteration=iteration, why=hold.trouble)
-    return Log(logging.ERROR, f"{hold}: {hold.trouble}", event)
+    return Log(logging.ERROR, f"{hold}: {hold.trouble}{left_out_words(left_out)}", event)
+
+
+def refused(refusal: pb.Refusal) -> Log:
+    """Return what is said about a script that was refused."""
+    event = TRAINING_REFUSED(
+        incarnation=refusal.incarnation,
+        iteration=refusal.iteration,
+        rank=shortened(refusal.rank),
+        why=shortened(refusal.text, REFUSAL_MAX),
+    )
+    return Log(logging.WARNING, f"training was refused {refusal_words(refusal)}", event)
+
+
+def overlap(hosts: Collection[str], seconds: float) -> Log:
+    """Return what is said once it shows that an older start goes on, `seconds` after it was superseded."""
+    why = overlap_words(hosts)
+    return Log(logging.WARNING, f"{why} (it was superseded {seconds:.0f} s ago)", TRAINING_OVERLAPS(why=why))
 
 
 def trouble(why: str) -> Log:
@@ -71,17 +97,24 @@ def reset(generation: int) -> Log:
 
 
 class LagWatch:
-    """What was said about holds that are behind: an event a minute for each, because slow nodes repeat it."""
+    """What was said about holds that are behind: once a minute for each, because slow nodes repeat it."""
 
     def __init__(self) -> None:
         self._said: dict[tuple[int, int], float] = {}
+        self._behind: set[tuple[int, int]] = set()
+        """Shards of which a line says that they are behind."""
 
     def said(self, hold: HoldState, level: int, message: str, now: float) -> Log:
         """Return what is said about a hold that is behind, or has caught up."""
         before = self._said.get(hold.shard)
-        if level < logging.WARNING or (before is not None and now - before < LAG_SECONDS):
-            return Log(level, message)
+        if level < logging.WARNING:
+            worth = hold.shard in self._behind
+            self._behind.discard(hold.shard)
+            return Log(level if worth else logging.DEBUG, message)
+        if before is not None and now - before < LAG_SECONDS:
+            return Log(logging.DEBUG, message)
         self._said[hold.shard] = now
+        self._behind.add(hold.shard)
         group, shard = hold.shard
         event = HOLD_BEHIND(group=group, shard=shard, iteration=hold.stepped, why=hold.trouble)
         return Log(level, message, event)

@@ -1,14 +1,39 @@
-"""The starts of training that may not begin on a shadow node: ended by a restart, or discarded. Pure."""
+"""The starts of training that may not begin on a shadow node: ended by a restart, or discarded. Pure.
+
+Also those that another one has fenced or replaced: trainers of a start that has crashed are dead by then.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Final
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.group import CallRefused, Start, start_of
 
 _REMEMBERED: Final = 64
+
+LATE_SECONDS, APART_SECONDS = 5.0, 1.0
+"""A superseded start goes on if records come so long after that, and again so long after the first ones.
+
+What dying trainers have sent is read within a moment, because the node's clock stands while its process does.
+After a break in the network, it may come later, but all at once.
+"""
+SILENT_SECONDS: Final = 120.0
+"""A superseded start of which nothing has come for this time has ended."""
+_HOSTS_MOST: Final = 64
+"""Addresses that are remembered."""
+
+
+class StartEnded(CallRefused):
+    """A start of training may not begin, because a restart has ended it."""
+
+    def __init__(self, begin: pb.BeginRequest) -> None:
+        super().__init__(
+            f"incarnation {begin.incarnation} is fenced: start training in a new one", precondition=True
+        )
 
 
 class EndedStarts:
@@ -27,10 +52,7 @@ class EndedStarts:
     def check(self, begin: pb.BeginRequest) -> None:
         """Raise `CallRefused` if a start may not begin."""
         if start_of(begin) in self._fenced:
-            raise CallRefused(
-                f"incarnation {begin.incarnation} is fenced: start training in a new one",
-                precondition=True,
-            )
+            raise StartEnded(begin)
         if 0 < self.discarded >= begin.generation:
             raise CallRefused(
                 f"generation {begin.generation} was discarded by `checkmate reset`: start training again",
@@ -45,3 +67,67 @@ class EndedStarts:
                 precondition=True,
             )
         self.discarded = generation
+
+
+@dataclass
+class Superseded:
+    """A start that another one has fenced, or in whose place it has begun; at which time, and from where."""
+
+    since: float
+    by: str
+    late: float = math.inf
+    """When the first late record came, since the newest start began here."""
+    goes_on: bool = False
+    """Whether its trainers go on, since then."""
+    hosts: dict[str, float] = field(default_factory=dict)
+    """Addresses from which late records come, and when they came last."""
+
+
+@dataclass
+class OlderStarts:
+    """Starts that other ones have superseded, and whether they go on."""
+
+    _starts: dict[tuple[int, str, bytes], Superseded] = field(default_factory=dict)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Addresses from which records of starts that go on have come since the newest start began here."""
+        return list(dict.fromkeys(host for one in self._starts.values() if one.goes_on for host in one.hosts))
+
+    def end(self, begin: pb.BeginRequest, by: str, now: float) -> None:
+        """Note that a start is superseded, from the address `by`, unless that is known."""
+        if self.of(begin) is None:
+            while len(self._starts) >= _REMEMBERED:
+                del self._starts[next(iter(self._starts))]
+            self._starts[_key(begin)] = Superseded(now, by)
+
+    def begun(self) -> None:
+        """Note that a new start has begun: what was noticed during another one tells nothing about it."""
+        for one in self._starts.values():
+            one.late, one.goes_on = math.inf, False
+            one.hosts.clear()
+
+    def forget(self, now: float) -> None:
+        """Forget addresses from which nothing has come for long."""
+        for one in self._starts.values():
+            for host in [host for host, heard in one.hosts.items() if now - heard > SILENT_SECONDS]:
+                del one.hosts[host]
+
+    def of(self, said: pb.BeginRequest | pb.RecordPart) -> Superseded | None:
+        """Return the start to which a message belongs, if it is superseded."""
+        return self._starts.get(_key(said))
+
+    def heard(self, one: Superseded, host: str, now: float) -> bool:
+        """Note a record of a superseded start. Return whether it is the first that shows that it goes on."""
+        if now < one.since + LATE_SECONDS:
+            return False
+        one.late = min(one.late, now)
+        if host in one.hosts or len(one.hosts) < _HOSTS_MOST:
+            one.hosts[host] = now
+        first = not one.goes_on and now >= one.late + APART_SECONDS
+        one.goes_on |= first
+        return first
+
+
+def _key(said: pb.BeginRequest | pb.RecordPart) -> tuple[int, str, bytes]:
+    return (said.incarnation, said.run, said.start)

@@ -27,6 +27,7 @@ from checkmate.events.saying import say
 from checkmate.job.schema import ShadowNode
 from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import SUPERSEDED
 from checkmate.rpc.frames import ANSWER, GREETING, FrameError, Unpacker, pack
 from checkmate.rpc.protocol import mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
@@ -55,6 +56,10 @@ class _Queued(NamedTuple):
 
 class OtherVersion(RuntimeError):
     """The node has another version of Checkmate."""
+
+
+class OtherStart(RuntimeError):
+    """Another start of training has superseded this one for good."""
 
 
 class Line:
@@ -101,6 +106,9 @@ class Line:
         self._closing = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._dropped = False
+        self._superseded = False
+        self._warnings: set[str] = set()
+        """Those that were logged: a node that comes and goes repeats them."""
         self._complaint = ""
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name=f"shadow node {node.id}", daemon=True)
@@ -159,6 +167,9 @@ class Line:
                 self.begun.set()
                 with closing(self._connect()) as sock:
                     why = self._exchange(sock)
+            except OtherStart as error:
+                why = reason(error)
+                self._take(pb.RecordReply(iteration=-1, superseded=True))
             except grpc.RpcError as error:
                 why = reason(error)
             except grpc.FutureCancelledError:
@@ -166,6 +177,9 @@ class Line:
             except (OSError, FrameError, DecodeError, OtherVersion) as error:
                 why = reason(error)
             if not why:
+                return
+            if self._superseded:
+                self._give_up(why)
                 return
             pause = min(2 * pause, _LONGEST_PAUSE) if self._complaint else _FIRST_PAUSE
             if not self._complaint and not self._closing.is_set():
@@ -176,16 +190,32 @@ class Line:
             self._complaint = why
             self._closing.wait(pause)
 
+    def _give_up(self, why: str) -> None:
+        """Take no more records: the node follows another start, and would refuse this one for good."""
+        self._complaint = why
+        with self._changed:
+            self._parts.clear()
+            self._nbytes = 0
+            self._closing.set()
+            self._changed.notify_all()
+
     def _send_begin(self, begin: Callable[[], pb.BeginRequest]) -> None:
         request = begin()
         self._call = self.stub.Begin.future(request, timeout=BEGIN_SECONDS)
         if self._closing.is_set():
             self._call.cancel()
-        reply = self._call.result()
+        try:
+            reply = self._call.result()
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() == SUPERSEDED:
+                raise OtherStart(reason(error)) from None
+            raise
         if different := mismatch(reply.protocol, "the node", "this trainer"):
             raise OtherVersion(different)
         for warning in reply.warnings:
-            _log.warning("shadow node %d: %s", self.node.id, warning)
+            if warning not in self._warnings:
+                self._warnings.add(warning)
+                _log.warning("shadow node %d: %s", self.node.id, warning)
         self._on_begun(request)
 
     def _connect(self) -> socket.socket:
@@ -255,6 +285,10 @@ class Line:
             if reply.wanted:
                 self._calm = 0
             self._changed.notify_all()
+        self._take(reply)
+
+    def _take(self, reply: pb.RecordReply) -> None:
+        self._superseded |= reply.superseded
         self._on_reply(self.node.id, reply)
 
     def _pop(self) -> None:

@@ -22,7 +22,9 @@ from checkmate.nodes.standing import (
     counted_holds,
     discarded,
     greatest_generation,
+    newest_refusal,
     node_name,
+    refusal_words,
 )
 from checkmate.nodes.stubs import Stubs, checked, reason
 from checkmate.rpc import shadow_pb2 as pb
@@ -132,6 +134,7 @@ def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
     fence = Fence(job, stubs, time.monotonic() + timeout)
     fence.wait(lambda: False)
     fence.close()
+    _say_refusal(fence)
     for node, why in sorted(fence.failures.items()):
         _log.warning("%s: %s; it is seeded when it answers", node_name(job, node), why)
     held = [hold.stepped for _, hold in counted_holds(fence.answers)]
@@ -150,6 +153,7 @@ def plan_restore(
     fence = Fence(job, stubs, began + timeout, drain=True)
     fence.wait(lambda: _enough(job, fence.replies))
     fence.close()
+    _say_refusal(fence)
     drained = RESTORE_DRAINED(nodes=sorted(fence.answers), seconds=seconds_since(began))
     say(logging.DEBUG, drained, "%s drained", counted(len(fence.answers), "shadow node"))
     if 0 < discarded(fence.answers) == greatest_generation(fence.answers):
@@ -219,6 +223,12 @@ def _without_nodes(kind: PlanKind, fence: Fence, trouble: str = "") -> RestartPl
     incarnation = target.next_incarnation(answers.values(), time.time())
     made = plan_new_run(incarnation, trouble, greatest_generation(answers), discarded(answers))
     return replace(made, kind=kind)
+
+
+def _say_refusal(fence: Fence) -> None:
+    """Log, before anything else, why the script was refused in the start before this one, if it was."""
+    if (refusal := newest_refusal(fence.answers)) is not None:
+        _log.warning("the last start was refused %s", refusal_words(refusal))
 
 
 def _enough(job: Job, replies: Answers) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,13 +13,15 @@ from typing import Final
 import torch
 
 from checkmate import state
-from checkmate.events.kinds import TRAINER_NODE_TROUBLE
+from checkmate.events.kinds import TRAINER_NODE_TROUBLE, TRAINER_OVERLAPS, TRAINER_SUPERSEDED
 from checkmate.events.saying import say
 from checkmate.job.mesh import group_name
 from checkmate.nodes.other_ranks import job_ranks
-from checkmate.nodes.stubs import Stubs
+from checkmate.nodes.standing import overlap_words
+from checkmate.nodes.stubs import Stubs, reason
+from checkmate.output.log_lines import Repetition, left_out_words
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.protocol import PROTOCOL
+from checkmate.rpc.protocol import PROTOCOL, REFUSAL_MAX, TEXT_MAX
 from checkmate.training.lines.line import Line
 from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import FIRST_BYTES, Buffers
@@ -27,11 +30,19 @@ from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.ready import await_ready, await_stepped
 from checkmate.wire.layout import Layout
+from checkmate.wording import shortened
 
 _log: Final = logging.getLogger("checkmate")
 
 AWAY_SECONDS: Final = 3.0
 """How long to wait at the end for a node whose connection is broken, because it may come back."""
+REFUSED_SECONDS: Final = 2.0
+"""How long to wait for the shadow nodes to take why the script was refused."""
+_SUPERSEDED: Final = (
+    "another start of this job has begun%s, and shadow nodes do not follow this one any more: what it trains "
+    "from now on is not kept. If torchrun was started a second time while this one ran, end one of the two. "
+    "This one is followed again once it is restarted"
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,12 @@ class Followers:
         self._slices = slices
         self._place = place = opening.place
         self._stubs = stubs
-        self._troubles: dict[int, str] = {}
+        self._troubles = {node.id: "" for node in place.nodes}
+        self._repetitions = {node.id: Repetition() for node in place.nodes}
+        self._noted: set[str] = set()
+        self._noting = threading.Lock()
+        self._finishing = False
+        """Whether an answer without trouble may be one without a record, which tells nothing."""
         begin = opening.begin_request if place.first else None
         with ExitStack() as undo:
             self.lines = [
@@ -170,6 +186,7 @@ class Followers:
 
     def finish(self, deadline: float) -> None:
         """Wait until the nodes have every record, but not beyond the deadline, and less for nodes away."""
+        self._finishing = True
         for line in self.lines:
             line.finish(0)
         away = time.monotonic() + AWAY_SECONDS
@@ -180,7 +197,7 @@ class Followers:
 
     def await_stepped(self, iteration: int, deadline: float) -> None:
         """Wait until the nodes have stepped an iteration; log a warning if they have not by the deadline."""
-        if not self.lines:
+        if not self.lines or "superseded" in self._noted:
             return
         opening = self._opening
         incarnation = opening.start.plan.incarnation
@@ -188,6 +205,36 @@ class Followers:
             _log.warning(
                 "training ends, but shadow nodes have not stepped iteration %d: %s", iteration, missing
             )
+
+    def refused(self, iteration: int, error: Exception) -> None:
+        """Tell the shadow nodes why the script is refused, so that the next start can say it.
+
+        Takes `REFUSED_SECONDS` at most, whatever the nodes do, and never raises. May be called by any thread.
+
+        Args:
+            iteration: The one in which it was refused, whose record is not sent.
+            error: Its text is told.
+        """
+        if not self._place.nodes:
+            return
+        nodes = [node.id for node in self._place.nodes]
+        try:
+            request = pb.RefusedRequest(
+                job=self._place.job.job,
+                protocol=PROTOCOL,
+                start=self._opening.start.plan.start,
+                iteration=iteration,
+                rank=shortened(self._place.name, TEXT_MAX),
+                text=shortened(str(error).removeprefix(f"iteration {iteration}: "), REFUSAL_MAX),
+            )
+            replies = self._stubs.ask(nodes, lambda stub: stub.Refused, request, REFUSED_SECONDS)
+        except Exception as failure:  # noqa: BLE001 - the script's own error matters
+            replies = dict.fromkeys(nodes, reason(failure))
+        failures = {node: reply for node, reply in replies.items() if isinstance(reply, str)}
+        for node, why in failures.items():
+            _log.debug("shadow node %d does not know of the refusal: %s", node, why)
+        if len(failures) == len(nodes):
+            _log.info("no shadow node knows why training ends, so the next start can't say it")
 
     def close(self) -> None:
         """End all threads."""
@@ -222,10 +269,39 @@ class Followers:
             self._slices.look_first(reply.suspects)
         if reply.buffers:
             self._opening.buffers.again()
-        if reply.trouble != self._troubles.get(node, ""):
+        if reply.superseded and self._is_new("superseded"):
+            self._say_superseded(reply.by)
+        if reply.also_training and self._is_new("overlaps"):
+            words = overlap_words([shortened(host) for host in reply.also_training])
+            say(logging.WARNING, TRAINER_OVERLAPS(why=words), "%s", words)
+        known = not reply.superseded and (reply.trouble or not self._finishing)
+        if known and reply.trouble != self._troubles[node]:
             self._troubles[node] = reply.trouble
-            event = TRAINER_NODE_TROUBLE(node=node, why=reply.trouble)
-            say(logging.WARNING, event, "shadow node %d: %s", node, reply.trouble or "recovered")
+            self._say_trouble(node, reply)
+
+    def _is_new(self, what: str) -> bool:
+        """Return whether something is noted for the first time. Each line has a thread."""
+        with self._noting:
+            new = what not in self._noted
+            self._noted.add(what)
+        return new
+
+    def _say_superseded(self, by: str) -> None:
+        """Log that another start has begun; not on all ranks, because all are told."""
+        host = f", on {shortened(by)}" if by else ""
+        words = _SUPERSEDED % host
+        level = logging.WARNING if self._place.first else logging.DEBUG
+        say(level, TRAINER_SUPERSEDED(why=words), "%s", words)
+
+    def _say_trouble(self, node: int, reply: pb.RecordReply) -> None:
+        """Log that a node's trouble has changed: while it goes on, more and more rarely."""
+        repetition = self._repetitions[node]
+        left_out = repetition.again(reply.iteration) if reply.trouble else repetition.over()
+        if left_out is None:
+            return
+        event = TRAINER_NODE_TROUBLE(node=node, why=reply.trouble)
+        said = f"{reply.trouble or 'recovered'}{left_out_words(left_out)}"
+        say(logging.WARNING, event, "shadow node %d: %s", node, said)
 
 
 def seed_at_start(place: Membership, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:

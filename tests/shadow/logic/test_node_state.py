@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +19,10 @@ from checkmate.shadow.clock import STALL
 from checkmate.shadow.logic.effects import Due, Empty, Log
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped, StreamState
-from checkmate.shadow.logic.node_state import NodeState
+from checkmate.shadow.logic.node_state import DOUBTS_MOST, NodeState
 from checkmate.shadow.logic.records import Records
+from checkmate.shadow.logic.sayings import LagWatch
+from checkmate.shadow.logic.starts import SILENT_SECONDS
 from checkmate.shadow.receive.plans import SETS, hold_plans
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
@@ -322,3 +326,100 @@ def test_a_hold_that_is_found_equal_again_says_that_it_is_live() -> None:
     assert said(("p0 differs",)) == [("comparison.mismatch", None)]
     assert said(()) == [("hold.changed", "live")]
     assert said(()) == []
+
+
+def test_a_difference_is_said_once_and_then_more_and_more_rarely() -> None:
+    """Its words have a number that changes. Flapping is repetition, too."""
+    node = live_node()
+    (hold,) = node.holds
+    hold.doubt.may_renew(node.now)  # it stays live
+
+    def said(iteration: int, troubles: tuple[str, ...]) -> list[str]:
+        snapshot = HoldSnapshot(99 + iteration, dict(hold.at))
+        due = Due(node.state.groups[0], hold, iteration)
+        node.state.stepped(due, pb.Step(), Stepped(snapshot, troubles, iteration - 1), 1.0)
+        effects = node.state.take_effects()
+        return [one.message for one in effects if isinstance(one, Log) and one.level > logging.DEBUG]
+
+    lines = {number: said(number, (f"p0 differs after iteration {number}",)) for number in range(4, 16)}
+    assert {number: line for number, line in lines.items() if line} == {
+        4: ["DP group 0, shard 0: p0 differs after iteration 4"],
+        13: [
+            "DP group 0, shard 0: p0 differs after iteration 13 (8 more like this since the last such line)"
+        ],
+    }
+    assert node.state.tally.mismatches == 12
+    assert said(16, ()) == [
+        "DP group 0, shard 0: checkpoints of iterations 4 to 15 are doubtful, newer ones are not "
+        "(2 more like this since the last such line)"
+    ]
+    for number in range(17, 80, 2):
+        assert not said(number, (f"p0 differs after iteration {number}",))
+        assert not said(number + 1, ())
+    assert len(node.state.all_troubles) == DOUBTS_MOST
+    assert "iterations 79 to 79 are doubtful" in node.state.all_troubles[-1]
+
+
+def test_a_hold_that_lags_again_and_again_is_one_line_a_minute() -> None:
+    (hold,) = live_node().holds
+    watch = LagWatch()
+    said = []
+    for second in range(0, 100, 10):
+        behind = watch.said(hold, logging.WARNING, "behind", float(second))
+        said += [behind.level, watch.said(hold, logging.INFO, "caught up", second + 5.0).level]
+    loud = [number for number, level in enumerate(said) if level > logging.DEBUG]
+    assert loud == [0, 1, 12, 13]
+
+
+def part_of(begin: pb.BeginRequest) -> pb.RecordPart:
+    return pb.RecordPart(job=begin.job, incarnation=begin.incarnation, run=begin.run, start=begin.start)
+
+
+@pytest.mark.parametrize(
+    ("times", "goes_on"),
+    [
+        ((0.1, 1.0, 4.9), False),  # of dying trainers
+        ((20.0, 20.1, 20.2), False),  # after a break in the network
+        ((4.0, 5.5, 6.4), False),
+        ((4.0, 5.5, 6.6), True),
+        ((30.0, 60.0), True),
+    ],
+)
+def test_records_of_a_superseded_start_show_whether_it_goes_on(
+    times: tuple[float, ...], goes_on: bool
+) -> None:
+    node = live_node()
+    begin = node.state.groups[0].begin
+    assert node.state.superseded(part_of(begin), "10.0.0.1", 99.0) is None
+    node.state.fence()
+    node.state.supersede("10.0.0.9", 100.0)
+    node.state.take_effects()
+    node.state.superseded(part_of(begin), "10.0.0.7", 100.0)  # not late
+    for seconds in times:
+        ended = node.state.superseded(part_of(begin), "10.0.0.1", 100.0 + seconds)
+        assert ended is not None and ended.by == "10.0.0.9"
+    said = [one.message for one in node.state.take_effects() if isinstance(one, Log)]
+    assert [line.startswith("an older start of this job still trains") for line in said] == [True] * goes_on
+    assert ["records come from 10.0.0.1." in one for one in node.state.all_troubles] == [True] * goes_on
+    node.state.tick(100.0 + times[-1] + SILENT_SECONDS + 1)
+    assert not node.state.all_troubles, "it has ended"
+
+
+def test_what_was_noticed_before_a_start_tells_nothing_about_it() -> None:
+    """A third start is not warned of the first one, which has ended meanwhile."""
+    node = live_node()
+    group = node.state.groups[0]
+    node.state.fence()
+    node.state.supersede("", 100.0)
+    for seconds in (6.0, 8.0):
+        node.state.superseded(part_of(group.begin), "10.0.0.1", 100.0 + seconds)
+    assert node.state.older.hosts == ["10.0.0.1"]
+    another = pb.BeginRequest()
+    another.CopyFrom(group.begin)
+    another.incarnation += 1
+    node.state.begun(ShadowGroup(another, group.layout, Records(RANKS, 0), []), 110.0)
+    assert not node.state.older.hosts
+    for seconds in (11.0, 11.1, 13.0):
+        node.state.superseded(part_of(group.begin), f"10.0.0.{seconds:g}", 100.0 + seconds)
+    hosts = ["10.0.0.11", "10.0.0.11.1", "10.0.0.13"]
+    assert node.state.older.hosts == hosts, "it goes on beside this one, too"

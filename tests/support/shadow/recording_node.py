@@ -37,10 +37,15 @@ class RecordingNode(rpc.ShadowServicer):
         self.address = address or f"127.0.0.1:{free_port()}"  # no connection takes it while the node is away
         self.shards = shards
         self.begins: list[pb.BeginRequest] = []
+        self.warnings: list[str] = []
+        """Those in each answer to `Begin`."""
         self.fences: list[pb.FenceRequest] = []
         self.records_at = f"{self.address.partition(':')[0]}:{free_port()}"
         """Port for step records."""
         self.records: list[pb.RecordPart] = []
+        self.reply: Callable[[pb.RecordPart], pb.RecordReply] = lambda part: pb.RecordReply()
+        """Returns what replies to records have beside what is wanted."""
+        self.refusals: list[pb.RefusedRequest] = []
         self.seeds: list[tuple[pb.SeedHeader, dict[int, object]]] = []
         self.wanted: list[pb.SeedWanted] = []
         self.again: Callable[[pb.SeedHeader], list[int]] = lambda header: []
@@ -78,9 +83,15 @@ class RecordingNode(rpc.ShadowServicer):
             self.status.holds.add(
                 shard=pb.Shard(group=request.group, shard=shard), incarnation=request.incarnation, seeded=True
             )
-        return pb.BeginReply(protocol=PROTOCOL)
+        return pb.BeginReply(protocol=PROTOCOL, warnings=self.warnings)
 
-    def _take(self, part: pb.RecordPart, answer: bool) -> pb.RecordReply | None:
+    def Refused(self, request: pb.RefusedRequest, context: grpc.ServicerContext) -> pb.RefusedReply:
+        while self.hanging and not self._stopping:
+            time.sleep(0.05)
+        self.refusals.append(request)
+        return pb.RefusedReply()
+
+    def _take(self, part: pb.RecordPart, answer: bool, host: str) -> pb.RecordReply | None:
         self.records.append(part)
         while not self.answering.wait(0.05):
             if self._stopping:
@@ -88,7 +99,9 @@ class RecordingNode(rpc.ShadowServicer):
         if not answer:
             return None
         wanted, self.wanted = self.wanted, []
-        return pb.RecordReply(iteration=part.iteration, wanted=wanted)
+        reply = pb.RecordReply(iteration=part.iteration, wanted=wanted)
+        reply.MergeFrom(self.reply(part))
+        return reply
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         reader = SeedReader(request_iterator)

@@ -147,6 +147,21 @@ def test_a_reconnect_is_told_once_the_node_has_accepted_it(node: RecordingNode, 
     assert len(node.begins) == 2
 
 
+def test_a_node_that_comes_and_goes_warns_once(
+    node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.warnings = ["trainers have torch 1, this node 2"]
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    for count in (1, 2):
+        wait_until(lambda count=count: len(node.begins) == count and line.begun.is_set())  # type: ignore[misc]
+        time.sleep(0.3)
+        node.stop()
+        node.start()
+    line.close()
+    assert caplog.text.count("trainers have torch 1, this node 2") == 1
+
+
 def test_a_node_that_is_away_costs_nothing(
     node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -266,3 +267,26 @@ def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job
         stubs.close()
     assert plan.kind == "none"
     assert "job another" in plan.trouble
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_why_the_last_start_was_refused_is_the_first_line(
+    served: list[RecordingNode], job: Job, stubs: Stubs, caplog: pytest.LogCaptureFixture, fresh: bool
+) -> None:
+    """Once, although both nodes have it, and before a warning about what they lack."""
+    for number, one in enumerate(served):
+        one.status = node(number, hold((0, number), 6, 7))
+        one.status.refusal.CopyFrom(
+            pb.Refusal(incarnation=3, iteration=7, rank="rank 0 (host-a)", text="a hook\nchanges p0")
+        )
+    served[0].status.holds.add(
+        shard=pb.Shard(shard=1), incarnation=3, stepped=9, in_full=9, seeded=True, run="a"
+    )
+    caplog.set_level(logging.WARNING, "checkmate")
+    if fresh:
+        fence.plan_fresh(job, stubs, TIMEOUT)
+    else:
+        fence.plan_restore(job, stubs, TIMEOUT)
+    told = "the last start was refused in iteration 7 on rank 0 (host-a): a hook changes p0"
+    assert caplog.messages[0] == told
+    assert caplog.messages.count(told) == 1
