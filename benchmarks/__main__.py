@@ -42,6 +42,7 @@ SUITES = {
     "iteration": "training.iteration",
     "gpu": "training.gpu",
     "sharded": "training.sharded",
+    "recording": "training.recording",
     "metrics": "training.scraped",
     "batches": "shadow.batches",
     "recovery": "training.recovery",

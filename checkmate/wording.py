@@ -27,6 +27,13 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+def with_article(name: str) -> str:
+    """Return `a StepLR` or `an AdamW`: the name of a class with its article."""
+    spelt = "AEFHILMNORSX" if name.isupper() else "AEIOU"  # SGD is read letter by letter
+    vowel = name[:1] in spelt and not name.startswith("One")
+    return f"an {name}" if vowel else f"a {name}"
+
+
 def at_iteration(stepped: int) -> str:
     """Return where a state is whose last step is of iteration `stepped`: -1 if there was none yet."""
     return f"at iteration {stepped}" if stepped >= 0 else "before iteration 0"

@@ -113,7 +113,8 @@ class SmallTraining:
             request = self.begin_request(keep=keep, run=run)
             for name, value in other.items():
                 setattr(request, name, value)
-            found += self.stubs[node].Begin(request, timeout=10).warnings
+            # A channel to a node that was away would fail at once, until its next attempt to connect.
+            found += self.stubs[node].Begin(request, timeout=10, wait_for_ready=True).warnings
             for position in range(self.ranks):
                 self.lines[node, position] = RecordLine(self.job, node, self.keys)
         return found

@@ -121,9 +121,10 @@ def _rank_buffers(
 
 def _model(
     stage: StageState, buffers: Mapping[str, torch.Tensor], names: Mapping[str, str]
-) -> dict[str, torch.Tensor]:
-    """Return the model's `state_dict()`, with tied tensors under all of their names."""
-    tensors = {**buffers, **{name: stage.states[number][0] for number, name in enumerate(stage.names)}}
+) -> dict[str, Any]:
+    """Return the model's `state_dict()`, with tied tensors under all of their names, and extra states."""
+    given = {n: plain(state.unpacked(t)) if state.is_extra_state(n) else t for n, t in buffers.items()}
+    tensors = {**given, **{name: stage.states[number][0] for number, name in enumerate(stage.names)}}
     keys = names or {name: name for name in tensors}
     return {key: tensors[name] for key, name in sorted(keys.items()) if name in tensors}
 

@@ -12,6 +12,7 @@ from checkmate import state
 from checkmate.consolidate.chunks import Box, Cover, equal_bits
 from checkmate.consolidate.snapshot import GroupState
 from checkmate.nodes.reader import States
+from checkmate.optim.supported import kind_of
 from checkmate.wire.parameter import Parameter
 
 T = TypeVar("T")
@@ -55,7 +56,8 @@ def assemble_stage(members: Mapping[int, GroupState]) -> StageState:
 
 
 def _grouped(member: GroupState) -> object:
-    return member.optimizer.name, [list(one.parameters) for one in member.optimizer.groups]
+    spec = member.optimizer
+    return [(kind_of(spec, one), list(one.parameters)) for one in spec.groups]
 
 
 def _trained(members: Mapping[int, GroupState], number: int) -> tuple[torch.Tensor, dict[str, object]]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,52 @@ def options_of(group: Mapping[str, Any]) -> str:
         except OptionsError as error:
             raise OptionsError(f"option {key!r} is {error}") from None
     return json.dumps(said, allow_nan=False)
+
+
+class GroupOptions:
+    """Parameter groups' options as JSON, written again only for groups whose values are other objects.
+
+    A script may have thousands of groups, and they are recorded twice in each iteration.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[_GroupText] = []
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return each group's `options_of`. Raises as that does."""
+        del self._known[len(groups) :]
+        for number, group in enumerate(groups):
+            ids = tuple(map(id, group.values()))
+            if number == len(self._known):
+                self._known.append(_GroupText.of(group, ids))
+            elif self._known[number].ids != ids:
+                self._known[number] = _GroupText.of(group, ids)
+        return [known.text for known in self._known]
+
+
+class _GroupText(NamedTuple):
+    """A group's options as text, until one of its values is another object."""
+
+    ids: tuple[int, ...]
+    """Of the values; empty if one can change in place, so that the text is never used again."""
+    values: Sequence[object]
+    """Kept, so that no other object gets one of these ids."""
+    text: str
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], ids: tuple[int, ...]) -> _GroupText:
+        constant = all(key in OUTSIDE or _is_constant(value) for key, value in group.items())
+        return cls(ids if constant else (), list(group.values()), options_of(group))
+
+
+_CONSTANT: Final = frozenset((bool, float, int, str, type(None)))
+
+
+def _is_constant(value: object) -> bool:
+    """Return whether a value can't change in place: also a tuple of such values, as betas are."""
+    return type(value) in _CONSTANT or (
+        isinstance(value, tuple) and all(type(one) in _CONSTANT for one in value)
+    )
 
 
 def parse_options(text: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from checkmate.errors import CheckmateError
 from checkmate.optim.options import OptionsError, apply_options, options_of, parse_options
+from checkmate.optim.several import members_of
 from checkmate.rpc import shadow_pb2 as pb
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "build",
     "check_options",
     "default_dtype",
+    "kind_of",
     "options_of",
     "spec_of",
     "steps_alike",
@@ -75,7 +77,7 @@ def spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
     """Describe an optimizer: class, groups, and the numbers of each group's parameters.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer, or several.
         number: numbers in the layout of the parameters that training reduces. Other parameters that need no
             gradient are `FROZEN`.
 
@@ -85,22 +87,44 @@ def spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
     Raises:
         UnsupportedOptimizer: if its class, an option or a parameter is not supported.
     """
+    default = str(torch.get_default_dtype()).removeprefix("torch.")
+    spec = pb.OptimizerSpec(threads=torch.get_num_threads(), default_dtype=default)
+    for member in members_of(optimizer):
+        _add_groups(spec, member, number)
+    if any(group.optimizer != spec.groups[0].optimizer for group in spec.groups):
+        return spec
+    spec.name = spec.groups[0].optimizer
+    for group in spec.groups:
+        group.optimizer = ""
+    return spec
+
+
+def _add_groups(
+    spec: pb.OptimizerSpec, optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
+) -> None:
+    """Add the groups of one optimizer to a spec. Raise as `spec_of`."""
     kind = type(optimizer)
     name = f"torch.optim.{kind.__name__}"
     if SUPPORTED.get(name) is not kind:
         raise UnsupportedOptimizer(_why_not(optimizer))
-    default = str(torch.get_default_dtype()).removeprefix("torch.")
-    spec = pb.OptimizerSpec(name=name, threads=torch.get_num_threads(), default_dtype=default)
-    for index, group in enumerate(optimizer.param_groups):
+    for group in optimizer.param_groups:
+        index = len(spec.groups)
         check_options(group, index)
         if kind is torch.optim.SGD:
             _check_fused_momentum(group, index)
         numbers = [_number(parameter, number, index) for parameter in group["params"]]
         try:
-            spec.groups.add(parameters=numbers, options=options_of(group), names=group.get("param_names", ()))
+            options = options_of(group)
         except OptionsError as error:
             raise UnsupportedOptimizer(f"parameter group {index}: {error}") from None
-    return spec
+        spec.groups.add(
+            parameters=numbers, options=options, names=group.get("param_names", ()), optimizer=name
+        )
+
+
+def kind_of(spec: pb.OptimizerSpec, group: pb.ParamGroup) -> str:
+    """Return the name of the optimizer that steps a group, such as `torch.optim.AdamW`."""
+    return group.optimizer or spec.name
 
 
 def default_dtype(spec: pb.OptimizerSpec) -> torch.dtype:
@@ -124,18 +148,20 @@ def _kind_of_step(spec: pb.OptimizerSpec) -> tuple[object, ...]:
     options = [parse_options(group.options) for group in spec.groups]
     implementations = [(one.get("foreach"), one.get("fused")) for one in options]
     groups = [list(group.parameters) for group in spec.groups]
-    return spec.name, spec.threads, spec.default_dtype or "float32", implementations, groups
+    kinds = [kind_of(spec, group) for group in spec.groups]
+    return kinds, spec.threads, spec.default_dtype or "float32", implementations, groups
 
 
-def beginnings(optimizer: torch.optim.Optimizer) -> list[pb.Beginning]:
+def beginnings(optimizer: torch.optim.Optimizer, first_group: int = 0) -> list[pb.Beginning]:
     """Return groups and 16-bit types in which only some parameters have momentum before SGD's `foreach` step.
 
     That step then uses other kernels than usual for the momentum of all of them, with different bits.
+    `first_group`: the number of its first group in the spec.
     """
     found: list[pb.Beginning] = []
     if type(optimizer) is not torch.optim.SGD:
         return found
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups, first_group):
         if group["foreach"] and group["momentum"]:
             short = [p for p in group["params"] if p.grad is not None and p.element_size() == 2]
             has = {p: optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in short}
@@ -154,6 +180,8 @@ def check_options(group: Mapping[str, object], index: int) -> None:
 def build(spec: pb.OptimizerSpec, parameters: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
     """Return an optimizer of the spec's class, groups, options and implementation for some parameters.
 
+    All of them must be of groups that one class steps.
+
     Args:
         spec: the description.
         parameters: tensors by their number in the layout. Groups without any are left out.
@@ -162,20 +190,24 @@ def build(spec: pb.OptimizerSpec, parameters: Mapping[int, torch.Tensor]) -> tor
         The optimizer.
 
     Raises:
-        ValueError: if the spec has none of the parameters.
+        ValueError: if the spec has none of the parameters, or several classes step them.
         UnsupportedOptimizer: if its class is not supported.
     """
-    kind = SUPPORTED.get(spec.name)
-    if kind is None:
-        raise UnsupportedOptimizer(f"{spec.name or '(unnamed)'} is not supported: {_INSTEAD}")
-    groups = []
+    named = {kind_of(spec, group) for group in spec.groups} or {spec.name}
+    if unknown := named - SUPPORTED.keys():
+        raise UnsupportedOptimizer(f"{min(unknown) or '(unnamed)'} is not supported: {_INSTEAD}")
+    groups, kinds = [], set[str]()
     for group in spec.groups:
         chosen = [parameters[i] for i in group.parameters if i in parameters]
         if chosen:
             groups.append({**parse_options(group.options), "params": chosen})
+            kinds.add(kind_of(spec, group))
     if not groups:
         raise ValueError("the optimizer has none of these parameters")
-    return kind(groups)  # type: ignore[call-arg]
+    name, *others = kinds
+    if others:
+        raise ValueError(f"{name} and {others[0]} step them, which takes two optimizers")
+    return SUPPORTED[name](groups)  # type: ignore[call-arg]
 
 
 def _check_fused_momentum(group: Mapping[str, Any], index: int) -> None:

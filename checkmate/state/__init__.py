@@ -1,6 +1,6 @@
 """Exact conversion of training state to messages and bytes, and back: the public names of this package."""
 
-from checkmate.state.plain import dumps, loads
+from checkmate.state.plain import EXTRA_STATE, dumps, is_extra_state, loads, packed, unpacked
 from checkmate.state.seeds import (
     PIECE_BYTES,
     Checksum,
@@ -27,6 +27,7 @@ from checkmate.state.tensors import (
 
 __all__ = [
     "DTYPES",
+    "EXTRA_STATE",
     "PIECE_BYTES",
     "Checksum",
     "SeedReader",
@@ -39,12 +40,15 @@ __all__ = [
     "frozen_parameter",
     "frozen_states",
     "in_memory_order",
+    "is_extra_state",
     "is_frozen_state",
     "load_generators",
     "loads",
     "local_of",
     "name_frozen",
+    "packed",
     "to_held",
     "to_number",
     "to_seeds",
+    "unpacked",
 ]

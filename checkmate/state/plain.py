@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from checkmate.state.tensors import StateError
+from checkmate.state.tensors import StateError, bytes_of
 
 _LOOKED_AT: Final = 1000
 """State with more values than this is read back to check it."""
@@ -36,6 +36,25 @@ def dumps(obj: object, *, known: bool = False) -> bytes:
             f"can be stored: {reason}"
         ) from None
     return buffer.getvalue()
+
+
+EXTRA_STATE: Final = "_extra_state"
+"""The last part of the name of what a module's `get_extra_state` returns, as in `state_dict()`."""
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether a name among the buffers is such state, which is `packed`."""
+    return name == EXTRA_STATE or name.endswith(f".{EXTRA_STATE}")
+
+
+def packed(obj: object) -> torch.Tensor:
+    """Return plain state as a tensor of bytes, so that it can be kept among buffers. Raises as `dumps`."""
+    return torch.frombuffer(bytearray(dumps(obj)), dtype=torch.uint8)
+
+
+def unpacked(tensor: torch.Tensor) -> Any:
+    """Return the argument of `packed`. Raise `StateError` if it is invalid."""
+    return loads(bytes(bytes_of(tensor.contiguous())))
 
 
 def _is_plain(obj: object) -> bool:

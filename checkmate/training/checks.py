@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol, cast
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from checkmate import state
+from checkmate.optim.several import SeveralOptimizers, members_of
 from checkmate.optim.supported import UnsupportedOptimizer
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.model.ddp import DdpModel
+from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
-from checkmate.wording import counted
+from checkmate.training.record.wrapped import SeveralSchedulers, schedulers_of
+from checkmate.wording import counted, with_article
 
 
 class Scheduler(Protocol):
@@ -35,31 +41,114 @@ class Scaler(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+_COMBINE: Final = (
+    "combine several with SequentialLR(optimizer, [first, second], milestones=[...]) if they follow one "
+    "another, or with ChainedScheduler([first, second]) if they act together"
+)
 _SCHEDULER: Final = ("step", "state_dict", "load_state_dict")
 _SCALER: Final = ("unscale_", "step", "update", "state_dict", "load_state_dict")
 
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Schedulers = Scheduler | Sequence[Scheduler]
+
+
+def watched_of(
+    model: TrainedModel,
+    optimizer: Optimizers,
+    scheduler: Schedulers | None,
+    scaler: Scaler | None,
+    extra: Callable[[], Any] | None = None,
+) -> Watched:
+    """Return the objects of a script, several optimizers and their schedulers as one.
+
+    Raise `RefusedError` if `optimizer=`, `scheduler=` or `scaler=` is something else, optimizers share a
+    parameter, or one has a scheduler that was not given.
+    """
+    if not isinstance(optimizer, list | tuple):
+        watched = Watched(model, cast(torch.optim.Optimizer, optimizer), scheduler, scaler, extra)
+        check_script(watched)
+        return watched
+    _check_several(optimizer, scaler)
+    schedulers = (
+        scheduler if isinstance(scheduler, list | tuple) else [] if scheduler is None else [scheduler]
+    )
+    together = SeveralSchedulers(schedulers) if schedulers else None
+    watched = Watched(model, SeveralOptimizers(optimizer), together, scaler, extra)
+    check_script(watched)
+    return watched
+
+
+def _check_several(optimizers: Sequence[Any], scaler: Any) -> None:
+    """Raise `RefusedError` unless these are optimizers, each of parameters of its own."""
+    if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+        kinds = ", ".join(type(one).__name__ for one in optimizers)
+        raise RefusedError(f"optimizer= is a list of {kinds or 'nothing'}: pass an optimizer, or several")
+    if scaler is not None and scaler.is_enabled():
+        raise RefusedError(
+            "a GradScaler can't be followed with several optimizers: use bfloat16, which needs none"
+        )
+    of = [{id(p) for group in one.param_groups for p in group["params"]} for one in optimizers]
+    if sum(map(len, of)) > len(set().union(*of)):
+        raise RefusedError("a parameter is in several optimizers, but each must step parameters of its own")
+
+
 def check_script(watched: Watched) -> None:
-    """Raise `RefusedError` if `scheduler=` or `scaler=` is something else."""
+    """Raise `RefusedError` if `scheduler=` or `scaler=` is something else, or a scheduler was not given."""
     if isinstance(watched.scheduler, list | tuple):
         raise RefusedError(
-            f"scheduler= is a {type(watched.scheduler).__name__}: pass one scheduler. Combine several with "
-            "SequentialLR(optimizer, [first, second], milestones=[...]) if they follow one another, or with "
-            "ChainedScheduler([first, second]) if they act together"
+            f"scheduler= is a {type(watched.scheduler).__name__}: pass one scheduler for one optimizer, and "
+            f"{_COMBINE}"
         )
-    for name, thing, methods in (
-        ("scheduler", watched.scheduler, _SCHEDULER),
-        ("scaler", watched.scaler, _SCALER),
-    ):
+    named = [("scheduler", scheduler, _SCHEDULER) for scheduler in schedulers_of(watched.scheduler)]
+    for name, thing, methods in (*named, ("scaler", watched.scaler, _SCALER)):
         if isinstance(thing, type):
             raise RefusedError(f"{name}= is the class {thing.__name__}: pass an instance of it")
         lacking = [f"{method}()" for method in methods if not callable(getattr(thing, method, None))]
         if thing is not None and lacking:
             raise RefusedError(f"{name}= is a {type(thing).__name__}, which has no {', '.join(lacking)}")
+    for optimizer in members_of(watched.optimizer):
+        _check_schedulers(optimizer, schedulers_of(watched.scheduler))
+
+
+def _check_schedulers(optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
+    """Raise `RefusedError` if a scheduler of an optimizer was not given, which would begin again."""
+    # PyTorch marks an optimizer that has had a scheduler, since 2.4 by the first of these.
+    marks = ("_wrapped_by_lr_sched", "_with_counter")
+    if not any(hasattr(optimizer.step, mark) for mark in marks):
+        return
+    given = {id(part): part for scheduler in schedulers for part in _parts(scheduler)}
+    owners = gc.get_referrers(optimizer)
+    others = [type(one).__name__ for one in owners if isinstance(one, LRScheduler) and id(one) not in given]
+    if not schedulers or (others and not any(part in owners for part in given.values())):
+        raise RefusedError(
+            "the optimizer has a learning rate scheduler that was not given, so a resumed run would begin "
+            "its schedule again: call checkmate.restore(model, optimizer, scheduler=scheduler), and "
+            "checkmate.protect in the same way"
+        )
+    if others:
+        raise RefusedError(
+            f"the optimizer has {with_article(others[0])} beside scheduler=, {_COMBINE}, and pass the result"
+        )
+
+
+def _parts(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler, and those that it combines or wraps."""
+    yield scheduler
+    inner = [getattr(scheduler, name, ()) for name in ("_schedulers", "schedulers", "scheduler")]
+    for part in inner:
+        for one in part if isinstance(part, list | tuple) else [part]:
+            yield from _parts(one)
 
 
 def check_model(watched: Watched) -> None:
-    """Raise `RefusedError` if the model has another hook, or can't be followed with its scaler."""
+    """Raise `RefusedError` if the model has another hook, or can't be followed, or not with its scaler."""
+    for name, module in watched.model.inner.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise RefusedError(
+                f"{name or type(module).__name__} has sparse=True, and sparse gradients can't be copied: "
+                "make it with sparse=False"
+            )
     if isinstance(watched.model, DdpModel):
         check_ddp(watched.model)
         return
@@ -89,6 +178,13 @@ def check_ddp(model: DdpModel) -> None:
             "reduces gradients as they are: remove the other one"
         )
     model.check_forward()
+    # A bucket with a parameter that DDP does not reduce would never be complete.
+    reduced = int(model.ddp._get_ddp_logging_data()["num_parameter_tensors"])  # type: ignore[no-untyped-call]
+    if reduced != len(model.trained()):
+        raise RefusedError(
+            f"{len(model.trained())} parameters need gradients, but {reduced} did when "
+            "DistributedDataParallel was constructed, which reduces those: set requires_grad before that"
+        )
 
 
 def check_kept(watched: Watched) -> None:
@@ -131,5 +227,6 @@ def check_all_stepped(spec: pb.OptimizerSpec, names: Sequence[str]) -> None:
         others = f" and {counted(len(left) - 1, 'other')}" if len(left) > 1 else ""
         raise UnsupportedOptimizer(
             f"the optimizer lacks {left[0]}{others}, which the model trains: add the rest to a parameter "
-            "group, or set requires_grad=False; a protected model has one optimizer"
+            "group, pass the other optimizer, too, checkmate.protect(model, [first, second]), or set "
+            "requires_grad=False"
         )

@@ -18,20 +18,24 @@ def ends_well(error: BaseException | None) -> bool:
 
 @contextmanager
 def said_end(
-    newest: Callable[[], int], broken: BaseException | None, *, completed: bool, well: bool
+    newest: Callable[[], int], broken: BaseException | None, *, completed: Callable[[], bool], well: bool
 ) -> Iterator[None]:
     """Say, once the protection is closed, how far this rank has come, and why it ends.
 
     Args:
         newest: Returns the last iteration whose record was sent.
         broken: The error of the ring, if there is one.
-        completed: Whether training is complete.
+        completed: Returns whether training is complete.
         well: Whether the script ends without an error.
     """
     error = broken if well else broken or sys.exc_info()[1] or getattr(sys, "last_value", None)
-    why = "" if completed or error is None else f"{type(error).__name__}: {error}"
     try:
         yield
+    except Exception as failure:
+        error = error or failure
+        raise
     finally:
-        ended = TRAINER_ENDED(iteration=newest(), completed=completed, why=why)
+        complete = completed() and error is None
+        why = "" if complete or error is None else f"{type(error).__name__}: {error}"
+        ended = TRAINER_ENDED(iteration=newest(), completed=complete, why=why)
         say(logging.DEBUG, ended, "training ends on this rank")

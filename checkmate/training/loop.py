@@ -34,7 +34,7 @@ class Loop:
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches. An iteration ends when the next batch is requested, before it is drawn."""
-        self._recorder.marks()
+        self._recorder.enter_loop()
         iterator = iter(batches)
         generators, self._generators = self._generators, None  # the next loop is a new one
         if generators is not None and not self._begun():
@@ -46,6 +46,7 @@ class Loop:
                 self._recorder.mark(left=True)
                 raise
             self._recorder.mark(in_loop=True)
+        self._recorder.leave_loop()
 
 
 def resumed_in(place: Membership, start: Start) -> Mapping[str, Any] | None:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final
 
-import torch
 from torch import nn
 
+from checkmate.errors import CheckmateError
 from checkmate.events.kinds import PROTECT_ENDED, PROTECT_STARTED
 from checkmate.events.saying import say, seconds_since
 from checkmate.nodes.stubs import Stubs
@@ -23,12 +23,13 @@ from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
 from checkmate.training.checks import (
+    Optimizers,
     Scaler,
-    Scheduler,
+    Schedulers,
     check_all_stepped,
     check_kept,
     check_model,
-    check_script,
+    watched_of,
 )
 from checkmate.training.default_log import show_log
 from checkmate.training.ending import ends_well, said_end
@@ -65,9 +66,9 @@ _UNTAGGED: Final = (
 
 def protect(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: Schedulers | None = None,
     scaler: Scaler | None = None,
     extra: Callable[[], Any] | None = None,
     wait: float = WAIT,
@@ -81,8 +82,10 @@ def protect(
     Args:
         model: The model: a DistributedDataParallel, or a model that `fully_shard` has sharded on the mesh of
             `shard_mesh`. Its gradients must not have a communication hook yet.
-        optimizer: The one optimizer that steps all parameters that the model trains.
-        scheduler: The learning rate scheduler, if the script has one. It is restored with the optimizer.
+        optimizer: The optimizer that steps all parameters that the model trains, or several, each of which
+            steps parameters of its own.
+        scheduler: The learning rate scheduler, if the script has one. It is restored with the optimizer. With
+            several optimizers, their schedulers.
         scaler: The GradScaler, if the script has one. It is restored with the optimizer.
         extra: Returns further state to restore on this rank: plain values and tensors. It is called several
             times per iteration.
@@ -117,15 +120,14 @@ def protect(
     say(logging.DEBUG, PROTECT_STARTED(), "protect has begun")
     began = time.monotonic()
     standing = ModelStanding.of(wrapped)
-    watched = Watched(wrapped, optimizer, scheduler, scaler, extra)
-    check_script(watched)
+    watched = watched_of(wrapped, optimizer, scheduler, scaler, extra)
     check_model(watched)
     check_kept(watched)
     names = wrapped.trained()
     layouts = lay_out_shares(wrapped, place, slicing_of(place, wrapped))
-    spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(names.values())})
+    spec = spec_of(watched.optimizer, {parameter: number for number, parameter in enumerate(names.values())})
     check_all_stepped(spec, list(names))
-    lay_out_state(optimizer)
+    lay_out_state(watched.optimizer)
     with ExitStack() as undo:
         stubs = undo.enter_context(standing.take_stubs(place.job, place.keys()))
         start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
@@ -182,8 +184,9 @@ def _assemble(
     device = parameters[0].device.type
     state_names = watched.model.state_names()
     opening = Opening(place, start, state_names, layout, spec, device, buffers, lambda: hook.iteration)
-    slices = Slices(layout, parameters, watched.optimizer) if place.first else None
-    followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), slices)
+    slices = Slices(layout, parameters, watched.optimizer)
+    suspects = slices if place.first else None
+    followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), suspects)
     undo.callback(followers.close)
     publisher = Publisher(opening.author(), followers.lines, hook.passed)
     undo.callback(publisher.close, 0.0)
@@ -194,8 +197,10 @@ def _assemble(
         publisher.put,
         hook.stream_ends,
         slices=slices,
+        first=place.first,
         buffers=buffers,
         await_departed=publisher.await_departed,
+        on_refused=followers.refused,
     )
     undo.callback(recorder.close, last=False)
     waiting = followers.bring_up(deadline) if place.followed else "; ".join(untagged)
@@ -290,17 +295,20 @@ class Protection:
         if self._closed:
             return
         self._closed = True
-        last = last and well
+        last = last and well and self._recorder.refusal is None
         if not well:
             self._hook.give_up()
         patience = FLUSH_SECONDS if last and self._hook.error is None else HASTE_SECONDS
         deadline = time.monotonic() + patience
         broken = self._hook.error
-        with self._undo, said_end(lambda: self._publisher.newest, broken, completed=last, well=well):
+        with self._undo, said_end(lambda: self._publisher.newest, broken, completed=lambda: last, well=well):
             self._recorder.close(last)
             self._publisher.close(patience)
             self._followers.finish(deadline)
             iteration = self._publisher.newest
+            unpublished = self._recorder.refusal or self._publisher.error
+            if unpublished is not None and well:  # nothing has raised it yet, or the script has caught it
+                raise unpublished
             if last and self.session.first and iteration >= 0:
                 self._followers.await_stepped(iteration, deadline)
 
@@ -314,5 +322,14 @@ class Protection:
 
     def _at_exit(self) -> None:
         """Close at the end of the script, but not at that of a forked child."""
-        if os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        try:
             self._end(last=True, well=getattr(sys, "last_value", None) is None)
+        except CheckmateError as error:
+            # Python ignores errors here, and whoever started the script would take it for a success.
+            _log.error("%s: %s", type(error).__name__, error)
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import nn
 
 from checkmate.events.kinds import (
@@ -22,7 +21,7 @@ from checkmate.events.kinds import (
 )
 from checkmate.events.saying import say, seconds_since
 from checkmate.nodes.stubs import Stubs
-from checkmate.training.checks import Scaler, Scheduler, check_script
+from checkmate.training.checks import Optimizers, Scaler, Schedulers, watched_of
 from checkmate.training.default_log import show_log
 from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
@@ -30,7 +29,7 @@ from checkmate.training.record.capture import Watched
 from checkmate.training.start import exchange, fence, from_nodes, membership, on_disk, plans, sharing
 from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, agree, log_once, on_all
 from checkmate.training.start.fetch import Fetched
-from checkmate.training.start.install import part_of
+from checkmate.training.start.install import part_of, restored
 from checkmate.training.start.membership import Membership, ModelStanding, Start
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.training.start.plans import RestartPlan
@@ -59,9 +58,9 @@ class Restored(NamedTuple):
 
 def restore(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: Schedulers | None = None,
     scaler: Scaler | None = None,
     timeout: float = TIMEOUT,
     checkpoints: str | Path | None = None,
@@ -75,8 +74,8 @@ def restore(
 
     Args:
         model: The model, as the script wraps or shards it for training.
-        optimizer: The optimizer, constructed as before.
-        scheduler: The learning rate scheduler, if the script has one.
+        optimizer: The optimizer, constructed as before, or several.
+        scheduler: The learning rate scheduler, if the script has one, or those of several optimizers.
         scaler: The GradScaler, if the script has one.
         timeout: How many seconds to wait for a complete iteration on the shadow nodes.
         checkpoints: A folder of checkpoints, or one checkpoint; by default $CHECKMATE_CHECKPOINTS. If the
@@ -102,8 +101,7 @@ def restore(
     say(logging.DEBUG, RESTORE_STARTED(), "restore has begun")
     try:
         standing = ModelStanding.of(wrapped)
-        watched = Watched(wrapped, optimizer, scheduler, scaler)
-        check_script(watched)
+        watched = watched_of(wrapped, optimizer, scheduler, scaler)
         slicing_of(place, wrapped)  # refuses before anything is restored
         with ExitStack() as undo:
             stubs = undo.enter_context(standing.take_stubs(place.job, place.keys()))
@@ -150,7 +148,10 @@ def _begin(
         start = Start(plan, plan.iteration + 1, keep=True)
         extra, trouble = _from_nodes(place, watched, stubs, start, timeout)
         if not trouble:
-            log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
+            what = restored(start.record)
+            log_once(
+                place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next ({what})"
+            )
             if plan.iteration >= 0 and part_of(start.record, 0).step.last:
                 log_once(place, ENDED.format(plan.iteration))
             return start, extra

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import checkmate
 
@@ -63,7 +64,7 @@ class Undisturbed:
         """Do nothing."""
 
 
-def given(phase: str, forwards: list[float], started: list[int]) -> dict[str, Any]:
+def given(code: str, phase: str, forwards: list[float], started: list[int]) -> dict[str, Any]:
     """Return a recipe's names: model, optimizer and data, which differ between phases until restored."""
     torch.manual_seed({"undisturbed": 1, "killed": 1, "resumed": 77}[phase])
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
@@ -72,7 +73,7 @@ def given(phase: str, forwards: list[float], started: list[int]) -> dict[str, An
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.02)
     if phase == "killed":
         steps = itertools.count(1)
-        optimizer.register_step_post_hook(
+        register_optimizer_step_post_hook(
             lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(steps) == KILLED_AFTER else None
         )
     here: Any = Undisturbed()
@@ -87,6 +88,7 @@ def given(phase: str, forwards: list[float], started: list[int]) -> dict[str, An
             return restored
 
         here = SimpleNamespace(restore=restore, protect=checkmate.protect)
+    scheduled = {"scheduler": StepLR(optimizer, 2, gamma=0.8)} if "scheduler" in code else {}
     rows = torch.Generator().manual_seed(5)
     torch.manual_seed((17 if phase != "resumed" else 78) + dist.get_rank())
     return {
@@ -95,7 +97,7 @@ def given(phase: str, forwards: list[float], started: list[int]) -> dict[str, An
         "model": model,
         "ddp": ddp,
         "optimizer": optimizer,
-        "scheduler": StepLR(optimizer, 2, gamma=0.8),
+        **scheduled,
         "batch": lambda: torch.randn(SIZE, 8),
         "data": list(torch.randn(2 * BATCHES * SIZE, 8, generator=rows)),
         "epochs": EPOCHS,
@@ -107,13 +109,14 @@ def run(title: str, code: str, phase: str, folder: Path) -> None:
     """Run one phase of a recipe in a separate process."""
     forwards: list[float] = []
     started: list[int] = []
-    names = given(phase, forwards, started)
+    names = given(code, phase, forwards, started)
     exec(compile(f"from __future__ import annotations\n{code}", title, "exec"), names)
     kept = ("model", "ema", "optimizer", "scheduler")
     found = {
         "started": started,
         "forwards": forwards,
         "state": {name: names[name].state_dict() for name in kept if name in names},
+        "optimizers": [optimizer.state_dict() for optimizer in names.get("optimizers", ())],
         "values": {name: names[name] for name in ("best", "epoch", "used") if name in names},
         "random": torch.rand(3),
     }

@@ -50,7 +50,8 @@ def others(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> No
     restored = checkmate.restore(ddp, optimizer, scheduler=SequentialLR(optimizer, [warm, warm], [3]))
     assert_type(restored.iteration, int)
     assert_type(checkmate.__version__, str)
-    checkmate.restore(ddp, optimizer, scheduler=[warm])  # type: ignore[arg-type]
+    checkmate.restore(ddp, [optimizer], scheduler=[warm])
+    checkmate.restore(ddp, optimizer, scheduler=7)  # type: ignore[arg-type]
     checkmate.restore(ddp, optimizer, fresh=True)  # type: ignore[call-arg]
     checkmate.protect(ddp, optimizer, scaler=warm)  # type: ignore[arg-type]
     checkmate.resotre(ddp, optimizer)  # type: ignore[attr-defined]

@@ -11,13 +11,14 @@ from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 
-from checkmate.training.checks import check_ddp, check_script
+from checkmate.state import StateError
+from checkmate.training.checks import check_ddp, check_kept, check_model, check_script
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.step_checks import ParameterWatch
+from checkmate.training.record.step_checks import StateWatch
 from checkmate.training.record.windows import Slices
 from tests.support.training.alone import alone
 from tests.support.training.recorded_loop import RecordedLoop, adamw
@@ -85,6 +86,50 @@ def test_what_is_no_scheduler_and_no_scaler(
     check_script(Watched(DdpModel(ddp), optimizer, StepLR(optimizer, 1), torch.amp.GradScaler("cpu")))
 
 
+def test_a_scheduler_that_was_not_given_is_refused() -> None:
+    """Its schedule would begin again at each restart."""
+    ddp, optimizer = made()
+    check_script(Watched(DdpModel(ddp), optimizer))
+    scheduler = StepLR(optimizer, 1)
+    with pytest.raises(RefusedError, match=r"not given.*restore\(model, optimizer, scheduler=scheduler\)"):
+        check_script(Watched(DdpModel(ddp), optimizer))
+    check_script(Watched(DdpModel(ddp), optimizer, scheduler))
+    second = StepLR(optimizer, 2)
+    with pytest.raises(RefusedError, match=r"has a StepLR beside scheduler=.*SequentialLR.*ChainedScheduler"):
+        check_script(Watched(DdpModel(ddp), optimizer, scheduler))
+    check_script(Watched(DdpModel(ddp), optimizer, ChainedScheduler([scheduler, second])))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(RefusedError, match=r"^0 has sparse=True.*sparse=False"):
+        check_model(Watched(DdpModel(ddp), torch.optim.SGD(ddp.parameters(), lr=0.1)))
+
+
+def test_a_parameter_unfrozen_after_ddp_was_constructed_is_refused() -> None:
+    """DDP does not reduce it, so its bucket would never be complete."""
+    linear = nn.Linear(4, 2)
+    linear.bias.requires_grad_(False)
+    model = DdpModel(DistributedDataParallel(linear))
+    check_ddp(model)
+    linear.bias.requires_grad_(True)
+    with pytest.raises(RefusedError, match="2 parameters need gradients, but 1 did"):
+        check_ddp(model)
+
+
+def test_extra_state_that_cannot_be_stored_is_refused_with_its_module() -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> object:
+            return iter(())
+
+        def set_extra_state(self, state: object) -> None: ...
+
+    ddp = DistributedDataParallel(nn.Sequential(Odd(2, 2)))
+    with pytest.raises(StateError, match=r"^get_extra_state\(\) of 0: only tensors, .* can be stored"):
+        check_kept(Watched(DdpModel(ddp), torch.optim.SGD(ddp.parameters(), lr=0.1)))
+
+
 def test_uneven_inputs_are_refused() -> None:
     loop = RecordedLoop(adamw)
     with loop.ddp.join(enable=False):
@@ -113,10 +158,11 @@ def test_a_parameter_changed_behind_the_optimizer_is_not_taken_for_a_gradient(
         loop.optimizer.step()
         loop.optimizer.zero_grad()
     change(loop)
-    loop.backward()
-    with pytest.raises(RefusedError, match=r"^parameter \S+\.(weight|bias) was changed .* optimizer"):
-        loop.optimizer.step()
-    assert [noted.iteration for noted in loop.emitted] == [0, 1]
+    with pytest.raises(
+        RefusedError, match=r"^iteration 1: parameter \S+\.(weight|bias) was changed, .* optimizer"
+    ):
+        loop.backward()
+    assert [noted.iteration for noted in loop.emitted] == [0]
 
 
 def test_parameters_may_be_swapped_for_others_until_the_next_step() -> None:
@@ -132,14 +178,15 @@ def test_parameters_may_be_swapped_for_others_until_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_without_waiting_for_a_gpu_a_changed_parameter_is_seen_a_step_later(on_host: bool) -> None:
+def test_a_change_since_the_last_step_is_seen_in_the_copies(on_host: bool) -> None:
+    """On a GPU, too, where copies arrive later: what is compared is as it was."""
     loop = RecordedLoop(adamw)
     slices = Slices(loop.layout, loop.parameters, loop.optimizer)
-    watch = ParameterWatch(slices, on_host=on_host)
-    seen = []
+    watch = StateWatch(slices, on_host=on_host)
+    compared = []
     for change in (0.0, 1.0, 0.0, 0.0):
-        watch.stepped(slices.take())
+        watch.note(slices.take())
         with torch.no_grad():
             loop.parameters[2].add_(change)
-        seen.append(watch.changed())
-    assert seen == ([[], [2], [], []] if on_host else [[], [], [2], []])
+        compared.append(watch.compare())
+    assert [{window.parameter for window in changed()} for changed in compared] == [set(), {2}, set(), set()]

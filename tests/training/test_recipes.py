@@ -39,7 +39,7 @@ def found(folder: Path, title: str, phase: str, rank: int) -> dict[str, Any]:
 
 
 def test_there_are_the_recipes() -> None:
-    assert len(recipes()) == 5
+    assert len(recipes()) == 6
     assert all("checkmate.protect(" in code for code in recipes().values())
 
 
@@ -53,5 +53,5 @@ def test_a_resumed_run_is_the_undisturbed_one(left: Path, title: str) -> None:
         again = resumed["forwards"]
         assert 0 < len(again) < len(reference["forwards"])
         assert again == reference["forwards"][-len(again) :]
-        for name in ("state", "values", "random"):
+        for name in ("state", "optimizers", "values", "random"):
             assert equal(resumed[name], reference[name]), name

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from checkmate.optim.options import parse_options
-from checkmate.optim.supported import build, default_dtype
+from checkmate.optim.supported import build, default_dtype, kind_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.held import Held, HeldPiece
 from checkmate.state import DTYPES
@@ -142,7 +142,7 @@ def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held], block: int) -> list[Ba
         for threads in sorted({held[number].threads for number in ours}):
             alike = [number for number in ours if held[number].threads == threads]
             for numbers in _batches(alike, held, together):
-                blocks = list(_blocks(spec.name, group.options, numbers, held))
+                blocks = list(_blocks(kind_of(spec, group), group.options, numbers, held))
                 batches.append(Batch(index, numbers, blocks, threads, default))
     if rest := [number for number in held if number not in stepped]:
         batches.append(Batch(None, rest))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from checkmate.state import EXTRA_STATE, StateError, is_extra_state, packed
 from checkmate.wire.parameter import Parameter
 
 
@@ -79,9 +80,26 @@ class TrainedModel(ABC):
         return {name: p for name, p in self.parameters().items() if not p.requires_grad}
 
     def kept_beside(self) -> dict[str, torch.Tensor]:
-        """Return the buffers and frozen parameters, by name."""
+        """Return the buffers, frozen parameters and extra states, by name."""
         every: dict[str, torch.Tensor] = {**self.frozen(), **dict(self.inner.named_buffers())}
-        return {name: tensor for name, tensor in every.items() if name not in self.ignored}
+        return {
+            name: tensor for name, tensor in every.items() if name not in self.ignored
+        } | self.extra_states()
+
+    def extra_states(self) -> dict[str, torch.Tensor]:
+        """Return what modules' `get_extra_state` returns, packed and named as in `state_dict()`.
+
+        Raise `StateError` if it can't be stored.
+        """
+        states = {}
+        for name, module in self.inner.named_modules():
+            if type(module).get_extra_state is nn.Module.get_extra_state:
+                continue
+            try:
+                states[f"{name}.{EXTRA_STATE}".removeprefix(".")] = packed(module.get_extra_state())
+            except StateError as error:
+                raise StateError(f"get_extra_state() of {name or type(module).__name__}: {error}") from None
+        return states
 
     def state_names(self) -> dict[str, str]:
         """Return, by key of the model's `state_dict()`, the name of its tensor among `tensors`.
@@ -93,4 +111,5 @@ class TrainedModel(ABC):
         stored = self.inner.state_dict(keep_vars=True)
         found = {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
         stored_as_they_are = set(found.values())
-        return found | {name: name for name in self.trained() if name not in stored_as_they_are}
+        extra = {name: name for name in stored if is_extra_state(name)}
+        return found | extra | {name: name for name in self.trained() if name not in stored_as_they_are}

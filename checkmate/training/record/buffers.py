@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from checkmate.state import is_frozen_state, local_of, name_frozen
+from checkmate.state import bytes_of, is_extra_state, is_frozen_state, local_of, name_frozen
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -19,6 +19,12 @@ FIRST_BYTES: Final = 4 << 20
 """A record carries about this much of buffers that were never sent."""
 ALL_BYTES: Final = 200 << 20
 """The total that fits into a record; beyond it, the largest buffers and frozen parameters are left out."""
+
+LOOKED_AT: Final = 8
+"""Large buffers and frozen parameters of which a sample is compared in an iteration, in turn."""
+ROUNDS: Final = 4
+SAMPLED: Final = 16
+"""Elements of a sample."""
 
 Later = Callable[[], torch.Tensor]
 """Returns a CPU copy, once it has arrived."""
@@ -116,6 +122,8 @@ class Buffers:
         self._seen = {name: _Seen(name, tensor) for name, tensor in self._find().items()}
         self._ever = set(changed) | {name for name, seen in self._seen.items() if seen.small}
         self._unsent = list(self._seen) if everything else []
+        self._round = 0
+        self._uncounted: set[str] = set()
 
     @property
     def names(self) -> set[str]:
@@ -163,9 +171,26 @@ class Buffers:
         for name, tensor in now.items():
             seen = self._seen.get(name)
             if seen is None or seen.differs(tensor):
-                self._seen[name] = _Seen(name, tensor)
+                self._seen[name] = _Seen(name, tensor, sampled=self._round < ROUNDS)
                 changed.add(name)
-        return changed
+        self._look_at_samples(now)
+        return changed | (self._uncounted & now.keys())
+
+    def _look_at_samples(self, now: Mapping[str, torch.Tensor]) -> None:
+        """Find tensors that the script changes through `.data`, which no version counts: always send these.
+
+        A few are looked at in turn. On a CUDA device all are, but only at first, because that waits for it.
+        """
+        names = [name for name, seen in self._seen.items() if not seen.small and name not in self._uncounted]
+        if not names:
+            return
+        first = self._round * LOOKED_AT
+        self._round += 1
+        chosen = [names[(first + i) % len(names)] for i in range(min(LOOKED_AT, len(names)))]
+        if any(now[name].is_cuda for name in names):
+            chosen = names if self._round <= ROUNDS else []
+        if any(self._seen[name].sample_differs(now[name]) for name in chosen):
+            self._uncounted |= {name for name in names if self._seen[name].sample_differs(now[name])}
 
     def _first(self, now: Mapping[str, torch.Tensor]) -> set[str]:
         """Return the names of some buffers that were never sent."""
@@ -183,20 +208,36 @@ class Buffers:
 class _Seen:
     """A buffer's earlier state: its bytes if it is `small` and on the CPU, else only its version."""
 
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, *, sampled: bool = True) -> None:
+        """Look at it. `sampled`: on a CUDA device, too, at a sample, which waits for the device."""
         self._place = _place(tensor)
         counted = isinstance(tensor, nn.Parameter) or (is_frozen_state(name) and tensor.dim() > 0)
-        self.small = not counted and local_of(tensor).nbytes <= EXACT_BYTES
+        # Extra state is packed again at each look, so its place shows nothing.
+        self.small = not counted and (local_of(tensor).nbytes <= EXACT_BYTES or is_extra_state(name))
+        self._sample = None if self.small or (tensor.is_cuda and not sampled) else _sample(tensor)
         # Comparing would wait for a CUDA device, so a small buffer there is always sent.
         self._copy = local_of(tensor).detach().clone() if self.small and not tensor.is_cuda else None
+
+    def sample_differs(self, tensor: torch.Tensor) -> bool:
+        """Return whether a few elements are others than at the earlier state."""
+        return self._sample is not None and self._sample != _sample(tensor)
 
     def differs(self, tensor: torch.Tensor) -> bool:
         if self._copy is None and self.small:
             return True
         if self._copy is None:
             return self._place != _place(tensor)
-        local = local_of(tensor)
-        return self._copy.shape != local.shape or not torch.equal(self._copy, local)
+        local = local_of(tensor).detach()
+        if (self._copy.shape, self._copy.dtype) != (local.shape, local.dtype):
+            return True
+        # `torch.equal` takes 0.0 and -0.0 for equal, and two NaNs for different.
+        return bytes_of(self._copy.contiguous()) != bytes_of(local.contiguous())
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Return the bits of some elements, evenly spread."""
+    flat = local_of(tensor).detach().reshape(-1)
+    return bytes(bytes_of(flat[:: max(flat.numel() // SAMPLED, 1)].cpu().contiguous()))
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from checkmate.optim.supported import options_of
+from checkmate.optim.options import GroupOptions
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import bytes_of, local_of
 from checkmate.training.model.trained import TrainedModel
@@ -88,18 +88,20 @@ class Noted:
     iteration: int
     ends: Mapping[tuple[int, int], int]
     captured: IterationEnd | None = None  # not yet
-    stepped: bool = False
+    stepped_by: list[torch.optim.Optimizer] = field(default_factory=list)
     marked: bool = False  # the script has marked its end
     settled: bool = False  # ... and has reached it
     left: bool = False  # ... by leaving its loop over batches
     last: bool = False
     infinite: Sequence[torch.Tensor] = ()  # if one is not zero, the scaler made the optimizer skip
     options: list[str] = field(default_factory=list)
-    without_gradient: list[int] = field(default_factory=list)
+    without_gradient: set[int] = field(default_factory=set)
     beginnings: list[pb.Beginning] = field(default_factory=list)
     scaled: list[Scaled] = field(default_factory=list)
     slices: list[tuple[Window, Copy]] = field(default_factory=list)
     buffers: dict[str, Later] | None = None  # not captured yet
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    """Raise `RefusedError` once a device has answered: before the iteration is sent."""
 
     @property
     def end(self) -> IterationEnd:
@@ -107,6 +109,11 @@ class Noted:
         if self.captured is None:
             raise RuntimeError(f"the end of iteration {self.iteration} was not captured")
         return self.captured
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return bool(self.stepped_by)
 
     @property
     def over(self) -> bool:
@@ -122,6 +129,7 @@ class Capture:
     """Copies the state of a script's objects. `first`: on the group's first rank, with shared state."""
 
     def __init__(self, watched: Watched, buffers: Buffers, *, first: bool) -> None:
+        self.options = GroupOptions()
         self._watched = watched
         self._buffers = buffers
         self._first = first
@@ -132,7 +140,7 @@ class Capture:
         return IterationEnd(
             rng=capture_generators(in_loop=in_loop),
             extra=None if watched.extra is None else copy.deepcopy(watched.extra()),
-            next_options=[options_of(group) for group in watched.optimizer.param_groups] if first else [],
+            next_options=self.options.of(watched.optimizer.param_groups) if first else (),
             scheduler=_state_of(watched.scheduler) if first else None,
             scaler=_state_of(watched.scaler) if first else None,
             scheduler_class=class_of(watched.scheduler) if first else "",
@@ -164,14 +172,16 @@ SAMPLED: Final = 4096
 class DriftWatch:
     """Warns once, if it is `active`: on the group's first rank, because all ranks run the same script."""
 
-    def __init__(self, watched: Watched, *, active: bool) -> None:
+    def __init__(self, watched: Watched, options: GroupOptions, *, active: bool) -> None:
         self._watched = watched
-        self._left = CHECKED if active else 0
+        self._options = options
+        self._active = active
+        self._left = CHECKED
         self._captured: dict[str, Any] | None = None
 
     def note(self, end: IterationEnd) -> None:
         """Note a capture, in place of an earlier one of the same iteration."""
-        if self._left:
+        if self._active and self._left:
             self._captured = {
                 "extra()": end.extra,
                 "the scheduler": end.scheduler,
@@ -181,24 +191,31 @@ class DriftWatch:
 
     def forget(self) -> None:
         """Stop checking: the script marks where its iterations end."""
-        self._captured, self._left = None, 0
+        self._captured, self._active = None, False
 
-    def check(self, iteration: int) -> None:
-        """Warn, as the next forward begins, if something has changed since the capture."""
-        captured, self._captured = self._captured, None
-        if captured is None:
+    def check(self, noted: Noted) -> None:
+        """Warn, as the next forward begins, if something has changed since the capture.
+
+        Options are compared in each iteration, because a script may change them at any time.
+        """
+        if not self._active:
             return
-        self._left -= 1
-        now = self._now()
-        changed = [name for name, value in captured.items() if not same(value, now.get(name))]
+        captured, self._captured = self._captured, None
+        changed = []
+        if self._options.of(self._watched.optimizer.param_groups) != list(noted.end.next_options):
+            changed.append("an option of the optimizer")
+        if captured is not None:
+            self._left -= 1
+            now = self._now()
+            changed += [name for name, value in captured.items() if not same(value, now.get(name))]
         if changed:
-            self._left = 0
+            self._active = False
             _log.warning(
                 "iteration %d: %s changed between the optimizer's or scheduler's step, when it was "
                 "captured, and the next forward. If that change belongs to the iteration, a resumed run "
                 "lacks it. Mark the end of iterations with `for batch in protection.steps(loader)`, or with "
                 "protection.mark() as the last statement of the loop (`checkmate docs training`)",
-                iteration,
+                noted.iteration,
                 _listed(changed),
             )
 

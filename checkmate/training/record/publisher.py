@@ -65,7 +65,7 @@ def _fill_step(step: pb.Step, noted: Noted) -> None:
     step.skipped, step.last = noted.skipped(), noted.last
     step.options.extend(noted.options)
     step.next_options.extend(captured.next_options)
-    step.without_gradient.extend(noted.without_gradient)
+    step.without_gradient.extend(sorted(noted.without_gradient))
     step.beginnings.extend(noted.beginnings)
     step.scheduler = b"" if captured.scheduler is None else state.dumps(captured.scheduler)
     step.scheduler_class = captured.scheduler_class
@@ -92,7 +92,8 @@ class Publisher:
         self._author = author
         self._sinks = sinks
         self._passed = passed
-        self._error: Exception | None = None  # of the thread
+        self.error: Exception | None = None
+        """Why an iteration could not be published, and no later one is."""
         self.newest = -1
         """The last iteration published; -1 before the first."""
         self._put = -1
@@ -114,8 +115,8 @@ class Publisher:
         If an iteration could not be published, raise the error. This blocks only if iterations take just a
         few milliseconds. For a node that does not accept records it waits `DEPARTURE_SECONDS` once.
         """
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         deadline = time.monotonic() + DEPARTURE_SECONDS
         while self._behind(self._put):
             if self._ended.is_set() or not self._thread.is_alive():
@@ -141,6 +142,8 @@ class Publisher:
     def _run(self) -> None:
         while (noted := self._queue.get()) is not None:
             try:
+                for check in noted.checks:
+                    check()
                 data = to_part(self._author, noted).SerializeToString()
                 if len(data) > MESSAGE_BYTES:
                     raise state.StateError(
@@ -149,8 +152,8 @@ class Publisher:
                     )
                 if not self._await_passed(noted):
                     return
-            except Exception as error:  # noqa: BLE001 - the training thread raises it
-                self._error = error
+            except Exception as error:  # noqa: BLE001 - the script's thread raises it
+                self.error = error
                 return
             for sink in self._sinks:
                 sink.send(noted.iteration, data)

@@ -7,24 +7,27 @@ messages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from checkmate.optim.supported import beginnings, options_of
+from checkmate.errors import CheckmateError
+from checkmate.optim.several import members_of
+from checkmate.optim.supported import beginnings
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import local_of
+from checkmate.state import StateError, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import Capture, DriftWatch, Noted, Scaled, Watched
-from checkmate.training.record.step_checks import StepChecks
+from checkmate.training.record.capture import CHECKED, Capture, DriftWatch, Noted, Scaled, Watched
+from checkmate.training.record.step_checks import StepChecks, StepSites, check_unscaled
 from checkmate.training.record.windows import Slices
-from checkmate.training.record.wrapped import ClipListener, ScalerWatch, SchedulerWatch
+from checkmate.training.record.wrapped import ClipListener, ScalerWatch, SchedulerWatch, schedulers_of
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -34,6 +37,9 @@ class Recorder:
 
     The state at the end of an iteration is captured at one moment: when the script calls `mark`. If it never
     does, the state is captured after the optimizer's step, and again after steps of scaler and scheduler.
+
+    What the script did in an iteration is checked before the iteration is emitted. So a restart after a
+    refusal repeats this iteration, and is refused again. Once refused, every call is refused.
     """
 
     def __init__(
@@ -43,9 +49,12 @@ class Recorder:
         steps: StepExclusion,
         emit: Callable[[Noted], None],
         stream_ends: Callable[[int], Mapping[tuple[int, int], int]],
-        slices: Slices | None,
+        slices: Slices,
         buffers: Buffers,
         await_departed: Callable[[], None] = lambda: None,
+        on_refused: Callable[[int, Exception], None] = lambda iteration, error: None,
+        *,
+        first: bool = True,
     ) -> None:
         """Register the hooks.
 
@@ -55,26 +64,39 @@ class Recorder:
             steps: Locks parameters during the optimizer's step.
             emit: Called with each iteration once the next forward has begun.
             stream_ends: Returns the ends of the streams at the end of an iteration.
-            slices: Selects slices to compare, on the group's first rank, which also records the optimizer's
-                step; `None` on other ranks.
+            slices: Selects what is compared: by this rank, because a script may change its replica alone, and
+                by nodes, if the rank is the first.
             buffers: The buffers to record.
             await_departed: Returns once this process's death can't lose iterations emitted before. It raises
                 the error if one of them can't be published.
+            on_refused: Called once, with the iteration that is not emitted, before the script is refused.
+            first: Whether this is the group's first rank, which also records the optimizer's step.
         """
+        self.refusal: CheckmateError | None = None
+        """Why the script was refused, if it was."""
         self._await_departed = await_departed
+        self._on_refused = on_refused
         self._watched = watched
         self._steps = steps
         self._emit = emit
         self._stream_ends = stream_ends
         self._slices = slices
-        self._capture = Capture(watched, buffers, first=slices is not None)
-        self._drift = DriftWatch(watched, active=slices is not None)
+        self._first = first
+        self._capture = Capture(watched, buffers, first=first)
+        self._drift = DriftWatch(watched, self._capture.options, active=first)
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
+        self._members = members_of(watched.optimizer)
         self._stepped_ids = {id(p) for group in watched.optimizer.param_groups for p in group["params"]}
-        self._checks = StepChecks(watched.optimizer, names, slices)
+        self._checks = StepChecks(watched.optimizer, names, slices, watched.model.frozen())
         self._open: Noted | None = None
-        self._marking = self._missed = self._accumulated = False
+        self._marking = self._looping = self._missed = self._accumulated = False
+        self._looks = CHECKED
+        self._begins = False  # no backward of the iteration has begun
+        self._unmarked = 0  # iterations with a step that had ended before the first mark
+        self._sites = StepSites()
+        self._newest = steps.stepped
         self._parameters = list(names.values())
+        self._checks.note_state(slices.take())
         with ExitStack() as undo:
             self._register(undo)
             self._undo = undo.pop_all()
@@ -84,28 +106,64 @@ class Recorder:
         watched = self._watched
         if watched.scaler is not None:
             undo.callback(ScalerWatch(watched.scaler, watched.optimizer, self).remove)
-        if watched.scheduler is not None:
-            undo.callback(SchedulerWatch(watched.scheduler, self.moved_on).remove)
+        for scheduler in schedulers_of(watched.scheduler):
+            undo.callback(SchedulerWatch(scheduler, self.moved_on).remove)
+        for member in self._members:
+            undo.callback(member.register_step_pre_hook(self._before_step).remove)
+            after = member.register_step_post_hook(self._after_step)
+            undo.callback(after.remove)
+            # First, because hooks that the script has registered before may change parameters, too.
+            hooks: Any = member._optimizer_step_post_hooks
+            hooks.move_to_end(after.id, last=False)
         for handle in (
-            watched.optimizer.register_step_pre_hook(self._before_step),
-            watched.optimizer.register_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(self._before_any_step),
             watched.model.outer.register_forward_pre_hook(self._before_forward),
         ):
             undo.callback(handle.remove)
         undo.callback(ClipListener(self._parameters, self.check_gradients, self._clipped).close)
+        if len(self._members) > 1:
+            return  # in a turn of another optimizer, gradients may stay
+        smallest = min(self._parameters, key=torch.Tensor.numel)
+        before: Any = smallest.register_hook(lambda gradient: self._before_gradient(smallest))  # type: ignore[no-untyped-call]
+        undo.callback(before.remove)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Keep an error that refuses the script, and raise it again whenever the script goes on."""
+        if self.refusal is not None:
+            raise self.refusal
+        try:
+            yield
+        except (RefusedError, StateError) as error:
+            self.refusal = error
+            self._on_refused(self._newest + 1 if self._open is None else self._open.iteration, error)
+            raise
 
     def reduced(self, iteration: int) -> None:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
-        if self._open is not None:
-            self._finish(self._open)
-        self._open = Noted(iteration, self._stream_ends(iteration))
-        if not self._marking or self._missed:  # it may get neither a step nor a mark
-            self._open.captured = self._capture.take()
-        self._checks.gradients.start()
+        with self._refusing():
+            if self._open is not None:
+                self._finish(self._open)
+            self._open = Noted(iteration, self._stream_ends(iteration))
+            if not self._marking or self._missed:  # it may get neither a step nor a mark
+                self._open.captured = self._capture.take()
+            self._checks.gradients.start()
 
-    def marks(self) -> None:
-        """Expect a `mark` at the end of each iteration from now on."""
-        self._marking = True
+    def enter_loop(self) -> None:
+        """Expect a mark at the end of each turn from now on, with at most one backward in each."""
+        with self._refusing():
+            noted = self._open
+            if noted is not None and noted.over and not self._marking:  # it has ended before the loop
+                self._check_end(noted)
+                noted.marked = True
+            self._mark_from_now_on(looping=True)
+
+    def leave_loop(self) -> None:
+        """Note that the script has used up its loop's batches. Marks are expected nevertheless."""
+        self._looping = False
+
+    def _mark_from_now_on(self, *, looping: bool) -> None:
+        self._marking, self._looping = True, looping
         self._drift.forget()
 
     def mark(self, *, in_loop: bool = False, left: bool = False) -> None:
@@ -114,11 +172,18 @@ class Recorder:
         `in_loop`: as in `Capture.take`. `left`: the script has left its loop, and may have left the iteration
         half-way.
         """
-        self.marks()
-        noted = self._open
-        if noted is not None and not (left and noted.settled):
-            self._end_here(noted, in_loop=in_loop)  # first, because the script's `extra` may fail
-            noted.marked, noted.settled, noted.left = True, not left, left
+        if left and self.refusal is not None:
+            return  # the script leaves its loop because of it
+        with self._refusing():
+            if self._unmarked and not self._marking:
+                raise _several_backwards(self._newest, self._unmarked + 1)
+            self._mark_from_now_on(looping=in_loop and self._looping)
+            noted = self._open
+            if noted is not None and not (left and noted.settled):
+                if not left:
+                    self._check_end(noted)
+                self._end_here(noted, in_loop=in_loop)  # first, because the script's `extra` may fail
+                noted.marked, noted.settled, noted.left = True, not left, left
 
     def close(self, last: bool) -> None:
         """Remove the hooks. `last`: the open iteration is complete if its optimizer has stepped or skipped.
@@ -127,16 +192,24 @@ class Recorder:
         marked its end. Calling it again has no effect.
         """
         noted = self._open
-        if noted is not None and (last or noted.settled) and not self._lacks_step(noted):
-            noted.last = last
-            if self._marking and not noted.marked:
-                self.mark()
-            if last and noted.left:  # whoever resumes makes that loop's iterator again
-                noted.captured = replace(noted.end, rng={**noted.end.rng, "in_loop": True})
-            self._finish(noted)
-        self._open = None
-        self._checks.gradients.forget()
-        self._undo.close()
+        try:
+            ended = noted is not None and (last or noted.settled) and not self._lacks_step(noted)
+            if noted is not None and ended and self.refusal is None:
+                self._close(noted, last)
+        finally:
+            self._open = None
+            self._checks.gradients.forget()
+            self._undo.close()
+
+    def _close(self, noted: Noted, last: bool) -> None:
+        """Emit the open iteration as it was at its end: what the script did after its loop is its own."""
+        noted.last = last
+        if self._marking and not noted.marked:
+            self._end_here(noted)
+            noted.marked = noted.settled = True
+        if last and noted.left:  # whoever resumes makes that loop's iterator again
+            noted.captured = replace(noted.end, rng={**noted.end.rng, "in_loop": True})
+        self._emit_open(noted)
 
     def scaled(self, kind: pb.Scaling.Kind.ValueType, factor: torch.Tensor) -> None:
         """Note that the scaler has unscaled all gradients."""
@@ -158,7 +231,8 @@ class Recorder:
     def check_gradients(self) -> None:
         """Raise `RefusedError` if gradients were changed in a way that the record can't express."""
         if self._open is not None:
-            self._checks.check_gradients()
+            with self._refusing():
+                self._add_check(self._open, self._checks.check_gradients())
 
     def _clipped(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> None:
         if self._open is None:
@@ -174,47 +248,112 @@ class Recorder:
         """End the iteration before a training forward, unless a mark may still follow."""
         if not (module.training and torch.is_grad_enabled()):
             return
-        self._watched.model.check_forward()
-        noted = self._open
-        if noted is None:
+        with self._refusing():
+            self._watched.model.check_forward()
+            self._checks.check_flags(self._newest + 1)
+            noted = self._open
+            if noted is None:
+                return
+            if self._marking and noted.over and not noted.marked:
+                if noted.buffers is None:
+                    self._end_here(noted)
+                return
+            self._drift.check(noted)
+            self._finish(noted)
+
+    def _before_gradient(self, parameter: nn.Parameter) -> None:
+        """Warn once if an iteration adds its gradients to those of the one before, as one parameter shows."""
+        begins, self._begins = self._begins, False  # later backwards of the iteration do add up
+        if not begins or self._accumulated or parameter.grad is None:
             return
-        if self._marking and noted.over and not noted.marked:
-            if noted.buffers is None:
-                self._end_here(noted)
-            return
-        self._drift.check(noted.iteration)
-        self._finish(noted)
+        if parameter.grad.is_cuda:  # to look waits for the device
+            self._looks -= 1
+        if self._looks >= 0 and bool(local_of(parameter.grad).any()):
+            self._accumulated = True
+            _log.warning(
+                "iteration %d: gradients are added to those of the iteration before, which no zero_grad() "
+                "has cleared. A resumed run begins without gradients: call optimizer.zero_grad() after each "
+                "step",
+                self._newest + 1,
+            )
+
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        """Refuse another optimizer that steps the same parameters."""
+        if refusal := self._checks.foreign(optimizer):
+            with self._refusing():
+                raise refusal
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        self._await_departed()
-        noted = self._open
-        if noted is None or noted.stepped:
-            raise RefusedError(
-                "optimizer.step() without a backward of its own: each step must follow one synchronising "
-                "backward (the last of those accumulated with no_sync) and precede the next forward"
-            )
-        self._checks.check(arguments, keywords)
-        if self._slices is not None:
-            groups = optimizer.param_groups
-            noted.options = [options_of(group) for group in groups]
-            noted.without_gradient = [
-                self._numbers[id(p)]
-                for group in groups
+        with self._refusing():
+            self._await_departed()
+            self._checks.check_closure(arguments, keywords)
+            noted = self._open
+            if noted is None or optimizer in noted.stepped_by:
+                raise RefusedError(
+                    "optimizer.step() without a backward of its own: each step must follow one synchronising "
+                    "backward (the last of those accumulated with no_sync) and precede the next forward"
+                )
+            if self._watched.scaler is None:
+                check_unscaled(optimizer)
+            self._add_check(noted, self._checks.check(optimizer))
+            self._check_state(noted)
+            if not self._marking:
+                self._sites.look(noted.iteration)
+            if self._first:
+                self._note_step(noted, optimizer)
+            self._steps.begin()
+
+    def _note_step(self, noted: Noted, optimizer: torch.optim.Optimizer) -> None:
+        """Note what a step is about to use. What other optimizers do not step counts as without gradient."""
+        now = self._capture.options.of(self._watched.optimizer.param_groups)
+        first = 0
+        for member in self._members:
+            groups = range(first, first + len(member.param_groups))
+            first = groups.stop
+            numbers = [
+                (self._numbers[id(p)], p.grad is None)
+                for group in member.param_groups
                 for p in group["params"]
-                if p.grad is None and id(p) in self._numbers
+                if id(p) in self._numbers
             ]
-            noted.beginnings = beginnings(optimizer)
-        self._steps.begin()
+            if member is optimizer:
+                noted.options = [*noted.options[: groups.start], *now[groups.start :]]
+                noted.without_gradient -= {number for number, _ in numbers}
+                noted.without_gradient |= {number for number, without in numbers if without}
+                noted.beginnings += beginnings(member, groups.start)
+            elif not noted.stepped:
+                noted.without_gradient |= {number for number, _ in numbers}
+        if not noted.stepped:
+            noted.options = now
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         noted = self._open
         if noted is not None:
-            noted.stepped = True
-            if self._slices is not None:
-                noted.slices = self._slices.take()
-            self._checks.stepped(noted.slices)
+            noted.stepped_by.append(optimizer)
+            noted.slices = self._slices.take()
+            self._checks.stepped(optimizer)
+            self._checks.note_state(noted.slices)
             self.moved_on()
-            self._steps.end(noted.iteration)
+            if len(self._members) == 1:  # else another may step in this iteration, and seeds be of half of it
+                self._steps.end(noted.iteration)
+
+    def _check_state(self, noted: Noted) -> None:
+        """Refuse the iteration if anything but the optimizer has changed parameters or their state."""
+        self._add_check(noted, self._checks.check_state(f"iteration {noted.iteration}"))
+
+    def _add_check(self, noted: Noted, later: Callable[[], None] | None) -> None:
+        """Have the publisher finish a check whose copies have not arrived from a device yet."""
+        if later is not None:
+            noted.checks.append(later)
+
+    def _check_end(self, noted: Noted) -> None:
+        """Check what the script has done up to the end of an iteration.
+
+        Nodes get slices of an iteration without a step, too, because they compare all of it in time.
+        """
+        self._check_state(noted)
+        if not noted.stepped:
+            noted.slices = self._slices.take()
 
     def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
         """Capture the state at the iteration's end, in place of an earlier capture."""
@@ -223,33 +362,40 @@ class Recorder:
         self._drift.note(captured)
 
     def _finish(self, noted: Noted) -> None:
+        """Emit an iteration because the next one begins, after the last checks."""
+        if self._marking and not noted.marked:
+            if self._looping or noted.over or self._lacks_step(noted):
+                raise _several_backwards(noted.iteration, 2)
+            if noted.captured is None:
+                self._mark_missed(noted)
+        if not noted.marked:
+            self._check_end(noted)
+        self._emit_open(noted)
+
+    def _emit_open(self, noted: Noted) -> None:
         self._open = None
+        self._newest, self._begins = noted.iteration, True
+        self._unmarked += noted.over and not noted.marked
         self._checks.gradients.forget()
         if not noted.stepped:
             self._passed_over(noted)
-        if self._marking and not noted.marked and (noted.over or noted.captured is None):
-            self._mark_missed(noted)
+        self._steps.end(noted.iteration)
         if noted.buffers is None:
             noted.buffers = self._capture.buffers(None)
         self._emit(noted)
 
     def _mark_missed(self, noted: Noted) -> None:
-        """Use the state at the next forward; until the next mark, capture after the optimizer's step."""
-        if noted.buffers is None:
-            self._end_here(noted)
-        self._marking = False
-        if not self._missed:
-            self._missed = True
-            _log.warning(
-                "iteration %d ended without protection.mark(), which others had: a run resumed here may "
-                "differ. Call it at the end of every iteration, or use protection.steps(loader) in the loop "
-                "over batches, with one synchronising backward for each",
-                noted.iteration,
-            )
+        """Use the state at the next forward; further such iterations end with their backward."""
+        self._end_here(noted)
+        self._missed = True
+        _log.warning(
+            "iteration %d ended without protection.mark(), which others had: a run resumed here may differ. "
+            "Call it at the end of every iteration, or use protection.steps(loader) in the loop over batches",
+            noted.iteration,
+        )
 
     def _passed_over(self, noted: Noted) -> None:
-        """Unlock an iteration without a step; warn if it leaves gradients, which a resumed run would lack."""
-        self._steps.end(noted.iteration)
+        """Warn if an iteration without a step leaves gradients, which a resumed run would lack."""
         if self._lacks_step(noted) and not self._accumulated:
             self._accumulated = True
             _log.warning(
@@ -263,3 +409,14 @@ class Recorder:
         """Return whether there are gradients that no step has used."""
         gradients = (p.grad for p in self._parameters if p.grad is not None)
         return not noted.over and any(bool(local_of(one).any()) for one in gradients)
+
+
+def _several_backwards(iteration: int, count: int) -> RefusedError:
+    """Return the refusal of a turn with several backwards, of which `iteration` is not the last."""
+    return RefusedError(
+        f"iteration {iteration} ended without a mark, because one turn of the loop has {count} or more "
+        "synchronising backwards, or a `continue` passes over protection.mark(). `restore` returns a number "
+        "of such backwards, so a resumed loop would leave turns out. Give each turn one of them: accumulate "
+        "with ddp.no_sync() (FSDP: set_requires_gradient_sync(False)), and let methods with several steps, "
+        "such as GANs, take one step a turn, for turn in protection.steps(...) (`checkmate docs training`)"
+    )

@@ -3,85 +3,220 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
+from checkmate.optim.several import members_of
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
+from checkmate.training.record.buffers import copied
 from checkmate.training.record.windows import Copy, Slices, Window
 from checkmate.wire.parameter import dim_order
+from checkmate.wording import counted, with_article
+
+_log: Final = logging.getLogger("checkmate")
 
 
 class StepChecks:
     """Checks one optimizer and, by name, the parameters whose gradients are reduced.
 
-    `slices`: selects parameters to check, on the group's first rank; `None` on other ranks.
+    `slices`: selects parameters and state to check, on the group's first rank; `None` on other ranks.
+    `frozen` has the parameters that need no gradient.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[str, nn.Parameter], slices: Slices | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[str, nn.Parameter],
+        slices: Slices | None,
+        frozen: Mapping[str, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         self._optimizer = optimizer
+        members = members_of(optimizer)
+        self._stepped_by = {id(one): _parameters_of(one) for one in members} if len(members) > 1 else {}
+        self._frozen = frozen
+        self._said_frozen = set[str]()
         self._names = list(names)
+        self._parameters = list(names.values())
+        self._ids = {id(parameter) for parameter in self._parameters}
         self._groups = self._group_ids()
         self.gradients = GradientWatch(list(names.items()))
-        on_host = all(parameter.device.type == "cpu" for parameter in names.values())
-        self._parameters = None if slices is None else ParameterWatch(slices, on_host=on_host)
+        self._on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
+        self._slices = slices
+        self._state = None if slices is None else StateWatch(slices, on_host=self._on_host)
+        self._versions: list[int] = []
 
-    def check(self, arguments: Any, keywords: Any) -> None:
-        """Raise `RefusedError` unless the optimizer may step with these arguments."""
-        if keywords.get("closure", *arguments[1:2]) is not None:
-            raise RefusedError("optimizer.step(closure) can't be followed: call backward() before step()")
+    def check(self, optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
+        """Raise `RefusedError` if groups, or gradients of an optimizer that is to step, were changed.
+
+        Return what `check_gradients` does.
+        """
         if self._group_ids() != self._groups:
             raise RefusedError(
                 "the optimizer's parameter groups were changed after checkmate.protect: add parameters "
                 "before it"
             )
-        changed = self._parameters.changed() if self._parameters is not None else []
-        if changed:
-            raise RefusedError(
-                f"parameter {self._names[changed[0]]} was changed between two steps, and not by the "
-                "optimizer: shadow nodes can't know how. Compute values derived from a parameter in the "
-                "model's forward (torch.nn.utils.parametrize), and constrain parameters through the loss or "
-                "the optimizer's options. To load other weights, close the protection, and protect the model "
-                "in a new DDP"
-            )
-        self.check_gradients()
+        return self.check_gradients(self._stepped_by.get(id(optimizer)))
 
-    def stepped(self, taken: list[tuple[Window, Copy]]) -> None:
-        """Note these windows of parameters after the optimizer has stepped."""
-        self.gradients.forget()
-        if self._parameters is not None:
-            self._parameters.stepped(taken)
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has used the gradients of its parameters."""
+        self.gradients.forget(self._stepped_by.get(id(optimizer)))
 
-    def check_gradients(self) -> None:
-        """Raise `RefusedError` if gradients were changed in a way that the record can't express."""
-        changed = self.gradients.changed()
-        if changed:
+    def check_closure(self, arguments: Any, keywords: Any) -> None:
+        """Raise `RefusedError` if the step has a closure, which runs backward inside of it."""
+        if keywords.get("closure", *arguments[1:2]) is not None:
             raise RefusedError(
-                f"the gradient of {changed[0]} was changed between its reduction and the optimizer's step, "
-                "and shadow nodes can't know how: clip with checkmate.clip_grad_norm_ or "
-                "checkmate.clip_grads_with_norm_, pass the GradScaler to checkmate.protect as scaler=, give "
-                "pipeline schedules scale_grads=False, and make other changes before the reduction, in the "
-                "loss or with Tensor.register_hook on parameters"
+                "optimizer.step(closure) can't be followed, because the closure runs backward inside of the "
+                "step: call backward() before step(), and step() without a closure"
             )
+
+    def foreign(self, optimizer: torch.optim.Optimizer) -> RefusedError | None:
+        """Return why an optimizer may not step, if it is another one and has a protected parameter."""
+        ours = members_of(self._optimizer)
+        if any(optimizer is one or optimizer.param_groups is one.param_groups for one in ours):  # a wrapper
+            return None
+        groups = (group["params"] for group in optimizer.param_groups)
+        shared = next((p for params in groups for p in params if id(p) in self._ids), None)
+        if shared is None:
+            return None
+        name = next(n for n, p in zip(self._names, self._parameters, strict=True) if p is shared)
+        return RefusedError(
+            f"{with_article(type(optimizer).__name__)} is about to step parameter {name}, but "
+            f"checkmate.protect was given {' and '.join(_kinds(ours))}, whose steps alone shadow "
+            "nodes repeat. To replace the optimizer in mid-training, close the protection, and protect the "
+            "model in a new DDP with the new optimizer"
+        )
+
+    def check_state(self, where: str) -> Callable[[], None] | None:
+        """Raise `RefusedError` if parameters or optimizer state are not as the last step has left them.
+
+        On a device, return a function that raises it once copies have arrived, because nothing may wait here.
+        `where` begins the message: the iteration.
+        """
+        if self._state is None:
+            return None
+        self._look_at_touched()
+        compared = self._state.compare()
+
+        def check() -> None:
+            if changed := compared():
+                raise self._refused_change(where, changed[0])
+
+        return self._now_or_later(check)
+
+    def check_flags(self, iteration: int) -> None:
+        """Raise `RefusedError` if a parameter has been unfrozen; warn once of those that have been frozen."""
+        unfrozen = next((name for name, p in self._frozen.items() if p.requires_grad), None)
+        if unfrozen is not None:
+            raise RefusedError(
+                f"{unfrozen} got requires_grad=True after checkmate.protect, so its gradient is not reduced: "
+                "set it before the model is wrapped, and protect that"
+            )
+        pairs = zip(self._names, self._parameters, strict=True)
+        frozen = [name for name, p in pairs if not p.requires_grad and name not in self._said_frozen]
+        if frozen:
+            self._said_frozen.update(frozen)
+            others = f" and {counted(len(frozen) - 1, 'other')}" if len(frozen) > 1 else ""
+            _log.warning(
+                "iteration %d: %s%s got requires_grad=False after checkmate.protect. A resumed run begins "
+                "with what the script sets before its loop, so set it there, too, if the run is that far",
+                iteration,
+                frozen[0],
+                others,
+            )
+
+    def note_state(self, taken: Sequence[tuple[Window, Copy]]) -> None:
+        """Note these windows of parameters and state as the optimizer, or the start, has left them."""
+        if self._state is not None:
+            self._state.note(taken)
+            self._versions = [parameter._version for parameter in self._parameters]
+
+    def check_gradients(self, of: Collection[nn.Parameter] | None = None) -> Callable[[], None] | None:
+        """Raise `RefusedError` if gradients were changed in a way that the record can't express.
+
+        On a device, return a function that does so. `of`: only those of these parameters.
+        """
+        compared = self.gradients.compare(of)
+
+        def check() -> None:
+            if changed := compared():
+                raise RefusedError(
+                    f"the gradient of {changed[0]} was changed between its reduction and the optimizer's "
+                    "step, and shadow nodes can't know how: clip with checkmate.clip_grad_norm_ or "
+                    "checkmate.clip_grads_with_norm_, pass the GradScaler to checkmate.protect as scaler=, "
+                    "give pipeline schedules scale_grads=False, and make other changes before the reduction, "
+                    "in the loss or with Tensor.register_hook on parameters"
+                )
+
+        return self._now_or_later(check)
+
+    def _now_or_later(self, check: Callable[[], None]) -> Callable[[], None] | None:
+        """Do a check if its copies are there; return it for the publisher if they arrive from a device."""
+        if not self._on_host:
+            return check
+        check()
+        return None
+
+    def _look_at_touched(self) -> None:
+        """Have shadow nodes compare first what PyTorch's version counters show as written since the step.
+
+        Windows cover only a part of a large model. Not every write is a change: a script may swap parameters
+        for an EMA's and back.
+        """
+        if self._slices is None or not self._versions:
+            return
+        now = [parameter._version for parameter in self._parameters]
+        if now != self._versions:
+            written = [
+                n for n, (one, other) in enumerate(zip(now, self._versions, strict=True)) if one != other
+            ]
+            self._slices.look_first([pb.Suspect(parameter=n, stop=self._nbytes(n)) for n in written])
+            self._versions = now
+
+    def _nbytes(self, number: int) -> int:
+        return local_of(self._parameters[number]).nbytes
+
+    def _refused_change(self, where: str, window: Window) -> RefusedError:
+        of = f"{window.state} of parameter" if window.state else "parameter"
+        return RefusedError(
+            f"{where}: {of} {self._names[window.parameter]} was changed, and not by the step of the "
+            "optimizer that checkmate.protect was given: shadow nodes can't know how. Compute values derived "
+            "from a parameter in the model's forward (torch.nn.utils.parametrize), and constrain parameters "
+            "through the loss or the optimizer's options. To load other weights or to replace the optimizer, "
+            "close the protection, and protect the model in a new DDP"
+        )
 
     def _group_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
 
 
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _kinds(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
+    return list(dict.fromkeys(with_article(type(optimizer).__name__) for optimizer in optimizers))
+
+
 SAMPLE_BYTES: Final = 16 * 1024
 SAMPLED: Final = 8
-"""The number of gradients sampled per iteration, in rotation, and of windows of parameters."""
+"""The number of gradients sampled per iteration, in rotation, and of the record's windows on a device."""
 
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class GradientWatch:
-    """Samples gradients in `note`, and again in `changed`; on a CUDA device, results are an iteration late.
+    """Samples gradients in `note`, and again in `compare`, which waits for no device.
 
     It detects a change of all gradients, such as scaling or clipping, at once, and a change of a single one
     when the rotation reaches it.
@@ -95,7 +230,6 @@ class GradientWatch:
         self._samples: list[_Sample] = []
         self._noted: list[bytes] = []
         self._sums: torch.Tensor | None = None
-        self._late: list[tuple[list[str], torch.Tensor, torch.cuda.Event]] = []
 
     def start(self) -> None:
         """Choose the gradients to sample in a new iteration, and note them."""
@@ -114,82 +248,97 @@ class GradientWatch:
         elif self._samples:
             self._sums = self._sum()
 
-    def forget(self) -> None:
-        """Release all gradients, and check nothing until `start`."""
-        self._names, self._samples, self._noted, self._sums = [], [], [], None
+    def forget(self, of: Collection[nn.Parameter] | None = None) -> None:
+        """Release gradients, of these parameters or of all, and do not check them until `start`."""
+        samples = enumerate(self._samples)
+        places = [] if of is None else [place for place, sample in samples if sample.parameter not in of]
+        self._names = [self._names[place] for place in places]
+        self._samples = [self._samples[place] for place in places]
+        self._noted = [self._noted[place] for place in places] if self._on_host else []
+        self._sums = None if self._sums is None or not places else self._sums[places]
 
-    def changed(self) -> list[str]:
-        """Return the names of parameters whose gradients were changed; on CUDA, as of the last call."""
+    def compare(self, of: Collection[nn.Parameter] | None = None) -> Callable[[], list[str]]:
+        """Look at gradients again; the result returns the names of parameters whose gradients were changed.
+
+        `of`: only these parameters. On CUDA the result waits for the device, and it has all.
+        """
+        names = self._names
         if self._on_host:
-            pairs = zip(self._names, self._samples, self._noted, strict=True)
-            return [name for name, sample, noted in pairs if sample.copy() != noted]
+            pairs = zip(names, self._samples, self._noted, strict=True)
+            changed = [
+                name
+                for name, sample, noted in pairs
+                if (of is None or sample.parameter in of) and sample.copy() != noted
+            ]
+            return lambda: changed
         if self._sums is None:
-            return self._names
-        differs = self._sums != self._sum()
-        return self._on_cuda(differs) if differs.is_cuda else _named(self._names, differs)
-
-    def _on_cuda(self, differs: torch.Tensor) -> list[str]:
-        """Queue the result without waiting for the device; return those that have arrived."""
-        arrived = [entry for entry in self._late if entry[2].query()]  # type: ignore[no-untyped-call]
-        self._late = self._late[len(arrived) :]  # they arrive in order
-        host = torch.empty(differs.shape, dtype=torch.bool, pin_memory=True)
-        host.copy_(differs, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._late.append((self._names, host, event))
-        return [name for names, flags, _ in arrived for name in _named(names, flags)]
+            return lambda: names
+        differs = copied(self._sums != self._sum())
+        return lambda: _named(names, differs())
 
     def _sum(self) -> torch.Tensor:
         return torch.stack([sample.sum() for sample in self._samples])
 
 
-class ParameterWatch:
-    """Detects changes of parameters by something other than the optimizer.
+class StateWatch:
+    """Detects changes of parameters and optimizer state by anything but the optimizer's step.
 
-    It compares `SAMPLED` of a record's windows, in rotation. Unless `on_host`, results are a step late, so
-    that nothing waits for a CUDA device.
+    It compares windows as the last step has left them: those of the record and some of parameters alone, of
+    which a part is enough on a device, because each copy there costs a launch.
     """
 
     def __init__(self, slices: Slices, *, on_host: bool) -> None:
         self._slices = slices
         self._on_host = on_host
         self._round = 0
-        self._left: list[tuple[Window, Copy]] = []  # after the last step
-        self._late: list[tuple[Window, Copy, Copy]] = []
+        self._left: list[tuple[Window, Copy, Callable[[], Copy]]] = []
 
-    def stepped(self, taken: list[tuple[Window, Copy]]) -> None:
-        """Note windows as the optimizer has left them."""
-        taken = [one for one in taken if not one[0].state]
-        self._round += 1
-        first = self._round * SAMPLED
-        self._left = [taken[(first + i) % len(taken)] for i in range(min(SAMPLED, len(taken)))]
-
-    def changed(self) -> list[int]:
-        """Return the numbers of parameters changed since the last step; not on host: since the one before."""
-        now = [(window, then, self._slices.copy(window)) for window, then in self._left]
-        looked_at, self._late = (now, []) if self._on_host else (self._late, now)
-        return [
-            window.parameter
-            for window, then, copy in looked_at
-            if not torch.equal(then().view(torch.uint8), copy().view(torch.uint8))
+    def note(self, taken: Sequence[tuple[Window, Copy]]) -> None:
+        """Note these windows, and some of parameters alone, as they are now."""
+        if not self._on_host:
+            first = self._round * SAMPLED
+            self._round += 1
+            taken = [taken[(first + i) % len(taken)] for i in range(min(SAMPLED, len(taken)))]
+        self._left = [
+            (window, copy, self._slices.copies(window))
+            for window, copy in itertools.chain(taken, self._slices.take_parameters())
         ]
+
+    def compare(self) -> Callable[[], list[Window]]:
+        """Copy the same windows again; the result returns those that differ, once copies have arrived."""
+        pairs = [(window, then, _copy_again(again)) for window, then, again in self._left]
+        return lambda: [window for window, then, now in pairs if not same_bits(then(), now())]
+
+
+def _copy_again(again: Callable[[], Copy]) -> Copy:
+    try:
+        return again()
+    except KeyError:  # the script has discarded this state
+        return lambda: None
+
+
+def same_bits(one: object, other: object) -> bool:
+    """Return whether two copies of a window have the same bits: bytes, flat tensors, numbers or `None`."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and bytes_of(one) == bytes_of(other)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # noqa: PLR0124 - NaN
 
 
 class _Sample:
     """A window of a parameter's gradient: the next one at each turn of the parameter."""
 
     def __init__(self, parameter: nn.Parameter, turn: int) -> None:
-        self._parameter = parameter
+        self.parameter = parameter
         self._turn = turn
 
     def copy(self) -> bytes:
         """Return its bytes in host memory; empty without a gradient."""
-        gradient = self._parameter.grad
+        gradient = self.parameter.grad
         if gradient is None:
             return b""
-        own, local = local_of(self._parameter), local_of(gradient)
+        own, local = local_of(self.parameter), local_of(gradient)
         if local.stride() != own.stride() or not _dense(own) or local.is_conj() or local.is_neg():
-            return bytes_of(self._window(_flat(self._parameter, gradient))).tobytes()
+            return bytes_of(self._window(_flat(self.parameter, gradient))).tobytes()
         # It has the parameter's order in memory. A view of it as a tensor would take ten times as long.
         size = local.element_size()
         window = self._place(local.numel(), size)
@@ -197,10 +346,10 @@ class _Sample:
 
     def sum(self) -> torch.Tensor:
         """Return the sum of its elements' bits as integers, as int64."""
-        gradient = self._parameter.grad
+        gradient = self.parameter.grad
         if gradient is None or not local_of(gradient).numel():
-            return torch.zeros((), dtype=torch.int64, device=self._parameter.device)
-        window = self._window(_flat(self._parameter, gradient))
+            return torch.zeros((), dtype=torch.int64, device=self.parameter.device)
+        window = self._window(_flat(self.parameter, gradient))
         return window.view(_WORDS[window.element_size()]).sum()
 
     def _window(self, flat: torch.Tensor) -> torch.Tensor:
@@ -231,3 +380,74 @@ def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     if ordered.is_contiguous():  # dimensions of size 1 may have any stride
         return ordered.as_strided((ordered.numel(),), (1,))
     return ordered.clone(memory_format=torch.contiguous_format).reshape(-1)
+
+
+_INSIDE: Final = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
+"""Folders whose frames are not the script's."""
+_FRAMES: Final = 40
+
+Site = tuple[tuple[str, int], ...]
+"""Files and lines of a call, and of the call of the function that it is in."""
+
+
+class StepSites:
+    """Warns once of a script that steps in several places without naming where its iterations end."""
+
+    def __init__(self) -> None:
+        self._first: Site | None = None
+        self._warned = False
+
+    def look(self, iteration: int) -> None:
+        """Note where the script calls the optimizer's step."""
+        if self._warned:
+            return
+        site = _site()
+        if self._first is None:
+            self._first = site
+        here, there = next(((a, b) for a, b in zip(site, self._first, strict=False) if a != b), (None, None))
+        if here is None or there is None:
+            return
+        self._warned = True
+        _log.warning(
+            "iteration %d: optimizer.step() is called at %s:%d, and was at %s:%d. If one turn of the loop "
+            "has both, a resumed loop leaves turns out, because `restore` returns a number of synchronising "
+            "backwards: take one step a turn, for turn in protection.steps(...), which also shows where "
+            "iterations end (`checkmate docs training`)",
+            iteration,
+            *here,
+            *there,
+        )
+
+
+def _site() -> Site:
+    """Return where the script, or a library that it uses, is in its call of a hook."""
+    places = list[tuple[str, int]]()
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if not frame.f_code.co_filename.startswith(_INSIDE):
+            places.append((frame.f_code.co_filename, frame.f_lineno))
+        if len(places) == 2 or frame.f_back is None:
+            break
+        frame = frame.f_back
+    return tuple(places)
+
+
+def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `RefusedError` if a GradScaler has called the optimizer's step, although none is followed.
+
+    A scaler that changes gradients is noticed by them; a fused optimizer gets the scale instead, and a scale
+    of 1 changes nothing.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_code in _SCALER_STEPS:
+            raise RefusedError(
+                f"a GradScaler steps the {type(optimizer).__name__}, but was not given, so a resumed run "
+                "would begin with its first scale: pass scaler= to checkmate.restore and checkmate.protect"
+            )
+        if frame.f_back is None or not frame.f_code.co_filename.startswith(_INSIDE):
+            return
+        frame = frame.f_back
+
+
+_SCALER_STEPS: Final = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}

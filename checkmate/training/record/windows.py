@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,11 +16,13 @@ from checkmate.training.record.buffers import copied
 from checkmate.wire.layout import Layout
 
 SLICE_BYTES: Final = 64 * 1024
+PARAMETER_BYTES: Final = 4 * 1024
+"""Windows of parameters alone: those above may all be of the optimizer state of one large parameter."""
 WINDOW_BYTES: Final = 1024
 """A window counts as at least this many bytes, because even a small copy costs time."""
 
 Copy = Callable[[], Any]
-"""Returns a window's earlier content: a flat tensor on the CPU, once it has arrived, or a number."""
+"""Returns a window's earlier content, once it has arrived: bytes, a flat tensor on the CPU, or a number."""
 
 Entry = tuple[str, int, int]
 """An entry of a parameter's state: name (empty: the parameter itself), elements, bytes per element."""
@@ -127,7 +130,9 @@ class Slices:
         self._orders = [known.dim_order for known in layout.parameters]
         self._parameters = parameters
         self._optimizer = optimizer
-        self._rotations = [Rotation(layout.of_shard(s), self._entries) for s in range(layout.shards)]
+        shards = [layout.of_shard(shard) for shard in range(layout.shards)]
+        self._rotations = [Rotation(numbers, self._entries) for numbers in shards]
+        self._alone = [Rotation(numbers, self._parameter_alone, PARAMETER_BYTES) for numbers in shards]
 
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
         """Begin the next slices of the suspects' shards with the suspects. Callable from any thread."""
@@ -138,15 +143,48 @@ class Slices:
         """Return the next windows, each with its copy."""
         return [(window, self.copy(window)) for one in self._rotations for window in one.next()]
 
+    def take_parameters(self) -> list[tuple[Window, Copy]]:
+        """Return windows of parameters alone, in a rotation of their own, each with its copy."""
+        return [(window, self.copy(window)) for one in self._alone for window in one.next()]
+
     def copy(self, window: Window) -> Copy:
-        """Copy a window as it is now: a flat tensor, or a number."""
-        parameter = self._parameters[window.parameter]
-        value = self._optimizer.state[parameter][window.state] if window.state else parameter
+        """Copy a window as it is now. Raise `KeyError` if the optimizer has no such state any more."""
+        value = self._value(window)
         if not isinstance(value, torch.Tensor):
             return lambda: value
         local = local_of(value).detach()
-        order = self._orders[window.parameter] if value.shape == parameter.shape else ()
-        return copied(in_memory_order(local, order).reshape(-1)[window.start : window.stop])
+        order = (
+            self._orders[window.parameter] if value.shape == self._parameters[window.parameter].shape else ()
+        )
+        ordered = in_memory_order(local, order)
+        if local.is_cpu and ordered.is_contiguous():
+            data = _bytes_at(local.data_ptr(), window, local.element_size())
+            return lambda: data
+        return copied(ordered.reshape(-1)[window.start : window.stop])
+
+    def copies(self, window: Window) -> Callable[[], Copy]:
+        """Return a function that does what `copy` does, faster if the tensor stays where it is."""
+        value = self._value(window)
+        if not isinstance(value, torch.Tensor) or not value.is_cpu or local_of(value) is not value:
+            return lambda: self.copy(window)
+        order = (
+            self._orders[window.parameter] if value.shape == self._parameters[window.parameter].shape else ()
+        )
+        if not in_memory_order(value.detach(), order).is_contiguous():
+            return lambda: self.copy(window)
+        place, size = value.data_ptr(), value.element_size()
+
+        def again() -> Copy:
+            if self._value(window) is not value or value.data_ptr() != place:
+                return self.copy(window)
+            data = _bytes_at(place, window, size)
+            return lambda: data
+
+        return again
+
+    def _value(self, window: Window) -> Any:
+        parameter = self._parameters[window.parameter]
+        return self._optimizer.state.get(parameter, {})[window.state] if window.state else parameter
 
     def _entries(self, number: int) -> list[Entry]:
         parameter = self._parameters[number]
@@ -158,11 +196,27 @@ class Slices:
             for name, value in values.items()
         ]
 
+    def _parameter_alone(self, number: int) -> list[Entry]:
+        local = local_of(self._parameters[number])
+        return [("", local.numel(), local.element_size())]
+
+
+def _bytes_at(place: int, window: Window, size: int) -> bytes:
+    """Return a window of a tensor on the CPU whose elements are in memory one after another.
+
+    A view of it as a tensor would take ten times as long. `place`: where it begins. `size`: of an element.
+    """
+    count = window.stop - window.start
+    return ctypes.string_at(place + window.start * size, count * size) if count else b""
+
 
 def to_message(window: Window, value: object) -> pb.Slice:
     """Return a window's copy as a message. Raise `StateError` if it is neither a tensor nor a number."""
     found = pb.Slice(parameter=window.parameter, state=window.state)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, bytes):
+        elements = window.stop - window.start
+        found.offset, found.data = window.start * (len(value) // max(elements, 1)), value
+    elif isinstance(value, torch.Tensor):
         found.offset, found.data = window.start * value.element_size(), bytes(bytes_of(value))
     else:
         found.number.CopyFrom(to_number(window.state, value))

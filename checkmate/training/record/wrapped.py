@@ -200,6 +200,29 @@ def class_of(scheduler: Any) -> str:
     return f"{type(scheduler).__name__}({within})" if within else type(scheduler).__name__
 
 
+class SeveralSchedulers:
+    """Schedulers of several optimizers, whose state is kept as that of one."""
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self._schedulers = list(schedulers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all, in their order."""
+        return {"_schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load a `state_dict`. Raise `ValueError` if it has another number of schedulers."""
+        for scheduler, own in zip(self._schedulers, state["_schedulers"], strict=True):
+            scheduler.load_state_dict(own)
+
+
+def schedulers_of(scheduler: Any) -> list[Any]:
+    """Return the schedulers that a script steps."""
+    if isinstance(scheduler, SeveralSchedulers):
+        return scheduler._schedulers
+    return [] if scheduler is None else [scheduler]
+
+
 class SchedulerWatch:
     """Gives one scheduler a subclass whose `step` calls `on_step`, because schedulers do not have hooks.
 

@@ -23,6 +23,6 @@ def recorded_buffers(
             lambda: model.kept_beside() | frozen_state(optimizer, trained, model.parameters), everything=True
         )
     if model.broadcasts_buffers:
-        return Buffers(dict, everything=False)
+        return Buffers(model.extra_states, everything=False)  # which DDP does not broadcast
     changed = own_buffers(start.record, place.position)
     return Buffers(model.kept_beside, everything=False, changed=changed)

@@ -10,7 +10,7 @@ from torch import nn
 
 from checkmate import state
 from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
-from checkmate.optim.supported import FROZEN, apply_options
+from checkmate.optim.supported import FROZEN, apply_options, kind_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import in_memory_order
 from checkmate.training.model.trained import TrainedModel
@@ -18,7 +18,7 @@ from checkmate.training.record.capture import Watched, install_generators
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.membership import Membership
 from checkmate.wire.parameter import LayoutError, Parameter, dim_order
-from checkmate.wording import counted
+from checkmate.wording import counted, with_article
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
 """Parameters and their optimizer state, by number, with the shapes of the script's own parameters."""
@@ -34,10 +34,12 @@ class InstallError(RuntimeError):
 
 def check_optimizer(stored: pb.OptimizerSpec, ours: pb.OptimizerSpec) -> None:
     """Raise `InstallError` if the state is of another kind of optimizer, or of other parameter groups."""
-    if stored.name != ours.name:
-        raise InstallError(f"the state is of {stored.name}, but the script has {ours.name}")
+    kinds = [[kind_of(spec, group) for group in spec.groups] for spec in (stored, ours)]
+    named = [" and ".join(dict.fromkeys(names)) for names in kinds]
+    if named[0] != named[1]:
+        raise InstallError(f"the state is of {named[0]}, but the script has {named[1]}")
     theirs, mine = ([list(group.parameters) for group in spec.groups] for spec in (stored, ours))
-    if theirs != mine:
+    if (theirs, kinds[0]) != (mine, kinds[1]):
         sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
         raise InstallError(
             f"the state's parameter groups have {sizes[0]} parameters, the script's {sizes[1]}, or different "
@@ -75,15 +77,16 @@ def check_scheduler(ours: Any, stored: Mapping[str, Any] | None, stored_class: s
         if ours is None:
             return
         raise InstallError(
-            f"the state has no scheduler, but the script has {_a(mine)}, which would begin in the middle of "
-            f"the run. {_AFTER}"
+            f"the state has no scheduler, but the script has {with_article(mine)}, which would begin in the "
+            f"middle of the run. {_AFTER}"
         )
     if ours is None:
-        which = f", {_a(stored_class)}" if stored_class else ""
+        which = f", {with_article(stored_class)}" if stored_class else ""
         raise InstallError(f"the state has a scheduler{which}: pass scheduler= to checkmate.restore")
     if stored_class and stored_class != mine:
         raise InstallError(
-            f"the state's scheduler is {_a(stored_class)}, but the script's is {_a(mine)}: {_AS_IT_WAS}"
+            f"the state's scheduler is {with_article(stored_class)}, but the script's is "
+            f"{with_article(mine)}: {_AS_IT_WAS}"
         )
     theirs, own = set(_keys(stored)), set(_keys(ours.state_dict()))
     fits = theirs <= own or own <= theirs if stored_class else theirs == own
@@ -119,11 +122,6 @@ def _keys(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _listed(keys: set[str]) -> str:
     return ", ".join(sorted(keys)) or "no other keys"
-
-
-def _a(name: str) -> str:
-    vowel = name[:1] in "AEIOU" and not name.startswith("One")
-    return f"an {name}" if vowel else f"a {name}"
 
 
 def install_parameters(parameters: Sequence[nn.Parameter], states: States) -> None:
@@ -200,20 +198,31 @@ def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
 
 
 def install_buffers(model: TrainedModel, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Set buffers and frozen parameters, by name. A buffer of another shape is replaced."""
+    """Set buffers and frozen parameters, by name. A buffer of another shape or type is replaced."""
     ours = model.tensors()
     with torch.no_grad():
         for name, tensor in buffers.items():
             there = ours.get(name)
             if state.is_frozen_state(name):
                 continue  # the optimizer's
+            if state.is_extra_state(name):
+                _install_extra(model, name, tensor)
+                continue
             if there is None:
                 raise InstallError(f"the state has a buffer {name}, which the model lacks")
             local = state.local_of(there)
-            if local.shape == tensor.shape:
+            if (local.shape, local.dtype) == (tensor.shape, tensor.dtype):
                 local.copy_(tensor)
             else:
                 there.data = tensor.to(there.device)
+
+
+def _install_extra(model: TrainedModel, name: str, tensor: torch.Tensor) -> None:
+    """Give a module its extra state. Raise `InstallError` if the model lacks the module."""
+    module = dict(model.inner.named_modules()).get(name.rpartition(".")[0])
+    if module is None:
+        raise InstallError(f"the state has {name}, but the model has no such module")
+    module.set_extra_state(state.unpacked(tensor))
 
 
 def install_record(watched: Watched, record: pb.IterationRecord, position: int) -> Any:
@@ -256,6 +265,24 @@ def own_buffers(record: pb.IterationRecord, position: int) -> dict[str, torch.Te
 def part_of(record: pb.IterationRecord, position: int) -> pb.RecordPart:
     """Return a rank's part, which is empty if the record lacks it."""
     return next((part for part in record.parts if part.position == position), pb.RecordPart())
+
+
+def restored(record: pb.IterationRecord) -> str:
+    """Return in words what beside parameters and optimizer a record restores, and what it lacks."""
+    own = part_of(record, 0)
+    names = [name for name in record.buffers if not state.is_frozen_state(name)]
+    extra = sum(map(state.is_extra_state, names))
+    parts = {
+        "random generators": own.rng,
+        counted(len(names) - extra, "buffer or frozen parameter", "buffers and frozen parameters"): names,
+        f"extra state of {counted(extra, 'module')}": extra,
+        "scheduler": own.step.scheduler,
+        "scaler": own.step.scaler,
+        "extra()": own.extra,
+    }
+    there = ["parameters", "optimizer", *(name for name, given in parts.items() if given)]
+    lacking = [f"no {name}" for name in ("scheduler", "scaler", "extra()") if not parts[name]]
+    return f"with {', '.join(there)}" + (f"; {', '.join(lacking)}" if lacking else "")
 
 
 def check_format(known: Parameter, reduced: torch.Tensor, gradient: torch.Tensor | None) -> None:

@@ -76,7 +76,8 @@ def load_model(model: TrainedModel, found: Mapping[str, torch.Tensor]) -> tuple[
     """
     tensors, names = model.tensors(), model.state_names()
     parts = {
-        key: sharded_like(tensors[names[key]], part) if key in names else part for key, part in found.items()
+        key: sharded_like(tensors[names[key]], part) if names.get(key) in tensors else part
+        for key, part in found.items()
     }
     missing, unexpected = model.inner.load_state_dict(parts, strict=False)
     return missing, unexpected

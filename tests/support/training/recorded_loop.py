@@ -72,6 +72,7 @@ class RecordedLoop:
             slices=Slices(self.layout, self.parameters, self.optimizer),
             buffers=Buffers(self.wrapped.kept_beside, everything=True),
             await_departed=self._await_departed,
+            first=watched.get("first", True),
         )
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}
         self.iteration = -1

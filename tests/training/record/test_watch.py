@@ -34,13 +34,13 @@ def test_a_change_in_place_is_seen_and_a_noted_one_is_right(kind: str, sums: boo
     watch._on_host = not sums
     for _ in range(2):
         watch.start()
-        assert watch.changed() == []
+        assert watch.compare()() == []
         parameter.grad.data.neg_()
-        assert watch.changed() == ["one"]
+        assert watch.compare()() == ["one"]
         watch.note()
-        assert watch.changed() == []
+        assert watch.compare()() == []
         watch.forget()
-        assert watch.changed() == []
+        assert watch.compare()() == []
 
 
 @BY_SUMS
@@ -51,7 +51,7 @@ def test_a_gradient_that_is_turned_round_in_place_is_seen(sums: bool) -> None:
     watch._on_host = not sums
     watch.start()
     parameter.grad.data = parameter.grad.data.t()
-    assert watch.changed() == ["one"]
+    assert watch.compare()() == ["one"]
 
 
 @pytest.mark.parametrize("count", [SAMPLED - 1, SAMPLED + 1, 2 * SAMPLED])
@@ -69,8 +69,8 @@ def test_in_time_all_parts_of_all_parameters_are_looked_at(count: int) -> None:
             for half in range(2):
                 at = half * len(gradient) // 2
                 gradient[at] = 1
-                if watch.changed():
-                    assert watch.changed() == [str(number)]
+                if watch.compare()():
+                    assert watch.compare()() == [str(number)]
                     seen.add((number, half))
                 gradient[at] = 0
     assert seen == {(number, half) for number in range(len(parameters)) for half in range(2)}
@@ -92,6 +92,6 @@ def test_no_gradient_and_an_empty_one() -> None:
     parameters[1].grad = torch.zeros(0)
     watch = GradientWatch([("none", parameters[0]), ("empty", parameters[1])])
     watch.start()
-    assert watch.changed() == []
+    assert watch.compare()() == []
     parameters[0].grad = torch.zeros(3)
-    assert watch.changed() == ["none"]
+    assert watch.compare()() == ["none"]

@@ -53,6 +53,24 @@ ONE = [[0]]
 """The DP groups of each stage, if there is one."""
 
 
+class Counter(nn.Module):
+    """A layer that counts its calls, in what modules keep beside parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "history": [torch.full((2,), float(self.calls))]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
 class DiskScript:
     """A model with optimizer, scheduler and scaler, in some state."""
 
@@ -62,7 +80,7 @@ class DiskScript:
         first = nn.Linear(width, 5)
         if turned:
             first.weight.data = first.weight.data.t().contiguous().t()
-        self.model = nn.Sequential(first, nn.BatchNorm1d(5), nn.Linear(5, 1))
+        self.model = nn.Sequential(first, nn.BatchNorm1d(5), nn.Linear(5, 1), Counter())
         self.model.register_buffer("scratch", torch.randn(3), persistent=False)
         self.model[2].bias.requires_grad_(False)
         self.ddp = DistributedDataParallel(self.model)
@@ -271,7 +289,8 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
     assert (start.next_iteration, extra) == (2, {"seen": 7})
     names = ", ".join(path.name for path in older[:3])
     assert caplog.messages == [
-        f"resumed from {newest}: iteration 2 comes next",
+        f"resumed from {newest}: iteration 2 comes next (with parameters, optimizer, random generators, "
+        "5 buffers and frozen parameters, extra state of 1 module, scheduler, scaler, extra())",
         f"training had ended with iteration 1: {ANEW}",
         f"older checkpoints were not used: {names} and 1 more",
     ]

@@ -1,0 +1,83 @@
+"""Several optimizers of one model, each of which steps its own parameters, seen as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Groups = list[dict[str, Any]]
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Optimizers of different parameters. It has their groups, in their order, and their state.
+
+    A script steps each of them by itself; this one has no step. Its state is like that of one optimizer with
+    all groups.
+    """
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self.members = tuple(members)
+
+    @property
+    def param_groups(self) -> Groups:  # type: ignore[override]
+        """The groups of all, which are the members' own."""
+        return [group for member in self.members for group in member.param_groups]
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
+        """The state of each parameter, which is the members' own."""
+        return _States(self.members)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all, with parameters numbered through."""
+        state: dict[int, Any] = {}
+        groups: Groups = []
+        first = 0
+        for member in self.members:
+            own = member.state_dict()
+            state |= {first + number: entries for number, entries in own["state"].items()}
+            groups += [{**one, "params": [first + n for n in one["params"]]} for one in own["param_groups"]]
+            first += sum(len(one["params"]) for one in own["param_groups"])
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give each member its part of a `state_dict`. Raise `ValueError` if groups do not fit."""
+        groups, first = list(state_dict["param_groups"]), 0
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"the state has {len(groups)} parameter groups, not {len(self.param_groups)}")
+        for member in self.members:
+            own = [groups.pop(0) for _ in member.param_groups]
+            count = sum(len(one["params"]) for one in own)
+            numbers = range(first, first + count)
+            state = {n - first: entries for n, entries in state_dict["state"].items() if n in numbers}
+            moved = [{**one, "params": [n - first for n in one["params"]]} for one in own]
+            member.load_state_dict({"state": state, "param_groups": moved})
+            first += count
+
+
+class _States(Mapping[torch.Tensor, dict[str, Any]]):
+    """The state of all members by parameter. It never makes an entry, as a member's own `state` does."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self._states = [member.state for member in members]
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        for state in self._states:
+            if parameter in state:
+                entries: dict[str, Any] = state[parameter]
+                return entries
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for state in self._states:
+            yield from state
+
+    def __len__(self) -> int:
+        return sum(map(len, self._states))
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that a script steps: those of `SeveralOptimizers`, or the one itself."""
+    return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)

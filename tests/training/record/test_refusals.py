@@ -1,0 +1,598 @@
+"""Scripts that shadow nodes can't follow are refused before the record of what they did leaves."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import checkmate
+from checkmate import state
+from checkmate.optim.several import SeveralOptimizers, members_of
+from checkmate.optim.supported import kind_of, spec_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.checks import watched_of
+from checkmate.training.errors import RefusedError
+from checkmate.training.loop import Loop as Batches
+from checkmate.training.record import windows
+from checkmate.training.record.capture import same
+from checkmate.training.record.publisher import Publisher, to_part
+from checkmate.training.record.wrapped import class_of
+from checkmate.training.start.install import InstallError, install_buffers
+from tests.support.training.alone import alone
+from tests.support.training.recorded_loop import AUTHOR, RecordedLoop, adamw
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def iterate(loop: RecordedLoop) -> None:
+    loop.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def emitted(loop: RecordedLoop) -> list[int]:
+    return [noted.iteration for noted in loop.emitted]
+
+
+def change_by_hand(loop: RecordedLoop) -> None:
+    with torch.no_grad():
+        for parameter in loop.parameters:
+            if parameter.grad is not None:
+                parameter.sub_(0.1 * parameter.grad)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_updates_by_hand_instead_of_a_step_are_refused_in_their_iteration(marked: bool) -> None:
+    """No step of the protected optimizer follows, in which the change could be noticed later."""
+    loop = RecordedLoop(adamw)
+    for _ in range(2):
+        iterate(loop)
+        if marked:
+            loop.recorder.mark()
+    loop.backward()
+    change_by_hand(loop)
+    loop.optimizer.zero_grad()
+    with pytest.raises(RefusedError, match=r"^iteration 2: parameter \S+ was changed, and not by the step"):
+        if marked:
+            loop.recorder.mark()
+        else:
+            loop.backward()
+    assert emitted(loop) == [0, 1]
+    loop.recorder.close(last=True)
+    assert emitted(loop) == [0, 1]
+
+
+@pytest.mark.parametrize("place", ["before forward", "before step", "after step"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_weights_that_are_clamped_now_and_then(place: str, marked: bool) -> None:
+    """Wherever in the loop, the record of the iteration that has the change does not leave."""
+    loop = RecordedLoop(adamw)
+    with pytest.raises(RefusedError, match=r"^iteration \d: parameter \S+ was changed"):
+        for iteration in range(6):
+            for now in ("before forward", "before step", "after step"):
+                if iteration == 3 and now == place:
+                    loop.model.first.weight.data.clamp_(-0.01, 0.01)
+                if now == "before forward":
+                    loop.backward()
+                elif now == "before step":
+                    loop.optimizer.step()
+            if marked:
+                loop.recorder.mark()
+    assert max(emitted(loop)) == (2 if marked or place != "before forward" else 1)
+
+
+def test_another_optimizer_of_the_same_parameters_is_refused_before_it_steps() -> None:
+    loop = RecordedLoop(adamw)
+    other = torch.optim.SGD(loop.model.last.parameters(), lr=0.1)
+    loop.backward()
+    before = loop.model.last.weight.detach().clone()
+    with pytest.raises(
+        RefusedError, match=r"^an SGD is about to step parameter last\.weight, but .* an AdamW"
+    ):
+        other.step()
+    assert torch.equal(loop.model.last.weight, before)
+    loop.recorder.close(last=False)
+    other.step()
+    assert not torch.equal(loop.model.last.weight, before)
+
+
+def test_other_optimizers_of_other_parameters_are_the_scripts_business() -> None:
+    loop = RecordedLoop(adamw)
+    other = nn.Linear(2, 2)
+    mine = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(torch.ones(2)).sum().backward()
+    iterate(loop)
+    mine.step()
+    assert len(loop.close()) == 1
+
+
+CHANGES: dict[str, Callable[[RecordedLoop], object]] = {
+    "cleared": lambda loop: loop.optimizer.state.clear(),
+    "one entry": lambda loop: loop.optimizer.state[loop.parameters[0]]["exp_avg"].zero_(),
+    "a count": lambda loop: loop.optimizer.state[loop.parameters[0]]["step"].add_(1),
+    "a parameter's": lambda loop: loop.optimizer.state.pop(loop.parameters[0]),
+}
+
+
+def test_a_change_on_another_rank_alone_is_refused_there() -> None:
+    """Its part of the record does not leave, so the iteration is on no node as a whole."""
+    loop = RecordedLoop(adamw, first=False)
+    iterate(loop)
+    loop.model.last.weight.data.mul_(2)
+    with pytest.raises(RefusedError, match=r"^iteration 0: parameter last\.weight was changed"):
+        loop.recorder.mark()
+    loop.recorder.close(last=False)
+    assert emitted(loop) == []
+
+
+@pytest.mark.parametrize("what", list(CHANGES))
+def test_optimizer_state_changed_by_hand_is_refused(what: str) -> None:
+    loop = RecordedLoop(adamw)
+    for _ in range(2):
+        iterate(loop)
+    CHANGES[what](loop)
+    with pytest.raises(RefusedError, match=r"^iteration 1: \w+ of parameter \S+ was changed"):
+        loop.backward()
+    assert emitted(loop) == [0]
+
+
+def test_a_script_that_goes_on_is_refused_again() -> None:
+    """A refusal is a RuntimeError, which scripts may catch around a batch."""
+    refusals: list[tuple[int, Exception]] = []
+    loop = RecordedLoop(adamw)
+    loop.recorder._on_refused = lambda iteration, error: refusals.append((iteration, error))
+    iterate(loop)
+    loop.model.first.weight.data.zero_()
+    errors = []
+    for _ in range(3):
+        with pytest.raises(RefusedError) as raised:
+            loop.backward()
+        errors.append(raised.value)
+    with pytest.raises(RefusedError) as raised:
+        loop.recorder.mark()
+    assert {id(error) for error in [*errors, raised.value]} == {id(loop.recorder.refusal)}
+    assert refusals == [(0, loop.recorder.refusal)]
+    loop.recorder.close(last=True)
+    assert emitted(loop) == []
+
+
+def test_nodes_compare_slices_of_iterations_without_a_step_too() -> None:
+    loop = RecordedLoop(adamw)
+    for stepped in (True, False, True):
+        loop.backward()
+        if stepped:
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert all(part.step.slices for part in loop.close())
+
+
+def test_one_element_of_a_large_model_is_compared_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows cover a part of it; a write that PyTorch counts brings that parameter's turn forward."""
+    monkeypatch.setattr(windows, "SLICE_BYTES", 512)
+    monkeypatch.setattr(windows, "PARAMETER_BYTES", 64)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 64)
+    loop = RecordedLoop(adamw)
+    for rotation in loop.recorder._slices._rotations:
+        rotation._nbytes = 512
+    for _ in range(3):
+        iterate(loop)
+    number = next(n for n, p in enumerate(loop.parameters) if p is loop.model.first.weight)
+    with torch.no_grad():
+        loop.model.first.weight[15, 7] += 0.0  # written, and not changed
+    iterate(loop)
+    iterate(loop)
+    parts = loop.close()
+    assert {one.parameter for one in parts[3].step.slices if not one.state} >= {number}
+
+
+@pytest.mark.parametrize("loops", ["steps", "mark"])
+def test_two_backwards_in_one_turn_are_refused(loops: str) -> None:
+    """`restore` returns a number of backwards, and the loop would leave out as many turns."""
+    loop = RecordedLoop(adamw)
+    turns = Batches(loop.recorder, None, lambda: True).steps(range(9)) if loops == "steps" else range(9)
+    with pytest.raises(RefusedError, match=r"one turn of the loop has 2 or more synchronising backwards"):
+        for turn in turns:
+            iterate(loop)
+            if turn == 2:
+                iterate(loop)
+            if loops == "mark":
+                loop.recorder.mark()
+    assert emitted(loop) == [0, 1]
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_two_backwards_with_one_step_in_one_turn(cleared: bool) -> None:
+    """Added up, or the first one thrown away."""
+    loop = RecordedLoop(adamw)
+    with pytest.raises(RefusedError, match=r"one turn of the loop has 2 or more synchronising backwards"):
+        for _ in Batches(loop.recorder, None, lambda: True).steps(range(9)):
+            loop.backward()
+            if cleared:
+                loop.optimizer.zero_grad()
+            iterate(loop)
+    assert emitted(loop) == []
+
+
+def test_a_first_mark_after_two_iterations() -> None:
+    loop = RecordedLoop(adamw)
+    iterate(loop)
+    iterate(loop)
+    with pytest.raises(RefusedError, match=r"one turn of the loop has 2 or more synchronising backwards"):
+        loop.recorder.mark()
+
+
+def test_a_loop_without_marks_before_one_with_steps() -> None:
+    loop = RecordedLoop(adamw)
+    for _ in range(2):
+        iterate(loop)
+    for _ in Batches(loop.recorder, None, lambda: True).steps(range(2)):
+        iterate(loop)
+    assert len(loop.close()) == 4
+
+
+def test_without_marks_two_places_of_a_step_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    loop = RecordedLoop(adamw)
+    for _ in range(3):
+        loop.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    named = [text for text in caplog.messages if "optimizer.step() is called at" in text]
+    assert len(named) == 1
+    assert named[0].startswith("iteration 1: ")
+    assert named[0].count("test_refusals.py:") == 2
+    assert len(loop.close()) == 6
+
+
+def test_places_are_told_apart_by_their_callers(caplog: pytest.LogCaptureFixture) -> None:
+    loop = RecordedLoop(adamw)
+    for turn in range(4):
+        for step in (iterate, iterate)[turn % 2 :]:
+            step(loop)
+    assert not [text for text in caplog.messages if "optimizer.step() is called at" in text]
+    iterate(loop)
+    assert [text for text in caplog.messages if "optimizer.step() is called at" in text]
+    loop.close()
+
+
+def test_options_changed_after_an_unmarked_step_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """In any iteration: the record has the options as they were after the step."""
+    loop = RecordedLoop(adamw)
+    loop.model.norm.eval()
+    for iteration in range(12):
+        iterate(loop)
+        if iteration == 9:
+            loop.optimizer.param_groups[0]["lr"] = 1e-4
+    (text,) = [text for text in caplog.messages if "an option of the optimizer changed" in text]
+    assert text.startswith("iteration 9: ")
+    loop.close()
+
+
+def test_an_answer_of_a_device_holds_its_record_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Checks of state on a GPU are known when its copies have arrived, in the publisher's thread."""
+    loop = RecordedLoop(adamw)
+    loop.recorder._checks._on_host = False
+    iterate(loop)
+    loop.model.first.weight.data.zero_()
+    loop.recorder.mark()
+    iterate(loop)
+    loop.recorder.mark()
+
+    class Sink:
+        def __init__(self) -> None:
+            self.iterations: list[int] = []
+
+        def send(self, iteration: int, data: bytes) -> None:
+            self.iterations.append(iteration)
+
+        def departed(self, iteration: int) -> bool:
+            return True
+
+    sink = Sink()
+    publisher = Publisher(pb.RecordPart.FromString(AUTHOR.SerializeToString()), [sink], lambda ends: True)
+    loop.recorder.close(last=True)
+    for noted in loop.emitted:
+        publisher.put(noted)
+    publisher.close(5.0)
+    assert sink.iterations == []
+    with pytest.raises(RefusedError, match=r"^iteration 0: parameter first\.weight was changed"):
+        publisher.await_departed()
+
+
+def test_marks_of_micro_batches_and_turns_without_a_backward() -> None:
+    loop = RecordedLoop(adamw)
+    for turn in Batches(loop.recorder, None, lambda: True).steps(itertools.islice(itertools.count(), 9)):
+        if turn % 3 == 2:
+            iterate(loop)
+        elif turn % 3 == 1:
+            with loop.ddp.no_sync():
+                loop.ddp(torch.randn(4, 8)).sum().backward()
+    assert len(loop.close()) == 3
+
+
+def test_a_mark_passed_over_after_a_backward_that_was_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
+    loop = RecordedLoop(adamw)
+    with caplog.at_level(logging.WARNING):
+        for turn in range(4):
+            loop.backward()
+            if turn == 1:
+                loop.optimizer.zero_grad()
+                continue
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.recorder.mark()
+    assert len(loop.close()) == 4
+    assert "iteration 1 ended without protection.mark(), which others had" in caplog.text
+
+
+def test_a_parameter_frozen_in_mid_training_is_named_and_one_unfrozen_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = RecordedLoop(adamw)
+    iterate(loop)
+    loop.model.last.bias.requires_grad_(False)
+    for _ in range(3):
+        iterate(loop)
+    (text,) = [text for text in caplog.messages if "requires_grad=False after" in text]
+    assert text.startswith("iteration 0: last.bias got requires_grad=False after checkmate.protect")
+    loop.close()
+
+
+def test_a_parameter_unfrozen_in_mid_training_is_refused() -> None:
+    def freezing(model: nn.Module) -> torch.optim.Optimizer:
+        model.get_parameter("last.bias").requires_grad_(False)
+        return adamw(model)
+
+    loop = RecordedLoop(freezing)
+    iterate(loop)
+    loop.model.last.bias.requires_grad_(True)
+    with pytest.raises(RefusedError, match=r"^last\.bias got requires_grad=True after checkmate\.protect"):
+        loop.backward()
+
+
+def test_what_is_restored_of_a_buffer_has_its_type_and_bits() -> None:
+    """Changes that `torch.equal` does not see: another type, and the sign of a zero."""
+    loop = RecordedLoop(adamw)
+    loop.model.register_buffer("count", torch.zeros(3, dtype=torch.int32))
+    expected: list[torch.Tensor] = []
+    for value in (
+        torch.zeros(3, dtype=torch.int32),
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(3),
+        -torch.zeros(3),
+        torch.zeros(3, dtype=torch.float64),
+    ):
+        loop.model.count = value
+        expected.append(value)
+        iterate(loop)
+        loop.recorder.mark()
+    parts = loop.close()
+    for part, value in zip(parts, expected, strict=True):
+        recorded = state.loads(part.buffers)["count"]
+        assert same(recorded, value), part.iteration
+        other = RecordedLoop(adamw)
+        other.model.register_buffer("count", torch.ones(3, dtype=torch.int32))
+        install_buffers(other.wrapped, {"count": recorded})
+        assert same(other.model.get_buffer("count"), value)
+        other.recorder.close(last=False)
+
+
+class Scaled(nn.Linear):
+    """A layer with state of its own, as layers in FP8 have."""
+
+    amax = 0.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"amax": self.amax}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.amax = state["amax"]
+
+
+def test_extra_state_of_modules_is_recorded_as_it_changes_and_installed() -> None:
+    def model() -> tuple[RecordedLoop, Scaled]:
+        loop, layer = RecordedLoop(adamw), Scaled(2, 2)
+        layer.requires_grad_(False)
+        loop.model.add_module("scaled", layer)
+        return loop, layer
+
+    loop, layer = model()
+    for iteration in range(4):
+        iterate(loop)
+        layer.amax = float(iteration // 2)
+        loop.recorder.mark()
+    name = "scaled._extra_state"
+    recorded = [state.loads(part.buffers) for part in loop.close()]
+    assert [state.unpacked(found[name]) if name in found else None for found in recorded] == [
+        {"amax": 0.0},
+        None,
+        {"amax": 1.0},
+        None,
+    ]
+    assert loop.wrapped.state_names()[name] == name
+    other, layer = model()
+    install_buffers(other.wrapped, {name: recorded[2][name]})
+    assert layer.amax == 1.0
+    other.recorder.close(last=False)
+    with pytest.raises(InstallError, match="no such module"):
+        install_buffers(RecordedLoop(adamw).wrapped, {name: recorded[2][name]})
+
+
+@pytest.mark.parametrize("how", ["after", "before", "in place", "never", "accumulated"])
+def test_gradients_of_the_iteration_before_are_named(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed run begins without gradients."""
+    loop = RecordedLoop(adamw)
+    for _ in range(4):
+        if how == "accumulated":
+            with loop.ddp.no_sync():
+                loop.ddp(torch.randn(4, 8)).sum().backward()
+        x = (loop.ddp(torch.randn(4, 8)) ** 2).sum()
+        if how == "before":
+            loop.optimizer.zero_grad()
+        x.backward()
+        loop.iteration += 1
+        loop.recorder.reduced(loop.iteration)
+        loop.optimizer.step()
+        loop.recorder.mark()
+        if how in ("after", "in place", "accumulated"):
+            loop.optimizer.zero_grad(set_to_none=how != "in place")
+    named = [text for text in caplog.messages if "which no zero_grad() has cleared" in text]
+    assert len(named) == (how == "never")
+    assert not named or named[0].startswith("iteration 1: ")
+    loop.recorder.close(last=True)
+
+
+def two(model: nn.Module) -> SeveralOptimizers:
+    """Return optimizers of different kinds, each of some of the parameters."""
+    names = dict(model.named_parameters())
+    head = [p for name, p in names.items() if name.startswith("last")]
+    body = [p for name, p in names.items() if not name.startswith("last")]
+    groups: list[dict[str, Any]] = [{"params": body[:2]}, {"params": body[2:], "lr": 2e-3}]
+    return SeveralOptimizers(
+        [torch.optim.AdamW(groups, lr=1e-2), torch.optim.SGD(head, lr=0.1, momentum=0.9)]
+    )
+
+
+def test_several_optimizers_step_in_turns_or_together() -> None:
+    """A replica follows each of them; parameters that are not stepped keep their gradients for later."""
+    loop = RecordedLoop(two)
+    body, head = members_of(loop.optimizer)
+    for turn in range(9):
+        loop.backward(more=bool(turn % 2))
+        stepping = {0: [body], 1: [head], 2: [body, head]}[turn % 3]
+        checkmate.clip_grad_norm_([p for one in stepping for p in one.param_groups[0]["params"]], 0.1)
+        for optimizer in stepping:
+            optimizer.param_groups[0]["lr"] *= 0.9
+            optimizer.step()
+            optimizer.zero_grad()
+        loop.recorder.mark()
+    parts = loop.close()
+    assert [len(part.step.options) for part in parts] == [3] * 9
+    assert len(parts[0].step.without_gradient) > len(parts[2].step.without_gradient)
+
+
+def test_one_of_several_optimizers_steps_twice() -> None:
+    loop = RecordedLoop(two)
+    body, head = members_of(loop.optimizer)
+    loop.backward()
+    body.step()
+    head.step()
+    with pytest.raises(RefusedError, match="without a backward of its own"):
+        body.step()
+
+
+def test_between_steps_of_several_optimizers_seeds_wait() -> None:
+    """Otherwise, they would have half of an iteration."""
+    loop = RecordedLoop(two)
+    ended = threading.Event()
+    ended.set()
+    for number, optimizer in enumerate(members_of(loop.optimizer)):
+        if not number:
+            loop.backward()
+        optimizer.step()
+        with loop.steps.still(ended) as iteration:
+            assert iteration is None
+        optimizer.zero_grad()
+    loop.recorder.mark()
+    loop.backward()  # which begins the next iteration
+    ended.clear()
+    with loop.steps.still(ended) as iteration:
+        assert iteration == 0
+    loop.recorder.close(last=False)
+
+
+def test_changes_between_the_steps_of_two_optimizers_are_refused() -> None:
+    loop = RecordedLoop(two)
+    body, head = members_of(loop.optimizer)
+    loop.backward()
+    body.step()
+    loop.model.first.weight.data.mul_(2)
+    with pytest.raises(RefusedError, match=r"^iteration 0: parameter first\.weight was changed"):
+        head.step()
+
+
+def test_the_state_of_several_optimizers_is_that_of_one_with_all_groups() -> None:
+    loop = RecordedLoop(two)
+    for _ in range(2):
+        loop.backward()
+        for optimizer in members_of(loop.optimizer):
+            optimizer.step()
+    several = loop.optimizer
+    stored = copy.deepcopy(several.state_dict())
+    count = len(list(loop.model.parameters()))
+    assert sorted(n for group in stored["param_groups"] for n in group["params"]) == [*range(count)]
+    other = two(copy.deepcopy(loop.model))
+    other.load_state_dict(stored)
+    assert same(other.state_dict(), stored)
+    assert same(
+        [one.state_dict() for one in other.members], [one.state_dict() for one in members_of(several)]
+    )
+    with pytest.raises(ValueError, match="2 parameter groups, not 3"):
+        other.load_state_dict({**stored, "param_groups": stored["param_groups"][:2]})
+    loop.recorder.close(last=False)
+
+
+def test_what_several_optimizers_must_be() -> None:
+    loop = RecordedLoop(adamw)
+    loop.recorder.close(last=False)
+    model, parameters = loop.wrapped, list(loop.model.parameters())
+    first, second = torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.Adam(parameters[2:])
+    watched = watched_of(model, [first, second], None, None)
+    assert members_of(watched.optimizer) == (first, second)
+    for wrong in ([], [first, "second"]):
+        with pytest.raises(RefusedError, match="^optimizer= is a list of .*: pass an optimizer, or several"):
+            watched_of(model, wrong, None, None)  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match="each must step parameters of its own"):
+        watched_of(model, [first, torch.optim.SGD(parameters, lr=0.1)], None, None)
+    with pytest.raises(RefusedError, match="use bfloat16"):
+        watched_of(model, [first, second], None, torch.amp.GradScaler("cpu"))
+    schedulers = [StepLR(first, 1), StepLR(second, 2)]
+    with pytest.raises(RefusedError, match="not given"):
+        watched_of(model, [first, second], schedulers[0], None)
+    watched = watched_of(model, [first, second], schedulers, None)
+    assert class_of(watched.scheduler) == "SeveralSchedulers(StepLR, StepLR)"
+    stored = copy.deepcopy(watched.scheduler.state_dict())
+    for optimizer, scheduler in zip((first, second), schedulers, strict=True):
+        optimizer.step()
+        scheduler.step()
+    assert not same(watched.scheduler.state_dict(), stored)
+    watched.scheduler.load_state_dict(stored)
+    assert same(watched.scheduler.state_dict(), stored)
+    spec = spec_of(watched.optimizer, {p: n for n, p in enumerate(parameters)})
+    assert [kind_of(spec, group) for group in spec.groups] == ["torch.optim.SGD", "torch.optim.Adam"]
+
+
+def test_a_teacher_that_is_changed_through_data_is_recorded() -> None:
+    """PyTorch's version counter does not show it; a few elements do."""
+    loop = RecordedLoop(adamw)
+    teachers = [nn.Parameter(torch.zeros(50), requires_grad=False) for _ in range(20)]
+    for number, teacher in enumerate(teachers):
+        loop.model.register_parameter(f"teacher{number}", teacher)
+    recorded = dict[str, torch.Tensor]()
+    for iteration in range(8):
+        iterate(loop)
+        if iteration >= 4:
+            for teacher in teachers:
+                teacher.data.add_(1)
+        loop.recorder.mark()
+        if iteration > 4:
+            part = to_part(AUTHOR, loop.emitted[-1])
+            recorded |= state.loads(part.buffers)
+            for number in range(len(teachers)):
+                assert set(recorded[f"teacher{number}"].tolist()) == {iteration - 4.0}
+    loop.close()
