@@ -308,6 +308,8 @@ class Protection:
             iteration = self._publisher.newest
             unpublished = self._recorder.refusal or self._publisher.error
             if unpublished is not None and well:  # nothing has raised it yet, or the script has caught it
+                if self._recorder.refusal is None:
+                    self._followers.refused(iteration + 1, unpublished)
                 raise unpublished
             if last and self.session.first and iteration >= 0:
                 self._followers.await_stepped(iteration, deadline)

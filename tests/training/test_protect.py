@@ -26,6 +26,7 @@ from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import stream_layout
 from testbed.jobs import job_data
 from testbed.ports import free_port
+from tests.scripts import refused
 from tests.support.shadow.recording_node import RecordingNode
 from tests.support.training.lab import LabRun
 from tests.support.training.orders import ScriptOrders
@@ -279,3 +280,28 @@ def test_what_fails_half_way_leaves_nothing(nodes: list[RecordingNode], tmp_path
         found.get("alone", {}).pop("error", None)
         assert found == dict.fromkeys(found, nothing)
         assert ("alone" in found) == (rank == 0)
+
+
+def test_a_script_that_catches_its_refusal_ends_with_an_error(
+    nodes: list[RecordingNode], tmp_path: Path
+) -> None:
+    """Each further call is refused, the nodes know why, and the exit status is not 0."""
+    ends = run_ranks(tmp_path, nodes, "tests.scripts.refused", "caught")
+    assert [code for code, _ in ends] == [1, 1], ends
+    text = f"iteration {refused.CHANGED}: parameter weight was changed, and not by the step of the optimizer"
+    assert all(f"RefusedError: {text}" in errors for _, errors in ends), ends
+    for node in nodes:
+        assert {part.iteration for part in node.records} == {0, 1}
+        assert {refusal.iteration for refusal in node.refusals} == {refused.CHANGED}
+        assert {refusal.start for refusal in node.refusals} == {node.begins[0].start}
+
+
+def test_a_last_iteration_that_cannot_be_recorded_is_an_error(
+    nodes: list[RecordingNode], tmp_path: Path
+) -> None:
+    ends = run_ranks(tmp_path, nodes, "tests.scripts.refused", "unstored")
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert all("StateError: only tensors, NumPy arrays, numbers" in errors for _, errors in ends), ends
+    for node in nodes:
+        assert {part.iteration for part in node.records} == {0, 1, 2, 3}
+        assert {refusal.iteration for refusal in node.refusals} == {refused.ITERATIONS - 1}
