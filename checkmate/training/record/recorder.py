@@ -28,6 +28,7 @@ from checkmate.training.record.capture import CHECKED, Capture, DriftWatch, Note
 from checkmate.training.record.step_checks import StepChecks, StepSites, check_unscaled
 from checkmate.training.record.windows import Slices
 from checkmate.training.record.wrapped import ClipListener, ScalerWatch, SchedulerWatch, schedulers_of
+from checkmate.wording import with_article
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -90,6 +91,7 @@ class Recorder:
         self._checks = StepChecks(watched.optimizer, names, slices, watched.model.frozen())
         self._open: Noted | None = None
         self._marking = self._looping = self._missed = self._accumulated = False
+        self._named_foreign = False
         self._looks = CHECKED
         self._begins = False  # no backward of the iteration has begun
         self._unmarked = 0  # iterations with a step that had ended before the first mark
@@ -278,10 +280,20 @@ class Recorder:
             )
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        """Refuse another optimizer that steps the same parameters."""
+        """Refuse another optimizer that steps the same parameters; name one of other parameters once."""
+        if self._checks.is_ours(optimizer):
+            return
         if refusal := self._checks.foreign(optimizer):
             with self._refusing():
                 raise refusal
+        if self._first and self._watched.extra is None and not self._named_foreign:
+            self._named_foreign = True
+            _log.warning(
+                "%s steps parameters that are not of the protected model, and there is no extra(): a resumed "
+                "run begins with what the script makes of them. Return their state and the optimizer's from "
+                "extra(), or put both models into one",
+                with_article(type(optimizer).__name__),
+            )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         with self._refusing():

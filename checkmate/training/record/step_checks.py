@@ -80,21 +80,24 @@ class StepChecks:
                 "step: call backward() before step(), and step() without a closure"
             )
 
-    def foreign(self, optimizer: torch.optim.Optimizer) -> RefusedError | None:
-        """Return why an optimizer may not step, if it is another one and has a protected parameter."""
+    def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer was given to `protect`, or wraps one that was."""
         ours = members_of(self._optimizer)
-        if any(optimizer is one or optimizer.param_groups is one.param_groups for one in ours):  # a wrapper
-            return None
+        return any(optimizer is one or optimizer.param_groups is one.param_groups for one in ours)
+
+    def foreign(self, optimizer: torch.optim.Optimizer) -> RefusedError | None:
+        """Return why another optimizer may not step, if it has a protected parameter."""
         groups = (group["params"] for group in optimizer.param_groups)
         shared = next((p for params in groups for p in params if id(p) in self._ids), None)
         if shared is None:
             return None
         name = next(n for n, p in zip(self._names, self._parameters, strict=True) if p is shared)
+        given = " and ".join(_kinds(members_of(self._optimizer)))
         return RefusedError(
             f"{with_article(type(optimizer).__name__)} is about to step parameter {name}, but "
-            f"checkmate.protect was given {' and '.join(_kinds(ours))}, whose steps alone shadow "
-            "nodes repeat. To replace the optimizer in mid-training, close the protection, and protect the "
-            "model in a new DDP with the new optimizer"
+            f"checkmate.protect was given {given}, whose steps alone shadow nodes repeat. To replace the "
+            "optimizer in mid-training, close the protection, and protect the model in a new DDP with the "
+            "new one"
         )
 
     def check_state(self, where: str) -> Callable[[], None] | None:

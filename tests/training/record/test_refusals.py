@@ -109,14 +109,21 @@ def test_another_optimizer_of_the_same_parameters_is_refused_before_it_steps() -
     assert not torch.equal(loop.model.last.weight, before)
 
 
-def test_other_optimizers_of_other_parameters_are_the_scripts_business() -> None:
-    loop = RecordedLoop(adamw)
+@pytest.mark.parametrize("extra", [None, dict])
+def test_other_optimizers_of_other_parameters_are_the_scripts_business(
+    extra: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second model is not restored. If `extra()` keeps nothing, a warning says so."""
+    loop = RecordedLoop(adamw, extra=extra)
     other = nn.Linear(2, 2)
     mine = torch.optim.SGD(other.parameters(), lr=0.1)
     other(torch.ones(2)).sum().backward()
-    iterate(loop)
-    mine.step()
-    assert len(loop.close()) == 1
+    for _ in range(2):
+        iterate(loop)
+        mine.step()
+    assert len(loop.close()) == 2
+    named = [text for text in caplog.messages if "are not of the protected model" in text]
+    assert len(named) == (extra is None)
 
 
 CHANGES: dict[str, Callable[[RecordedLoop], object]] = {
