@@ -118,6 +118,10 @@ class FsdpModel(TrainedModel):
         """Return all parameters by name, in the layout's order."""
         return self._parameters
 
+    def slots(self) -> list[tuple[str, dict[str, nn.Parameter | None], str]]:
+        """Return nothing: FSDP itself puts whole parameters in their place, and back."""
+        return []
+
     def describe(self) -> list[Parameter]:
         """Return this rank's chunks of the trained parameters."""
         return [_chunk(name, p, self._reduced[p]) for name, p in self.trained().items()]

@@ -75,6 +75,16 @@ class TrainedModel(ABC):
         named = self.parameters().items()
         return {name: p for name, p in named if p.requires_grad and name not in self.ignored}
 
+    def slots(self) -> list[tuple[str, dict[str, nn.Parameter | None], str]]:
+        """Return where modules keep the trained parameters: each one's name, and the dictionary and key."""
+        names = {parameter: name for name, parameter in self.trained().items()}
+        every = (
+            (module._parameters, key, p)
+            for module in self.inner.modules()
+            for key, p in module._parameters.items()
+        )
+        return [(names[p], slots, key) for slots, key, p in every if p is not None and p in names]
+
     def frozen(self) -> dict[str, nn.Parameter]:
         """Return the parameters that need no gradient, by name."""
         return {name: p for name, p in self.parameters().items() if not p.requires_grad}

@@ -88,7 +88,9 @@ class Recorder:
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
         self._members = members_of(watched.optimizer)
         self._stepped_ids = {id(p) for group in watched.optimizer.param_groups for p in group["params"]}
-        self._checks = StepChecks(watched.optimizer, names, slices, watched.model.frozen())
+        self._checks = StepChecks(
+            watched.optimizer, names, slices, watched.model.frozen(), watched.model.slots()
+        )
         self._open: Noted | None = None
         self._marking = self._looping = self._missed = self._accumulated = False
         self._named_foreign = False
@@ -252,7 +254,7 @@ class Recorder:
             return
         with self._refusing():
             self._watched.model.check_forward()
-            self._checks.check_flags(self._newest + 1)
+            self._checks.check_parameters(self._newest + 1)
             noted = self._open
             if noted is None:
                 return

@@ -31,7 +31,7 @@ class StepChecks:
     """Checks one optimizer and, by name, the parameters whose gradients are reduced.
 
     `slices`: selects parameters and state to check, on the group's first rank; `None` on other ranks.
-    `frozen` has the parameters that need no gradient.
+    `frozen` has the parameters that need no gradient, and `slots` where modules keep those that do.
     """
 
     def __init__(
@@ -40,11 +40,13 @@ class StepChecks:
         names: Mapping[str, nn.Parameter],
         slices: Slices | None,
         frozen: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        slots: Sequence[tuple[str, dict[str, nn.Parameter | None], str]] = (),
     ) -> None:
         self._optimizer = optimizer
         members = members_of(optimizer)
         self._stepped_by = {id(one): _parameters_of(one) for one in members} if len(members) > 1 else {}
         self._frozen = frozen
+        self._slots = [(name, slots, key, names[name]) for name, slots, key in slots]
         self._said_frozen = set[str]()
         self._names = list(names)
         self._parameters = list(names.values())
@@ -117,8 +119,18 @@ class StepChecks:
 
         return self._now_or_later(check)
 
-    def check_flags(self, iteration: int) -> None:
-        """Raise `RefusedError` if a parameter has been unfrozen; warn once of those that have been frozen."""
+    def check_parameters(self, iteration: int) -> None:
+        """Raise `RefusedError` if the model has another parameter in the place of one, or one was unfrozen.
+
+        Warn once of those that have been frozen.
+        """
+        replaced = next((name for name, slots, key, p in self._slots if slots.get(key) is not p), None)
+        if replaced is not None:
+            raise RefusedError(
+                f"iteration {iteration}: {replaced} is another parameter than checkmate.protect was given, "
+                "which neither DDP nor the optimizer knows: change its values in place, before "
+                "checkmate.protect"
+            )
         unfrozen = next((name for name, p in self._frozen.items() if p.requires_grad), None)
         if unfrozen is not None:
             raise RefusedError(

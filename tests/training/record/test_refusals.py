@@ -360,6 +360,16 @@ def test_a_parameter_frozen_in_mid_training_is_named_and_one_unfrozen_is_refused
     loop.close()
 
 
+def test_a_parameter_that_is_replaced_is_refused() -> None:
+    """The optimizer would go on to step the old one."""
+    loop = RecordedLoop(adamw)
+    iterate(loop)
+    loop.model.last.weight = nn.Parameter(loop.model.last.weight.detach().clone())
+    with pytest.raises(RefusedError, match=r"^iteration 0: last\.weight is another parameter than"):
+        loop.backward()
+    assert emitted(loop) == []
+
+
 def test_a_parameter_unfrozen_in_mid_training_is_refused() -> None:
     def freezing(model: nn.Module) -> torch.optim.Optimizer:
         model.get_parameter("last.bias").requires_grad_(False)
