@@ -127,7 +127,7 @@ class Recorder:
         undo.callback(ClipListener(self._parameters, self.check_gradients, self._clipped).close)
         if len(self._members) > 1:
             return  # in a turn of another optimizer, gradients may stay
-        smallest = min(self._parameters, key=torch.Tensor.numel)
+        smallest = min(filter(torch.Tensor.numel, self._parameters), key=torch.Tensor.numel)
         before: Any = smallest.register_hook(lambda gradient: self._before_gradient(smallest))  # type: ignore[no-untyped-call]
         undo.callback(before.remove)
 
@@ -291,9 +291,9 @@ class Recorder:
         if self._first and self._watched.extra is None and not self._named_foreign:
             self._named_foreign = True
             _log.warning(
-                "%s steps parameters that are not of the protected model, and there is no extra(): a resumed "
-                "run begins with what the script makes of them. Return their state and the optimizer's from "
-                "extra(), or put both models into one",
+                "%s steps parameters that are not of the protected model, and extra= was not given: a "
+                "resumed run begins with what the script makes of them. Return their state and the optimizer's "
+                "from extra(), or put both models into one",
                 with_article(type(optimizer).__name__),
             )
 
