@@ -292,8 +292,8 @@ class Recorder:
             self._named_foreign = True
             _log.warning(
                 "%s steps parameters that are not of the protected model, and extra= was not given: a "
-                "resumed run begins with what the script makes of them. Return their state and the optimizer's "
-                "from extra(), or put both models into one",
+                "resumed run begins with what the script makes of them. Return their state, and the "
+                "optimizer's, from extra(), or put both models into one",
                 with_article(type(optimizer).__name__),
             )
 
