@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -19,8 +20,10 @@ from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.wrapped import SeveralSchedulers, schedulers_of
+from checkmate.training.record.wrapped import NOT_GIVEN, SeveralSchedulers, is_scheduled, schedulers_of
 from checkmate.wording import counted, with_article
+
+_log: Final = logging.getLogger("checkmate")
 
 
 class Scheduler(Protocol):
@@ -84,7 +87,7 @@ def _check_several(optimizers: Sequence[Any], scaler: Any) -> None:
     if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
         kinds = ", ".join(type(one).__name__ for one in optimizers)
         raise RefusedError(f"optimizer= is a list of {kinds or 'nothing'}: pass an optimizer, or several")
-    if scaler is not None and scaler.is_enabled():
+    if scaler is not None and getattr(scaler, "is_enabled", bool)():
         raise RefusedError(
             "a GradScaler can't be followed with several optimizers: use bfloat16, which needs none"
         )
@@ -107,38 +110,51 @@ def check_script(watched: Watched) -> None:
         lacking = [f"{method}()" for method in methods if not callable(getattr(thing, method, None))]
         if thing is not None and lacking:
             raise RefusedError(f"{name}= is a {type(thing).__name__}, which has no {', '.join(lacking)}")
-    for optimizer in members_of(watched.optimizer):
-        _check_schedulers(optimizer, schedulers_of(watched.scheduler))
+
+
+def check_schedulers(watched: Watched) -> None:
+    """Raise `RefusedError` if a scheduler was not given; warn if the script may keep it through `extra()`."""
+    try:
+        for optimizer in members_of(watched.optimizer):
+            _check_schedulers(optimizer, schedulers_of(watched.scheduler))
+    except RefusedError as error:
+        if watched.extra is None:
+            raise
+        _log.warning("%s, unless extra() has its state", error)
 
 
 def _check_schedulers(optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
-    """Raise `RefusedError` if a scheduler of an optimizer was not given, which would begin again."""
-    # PyTorch marks an optimizer that has had a scheduler, since 2.4 by the first of these.
-    marks = ("_wrapped_by_lr_sched", "_with_counter")
-    if not any(hasattr(optimizer.step, mark) for mark in marks):
+    """Raise `RefusedError` if an optimizer has a scheduler that is not one of these, or a part of one."""
+    if not is_scheduled(optimizer):
         return
     given = {id(part): part for scheduler in schedulers for part in _parts(scheduler)}
-    owners = gc.get_referrers(optimizer)
-    others = [type(one).__name__ for one in owners if isinstance(one, LRScheduler) and id(one) not in given]
-    if not schedulers or (others and not any(part in owners for part in given.values())):
-        raise RefusedError(
-            "the optimizer has a learning rate scheduler that was not given, so a resumed run would begin "
-            "its schedule again: call checkmate.restore(model, optimizer, scheduler=scheduler), and "
-            "checkmate.protect in the same way"
-        )
+    others = _others(optimizer, given)
+    if others:
+        gc.collect()  # one that the script has dropped may be left in a cycle
+        others = _others(optimizer, given)
+    if others and not schedulers:
+        raise RefusedError(NOT_GIVEN)
     if others:
         raise RefusedError(
             f"the optimizer has {with_article(others[0])} beside scheduler=, {_COMBINE}, and pass the result"
         )
 
 
+def _others(optimizer: torch.optim.Optimizer, given: Collection[int]) -> list[str]:
+    """Return the classes of an optimizer's schedulers whose ids are not among those given."""
+    owners = gc.get_referrers(optimizer)
+    for values in [one for one in owners if type(one) is dict and one.get("optimizer") is optimizer]:
+        owners += gc.get_referrers(values)  # whose attributes they are, once something has asked for these
+    return [type(one).__name__ for one in owners if isinstance(one, LRScheduler) and id(one) not in given]
+
+
 def _parts(scheduler: Any) -> Iterator[Any]:
     """Yield a scheduler, and those that it combines or wraps."""
     yield scheduler
-    inner = [getattr(scheduler, name, ()) for name in ("_schedulers", "schedulers", "scheduler")]
-    for part in inner:
-        for one in part if isinstance(part, list | tuple) else [part]:
-            yield from _parts(one)
+    for value in vars(scheduler).values() if hasattr(scheduler, "__dict__") else ():
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if all(callable(getattr(part, name, None)) for name in _SCHEDULER) and part is not scheduler:
+                yield from _parts(part) if not isinstance(part, torch.optim.Optimizer) else ()
 
 
 def check_model(watched: Watched) -> None:
@@ -201,6 +217,14 @@ def check_kept(watched: Watched) -> None:
                 raise state.StateError(f"{name}: {error}") from None
     for name, tensor in watched.model.kept_beside().items():
         _check_tensor(name, tensor)
+    for name, module in watched.model.inner.named_modules():
+        kind = type(module)
+        gives = kind.get_extra_state is not nn.Module.get_extra_state
+        if gives and kind.set_extra_state is nn.Module.set_extra_state:
+            raise state.StateError(
+                f"{name or kind.__name__} has get_extra_state(), but not set_extra_state(), so what it "
+                f"returns can't be restored: give {kind.__name__} both"
+            )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

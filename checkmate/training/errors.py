@@ -8,6 +8,9 @@ from checkmate.errors import CheckmateError
 class RefusedError(CheckmateError, RuntimeError):
     """A script does something that shadow nodes can't repeat. The message suggests an alternative."""
 
+    iteration: int | None = None
+    """The iteration in which it did, if that is not the present one."""
+
 
 class SessionError(CheckmateError, RuntimeError):
     """Job, environment and process groups contradict one another. The message suggests a remedy."""

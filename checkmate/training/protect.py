@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final
@@ -29,6 +29,7 @@ from checkmate.training.checks import (
     check_all_stepped,
     check_kept,
     check_model,
+    check_schedulers,
     watched_of,
 )
 from checkmate.training.default_log import show_log
@@ -121,6 +122,7 @@ def protect(
     began = time.monotonic()
     standing = ModelStanding.of(wrapped)
     watched = watched_of(wrapped, optimizer, scheduler, scaler, extra)
+    check_schedulers(watched)
     check_model(watched)
     check_kept(watched)
     names = wrapped.trained()
@@ -302,7 +304,8 @@ class Protection:
         deadline = time.monotonic() + patience
         broken = self._hook.error
         with self._undo, said_end(lambda: self._publisher.newest, broken, completed=lambda: last, well=well):
-            self._recorder.close(last)
+            with suppress(CheckmateError):  # the refusal, which is raised below
+                self._recorder.close(last)
             self._publisher.close(patience)
             self._followers.finish(deadline)
             iteration = self._publisher.newest
@@ -328,7 +331,7 @@ class Protection:
             return
         try:
             self._end(last=True, well=getattr(sys, "last_value", None) is None)
-        except CheckmateError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is
             # Python ignores errors here, and whoever started the script would take it for a success.
             _log.error("%s: %s", type(error).__name__, error)
             logging.shutdown()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 
 from checkmate.state import StateError
-from checkmate.training.checks import check_ddp, check_kept, check_model, check_script
+from checkmate.training.checks import check_ddp, check_kept, check_model, check_schedulers, check_script
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
@@ -86,18 +86,30 @@ def test_what_is_no_scheduler_and_no_scaler(
     check_script(Watched(DdpModel(ddp), optimizer, StepLR(optimizer, 1), torch.amp.GradScaler("cpu")))
 
 
-def test_a_scheduler_that_was_not_given_is_refused() -> None:
+def test_a_scheduler_that_was_not_given_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """Its schedule would begin again at each restart."""
     ddp, optimizer = made()
-    check_script(Watched(DdpModel(ddp), optimizer))
+    check_schedulers(Watched(DdpModel(ddp), optimizer))
     scheduler = StepLR(optimizer, 1)
     with pytest.raises(RefusedError, match=r"not given.*restore\(model, optimizer, scheduler=scheduler\)"):
-        check_script(Watched(DdpModel(ddp), optimizer))
-    check_script(Watched(DdpModel(ddp), optimizer, scheduler))
+        check_schedulers(Watched(DdpModel(ddp), optimizer))
+    check_schedulers(Watched(DdpModel(ddp), optimizer, scheduler))
     second = StepLR(optimizer, 2)
     with pytest.raises(RefusedError, match=r"has a StepLR beside scheduler=.*SequentialLR.*ChainedScheduler"):
-        check_script(Watched(DdpModel(ddp), optimizer, scheduler))
-    check_script(Watched(DdpModel(ddp), optimizer, ChainedScheduler([scheduler, second])))
+        check_schedulers(Watched(DdpModel(ddp), optimizer, scheduler))
+    check_schedulers(Watched(DdpModel(ddp), optimizer, ChainedScheduler([scheduler, second])))
+    first = ChainedScheduler([scheduler, second])
+
+    class Warm:
+        def __init__(self) -> None:
+            self.phases = [first]
+
+    check_schedulers(Watched(DdpModel(ddp), optimizer, Warm()))
+    second.state_dict()  # from now on, its attributes are a dictionary of their own
+    with pytest.raises(RefusedError, match="has a StepLR beside scheduler="):
+        check_schedulers(Watched(DdpModel(ddp), optimizer, scheduler))
+    check_schedulers(Watched(DdpModel(ddp), optimizer, None, None, dict))
+    assert "unless extra() has its state" in caplog.text
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -127,6 +139,16 @@ def test_extra_state_that_cannot_be_stored_is_refused_with_its_module() -> None:
 
     ddp = DistributedDataParallel(nn.Sequential(Odd(2, 2)))
     with pytest.raises(StateError, match=r"^get_extra_state\(\) of 0: only tensors, .* can be stored"):
+        check_kept(Watched(DdpModel(ddp), torch.optim.SGD(ddp.parameters(), lr=0.1)))
+
+
+def test_extra_state_without_a_way_back_is_refused() -> None:
+    class Half(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+    ddp = DistributedDataParallel(nn.Sequential(Half(2, 2)))
+    with pytest.raises(StateError, match=r"^0 has get_extra_state\(\), but not set_extra_state\(\)"):
         check_kept(Watched(DdpModel(ddp), torch.optim.SGD(ddp.parameters(), lr=0.1)))
 
 

@@ -108,7 +108,10 @@ class TrainedModel(ABC):
             try:
                 states[f"{name}.{EXTRA_STATE}".removeprefix(".")] = packed(module.get_extra_state())
             except StateError as error:
-                raise StateError(f"get_extra_state() of {name or type(module).__name__}: {error}") from None
+                raise StateError(
+                    f"get_extra_state() of {name or type(module).__name__}: {error}. Have it return such "
+                    "values, or keep them in a buffer"
+                ) from None
         return states
 
     def state_names(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ import torch
 from checkmate.optim.options import GroupOptions
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import bytes_of, local_of
+from checkmate.training.errors import RefusedError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.buffers import Buffers, Later
 from checkmate.training.record.windows import Copy, Window
@@ -100,6 +101,8 @@ class Noted:
     scaled: list[Scaled] = field(default_factory=list)
     slices: list[tuple[Window, Copy]] = field(default_factory=list)
     buffers: dict[str, Later] | None = None  # not captured yet
+    refusal: RefusedError | None = None
+    """Why it is refused, if the script has left its loop, perhaps by an error of its own."""
     checks: list[Callable[[], None]] = field(default_factory=list)
     """Raise `RefusedError` once a device has answered: before the iteration is sent."""
 

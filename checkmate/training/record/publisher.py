@@ -120,11 +120,13 @@ class Publisher:
         deadline = time.monotonic() + DEPARTURE_SECONDS
         while self._behind(self._put):
             if self._ended.is_set() or not self._thread.is_alive():
-                return
+                break
             if time.monotonic() > deadline:
                 self._slow = [sink for sink in self._sinks if not sink.departed(self._put)]
                 return
             time.sleep(_DEPARTED_POLL_SECONDS)
+        if self.error is not None:
+            raise self.error
 
     def _behind(self, iteration: int) -> bool:
         """Return whether some node that accepts records has not been sent an iteration."""

@@ -27,7 +27,14 @@ from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import CHECKED, Capture, DriftWatch, Noted, Scaled, Watched
 from checkmate.training.record.step_checks import StepChecks, StepSites, check_unscaled
 from checkmate.training.record.windows import Slices
-from checkmate.training.record.wrapped import ClipListener, ScalerWatch, SchedulerWatch, schedulers_of
+from checkmate.training.record.wrapped import (
+    NOT_GIVEN,
+    ClipListener,
+    ScalerWatch,
+    SchedulerWatch,
+    is_scheduled,
+    schedulers_of,
+)
 from checkmate.wording import with_article
 
 _log: Final = logging.getLogger("checkmate")
@@ -85,8 +92,11 @@ class Recorder:
         self._first = first
         self._capture = Capture(watched, buffers, first=first)
         self._drift = DriftWatch(watched, self._capture.options, active=first)
+        self._names = names
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
         self._members = members_of(watched.optimizer)
+        # Which `check_schedulers` has let pass: another one that is made later was not given.
+        self._scheduled = any(map(is_scheduled, self._members))
         self._stepped_ids = {id(p) for group in watched.optimizer.param_groups for p in group["params"]}
         self._checks = StepChecks(
             watched.optimizer, names, slices, watched.model.frozen(), watched.model.slots()
@@ -98,9 +108,10 @@ class Recorder:
         self._begins = False  # no backward of the iteration has begun
         self._unmarked = 0  # iterations with a step that had ended before the first mark
         self._sites = StepSites()
+        self._before_steps: list[tuple[Any, int]] = []
         self._newest = steps.stepped
         self._parameters = list(names.values())
-        self._checks.note_state(slices.take())
+        self._checks.note_state(slices.take() if first else [])
         with ExitStack() as undo:
             self._register(undo)
             self._undo = undo.pop_all()
@@ -113,7 +124,9 @@ class Recorder:
         for scheduler in schedulers_of(watched.scheduler):
             undo.callback(SchedulerWatch(scheduler, self.moved_on).remove)
         for member in self._members:
-            undo.callback(member.register_step_pre_hook(self._before_step).remove)
+            before = member.register_step_pre_hook(self._before_step)
+            undo.callback(before.remove)
+            self._before_steps.append((member, before.id))
             after = member.register_step_post_hook(self._after_step)
             undo.callback(after.remove)
             # First, because hooks that the script has registered before may change parameters, too.
@@ -128,8 +141,8 @@ class Recorder:
         if len(self._members) > 1:
             return  # in a turn of another optimizer, gradients may stay
         smallest = min(filter(torch.Tensor.numel, self._parameters), key=torch.Tensor.numel)
-        before: Any = smallest.register_hook(lambda gradient: self._before_gradient(smallest))  # type: ignore[no-untyped-call]
-        undo.callback(before.remove)
+        look: Any = smallest.register_hook(lambda gradient: self._before_gradient(smallest))  # type: ignore[no-untyped-call]
+        undo.callback(look.remove)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -140,7 +153,9 @@ class Recorder:
             yield
         except (RefusedError, StateError) as error:
             self.refusal = error
-            self._on_refused(self._newest + 1 if self._open is None else self._open.iteration, error)
+            present = self._newest + 1 if self._open is None else self._open.iteration
+            refused = getattr(error, "iteration", None)
+            self._on_refused(present if refused is None else refused, error)
             raise
 
     def reduced(self, iteration: int) -> None:
@@ -184,10 +199,13 @@ class Recorder:
             self._mark_from_now_on(looping=in_loop and self._looping)
             noted = self._open
             if noted is not None and not (left and noted.settled):
-                if not left:
-                    self._check_end(noted)
+                noted.refusal = self._refusal_at_end(noted)
+                if not left and noted.refusal is not None:
+                    raise noted.refusal
                 self._end_here(noted, in_loop=in_loop)  # first, because the script's `extra` may fail
                 noted.marked, noted.settled, noted.left = True, not left, left
+                if not left:
+                    self._steps.end(noted.iteration)
 
     def close(self, last: bool) -> None:
         """Remove the hooks. `last`: the open iteration is complete if its optimizer has stepped or skipped.
@@ -199,7 +217,8 @@ class Recorder:
         try:
             ended = noted is not None and (last or noted.settled) and not self._lacks_step(noted)
             if noted is not None and ended and self.refusal is None:
-                self._close(noted, last)
+                with self._refusing():
+                    self._close(noted, last)
         finally:
             self._open = None
             self._checks.gradients.forget()
@@ -208,6 +227,10 @@ class Recorder:
     def _close(self, noted: Noted, last: bool) -> None:
         """Emit the open iteration as it was at its end: what the script did after its loop is its own."""
         noted.last = last
+        if noted.refusal is not None:
+            raise noted.refusal
+        if not noted.marked and not noted.over:  # no step shows where it has ended
+            self._check_end(noted)
         if self._marking and not noted.marked:
             self._end_here(noted)
             noted.marked = noted.settled = True
@@ -255,6 +278,8 @@ class Recorder:
         with self._refusing():
             self._watched.model.check_forward()
             self._checks.check_parameters(self._newest + 1)
+            for member, number in self._before_steps:  # after hooks of the script, which may change gradients
+                member._optimizer_step_pre_hooks.move_to_end(number)
             noted = self._open
             if noted is None:
                 return
@@ -306,16 +331,30 @@ class Recorder:
                 raise RefusedError(
                     "optimizer.step() without a backward of its own: each step must follow one synchronising "
                     "backward (the last of those accumulated with no_sync) and precede the next forward"
+                    + self._without_gradient()
                 )
+            if self._watched.scheduler is None and is_scheduled(optimizer) and not self._scheduled:
+                raise RefusedError(NOT_GIVEN)
             if self._watched.scaler is None:
                 check_unscaled(optimizer)
             self._add_check(noted, self._checks.check(optimizer))
             self._check_state(noted)
-            if not self._marking:
+            if not self._marking and not noted.stepped:
                 self._sites.look(noted.iteration)
             if self._first:
                 self._note_step(noted, optimizer)
             self._steps.begin()
+
+    def _without_gradient(self) -> str:
+        """Return a hint in words if a backward has reached only some of the parameters."""
+        pairs = self._names.items()
+        without = [name for name, parameter in pairs if parameter.requires_grad and parameter.grad is None]
+        if not 0 < len(without) < len(self._parameters):
+            return ""
+        return (
+            f". {without[0]} has no gradient: if a loss does not use all parameters, construct "
+            "DistributedDataParallel with find_unused_parameters=True, else it does not finish the reduction"
+        )
 
     def _note_step(self, noted: Noted, optimizer: torch.optim.Optimizer) -> None:
         """Note what a step is about to use. What other optimizers do not step counts as without gradient."""
@@ -331,20 +370,23 @@ class Recorder:
                 if id(p) in self._numbers
             ]
             if member is optimizer:
-                noted.options = [*noted.options[: groups.start], *now[groups.start :]]
+                before = noted.options or now
+                noted.options = [
+                    *before[: groups.start],
+                    *now[groups.start : groups.stop],
+                    *before[groups.stop :],
+                ]
                 noted.without_gradient -= {number for number, _ in numbers}
                 noted.without_gradient |= {number for number, without in numbers if without}
                 noted.beginnings += beginnings(member, groups.start)
             elif not noted.stepped:
                 noted.without_gradient |= {number for number, _ in numbers}
-        if not noted.stepped:
-            noted.options = now
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         noted = self._open
         if noted is not None:
             noted.stepped_by.append(optimizer)
-            noted.slices = self._slices.take()
+            self._take_slices(noted)
             self._checks.stepped(optimizer)
             self._checks.note_state(noted.slices)
             self.moved_on()
@@ -353,12 +395,20 @@ class Recorder:
 
     def _check_state(self, noted: Noted) -> None:
         """Refuse the iteration if anything but the optimizer has changed parameters or their state."""
-        self._add_check(noted, self._checks.check_state(f"iteration {noted.iteration}"))
+        self._add_check(noted, self._checks.check_state(noted.iteration))
 
     def _add_check(self, noted: Noted, later: Callable[[], None] | None) -> None:
         """Have the publisher finish a check whose copies have not arrived from a device yet."""
         if later is not None:
             noted.checks.append(later)
+
+    def _refusal_at_end(self, noted: Noted) -> RefusedError | None:
+        """Return why an iteration is refused that the script may have left by an error, which comes first."""
+        try:
+            self._check_end(noted)
+        except RefusedError as error:
+            return error
+        return None
 
     def _check_end(self, noted: Noted) -> None:
         """Check what the script has done up to the end of an iteration.
@@ -367,7 +417,15 @@ class Recorder:
         """
         self._check_state(noted)
         if not noted.stepped:
-            noted.slices = self._slices.take()
+            self._take_slices(noted)
+
+    def _take_slices(self, noted: Noted) -> None:
+        """Copy an iteration's slices, and the same ones again after a later step of it.
+
+        Other ranks' records have none, so these ranks look at windows of parameters alone.
+        """
+        if self._first:
+            noted.slices = self._slices.again(noted.slices) if noted.slices else self._slices.take()
 
     def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
         """Capture the state at the iteration's end, in place of an earlier capture."""
@@ -382,6 +440,8 @@ class Recorder:
                 raise _several_backwards(noted.iteration, 2)
             if noted.captured is None:
                 self._mark_missed(noted)
+        if noted.refusal is not None:
+            raise noted.refusal
         if not noted.marked:
             self._check_end(noted)
         self._emit_open(noted)
@@ -410,7 +470,7 @@ class Recorder:
 
     def _passed_over(self, noted: Noted) -> None:
         """Warn if an iteration without a step leaves gradients, which a resumed run would lack."""
-        if self._lacks_step(noted) and not self._accumulated:
+        if not self._accumulated and self._lacks_step(noted):  # which waits for a device
             self._accumulated = True
             _log.warning(
                 "iteration %d: a backward without optimizer.step() or zero_grad(). To accumulate gradients, "

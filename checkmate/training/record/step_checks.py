@@ -16,7 +16,6 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from checkmate.optim.several import members_of
-from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.buffers import copied
@@ -25,6 +24,11 @@ from checkmate.wire.parameter import dim_order
 from checkmate.wording import counted, with_article
 
 _log: Final = logging.getLogger("checkmate")
+
+_ANOTHER_RUN: Final = (
+    "To load other weights or to replace the optimizer in mid-training, end this run there, save the "
+    "parameters, and begin another run from them, after `checkmate reset JOB`"
+)
 
 
 class StepChecks:
@@ -83,9 +87,12 @@ class StepChecks:
             )
 
     def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer was given to `protect`, or wraps one that was."""
+        """Return whether an optimizer was given to `protect`, or wraps one that was, whose step it calls."""
         ours = members_of(self._optimizer)
-        return any(optimizer is one or optimizer.param_groups is one.param_groups for one in ours)
+        if any(optimizer is one or optimizer.param_groups is one.param_groups for one in ours):
+            return True
+        held = [value if isinstance(value, list | tuple) else (value,) for value in vars(optimizer).values()]
+        return any(part is one for values in held for part in values for one in ours)
 
     def foreign(self, optimizer: torch.optim.Optimizer) -> RefusedError | None:
         """Return why another optimizer may not step, if it has a protected parameter."""
@@ -94,19 +101,19 @@ class StepChecks:
         if shared is None:
             return None
         name = next(n for n, p in zip(self._names, self._parameters, strict=True) if p is shared)
-        given = " and ".join(_kinds(members_of(self._optimizer)))
+        kind, given = _kinds([optimizer])[0], _kinds(members_of(self._optimizer))
+        if kind in given:
+            kind = f"another {type(optimizer).__name__}"
+        (file, line), *_ = _site() or (("", 0),)
         return RefusedError(
-            f"{with_article(type(optimizer).__name__)} is about to step parameter {name}, but "
-            f"checkmate.protect was given {given}, whose steps alone shadow nodes repeat. To replace the "
-            "optimizer in mid-training, close the protection, and protect the model in a new DDP with the "
-            "new one"
+            f"{kind} is about to step {name} ({file}:{line}), but checkmate.protect was given "
+            f"{' and '.join(given)}, whose steps alone shadow nodes repeat. {_ANOTHER_RUN}"
         )
 
-    def check_state(self, where: str) -> Callable[[], None] | None:
+    def check_state(self, iteration: int) -> Callable[[], None] | None:
         """Raise `RefusedError` if parameters or optimizer state are not as the last step has left them.
 
         On a device, return a function that raises it once copies have arrived, because nothing may wait here.
-        `where` begins the message: the iteration.
         """
         if self._state is None:
             return None
@@ -115,7 +122,7 @@ class StepChecks:
 
         def check() -> None:
             if changed := compared():
-                raise self._refused_change(where, changed[0])
+                raise self._refused_change(iteration, changed[0])
 
         return self._now_or_later(check)
 
@@ -127,9 +134,8 @@ class StepChecks:
         replaced = next((name for name, slots, key, p in self._slots if slots.get(key) is not p), None)
         if replaced is not None:
             raise RefusedError(
-                f"iteration {iteration}: {replaced} is another parameter than checkmate.protect was given, "
-                "which neither DDP nor the optimizer knows: change its values in place, before "
-                "checkmate.protect"
+                f"iteration {iteration}: the model has another parameter in the place of {replaced}, or "
+                "none, which neither DDP nor the optimizer knows: change modules before checkmate.protect"
             )
         unfrozen = next((name for name, p in self._frozen.items() if p.requires_grad), None)
         if unfrozen is not None:
@@ -139,7 +145,7 @@ class StepChecks:
             )
         pairs = zip(self._names, self._parameters, strict=True)
         frozen = [name for name, p in pairs if not p.requires_grad and name not in self._said_frozen]
-        if frozen:
+        if frozen and not self._stepped_by:  # else frameworks freeze, in turn, what the others step
             self._said_frozen.update(frozen)
             others = f" and {counted(len(frozen) - 1, 'other')}" if len(frozen) > 1 else ""
             _log.warning(
@@ -192,24 +198,23 @@ class StepChecks:
             return
         now = [parameter._version for parameter in self._parameters]
         if now != self._versions:
-            written = [
-                n for n, (one, other) in enumerate(zip(now, self._versions, strict=True)) if one != other
-            ]
-            self._slices.look_first([pb.Suspect(parameter=n, stop=self._nbytes(n)) for n in written])
+            pairs = enumerate(zip(now, self._versions, strict=True))
+            written = [number for number, (version, before) in pairs if version != before]
+            if len(written) <= SAMPLED:  # windows show a write of all parameters, as a swap for an EMA's is
+                self._slices.look_at(written)
             self._versions = now
 
-    def _nbytes(self, number: int) -> int:
-        return local_of(self._parameters[number]).nbytes
-
-    def _refused_change(self, where: str, window: Window) -> RefusedError:
+    def _refused_change(self, iteration: int, window: Window) -> RefusedError:
         of = f"{window.state} of parameter" if window.state else "parameter"
-        return RefusedError(
-            f"{where}: {of} {self._names[window.parameter]} was changed, and not by the step of the "
-            "optimizer that checkmate.protect was given: shadow nodes can't know how. Compute values derived "
-            "from a parameter in the model's forward (torch.nn.utils.parametrize), and constrain parameters "
-            "through the loss or the optimizer's options. To load other weights or to replace the optimizer, "
-            "close the protection, and protect the model in a new DDP"
+        error = RefusedError(
+            f"iteration {iteration}: {of} {self._names[window.parameter]} was changed, and not by the step "
+            "of the optimizer that checkmate.protect was given: shadow nodes can't know how. Compute values "
+            "derived from a parameter in the model's forward (torch.nn.utils.parametrize), and constrain "
+            "parameters through the loss or the optimizer's options (`checkmate docs training`). "
+            f"{_ANOTHER_RUN}"
         )
+        error.iteration = iteration
+        return error
 
     def _group_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
@@ -270,12 +275,13 @@ class GradientWatch:
         self._names = [self._names[place] for place in places]
         self._samples = [self._samples[place] for place in places]
         self._noted = [self._noted[place] for place in places] if self._on_host else []
-        self._sums = None if self._sums is None or not places else self._sums[places]
+        if self._sums is not None:  # not by a list, which would be copied to the device
+            self._sums = torch.stack([self._sums[place] for place in places]) if places else None
 
     def compare(self, of: Collection[nn.Parameter] | None = None) -> Callable[[], list[str]]:
         """Look at gradients again; the result returns the names of parameters whose gradients were changed.
 
-        `of`: only these parameters. On CUDA the result waits for the device, and it has all.
+        `of`: only these parameters. On CUDA the result waits for the device.
         """
         names = self._names
         if self._on_host:
@@ -286,10 +292,12 @@ class GradientWatch:
                 if (of is None or sample.parameter in of) and sample.copy() != noted
             ]
             return lambda: changed
+        samples = zip(names, self._samples, strict=True)
+        chosen = {name for name, sample in samples if of is None or sample.parameter in of}
         if self._sums is None:
             return lambda: names
         differs = copied(self._sums != self._sum())
-        return lambda: _named(names, differs())
+        return lambda: [name for name in _named(names, differs()) if name in chosen]
 
     def _sum(self) -> torch.Tensor:
         return torch.stack([sample.sum() for sample in self._samples])
@@ -400,6 +408,8 @@ def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
 _INSIDE: Final = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 """Folders whose frames are not the script's."""
 _FRAMES: Final = 40
+_SCALER_FRAMES: Final = 12
+"""How far above a step its scaler's own is, with a library's between them."""
 
 Site = tuple[tuple[str, int], ...]
 """Files and lines of a call, and of the call of the function that it is in."""
@@ -454,13 +464,13 @@ def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
     of 1 changes nothing.
     """
     frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame.f_code in _SCALER_STEPS:
+    for _ in range(_SCALER_FRAMES):
+        if frame.f_code in _SCALER_STEPS and frame.f_locals["self"].is_enabled():
             raise RefusedError(
                 f"a GradScaler steps the {type(optimizer).__name__}, but was not given, so a resumed run "
                 "would begin with its first scale: pass scaler= to checkmate.restore and checkmate.protect"
             )
-        if frame.f_back is None or not frame.f_code.co_filename.startswith(_INSIDE):
+        if frame.f_back is None:
             return
         frame = frame.f_back
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,8 +17,10 @@ from checkmate.training.record.buffers import copied
 from checkmate.wire.layout import Layout
 
 SLICE_BYTES: Final = 64 * 1024
-PARAMETER_BYTES: Final = 4 * 1024
+PARAMETER_BYTES: Final = 16 * 1024
 """Windows of parameters alone: those above may all be of the optimizer state of one large parameter."""
+LOOKED_AT_BYTES: Final = 4 * SLICE_BYTES
+"""How much of a parameter that the script has written comes first."""
 WINDOW_BYTES: Final = 1024
 """A window counts as at least this many bytes, because even a small copy costs time."""
 
@@ -63,6 +66,11 @@ class Rotation:
         """
         ours = [one for one in suspects if one.parameter in self._known]
         self._named = ours or self._named  # another node's reply names none of this shard
+
+    def look_at(self, number: int, nbytes: int) -> None:
+        """Begin the next windows with a parameter, unless there are suspects, which have to come first."""
+        if number in self._known and not self._named and not self._first:
+            self._first = [(number, "", 0, min(nbytes, LOOKED_AT_BYTES))]
 
     def next(self) -> list[Window]:
         """Return the next windows; the call after the last parameter begins again with the first.
@@ -132,12 +140,28 @@ class Slices:
         self._optimizer = optimizer
         shards = [layout.of_shard(shard) for shard in range(layout.shards)]
         self._rotations = [Rotation(numbers, self._entries) for numbers in shards]
-        self._alone = [Rotation(numbers, self._parameter_alone, PARAMETER_BYTES) for numbers in shards]
+        cheap = all(parameter.is_cpu for parameter in parameters)  # on a device, each copy is a launch
+        nbytes = PARAMETER_BYTES if cheap else SLICE_BYTES // 16
+        self._alone = [Rotation(numbers, self._parameter_alone, nbytes) for numbers in shards]
 
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
         """Begin the next slices of the suspects' shards with the suspects. Callable from any thread."""
         for rotation in self._rotations:
             rotation.look_first(suspects)
+
+    def look_at(self, numbers: Sequence[int]) -> None:
+        """Begin the next slices with parameters that the script has written."""
+        for number in numbers:
+            for rotation in self._rotations:
+                rotation.look_at(number, local_of(self._parameters[number]).nbytes)
+
+    def again(self, taken: Sequence[tuple[Window, Copy]]) -> list[tuple[Window, Copy]]:
+        """Copy windows again, without those of state that does not exist any more."""
+        now = list[tuple[Window, Copy]]()
+        for window, _ in taken:
+            with suppress(KeyError):
+                now.append((window, self.copy(window)))
+        return now
 
     def take(self) -> list[tuple[Window, Copy]]:
         """Return the next windows, each with its copy."""

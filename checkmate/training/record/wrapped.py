@@ -200,6 +200,19 @@ def class_of(scheduler: Any) -> str:
     return f"{type(scheduler).__name__}({within})" if within else type(scheduler).__name__
 
 
+NOT_GIVEN: Final = (
+    "the optimizer has a learning rate scheduler that was not given, so a resumed run would begin its "
+    "schedule again: make it before checkmate.restore(model, optimizer, scheduler=scheduler), and give it to "
+    "checkmate.protect in the same way"
+)
+"""Why a script with a scheduler of its own is refused."""
+
+
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has had a scheduler: PyTorch marks it, since 2.4 by the first of these."""
+    return any(hasattr(optimizer.step, mark) for mark in ("_wrapped_by_lr_sched", "_with_counter"))
+
+
 class SeveralSchedulers:
     """Schedulers of several optimizers, whose state is kept as that of one."""
 

@@ -270,15 +270,16 @@ def part_of(record: pb.IterationRecord, position: int) -> pb.RecordPart:
 def restored(record: pb.IterationRecord) -> str:
     """Return in words what beside parameters and optimizer a record restores, and what it lacks."""
     own = part_of(record, 0)
-    names = [name for name in record.buffers if not state.is_frozen_state(name)]
-    extra = sum(map(state.is_extra_state, names))
+    every = [name for name in record.buffers if not state.is_frozen_state(name)]
+    names = [name for name in every if not state.is_extra_state(name)]
+    extra = len(every) - len(names)
     parts = {
         "random generators": own.rng,
-        counted(len(names) - extra, "buffer or frozen parameter", "buffers and frozen parameters"): names,
+        counted(len(names), "buffer or frozen parameter", "buffers and frozen parameters"): names,
         f"extra state of {counted(extra, 'module')}": extra,
         "scheduler": own.step.scheduler,
         "scaler": own.step.scaler,
-        "extra()": own.extra,
+        "extra()": any(part.extra for part in record.parts),
     }
     there = ["parameters", "optimizer", *(name for name, given in parts.items() if given)]
     lacking = [f"no {name}" for name in ("scheduler", "scaler", "extra()") if not parts[name]]

@@ -275,7 +275,8 @@ class ModelStanding(AttachedData):
         if cls.protected is not None:
             raise SessionError(
                 "another model of this process is already protected: close its Protection first, because a "
-                "process can protect only one"
+                "process can protect only one. Put both into one module in one DistributedDataParallel, and "
+                "give their optimizers as a list (`checkmate docs training`)"
             )
         return found
 

@@ -19,7 +19,7 @@ from checkmate import state
 from checkmate.optim.several import SeveralOptimizers, members_of
 from checkmate.optim.supported import kind_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.checks import watched_of
+from checkmate.training.checks import check_schedulers, watched_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.loop import Loop as Batches
 from checkmate.training.record import windows
@@ -100,7 +100,8 @@ def test_another_optimizer_of_the_same_parameters_is_refused_before_it_steps() -
     loop.backward()
     before = loop.model.last.weight.detach().clone()
     with pytest.raises(
-        RefusedError, match=r"^an SGD is about to step parameter last\.weight, but .* an AdamW"
+        RefusedError,
+        match=r"^an SGD is about to step last\.weight \(.*test_refusals\.py:\d+\), but .* an AdamW",
     ):
         other.step()
     assert torch.equal(loop.model.last.weight, before)
@@ -122,8 +123,8 @@ def test_other_optimizers_of_other_parameters_are_the_scripts_business(
         iterate(loop)
         mine.step()
     assert len(loop.close()) == 2
-    named = [text for text in caplog.messages if "are not of the protected model" in text]
-    assert len(named) == (extra is None)
+    assert loop.recorder._named_foreign == (extra is None)
+    assert extra or "an SGD steps parameters that are not of the protected model" in caplog.text
 
 
 CHANGES: dict[str, Callable[[RecordedLoop], object]] = {
@@ -365,7 +366,9 @@ def test_a_parameter_that_is_replaced_is_refused() -> None:
     loop = RecordedLoop(adamw)
     iterate(loop)
     loop.model.last.weight = nn.Parameter(loop.model.last.weight.detach().clone())
-    with pytest.raises(RefusedError, match=r"^iteration 0: last\.weight is another parameter than"):
+    with pytest.raises(
+        RefusedError, match=r"^iteration 0: the model has another parameter in the place of last\.weight"
+    ):
         loop.backward()
     assert emitted(loop) == []
 
@@ -503,6 +506,161 @@ def test_several_optimizers_step_in_turns_or_together() -> None:
     assert len(parts[0].step.without_gradient) > len(parts[2].step.without_gradient)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_options_of_each_optimizer_are_those_of_its_own_step(turned: bool) -> None:
+    """Its scheduler may change them before the other one steps, whichever comes first."""
+    loop = RecordedLoop(two)
+    for _ in range(3):
+        loop.backward()
+        for optimizer in members_of(loop.optimizer)[:: -1 if turned else 1]:
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5
+            optimizer.zero_grad()
+        loop.recorder.mark()
+    loop.close()
+
+
+def test_with_several_optimizers_nodes_compare_everything_in_time() -> None:
+    loop = RecordedLoop(two)
+    for rotation in loop.recorder._slices._rotations:
+        rotation._nbytes = 64
+    compared = set[tuple[int, str, int]]()
+    for _ in range(300):
+        loop.backward(more=True)
+        for optimizer in members_of(loop.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        loop.recorder.mark()
+    for part in loop.close():
+        for piece in part.step.slices:
+            places = range(piece.offset, piece.offset + max(len(piece.data), 1))
+            compared |= {(piece.parameter, piece.state, place) for place in places}
+    whole = sum(p.nbytes for p in loop.parameters)
+    assert len({one for one in compared if not one[1]}) == whole
+
+
+def test_a_turn_that_a_break_ends_is_checked() -> None:
+    """The script goes on after its loop, so the iteration counts."""
+    loop = RecordedLoop(adamw)
+    turns = Batches(loop.recorder, None, lambda: True)
+    for turn in turns.steps(range(9)):
+        iterate(loop)
+        if turn == 2:
+            loop.model.first.weight.data.clamp_(-0.01, 0.01)
+            break
+    with pytest.raises(RefusedError, match=r"^iteration 2: parameter first\.weight was changed"):
+        for _ in turns.steps(range(9)):
+            iterate(loop)
+    assert emitted(loop) == [0, 1]
+
+
+def test_an_error_that_leaves_the_loop_is_the_scripts_own() -> None:
+    loop = RecordedLoop(adamw)
+    with pytest.raises(ArithmeticError):
+        for turn in Batches(loop.recorder, None, lambda: True).steps(range(9)):
+            iterate(loop)
+            if turn == 2:
+                loop.model.first.weight.data.clamp_(-0.01, 0.01)
+                raise ArithmeticError
+    loop.recorder.close(last=False)
+    assert emitted(loop) == [0, 1]
+    assert loop.recorder.refusal is None
+
+
+def test_a_last_iteration_without_a_step_is_checked_at_the_end() -> None:
+    loop = RecordedLoop(adamw)
+    iterate(loop)
+    loop.backward()
+    change_by_hand(loop)
+    loop.optimizer.zero_grad()
+    with pytest.raises(RefusedError, match=r"^iteration 1: "):
+        loop.recorder.close(last=True)
+    assert emitted(loop) == [0]
+
+
+def test_hooks_of_the_script_come_before_ours() -> None:
+    """Whenever it registers them: what they do to gradients and options is seen."""
+    loop = RecordedLoop(adamw)
+
+    def warm_up(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 1.5
+
+    loop.optimizer.register_step_pre_hook(warm_up)
+    for _ in range(3):
+        iterate(loop)
+
+    def double(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        for parameter in loop.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+
+    loop.optimizer.register_step_pre_hook(double)
+    loop.backward()
+    with pytest.raises(RefusedError, match="gradient of"):
+        loop.optimizer.step()
+    loop.recorder.close(last=False)
+    loop.iteration -= 1  # which was refused
+    loop.follow()
+
+
+def test_hooks_after_a_step_come_after_ours() -> None:
+    """Even if they were registered before: what they do to parameters is seen."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        def shift(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+            model.get_parameter("last.bias").data.add_(1)
+
+        made = adamw(model)
+        made.register_step_post_hook(shift)
+        return made
+
+    loop = RecordedLoop(make)
+    loop.backward()
+    loop.optimizer.step()
+    with pytest.raises(RefusedError, match=r"^iteration 0: parameter last\.bias was changed"):
+        loop.recorder.mark()
+
+
+class Container(torch.optim.Optimizer):
+    """Optimizers in one, as torchtitan has them: with groups of its own, and a step that calls theirs."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_a_container_of_the_optimizer_may_step() -> None:
+    loop = RecordedLoop(adamw)
+    container = Container([loop.optimizer])
+    for _ in range(2):
+        loop.backward()
+        container.step()
+        container.zero_grad()
+    assert len(loop.close()) == 2
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_is_not_enabled_need_not_be_given(enabled: bool, fused: bool) -> None:
+    loop = RecordedLoop(lambda model: adamw(model, fused=fused))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=enabled)
+    loop.backward()
+    scaler.scale(torch.ones(()))
+
+    def library(optimizer: torch.optim.Optimizer) -> None:
+        scaler.step(optimizer)
+
+    if enabled:
+        with pytest.raises(RefusedError, match="a GradScaler steps the AdamW, but was not given"):
+            library(loop.optimizer)
+    else:
+        library(loop.optimizer)
+
+
 def test_one_of_several_optimizers_steps_twice() -> None:
     loop = RecordedLoop(two)
     body, head = members_of(loop.optimizer)
@@ -579,9 +737,10 @@ def test_what_several_optimizers_must_be() -> None:
     with pytest.raises(RefusedError, match="use bfloat16"):
         watched_of(model, [first, second], None, torch.amp.GradScaler("cpu"))
     schedulers = [StepLR(first, 1), StepLR(second, 2)]
-    with pytest.raises(RefusedError, match="not given"):
-        watched_of(model, [first, second], schedulers[0], None)
+    with pytest.raises(RefusedError, match="not given|beside scheduler="):
+        check_schedulers(watched_of(model, [first, second], schedulers[0], None))
     watched = watched_of(model, [first, second], schedulers, None)
+    check_schedulers(watched)
     assert class_of(watched.scheduler) == "SeveralSchedulers(StepLR, StepLR)"
     stored = copy.deepcopy(watched.scheduler.state_dict())
     for optimizer, scheduler in zip((first, second), schedulers, strict=True):
@@ -613,3 +772,24 @@ def test_a_teacher_that_is_changed_through_data_is_recorded() -> None:
             for number in range(len(teachers)):
                 assert set(recorded[f"teacher{number}"].tolist()) == {iteration - 4.0}
     loop.close()
+
+
+def test_a_scheduler_made_after_protect_is_refused_at_the_next_step() -> None:
+    loop = RecordedLoop(adamw)
+    iterate(loop)
+    StepLR(loop.optimizer, 1)
+    loop.backward()
+    with pytest.raises(
+        RefusedError, match=r"scheduler that was not given.*make it before checkmate\.restore"
+    ):
+        loop.optimizer.step()
+
+
+def test_a_backward_that_does_not_reach_all_parameters_is_explained() -> None:
+    """Without find_unused_parameters, DDP does not finish the reduction."""
+    loop = RecordedLoop(adamw)
+    loop.ddp(torch.randn(4, 8)).sum().backward()  # which `sometimes` is no part of; no `reduced` follows
+    with pytest.raises(
+        RefusedError, match=r"sometimes\.weight has no gradient: .*find_unused_parameters=True"
+    ):
+        loop.optimizer.step()
