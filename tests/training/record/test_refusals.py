@@ -788,7 +788,7 @@ def test_a_scheduler_made_after_protect_is_refused_at_the_next_step() -> None:
 def test_a_backward_that_does_not_reach_all_parameters_is_explained() -> None:
     """Without find_unused_parameters, DDP does not finish the reduction."""
     loop = RecordedLoop(adamw)
-    loop.ddp(torch.randn(4, 8)).sum().backward()  # which `sometimes` is no part of; no `reduced` follows
+    loop.ddp(torch.randn(4, 8)).sum().backward()  # without `sometimes`, so no `reduced` follows
     with pytest.raises(
         RefusedError, match=r"sometimes\.weight has no gradient: .*find_unused_parameters=True"
     ):
