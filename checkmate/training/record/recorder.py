@@ -166,6 +166,7 @@ class Recorder:
             self._open = Noted(iteration, self._stream_ends(iteration))
             if not self._marking or self._missed:  # it may get neither a step nor a mark
                 self._open.captured = self._capture.take()
+                self._drift.note(self._open.captured)
             self._checks.gradients.start()
 
     def enter_loop(self) -> None:
@@ -415,6 +416,7 @@ class Recorder:
 
         Nodes get slices of an iteration without a step, too, because they compare all of it in time.
         """
+        self._checks.check_groups()
         self._check_state(noted)
         if not noted.stepped:
             self._take_slices(noted)
@@ -442,8 +444,7 @@ class Recorder:
                 self._mark_missed(noted)
         if noted.refusal is not None:
             raise noted.refusal
-        if not noted.marked:
-            self._check_end(noted)
+        self._check_end(noted)  # again after a mark: what a script changes then no record would have
         self._emit_open(noted)
 
     def _emit_open(self, noted: Noted) -> None:

@@ -67,12 +67,16 @@ class StepChecks:
 
         Return what `check_gradients` does.
         """
+        self.check_groups()
+        return self.check_gradients(self._stepped_by.get(id(optimizer)))
+
+    def check_groups(self) -> None:
+        """Raise `RefusedError` if the optimizer has other parameter groups than before."""
         if self._group_ids() != self._groups:
             raise RefusedError(
                 "the optimizer's parameter groups were changed after checkmate.protect: add parameters "
                 "before it"
             )
-        return self.check_gradients(self._stepped_by.get(id(optimizer)))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has used the gradients of its parameters."""

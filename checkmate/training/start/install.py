@@ -209,12 +209,23 @@ def install_buffers(model: TrainedModel, buffers: Mapping[str, torch.Tensor]) ->
                 _install_extra(model, name, tensor)
                 continue
             if there is None:
-                raise InstallError(f"the state has a buffer {name}, which the model lacks")
+                _fill(model, name, tensor)
+                continue
             local = state.local_of(there)
             if (local.shape, local.dtype) == (tensor.shape, tensor.dtype):
                 local.copy_(tensor)
             else:
                 there.data = tensor.to(there.device)
+
+
+def _fill(model: TrainedModel, name: str, tensor: torch.Tensor) -> None:
+    """Set a buffer that is `None` before the first forward. Raise `InstallError` if there is none."""
+    path, _, key = name.rpartition(".")
+    module = dict(model.inner.named_modules()).get(path)
+    if module is None or key not in module._buffers:
+        raise InstallError(f"the state has a buffer {name}, which the model lacks")
+    device = next(iter(model.parameters().values())).device
+    module._buffers[key] = tensor.to(device, copy=True)
 
 
 def _install_extra(model: TrainedModel, name: str, tensor: torch.Tensor) -> None:
