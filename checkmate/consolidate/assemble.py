@@ -59,6 +59,7 @@ def _stage(
         "scheduler": plain(state.loads(step.scheduler)) if step.scheduler else None,
         "scaler": plain(state.loads(step.scaler)) if step.scaler else None,
         "rng": {rank: state.load_generators(part.rng) for rank, part in parts.items() if part.rng},
+        "with_gradient": [stage.names[number] for number in step.with_gradient],
         "extra": {rank: plain(state.loads(part.extra)) for rank, part in parts.items() if part.extra},
     }
     found: dict[str, Any] = {

@@ -1147,6 +1147,7 @@ class RefusedRequest(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    MARKS_FIELD_NUMBER: builtins.int
     job: builtins.str
     protocol: builtins.int
     start: builtins.bytes
@@ -1157,6 +1158,8 @@ class RefusedRequest(google.protobuf.message.Message):
     """the rank's name in messages"""
     text: builtins.str
     """of the error"""
+    marks: builtins.bool
+    """the script marks where its iterations end"""
     def __init__(
         self,
         *,
@@ -1166,8 +1169,9 @@ class RefusedRequest(google.protobuf.message.Message):
         iteration: builtins.int = ...,
         rank: builtins.str = ...,
         text: builtins.str = ...,
+        marks: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["iteration", b"iteration", "job", b"job", "protocol", b"protocol", "rank", b"rank", "start", b"start", "text", b"text"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["iteration", b"iteration", "job", b"job", "marks", b"marks", "protocol", b"protocol", "rank", b"rank", "start", b"start", "text", b"text"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RefusedRequest: typing_extensions.TypeAlias = RefusedRequest
@@ -1194,6 +1198,7 @@ class Refusal(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    MARKS_FIELD_NUMBER: builtins.int
     generation: builtins.int
     """as in BeginRequest, here and below"""
     incarnation: builtins.int
@@ -1201,6 +1206,7 @@ class Refusal(google.protobuf.message.Message):
     iteration: builtins.int
     rank: builtins.str
     text: builtins.str
+    marks: builtins.bool
     def __init__(
         self,
         *,
@@ -1210,8 +1216,9 @@ class Refusal(google.protobuf.message.Message):
         iteration: builtins.int = ...,
         rank: builtins.str = ...,
         text: builtins.str = ...,
+        marks: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["generation", b"generation", "incarnation", b"incarnation", "iteration", b"iteration", "rank", b"rank", "start", b"start", "text", b"text"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["generation", b"generation", "incarnation", b"incarnation", "iteration", b"iteration", "marks", b"marks", "rank", b"rank", "start", b"start", "text", b"text"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Refusal: typing_extensions.TypeAlias = Refusal
@@ -1226,10 +1233,13 @@ class Generators(google.protobuf.message.Message):
     CUDA_FIELD_NUMBER: builtins.int
     PYTHON_FIELD_NUMBER: builtins.int
     NUMPY_FIELD_NUMBER: builtins.int
+    MARKS_FIELD_NUMBER: builtins.int
     IN_LOOP_FIELD_NUMBER: builtins.int
     torch: builtins.bytes
     cuda: builtins.bytes
     """of the rank's device; empty: none"""
+    marks: builtins.bool
+    """the script marks where its iterations end, so a resumed one does from its first on"""
     in_loop: builtins.bool
     """between two batches of an iterator: recreating it after a restore must not advance them"""
     @property
@@ -1243,11 +1253,12 @@ class Generators(google.protobuf.message.Message):
         cuda: builtins.bytes = ...,
         python: Global___PythonGenerator | None = ...,
         numpy: Global___NumpyGenerator | None = ...,
+        marks: builtins.bool = ...,
         in_loop: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["numpy", b"numpy", "python", b"python"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cuda", b"cuda", "in_loop", b"in_loop", "numpy", b"numpy", "python", b"python", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cuda", b"cuda", "in_loop", b"in_loop", "marks", b"marks", "numpy", b"numpy", "python", b"python", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Generators: typing_extensions.TypeAlias = Generators
@@ -1413,6 +1424,7 @@ class Step(google.protobuf.message.Message):
     NEXT_OPTIONS_FIELD_NUMBER: builtins.int
     SCHEDULER_CLASS_FIELD_NUMBER: builtins.int
     BEGINNINGS_FIELD_NUMBER: builtins.int
+    WITH_GRADIENT_FIELD_NUMBER: builtins.int
     skipped: builtins.bool
     """parameters do not change; with `options`, because of a GradScaler"""
     last: builtins.bool
@@ -1442,6 +1454,12 @@ class Step(google.protobuf.message.Message):
 
     @property
     def beginnings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Beginning]: ...
+    @property
+    def with_gradient(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Parameters that have a gradient at the iteration's end, if only of zeros, as zero_grad(set_to_none=False) leaves it:
+        an optimizer steps those, and leaves others out.
+        """
+
     def __init__(
         self,
         *,
@@ -1456,8 +1474,9 @@ class Step(google.protobuf.message.Message):
         next_options: collections.abc.Iterable[builtins.str] | None = ...,
         scheduler_class: builtins.str = ...,
         beginnings: collections.abc.Iterable[Global___Beginning] | None = ...,
+        with_gradient: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beginnings", b"beginnings", "last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "scheduler_class", b"scheduler_class", "skipped", b"skipped", "slices", b"slices", "without_gradient", b"without_gradient"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beginnings", b"beginnings", "last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "scheduler_class", b"scheduler_class", "skipped", b"skipped", "slices", b"slices", "with_gradient", b"with_gradient", "without_gradient", b"without_gradient"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step

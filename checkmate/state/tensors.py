@@ -168,9 +168,10 @@ def dump_generators(found: Mapping[str, Any]) -> bytes:
     Args:
         found: `torch`, `cuda` (tensors of bytes or `None`), `python` and `numpy`, as returned by the
             generators. `in_loop`, if present, is true if they were captured between two batches of one
-            iterator. Words may be bytes of native uint32, as from `load_generators`.
+            iterator, and `marks` if the script marks its iterations. Words may be bytes of native uint32, as
+            from `load_generators`.
     """
-    message = pb.Generators(in_loop=bool(found.get("in_loop")))
+    message = pb.Generators(in_loop=bool(found.get("in_loop")), marks=bool(found.get("marks")))
     for name in ("torch", "cuda"):
         if found.get(name) is not None:
             setattr(message, name, bytes(bytes_of(found[name])))
@@ -193,8 +194,7 @@ def load_generators(data: bytes) -> dict[str, Any]:
     except DecodeError as error:
         raise StateError(f"unreadable states of random generators: {error}") from None
     found: dict[str, Any] = {"cuda": None}
-    if message.in_loop:
-        found["in_loop"] = True
+    found |= {name: True for name in ("in_loop", "marks") if getattr(message, name)}
     for name in ("torch", "cuda"):
         if state := getattr(message, name):
             found[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -49,6 +49,12 @@ class Loop:
         self._recorder.leave_loop()
 
 
+def marks_known(place: Membership, start: Start) -> bool:
+    """Return whether the script that a run resumes has marked its iterations, as far as that is known."""
+    data = part_of(start.record, place.position).rng
+    return start.plan.marks or bool(data and state.load_generators(data).get("marks"))
+
+
 def resumed_in(place: Membership, start: Start) -> Mapping[str, Any] | None:
     """Return this rank's random generators if the run resumes between two batches of one iterator."""
     data = part_of(start.record, place.position).rng

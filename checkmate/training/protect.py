@@ -39,7 +39,7 @@ from checkmate.training.gradients.reduction import GradientReduction
 from checkmate.training.gradients.wiring import make_reducer, make_reduction
 from checkmate.training.kept_events import keep_events
 from checkmate.training.lines.seeder import SeedSource
-from checkmate.training.loop import Batch, Loop, resumed_in
+from checkmate.training.loop import Batch, Loop, marks_known, resumed_in
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Publisher
@@ -200,6 +200,7 @@ def _assemble(
         hook.stream_ends,
         slices=slices,
         first=place.first,
+        marking=marks_known(place, start),
         buffers=buffers,
         await_departed=publisher.await_departed,
         on_refused=followers.refused,
@@ -312,7 +313,7 @@ class Protection:
             unpublished = self._recorder.refusal or self._publisher.error
             if unpublished is not None and well:  # nothing has raised it yet, or the script has caught it
                 if self._recorder.refusal is None:
-                    self._followers.refused(iteration + 1, unpublished)
+                    self._followers.refused(iteration + 1, unpublished, marks=False)
                 raise unpublished
             if last and self.session.first and iteration >= 0:
                 self._followers.await_stepped(iteration, deadline)

@@ -157,7 +157,8 @@ def _begin(
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
         seen = (plan.generation_seen, plan.discarded)
-        plan = agree(place, RestartPlan, partial(plans.plan_new_run, plan.incarnation, trouble, *seen))
+        marks, new = plan.marks, partial(plans.plan_new_run, plan.incarnation, trouble, *seen)
+        plan = replace(agree(place, RestartPlan, new), marks=marks)
     discarded = plan.discarded
     found = agree(place, on_disk.OnDisk, lambda: on_disk.look(checkpoints, discarded))
     plan = plans.after_disk(plan, found.generation)

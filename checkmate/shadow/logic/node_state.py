@@ -172,6 +172,7 @@ class NodeState:
                 iteration=request.iteration,
                 rank=request.rank,
                 text=request.text,
+                marks=request.marks,
             )
             self._effects.append(sayings.refused(self.refusal))
 

@@ -197,6 +197,7 @@ def _check_step(group: ShadowGroup, step: pb.Step) -> None:
         for text in options:
             _check_options(what, text)
     check_numbers("without_gradient", step.without_gradient, range(parameters))
+    check_numbers("with_gradient", step.with_gradient, range(parameters))
     listed = sum(len(one.parameters) or parameters for one in step.scalings)
     most = REPEATS_MAX * parameters
     if listed > most:

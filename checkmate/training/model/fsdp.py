@@ -36,6 +36,7 @@ class FsdpModel(TrainedModel):
 
     replicas = None
     broadcasts_buffers = False
+    keeps_gradients = False
     bucket_bytes = BUCKET_BYTES
 
     def __init__(self, module: object) -> None:

@@ -24,6 +24,8 @@ class TrainedModel(ABC):
     """The size at which a bucket of gradients is closed."""
     averages: bool = True
     """Whether gradients are averaged over replicas; else they are summed."""
+    keeps_gradients: bool = True
+    """Whether gradients may be left from one iteration to the next, as zeros."""
     ignored: Collection[str] = ()
     """Names of parameters and buffers that the ranks don't share."""
 

@@ -22,10 +22,11 @@ from checkmate.training.record.windows import Copy, Window
 from checkmate.training.record.wrapped import class_of
 
 
-def capture_generators(*, in_loop: bool = False) -> dict[str, Any]:
+def capture_generators(*, in_loop: bool = False, marks: bool = False) -> dict[str, Any]:
     """Return the states of the generators of torch, the CUDA device, Python and NumPy.
 
     `in_loop`: an iterator over batches exists, so that creating one in a resumed run must not advance them.
+    `marks`: the script marks where its iterations end.
     """
     return {
         "torch": torch.get_rng_state(),
@@ -33,6 +34,7 @@ def capture_generators(*, in_loop: bool = False) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),
         "in_loop": in_loop,
+        "marks": marks,
     }
 
 
@@ -97,6 +99,9 @@ class Noted:
     infinite: Sequence[torch.Tensor] = ()  # if one is not zero, the scaler made the optimizer skip
     options: list[str] = field(default_factory=list)
     without_gradient: set[int] = field(default_factory=set)
+    with_gradient: Sequence[int] = ()
+    lacks_step: bool | None = None  # whether gradients are left, if it is waiting: later they are others
+    waiting: bool = False  # a forward has come, and the next backward ends it
     beginnings: list[pb.Beginning] = field(default_factory=list)
     scaled: list[Scaled] = field(default_factory=list)
     slices: list[tuple[Window, Copy]] = field(default_factory=list)
@@ -112,6 +117,10 @@ class Noted:
         if self.captured is None:
             raise RuntimeError(f"the end of iteration {self.iteration} was not captured")
         return self.captured
+
+    def resume(self) -> None:
+        """Go on after a forward, which was not the next iteration's: a step or a mark has come."""
+        self.waiting, self.lacks_step = False, None
 
     @property
     def stepped(self) -> bool:
@@ -137,11 +146,11 @@ class Capture:
         self._buffers = buffers
         self._first = first
 
-    def take(self, *, in_loop: bool = False) -> IterationEnd:
-        """Copy the current state without buffers. `in_loop`: between two batches of one iterator."""
+    def take(self, *, in_loop: bool = False, marks: bool = False) -> IterationEnd:
+        """Copy the current state without buffers. `in_loop` and `marks`: as in `capture_generators`."""
         watched, first = self._watched, self._first
         return IterationEnd(
-            rng=capture_generators(in_loop=in_loop),
+            rng=capture_generators(in_loop=in_loop, marks=marks),
             extra=None if watched.extra is None else copy.deepcopy(watched.extra()),
             next_options=self.options.of(watched.optimizer.param_groups) if first else (),
             scheduler=_state_of(watched.scheduler) if first else None,
@@ -181,6 +190,7 @@ class DriftWatch:
         self._active = active
         self._left = CHECKED
         self._captured: dict[str, Any] | None = None
+        self._warning: tuple[int, str] | None = None
 
     def note(self, end: IterationEnd) -> None:
         """Note a capture, in place of an earlier one of the same iteration."""
@@ -197,7 +207,7 @@ class DriftWatch:
         self._captured, self._active = None, False
 
     def check(self, noted: Noted) -> None:
-        """Warn, as the next forward begins, if something has changed since the capture.
+        """Have `say` warn if, as the next forward begins, something has changed since the capture.
 
         Options are compared in each iteration, because a script may change them at any time.
         """
@@ -211,15 +221,19 @@ class DriftWatch:
             self._left -= 1
             now = self._now()
             changed += [name for name, value in captured.items() if not same(value, now.get(name))]
-        if changed:
+        self._warning = (noted.iteration, _listed(changed)) if changed else None
+
+    def say(self) -> None:
+        """Warn, now that the iteration is known to have ended there."""
+        warning, self._warning = self._warning, None
+        if warning is not None and self._active:
             self._active = False
             _log.warning(
                 "iteration %d: %s changed between the optimizer's or scheduler's step, when it was "
                 "captured, and the next forward. If that change belongs to the iteration, a resumed run "
                 "lacks it. Mark the end of iterations with `for batch in protection.steps(loader)`, or with "
                 "protection.mark() as the last statement of the loop (`checkmate docs training`)",
-                noted.iteration,
-                _listed(changed),
+                *warning,
             )
 
     def _now(self) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def _fill_step(step: pb.Step, noted: Noted) -> None:
     step.options.extend(noted.options)
     step.next_options.extend(captured.next_options)
     step.without_gradient.extend(sorted(noted.without_gradient))
+    step.with_gradient.extend(noted.with_gradient)
     step.beginnings.extend(noted.beginnings)
     step.scheduler = b"" if captured.scheduler is None else state.dumps(captured.scheduler)
     step.scheduler_class = captured.scheduler_class

@@ -60,9 +60,10 @@ class Recorder:
         slices: Slices,
         buffers: Buffers,
         await_departed: Callable[[], None] = lambda: None,
-        on_refused: Callable[[int, Exception], None] = lambda iteration, error: None,
+        on_refused: Callable[[int, Exception, bool], None] = lambda iteration, error, marks: None,
         *,
         first: bool = True,
+        marking: bool = False,
     ) -> None:
         """Register the hooks.
 
@@ -77,8 +78,10 @@ class Recorder:
             buffers: The buffers to record.
             await_departed: Returns once this process's death can't lose iterations emitted before. It raises
                 the error if one of them can't be published.
-            on_refused: Called once, with the iteration that is not emitted, before the script is refused.
+            on_refused: Called once before the script is refused, with the iteration that is not emitted, and
+                with whether the script marks its iterations.
             first: Whether this is the group's first rank, which also records the optimizer's step.
+            marking: Whether the script is known to mark its iterations, from an earlier start.
         """
         self.refusal: CheckmateError | None = None
         """Why the script was refused, if it was."""
@@ -102,16 +105,19 @@ class Recorder:
             watched.optimizer, names, slices, watched.model.frozen(), watched.model.slots()
         )
         self._open: Noted | None = None
-        self._marking = self._looping = self._missed = self._accumulated = False
+        self._looping = self._missed = self._accumulated = False
+        self._marking = marking
         self._named_foreign = False
         self._looks = CHECKED
         self._begins = False  # no backward of the iteration has begun
         self._unmarked = 0  # iterations with a step that had ended before the first mark
         self._sites = StepSites()
         self._before_steps: list[tuple[Any, int]] = []
-        self._newest = steps.stepped
+        self._newest = self._began = steps.stepped
         self._parameters = list(names.values())
         self._checks.note_state(slices.take() if first else [])
+        if marking:
+            self._drift.forget()
         with ExitStack() as undo:
             self._register(undo)
             self._undo = undo.pop_all()
@@ -155,7 +161,7 @@ class Recorder:
             self.refusal = error
             present = self._newest + 1 if self._open is None else self._open.iteration
             refused = getattr(error, "iteration", None)
-            self._on_refused(present if refused is None else refused, error)
+            self._on_refused(present if refused is None else refused, error, self._marking)
             raise
 
     def reduced(self, iteration: int) -> None:
@@ -165,7 +171,7 @@ class Recorder:
                 self._finish(self._open)
             self._open = Noted(iteration, self._stream_ends(iteration))
             if not self._marking or self._missed:  # it may get neither a step nor a mark
-                self._open.captured = self._capture.take()
+                self._open.captured = self._capture.take(marks=self._marking)
                 self._drift.note(self._open.captured)
             self._checks.gradients.start()
 
@@ -195,15 +201,18 @@ class Recorder:
         if left and self.refusal is not None:
             return  # the script leaves its loop because of it
         with self._refusing():
-            if self._unmarked and not self._marking:
-                raise _several_backwards(self._newest, self._unmarked + 1)
+            unmarked = 0 if self._marking else self._unmarked
             self._mark_from_now_on(looping=in_loop and self._looping)
+            if unmarked:
+                raise _several_backwards(self._newest, unmarked + 1)
             noted = self._open
             if noted is not None and not (left and noted.settled):
                 noted.refusal = self._refusal_at_end(noted)
                 if not left and noted.refusal is not None:
                     raise noted.refusal
+                noted.resume()
                 self._end_here(noted, in_loop=in_loop)  # first, because the script's `extra` may fail
+                self._note_gradients(noted)
                 noted.marked, noted.settled, noted.left = True, not left, left
                 if not left:
                     self._steps.end(noted.iteration)
@@ -282,14 +291,38 @@ class Recorder:
             for member, number in self._before_steps:  # after hooks of the script, which may change gradients
                 member._optimizer_step_pre_hooks.move_to_end(number)
             noted = self._open
-            if noted is None:
+            if noted is None or noted.waiting:
                 return
             if self._marking and noted.over and not noted.marked:
                 if noted.buffers is None:
                     self._end_here(noted)
                 return
             self._drift.check(noted)
+            if not noted.marked:
+                self._note_gradients(noted)
+                if not noted.over or (not self._marking and self._newest == self._began):
+                    self._wait_here(noted)
+                    return
             self._finish(noted)
+
+    def _wait_here(self, noted: Noted) -> None:
+        """Let the next backward end an iteration, with its state now, unless a step or a mark still comes.
+
+        So it is with a forward before the step, and in a start's first turn, in which nobody knows yet
+        whether the script marks its iterations.
+        """
+        self._check_end(noted)
+        if noted.captured is None:
+            self._end_here(noted)
+        if noted.buffers is None:
+            noted.buffers = self._capture.buffers(None)
+        noted.waiting, noted.lacks_step = True, self._lacks_step(noted)
+        self._begins = noted.over
+
+    def _note_gradients(self, noted: Noted) -> None:
+        """Note which parameters have a gradient, if only of zeros: an optimizer leaves out those without."""
+        if self._first and self._watched.model.keeps_gradients:
+            noted.with_gradient = [n for n, p in enumerate(self._parameters) if p.grad is not None]
 
     def _before_gradient(self, parameter: nn.Parameter) -> None:
         """Warn once if an iteration adds its gradients to those of the one before, as one parameter shows."""
@@ -304,7 +337,7 @@ class Recorder:
                 "iteration %d: gradients are added to those of the iteration before, which no zero_grad() "
                 "has cleared. A resumed run begins without gradients: call optimizer.zero_grad() after each "
                 "step",
-                self._newest + 1,
+                (self._newest if self._open is None else self._open.iteration) + 1,
             )
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
@@ -338,6 +371,7 @@ class Recorder:
                 raise RefusedError(NOT_GIVEN)
             if self._watched.scaler is None:
                 check_unscaled(optimizer)
+            noted.resume()
             self._add_check(noted, self._checks.check(optimizer))
             self._check_state(noted)
             if not self._marking and not noted.stepped:
@@ -431,7 +465,7 @@ class Recorder:
 
     def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
         """Capture the state at the iteration's end, in place of an earlier capture."""
-        noted.captured = captured = self._capture.take(in_loop=in_loop)
+        noted.captured = captured = self._capture.take(in_loop=in_loop, marks=self._marking)
         noted.buffers = self._capture.buffers(noted.buffers)
         self._drift.note(captured)
 
@@ -440,16 +474,19 @@ class Recorder:
         if self._marking and not noted.marked:
             if self._looping or noted.over or self._lacks_step(noted):
                 raise _several_backwards(noted.iteration, 2)
-            if noted.captured is None:
+            if not self._missed:
                 self._mark_missed(noted)
         if noted.refusal is not None:
             raise noted.refusal
-        self._check_end(noted)  # again after a mark: what a script changes then no record would have
+        if not noted.waiting:  # again after a mark: what a script changes then no record would have
+            self._check_end(noted)
+        self._drift.say()
         self._emit_open(noted)
 
     def _emit_open(self, noted: Noted) -> None:
         self._open = None
-        self._newest, self._begins = noted.iteration, True
+        self._newest = noted.iteration
+        self._begins = self._begins or not noted.waiting
         self._unmarked += noted.over and not noted.marked
         self._checks.gradients.forget()
         if not noted.stepped:
@@ -460,8 +497,7 @@ class Recorder:
         self._emit(noted)
 
     def _mark_missed(self, noted: Noted) -> None:
-        """Use the state at the next forward; further such iterations end with their backward."""
-        self._end_here(noted)
+        """Warn once. The state is that at the next forward; later such iterations end with their backward."""
         self._missed = True
         _log.warning(
             "iteration %d ended without protection.mark(), which others had: a run resumed here may differ. "
@@ -482,6 +518,8 @@ class Recorder:
 
     def _lacks_step(self, noted: Noted) -> bool:
         """Return whether there are gradients that no step has used."""
+        if noted.lacks_step is not None:
+            return noted.lacks_step
         gradients = (p.grad for p in self._parameters if p.grad is not None)
         return not noted.over and any(bool(local_of(one).any()) for one in gradients)
 

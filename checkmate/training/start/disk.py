@@ -17,6 +17,7 @@ from checkmate.training.start.counterparts import Counterparts, StageRanks
 from checkmate.training.start.install import (
     InstallError,
     check_record,
+    install_gradients,
     install_record,
     load_optimizer,
 )
@@ -87,6 +88,11 @@ def _install(
     if lacking or unexpected:
         raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
     load_optimizer(watched.optimizer, found["optimizer"])
+    parameters = watched.model.trained()
+    names = set(found.get("with_gradient", ()))
+    numbers = [number for number, name in enumerate(parameters) if name in names]
+    install_gradients(list(parameters.values()), numbers)
+    record.parts[0].step.with_gradient.extend(numbers)
     options = [options_of(group) for group in watched.optimizer.param_groups]
     record.parts[0].step.MergeFrom(pb.Step(options=options, next_options=options))
     extra = install_record(watched, record, place.position)

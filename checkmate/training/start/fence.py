@@ -134,12 +134,12 @@ def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
     fence = Fence(job, stubs, time.monotonic() + timeout)
     fence.wait(lambda: False)
     fence.close()
-    _say_refusal(fence)
+    marks = _say_refusal(fence)
     for node, why in sorted(fence.failures.items()):
         _log.warning("%s: %s; it is seeded when it answers", node_name(job, node), why)
     held = [hold.stepped for _, hold in counted_holds(fence.answers)]
     trouble = f"the shadow nodes held iteration {max(held)}, which is discarded" if held else ""
-    return _without_nodes("nothing", fence, trouble)
+    return replace(_without_nodes("nothing", fence, trouble), marks=marks)
 
 
 def plan_restore(
@@ -153,9 +153,14 @@ def plan_restore(
     fence = Fence(job, stubs, began + timeout, drain=True)
     fence.wait(lambda: _enough(job, fence.replies))
     fence.close()
-    _say_refusal(fence)
+    marks = _say_refusal(fence)
     drained = RESTORE_DRAINED(nodes=sorted(fence.answers), seconds=seconds_since(began))
     say(logging.DEBUG, drained, "%s drained", counted(len(fence.answers), "shadow node"))
+    return replace(_plan(job, stubs, timeout, on_disk, fence), marks=marks)
+
+
+def _plan(job: Job, stubs: Stubs, timeout: float, on_disk: Callable[[], int], fence: Fence) -> RestartPlan:
+    """Plan a restart of drained nodes, as `plan_restore`."""
     if 0 < discarded(fence.answers) == greatest_generation(fence.answers):
         return _after_reset(job, stubs, fence, on_disk())
     if trouble := other_ranks(job, fence.answers):
@@ -225,10 +230,16 @@ def _without_nodes(kind: PlanKind, fence: Fence, trouble: str = "") -> RestartPl
     return replace(made, kind=kind)
 
 
-def _say_refusal(fence: Fence) -> None:
-    """Log, before anything else, why the script was refused in the start before this one, if it was."""
-    if (refusal := newest_refusal(fence.answers)) is not None:
-        _log.warning("the last start was refused %s", refusal_words(refusal))
+def _say_refusal(fence: Fence) -> bool:
+    """Log, before anything else, why the script was refused in the start before this one, if it was.
+
+    Return whether that start's script marked its iterations.
+    """
+    refusal = newest_refusal(fence.answers)
+    if refusal is None:
+        return False
+    _log.warning("the last start was refused %s", refusal_words(refusal))
+    return refusal.marks
 
 
 def _enough(job: Job, replies: Answers) -> bool:

@@ -206,7 +206,7 @@ class Followers:
                 "training ends, but shadow nodes have not stepped iteration %d: %s", iteration, missing
             )
 
-    def refused(self, iteration: int, error: Exception) -> None:
+    def refused(self, iteration: int, error: Exception, marks: bool) -> None:
         """Tell the shadow nodes why the script is refused, so that the next start can say it.
 
         Takes `REFUSED_SECONDS` at most, whatever the nodes do, and never raises. May be called by any thread.
@@ -214,6 +214,7 @@ class Followers:
         Args:
             iteration: The one in which it was refused, whose record is not sent.
             error: Its text is told.
+            marks: Whether the script marks where its iterations end.
         """
         if not self._place.nodes:
             return
@@ -226,6 +227,7 @@ class Followers:
                 iteration=iteration,
                 rank=shortened(self._place.name, TEXT_MAX),
                 text=shortened(str(error).removeprefix(f"iteration {iteration}: "), REFUSAL_MAX),
+                marks=marks,
             )
             replies = self._stubs.ask(nodes, lambda stub: stub.Refused, request, REFUSED_SECONDS)
         except Exception as failure:  # noqa: BLE001 - the script's own error matters

@@ -19,6 +19,7 @@ from checkmate.training.start.fetch import Fetched, FetchError, fetch
 from checkmate.training.start.install import (
     check_optimizer,
     check_record,
+    install_gradients,
     install_optimizer,
     install_parameters,
     install_record,
@@ -82,6 +83,7 @@ def install(place: Membership, watched: Watched, start: Start, got: Fetched) -> 
     install_parameters(parameters, states)
     given = [group.options for group in got.optimizer.groups]
     options = part_of(got.record, 0).step.next_options or given
+    install_gradients(parameters, set(part_of(got.record, 0).step.with_gradient))
     install_optimizer(watched.optimizer, numbers, states, options, got.record)
     start.keep = got.same_buckets
     start.record = got.record

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -129,6 +129,12 @@ def install_parameters(parameters: Sequence[nn.Parameter], states: States) -> No
     with torch.no_grad():
         for number, (tensor, _) in states.items():
             state.local_of(parameters[number]).copy_(tensor)
+
+
+def install_gradients(parameters: Sequence[nn.Parameter], numbers: Collection[int]) -> None:
+    """Give parameters zeros as gradients, as they had at the iteration's end, and the others none."""
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.zeros_like(parameter) if number in numbers else None
 
 
 def install_optimizer(

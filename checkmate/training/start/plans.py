@@ -40,6 +40,8 @@ class RestartPlan:
     """Runs up to this generation were discarded by `checkmate reset`, on disk too; 0: none."""
     start: bytes = field(default_factory=lambda: uuid.uuid4().bytes, compare=False)
     """Identifies this start of training, because incarnations wrap and a run continues over restarts."""
+    marks: bool = False
+    """Whether the start before, which was refused, is known to have marked its iterations."""
     continued: bytes = b""
     """The start whose state it continues; empty for a new run."""
 
@@ -80,6 +82,7 @@ _SENT: Final[Mapping[str, type]] = {
     "discarded": int,
     "start": str,
     "continued": str,
+    "marks": bool,
 }
 """The keys of a plan's message, and their types in JSON."""
 

@@ -73,6 +73,7 @@ class RecordedLoop:
             buffers=Buffers(self.wrapped.kept_beside, everything=True),
             await_departed=self._await_departed,
             first=watched.get("first", True),
+            marking=watched.get("marking", False),
         )
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}
         self.iteration = -1

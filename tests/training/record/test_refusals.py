@@ -26,7 +26,7 @@ from checkmate.training.record import windows
 from checkmate.training.record.capture import same
 from checkmate.training.record.publisher import Publisher, to_part
 from checkmate.training.record.wrapped import class_of
-from checkmate.training.start.install import InstallError, install_buffers
+from checkmate.training.start.install import InstallError, install_buffers, install_gradients
 from tests.support.training.alone import alone
 from tests.support.training.recorded_loop import AUTHOR, RecordedLoop, adamw
 
@@ -161,7 +161,7 @@ def test_a_script_that_goes_on_is_refused_again() -> None:
     """A refusal is a RuntimeError, which scripts may catch around a batch."""
     refusals: list[tuple[int, Exception]] = []
     loop = RecordedLoop(adamw)
-    loop.recorder._on_refused = lambda iteration, error: refusals.append((iteration, error))
+    loop.recorder._on_refused = lambda iteration, error, marks: refusals.append((iteration, error))
     iterate(loop)
     loop.model.first.weight.data.zero_()
     errors = []
@@ -834,3 +834,69 @@ def test_what_changes_after_an_unmarked_backward_without_a_step_is_named(
     loop.backward()
     (text,) = caplog.messages
     assert text.startswith("iteration 0: extra() changed between")
+
+
+def test_a_first_turn_may_run_another_forward_before_its_mark() -> None:
+    """Nobody knows yet that the script marks its iterations."""
+    loop = RecordedLoop(adamw)
+    for turn in range(3):
+        iterate(loop)
+        loop.ddp(torch.randn(4, 8))
+        assert turn or emitted(loop) == []
+        loop.recorder.mark()
+    parts = loop.close()
+    assert [part.iteration for part in parts] == [0, 1, 2]
+    assert all(state.load_generators(part.rng)["marks"] for part in parts)
+
+
+def test_a_first_turn_may_run_another_forward_before_its_step() -> None:
+    loop = RecordedLoop(adamw)
+    loop.backward()
+    loop.ddp(torch.randn(4, 8))
+    checkmate.clip_grad_norm_(loop.model.parameters(), 0.1)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    iterate(loop)
+    parts = loop.close()
+    assert [part.step.skipped for part in parts] == [False, False]
+    assert len(parts[0].step.scalings) == 1
+
+
+def test_without_marks_the_first_record_leaves_with_the_next_backward() -> None:
+    loop = RecordedLoop(adamw)
+    iterate(loop)
+    loop.ddp(torch.randn(4, 8)).sum()
+    assert emitted(loop) == []
+    iterate(loop)
+    assert emitted(loop) == [0]
+    assert len(loop.close()) == 2
+
+
+def test_a_resumed_script_is_known_to_mark_its_turns() -> None:
+    """So the first of its turns with two backwards is refused before the record of its first half leaves."""
+    refusals: list[tuple[int, bool]] = []
+    loop = RecordedLoop(adamw, marking=True)
+    loop.recorder._on_refused = lambda iteration, error, marks: refusals.append((iteration, marks))
+    iterate(loop)
+    with pytest.raises(RefusedError, match="one turn of the loop has 2 or more"):
+        iterate(loop)
+    assert emitted(loop) == []
+    assert refusals == [(0, True)]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_gradients_of_zeros_are_recorded_because_optimizers_step_them(marked: bool) -> None:
+    loop = RecordedLoop(lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for turn in range(4):
+        loop.backward(more=turn == 0)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=turn == 2)
+        if marked:
+            loop.recorder.mark()
+    every = [*range(len(loop.parameters))]
+    parts = loop.close()
+    assert [list(part.step.with_gradient) for part in parts[:3]] == [every, every, []]
+    install_gradients(loop.parameters, {0})
+    gradient = loop.parameters[0].grad
+    assert gradient is not None and not gradient.any()
+    assert all(parameter.grad is None for parameter in loop.parameters[1:])
