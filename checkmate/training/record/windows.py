@@ -49,8 +49,13 @@ class Rotation:
         numbers: Sequence[int],
         entries: Callable[[int], Sequence[Entry]],
         nbytes: int = SLICE_BYTES,
+        least: int | None = None,
     ) -> None:
-        """Start at the first parameter. `entries` returns a parameter's entries, itself first."""
+        """Start at the first parameter. `entries` returns a parameter's entries, itself first.
+
+        A window counts as `least` bytes at least, `WINDOW_BYTES` by default.
+        """
+        self._least = WINDOW_BYTES if least is None else least
         self._numbers = numbers
         self._known = frozenset(numbers)
         self._entries = entries
@@ -104,7 +109,7 @@ class Rotation:
     def _size(self, window: Window) -> int:
         """Return the bytes that a window counts as."""
         ((_, itemsize),) = self._sizes(window.parameter, window.state)
-        return max((window.stop - window.start) * itemsize, WINDOW_BYTES)
+        return max((window.stop - window.start) * itemsize, self._least)
 
     def _further(self, left: int) -> list[Window]:
         """Return the next windows of the rotation, of about `left` bytes."""
@@ -120,7 +125,7 @@ class Rotation:
             stop = min(elements, start + max(left, 0) // itemsize)
             if stop > start:
                 found.append(Window(number, name, start, stop))
-                left -= max((stop - start) * itemsize, WINDOW_BYTES)
+                left -= max((stop - start) * itemsize, self._least)
             if stop < elements:
                 self._at = (index, entry, stop)
                 return found
@@ -141,8 +146,8 @@ class Slices:
         shards = [layout.of_shard(shard) for shard in range(layout.shards)]
         self._rotations = [Rotation(numbers, self._entries) for numbers in shards]
         cheap = all(parameter.is_cpu for parameter in parameters)  # on a device, each copy is a launch
-        nbytes = PARAMETER_BYTES if cheap else SLICE_BYTES // 16
-        self._alone = [Rotation(numbers, self._parameter_alone, nbytes) for numbers in shards]
+        nbytes, least = (PARAMETER_BYTES, 64) if cheap else (SLICE_BYTES // 16, None)
+        self._alone = [Rotation(numbers, self._parameter_alone, nbytes, least) for numbers in shards]
 
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
         """Begin the next slices of the suspects' shards with the suspects. Callable from any thread."""
