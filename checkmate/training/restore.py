@@ -29,7 +29,7 @@ from checkmate.training.record.capture import Watched
 from checkmate.training.start import exchange, fence, from_nodes, membership, on_disk, plans, sharing
 from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, agree, log_once, on_all
 from checkmate.training.start.fetch import Fetched
-from checkmate.training.start.install import part_of, restored
+from checkmate.training.start.install import part_of, restored_parts
 from checkmate.training.start.membership import Membership, ModelStanding, Start
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.training.start.plans import RestartPlan
@@ -148,7 +148,7 @@ def _begin(
         start = Start(plan, plan.iteration + 1, keep=True)
         extra, trouble = _from_nodes(place, watched, stubs, start, timeout)
         if not trouble:
-            what = restored(start.record)
+            what = restored_parts(start.record)
             log_once(
                 place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next ({what})"
             )

@@ -19,7 +19,9 @@ from checkmate.state import local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.fsdp import FsdpModel
 from checkmate.training.record.step_checks import StepChecks
+from checkmate.training.record.windows import Slices
 from checkmate.training.record.wrapped import ClipListener
+from checkmate.training.start.membership import lay_out
 from testbed.ports import free_port
 from tests.support.training.rank_processes import RankProcesses
 from tests.support.training.sharded import ShardedNet, SplitNet, hooked, replicated, rows, shard, split
@@ -132,9 +134,11 @@ def clip_with_torchs_own(rank: int, count: int) -> str:
     torch.manual_seed(1)
     mesh = replicated(1, 2, 2)
     model = shard(split(SplitNet(), mesh["tp"]), mesh["dp_shard"])
-    names: dict[str, Any] = FsdpModel(model).trained()
+    wrapped = FsdpModel(model)
+    names: dict[str, Any] = wrapped.trained()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checks = StepChecks(optimizer, names, None)
+    slices = Slices(lay_out(wrapped, 1), list(names.values()), optimizer)
+    checks = StepChecks(optimizer, names, slices)
     model(rows(0, 0)).square().mean().backward()
     checks.gradients.start()
     checks.check(optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -104,9 +105,7 @@ class TrainedModel(ABC):
         Raise `StateError` if it can't be stored.
         """
         states = {}
-        for name, module in self.inner.named_modules():
-            if type(module).get_extra_state is nn.Module.get_extra_state:
-                continue
+        for name, module in self._stateful:
             try:
                 states[f"{name}.{EXTRA_STATE}".removeprefix(".")] = packed(module.get_extra_state())
             except StateError as error:
@@ -115,6 +114,12 @@ class TrainedModel(ABC):
                     "values, or keep them in a buffer"
                 ) from None
         return states
+
+    @cached_property
+    def _stateful(self) -> list[tuple[str, nn.Module]]:
+        """The modules with extra state. To search them in each iteration would take longer than all else."""
+        every = self.inner.named_modules()
+        return [one for one in every if type(one[1]).get_extra_state is not nn.Module.get_extra_state]
 
     def state_names(self) -> dict[str, str]:
         """Return, by key of the model's `state_dict()`, the name of its tensor among `tensors`.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -277,3 +279,64 @@ def same(one: Any, other: Any) -> bool:
 def _listed(names: list[str], most: int = 3) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+_INSIDE: Final = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
+"""Folders whose frames are not the script's."""
+_FRAMES: Final = 40
+
+Site = tuple[tuple[str, int], ...]
+"""Files and lines of a call, and of the call of the function that it is in."""
+
+
+class StepSites:
+    """Warns once of a script that steps in several places without naming where its iterations end."""
+
+    def __init__(self) -> None:
+        self._first: Site | None = None
+        self._warned = False
+
+    def look(self, iteration: int) -> None:
+        """Note where the script calls the optimizer's step."""
+        if self._warned:
+            return
+        site = script_site()
+        if self._first is None:
+            self._first = site
+        here, there = next(((a, b) for a, b in zip(site, self._first, strict=False) if a != b), (None, None))
+        if here is None or there is None:
+            return
+        self._warned = True
+        _log.warning(
+            "iteration %d: optimizer.step() is called at %s:%d, and was at %s:%d. If one turn of the loop "
+            "has both, a resumed loop leaves turns out, because `restore` returns a number of synchronising "
+            "backwards: take one step a turn, for turn in protection.steps(...), which also shows where "
+            "iterations end (`checkmate docs training`)",
+            iteration,
+            *here,
+            *there,
+        )
+
+
+def script_site() -> Site:
+    """Return where the script, or a library that it uses, is in its call of a hook."""
+    places = list[tuple[str, int]]()
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if not frame.f_code.co_filename.startswith(_INSIDE):
+            places.append((frame.f_code.co_filename, frame.f_lineno))
+        if len(places) == 2 or frame.f_back is None:
+            break
+        frame = frame.f_back
+    return tuple(places)
+
+
+def several_backwards(iteration: int, count: int) -> RefusedError:
+    """Return the refusal of a turn with several backwards, of which `iteration` is not the last."""
+    return RefusedError(
+        f"iteration {iteration} ended without a mark, because one turn of the loop has {count} or more "
+        "synchronising backwards, or a `continue` passes over protection.mark(). `restore` returns a number "
+        "of such backwards, so a resumed loop would leave turns out. Give each turn one of them: accumulate "
+        "with ddp.no_sync() (FSDP: set_requires_gradient_sync(False)), and let methods with several steps, "
+        "such as GANs, take one step a turn, for turn in protection.steps(...) (`checkmate docs training`)"
+    )

@@ -24,14 +24,23 @@ from checkmate.state import StateError, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import CHECKED, Capture, DriftWatch, Noted, Scaled, Watched
-from checkmate.training.record.step_checks import StepChecks, StepSites, check_unscaled
+from checkmate.training.record.capture import (
+    Capture,
+    DriftWatch,
+    Noted,
+    Scaled,
+    StepSites,
+    Watched,
+    several_backwards,
+)
+from checkmate.training.record.step_checks import LeftGradients, StepChecks
 from checkmate.training.record.windows import Slices
 from checkmate.training.record.wrapped import (
     NOT_GIVEN,
     ClipListener,
     ScalerWatch,
     SchedulerWatch,
+    check_unscaled,
     is_scheduled,
     schedulers_of,
 )
@@ -95,7 +104,6 @@ class Recorder:
         self._first = first
         self._capture = Capture(watched, buffers, first=first)
         self._drift = DriftWatch(watched, self._capture.options, active=first)
-        self._names = names
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
         self._members = members_of(watched.optimizer)
         # Which `check_schedulers` has let pass: another one that is made later was not given.
@@ -108,13 +116,11 @@ class Recorder:
         self._looping = self._missed = self._accumulated = False
         self._marking = marking
         self._named_foreign = False
-        self._looks = CHECKED
-        self._begins = False  # no backward of the iteration has begun
+        self._parameters = list(names.values())
         self._unmarked = 0  # iterations with a step that had ended before the first mark
         self._sites = StepSites()
         self._before_steps: list[tuple[Any, int]] = []
         self._newest = self._began = steps.stepped
-        self._parameters = list(names.values())
         self._checks.note_state(slices.take() if first else [])
         if marking:
             self._drift.forget()
@@ -144,11 +150,9 @@ class Recorder:
         ):
             undo.callback(handle.remove)
         undo.callback(ClipListener(self._parameters, self.check_gradients, self._clipped).close)
-        if len(self._members) > 1:
-            return  # in a turn of another optimizer, gradients may stay
-        smallest = min(filter(torch.Tensor.numel, self._parameters), key=torch.Tensor.numel)
-        look: Any = smallest.register_hook(lambda gradient: self._before_gradient(smallest))  # type: ignore[no-untyped-call]
-        undo.callback(look.remove)
+        # In a turn of another optimizer, gradients may stay.
+        self._leftovers = LeftGradients(self._parameters, active=len(self._members) == 1)
+        undo.callback(self._leftovers.close)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -204,7 +208,7 @@ class Recorder:
             unmarked = 0 if self._marking else self._unmarked
             self._mark_from_now_on(looping=in_loop and self._looping)
             if unmarked:
-                raise _several_backwards(self._newest, unmarked + 1)
+                raise several_backwards(self._newest, unmarked + 1)
             noted = self._open
             if noted is not None and not (left and noted.settled):
                 noted.refusal = self._refusal_at_end(noted)
@@ -317,28 +321,13 @@ class Recorder:
         if noted.buffers is None:
             noted.buffers = self._capture.buffers(None)
         noted.waiting, noted.lacks_step = True, self._lacks_step(noted)
-        self._begins = noted.over
+        if noted.over:
+            self._leftovers.await_backward(noted.iteration + 1)
 
     def _note_gradients(self, noted: Noted) -> None:
         """Note which parameters have a gradient, if only of zeros: an optimizer leaves out those without."""
         if self._first and self._watched.model.keeps_gradients:
             noted.with_gradient = [n for n, p in enumerate(self._parameters) if p.grad is not None]
-
-    def _before_gradient(self, parameter: nn.Parameter) -> None:
-        """Warn once if an iteration adds its gradients to those of the one before, as one parameter shows."""
-        begins, self._begins = self._begins, False  # later backwards of the iteration do add up
-        if not begins or self._accumulated or parameter.grad is None:
-            return
-        if parameter.grad.is_cuda:  # to look waits for the device
-            self._looks -= 1
-        if self._looks >= 0 and bool(local_of(parameter.grad).any()):
-            self._accumulated = True
-            _log.warning(
-                "iteration %d: gradients are added to those of the iteration before, which no zero_grad() "
-                "has cleared. A resumed run begins without gradients: call optimizer.zero_grad() after each "
-                "step",
-                (self._newest if self._open is None else self._open.iteration) + 1,
-            )
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         """Refuse another optimizer that steps the same parameters; name one of other parameters once."""
@@ -365,7 +354,7 @@ class Recorder:
                 raise RefusedError(
                     "optimizer.step() without a backward of its own: each step must follow one synchronising "
                     "backward (the last of those accumulated with no_sync) and precede the next forward"
-                    + self._without_gradient()
+                    + self._checks.hint_of_unused()
                 )
             if self._watched.scheduler is None and is_scheduled(optimizer) and not self._scheduled:
                 raise RefusedError(NOT_GIVEN)
@@ -379,17 +368,6 @@ class Recorder:
             if self._first:
                 self._note_step(noted, optimizer)
             self._steps.begin()
-
-    def _without_gradient(self) -> str:
-        """Return a hint in words if a backward has reached only some of the parameters."""
-        pairs = self._names.items()
-        without = [name for name, parameter in pairs if parameter.requires_grad and parameter.grad is None]
-        if not 0 < len(without) < len(self._parameters):
-            return ""
-        return (
-            f". {without[0]} has no gradient: if a loss does not use all parameters, construct "
-            "DistributedDataParallel with find_unused_parameters=True, else it does not finish the reduction"
-        )
 
     def _note_step(self, noted: Noted, optimizer: torch.optim.Optimizer) -> None:
         """Note what a step is about to use. What other optimizers do not step counts as without gradient."""
@@ -473,7 +451,7 @@ class Recorder:
         """Emit an iteration because the next one begins, after the last checks."""
         if self._marking and not noted.marked:
             if self._looping or noted.over or self._lacks_step(noted):
-                raise _several_backwards(noted.iteration, 2)
+                raise several_backwards(noted.iteration, 2)
             if not self._missed:
                 self._mark_missed(noted)
         if noted.refusal is not None:
@@ -486,7 +464,8 @@ class Recorder:
     def _emit_open(self, noted: Noted) -> None:
         self._open = None
         self._newest = noted.iteration
-        self._begins = self._begins or not noted.waiting
+        if not noted.waiting:
+            self._leftovers.await_backward(noted.iteration + 1)
         self._unmarked += noted.over and not noted.marked
         self._checks.gradients.forget()
         if not noted.stepped:
@@ -522,14 +501,3 @@ class Recorder:
             return noted.lacks_step
         gradients = (p.grad for p in self._parameters if p.grad is not None)
         return not noted.over and any(bool(local_of(one).any()) for one in gradients)
-
-
-def _several_backwards(iteration: int, count: int) -> RefusedError:
-    """Return the refusal of a turn with several backwards, of which `iteration` is not the last."""
-    return RefusedError(
-        f"iteration {iteration} ended without a mark, because one turn of the loop has {count} or more "
-        "synchronising backwards, or a `continue` passes over protection.mark(). `restore` returns a number "
-        "of such backwards, so a resumed loop would leave turns out. Give each turn one of them: accumulate "
-        "with ddp.no_sync() (FSDP: set_requires_gradient_sync(False)), and let methods with several steps, "
-        "such as GANs, take one step a turn, for turn in protection.steps(...) (`checkmate docs training`)"
-    )

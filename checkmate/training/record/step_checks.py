@@ -5,20 +5,18 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 
 from checkmate.optim.several import members_of
 from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.buffers import copied
+from checkmate.training.record.capture import CHECKED, script_site
 from checkmate.training.record.windows import Copy, Slices, Window
 from checkmate.wire.parameter import dim_order
 from checkmate.wording import counted, with_article
@@ -32,17 +30,17 @@ _ANOTHER_RUN: Final = (
 
 
 class StepChecks:
-    """Checks one optimizer and, by name, the parameters whose gradients are reduced.
+    """Checks an optimizer and, by name, the parameters whose gradients are reduced.
 
-    `slices`: selects parameters and state to check, on the group's first rank; `None` on other ranks.
-    `frozen` has the parameters that need no gradient, and `slots` where modules keep those that do.
+    `slices` selects parameters and state to check, `frozen` has the parameters that need no gradient, and
+    `slots` where modules keep those that do.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         names: Mapping[str, nn.Parameter],
-        slices: Slices | None,
+        slices: Slices,
         frozen: Mapping[str, nn.Parameter] = MappingProxyType({}),
         slots: Sequence[tuple[str, dict[str, nn.Parameter | None], str]] = (),
     ) -> None:
@@ -59,7 +57,7 @@ class StepChecks:
         self.gradients = GradientWatch(list(names.items()))
         self._on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
         self._slices = slices
-        self._state = None if slices is None else StateWatch(slices, on_host=self._on_host)
+        self._state = StateWatch(slices, on_host=self._on_host)
         self._versions: list[int] = []
 
     def check(self, optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
@@ -108,7 +106,7 @@ class StepChecks:
         kind, given = _kinds([optimizer])[0], _kinds(members_of(self._optimizer))
         if kind in given:
             kind = f"another {type(optimizer).__name__}"
-        (file, line), *_ = _site() or (("", 0),)
+        (file, line), *_ = script_site() or (("", 0),)
         return RefusedError(
             f"{kind} is about to step {name} ({file}:{line}), but checkmate.protect was given "
             f"{' and '.join(given)}, whose steps alone shadow nodes repeat. {_ANOTHER_RUN}"
@@ -119,8 +117,6 @@ class StepChecks:
 
         On a device, return a function that raises it once copies have arrived, because nothing may wait here.
         """
-        if self._state is None:
-            return None
         self._look_at_touched()
         compared = self._state.compare()
 
@@ -129,6 +125,17 @@ class StepChecks:
                 raise self._refused_change(iteration, changed[0])
 
         return self._now_or_later(check)
+
+    def hint_of_unused(self) -> str:
+        """Return a hint in words if a backward has reached only some of the parameters."""
+        pairs = zip(self._names, self._parameters, strict=True)
+        without = [name for name, parameter in pairs if parameter.requires_grad and parameter.grad is None]
+        if not 0 < len(without) < len(self._parameters):
+            return ""
+        return (
+            f". {without[0]} has no gradient: if a loss does not use all parameters, construct "
+            "DistributedDataParallel with find_unused_parameters=True, else it does not finish the reduction"
+        )
 
     def check_parameters(self, iteration: int) -> None:
         """Raise `RefusedError` if the model has another parameter in the place of one, or one was unfrozen.
@@ -162,9 +169,8 @@ class StepChecks:
 
     def note_state(self, taken: Sequence[tuple[Window, Copy]]) -> None:
         """Note these windows of parameters and state as the optimizer, or the start, has left them."""
-        if self._state is not None:
-            self._state.note(taken)
-            self._versions = [parameter._version for parameter in self._parameters]
+        self._state.note(taken)
+        self._versions = [parameter._version for parameter in self._parameters]
 
     def check_gradients(self, of: Collection[nn.Parameter] | None = None) -> Callable[[], None] | None:
         """Raise `RefusedError` if gradients were changed in a way that the record can't express.
@@ -198,8 +204,6 @@ class StepChecks:
         Windows cover only a part of a large model. Not every write is a change: a script may swap parameters
         for an EMA's and back.
         """
-        if self._slices is None or not self._versions:
-            return
         now = [parameter._version for parameter in self._parameters]
         if now != self._versions:
             pairs = enumerate(zip(now, self._versions, strict=True))
@@ -318,7 +322,7 @@ class StateWatch:
         self._slices = slices
         self._on_host = on_host
         self._round = 0
-        self._left: list[tuple[Window, Copy, Callable[[], Copy]]] = []
+        self._noted_windows: list[tuple[Window, Copy, Callable[[], Copy]]] = []
 
     def note(self, taken: Sequence[tuple[Window, Copy]]) -> None:
         """Note these windows, and some of parameters alone, as they are now."""
@@ -326,14 +330,14 @@ class StateWatch:
             first = self._round * SAMPLED
             self._round += 1
             taken = [taken[(first + i) % len(taken)] for i in range(min(SAMPLED, len(taken)))]
-        self._left = [
-            (window, copy, self._slices.copies(window))
+        self._noted_windows = [
+            (window, copy, self._slices.copier(window))
             for window, copy in itertools.chain(taken, self._slices.take_parameters())
         ]
 
     def compare(self) -> Callable[[], list[Window]]:
         """Copy the same windows again; the result returns those that differ, once copies have arrived."""
-        pairs = [(window, then, _copy_again(again)) for window, then, again in self._left]
+        pairs = [(window, then, _copy_again(again)) for window, then, again in self._noted_windows]
         return lambda: [window for window, then, now in pairs if not same_bits(then(), now())]
 
 
@@ -409,74 +413,37 @@ def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     return ordered.clone(memory_format=torch.contiguous_format).reshape(-1)
 
 
-_INSIDE: Final = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
-"""Folders whose frames are not the script's."""
-_FRAMES: Final = 40
-_SCALER_FRAMES: Final = 12
-"""How far above a step its scaler's own is, with a library's between them."""
+class LeftGradients:
+    """Warns once if an iteration adds its gradients to those of the one before, as one parameter shows.
 
-Site = tuple[tuple[str, int], ...]
-"""Files and lines of a call, and of the call of the function that it is in."""
-
-
-class StepSites:
-    """Warns once of a script that steps in several places without naming where its iterations end."""
-
-    def __init__(self) -> None:
-        self._first: Site | None = None
-        self._warned = False
-
-    def look(self, iteration: int) -> None:
-        """Note where the script calls the optimizer's step."""
-        if self._warned:
-            return
-        site = _site()
-        if self._first is None:
-            self._first = site
-        here, there = next(((a, b) for a, b in zip(site, self._first, strict=False) if a != b), (None, None))
-        if here is None or there is None:
-            return
-        self._warned = True
-        _log.warning(
-            "iteration %d: optimizer.step() is called at %s:%d, and was at %s:%d. If one turn of the loop "
-            "has both, a resumed loop leaves turns out, because `restore` returns a number of synchronising "
-            "backwards: take one step a turn, for turn in protection.steps(...), which also shows where "
-            "iterations end (`checkmate docs training`)",
-            iteration,
-            *here,
-            *there,
-        )
-
-
-def _site() -> Site:
-    """Return where the script, or a library that it uses, is in its call of a hook."""
-    places = list[tuple[str, int]]()
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if not frame.f_code.co_filename.startswith(_INSIDE):
-            places.append((frame.f_code.co_filename, frame.f_lineno))
-        if len(places) == 2 or frame.f_back is None:
-            break
-        frame = frame.f_back
-    return tuple(places)
-
-
-def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `RefusedError` if a GradScaler has called the optimizer's step, although none is followed.
-
-    A scaler that changes gradients is noticed by them; a fused optimizer gets the scale instead, and a scale
-    of 1 changes nothing.
+    A resumed run begins without gradients. `active`: whether it warns at all.
     """
-    frame = sys._getframe(1)
-    for _ in range(_SCALER_FRAMES):
-        if frame.f_code in _SCALER_STEPS and frame.f_locals["self"].is_enabled():
-            raise RefusedError(
-                f"a GradScaler steps the {type(optimizer).__name__}, but was not given, so a resumed run "
-                "would begin with its first scale: pass scaler= to checkmate.restore and checkmate.protect"
-            )
-        if frame.f_back is None:
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, active: bool) -> None:
+        self._parameter = min(filter(torch.Tensor.numel, parameters), key=torch.Tensor.numel)
+        self._iteration: int | None = None  # whose first backward has not begun; later ones do add up
+        self._left = CHECKED if active else 0  # looks at a CUDA device, which wait for it
+        self._hook: Any = self._parameter.register_hook(self._before_gradient)  # type: ignore[no-untyped-call]
+
+    def await_backward(self, iteration: int) -> None:
+        """Look at the gradient when this iteration's first backward comes."""
+        self._iteration = iteration
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+    def _before_gradient(self, gradient: torch.Tensor) -> None:
+        iteration, self._iteration = self._iteration, None
+        there = self._parameter.grad
+        if iteration is None or there is None or not self._left:
             return
-        frame = frame.f_back
-
-
-_SCALER_STEPS: Final = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
+        self._left -= there.is_cuda
+        if bool(local_of(there).any()):
+            self._left = 0
+            _log.warning(
+                "iteration %d: gradients are added to those of the iteration before, which no zero_grad() "
+                "has cleared. A resumed run begins without gradients: call optimizer.zero_grad() after each "
+                "step",
+                iteration,
+            )

@@ -147,7 +147,7 @@ class Slices:
         self._rotations = [Rotation(numbers, self._entries) for numbers in shards]
         cheap = all(parameter.is_cpu for parameter in parameters)  # on a device, each copy is a launch
         nbytes, least = (PARAMETER_BYTES, 64) if cheap else (SLICE_BYTES // 16, None)
-        self._alone = [Rotation(numbers, self._parameter_alone, nbytes, least) for numbers in shards]
+        self._of_parameters = [Rotation(numbers, self._parameter_alone, nbytes, least) for numbers in shards]
 
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
         """Begin the next slices of the suspects' shards with the suspects. Callable from any thread."""
@@ -174,7 +174,7 @@ class Slices:
 
     def take_parameters(self) -> list[tuple[Window, Copy]]:
         """Return windows of parameters alone, in a rotation of their own, each with its copy."""
-        return [(window, self.copy(window)) for one in self._alone for window in one.next()]
+        return [(window, self.copy(window)) for one in self._of_parameters for window in one.next()]
 
     def copy(self, window: Window) -> Copy:
         """Copy a window as it is now. Raise `KeyError` if the optimizer has no such state any more."""
@@ -191,7 +191,7 @@ class Slices:
             return lambda: data
         return copied(ordered.reshape(-1)[window.start : window.stop])
 
-    def copies(self, window: Window) -> Callable[[], Copy]:
+    def copier(self, window: Window) -> Callable[[], Copy]:
         """Return a function that does what `copy` does, faster if the tensor stays where it is."""
         value = self._value(window)
         if not isinstance(value, torch.Tensor) or not value.is_cpu or local_of(value) is not value:

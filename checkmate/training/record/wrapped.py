@@ -6,12 +6,13 @@ scheduler: its class and its steps.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached, detach
@@ -268,3 +269,28 @@ class SchedulerWatch:
     def remove(self) -> None:
         """Restore the scheduler's own class."""
         self._scheduler.__class__ = self._kind
+
+
+_SCALER_FRAMES: Final = 12
+"""How far above a step its scaler's own is, with a library's between them."""
+
+
+def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `RefusedError` if a GradScaler has called the optimizer's step, although none is followed.
+
+    A scaler that changes gradients is noticed by them; a fused optimizer gets the scale instead, and a scale
+    of 1 changes nothing.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_SCALER_FRAMES):
+        if frame.f_code in _SCALER_STEPS and frame.f_locals["self"].is_enabled():
+            raise RefusedError(
+                f"a GradScaler steps the {type(optimizer).__name__}, but was not given, so a resumed run "
+                "would begin with its first scale: pass scaler= to checkmate.restore and checkmate.protect"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+_SCALER_STEPS: Final = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}

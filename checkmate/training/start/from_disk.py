@@ -9,7 +9,7 @@ from checkmate.consolidate.stages import Trained, stages
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, exchange
 from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, log_once, on_all
-from checkmate.training.start.install import restored
+from checkmate.training.start.install import restored_parts
 from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.on_disk import OnDisk
 from checkmate.training.start.plans import RestartPlan
@@ -29,7 +29,9 @@ def resume(place: Membership, watched: Watched, plan: RestartPlan, found: OnDisk
         instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, ANEW])))
     record = resumed.record
-    log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next ({restored(record)})")
+    log_once(
+        place, f"resumed from {path}: iteration {record.iteration + 1} comes next ({restored_parts(record)})"
+    )
     if resumed.ended:
         log_once(place, ENDED.format(record.iteration))
     if resumed.other_ranks:

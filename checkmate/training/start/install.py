@@ -284,7 +284,7 @@ def part_of(record: pb.IterationRecord, position: int) -> pb.RecordPart:
     return next((part for part in record.parts if part.position == position), pb.RecordPart())
 
 
-def restored(record: pb.IterationRecord) -> str:
+def restored_parts(record: pb.IterationRecord) -> str:
     """Return in words what beside parameters and optimizer a record restores, and what it lacks."""
     own = part_of(record, 0)
     every = [name for name in record.buffers if not state.is_frozen_state(name)]

@@ -28,7 +28,7 @@ from checkmate.training.record.publisher import Publisher, to_part
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.install import InstallError, install_buffers, install_gradients
 from tests.support.training.alone import alone
-from tests.support.training.recorded_loop import AUTHOR, RecordedLoop, adamw
+from tests.support.training.recorded_loop import AUTHOR, LoopModel, RecordedLoop, adamw
 
 
 @pytest.fixture(autouse=True)
@@ -291,35 +291,78 @@ def test_options_changed_after_an_unmarked_step_are_named(caplog: pytest.LogCapt
     loop.close()
 
 
-def test_an_answer_of_a_device_holds_its_record_back(caplog: pytest.LogCaptureFixture) -> None:
-    """Checks of state on a GPU are known when its copies have arrived, in the publisher's thread."""
-    loop = RecordedLoop(adamw)
-    loop.recorder._checks._on_host = False
-    iterate(loop)
-    loop.model.first.weight.data.zero_()
-    loop.recorder.mark()
-    iterate(loop)
-    loop.recorder.mark()
+class Sink:
+    """A node that notes which iterations it is sent."""
 
-    class Sink:
-        def __init__(self) -> None:
-            self.iterations: list[int] = []
+    def __init__(self) -> None:
+        self.iterations: list[int] = []
 
-        def send(self, iteration: int, data: bytes) -> None:
-            self.iterations.append(iteration)
+    def send(self, iteration: int, data: bytes) -> None:
+        self.iterations.append(iteration)
 
-        def departed(self, iteration: int) -> bool:
-            return True
+    def departed(self, iteration: int) -> bool:
+        return True
 
+
+def as_on_a_device(loop: RecordedLoop) -> RecordedLoop:
+    """Have its checks take the way of a GPU, on which nothing is known before copies have arrived."""
+    checks = loop.recorder._checks
+    checks._on_host = checks.gradients._on_host = False
+    checks._state._on_host = False
+    return loop
+
+
+DEVICE_CHANGES: dict[str, tuple[Callable[[RecordedLoop], object], str]] = {
+    "parameter": (
+        lambda loop: loop.model.first.weight.data.zero_(),
+        r"^iteration 1: parameter first\.weight was",
+    ),
+    "state": (lambda loop: loop.optimizer.state.clear(), r"^iteration 1: \w+ of parameter \S+ was changed"),
+    "gradient": (
+        lambda loop: [p.grad.mul_(2) for p in loop.parameters if p.grad is not None],
+        "the gradient of",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(DEVICE_CHANGES))
+def test_an_answer_of_a_device_holds_its_record_back(what: str) -> None:
+    """It is known when its copies have arrived, in the publisher's thread; the next step has the error."""
+    change, words = DEVICE_CHANGES[what]
+    loop = as_on_a_device(RecordedLoop(adamw))
+    for turn in range(3):
+        loop.backward()
+        if turn == 1 and what == "gradient":
+            change(loop)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        if turn == 1 and what != "gradient":
+            change(loop)
+        loop.recorder.mark()
+    loop.recorder.close(last=True)
     sink = Sink()
     publisher = Publisher(pb.RecordPart.FromString(AUTHOR.SerializeToString()), [sink], lambda ends: True)
-    loop.recorder.close(last=True)
     for noted in loop.emitted:
         publisher.put(noted)
     publisher.close(5.0)
-    assert sink.iterations == []
-    with pytest.raises(RefusedError, match=r"^iteration 0: parameter first\.weight was changed"):
+    assert sink.iterations == [0]
+    with pytest.raises(RefusedError, match=words):
         publisher.await_departed()
+
+
+def test_on_a_device_too_optimizers_in_turns_clear_what_they_do_not_step() -> None:
+    loop = as_on_a_device(RecordedLoop(two))
+    for turn in range(4):
+        loop.backward()
+        stepping, other = members_of(loop.optimizer)[:: 1 if turn % 2 else -1]
+        other.zero_grad()
+        stepping.step()
+        stepping.zero_grad()
+        loop.recorder.mark()
+    for noted in loop.emitted:
+        for check in noted.checks:
+            check()
+    loop.recorder.close(last=False)
 
 
 def test_marks_of_micro_batches_and_turns_without_a_backward() -> None:
@@ -424,11 +467,20 @@ class Scaled(nn.Linear):
         self.amax = state["amax"]
 
 
-def test_extra_state_of_modules_is_recorded_as_it_changes_and_installed() -> None:
+def test_extra_state_of_modules_is_recorded_as_it_changes_and_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class WithScaled(LoopModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = Scaled(2, 2).requires_grad_(False)
+
     def model() -> tuple[RecordedLoop, Scaled]:
-        loop, layer = RecordedLoop(adamw), Scaled(2, 2)
-        layer.requires_grad_(False)
-        loop.model.add_module("scaled", layer)
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.support.training.recorded_loop.LoopModel", WithScaled)
+            loop = RecordedLoop(adamw)
+        layer = loop.model.get_submodule("scaled")
+        assert isinstance(layer, Scaled)
         return loop, layer
 
     loop, layer = model()
