@@ -227,6 +227,10 @@ def _kills(plan: ScriptPlan, draw: random.Random) -> tuple[Kill, ...]:
     return tuple(sorted(result, key=lambda kill: (kill.turn, PLACES.index(kill.place))))
 
 
+_OWN_BUFFERS: Final = ("norm", "retyped")
+"""What has buffers of a rank's own batches. In a forward and in a restore, all ranks get the first one's."""
+
+
 def sound(plan: ScriptPlan) -> ScriptPlan:
     """Return a plan without what torch itself does not do, and what docs/training.md excludes."""
     loop, optimizer = plan.loop, plan.optimizer
@@ -236,6 +240,8 @@ def sound(plan: ScriptPlan) -> ScriptPlan:
         loop = replace(loop, epoch=0, breaks=False)
     if plan.does("optimizer-second") or plan.does("step-closure"):  # which a GradScaler refuses
         loop = replace(loop, scaler="none", overflows=())
+    if plan.has("extra-tensor") and any(map(plan.has, _OWN_BUFFERS)):  # which a validation would change
+        loop = replace(loop, epoch=0)
     if loop.epoch:
         loop = replace(loop, breaks=False)
     if plan.has("sparse"):
@@ -252,7 +258,7 @@ def sound(plan: ScriptPlan) -> ScriptPlan:
 def _excluded(deed: Deed, plan: ScriptPlan) -> bool:
     """Return whether a plan can't have a deed."""
     if deed.kind == "forward-discarded":
-        return plan.leaves_out  # DDP then expects its backward
+        return plan.leaves_out or plan.loop.micro > 1  # DDP then expects its backward, and reduces the next
     # Without marks, an iteration without a step ends with its backward: this would belong to none.
     late = deed.place in (*AFTER_BACKWARD, "after-step") and deed.turn in plan.loop.skipped
     return late and plan.loop.boundary == "none" and deed.kind in _HARMLESS
@@ -263,7 +269,7 @@ def _after_forward(deed: Deed, plan: ScriptPlan) -> Deed:
 
     DDP gives all ranks the first one's in a forward, and so does `restore`: before it, they differ.
     """
-    own = deed.kind in _EVALUATING and any(map(plan.has, ("norm", "retyped")))
+    own = deed.kind in _EVALUATING and any(map(plan.has, _OWN_BUFFERS))
     return replace(deed, place="after-backward") if own and deed.place == "top" else deed
 
 
