@@ -207,6 +207,7 @@ def _assemble(
     )
     undo.callback(recorder.close, last=False)
     waiting = followers.bring_up(deadline) if place.followed else "; ".join(untagged)
+    hook.on_begun = recorder.begun
     hook.register(recorder.reduced)  # last, because DDP can't unregister a hook
     loop = Loop(recorder, resumed_in(place, start), lambda: hook.iteration >= start.next_iteration)
     return Protection(place, start, hook, recorder, loop, publisher, followers, undo, waiting)

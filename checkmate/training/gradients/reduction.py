@@ -51,6 +51,8 @@ class GradientReduction(ABC):
     """Number of the last synchronising backward that began; `first_iteration` - 1 before the first."""
     on_reduced: Callable[[int], None]
     """Called by backward's thread at the end of an iteration's backward, when every `.grad` is reduced."""
+    on_begun: Callable[[], None]
+    """Called by backward's thread when an iteration's backward has begun. It must not raise."""
     error: RingError | None
     """Why the ring broke, as backward raises it."""
 
@@ -59,6 +61,7 @@ class GradientReduction(ABC):
     ) -> None:
         self.iteration = first_iteration - 1
         self._first_iteration = first_iteration
+        self.on_begun = lambda: None
         self.error = None
         self._incomplete = False
         self._futures: list[Gradients] = []  # of this iteration's backward
@@ -164,6 +167,7 @@ class GradientReduction(ABC):
         for staging in self._stagings.values():
             staging.begin()
         iteration = self.iteration
+        self.on_begun()
         self._after_backward(lambda: self._await_reduced(iteration))
 
     def _after_backward(self, work: Callable[[], None]) -> None:

@@ -44,7 +44,6 @@ from checkmate.training.record.wrapped import (
     is_scheduled,
     schedulers_of,
 )
-from checkmate.wording import with_article
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -115,7 +114,6 @@ class Recorder:
         self._open: Noted | None = None
         self._looping = self._missed = self._accumulated = False
         self._marking = marking
-        self._named_foreign = False
         self._parameters = list(names.values())
         self._unmarked = 0  # iterations with a step that had ended before the first mark
         self._sites = StepSites()
@@ -168,11 +166,24 @@ class Recorder:
             self._on_refused(present if refused is None else refused, error, self._marking)
             raise
 
+    def begun(self) -> None:
+        """Emit a start's first iteration as the next backward begins, if the script does not mark any.
+
+        Its record has the time of that backward to leave this process, as others have. A refusal waits for
+        `reduced`, because an error that is raised here would lose its type.
+        """
+        noted = self._open
+        if noted is not None and noted.waiting and not self._marking and self.refusal is None:
+            self._drift.say()
+            self._emit_open(noted)
+
     def reduced(self, iteration: int) -> None:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
         with self._refusing():
             if self._open is not None:
                 self._finish(self._open)
+            if not self._marking and self._newest == self._began + 1:
+                self._await_departed()  # because it left late (`begun`), and other ranks may step now
             self._open = Noted(iteration, self._stream_ends(iteration))
             if not self._marking or self._missed:  # it may get neither a step nor a mark
                 self._open.captured = self._capture.take(marks=self._marking)
@@ -336,14 +347,8 @@ class Recorder:
         if refusal := self._checks.foreign(optimizer):
             with self._refusing():
                 raise refusal
-        if self._first and self._watched.extra is None and not self._named_foreign:
-            self._named_foreign = True
-            _log.warning(
-                "%s steps parameters that are not of the protected model, and extra= was not given: a "
-                "resumed run begins with what the script makes of them. Return their state, and the "
-                "optimizer's, from extra(), or put both models into one",
-                with_article(type(optimizer).__name__),
-            )
+        if self._first and self._watched.extra is None:
+            self._checks.name_foreign(optimizer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         with self._refusing():

@@ -50,6 +50,7 @@ class StepChecks:
         self._frozen = frozen
         self._slots = [(name, slots, key, names[name]) for name, slots, key in slots]
         self._said_frozen = set[str]()
+        self._named_foreign = False
         self._names = list(names)
         self._parameters = list(names.values())
         self._ids = {id(parameter) for parameter in self._parameters}
@@ -95,6 +96,17 @@ class StepChecks:
             return True
         held = [value if isinstance(value, list | tuple) else (value,) for value in vars(optimizer).values()]
         return any(part is one for values in held for part in values for one in ours)
+
+    def name_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once of an optimizer of other parameters, which nobody restores."""
+        if not self._named_foreign:
+            self._named_foreign = True
+            _log.warning(
+                "%s steps parameters that are not of the protected model, and extra= was not given: a "
+                "resumed run begins with what the script makes of them. Return their state, and the "
+                "optimizer's, from extra(), or put both models into one",
+                with_article(type(optimizer).__name__),
+            )
 
     def foreign(self, optimizer: torch.optim.Optimizer) -> RefusedError | None:
         """Return why another optimizer may not step, if it has a protected parameter."""

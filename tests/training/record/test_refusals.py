@@ -123,7 +123,7 @@ def test_other_optimizers_of_other_parameters_are_the_scripts_business(
         iterate(loop)
         mine.step()
     assert len(loop.close()) == 2
-    assert loop.recorder._named_foreign == (extra is None)
+    assert loop.recorder._checks._named_foreign == (extra is None)
     assert extra or "an SGD steps parameters that are not of the protected model" in caplog.text
 
 
