@@ -433,7 +433,7 @@ class Recorder:
 
         Nodes get slices of an iteration without a step, too, because they compare all of it in time.
         """
-        self._checks.check_groups()
+        self._checks.check_groups(sizes=True)
         self._check_state(noted)
         if not noted.stepped:
             self._take_slices(noted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -69,9 +68,11 @@ class StepChecks:
         self.check_groups()
         return self.check_gradients(self._stepped_by.get(id(optimizer)))
 
-    def check_groups(self) -> None:
-        """Raise `RefusedError` if the optimizer has other parameter groups than before."""
-        if self._group_ids() != self._groups:
+    def check_groups(self, *, sizes: bool = False) -> None:
+        """Raise `RefusedError` if the optimizer has other parameter groups than before, or other `sizes`."""
+        groups = self._optimizer.param_groups
+        same = [len(group["params"]) for group in groups] == list(map(len, self._groups))
+        if not same or (not sizes and self._group_ids() != self._groups):
             raise RefusedError(
                 "the optimizer's parameter groups were changed after checkmate.protect: add parameters "
                 "before it"
@@ -166,6 +167,8 @@ class StepChecks:
                 f"{unfrozen} got requires_grad=True after checkmate.protect, so its gradient is not reduced: "
                 "set it before the model is wrapped, and protect that"
             )
+        if all(parameter.requires_grad for parameter in self._parameters):
+            return
         pairs = zip(self._names, self._parameters, strict=True)
         frozen = [name for name, p in pairs if not p.requires_grad and name not in self._said_frozen]
         if frozen and not self._stepped_by:  # else frameworks freeze, in turn, what the others step
@@ -334,7 +337,7 @@ class StateWatch:
         self._slices = slices
         self._on_host = on_host
         self._round = 0
-        self._noted_windows: list[tuple[Window, Copy, Callable[[], Copy]]] = []
+        self._noted_windows: list[tuple[Window, Copy]] = []
 
     def note(self, taken: Sequence[tuple[Window, Copy]]) -> None:
         """Note these windows, and some of parameters alone, as they are now."""
@@ -342,26 +345,24 @@ class StateWatch:
             first = self._round * SAMPLED
             self._round += 1
             taken = [taken[(first + i) % len(taken)] for i in range(min(SAMPLED, len(taken)))]
-        self._noted_windows = [
-            (window, copy, self._slices.copier(window))
-            for window, copy in itertools.chain(taken, self._slices.take_parameters())
-        ]
+        self._noted_windows = [*taken, *self._slices.take_parameters()]
 
     def compare(self) -> Callable[[], list[Window]]:
         """Copy the same windows again; the result returns those that differ, once copies have arrived."""
-        pairs = [(window, then, _copy_again(again)) for window, then, again in self._noted_windows]
+        pairs = [(window, then, self._copy_again(window)) for window, then in self._noted_windows]
         return lambda: [window for window, then, now in pairs if not same_bits(then(), now())]
 
-
-def _copy_again(again: Callable[[], Copy]) -> Copy:
-    try:
-        return again()
-    except KeyError:  # the script has discarded this state
-        return lambda: None
+    def _copy_again(self, window: Window) -> Copy:
+        try:
+            return self._slices.copy(window)
+        except KeyError:  # the script has discarded this state
+            return lambda: None
 
 
 def same_bits(one: object, other: object) -> bool:
     """Return whether two copies of a window have the same bits: bytes, flat tensors, numbers or `None`."""
+    if isinstance(one, bytes):
+        return one == other
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and bytes_of(one) == bytes_of(other)
     return type(one) is type(other) and bool(one == other or (one != one and other != other))  # noqa: PLR0124 - NaN

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ LOOKED_AT_BYTES: Final = 4 * SLICE_BYTES
 """How much of a parameter that the script has written comes first."""
 WINDOW_BYTES: Final = 1024
 """A window counts as at least this many bytes, because even a small copy costs time."""
+
+PLACES_MAX: Final = 4096
+"""Windows whose places in memory are remembered, which are all of a small model's."""
 
 Copy = Callable[[], Any]
 """Returns a window's earlier content, once it has arrived: bytes, a flat tensor on the CPU, or a number."""
@@ -143,6 +146,7 @@ class Slices:
         self._orders = [known.dim_order for known in layout.parameters]
         self._parameters = parameters
         self._optimizer = optimizer
+        self._places: dict[Window, _Place] = {}
         shards = [layout.of_shard(shard) for shard in range(layout.shards)]
         self._rotations = [Rotation(numbers, self._entries) for numbers in shards]
         cheap = all(parameter.is_cpu for parameter in parameters)  # on a device, each copy is a launch
@@ -179,37 +183,26 @@ class Slices:
     def copy(self, window: Window) -> Copy:
         """Copy a window as it is now. Raise `KeyError` if the optimizer has no such state any more."""
         value = self._value(window)
+        known = self._places.get(window)
+        if known is not None and known.holds(value):
+            data = ctypes.string_at(known.address, known.nbytes)
+            return lambda: data
         if not isinstance(value, torch.Tensor):
             return lambda: value
         local = local_of(value).detach()
-        order = (
-            self._orders[window.parameter] if value.shape == self._parameters[window.parameter].shape else ()
-        )
-        ordered = in_memory_order(local, order)
-        if local.is_cpu and ordered.is_contiguous():
-            data = _bytes_at(local.data_ptr(), window, local.element_size())
-            return lambda: data
-        return copied(ordered.reshape(-1)[window.start : window.stop])
-
-    def copier(self, window: Window) -> Callable[[], Copy]:
-        """Return a function that does what `copy` does, faster if the tensor stays where it is."""
-        value = self._value(window)
-        if not isinstance(value, torch.Tensor) or not value.is_cpu or local_of(value) is not value:
-            return lambda: self.copy(window)
-        order = (
-            self._orders[window.parameter] if value.shape == self._parameters[window.parameter].shape else ()
-        )
-        if not in_memory_order(value.detach(), order).is_contiguous():
-            return lambda: self.copy(window)
-        place, size = value.data_ptr(), value.element_size()
-
-        def again() -> Copy:
-            if self._value(window) is not value or value.data_ptr() != place:
-                return self.copy(window)
-            data = _bytes_at(place, window, size)
-            return lambda: data
-
-        return again
+        whole = value.shape == self._parameters[window.parameter].shape
+        ordered = in_memory_order(local, self._orders[window.parameter] if whole else ())
+        if not (local.is_cpu and ordered.is_contiguous() and window.stop > window.start):
+            return copied(ordered.reshape(-1)[window.start : window.stop])
+        # Its elements are in memory one after another. A view as a tensor would take ten times as long.
+        size, begin = local.element_size(), local.data_ptr()
+        address, nbytes = begin + window.start * size, (window.stop - window.start) * size
+        if local_of(value) is value:
+            if len(self._places) >= PLACES_MAX:
+                self._places.clear()
+            self._places[window] = _Place(value, value.numel(), begin, address, nbytes)
+        data = ctypes.string_at(address, nbytes)
+        return lambda: data
 
     def _value(self, window: Window) -> Any:
         parameter = self._parameters[window.parameter]
@@ -230,13 +223,19 @@ class Slices:
         return [("", local.numel(), local.element_size())]
 
 
-def _bytes_at(place: int, window: Window, size: int) -> bytes:
-    """Return a window of a tensor on the CPU whose elements are in memory one after another.
+class _Place(NamedTuple):
+    """Where a window of a tensor on the CPU is, as long as the tensor begins there."""
 
-    A view of it as a tensor would take ten times as long. `place`: where it begins. `size`: of an element.
-    """
-    count = window.stop - window.start
-    return ctypes.string_at(place + window.start * size, count * size) if count else b""
+    tensor: torch.Tensor
+    numel: int
+    begin: int
+    address: int
+    nbytes: int
+
+    def holds(self, value: object) -> bool:
+        """Return whether `value` is that tensor, and still there, and still as large."""
+        tensor = self.tensor
+        return tensor is value and tensor.data_ptr() == self.begin and tensor.numel() == self.numel
 
 
 def to_message(window: Window, value: object) -> pb.Slice:
