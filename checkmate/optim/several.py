@@ -81,3 +81,8 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that a script steps: those of `SeveralOptimizers`, or the one itself."""
     return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    """Return the parameters that an optimizer steps."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -90,6 +90,9 @@ class TrainedModel(ABC):
 
     def frozen(self) -> dict[str, nn.Parameter]:
         """Return the parameters that need no gradient, by name."""
+        every = (p for module in self.inner.modules() for p in module._parameters.values() if p is not None)
+        if all(p.requires_grad for p in every):  # in most models, and names take ten times as long
+            return {}
         return {name: p for name, p in self.parameters().items() if not p.requires_grad}
 
     def kept_beside(self) -> dict[str, torch.Tensor]:

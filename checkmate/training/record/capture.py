@@ -124,6 +124,11 @@ class Noted:
         """Go on after a forward, which was not the next iteration's: a step or a mark has come."""
         self.waiting, self.lacks_step = False, None
 
+    def note_options(self, now: Sequence[str], groups: range) -> None:
+        """Note the options of the groups that a step is about to use."""
+        before = self.options or now
+        self.options = [*before[: groups.start], *now[groups.start : groups.stop], *before[groups.stop :]]
+
     @property
     def stepped(self) -> bool:
         """Whether an optimizer has stepped."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkmate.errors import CheckmateError
-from checkmate.optim.several import members_of
+from checkmate.optim.several import members_of, parameters_of
 from checkmate.optim.supported import beginnings
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError, local_of
@@ -36,11 +36,11 @@ from checkmate.training.record.capture import (
 from checkmate.training.record.step_checks import LeftGradients, StepChecks
 from checkmate.training.record.windows import Slices
 from checkmate.training.record.wrapped import (
-    NOT_GIVEN,
     ClipListener,
     ScalerWatch,
     SchedulerWatch,
     check_unscaled,
+    check_unscheduled,
     is_scheduled,
     schedulers_of,
 )
@@ -105,9 +105,13 @@ class Recorder:
         self._drift = DriftWatch(watched, self._capture.options, active=first)
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
         self._members = members_of(watched.optimizer)
+        self._numbers_of = {
+            id(member): {self._numbers[id(p)] for p in parameters_of(member) if id(p) in self._numbers}
+            for member in self._members
+        }
         # Which `check_schedulers` has let pass: another one that is made later was not given.
-        self._scheduled = any(map(is_scheduled, self._members))
-        self._stepped_ids = {id(p) for group in watched.optimizer.param_groups for p in group["params"]}
+        self._scheduled = watched.scheduler is not None or any(map(is_scheduled, self._members))
+        self._stepped_ids = {id(p) for member in self._members for p in parameters_of(member)}
         self._checks = StepChecks(
             watched.optimizer, names, slices, watched.model.frozen(), watched.model.slots()
         )
@@ -361,12 +365,13 @@ class Recorder:
                     "backward (the last of those accumulated with no_sync) and precede the next forward"
                     + self._checks.hint_of_unused()
                 )
-            if self._watched.scheduler is None and is_scheduled(optimizer) and not self._scheduled:
-                raise RefusedError(NOT_GIVEN)
+            if not self._scheduled:
+                check_unscheduled(optimizer)
             if self._watched.scaler is None:
                 check_unscaled(optimizer)
             noted.resume()
             self._add_check(noted, self._checks.check(optimizer))
+            self._checks.look_at_written()
             self._check_state(noted)
             if not self._marking and not noted.stepped:
                 self._sites.look(noted.iteration)
@@ -381,24 +386,14 @@ class Recorder:
         for member in self._members:
             groups = range(first, first + len(member.param_groups))
             first = groups.stop
-            numbers = [
-                (self._numbers[id(p)], p.grad is None)
-                for group in member.param_groups
-                for p in group["params"]
-                if id(p) in self._numbers
-            ]
+            numbers = self._numbers_of[id(member)]
+            without = {number for number in numbers if self._parameters[number].grad is None}
             if member is optimizer:
-                before = noted.options or now
-                noted.options = [
-                    *before[: groups.start],
-                    *now[groups.start : groups.stop],
-                    *before[groups.stop :],
-                ]
-                noted.without_gradient -= {number for number, _ in numbers}
-                noted.without_gradient |= {number for number, without in numbers if without}
+                noted.note_options(now, groups)
+                noted.without_gradient = noted.without_gradient - numbers | without
                 noted.beginnings += beginnings(member, groups.start)
             elif not noted.stepped:
-                noted.without_gradient |= {number for number, _ in numbers}
+                noted.without_gradient |= numbers
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         noted = self._open
@@ -436,6 +431,7 @@ class Recorder:
         self._checks.check_groups(sizes=True)
         self._check_state(noted)
         if not noted.stepped:
+            self._checks.look_at_written()
             self._take_slices(noted)
 
     def _take_slices(self, noted: Noted) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from checkmate.optim.several import members_of
+from checkmate.optim.several import members_of, parameters_of
 from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.buffers import copied
@@ -45,7 +45,7 @@ class StepChecks:
     ) -> None:
         self._optimizer = optimizer
         members = members_of(optimizer)
-        self._stepped_by = {id(one): _parameters_of(one) for one in members} if len(members) > 1 else {}
+        self._stepped_by = {id(one): parameters_of(one) for one in members} if len(members) > 1 else {}
         self._frozen = frozen
         self._slots = [(name, slots, key, names[name]) for name, slots, key in slots]
         self._said_frozen = set[str]()
@@ -130,7 +130,6 @@ class StepChecks:
 
         On a device, return a function that raises it once copies have arrived, because nothing may wait here.
         """
-        self._look_at_touched()
         compared = self._state.compare()
 
         def check() -> None:
@@ -138,6 +137,20 @@ class StepChecks:
                 raise self._refused_change(iteration, changed[0])
 
         return self._now_or_later(check)
+
+    def look_at_written(self) -> None:
+        """Begin the next slices with what PyTorch's version counters show as written since the last step.
+
+        Windows cover only a part of a large model. Not every write is a change: a script may swap parameters
+        for an EMA's and back.
+        """
+        now = [parameter._version for parameter in self._parameters]
+        if now != self._versions:
+            pairs = enumerate(zip(now, self._versions, strict=True))
+            written = [number for number, (version, before) in pairs if version != before]
+            if len(written) <= SAMPLED:  # windows show a write of all parameters, as a swap for an EMA's is
+                self._slices.look_at(written)
+            self._versions = now
 
     def hint_of_unused(self) -> str:
         """Return a hint in words if a backward has reached only some of the parameters."""
@@ -187,7 +200,7 @@ class StepChecks:
         self._state.note(taken)
         self._versions = [parameter._version for parameter in self._parameters]
 
-    def check_gradients(self, of: Collection[nn.Parameter] | None = None) -> Callable[[], None] | None:
+    def check_gradients(self, of: Collection[torch.Tensor] | None = None) -> Callable[[], None] | None:
         """Raise `RefusedError` if gradients were changed in a way that the record can't express.
 
         On a device, return a function that does so. `of`: only those of these parameters.
@@ -213,20 +226,6 @@ class StepChecks:
         check()
         return None
 
-    def _look_at_touched(self) -> None:
-        """Have shadow nodes compare first what PyTorch's version counters show as written since the step.
-
-        Windows cover only a part of a large model. Not every write is a change: a script may swap parameters
-        for an EMA's and back.
-        """
-        now = [parameter._version for parameter in self._parameters]
-        if now != self._versions:
-            pairs = enumerate(zip(now, self._versions, strict=True))
-            written = [number for number, (version, before) in pairs if version != before]
-            if len(written) <= SAMPLED:  # windows show a write of all parameters, as a swap for an EMA's is
-                self._slices.look_at(written)
-            self._versions = now
-
     def _refused_change(self, iteration: int, window: Window) -> RefusedError:
         of = f"{window.state} of parameter" if window.state else "parameter"
         error = RefusedError(
@@ -241,10 +240,6 @@ class StepChecks:
 
     def _group_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
-    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _kinds(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
@@ -291,7 +286,7 @@ class GradientWatch:
         elif self._samples:
             self._sums = self._sum()
 
-    def forget(self, of: Collection[nn.Parameter] | None = None) -> None:
+    def forget(self, of: Collection[torch.Tensor] | None = None) -> None:
         """Release gradients, of these parameters or of all, and do not check them until `start`."""
         samples = enumerate(self._samples)
         places = [] if of is None else [place for place, sample in samples if sample.parameter not in of]
@@ -301,7 +296,7 @@ class GradientWatch:
         if self._sums is not None:  # not by a list, which would be copied to the device
             self._sums = torch.stack([self._sums[place] for place in places]) if places else None
 
-    def compare(self, of: Collection[nn.Parameter] | None = None) -> Callable[[], list[str]]:
+    def compare(self, of: Collection[torch.Tensor] | None = None) -> Callable[[], list[str]]:
         """Look at gradients again; the result returns the names of parameters whose gradients were changed.
 
         `of`: only these parameters. On CUDA the result waits for the device.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -34,8 +33,7 @@ Entry = tuple[str, int, int]
 """An entry of a parameter's state: name (empty: the parameter itself), elements, bytes per element."""
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Elements [start, stop) of a parameter or of an entry of its state, flattened in memory order."""
 
     parameter: int

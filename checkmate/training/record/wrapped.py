@@ -22,14 +22,16 @@ from checkmate.training.errors import RefusedError
 _torchs_clip_grad_norm_: Final = torch.nn.utils.clip_grad_norm_
 _torchs_clip_grads_with_norm_: Final[Any] = getattr(torch.nn.utils, "clip_grads_with_norm_", None)  # 2.6
 
-Noted = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+OnMultiplied = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 """Called with the parameters whose gradients were multiplied, and with the factor."""
 
 
 class ClipListener(AttachedData):
     """Attached to parameters until `close`. `before` is called before each clipping, `noted` after it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], before: Callable[[], None], noted: Noted) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], before: Callable[[], None], noted: OnMultiplied
+    ) -> None:
         self.before = before
         self.noted = noted
         self._parameters = parameters
@@ -273,6 +275,12 @@ class SchedulerWatch:
 
 _SCALER_FRAMES: Final = 12
 """How far above a step its scaler's own is, with a library's between them."""
+
+
+def check_unscheduled(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `RefusedError` if an optimizer has had a scheduler, although none was given."""
+    if is_scheduled(optimizer):
+        raise RefusedError(NOT_GIVEN)
 
 
 def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
