@@ -143,7 +143,7 @@ def _loop(draw: _Draw) -> LoopPlan:
         drawn=micro > 1 and chosen.random() < 0.5,
         epoch=chosen.choice((0, 0, 0, 2, 3)),
         breaks=chosen.random() < 0.15,
-        zero=chosen.choice(("end", "end", "top", "zeros")),
+        zero=chosen.choice(("end", "end", "top", "backward", "zeros")),
         skipped=tuple(sorted(chosen.sample(range(5), chosen.choice((0, 0, 0, 1, 2))))),
         overflows=tuple(chosen.sample(range(1, 5), chosen.choice((0, 1)) if scaler == "given" else 0)),
         scheduler=chosen.choice(("none", "none", "step", "lambda", "cosine", "cycle")),

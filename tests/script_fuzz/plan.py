@@ -114,7 +114,8 @@ class LoopPlan:
         epoch: The number of turns of a loop with `steps`, after which validation and the scheduler follow; if
             it is 0, there is one loop.
         breaks: Whether the script leaves its loop by `break`.
-        zero: When zero_grad is called: at the end or the top of a turn, or `zeros`: at the end, to zeros.
+        zero: When zero_grad is called: at the end or the top of a turn, before its (first) backward, or
+            `zeros`: at the end, to zeros.
         skipped: Turns without a step.
         overflows: Turns with an infinite loss, if there is a scaler.
         scheduler: none, step, lambda, cosine or cycle.

@@ -186,6 +186,8 @@ class Script:
                 self._zero()
         with contextlib.nullcontext() if last else self.ddp.no_sync():
             loss = self.forward(turn)
+            if micro == 0 and self.plan.loop.zero == "backward":
+                self._zero()
             if last:
                 self._at("before-backward", turn)
             self.backward(loss)
@@ -226,7 +228,7 @@ class Script:
         if self.plan.loop.validation:
             self.evaluate(turn)
         self._at("after-scheduler", turn)
-        if self.plan.loop.zero != "top":
+        if self.plan.loop.zero in {"end", "zeros"}:
             self._zero()
         self._say("turn", turn=turn, digests=digests(self, self.total))
 

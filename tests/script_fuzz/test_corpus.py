@@ -55,7 +55,14 @@ KEPT = {
     "micro-batches and a scaler": ScriptPlan(
         model=ModelPlan(("dropout",)),
         loop=LoopPlan(
-            micro=2, drawn=True, skipped=(1,), overflows=(2,), scaler="given", extra="counter", end="with"
+            micro=2,
+            drawn=True,
+            zero="backward",
+            skipped=(1,),
+            overflows=(2,),
+            scaler="given",
+            extra="counter",
+            end="with",
         ),
         kills=(Kill(3, "before-backward"), Kill(4, "after-backward", (1,), delay=0.03)),
         nodes=2,

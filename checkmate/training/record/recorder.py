@@ -116,7 +116,7 @@ class Recorder:
             watched.optimizer, names, slices, watched.model.frozen(), watched.model.slots()
         )
         self._open: Noted | None = None
-        self._looping = self._missed = self._accumulated = False
+        self._looping = self._missed = False
         self._marking = marking
         self._parameters = list(names.values())
         self._unmarked = 0  # iterations with a step that had ended before the first mark
@@ -152,9 +152,8 @@ class Recorder:
         ):
             undo.callback(handle.remove)
         undo.callback(ClipListener(self._parameters, self.check_gradients, self._clipped).close)
-        # In a turn of another optimizer, gradients may stay.
-        self._leftovers = LeftGradients(self._parameters, active=len(self._members) == 1)
-        undo.callback(self._leftovers.close)
+        self._leftovers = LeftGradients(self._parameters, several=len(self._members) > 1)
+        undo.callback(self._leftovers.forget)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -177,6 +176,7 @@ class Recorder:
         `reduced`, because an error that is raised here would lose its type.
         """
         noted = self._open
+        self._leftovers.begun()
         if noted is not None and noted.waiting and not self._marking and self.refusal is None:
             self._drift.say()
             self._emit_open(noted)
@@ -185,7 +185,7 @@ class Recorder:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
         with self._refusing():
             if self._open is not None:
-                self._finish(self._open)
+                self._finish_late(self._open)
             if not self._marking and self._newest == self._began + 1:
                 self._await_departed()  # because it left late (`begun`), and other ranks may step now
             self._open = Noted(iteration, self._stream_ends(iteration))
@@ -229,7 +229,7 @@ class Recorder:
                 noted.refusal = self._refusal_at_end(noted)
                 if not left and noted.refusal is not None:
                     raise noted.refusal
-                noted.resume()
+                self._resume(noted)
                 self._end_here(noted, in_loop=in_loop)  # first, because the script's `extra` may fail
                 self._note_gradients(noted)
                 noted.marked, noted.settled, noted.left = True, not left, left
@@ -335,9 +335,13 @@ class Recorder:
             self._end_here(noted)
         if noted.buffers is None:
             noted.buffers = self._capture.buffers(None)
-        noted.waiting, noted.lacks_step = True, self._lacks_step(noted)
-        if noted.over:
-            self._leftovers.await_backward(noted.iteration + 1)
+        noted.waiting = True
+        self._leftovers.await_backward(noted)
+
+    def _resume(self, noted: Noted) -> None:
+        """Go on with an iteration after a forward, which was not the next iteration's."""
+        noted.resume()
+        self._leftovers.forget()
 
     def _note_gradients(self, noted: Noted) -> None:
         """Note which parameters have a gradient, if only of zeros: an optimizer leaves out those without."""
@@ -369,7 +373,7 @@ class Recorder:
                 check_unscheduled(optimizer)
             if self._watched.scaler is None:
                 check_unscaled(optimizer)
-            noted.resume()
+            self._resume(noted)
             self._add_check(noted, self._checks.check(optimizer))
             self._checks.look_at_written()
             self._check_state(noted)
@@ -462,15 +466,23 @@ class Recorder:
         self._drift.say()
         self._emit_open(noted)
 
+    def _finish_late(self, noted: Noted) -> None:
+        """Finish an iteration whose next one has had its backward already."""
+        if noted.leaves_gradients is not None:
+            self._leftovers.look()
+            self._finish(noted)
+        else:  # without a forward between them
+            noted.leaves_gradients = self._lacks_step(noted)
+            self._finish(noted)
+            self._leftovers.warn(noted)
+
     def _emit_open(self, noted: Noted) -> None:
         self._open = None
         self._newest = noted.iteration
-        if not noted.waiting:
-            self._leftovers.await_backward(noted.iteration + 1)
+        if noted.leaves_gradients is None:
+            self._leftovers.await_backward(noted)
         self._unmarked += noted.over and not noted.marked
         self._checks.gradients.forget()
-        if not noted.stepped:
-            self._passed_over(noted)
         self._steps.end(noted.iteration)
         if noted.buffers is None:
             noted.buffers = self._capture.buffers(None)
@@ -485,20 +497,9 @@ class Recorder:
             noted.iteration,
         )
 
-    def _passed_over(self, noted: Noted) -> None:
-        """Warn if an iteration without a step leaves gradients, which a resumed run would lack."""
-        if not self._accumulated and self._lacks_step(noted):  # which waits for a device
-            self._accumulated = True
-            _log.warning(
-                "iteration %d: a backward without optimizer.step() or zero_grad(). To accumulate gradients, "
-                "use ddp.no_sync(), or with FSDP set_requires_gradient_sync(False): a run resumed between "
-                "two such backwards lacks what was accumulated",
-                noted.iteration,
-            )
-
     def _lacks_step(self, noted: Noted) -> bool:
         """Return whether there are gradients that no step has used."""
-        if noted.lacks_step is not None:
-            return noted.lacks_step
+        if noted.leaves_gradients is not None:
+            return noted.leaves_gradients and not noted.over
         gradients = (p.grad for p in self._parameters if p.grad is not None)
         return not noted.over and any(bool(local_of(one).any()) for one in gradients)

@@ -15,7 +15,7 @@ from checkmate.optim.several import members_of, parameters_of
 from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.buffers import copied
-from checkmate.training.record.capture import CHECKED, script_site
+from checkmate.training.record.capture import CHECKED, Noted, script_site
 from checkmate.training.record.windows import Copy, Slices, Window
 from checkmate.wire.parameter import dim_order
 from checkmate.wording import counted, with_article
@@ -422,36 +422,78 @@ def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class LeftGradients:
-    """Warns once if an iteration adds its gradients to those of the one before, as one parameter shows.
+    """Warns once if a backward adds its gradients to those of the iteration before: a resumed run has none.
 
-    A resumed run begins without gradients. `active`: whether it warns at all.
+    Scripts may clear gradients as late as between forward and backward. So a parameter's hook looks when the
+    next backward comes; a sharded parameter's is not called, and `begun` looks instead. `several`: there are
+    several optimizers, and after the step of one, gradients of the others' parameters may stay.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, active: bool) -> None:
-        self._parameter = min(filter(torch.Tensor.numel, parameters), key=torch.Tensor.numel)
-        self._iteration: int | None = None  # whose first backward has not begun; later ones do add up
-        self._left = CHECKED if active else 0  # looks at a CUDA device, which wait for it
-        self._hook: Any = self._parameter.register_hook(self._before_gradient)  # type: ignore[no-untyped-call]
+    def __init__(self, parameters: Sequence[nn.Parameter], *, several: bool) -> None:
+        self._parameters = parameters
+        self._smallest = min(filter(torch.Tensor.numel, parameters), key=torch.Tensor.numel)
+        self._left = 0 if several else CHECKED  # looks at a CUDA device after a step, which wait for it
+        self._added = False
+        self._noted: Noted | None = None  # the iteration whose gradients may be left
+        self._parameter = self._smallest
+        self._hook: Any = None
 
-    def await_backward(self, iteration: int) -> None:
-        """Look at the gradient when this iteration's first backward comes."""
-        self._iteration = iteration
+    def await_backward(self, noted: Noted) -> None:
+        """Look at a gradient when the first backward after this iteration comes."""
+        self.forget()
+        if noted.over:  # any parameter shows whether they were cleared
+            candidates: Iterable[nn.Parameter] = [self._smallest] if self._left > 0 else []
+        else:
+            candidates = filter(_has_gradient, self._parameters)
+        left = next((p for p in candidates if p.requires_grad), None)
+        noted.leaves_gradients = left is not None
+        if left is not None:
+            self._noted, self._parameter = noted, left
+            self._hook = left.register_hook(lambda gradient: self.look())  # type: ignore[no-untyped-call]
 
-    def close(self) -> None:
-        """Remove the hook."""
-        self._hook.remove()
+    def begun(self) -> None:
+        """Look now that a backward has begun, if no hook will."""
+        if local_of(self._parameter) is not self._parameter:
+            self.look()
 
-    def _before_gradient(self, gradient: torch.Tensor) -> None:
-        iteration, self._iteration = self._iteration, None
-        there = self._parameter.grad
-        if iteration is None or there is None or not self._left:
+    def look(self) -> None:
+        """Look, unless the first backward has come already."""
+        noted = self._noted
+        self.forget()
+        if noted is None:
             return
-        self._left -= there.is_cuda
-        if bool(local_of(there).any()):
+        noted.leaves_gradients = _has_gradient(self._parameter)
+        self._left -= noted.over and self._parameter.is_cuda
+        self.warn(noted)
+
+    def warn(self, noted: Noted) -> None:
+        """Warn if the iteration has left gradients to which a backward now adds."""
+        if not noted.leaves_gradients:
+            return
+        if noted.over:
             self._left = 0
             _log.warning(
                 "iteration %d: gradients are added to those of the iteration before, which no zero_grad() "
                 "has cleared. A resumed run begins without gradients: call optimizer.zero_grad() after each "
                 "step",
-                iteration,
+                noted.iteration + 1,
             )
+        elif not self._added:
+            self._added = True
+            _log.warning(
+                "iteration %d: a backward without optimizer.step() or zero_grad(). To accumulate gradients, "
+                "use ddp.no_sync(), or with FSDP set_requires_gradient_sync(False): a run resumed between "
+                "two such backwards lacks what was accumulated",
+                noted.iteration,
+            )
+
+    def forget(self) -> None:
+        """Do not look: the iteration goes on, or no other follows."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._noted = self._hook = None
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    """Return whether it has one that is not zero. Waits for a CUDA device."""
+    return parameter.grad is not None and bool(local_of(parameter.grad).any())

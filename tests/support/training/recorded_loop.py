@@ -84,7 +84,10 @@ class RecordedLoop:
 
     def backward(self, *, factor: float = 1.0, more: bool = False) -> None:
         """Run forward and backward, and keep the final gradients for the replicas."""
-        loss = (self.ddp(torch.randn(4, 8), more=more) ** 2).sum() * factor
+        self.backward_of((self.ddp(torch.randn(4, 8), more=more) ** 2).sum() * factor)
+
+    def backward_of(self, loss: torch.Tensor) -> None:
+        """Run backward, and keep the final gradients for the replicas."""
         self.recorder.begun()
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         self.iteration += 1

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import StepLR
 
 import checkmate
@@ -23,8 +25,9 @@ from checkmate.training.checks import check_schedulers, watched_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.loop import Loop as Batches
 from checkmate.training.record import windows
-from checkmate.training.record.capture import same
+from checkmate.training.record.capture import Noted, same
 from checkmate.training.record.publisher import Publisher, to_part
+from checkmate.training.record.step_checks import LeftGradients
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.install import InstallError, install_buffers, install_gradients
 from tests.support.training.alone import alone
@@ -389,6 +392,48 @@ def test_a_mark_passed_over_after_a_backward_that_was_thrown_away(caplog: pytest
             loop.recorder.mark()
     assert len(loop.close()) == 4
     assert "iteration 1 ended without protection.mark(), which others had" in caplog.text
+
+
+@pytest.mark.parametrize("boundary", ["none", "mark", "missed"])
+@pytest.mark.parametrize("discarded", [False, True])
+def test_gradients_of_a_skipped_step_may_be_cleared_as_late_as_before_the_backward(
+    boundary: str, discarded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = RecordedLoop(adamw)
+    with caplog.at_level(logging.WARNING):
+        for turn in range(4):
+            if discarded:
+                loop.ddp(torch.randn(4, 8))
+            loss = (loop.ddp(torch.randn(4, 8)) ** 2).sum()
+            loop.optimizer.zero_grad()
+            loop.backward_of(loss)
+            if turn % 2:
+                loop.optimizer.step()
+            if boundary == "mark" or (boundary == "missed" and turn % 2):
+                loop.recorder.mark()
+    parts = loop.close()
+    assert [part.step.skipped for part in parts] == [True, False] * 2
+    ends = [text.split(",")[0] for text in caplog.messages]
+    assert ends == ["iteration 2 ended without protection.mark()"] * (boundary == "missed")
+
+
+@pytest.mark.parametrize(("stepped", "named"), [(False, "a backward without"), (True, "gradients are added")])
+def test_a_sharded_parameter_has_no_hook_that_sees_a_backward_begin(
+    stepped: bool, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = fully_shard(nn.Linear(8, 4), mesh=DeviceMesh("cpu", [0]))
+    optimizer = torch.optim.SGD(model.parameters())
+    watch = LeftGradients(list(model.parameters()), several=False)
+    model.set_all_reduce_hook(lambda flat: watch.begun())  # as `ShardedHooks` does
+    for iteration in range(4):
+        loss = model(torch.randn(4, 8)).sum()
+        if iteration < 3:
+            optimizer.zero_grad()
+        assert caplog.messages == []
+        loss.backward()
+        watch.await_backward(Noted(iteration, {}, stepped_by=[optimizer] * stepped))
+    (text,) = caplog.messages
+    assert text.startswith(f"iteration {3 if stepped else 2}: {named}")
 
 
 def test_a_parameter_frozen_in_mid_training_is_named_and_one_unfrozen_is_refused(
