@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NoReturn
 
 import grpc
-from finsy.grpcutil import GRPCStatusCode
 from finsy.p4client import P4ClientError
 from finsy.p4entity import P4PacketIn, P4PacketOut
 from finsy.proto import U128, p4i, p4r, p4r_grpc
@@ -19,9 +18,16 @@ from checkmate.job.schema import Switch
 from checkmate.wording import counted
 from controlplane.election import Candidacy, Primary, Standing
 from controlplane.entities import Holdings, Update, batches
-from controlplane.errors import ControlError, SwitchUnreachable, Unsure, WriteRefused, WrongPipeline
+from controlplane.errors import (
+    AnotherPrimary,
+    ControlError,
+    SwitchUnreachable,
+    Unsure,
+    WriteRefused,
+    WrongPipeline,
+)
 from controlplane.p4runtime.codec import Codec
-from controlplane.p4runtime.connection import GONE, SwitchConnection, standing_of
+from controlplane.p4runtime.connection import SwitchConnection, standing_of
 
 BATCH = 250
 """Updates in a Write request. A refusal has 100 to 200 bytes of details for each update in gRPC's trailing
@@ -82,8 +88,9 @@ class SwitchSession(SwitchConnection):
         try:
             await self._load(request)
         except P4ClientError as error:
-            if error.code in (*GONE, GRPCStatusCode.PERMISSION_DENIED):
-                raise self._failed("loading the program", error) from None
+            failed = self._failed("loading the program", error)
+            if isinstance(failed, SwitchUnreachable | AnotherPrimary):
+                raise failed from None
             raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
         return True
 

@@ -242,10 +242,36 @@ def test_an_unreachable_switch_is_told_in_time() -> None:
 def test_a_wrong_device_id_is_told(switch: Switch) -> None:
     async def scenario() -> None:
         other = replace(switch, device_id=42)
-        with pytest.raises(SwitchUnreachable, match="42"):
+        with pytest.raises(
+            SwitchUnreachable, match=r"has no device 42 .*start it with --device-id 42, or write"
+        ):
             async with SwitchSession(other, CODEC, candidacy=WRITER) as session:
                 await session.ensure_pipeline()
 
+    LOOP.run_until_complete(scenario())
+
+
+def test_a_wrong_device_id_is_told_by_bmv2_when_a_program_is_loaded(
+    switch: Switch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNKNOWN,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(),
+        "Error when trying to assign device",
+    )
+
+    async def load(session: SwitchSession, request: p4r.SetForwardingPipelineConfigRequest) -> None:
+        raise P4ClientError(refusal, "loading the program")
+
+    async def scenario() -> None:
+        with pytest.raises(
+            SwitchUnreachable, match=r"has no device 1 .*start it with --device-id 1, or write"
+        ):
+            async with SwitchSession(switch, CODEC, candidacy=WRITER) as session:
+                await session.ensure_pipeline(replace=True)
+
+    monkeypatch.setattr(SwitchSession, "_load", load)
     LOOP.run_until_complete(scenario())
 
 

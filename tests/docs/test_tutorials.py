@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +22,7 @@ LABS = {
     "5-recover": "crash",
     "6-shards": "shards",
 }
-"""By page, the name that its lab has. The third page needs a real switch."""
+"""By page, the name that its lab has. The third page has no lab."""
 _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -41,3 +44,49 @@ def test_a_tutorial_works(page: str, lab: str) -> None:
     script = begin + script
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@needs_root
+@pytest.mark.parametrize("target", ["softswitch", "simple_switch_grpc"])
+def test_switches_are_connected_as_the_third_tutorial_says(target: str, tmp_path: Path) -> None:
+    """In a namespace of its own, with the page's commands in order, without those of a Tofino and of training."""
+    environment = {name: value for name, value in os.environ.items() if name != "CHECKMATE_INSECURE"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    if shutil.which(target, path=environment["PATH"]) is None:
+        pytest.skip(f"{target} is not installed")
+    text = (ROOT / "docs" / "tutorial" / "3-switch.md").read_text()
+    (start,) = re.findall(rf"\| `({target} [^`]*)` \|", text)
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
+    lines = [line.partition("#")[0].strip() for line in blocks if line.startswith("checkmate ")]
+    shown = [line for line in lines if "--bfrt" not in line and "--wait" not in line]
+    assert [line.split()[1] for line in shown] == ["validate", "plan", "keys", "run"]
+    (init,) = re.findall(r"`(checkmate init [^`]*)`", text)
+    script = f"""
+        set -eux -o pipefail
+        trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
+        ip link set lo up
+        for port in 1 2; do
+            ip link add eth$port type veth peer name host$port
+            ip link set eth$port up
+        done
+        mkdir jobs
+        {init} --target {"bmv2" if target == "simple_switch_grpc" else "softswitch"}
+        {start} >switch.log 2>&1 &
+        {" && ".join(shown[:-1])}
+        {shown[-1]} >run.log 2>&1 &
+        until grep -q 'serving' run.log; do kill -0 $!; sleep 0.1; done
+        checkmate status jobs/ || test $? = 1
+    """
+    done = subprocess.run(
+        ["unshare", "-n", "bash", "-c", script],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment,
+    )
+    logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:] + logs
+    assert "without keys" not in logs
