@@ -49,7 +49,7 @@ def test_a_tutorial_works(page: str, lab: str) -> None:
 @needs_root
 @pytest.mark.parametrize("target", ["softswitch", "simple_switch_grpc"])
 def test_switches_are_connected_as_the_third_tutorial_says(target: str, tmp_path: Path) -> None:
-    """In a namespace of its own, with the page's commands in order, without those of a Tofino and of training."""
+    """In a namespace of its own, with the page's commands in order, without a Tofino's and training's."""
     environment = {name: value for name, value in os.environ.items() if name != "CHECKMATE_INSECURE"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     if shutil.which(target, path=environment["PATH"]) is None:
