@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -25,6 +26,8 @@ from controlplane.status import SwitchStatus, read_status
 
 POLL_SECONDS = 0.5
 AGAIN_SECONDS = 5.0
+ABSENCE_SECONDS = 5.0
+"""Time for a job file to come back: `mv`, `git checkout` and others remove one before they write another."""
 CONTROLLER = new_controller()
 """This process's number."""
 
@@ -215,6 +218,17 @@ def refuse(wanted: Wanted) -> None:
         say(logging.ERROR, JOBS_REFUSED(why=why), "refused; what is served of these files stays:\n%s", why)
 
 
+async def _await_return(files: JobFiles) -> None:
+    """Give files of served jobs that are gone time to come back, because a removed job loses its copies."""
+    deadline, told = time.monotonic() + ABSENCE_SECONDS, False
+    while (away := files.away()) and time.monotonic() < deadline:
+        if not told:
+            names = ", ".join(map(str, away))
+            LOG.warning("%s: gone; unless it comes back in %g s, its job ends", names, ABSENCE_SECONDS)
+            told = True
+        await asyncio.sleep(POLL_SECONDS / 5)
+
+
 async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
     """Apply every change of the job files. Log a change that can't be applied, and change nothing.
 
@@ -239,6 +253,7 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
         if not (changed or again):
             continue
         await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
+        await _await_return(files)
         before = {job.job for job in fleet.network.jobs}
         try:
             wanted = await asyncio.to_thread(files.wanted, unusable)  # streams connect meanwhile

@@ -144,6 +144,10 @@ class JobFiles:
         """Take note that these jobs are served now."""
         self._served = replace(wanted, faults=())
 
+    def away(self) -> list[Path]:
+        """Return the files of served jobs that are gone."""
+        return [file for file in self._served.by_file if not os.path.lexists(file)]
+
     def changed(self) -> bool:
         """Return whether a file was added, removed or written since the last `read`."""
         return self._signature() != self._seen

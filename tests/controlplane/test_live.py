@@ -16,6 +16,7 @@ from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.wire.schedule import nic_of
 from checkmate.wire.tag import Hello
+from controlplane.serve import POLL_SECONDS
 from testbed.process_memory import resident
 from tests.support.labs.live import LiveSwitch, acknowledged, live_switch, needs_root, targets, was_reset
 from topologies.describe.job_files import Target
@@ -187,6 +188,11 @@ def test_jobs_are_added_edited_and_removed_while_it_runs(live: LiveSwitch, tmp_p
         (folder / "second.yaml").write_text(yaml.safe_dump({**second, "channels": 1}))
         live.until(lambda: live.log().count("updates written") >= 3)
         assert live.connected(first) == before
+        (folder / "second.yaml").rename(tmp_path / "away.yaml")  # as `git checkout` and rsync may do
+        time.sleep(2 * POLL_SECONDS)
+        (tmp_path / "away.yaml").rename(folder / "second.yaml")
+        live.until(lambda: live.log().count("updates written") >= 4)
+        assert "job removed" not in live.log()
         (folder / "second.yaml").unlink()
         live.until(lambda: "job removed: second" in live.log())
         assert live.connected(first) == before

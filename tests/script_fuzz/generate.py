@@ -259,6 +259,8 @@ def _excluded(deed: Deed, plan: ScriptPlan) -> bool:
     """Return whether a plan can't have a deed."""
     if deed.kind == "forward-discarded":
         return plan.leaves_out or plan.loop.micro > 1  # DDP then expects its backward, and reduces the next
+    if deed.kind == "optimizer-reloaded":
+        return plan.does("group-removed")  # torch can't save state of parameters without a group
     # Without marks, an iteration without a step ends with its backward: this would belong to none.
     late = deed.place in (*AFTER_BACKWARD, "after-step") and deed.turn in plan.loop.skipped
     return late and plan.loop.boundary == "none" and deed.kind in _HARMLESS

@@ -231,7 +231,11 @@ def test_a_gap_is_noticed_and_healed_while_training_goes_on(world: Callable[...,
         wait_until(lambda: not here.status(0).holds[0].live, "the gap")
         assert "not come" in here.status(0).holds[0].trouble
         here.ready()
+    told = [reply.trouble for reply in training.lines[0, 0].replies]
+    assert "it joins again at iteration" in max(told)
     here.stepped(training.iteration)
+    training.iterate()
+    wait_until(lambda: training.lines[0, 0].replies[-1].trouble == "", "the trainers are told")
     check_now(here, training)
 
 

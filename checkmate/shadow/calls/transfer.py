@@ -76,7 +76,8 @@ def _reply(group: ShadowGroup, part: pb.RecordPart, now: float) -> pb.RecordRepl
     ]
     reply = pb.RecordReply(iteration=part.iteration, wanted=wanted)
     if part.position == 0:  # it reports to the user
-        reply.trouble = "; ".join(f"{hold}: {hold.trouble}" for hold in group.holds if hold.doubtful)
+        troubled = [hold for hold in group.holds if hold.doubtful or (hold.trouble and not hold.live)]
+        reply.trouble = "; ".join(f"{hold}: {hold.trouble}" for hold in troubled)
         reply.buffers = group.records.take_wants_buffers()
         reply.suspects.extend(one for hold in group.holds for one in hold.suspects)
     return reply
