@@ -34,8 +34,8 @@ class DiskError(RuntimeError):
     exit_code = 1
 
 
-def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bool = False) -> None:
-    """Write a checkpoint atomically. Create the parent folder if necessary.
+def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bool = False) -> int:
+    """Write a checkpoint atomically. Create the parent folder if necessary. Return the bytes of its files.
 
     Args:
         checkpoint: The result of `assemble.checkpoint`.
@@ -55,8 +55,11 @@ def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bo
                 _save_file(checkpoint, temporary)
             else:
                 _save_folder(checkpoint, temporary)
+            files = temporary.iterdir() if temporary.is_dir() else [temporary]
+            nbytes = sum(file.stat().st_size for file in files)
             _put(temporary, path)
         _sync(path.parent)
+        return nbytes
     except (OSError, RuntimeError) as error:
         raise DiskError(f"can't write {path}: {reason_of(error)}") from None
 
@@ -150,10 +153,20 @@ def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
     path.mkdir(_FOLDER_MODE)  # nobody else reaches the files while PyTorch writes them
     from checkmate.consolidate import folder  # noqa: PLC0415 - DCP takes a tenth of a second
 
-    folder.write(checkpoint, path)
+    folder.write(_without_copies(checkpoint), path)
     for one in (*path.iterdir(), path):
         one.chmod(_FOLDER_MODE if one == path else _MODE)
         _sync(one)
+
+
+def _without_copies(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what `exact` has, too, and may be large."""
+    if "exact" in checkpoint:
+        return {key: value for key, value in checkpoint.items() if key != "extra"}
+    return {
+        key: _without_copies(stage) if isinstance(stage, dict) and "exact" in stage else stage
+        for key, stage in checkpoint.items()
+    }
 
 
 def _read(path: Path, keys: set[str] | None = None, select: Select = everything) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec
 
-import torch
-
 from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader
@@ -31,7 +29,7 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk. `nbytes`: the size of parameters and optimizer state."""
+    """A checkpoint on disk. `nbytes`: the size of its files."""
 
     path: Path
     job: str
@@ -236,14 +234,8 @@ def next_due(iteration: int, every: int) -> int:
 
 
 def _write(snapshot: Snapshot, path: Path, kind: disk.Format, start: float, *, over: bool) -> Saved:
-    states = [values for group in snapshot.groups for values in group.states.values()]
-    tensors = [
-        t for tensor, values in states for t in (tensor, *values.values()) if isinstance(t, torch.Tensor)
-    ]
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    del states, tensors  # so that chunks can be freed as they are assembled
     made = checkpoint(snapshot, by_name=kind != "torch")
-    disk.save(keyed_for_torchtitan(made) if kind == "torchtitan" else made, path, kind, replace=over)
+    nbytes = disk.save(keyed_for_torchtitan(made) if kind == "torchtitan" else made, path, kind, replace=over)
     return Saved(
         path,
         snapshot.job.job,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkmate import state
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
 from tests.support.checkpoints import FORMATS, DiskModel, DiskRun, half_way, hidden, made, mounted
@@ -43,6 +44,23 @@ def test_what_is_written_is_read_back(kind: disk.Format, groups: int, tmp_path: 
     assert (ours["iteration"], ours["job"], ours["group"]) == (2, "demo", groups - 1)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert disk.run_of(path) == "run"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_nothing_large_is_on_the_disk_twice_and_its_size_is_returned(
+    kind: disk.Format, tmp_path: Path
+) -> None:
+    snapshot = DiskRun().snapshot(2)
+    for group in snapshot.groups:
+        group.record.parts[0].extra = state.dumps({"ema": torch.zeros(1_000_000)})
+    path = tmp_path / "checkpoint"
+    nbytes = disk.save(checkpoint(snapshot, by_name=kind == "dcp"), path, kind)
+    assert nbytes == sum(file.stat().st_size for file in (path.iterdir() if kind == "dcp" else [path]))
+    assert 8e6 < nbytes < 9e6
+    found = disk.load(path)
+    for index in range(2):
+        extras = disk.stage_in(found, index)["extra"].values()
+        assert [one["ema"].numel() for one in extras if "ema" in one] == [1_000_000]
 
 
 PLAIN = """
@@ -135,6 +153,7 @@ KILLED = """
 import sys
 from pathlib import Path
 import torch
+from checkmate import state
 from checkmate.consolidate import disk
 for i in range(10_000):
     if i == 1:
