@@ -62,6 +62,13 @@ def failures_per_hour(value: object) -> float:
     return _float(found["failures"]) / hours / units
 
 
+def share(value: object) -> float:
+    """Parse a share such as `1.5%`. 0 needs no unit."""
+    if re.fullmatch(r"0(\.0*)?", _text(value)):
+        return 0.0
+    return _quantity(value, {"%": 0.01}, "a share such as 1.5%")
+
+
 def count(value: object) -> int:
     """Parse a whole number: `16384` or `16,384`."""
     right = "a whole number such as 16384"

@@ -67,13 +67,13 @@ def test_longer_stalls_and_more_failures_waste_and_save_more(
     assert longer >= model.saved_gpu_hours(training, stall_s) * (1 - 1e-9) >= 0
 
 
-@given(trainings, prices, st.integers(1, 1_000))
+@given(trainings, prices, st.integers(1, 1_000), st.sampled_from([0.0, 0.01, 0.3]))
 def test_both_cost_the_same_at_the_break_even_stall(
-    training: TrainingRun, paid: Prices, shadow_nodes: int
+    training: TrainingRun, paid: Prices, shadow_nodes: int, slowdown: float
 ) -> None:
-    stall_s = model.break_even_stall_s(training, paid, shadow_nodes)
-    nodes = model.node_hours(training.duration_hours, shadow_nodes)
-    ours = sum(model.dollars(model.checkmate_waste(training), paid, nodes))
+    stall_s = model.break_even_stall_s(training, paid, shadow_nodes, slowdown)
+    nodes = model.node_hours(training.duration_hours * (1 + slowdown), shadow_nodes)
+    ours = sum(model.dollars(model.checkmate_waste(training, slowdown), paid, nodes))
     for stall, cheaper in ((stall_s * 1.01, True), (stall_s * 0.99, False)):
         theirs = sum(model.dollars(model.least_waste(training, stall), paid))
         assert theirs == pytest.approx(ours, rel=0.011)

@@ -127,6 +127,22 @@ def test_a_stall_can_be_what_writing_takes() -> None:
     )
 
 
+def test_a_slowdown_costs_checkmate_alone() -> None:
+    """In the closed form, and in the simulation."""
+    without, with_ = data("--runs", "100"), data("--slowdown", "1%", "--runs", "100")
+    assert "slowdown" in without["assumed"] and "slowdown" not in with_["assumed"]
+    assert with_["slowdown"] == 0.01
+    for (before, after), slowed in zip(
+        zip(without["schemes"], with_["schemes"], strict=True), [0, 0.01 * 16_384 * 54 * 24], strict=True
+    ):
+        assert after["slowed_gpu_hours"] == pytest.approx(slowed)
+        more = [one["wasted_gpu_hours"] for one in (before, after)]
+        assert more[1] - more[0] == pytest.approx(slowed, rel=0.001)
+        means = [one["simulated"]["wasted_gpu_hours_mean"] for one in (before, after)]
+        assert means[1] - means[0] == pytest.approx(slowed, rel=0.01)
+    assert with_["break_even_stall_s"] > without["break_even_stall_s"]
+
+
 def test_restarts_cost_both() -> None:
     found = data("--restart", "5min", "--runs", "100")
     for scheme in found["schemes"]:

@@ -19,6 +19,7 @@ class CostDocument(Document):
     duration_s: float
     iteration_s: float
     stall_s: float
+    slowdown: float
     dollars_per_gpu_hour: float
     dollars_per_node_hour: float
     shadow_nodes: int

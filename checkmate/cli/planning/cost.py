@@ -48,6 +48,9 @@ def cost(
     storage: Annotated[
         _Value, _option("--storage", "Bandwidth at which checkpoints are written: 2TB/s.")
     ] = None,
+    slowdown: Annotated[
+        _Value, _option("--slowdown", "Share by which Checkmate lengthens an iteration, such as 1%.", "0%")
+    ] = None,
     every: Annotated[
         _Value,
         _option(
@@ -136,7 +139,7 @@ def _draw(file: Path, inputs: CostInputs) -> None:
     def write() -> None:
         from checkmate.planner.cost.figures import write_figures  # noqa: PLC0415 - matplotlib takes a second
 
-        write_figures(file, inputs.training, inputs.stall_s, inputs.every_iterations)
+        write_figures(file, inputs.training, inputs.stall_s, inputs.every_iterations, inputs.slowdown)
 
     draw(file, write)
 

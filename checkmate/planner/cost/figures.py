@@ -35,22 +35,26 @@ STALLS_S: Final = (0.01, 2.0)
 """Range of stalls; the paper begins at 10 ms."""
 
 
-def write_figures(file: Path, training: TrainingRun, stall_s: float, every_iterations: int | None) -> None:
+def write_figures(
+    file: Path, training: TrainingRun, stall_s: float, every_iterations: int | None, slowdown: float = 0.0
+) -> None:
     """Write both figures to one PNG or SVG file, atomically. Raise `OSError` if that fails."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 7.6), layout="constrained")
         grid = figure.add_gridspec(2, 2, height_ratios=(1.1, 1))
-        draw_waste(figure.add_subplot(grid[0, :]), training, stall_s, every_iterations)
+        draw_waste(figure.add_subplot(grid[0, :]), training, stall_s, every_iterations, slowdown)
         fewer = figure.add_subplot(grid[1, 0])
         now = figure.add_subplot(grid[1, 1], sharey=fewer)
         rate = training.failures_per_gpu_hour
-        draw_saved(fewer, training, rate / FEWER_FAILURES, stall_s)
-        draw_saved(now, training, rate, stall_s)
+        draw_saved(fewer, training, rate / FEWER_FAILURES, stall_s, slowdown)
+        draw_saved(now, training, rate, stall_s, slowdown)
         now.set_ylabel("")
         save(figure, file)
 
 
-def draw_waste(axes: Axes, training: TrainingRun, stall_s: float, every_iterations: int | None) -> None:
+def draw_waste(
+    axes: Axes, training: TrainingRun, stall_s: float, every_iterations: int | None, slowdown: float = 0.0
+) -> None:
     """Draw wasted GPU-hours over the checkpoint interval, with its optimum (the paper's first figure)."""
     best = best_every_iterations(training, stall_s)
     last = np.log2(min(training.iterations, max(64, 16 * best, 2 * (every_iterations or 1))))
@@ -60,13 +64,14 @@ def draw_waste(axes: Axes, training: TrainingRun, stall_s: float, every_iteratio
     _mark(axes, training, stall_s, best, "best", marker="*", markersize=13)
     if every_iterations is not None:
         _mark(axes, training, stall_s, every_iterations, "yours", marker="D", markersize=8, fillstyle="none")
-    ours = checkmate_waste(training).gpu_hours
+    ours = checkmate_waste(training, slowdown).gpu_hours
     label = f"Checkmate, each iteration: {ours:,.0f} GPU-hours"
     axes.axhline(ours, linestyle="-.", color="C2", linewidth=2, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     top = axes.dataLim.ymax
-    axes.set_ylim(bottom=ours / 2, top=top * (top / ours) ** 0.3)  # room for the legend
+    bottom = min(ours, axes.dataLim.ymin)
+    axes.set_ylim(bottom=bottom / 2, top=top * (top / bottom) ** 0.3)  # room for the legend
     _plain(axes.xaxis.set_major_formatter)
     _plain(axes.yaxis.set_major_formatter)
     axes.set(
@@ -97,14 +102,19 @@ def _mark(axes: Axes, training: TrainingRun, stall_s: float, every: int, name: s
     axes.plot(every, gpu_hours, linestyle="none", color="0.0", label=label, **style)
 
 
-def draw_saved(axes: Axes, training: TrainingRun, failures_per_gpu_hour: float, stall_s: float) -> None:
+def draw_saved(
+    axes: Axes, training: TrainingRun, failures_per_gpu_hour: float, stall_s: float, slowdown: float = 0.0
+) -> None:
     """Draw GPU-hours saved per day over the stall, a line per size of cluster (the paper's last figure)."""
     stalls = np.geomspace(min(STALLS_S[0], stall_s or 1), max(STALLS_S[1], stall_s), 9)
     sizes = sorted({max(1, training.gpus // by) for by in (1, 2, 4)}, reverse=True)
     for gpus, (style, marker, color) in zip(sizes, LINES, strict=False):
         one = TrainingRun(gpus, failures_per_gpu_hour, DAY_HOURS, training.iteration_s)
-        saved = [saved_gpu_hours(one, stall) for stall in stalls]
-        axes.plot(stalls, saved, style, marker=marker, color=color, markersize=4, label=counted(gpus, "GPU"))
+        saved = [saved_gpu_hours(one, stall, slowdown) for stall in stalls]
+        positive = [hours if hours > 0 else np.nan for hours in saved]  # on the scale; others save nothing
+        axes.plot(
+            stalls, positive, style, marker=marker, color=color, markersize=4, label=counted(gpus, "GPU")
+        )
     if stall_s:
         axes.axvline(stall_s, color="0.5", linewidth=1)
         axes.annotate(
@@ -112,7 +122,7 @@ def draw_saved(axes: Axes, training: TrainingRun, failures_per_gpu_hour: float, 
             xytext=(-3, 0), textcoords="offset points", ha="right", color="0.3",
         )  # fmt: skip
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set_yscale("log", nonpositive="mask")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     _plain(axes.yaxis.set_major_formatter)

@@ -23,6 +23,7 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "duration": "54d",
     "iteration": "4.58s",
     "stall": "1.2s",
+    "slowdown": "0%",
     "every": "best",
     "price": "11.06",
     "node_price": "1.28",
@@ -36,7 +37,10 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "runs": "10000",
     "seed": "0",
 }
-"""The training of LLaMA3-405B in the paper, which has no failure rate of shadow nodes."""
+"""The training of LLaMA3-405B in the paper, which has no failure rate of shadow nodes.
+
+The paper measured no slowdown.
+"""
 
 _NO_ASSUMPTIONS: Final = ("every", "runs", "seed")
 """Defaults that are not assumptions about the training, its nodes or their prices."""
@@ -163,6 +167,7 @@ class CostInputs(_Model):
     stall: _NoTime = _default("stall")
     parameters: Annotated[float, _read(units.amount, "1", "1e18")] | None = None
     storage: Annotated[float, _read(units.bytes_per_second, "1KB/s", "1e6TB/s")] | None = None
+    slowdown: Annotated[float, _read(units.share, "0%", "100%")] = _default("slowdown")
     every: Annotated[tuple[float, str] | None, BeforeValidator(_every)] = _default("every")
     price: _Price = _default("price")
     node_price: Annotated[float, _read(units.price_per_hour, "0", "1e6")] = _default("node_price")

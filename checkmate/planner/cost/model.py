@@ -15,7 +15,7 @@ The repair of a failure (detection, restart) is not included, because it is equa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from checkmate.planner.units import HOUR_S
@@ -53,6 +53,13 @@ class TrainingRun:
         """Expected number of failures (λND)."""
         return self.failures_per_hour * self.duration_hours
 
+    def slowed(self, slowdown: float) -> TrainingRun:
+        """Return the same training with iterations that take longer, by this share of their time."""
+        longer = 1 + slowdown
+        return replace(
+            self, duration_hours=self.duration_hours * longer, iteration_s=self.iteration_s * longer
+        )
+
 
 @dataclass(frozen=True)
 class Prices:
@@ -64,15 +71,16 @@ class Prices:
 
 @dataclass(frozen=True)
 class Waste:
-    """Expected GPU-hours without progress: repeated after failures, and stalled by checkpoints."""
+    """Expected GPU-hours without progress: repeated after failures, stalled by checkpoints, and slowed."""
 
     repeated_gpu_hours: float
     stalled_gpu_hours: float
+    slowed_gpu_hours: float = 0.0
 
     @property
     def gpu_hours(self) -> float:
-        """Sum of both."""
-        return self.repeated_gpu_hours + self.stalled_gpu_hours
+        """Sum of all."""
+        return self.repeated_gpu_hours + self.stalled_gpu_hours + self.slowed_gpu_hours
 
 
 def conventional_waste(training: TrainingRun, stall_s: float, every_iterations: float) -> Waste:
@@ -95,9 +103,14 @@ def failures_per_interval(training: TrainingRun, stall_s: float, every_iteration
     return training.failures_per_hour * (every_iterations * training.iteration_s + stall_s) / HOUR_S
 
 
-def checkmate_waste(training: TrainingRun) -> Waste:
-    """Return the waste of a checkpoint in each iteration without stalls: λN²Dt/2."""
-    return conventional_waste(training, stall_s=0.0, every_iterations=1)
+def checkmate_waste(training: TrainingRun, slowdown: float = 0.0) -> Waste:
+    """Return the waste of a checkpoint in each iteration without stalls: λN²Dt/2.
+
+    `slowdown`: by which share of their time iterations take longer than without Checkmate.
+    """
+    slowed = training.slowed(slowdown)
+    repeated = conventional_waste(slowed, stall_s=0.0, every_iterations=1).repeated_gpu_hours
+    return Waste(repeated, 0.0, slowed.gpu_hours - training.gpu_hours)
 
 
 def best_interval_iterations(training: TrainingRun, stall_s: float) -> float:
@@ -123,9 +136,9 @@ def least_waste(training: TrainingRun, stall_s: float) -> Waste:
     return conventional_waste(training, stall_s, best_interval_iterations(training, stall_s))
 
 
-def saved_gpu_hours(training: TrainingRun, stall_s: float) -> float:
+def saved_gpu_hours(training: TrainingRun, stall_s: float, slowdown: float = 0.0) -> float:
     """Return the GPU-hours that Checkmate saves over the run against optimal conventional checkpoints."""
-    return least_waste(training, stall_s).gpu_hours - checkmate_waste(training).gpu_hours
+    return least_waste(training, stall_s).gpu_hours - checkmate_waste(training, slowdown).gpu_hours
 
 
 def node_hours(duration_hours: float, shadow_nodes: int) -> float:
@@ -138,18 +151,22 @@ def dollars(waste: Waste, prices: Prices, nodes_hours: float = 0.0) -> tuple[flo
     return prices.dollars_per_gpu_hour * waste.gpu_hours, prices.dollars_per_node_hour * nodes_hours
 
 
-def break_even_stall_s(training: TrainingRun, prices: Prices, shadow_nodes: int) -> float:
+def break_even_stall_s(
+    training: TrainingRun, prices: Prices, shadow_nodes: int, slowdown: float = 0.0
+) -> float:
     """Return the stall of a conventional checkpoint, in seconds, beyond which Checkmate costs less.
 
-    Solves Cost_Checkmate = Cost*_SOTA for ω, in both branches of f*, with the nodes' price as a share of
-    the GPUs': P_C·C / (P_G·N).
+    Solves Cost_Checkmate = Cost*_SOTA for ω, in both branches of f*, with Cost_Checkmate as a share of what
+    the GPUs cost: P_G·ND.
     """
-    share = prices.dollars_per_node_hour * shadow_nodes / (prices.dollars_per_gpu_hour * training.gpus)
+    nodes = node_hours(training.slowed(slowdown).duration_hours, shadow_nodes)
+    cost = sum(dollars(checkmate_waste(training, slowdown), prices, nodes))
+    share = cost / (prices.dollars_per_gpu_hour * training.gpu_hours)
     per_second = training.failures_per_hour / HOUR_S
     repeated_share = per_second * training.iteration_s / 2
-    if share < repeated_share:  # f* = 1
-        return share * training.iteration_s
-    return (repeated_share + share) ** 2 / (2 * per_second)
+    if share < 2 * repeated_share:  # f* = 1
+        return (share - repeated_share) * training.iteration_s
+    return share**2 / (2 * per_second)
 
 
 def extra_ports(dp_groups: int, replicas: int = 1) -> int:

@@ -13,6 +13,7 @@ from checkmate.output.tables import FittedTable
 from checkmate.planner.cost import failures, model
 from checkmate.planner.cost.failures import Spread
 from checkmate.planner.cost.inputs import CostInputs
+from checkmate.planner.cost.model import TrainingRun, Waste
 from checkmate.planner.units import show_dollars, show_seconds
 from checkmate.wording import counted
 
@@ -48,6 +49,8 @@ class Scheme:
     """Expected number; the closed form is valid if it is far below 1."""
     repeated_gpu_hours: float
     stalled_gpu_hours: float
+    slowed_gpu_hours: float
+    """By which iterations take longer than without checkpoints."""
     wasted_gpu_hours: float
     gpu_dollars: float
     node_hours: float
@@ -92,6 +95,7 @@ class Report:
             "duration_s": inputs.duration,
             "iteration_s": inputs.iteration_s,
             "stall_s": inputs.stall_s,
+            "slowdown": inputs.slowdown,
             "dollars_per_gpu_hour": inputs.price,
             "dollars_per_node_hour": inputs.node_price,
             "shadow_nodes": inputs.node_count,
@@ -109,7 +113,7 @@ class Report:
             "saved_dollars": saved_dollars,
             "yours_saved_gpu_hours": yours_saved[0],
             "yours_saved_dollars": yours_saved[1],
-            "break_even_stall_s": model.break_even_stall_s(training, inputs.prices, inputs.node_count),
+            "break_even_stall_s": _break_even_stall_s(inputs),
             "extra_ports": model.extra_ports(inputs.group_count, inputs.replicas),
             "extra_ports_share": model.extra_ports_share(inputs.group_count, inputs.gpus, inputs.replicas),
         }
@@ -130,43 +134,56 @@ def _conventional(inputs: CostInputs, name: str, every: int) -> Scheme:
         spread = failures.simulate_conventional(
             inputs.training, inputs.stall_s, every, inputs.restart, inputs.runs, inputs.seed
         )
-    return _scheme(inputs, name, every, inputs.stall_s, 0.0, spread)
+    waste = model.conventional_waste(inputs.training, inputs.stall_s, every)
+    return _scheme(inputs, inputs.training, name, every, inputs.stall_s, waste, 0.0, spread)
 
 
 def _checkmate(inputs: CostInputs) -> Scheme:
-    spread = None
+    spread, training = None, inputs.training.slowed(inputs.slowdown)
     if inputs.runs:
         spread = failures.simulate_checkmate(
-            inputs.training, inputs.shadow, inputs.restart, inputs.runs, inputs.seed
+            training, inputs.shadow, inputs.restart, inputs.runs, inputs.seed
         )
-    node_hours = model.node_hours(inputs.training.duration_hours, inputs.node_count)
-    return _scheme(inputs, "Checkmate", 1, 0.0, node_hours, spread)
+    waste = model.checkmate_waste(inputs.training, inputs.slowdown)
+    node_hours = model.node_hours(training.duration_hours, inputs.node_count)
+    return _scheme(inputs, training, "Checkmate", 1, 0.0, waste, node_hours, spread)
+
+
+def _break_even_stall_s(inputs: CostInputs) -> float:
+    return model.break_even_stall_s(inputs.training, inputs.prices, inputs.node_count, inputs.slowdown)
 
 
 def _scheme(
-    inputs: CostInputs, name: str, every: int, stall_s: float, node_hours: float, spread: Spread | None
+    inputs: CostInputs,
+    training: TrainingRun,
+    name: str,
+    every: int,
+    stall_s: float,
+    waste: Waste,
+    node_hours: float,
+    spread: Spread | None,
 ) -> Scheme:
-    waste = model.conventional_waste(inputs.training, stall_s, every)
     gpu_dollars, node_dollars = model.dollars(waste, inputs.prices, node_hours)
     return Scheme(
         name=name,
         every_iterations=every,
-        interval_s=every * inputs.iteration_s,
-        failures_per_interval=model.failures_per_interval(inputs.training, stall_s, every),
+        interval_s=every * training.iteration_s,
+        failures_per_interval=model.failures_per_interval(training, stall_s, every),
         repeated_gpu_hours=waste.repeated_gpu_hours,
         stalled_gpu_hours=waste.stalled_gpu_hours,
+        slowed_gpu_hours=waste.slowed_gpu_hours,
         wasted_gpu_hours=waste.gpu_hours,
         gpu_dollars=gpu_dollars,
         node_hours=node_hours,
         node_dollars=node_dollars,
         dollars=gpu_dollars + node_dollars,
-        simulated=_simulated(inputs, spread, node_dollars) if spread else None,
+        simulated=_simulated(inputs, spread, waste, node_dollars) if spread else None,
     )
 
 
-def _simulated(inputs: CostInputs, spread: Spread, node_dollars: float) -> Simulated:
+def _simulated(inputs: CostInputs, spread: Spread, waste: Waste, node_dollars: float) -> Simulated:
     gpus = inputs.gpus
-    wasted = spread.wasted_hours * gpus
+    wasted = spread.wasted_hours * gpus + waste.slowed_gpu_hours
     found = np.percentile(wasted, PERCENTILES)
     return Simulated(
         runs=len(wasted),
@@ -197,6 +214,7 @@ def _values(inputs: CostInputs) -> list[tuple[str, str]]:
         ("duration", show_seconds(inputs.duration)),
         ("iteration", show_seconds(inputs.iteration_s)),
         ("stall", show_seconds(inputs.stall_s)),
+        ("slowdown", f"{100 * inputs.slowdown:.3g}%"),
         ("price", f"${inputs.price:,.2f} per GPU-hour"),
         ("node_price", f"${inputs.node_price:,.2f} per node-hour"),
         ("shadow_nodes", f"{inputs.node_count:,}"),
@@ -235,6 +253,7 @@ def _rows(scheme: Scheme) -> list[tuple[str, str]]:
         ("iterations (interval)", f"{scheme.every_iterations:,} ({show_seconds(scheme.interval_s)})"),
         ("GPU-hours repeated", f"{scheme.repeated_gpu_hours:,.0f}"),
         ("GPU-hours stalled", f"{scheme.stalled_gpu_hours:,.0f}"),
+        ("GPU-hours slowed", f"{scheme.slowed_gpu_hours:,.0f}"),
         ("GPU-hours wasted", f"{scheme.wasted_gpu_hours:,.0f}"),
         ("CPU-node hours", f"{scheme.node_hours:,.0f}"),
         ("dollars", show_dollars(scheme.dollars)),
@@ -259,7 +278,7 @@ def sentences(report: Report) -> Iterator[str]:
     """Yield conclusions from the closed form."""
     inputs, training = report.inputs, report.inputs.training
     yield f"{training.failures:,.1f} failures are expected in {show_seconds(inputs.duration)}."
-    stall_s = model.break_even_stall_s(training, inputs.prices, inputs.node_count)
+    stall_s = _break_even_stall_s(inputs)
     yield (
         "Compared with conventional checkpoints at the best interval, Checkmate "
         f"{_saved(*report.saved(report.best))}. "
