@@ -70,7 +70,7 @@ def draw_waste(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     top = axes.dataLim.ymax
-    bottom = min(ours, axes.dataLim.ymin)
+    bottom = min(ours, conventional_waste(training, stall_s, best).gpu_hours)
     axes.set_ylim(bottom=bottom / 2, top=top * (top / bottom) ** 0.3)  # room for the legend
     _plain(axes.xaxis.set_major_formatter)
     _plain(axes.yaxis.set_major_formatter)
@@ -122,6 +122,7 @@ def draw_saved(
             xytext=(-3, 0), textcoords="offset points", ha="right", color="0.3",
         )  # fmt: skip
     axes.set_xscale("log")
+    axes.set_xlim(stalls[0] / 1.3, stalls[-1] * 1.3)
     axes.set_yscale("log", nonpositive="mask")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
