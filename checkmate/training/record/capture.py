@@ -345,3 +345,12 @@ def several_backwards(iteration: int, count: int) -> RefusedError:
         "with ddp.no_sync() (FSDP: set_requires_gradient_sync(False)), and let methods with several steps, "
         "such as GANs, take one step a turn, for turn in protection.steps(...) (`checkmate docs training`)"
     )
+
+
+def warn_of_missed_mark(iteration: int) -> None:
+    """Warn of an iteration that has ended without a mark: its state is that at the next forward."""
+    _log.warning(
+        "iteration %d ended without protection.mark(), which others had: a run resumed here may differ. "
+        "Call it at the end of every iteration, or use protection.steps(loader) in the loop over batches",
+        iteration,
+    )

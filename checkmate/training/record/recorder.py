@@ -6,11 +6,10 @@ messages.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from checkmate.training.record.capture import (
     StepSites,
     Watched,
     several_backwards,
+    warn_of_missed_mark,
 )
 from checkmate.training.record.step_checks import LeftGradients, StepChecks
 from checkmate.training.record.windows import Slices
@@ -44,8 +44,6 @@ from checkmate.training.record.wrapped import (
     is_scheduled,
     schedulers_of,
 )
-
-_log: Final = logging.getLogger("checkmate")
 
 
 class Recorder:
@@ -458,7 +456,8 @@ class Recorder:
             if self._looping or noted.over or self._lacks_step(noted):
                 raise several_backwards(noted.iteration, 2)
             if not self._missed:
-                self._mark_missed(noted)
+                self._missed = True  # later such iterations end with their backward
+                warn_of_missed_mark(noted.iteration)
         if noted.refusal is not None:
             raise noted.refusal
         if not noted.waiting:  # again after a mark: what a script changes then no record would have
@@ -487,15 +486,6 @@ class Recorder:
         if noted.buffers is None:
             noted.buffers = self._capture.buffers(None)
         self._emit(noted)
-
-    def _mark_missed(self, noted: Noted) -> None:
-        """Warn once. The state is that at the next forward; later such iterations end with their backward."""
-        self._missed = True
-        _log.warning(
-            "iteration %d ended without protection.mark(), which others had: a run resumed here may differ. "
-            "Call it at the end of every iteration, or use protection.steps(loader) in the loop over batches",
-            noted.iteration,
-        )
 
     def _lacks_step(self, noted: Noted) -> bool:
         """Return whether there are gradients that no step has used."""
