@@ -82,4 +82,6 @@ def _confirm(job: Job, found: Discard) -> None:
 def _what(job: Job, found: Discard) -> str:
     if found.iteration is None:
         return f"Job {job.job}: all earlier runs are"
+    if found.iteration < 0:
+        return f"Job {job.job}: the state from before its first iteration is"
     return f"Job {job.job}: iteration {found.iteration} and all before it are"

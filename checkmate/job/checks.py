@@ -92,7 +92,7 @@ def _duplicates(
         if values is None:
             continue
         if values in first:
-            text = " ".join(str(value) for value in values)
+            text = (", device " if field == "address" else " ").join(str(value) for value in values)
             yield Fault(
                 (*part.path, field),
                 f"{what} {text} is taken already by {show_path(first[values])}; each needs its own",

@@ -103,9 +103,9 @@ def _message(model: type, error: Any, keys_told: set[tuple[str | int, ...]]) -> 
         case "missing":
             return "is missing"
         case "too_short":
-            return f"needs at least {counted(context['min_length'], 'item')}, has {context['actual_length']}"
+            return f"needs at least {context['min_length']}, has {context['actual_length']}"
         case "too_long":
-            return f"holds at most {counted(context['max_length'], 'item')}, has {context['actual_length']}"
+            return f"may have at most {context['max_length']}, has {context['actual_length']}"
         case "string_pattern_mismatch" if context["pattern"] == chips.PORT_NAME:
             return 'must be a front-panel name such as "1/0": connector, then lane'
         case "string_pattern_mismatch":

@@ -110,7 +110,7 @@ def test_a_host_of_one_rank_is_a_rank_with_an_address(tmp_path: Path) -> None:
         ("hosts", [], "hosts", "is empty; ranks are on gpu0, gpu1"),
         ("hosts/0/name", "gpu1", "hosts[1].name", "host name gpu1 is taken already by hosts[0]"),
         ("hosts/0/name", "a b", "hosts[0].name", "must be a name"),
-        ("hosts/0/nics", [], "hosts[0].nics", "needs at least 1 item"),
+        ("hosts/0/nics", [], "hosts[0].nics", "needs at least 1, has 0"),
         ("hosts/0/nics", 5, "hosts[0].nics", "must be a list"),
         ("hosts/0/nics/0", 5, "hosts[0].nics[0]", "must be a mapping"),
         ("hosts/0/nics/0/ip", ..., "hosts[0].nics[0].ip", "is missing"),

@@ -49,12 +49,12 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
             "links[1][1]",
             "no switch 'leaf' in switches; there are tor0, tor1",
         ),
-        ({"links": [RING] * 151}, "links", "holds at most 150 items, has 151"),
+        ({"links": [RING] * 151}, "links", "may have at most 150, has 151"),
         ({"dp_groups": [{"hosts": [0, 1]}]}, "dp_groups[0].hosts", "no hosts, so list ranks here, not hosts"),
         ({"dp_groups": [{"shadow_nodes": [0]}]}, "dp_groups[0].ranks", "has no hosts, so list ranks here"),
         ({"hosts": [RING, ["tor0"]]}, "dp_groups[0].ranks", "has hosts, so list hosts here, not ranks"),
         (SHARED | {"hosts": [["tor0"], ["top"]]}, "hosts[1][0]", "no switch 'top'"),
-        (SHARED | {"hosts": [["tor0"], []]}, "hosts[1]", "needs at least 1 item"),
+        (SHARED | {"hosts": [["tor0"], []]}, "hosts[1]", "needs at least 1, has 0"),
         (SHARED | {"dp_groups": [{"hosts": [0, 2]}]}, "dp_groups[0].hosts[1]", "no host 2; the lab has 2"),
         (SHARED | {"dp_groups": [{"hosts": [0, 1, 0]}]}, "dp_groups[0].hosts[2]", "host 0 has a rank"),
         (
@@ -81,7 +81,7 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
             "mesh",
             "at most 150 ranks in all groups together, not 152",
         ),
-        ({"dp_groups": [{"ranks": ["tor0"]}]}, "dp_groups[0].ranks", "needs at least 2 items, has 1"),
+        ({"dp_groups": [{"ranks": ["tor0"]}]}, "dp_groups[0].ranks", "needs at least 2, has 1"),
         (
             {"dp_groups": [{"ranks": RING}, {"ranks": ["tor0", "top"]}]},
             "dp_groups[1].ranks[1]",
@@ -123,7 +123,7 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
             "dp_groups[0].shadow_nodes",
             "at most 16 shadow nodes, not 17; list the ones",
         ),
-        ({"shadow_nodes": [*NIC, ["tor0"] * 3]}, "shadow_nodes[1]", "holds at most 2 items, has 3"),
+        ({"shadow_nodes": [*NIC, ["tor0"] * 3]}, "shadow_nodes[1]", "may have at most 2, has 3"),
         ({"shadow_nodes": [["tor0", "spine"]]}, "shadow_nodes[0][1]", "no switch 'spine'"),
     ],
 )

@@ -158,7 +158,7 @@ def test_promises_that_are_broken_are_told() -> None:
     assert [promise.kept for promise in found] == [False] * 4 + [True]
     assert found[0].seen.startswith("19 of 20")
     assert found[2].seen == "other differs at w"
-    assert found[3].seen == "repeated: 9, in 0 crash(es)"
+    assert found[3].seen == "repeated: 9, in 0 crashes"
 
 
 def test_differences_names_what_differs() -> None:

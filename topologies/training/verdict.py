@@ -132,7 +132,7 @@ def _repeated(protected: JobRecord, kills: int) -> Promise:
     worst = sum(count - 1 for count in repeated.values())
     what = "a crash repeats at most one iteration that was completed"
     said = ", ".join(map(str, repeated)) or "none"
-    return Promise(what, worst <= kills, f"repeated: {said}, in {kills} crash(es)")
+    return Promise(what, worst <= kills, f"repeated: {said}, in {counted(kills, 'crash', 'crashes')}")
 
 
 def _resumed(protected: JobRecord, kills: int) -> Promise:
