@@ -105,7 +105,7 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
         (
             {"dp_groups": [{"ranks": RING, "shadow_nodes": []}]},
             "dp_groups[0].shadow_nodes",
-            "at least 1 item",
+            "at least 1, has 0",
         ),
         (
             {"dp_groups": [{"ranks": RING, "shadow_nodes": [-1]}]},
