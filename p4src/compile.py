@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ TARGETS = ("bmv2", "tna", *tofino.ARCHITECTURES)
 """Targets with committed output. `tna` is the test bed of the Tofino program."""
 COMPILER = "p4c-bm2-ss"
 DIGEST = "sources.sha256"
+_COMMENT = re.compile(r'(?P<text>"(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 CPU_PORT = 510
 """CPU port of the halves, as on every target of the packet tests."""
 
@@ -38,12 +40,17 @@ def sources(target: str = "bmv2") -> list[Path]:
     return sorted([*own, *(ROOT / "include").glob("*.p4")])
 
 
+def code_of(file: Path) -> str:
+    """Return a source file without comments, empty lines and indentation, which change no program."""
+    text = _COMMENT.sub(lambda found: found["text"] or " ", file.read_text())
+    return "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
+
+
 def digest(target: str = "bmv2") -> str:
-    """Return the SHA-256 of names and contents of the sources, in hexadecimal."""
+    """Return the SHA-256 of names and code of the sources, in hexadecimal."""
     total = hashlib.sha256()
     for file in sources(target):
-        total.update(f"{file.relative_to(ROOT)}\0".encode())
-        total.update(file.read_bytes() + b"\0")
+        total.update(f"{file.relative_to(ROOT)}\0{code_of(file)}\0".encode())
     return total.hexdigest()
 
 
@@ -68,10 +75,17 @@ def write_digest(target: str) -> None:
     (artifacts(target) / DIGEST).write_text(f"{digest(target)}\n")
 
 
+def find_compiler(target: str = "bmv2") -> str | None:
+    """Return the path of the compiler for `target`, or `None` if it is not there."""
+    if target in tofino.ARCHITECTURES:
+        return tofino.driver(target)
+    named = os.environ.get("P4C")
+    return shutil.which(os.path.abspath(named) if named and "/" in named else named or COMPILER)
+
+
 def compile_program(target: str = "bmv2") -> int:
     """Run p4c in the folder, so that the output has only relative paths; return its exit status."""
-    named = os.environ.get("P4C")
-    compiler = shutil.which(os.path.abspath(named) if named and "/" in named else named or COMPILER)
+    named, compiler = os.environ.get("P4C"), find_compiler(target)
     if compiler is None:
         sys.stderr.write(
             f"{named or COMPILER} is not {'found' if named else 'on PATH'}. It is part of p4c, the reference "

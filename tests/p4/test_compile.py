@@ -107,6 +107,7 @@ def test_output_that_is_missing_is_not_current(tmp_path: Path, monkeypatch: pyte
         shutil.copytree(usual, folder)
         with monkeypatch.context() as patch:
             patch.setattr(compile, "artifacts", lambda _, folder=folder: folder)
+            compile.write_digest(target)
             assert compile.is_current(target)
             for name in compile.outputs(target):
                 (folder / name).unlink()

@@ -35,7 +35,6 @@ Of tests that differ only in a data offset without tag, one is kept: each time w
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import re
 import sys
@@ -44,7 +43,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from p4src.compile import sources
+from p4src.compile import digest
 
 DATA = Path(__file__).parents[2] / "data" / "tofino_testgen.json"
 LOG = "testgen.log"
@@ -108,15 +107,6 @@ class Suite:
     cases: list[GeneratedCase]
 
 
-def program_digest() -> str:
-    """Return the SHA-256 of the Tofino program's sources without comments and white space, in hexadecimal."""
-    total = hashlib.sha256()
-    for file in sources("tofino"):
-        text = re.sub(r"//.*", "", file.read_text())
-        total.update(f"{file.name}\0{' '.join(text.split())}\0".encode())
-    return total.hexdigest()
-
-
 def read(file: Path = DATA) -> Suite:
     """Return the committed tests."""
     raw = json.loads(file.read_text())
@@ -156,7 +146,7 @@ def convert(folder: Path) -> Suite:
         raise ValueError(f"{folder}: P4Testgen's *.stf and what it printed, as {LOG}, should be here")
     covered, nodes = map(int, progress[-1])
     kept = thin([test.read_text() for test in tests])
-    return Suite(program_digest(), covered, nodes, len(tests), [parse(text) for text in kept])
+    return Suite(digest("tofino"), covered, nodes, len(tests), [parse(text) for text in kept])
 
 
 def thin(tests: list[str]) -> list[str]:
