@@ -26,7 +26,7 @@ from checkmate.events.saying import keep_in
 from checkmate.extras import needs_of
 from checkmate.job.files import JobError, JobSet, Located
 from checkmate.job.following import JobFiles
-from checkmate.job.schema import Job
+from checkmate.job.schema import JOB_VARIABLE, Job
 from checkmate.output.consoles import has_cursor, text_console
 from checkmate.privileges import Capability, to_write
 from checkmate.wording import JSON_VERSION, counted
@@ -40,11 +40,16 @@ err = text_console(stderr=True)
 JobArguments = Annotated[
     list[Path],
     typer.Argument(
-        help="Job files, or folders of them.", metavar="JOB", show_default=False, autocompletion=job_paths
+        help="Job files, or folders of them.",
+        metavar="JOB",
+        envvar=JOB_VARIABLE,
+        show_default=False,
+        autocompletion=job_paths,
     ),
 ]
 JobArgument = Annotated[
-    Path, typer.Argument(help="A job file.", show_default=False, autocompletion=job_paths)
+    Path,
+    typer.Argument(help="A job file.", envvar=JOB_VARIABLE, show_default=False, autocompletion=job_paths),
 ]
 FabricOption = Annotated[
     Path | None,

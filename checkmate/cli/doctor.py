@@ -24,7 +24,7 @@ from checkmate.doctor.findings import Finding, Outcome
 from checkmate.doctor.reading import is_here
 from checkmate.doctor.subjects import ROLES, Subject
 from checkmate.job.files import read_job
-from checkmate.job.schema import Job
+from checkmate.job.schema import JOB_VARIABLE, Job
 from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import waiting
 from checkmate.output.tables import FittedTable
@@ -39,7 +39,13 @@ _COLOURS: Final = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILE
 def doctor(
     job: Annotated[
         Path | None,
-        typer.Argument(help="A job file.", metavar="JOB", show_default=False, autocompletion=job_paths),
+        typer.Argument(
+            help="A job file.",
+            metavar="JOB",
+            envvar=JOB_VARIABLE,
+            show_default=False,
+            autocompletion=job_paths,
+        ),
     ] = None,
     role: Annotated[
         str | None,

@@ -21,7 +21,7 @@ import typer
 from checkmate.cli.common import UsageFault, err, says_errors
 from checkmate.cli.completing import job_paths
 from checkmate.job.files import read_job
-from checkmate.job.schema import Switch
+from checkmate.job.schema import JOB_VARIABLE, Switch
 from checkmate.output.consoles import waiting
 
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
@@ -38,7 +38,8 @@ REQUIREMENTS = Path(__file__).with_name("shell.txt")
 @says_errors
 def shell(
     job: Annotated[
-        Path | None, typer.Argument(help="A job file.", show_default=False, autocompletion=job_paths)
+        Path | None,
+        typer.Argument(help="A job file.", envvar=JOB_VARIABLE, show_default=False, autocompletion=job_paths),
     ] = None,
     switch: Annotated[str, typer.Option(help="Name of the switch; needed if the job has several.")] = "",
     primary: Annotated[

@@ -39,6 +39,9 @@ from checkmate.job.limits import After, Before, Described, Limits, items, whole
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
 
+JOB_VARIABLE: Final = "CHECKMATE_JOB"
+"""The environment variable with the path of a script's job file, and of that of commands by default."""
+
 
 class Frozen:
     """A part of a file, without unknown keys."""

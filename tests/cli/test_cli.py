@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from checkmate.cli.common import says_errors
 from checkmate.cli.main import app
+from checkmate.job.schema import JOB_VARIABLE
 from testbed.jobs import job_data
 from tests.support.cli import COMMAND, invoke
 
@@ -115,6 +116,16 @@ def test_the_errors_of_labs_as_data() -> None:
     found = json.loads(done.stdout)
     assert (done.exit_code, found["exit"], found["faults"]) == (2, 2, [])
     assert "no lab 'nowhere'" in found["error"]
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "consolidate", "doctor", "reset", "sysctl"])
+def test_the_job_of_scripts_is_that_of_commands_by_default(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(JOB_VARIABLE, str(tmp_path / "none.yaml"))
+    more = ["--out", str(tmp_path / "out")] if command == "consolidate" else []
+    done = CliRunner().invoke(app, [command, *more])
+    assert done.exit_code == 2 and "none.yaml" in done.output
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
 
 from checkmate.job.kept import CheckedJob, keep, read_kept
-from checkmate.job.schema import Job
+from checkmate.job.schema import JOB_VARIABLE, Job
 from checkmate.training.errors import SessionError
-
-JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
 _known: dict[Path, CheckedJob] = {}
 """By the absolute path of the job file; the last one only."""

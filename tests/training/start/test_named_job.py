@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from checkmate.job.files import read_set
+from checkmate.job.schema import JOB_VARIABLE
 from checkmate.training.errors import SessionError
-from checkmate.training.start.named_job import JOB_VARIABLE, named_job
+from checkmate.training.start.named_job import named_job
 from testbed.jobs import job_data
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
+from checkmate.job.schema import JOB_VARIABLE
 from checkmate.keys.roles import Role
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
@@ -24,7 +25,6 @@ from checkmate.training.errors import SessionError
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.wrapped import ClipListener
 from checkmate.training.start.membership import ModelStanding, Start
-from checkmate.training.start.named_job import JOB_VARIABLE
 from checkmate.training.start.plans import plan_new_run
 from testbed.jobs import job, job_data
 from tests.support.job_files import write
