@@ -118,12 +118,12 @@ def test_the_errors_of_labs_as_data() -> None:
     assert "no lab 'nowhere'" in found["error"]
 
 
-@pytest.mark.parametrize("command", ["validate", "plan", "consolidate", "doctor", "reset", "sysctl"])
+@pytest.mark.parametrize("command", ["validate", "plan", "consolidate", "doctor", "reset", "drain"])
 def test_the_job_of_scripts_is_that_of_commands_by_default(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(JOB_VARIABLE, str(tmp_path / "none.yaml"))
-    more = ["--out", str(tmp_path / "out")] if command == "consolidate" else []
+    more = {"consolidate": ["--out", str(tmp_path / "out")], "drain": ["--id", "0"]}.get(command, [])
     done = CliRunner().invoke(app, [command, *more])
     assert done.exit_code == 2 and "none.yaml" in done.output
 
