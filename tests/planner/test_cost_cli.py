@@ -288,10 +288,13 @@ def test_the_figures_are_pictures(tmp_path: Path) -> None:
     "arguments",
     [
         ["--gpus", "1", "--failure-rate", "1e-12"],
+        ["--gpus", "1", "--slowdown", "60%"],
         *(
             pytest.param(one, marks=pytest.mark.slow)
             for one in (
                 ["--stall", "0"],
+                ["--slowdown", "2%"],
+                ["--slowdown", "60%"],
                 ["--gpus", "10,000,000", "--stall", "1h"],
                 ["--duration", "1min", "--iteration", "50s"],
                 ["--duration", "100y", "--iteration", "1us"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,13 +86,17 @@ def test_errors_of_checkmate_are_told_at_once_on_whichever_rank(tmp_path: Path) 
         ("rank3", "[rank3]: ", REFUSED),
     ]
     state = ("rank1", "", "checkmate.state.StateError: extra(): a socket can't be stored")
-    lab.run(attempt, [state], attempt, [("rank3", "[rank3]: ", "ValueError: the cat sleeps")], attempt)
     text = REFUSED.partition(": ")[2]
+    twice = f"^the script was refused twice for the same reason: RefusedError: {re.escape(text)}$"
+    lost = ("rank1", "", "checkmate.training.errors.RestoreError: no shadow node answers")
+    with pytest.raises(LabError, match=twice):  # no restart ends it
+        lab.run([lost], [lost], attempt, [state], [("rank3", "[rank3]: ", "ValueError: it sleeps")], attempt)
     assert lab.alarms == [
+        "rank 1: RestoreError: no shadow node answers",
+        "rank 1: RestoreError as above, 2 times so far",
         f"rank 2: RefusedError: {text}",
         "rank 1: StateError: extra(): a socket can't be stored",
         "rank 2: RefusedError as above, 2 times so far",
-        "rank 2: RefusedError as above, 3 times so far",
     ]
     assert not lab.shown, "rank 0 has only tracebacks"
 

@@ -73,6 +73,8 @@ class LabTraining:
                     if worker != self._told:  # rank 0's host may follow several DP groups
                         tell(f"{who} is process {worker}; after kill -9 {worker}, training resumes")
                     self._told = worker
+            if self._errors.repeated:
+                raise LabError(f"the script was refused twice for the same reason: {self._errors.repeated}")
             if self._failures >= _FAILURES:
                 raise LabError(f"the script has failed {_FAILURES} times before checkmate.protect")
 

@@ -153,12 +153,18 @@ def likely_cause(errors: Sequence[str]) -> Sequence[str]:
     return [error for error in errors if not _OF_RING.match(error)][-1:] or errors[-1:]
 
 
+_REFUSALS: Final = ("RefusedError", "StateError", "UnsupportedOptimizer")
+"""Errors of Checkmate's that depend on the script alone, so that no restart ends them."""
+
+
 class ErrorLines:
     """Errors of Checkmate's in what ranks write, each of which is told once in a start of training."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], Counter[str]] = {}
         """By kind and text: how often each rank has had it."""
+        self.repeated = ""
+        """A refusal of the script that has come in two starts of training, if one has."""
 
     def told(self, line: LogLine) -> str | None:
         """Return what to tell about a line, nothing if it was told already; `None` for other lines."""
@@ -171,5 +177,7 @@ class ErrorLines:
         counts[name] += 1
         if counts[name] <= before:
             return ""  # another rank has had it in this start of training
+        if before and kind in _REFUSALS:
+            self.repeated = f"{kind}: {text}"
         who = re.sub(r"(?<=[a-z])(?=\d)", " ", name)
         return f"{who}: {kind} as above, {counts[name]} times so far" if before else f"{who}: {kind}: {text}"

@@ -5,7 +5,7 @@ Readable in black and white: lines differ in style and marker, not only in colou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,9 +46,12 @@ def write_figures(
         fewer = figure.add_subplot(grid[1, 0])
         now = figure.add_subplot(grid[1, 1], sharey=fewer)
         rate = training.failures_per_gpu_hour
-        draw_saved(fewer, training, rate / FEWER_FAILURES, stall_s, slowdown)
-        draw_saved(now, training, rate, stall_s, slowdown)
+        savings = [
+            draw_saved(fewer, training, rate / FEWER_FAILURES, stall_s, slowdown),
+            draw_saved(now, training, rate, stall_s, slowdown),
+        ]
         now.set_ylabel("")
+        _scale([fewer, now], savings)
         save(figure, file)
 
 
@@ -104,13 +107,18 @@ def _mark(axes: Axes, training: TrainingRun, stall_s: float, every: int, name: s
 
 def draw_saved(
     axes: Axes, training: TrainingRun, failures_per_gpu_hour: float, stall_s: float, slowdown: float = 0.0
-) -> None:
-    """Draw GPU-hours saved per day over the stall, a line per size of cluster (the paper's last figure)."""
+) -> bool:
+    """Draw GPU-hours saved per day over the stall, a line per size of cluster (the paper's last figure).
+
+    Return whether there are any.
+    """
+    saves = False
     stalls = np.geomspace(min(STALLS_S[0], stall_s or 1), max(STALLS_S[1], stall_s), 9)
     sizes = sorted({max(1, training.gpus // by) for by in (1, 2, 4)}, reverse=True)
     for gpus, (style, marker, color) in zip(sizes, LINES, strict=False):
         one = TrainingRun(gpus, failures_per_gpu_hour, DAY_HOURS, training.iteration_s)
         saved = [saved_gpu_hours(one, stall, slowdown) for stall in stalls]
+        saves |= max(saved) > 0
         positive = [hours if hours > 0 else np.nan for hours in saved]  # on the scale; others save nothing
         axes.plot(
             stalls, positive, style, marker=marker, color=color, markersize=4, label=counted(gpus, "GPU")
@@ -123,7 +131,6 @@ def draw_saved(
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_xlim(stalls[0] / 1.3, stalls[-1] * 1.3)
-    axes.set_yscale("log", nonpositive="mask")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     _plain(axes.yaxis.set_major_formatter)
@@ -133,6 +140,18 @@ def draw_saved(
         title=f"{_power(failures_per_gpu_hour)} failures per GPU-hour",
     )
     axes.legend(loc="upper left")
+    return saves
+
+
+def _scale(panels: Sequence[Axes], savings: Sequence[bool]) -> None:
+    """Scale panels that share an axis, and name those without savings."""
+    for axes, saves in zip(panels, savings, strict=True):
+        if not saves:
+            axes.text(0.5, 0.5, "Checkmate saves nothing", transform=axes.transAxes, ha="center", color="0.3")
+    if any(savings):
+        panels[0].set_yscale("log")
+    else:
+        panels[0].set_ylim(0, 1)
 
 
 def _plain(set_formatter: Callable[[FuncFormatter], None]) -> None:

@@ -165,7 +165,7 @@ def break_even_stall_s(
     per_second = training.failures_per_hour / HOUR_S
     repeated_share = per_second * training.iteration_s / 2
     if share < 2 * repeated_share:  # f* = 1
-        return (share - repeated_share) * training.iteration_s
+        return max(0.0, share - repeated_share) * training.iteration_s  # rounding may leave less than 0
     return share**2 / (2 * per_second)
 
 

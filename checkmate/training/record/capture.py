@@ -103,7 +103,7 @@ class Noted:
     without_gradient: set[int] = field(default_factory=set)
     with_gradient: Sequence[int] = ()
     waiting: bool = False  # a forward has come, and the next backward ends it
-    leaves_gradients: bool | None = None  # as known when that forward came; then when the backward began
+    leaves_gradients: bool | None = None  # to the next backward, once that has begun
     beginnings: list[pb.Beginning] = field(default_factory=list)
     scaled: list[Scaled] = field(default_factory=list)
     slices: list[tuple[Window, Copy]] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Noted:
 
     def resume(self) -> None:
         """Go on after a forward, which was not the next iteration's: a step or a mark has come."""
-        self.waiting, self.leaves_gradients = False, None
+        self.waiting = False
 
     def note_options(self, now: Sequence[str], groups: range) -> None:
         """Note the options of the groups that a step is about to use."""

@@ -183,7 +183,7 @@ class Recorder:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
         with self._refusing():
             if self._open is not None:
-                self._finish_late(self._open)
+                self._finish(self._open)
             if not self._marking and self._newest == self._began + 1:
                 self._await_departed()  # because it left late (`begun`), and other ranks may step now
             self._open = Noted(iteration, self._stream_ends(iteration))
@@ -191,6 +191,7 @@ class Recorder:
                 self._open.captured = self._capture.take(marks=self._marking)
                 self._drift.note(self._open.captured)
             self._checks.gradients.start()
+            self._leftovers.opened(self._open)
 
     def enter_loop(self) -> None:
         """Expect a mark at the end of each turn from now on, with at most one backward in each."""
@@ -227,7 +228,7 @@ class Recorder:
                 noted.refusal = self._refusal_at_end(noted)
                 if not left and noted.refusal is not None:
                     raise noted.refusal
-                self._resume(noted)
+                noted.resume()
                 self._end_here(noted, in_loop=in_loop)  # first, because the script's `extra` may fail
                 self._note_gradients(noted)
                 noted.marked, noted.settled, noted.left = True, not left, left
@@ -334,12 +335,6 @@ class Recorder:
         if noted.buffers is None:
             noted.buffers = self._capture.buffers(None)
         noted.waiting = True
-        self._leftovers.await_backward(noted)
-
-    def _resume(self, noted: Noted) -> None:
-        """Go on with an iteration after a forward, which was not the next iteration's."""
-        noted.resume()
-        self._leftovers.forget()
 
     def _note_gradients(self, noted: Noted) -> None:
         """Note which parameters have a gradient, if only of zeros: an optimizer leaves out those without."""
@@ -371,7 +366,7 @@ class Recorder:
                 check_unscheduled(optimizer)
             if self._watched.scaler is None:
                 check_unscaled(optimizer)
-            self._resume(noted)
+            noted.resume()
             self._add_check(noted, self._checks.check(optimizer))
             self._checks.look_at_written()
             self._check_state(noted)
@@ -465,24 +460,14 @@ class Recorder:
         self._drift.say()
         self._emit_open(noted)
 
-    def _finish_late(self, noted: Noted) -> None:
-        """Finish an iteration whose next one has had its backward already."""
-        if noted.leaves_gradients is not None:
-            self._leftovers.look()
-            self._finish(noted)
-        else:  # without a forward between them
-            noted.leaves_gradients = self._lacks_step(noted)
-            self._finish(noted)
-            self._leftovers.warn(noted)
-
     def _emit_open(self, noted: Noted) -> None:
         self._open = None
         self._newest = noted.iteration
-        if noted.leaves_gradients is None:
-            self._leftovers.await_backward(noted)
         self._unmarked += noted.over and not noted.marked
         self._checks.gradients.forget()
         self._steps.end(noted.iteration)
+        if noted.captured is None:  # a mark was missed, and no forward in training mode showed its end
+            self._end_here(noted)
         if noted.buffers is None:
             noted.buffers = self._capture.buffers(None)
         self._emit(noted)

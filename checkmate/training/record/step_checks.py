@@ -422,52 +422,40 @@ def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class LeftGradients:
-    """Warns once if a backward adds its gradients to those of the iteration before: a resumed run has none.
+    """Warns once of each kind if a backward adds to the iteration before's gradients: a resumed run has none.
 
-    Scripts may clear gradients as late as between forward and backward. So a parameter's hook looks when the
-    next backward comes; a sharded parameter's is not called, and `begun` looks instead. `several`: there are
-    several optimizers, and after the step of one, gradients of the others' parameters may stay.
+    Scripts may clear gradients as late as between forward and backward. So one parameter's hook looks as the
+    next backward comes, or else `begun`: that of a sharded parameter is not called, nor of one that this
+    rank's loss does not use. `several`: there are several optimizers, and after the step of one, gradients of
+    the others' parameters may stay.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, several: bool) -> None:
-        self._parameters = parameters
-        self._smallest = min(filter(torch.Tensor.numel, parameters), key=torch.Tensor.numel)
+        self._parameters = sorted(filter(torch.Tensor.numel, parameters), key=torch.Tensor.numel)
         self._left = 0 if several else CHECKED  # looks at a CUDA device after a step, which wait for it
         self._added = False
-        self._noted: Noted | None = None  # the iteration whose gradients may be left
-        self._parameter = self._smallest
+        self._noted: Noted | None = None  # whose gradients may be left
+        self._parameter = self._parameters[0]
         self._hook: Any = None
 
-    def await_backward(self, noted: Noted) -> None:
-        """Look at a gradient when the first backward after this iteration comes."""
+    def opened(self, noted: Noted) -> None:
+        """Look when the first backward after this iteration's comes, at the smallest that has a gradient."""
         self.forget()
-        if noted.over:  # any parameter shows whether they were cleared
-            candidates: Iterable[nn.Parameter] = [self._smallest] if self._left > 0 else []
-        else:
-            candidates = filter(_has_gradient, self._parameters)
-        left = next((p for p in candidates if p.requires_grad), None)
-        noted.leaves_gradients = left is not None
-        if left is not None:
-            self._noted, self._parameter = noted, left
-            self._hook = left.register_hook(lambda gradient: self.look())  # type: ignore[no-untyped-call]
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if trained:
+            self._noted = noted
+            self._parameter = next((one for one in trained if one.grad is not None), trained[0])
+            self._hook = self._parameter.register_hook(lambda gradient: self.begun())  # type: ignore[no-untyped-call]
 
     def begun(self) -> None:
-        """Look now that a backward has begun, if no hook will."""
-        if local_of(self._parameter) is not self._parameter:
-            self.look()
-
-    def look(self) -> None:
-        """Look, unless the first backward has come already."""
+        """Look now that a backward has begun, unless that is done; DDP has not filled in gradients yet."""
         noted = self._noted
         self.forget()
         if noted is None:
             return
-        noted.leaves_gradients = _has_gradient(self._parameter)
-        self._left -= noted.over and self._parameter.is_cuda
-        self.warn(noted)
-
-    def warn(self, noted: Noted) -> None:
-        """Warn if the iteration has left gradients to which a backward now adds."""
+        noted.leaves_gradients = (self._left > 0 or not noted.over) and _has_gradient(self._parameter)
+        if noted.over:
+            self._left -= self._parameter.is_cuda
         if not noted.leaves_gradients:
             return
         if noted.over:
@@ -488,7 +476,7 @@ class LeftGradients:
             )
 
     def forget(self) -> None:
-        """Do not look: the iteration goes on, or no other follows."""
+        """Do not look."""
         if self._hook is not None:
             self._hook.remove()
         self._noted = self._hook = None
