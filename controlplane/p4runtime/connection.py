@@ -34,7 +34,7 @@ _PRIMARY: Final = {
 }
 _LOST: Final = (GRPCStatusCode.INTERNAL, "Internal error from Core")
 """What gRPC's asyncio client says if the server has refused a call while the call was being opened."""
-_BMV2_NO_DEVICE: Final = "Error when trying to assign device"
+NO_DEVICE: Final = "Error when trying to assign device"
 """BMv2 takes any device id in the arbitration, and says this when a program is loaded."""
 GONE: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
 
@@ -182,16 +182,17 @@ class SwitchConnection:
                 f"the server of {self._name} is not a P4Runtime server ({error.message}); "
                 "a lab's switches can be reached only from the controller's namespace"
             )
-        if error.message == _BMV2_NO_DEVICE or (error.code, what) == (
+        if error.message == NO_DEVICE or (error.code, what) == (
             GRPCStatusCode.NOT_FOUND,
             "arbitration",
         ):
             number = self.switch.device_id
-            return SwitchUnreachable(
-                f"{self._name} has no device {number} ({error.message}): start it with --device-id {number}, "
-                "or write its `device_id` in the job's fabric. A switch of a job is device 1 by default, "
-                "`softswitch` and BMv2 are device 0"
-            )
+            remedy = "write the `device_id` that it has in the job's fabric"
+            if self.switch.target in ("softswitch", "bmv2"):
+                remedy = (
+                    f"start it with --device-id {number}, or {remedy}. By default, it is device 0, in jobs 1"
+                )
+            return SwitchUnreachable(f"{self._name} has no device {number} ({error.message}): {remedy}")
         refused = RefusalLost if (error.code, error.message) == _LOST else WriteRefused
         return refused(f"{self._name} refused {what}: {error.code.name}: {error.message}")
 

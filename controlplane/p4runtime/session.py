@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NoReturn
 
 import grpc
+from finsy.grpcutil import GRPCStatusCode
 from finsy.p4client import P4ClientError
 from finsy.p4entity import P4PacketIn, P4PacketOut
 from finsy.proto import U128, p4i, p4r, p4r_grpc
@@ -89,7 +90,9 @@ class SwitchSession(SwitchConnection):
             await self._load(request)
         except P4ClientError as error:
             failed = self._failed("loading the program", error)
-            if isinstance(failed, SwitchUnreachable | AnotherPrimary):
+            if error.code != GRPCStatusCode.UNIMPLEMENTED and isinstance(
+                failed, SwitchUnreachable | AnotherPrimary
+            ):
                 raise failed from None
             raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
         return True
