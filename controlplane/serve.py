@@ -220,12 +220,11 @@ def refuse(wanted: Wanted) -> None:
 
 async def _await_return(files: JobFiles) -> None:
     """Give files of served jobs that are gone time to come back, because a removed job loses its copies."""
-    deadline, told = time.monotonic() + ABSENCE_SECONDS, False
-    while (away := files.away()) and time.monotonic() < deadline:
-        if not told:
-            names = ", ".join(map(str, away))
-            LOG.warning("%s: gone; unless it comes back in %g s, its job ends", names, ABSENCE_SECONDS)
-            told = True
+    deadline = time.monotonic() + ABSENCE_SECONDS
+    if away := files.away():
+        names = ", ".join(map(str, away))
+        LOG.warning("%s: gone; unless it comes back in %g s, its job ends", names, ABSENCE_SECONDS)
+    while files.away() and time.monotonic() < deadline:
         await asyncio.sleep(POLL_SECONDS / 5)
 
 

@@ -47,10 +47,11 @@ JobArguments = Annotated[
         autocompletion=job_paths,
     ),
 ]
-JobArgument = Annotated[
-    Path,
-    typer.Argument(help="A job file.", envvar=JOB_VARIABLE, show_default=False, autocompletion=job_paths),
-]
+_job: Final = typer.Argument(
+    help="A job file.", metavar="JOB", envvar=JOB_VARIABLE, show_default=False, autocompletion=job_paths
+)
+JobArgument = Annotated[Path, _job]
+OptionalJobArgument = Annotated[Path | None, _job]
 FabricOption = Annotated[
     Path | None,
     typer.Option(

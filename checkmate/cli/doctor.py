@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -11,20 +10,20 @@ from rich.text import Text
 from checkmate.cli.common import (
     AsJson,
     Insecure,
+    OptionalJobArgument,
     UsageFault,
     err,
     out,
     print_json,
     says_errors,
 )
-from checkmate.cli.completing import job_paths
 from checkmate.doctor import subjects
 from checkmate.doctor.diagnosis import Diagnosis, diagnose
 from checkmate.doctor.findings import Finding, Outcome
 from checkmate.doctor.reading import is_here
 from checkmate.doctor.subjects import ROLES, Subject
 from checkmate.job.files import read_job
-from checkmate.job.schema import JOB_VARIABLE, Job
+from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import waiting
 from checkmate.output.tables import FittedTable
@@ -37,16 +36,7 @@ _COLOURS: Final = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILE
 
 @says_errors
 def doctor(
-    job: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A job file.",
-            metavar="JOB",
-            envvar=JOB_VARIABLE,
-            show_default=False,
-            autocompletion=job_paths,
-        ),
-    ] = None,
+    job: OptionalJobArgument = None,
     role: Annotated[
         str | None,
         typer.Option(

@@ -18,10 +18,9 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import UsageFault, err, says_errors
-from checkmate.cli.completing import job_paths
+from checkmate.cli.common import OptionalJobArgument, UsageFault, err, says_errors
 from checkmate.job.files import read_job
-from checkmate.job.schema import JOB_VARIABLE, Switch
+from checkmate.job.schema import Switch
 from checkmate.output.consoles import waiting
 
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
@@ -37,10 +36,7 @@ REQUIREMENTS = Path(__file__).with_name("shell.txt")
 
 @says_errors
 def shell(
-    job: Annotated[
-        Path | None,
-        typer.Argument(help="A job file.", envvar=JOB_VARIABLE, show_default=False, autocompletion=job_paths),
-    ] = None,
+    job: OptionalJobArgument = None,
     switch: Annotated[str, typer.Option(help="Name of the switch; needed if the job has several.")] = "",
     primary: Annotated[
         bool, typer.Option("--primary", help="Become primary, to write; ends a `run` on that switch.")

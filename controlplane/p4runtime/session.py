@@ -20,7 +20,6 @@ from checkmate.wording import counted
 from controlplane.election import Candidacy, Primary, Standing
 from controlplane.entities import Holdings, Update, batches
 from controlplane.errors import (
-    AnotherPrimary,
     ControlError,
     SwitchUnreachable,
     Unsure,
@@ -28,7 +27,7 @@ from controlplane.errors import (
     WrongPipeline,
 )
 from controlplane.p4runtime.codec import Codec
-from controlplane.p4runtime.connection import SwitchConnection, standing_of
+from controlplane.p4runtime.connection import GONE, NO_DEVICE, SwitchConnection, standing_of
 
 BATCH = 250
 """Updates in a Write request. A refusal has 100 to 200 bytes of details for each update in gRPC's trailing
@@ -89,11 +88,8 @@ class SwitchSession(SwitchConnection):
         try:
             await self._load(request)
         except P4ClientError as error:
-            failed = self._failed("loading the program", error)
-            if error.code != GRPCStatusCode.UNIMPLEMENTED and isinstance(
-                failed, SwitchUnreachable | AnotherPrimary
-            ):
-                raise failed from None
+            if error.code in (*GONE, GRPCStatusCode.PERMISSION_DENIED) or error.message == NO_DEVICE:
+                raise self._failed("loading the program", error) from None
             raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
         return True
 

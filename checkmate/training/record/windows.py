@@ -181,9 +181,9 @@ class Slices:
     def copy(self, window: Window) -> Copy:
         """Copy a window as it is now. Raise `KeyError` if the optimizer has no such state any more."""
         value = self._value(window)
-        known = self._places.get(window)
-        if known is not None and known.holds(value):
-            data = ctypes.string_at(known.address, known.nbytes)
+        place = self._places.get(window)
+        if place is not None and place.holds(value):
+            data = ctypes.string_at(place.address, place.nbytes)
             return lambda: data
         if not isinstance(value, torch.Tensor):
             return lambda: value
