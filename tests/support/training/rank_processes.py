@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -39,6 +40,8 @@ class RankProcesses:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(_IMPORTED))
+        self._folder = tempfile.TemporaryDirectory()
+        self._runs = 0
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -51,11 +54,14 @@ class RankProcesses:
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(ranks):
-                store = str(Path(folder, "store"))
-                self._ends[rank].send((rank, ranks, store, function, arguments))
-            answers = [self._answer(rank) for rank in range(ranks)]
+        self._runs += 1
+        store = str(Path(self._folder.name, f"store{self._runs}"))
+        for rank in range(ranks):
+            self._ends[rank].send((rank, ranks, store, function, arguments))
+        answers = [self._answer(rank) for rank in range(ranks)]
+        for end in self._ends[:ranks]:
+            with contextlib.suppress(OSError):  # its process has ended, which is among the answers
+                end.send(None)
         bad = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(answers) if words]
         if bad:
             self._end()
@@ -69,6 +75,7 @@ class RankProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end()
+        self._folder.cleanup()
 
     def _end(self) -> None:
         for process in self._processes:
@@ -97,14 +104,21 @@ def _serve(end: Connection) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout
             )
-            dist.barrier()  # a rank that is already done would disconnect from others that still connect
+            dist.barrier()  # all have connected before the function of one may replace the group
             result = function(rank, ranks, *arguments)
         except BaseException:  # noqa: BLE001 - the test shows it
             words = traceback.format_exc()
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            _leave()  # others that wait for this rank fail at once
         end.send((words, result))
+        # All leave together: a rank that left as soon as it was done would break the connections that another
+        # still opens, of a group that the function made.
+        end.recv()
+        _leave()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def be_a_host(rank: int) -> None:
