@@ -3,8 +3,8 @@
 CHECKMATE_JOB=job.yaml torchrun --nnodes 4 ... --max-restarts 10 -m checkmate.examples.accelerated
 
 `prepare` returns a DistributedDataParallel, and a wrapper whose `optimizer` is PyTorch's own. Checkmate takes
-these two. Clip with `checkmate.clip_grad_norm_` instead of Accelerate's. With a seedable sampler the order of
-an epoch follows from its number, so a resumed run skips the batches that are used up.
+these two. With a seedable sampler the order of an epoch follows from its number, so a resumed run skips the
+batches that are used up.
 (`pip install accelerate`)
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
             for inputs, targets in protection.steps(accelerator.skip_first_batches(batches, used)):
                 loss = functional.mse_loss(ddp(inputs), targets)
                 accelerator.backward(loss)
-                checkmate.clip_grad_norm_(ddp.parameters(), 1.0)
+                accelerator.clip_grad_norm_(ddp.parameters(), 1.0)
                 prepared.step()
                 prepared.zero_grad()
                 log(iteration, loss.item())

@@ -77,7 +77,7 @@ class Trainer:
             loss = self.model(*(tokens.to(self.device) for tokens in batch)) / micros
             loss.backward()
             total += loss.item()
-        checkmate.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()

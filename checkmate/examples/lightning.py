@@ -68,7 +68,7 @@ class Regression(LightningModule):
         loss = functional.mse_loss(self.layers(inputs), targets)
         optimizer.zero_grad()
         self.manual_backward(loss)
-        checkmate.clip_grad_norm_(self.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
         optimizer.step()
         iteration = self.trainer.fit_loop.epoch_loop.total_batch_idx
         LossLog(self.folder)(iteration, loss.item())

@@ -87,7 +87,7 @@ def main() -> None:
                 loss = functional.cross_entropy(ddp(inputs), labels)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            checkmate.clip_grad_norm_(ddp.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

@@ -20,13 +20,12 @@ from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.step_checks import StateWatch
 from checkmate.training.record.windows import Slices
-from tests.support.training.alone import alone
-from tests.support.training.recorded_loop import RecordedLoop, adamw
+from tests.support.training.recorded_loop import RecordedLoop, adamw, loops
 
 
 @pytest.fixture(autouse=True)
 def process_group() -> Iterator[None]:
-    with alone():
+    with loops():
         yield
 
 

@@ -151,4 +151,4 @@ def clip_with_torchs_own(rank: int, count: int) -> str:
 def test_torchs_own_function_is_noticed_on_all_ranks(ranks: RankProcesses) -> None:
     for error in ranks.run(4, clip_with_torchs_own):
         assert "was changed between its reduction and the optimizer's step" in error
-        assert "clip with checkmate.clip_grad_norm_ or checkmate.clip_grads_with_norm_" in error
+        assert "clip by norm, with checkmate.clip_grad_norm_ or checkmate.clip_grads_with_norm_" in error

@@ -43,7 +43,7 @@ def main() -> None:
             batch = data.batch(options.batch, options.context)
             loss = ddp(*(tokens.to(options.device) for tokens in batch))
             loss.backward()
-            checkmate.clip_grad_norm_(ddp.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.metrics import BaseLogger
@@ -64,7 +63,6 @@ class Checkpoints(CheckpointManager):
 def protected(config: Any) -> None:
     """Have Checkmate protect the run of a configuration."""
     ParallelDims.dp_replicate_enabled = False  # FSDP gets the mesh of the shards, Checkmate reduces the rest
-    torch.nn.utils.clip_grads_with_norm_ = checkmate.clip_grads_with_norm_
     config.checkpoint = Checkpoints.Config(enable=True)
 
 

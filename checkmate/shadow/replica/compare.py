@@ -77,7 +77,7 @@ class Comparison:
                 f"{of} {ours.parameter.name} differs from the trainers' after iteration {iteration}. "
                 f"It was last found equal after iteration {since}; checkpoints after that one are doubtful. "
                 "Possible causes: a gradient was changed between backward and optimizer.step(), a parameter "
-                "outside optimizer.step(). Clip with checkmate.clip_grad_norm_, unscale with the GradScaler "
+                "outside optimizer.step(). Clip gradients by norm, unscale them with the GradScaler "
                 "that protect was given, and let only the optimizer change parameters"
             )
 

@@ -41,6 +41,7 @@ from checkmate.training.record.wrapped import (
     SchedulerWatch,
     check_unscaled,
     check_unscheduled,
+    clipping_followed,
     is_scheduled,
     schedulers_of,
 )
@@ -150,6 +151,7 @@ class Recorder:
         ):
             undo.callback(handle.remove)
         undo.callback(ClipListener(self._parameters, self.check_gradients, self._clipped).close)
+        undo.enter_context(clipping_followed())
         self._leftovers = LeftGradients(self._parameters, several=len(self._members) > 1)
         undo.callback(self._leftovers.forget)
 

@@ -211,7 +211,7 @@ class StepChecks:
             if changed := compared():
                 raise RefusedError(
                     f"the gradient of {changed[0]} was changed between its reduction and the optimizer's "
-                    "step, and shadow nodes can't know how: clip with checkmate.clip_grad_norm_ or "
+                    "step, and shadow nodes can't know how: clip by norm, with checkmate.clip_grad_norm_ or "
                     "checkmate.clip_grads_with_norm_, pass the GradScaler to checkmate.protect as scaler=, "
                     "give pipeline schedules scale_grads=False, and make other changes before the reduction, "
                     "in the loss or with Tensor.register_hook on parameters"

@@ -7,7 +7,9 @@ scheduler: its class and its steps.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
 import torch
@@ -18,9 +20,11 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached, detach
 from checkmate.training.errors import RefusedError
 
-# Noted here, because a script may put ours in their place for a framework that clips by itself.
-_torchs_clip_grad_norm_: Final = torch.nn.utils.clip_grad_norm_
-_torchs_clip_grads_with_norm_: Final[Any] = getattr(torch.nn.utils, "clip_grads_with_norm_", None)  # 2.6
+# Held outside this module's own names, where `clipping_followed` would find them.
+_TORCHS: Final[Any] = SimpleNamespace(
+    clip_grad_norm_=torch.nn.utils.clip_grad_norm_,
+    clip_grads_with_norm_=getattr(torch.nn.utils, "clip_grads_with_norm_", None),  # since PyTorch 2.6
+)
 
 OnMultiplied = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 """Called with the parameters whose gradients were multiplied, and with the factor."""
@@ -53,7 +57,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip gradients with `torch.nn.utils.clip_grad_norm_`, and note the coefficient in the step record.
 
-    The result is the same, bit for bit. Without `checkmate.protect` this is torch's function alone.
+    The result is the same, bit for bit. Without `checkmate.protect` this is torch's function alone. After it,
+    torch's name is this function's, too.
 
     Args:
         parameters: The parameters whose gradients are clipped, together.
@@ -71,7 +76,7 @@ def clip_grad_norm_(
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     listeners = _before_clipping(chosen)
-    norm = _torchs_clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm: torch.Tensor = _TORCHS.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     _note_clipping(listeners, chosen, max_norm, norm)
     return norm
 
@@ -86,7 +91,7 @@ def clip_grads_with_norm_(
 
     It is for scripts that combine norms themselves, for example those of pipeline stages. It needs PyTorch
     2.6. The result is the same as torch's, bit for bit. Without `checkmate.protect` this is torch's function
-    alone.
+    alone. After it, torch's name is this function's, too.
 
     Args:
         parameters: The parameters whose gradients are clipped, together.
@@ -99,8 +104,32 @@ def clip_grads_with_norm_(
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     listeners = _before_clipping(chosen)
-    _torchs_clip_grads_with_norm_(chosen, max_norm, total_norm, foreach)
+    _TORCHS.clip_grads_with_norm_(chosen, max_norm, total_norm, foreach)
     _note_clipping(listeners, chosen, max_norm, total_norm)
+
+
+@contextmanager
+def clipping_followed() -> Iterator[None]:
+    """Have torch's clipping functions be Checkmate's under each name that a module has for them.
+
+    A script or a framework may have imported them before. What holds them otherwise, e.g. an attribute of an
+    object, calls torch's own, and the next step is refused if that clips.
+    """
+    ours = {id(getattr(_TORCHS, one.__name__)): one for one in (clip_grad_norm_, clip_grads_with_norm_)}
+    ours.pop(id(None), None)
+    replaced = []
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            # By torch's private names, one of its functions calls the other, which would be noted twice.
+            if id(value) in ours and not (module is torch.nn.utils.clip_grad and name.startswith("_")):
+                setattr(module, name, ours[id(value)])
+                replaced.append((module, name, value))
+    try:
+        yield
+    finally:
+        for module, name, value in replaced:
+            if getattr(module, name, None) is ours[id(value)]:
+                setattr(module, name, value)
 
 
 def _before_clipping(parameters: Sequence[torch.Tensor]) -> list[ClipListener]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.errors import CheckmateError
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.replica import Replica
@@ -20,6 +22,22 @@ from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import membership
+from tests.support.training.alone import alone
+
+_LOOPS: list[RecordedLoop] = []
+
+
+@contextmanager
+def loops() -> Iterator[None]:
+    """Yield a process group for loops, whose recorders end with it: their hooks are those of all of torch."""
+    with alone():
+        try:
+            yield
+        finally:
+            while _LOOPS:
+                with suppress(CheckmateError):  # the refusal that the test was about
+                    _LOOPS.pop().recorder.close(last=False)
+
 
 AUTHOR = pb.RecordPart(job="job", incarnation=3, run="first", start=b"start")
 
@@ -77,6 +95,7 @@ class RecordedLoop:
         )
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}
         self.iteration = -1
+        _LOOPS.append(self)
 
     def _await_departed(self) -> None:
         if self.error is not None:

@@ -25,13 +25,12 @@ from checkmate.training.record.wrapped import SchedulerWatch
 from checkmate.training.start.membership import Start, place
 from checkmate.training.start.plans import plan_new_run
 from testbed.jobs import job
-from tests.support.training.alone import alone
-from tests.support.training.recorded_loop import RecordedLoop, adamw
+from tests.support.training.recorded_loop import RecordedLoop, adamw, loops
 
 
 @pytest.fixture(autouse=True)
 def process_group() -> Iterator[None]:
-    with alone():
+    with loops():
         yield
 
 

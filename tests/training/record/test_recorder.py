@@ -24,13 +24,17 @@ from checkmate.training.record import windows
 from checkmate.training.record.buffers import EXACT_BYTES, Buffers, fitting, frozen_state
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.windows import Rotation, Window
-from tests.support.training.alone import alone
-from tests.support.training.recorded_loop import RecordedLoop, adamw
+from tests.support.training.recorded_loop import RecordedLoop, adamw, loops
+
+TORCHS: dict[str, Any] = {
+    name: getattr(torch.nn.utils, name) for name in ("clip_grad_norm_", "clip_grads_with_norm_")
+}
+imported, also_imported = TORCHS.values()
 
 
 @pytest.fixture(autouse=True)
 def process_group() -> Iterator[None]:
-    with alone():
+    with loops():
         yield
 
 
@@ -247,7 +251,8 @@ def test_slices_come_round_all_parameters_and_their_state() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda loop: torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3),
+        lambda loop: TORCHS["clip_grad_norm_"](loop.model.parameters(), 1e-3),
+        lambda loop: torch.nn.utils.clip_grad_value_(loop.model.parameters(), 1e-9),
         lambda loop: [p.grad.data.mul_(0.5) for p in loop.parameters if p.grad is not None],
         lambda loop: loop.model.first.weight.grad.numpy().fill(3),
         lambda loop: setattr(loop.model.first.weight, "grad", torch.ones_like(loop.model.first.weight)),
@@ -263,7 +268,36 @@ def test_gradients_changed_behind_our_back_are_refused(change: Callable[[Recorde
         loop.optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grads_with_norm_"])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda given: torch.nn.utils.clip_grad_norm_(given, 1e-3),
+        lambda given: torch.nn.utils.clip_grad.clip_grad_norm_(given, 1e-3),
+        lambda given: imported(given, 1e-3),
+        lambda given: torch.nn.utils.clip_grads_with_norm_(given, 1e-3, torch.tensor(2.0)),
+        lambda given: also_imported(given, 1e-3, torch.tensor(2.0)),
+    ],
+)
+def test_torchs_own_clipping_is_followed(clip: Callable[..., object]) -> None:
+    loop = RecordedLoop(adamw)
+    loop.backward()
+    clip(list(loop.model.parameters()))
+    loop.optimizer.step()
+    (part,) = loop.close()
+    (scaling,) = part.step.scalings
+    assert 0 < scaling.factor < 1
+
+
+def test_torchs_names_are_torchs_again_after_the_end() -> None:
+    loop = RecordedLoop(adamw)
+    assert imported is torch.nn.utils.clip_grad_norm_ is checkmate.clip_grad_norm_
+    loop.close()
+    for name, function in TORCHS.items():
+        assert getattr(torch.nn.utils, name) is function
+    assert (imported, also_imported) == tuple(TORCHS.values())
+
+
+@pytest.mark.parametrize("name", TORCHS)
 def test_our_clipping_may_take_the_place_of_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a framework that clips by itself, such as torchtitan."""
     monkeypatch.setattr(torch.nn.utils, name, getattr(checkmate, name))
@@ -281,7 +315,7 @@ def test_our_clipping_may_take_the_place_of_torchs(name: str, monkeypatch: pytes
 def test_clipping_that_clips_nothing_is_no_change() -> None:
     loop = RecordedLoop(adamw)
     loop.backward()
-    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e9)
+    TORCHS["clip_grad_norm_"](loop.model.parameters(), 1e9)
     loop.optimizer.step()
     loop.close()
 

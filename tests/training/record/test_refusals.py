@@ -30,13 +30,12 @@ from checkmate.training.record.publisher import Publisher, to_part
 from checkmate.training.record.step_checks import LeftGradients
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.install import InstallError, install_buffers, install_gradients
-from tests.support.training.alone import alone
-from tests.support.training.recorded_loop import AUTHOR, LoopModel, RecordedLoop, adamw
+from tests.support.training.recorded_loop import AUTHOR, LoopModel, RecordedLoop, adamw, loops
 
 
 @pytest.fixture(autouse=True)
 def process_group() -> Iterator[None]:
-    with alone():
+    with loops():
         yield
 
 

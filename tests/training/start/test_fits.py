@@ -29,8 +29,7 @@ from checkmate.training.start.fetch import Fetched
 from checkmate.training.start.install import InstallError, check_record, install_record
 from checkmate.training.start.plans import RestartPlan
 from testbed.jobs import job
-from tests.support.training.alone import alone
-from tests.support.training.recorded_loop import RecordedLoop, adamw
+from tests.support.training.recorded_loop import RecordedLoop, adamw, loops
 
 PLACE = membership.place(job(ranks=2), 0, 2, [0, 1])
 Make = Callable[[Optimizer], Any]
@@ -38,7 +37,7 @@ Make = Callable[[Optimizer], Any]
 
 @pytest.fixture(autouse=True)
 def process_group() -> Iterator[None]:
-    with alone():
+    with loops():
         yield
 
 
