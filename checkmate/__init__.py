@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from checkmate.state import StateError
     from checkmate.tagger import TaggerUnavailable
     from checkmate.training.errors import RefusedError, SessionError
+    from checkmate.training.loop import Batches
     from checkmate.training.protect import Protection, protect
     from checkmate.training.record.wrapped import clip_grad_norm_, clip_grads_with_norm_
     from checkmate.training.restore import Restored, restore
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 __all__ = [
+    "Batches",
     "CheckmateError",
     "KeysError",
     "LayoutError",
@@ -58,6 +60,7 @@ __all__ = [
 ]
 
 _WHERE: Final = {
+    "Batches": "checkmate.training.loop",
     "clip_grad_norm_": "checkmate.training.record.wrapped",
     "clip_grads_with_norm_": "checkmate.training.record.wrapped",
     "job_mesh": "checkmate.training.start.shard_mesh",

@@ -1234,12 +1234,15 @@ class Generators(google.protobuf.message.Message):
     PYTHON_FIELD_NUMBER: builtins.int
     NUMPY_FIELD_NUMBER: builtins.int
     MARKS_FIELD_NUMBER: builtins.int
+    STILL_FIELD_NUMBER: builtins.int
     IN_LOOP_FIELD_NUMBER: builtins.int
     torch: builtins.bytes
     cuda: builtins.bytes
     """of the rank's device; empty: none"""
     marks: builtins.bool
     """the script marks where its iterations end, so a resumed one does from its first on"""
+    still: builtins.bool
+    """they do not move between an iteration's end and the next forward: so in a resumed run"""
     in_loop: builtins.bool
     """between two batches of an iterator: recreating it after a restore must not advance them"""
     @property
@@ -1254,11 +1257,12 @@ class Generators(google.protobuf.message.Message):
         python: Global___PythonGenerator | None = ...,
         numpy: Global___NumpyGenerator | None = ...,
         marks: builtins.bool = ...,
+        still: builtins.bool = ...,
         in_loop: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["numpy", b"numpy", "python", b"python"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cuda", b"cuda", "in_loop", b"in_loop", "marks", b"marks", "numpy", b"numpy", "python", b"python", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cuda", b"cuda", "in_loop", b"in_loop", "marks", b"marks", "numpy", b"numpy", "python", b"python", "still", b"still", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Generators: typing_extensions.TypeAlias = Generators

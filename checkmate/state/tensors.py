@@ -162,16 +162,22 @@ def frozen_states(found: Mapping[str, torch.Tensor]) -> dict[int, dict[str, obje
     return states
 
 
+_FLAGS: Final = ("in_loop", "marks", "still")
+
+
 def dump_generators(found: Mapping[str, Any]) -> bytes:
     """Return the states of generators as bytes.
 
     Args:
         found: `torch`, `cuda` (tensors of bytes or `None`), `python` and `numpy`, as returned by the
             generators. `in_loop`, if present, is true if they were captured between two batches of one
-            iterator, and `marks` if the script marks its iterations. Words may be bytes of native uint32, as
-            from `load_generators`.
+            iterator, `marks` if the script marks its iterations, and `still` if they do not move between an
+            iteration's end and the next forward. Words may be bytes of native uint32, as from
+            `load_generators`.
     """
-    message = pb.Generators(in_loop=bool(found.get("in_loop")), marks=bool(found.get("marks")))
+    message = pb.Generators()
+    for flag in _FLAGS:
+        setattr(message, flag, bool(found.get(flag)))
     for name in ("torch", "cuda"):
         if found.get(name) is not None:
             setattr(message, name, bytes(bytes_of(found[name])))
@@ -194,7 +200,7 @@ def load_generators(data: bytes) -> dict[str, Any]:
     except DecodeError as error:
         raise StateError(f"unreadable states of random generators: {error}") from None
     found: dict[str, Any] = {"cuda": None}
-    found |= {name: True for name in ("in_loop", "marks") if getattr(message, name)}
+    found |= {name: True for name in _FLAGS if getattr(message, name)}
     for name in ("torch", "cuda"):
         if state := getattr(message, name):
             found[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)

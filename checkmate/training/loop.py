@@ -1,12 +1,26 @@
-"""A script's loop over batches: marks where iterations end, and is entered again when a run resumes."""
+"""A script's loop over batches: marks where iterations end, and is entered again when a run resumes.
+
+`Batches` is for scripts: a DataLoader's place, which a resumed run goes on from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, Final, Generic, TypeVar
+
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from checkmate import state
-from checkmate.training.record.capture import install_generators
+from checkmate.training.errors import RefusedError
+from checkmate.training.record.generators import install_generators
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.start.install import part_of
 from checkmate.training.start.membership import Membership, Start
@@ -24,8 +38,8 @@ class Loop:
 
         Args:
             recorder: Notes where iterations end.
-            generators: States of random generators to set again after the iterator was created
-                (`resumed_in`).
+            generators: States of random generators to set again after the iterator was created, if the run
+                resumes between two batches of one.
             begun: Returns whether an iteration has begun since the start.
         """
         self._recorder = recorder
@@ -49,14 +63,111 @@ class Loop:
         self._recorder.leave_loop()
 
 
-def marks_known(place: Membership, start: Start) -> bool:
-    """Return whether the script that a run resumes has marked its iterations, as far as that is known."""
+def generators_of(place: Membership, start: Start) -> Mapping[str, Any]:
+    """Return this rank's random generators in the record from which a run resumes, with what was known then.
+
+    They are empty in a run that does not resume.
+    """
     data = part_of(start.record, place.position).rng
-    return start.plan.marks or bool(data and state.load_generators(data).get("marks"))
+    return state.load_generators(data) if data else {}
 
 
-def resumed_in(place: Membership, start: Start) -> Mapping[str, Any] | None:
-    """Return this rank's random generators if the run resumes between two batches of one iterator."""
-    data = part_of(start.record, place.position).rng
-    found = state.load_generators(data) if data else {}
-    return found if found.get("in_loop") else None
+_SHUFFLING: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers of PyTorch whose order is drawn from a generator, and not from the number of the epoch."""
+
+
+class Batches(Generic[Batch]):
+    """The batches of a DataLoader, epoch after epoch, and the place of the next one.
+
+    The place travels with each iteration's record if `extra` returns `state_dict()`. A resumed run loads it,
+    and leaves used batches out by their indices, so that none is read again. Workers may fetch ahead.
+
+        batches = checkmate.Batches(DataLoader(data, batch_size=16, sampler=DistributedSampler(data)))
+        _, extra = checkmate.restore(ddp, optimizer)
+        if extra is not None:
+            batches.load_state_dict(extra)
+        protection = checkmate.protect(ddp, optimizer, extra=batches.state_dict)
+        for epoch in batches.epochs(10):
+            for rows in protection.steps(batches):
+                ...
+    """
+
+    def __init__(self, loader: DataLoader[Batch]) -> None:
+        """Take over a loader, which yields what is left of an epoch from then on.
+
+        Args:
+            loader: A loader of a dataset with indices. The order of its sampler must follow from the epoch's
+                number, as that of PyTorch's DistributedSampler does, or be the same in all epochs.
+
+        Raises:
+            RefusedError: The loader's place can't be found by counting its batches.
+        """
+        whole: Any = loader.batch_sampler
+        if whole is None or isinstance(loader.dataset, IterableDataset):
+            raise RefusedError(
+                "checkmate.Batches needs a DataLoader with batches of a dataset with indices. For an "
+                "IterableDataset, or batch_size=None, use torchdata's StatefulDataLoader "
+                "(`checkmate docs training`)"
+            )
+        whole = whole.batches if isinstance(whole, _Rest) else whole
+        samplers: list[Any] = [whole]
+        for sampler in (getattr(whole, "sampler", None), loader.sampler):
+            if sampler not in (None, *samplers):
+                samplers.append(sampler)
+        for sampler in samplers:
+            if isinstance(sampler, _SHUFFLING):
+                raise RefusedError(
+                    f"the order of a {type(sampler).__name__} is another one in a resumed run: give "
+                    "the DataLoader a sampler whose order follows from the epoch's number in place of "
+                    "shuffle=True, such as torch.utils.data.DistributedSampler(dataset)"
+                )
+        self.loader = loader
+        self.epoch, self.used = 0, 0
+        self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
+        self._rest = _Rest(whole)
+        # Not by its own __setattr__, which refuses this. A new loader would lack what a subclass has.
+        loader.__dict__["batch_sampler"] = self._rest
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs below `count`, from the one in which a run resumes."""
+        while self.epoch < count:
+            for sampler in self._samplers:
+                sampler.set_epoch(self.epoch)
+            yield self.epoch
+            self.epoch, self.used = self.epoch + 1, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return an iterator over what is left of this epoch."""
+        self._rest.first = self.used
+        return self._counted(iter(self.loader))  # at once: it draws a random number (`Loop.steps`)
+
+    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.used += 1
+            yield batch
+
+    def __len__(self) -> int:
+        """Return how many batches an epoch has."""
+        return len(self._rest.batches)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch, and how many of its batches are used up."""
+        return {"epoch": self.epoch, "used": self.used}
+
+    def load_state_dict(self, place: Mapping[str, int]) -> None:
+        """Go on from the place of a `state_dict`."""
+        self.epoch, self.used = place["epoch"], place["used"]
+
+
+class _Rest(Sampler[list[int]]):
+    """A sampler of batches without the first ones."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self.first = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self.batches), self.first, None)
+
+    def __len__(self) -> int:
+        return len(self.batches) - self.first

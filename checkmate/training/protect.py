@@ -39,9 +39,10 @@ from checkmate.training.gradients.reduction import GradientReduction
 from checkmate.training.gradients.wiring import make_reducer, make_reduction
 from checkmate.training.kept_events import keep_events
 from checkmate.training.lines.seeder import SeedSource
-from checkmate.training.loop import Batch, Loop, marks_known, resumed_in
+from checkmate.training.loop import Batch, Loop, generators_of
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
+from checkmate.training.record.generators import FirstBatch
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
@@ -182,6 +183,7 @@ def _assemble(
             _log.warning(_UNTAGGED, "; ".join(untagged))
     hook = make_reduction(watched.model, reducer, start.next_iteration)
     undo.callback(hook.close)
+    generators = generators_of(place, start)
     steps, buffers = StepExclusion(start.next_iteration), recorded_buffers(place, watched, parameters, start)
     device = parameters[0].device.type
     state_names = watched.model.state_names()
@@ -200,16 +202,20 @@ def _assemble(
         hook.stream_ends,
         slices=slices,
         first=place.first,
-        marking=marks_known(place, start),
+        marking=start.plan.marks or bool(generators.get("marks")),
+        resumed=generators,
         buffers=buffers,
         await_departed=publisher.await_departed,
         on_refused=followers.refused,
     )
     undo.callback(recorder.close, last=False)
+    if generators and place.first:
+        undo.callback(FirstBatch(watched.model.outer, start.extra).remove)
     waiting = followers.bring_up(deadline) if place.followed else "; ".join(untagged)
     hook.on_begun = recorder.begun
     hook.register(recorder.reduced)  # last, because DDP can't unregister a hook
-    loop = Loop(recorder, resumed_in(place, start), lambda: hook.iteration >= start.next_iteration)
+    in_loop = generators if generators.get("in_loop") else None
+    loop = Loop(recorder, in_loop, lambda: hook.iteration >= start.next_iteration)
     return Protection(place, start, hook, recorder, loop, publisher, followers, undo, waiting)
 
 

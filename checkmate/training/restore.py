@@ -26,6 +26,7 @@ from checkmate.training.default_log import show_log
 from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
+from checkmate.training.record.generators import RestoredTensors
 from checkmate.training.start import exchange, fence, from_nodes, membership, on_disk, plans, sharing
 from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, agree, log_once, on_all
 from checkmate.training.start.fetch import Fetched
@@ -111,6 +112,7 @@ def restore(
         failed = RESTORE_FAILED(why=f"{type(error).__name__}: {error}", seconds=seconds_since(began))
         say(logging.DEBUG, failed, "restore fails: %s", error)
         raise
+    start.extra = RestoredTensors(extra)
     standing.restored(start, stubs, first=place.first)
     source = "nodes" if start.plan.kind == "nodes" else "disk" if start.next_iteration else "start"
     ended = RESTORE_ENDED(from_=source, iteration=start.next_iteration, seconds=seconds_since(began))

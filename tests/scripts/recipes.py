@@ -45,6 +45,8 @@ def recipes() -> dict[str, str]:
 class Undisturbed:
     """Replacement of `checkmate`: the same loop without it."""
 
+    Batches = checkmate.Batches
+
     def restore(self, *_: object, **__: object) -> checkmate.Restored:
         """Return nothing to restore."""
         return checkmate.Restored(0)
@@ -87,7 +89,7 @@ def given(code: str, phase: str, forwards: list[float], started: list[int]) -> d
             started.append(restored.iteration)
             return restored
 
-        here = SimpleNamespace(restore=restore, protect=checkmate.protect)
+        here = SimpleNamespace(restore=restore, protect=checkmate.protect, Batches=checkmate.Batches)
     scheduled = {"scheduler": StepLR(optimizer, 2, gamma=0.8)} if "scheduler" in code else {}
     rows = torch.Generator().manual_seed(5)
     torch.manual_seed((17 if phase != "resumed" else 78) + dist.get_rank())

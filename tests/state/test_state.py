@@ -31,7 +31,7 @@ from checkmate.state import (
     name_frozen,
     to_seeds,
 )
-from checkmate.training.record.capture import capture_generators, install_generators
+from checkmate.training.record.generators import capture_generators, install_generators
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

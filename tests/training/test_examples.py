@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from checkmate.examples import complete
 from tests.support.labs.made import on_one_switch
 from tests.support.training import faulty
 from topologies.describe.topology import Topology, build, load
@@ -56,6 +57,7 @@ def needs(library: str) -> pytest.MarkDecorator:
         ("hsdp", load("hsdp"), ()),
         ("hsdp", THREE_REPLICAS, ("--layers", "1")),
         ("loader", PAIR, ()),
+        ("complete", PAIR, ()),
         pytest.param("accelerated", PAIR, (), marks=needs("accelerate")),
         pytest.param("lightning", PAIR, (), marks=needs("lightning")),
         pytest.param(
@@ -71,7 +73,8 @@ def test_an_example_resumes(
     name: str, tmp_path: Path, example: str, topology: Topology, options: tuple[str, ...]
 ) -> None:
     module, arguments = f"checkmate.examples.{example}", ("--iterations", str(ITERATIONS), *options)
-    kill = Kill(1, KILLED, "before the step")
+    forwards = complete.MICRO if example == "complete" else 1
+    kill = Kill(1, forwards * (KILLED + 1) - 1, "before the step")  # it counts forwards
     undisturbed = JobPlan(arguments, module, reduce="untagged")
     reference, expected = train(name, topology, undisturbed, tmp_path / "undisturbed")
     killed = JobPlan(arguments, module, kills=(kill,))

@@ -39,7 +39,7 @@ def found(folder: Path, title: str, phase: str, rank: int) -> dict[str, Any]:
 
 
 def test_there_are_the_recipes() -> None:
-    assert len(recipes()) == 6
+    assert len(recipes()) == 7
     assert all("checkmate.protect(" in code for code in recipes().values())
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -20,35 +17,9 @@ from checkmate.state import bytes_of, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.buffers import Buffers, Later
+from checkmate.training.record.generators import CHECKED, DrawWatch, capture_generators
 from checkmate.training.record.windows import Copy, Window
 from checkmate.training.record.wrapped import class_of
-
-
-def capture_generators(*, in_loop: bool = False, marks: bool = False) -> dict[str, Any]:
-    """Return the states of the generators of torch, the CUDA device, Python and NumPy.
-
-    `in_loop`: an iterator over batches exists, so that creating one in a resumed run must not advance them.
-    `marks`: the script marks where its iterations end.
-    """
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=True),
-        "in_loop": in_loop,
-        "marks": marks,
-    }
-
-
-def install_generators(state: dict[str, Any]) -> None:
-    """Set all generators to a state from `capture_generators`, as `state.load_generators` returns it."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(np.frombuffer(words, dtype=np.uint32).tolist()), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
 
 
 @dataclass(frozen=True)
@@ -145,19 +116,31 @@ class Noted:
 
 
 class Capture:
-    """Copies the state of a script's objects. `first`: on the group's first rank, with shared state."""
+    """Copies the state of a script's objects.
 
-    def __init__(self, watched: Watched, buffers: Buffers, *, first: bool) -> None:
+    `first`: on the group's first rank, with shared state. `resumed`: this rank's generators in the record
+    from which the run resumes.
+    """
+
+    def __init__(
+        self, watched: Watched, buffers: Buffers, resumed: Mapping[str, Any] | None = None, *, first: bool
+    ) -> None:
         self.options = GroupOptions()
+        self.draws = DrawWatch(resumed, first=first)
         self._watched = watched
         self._buffers = buffers
         self._first = first
 
     def take(self, *, in_loop: bool = False, marks: bool = False) -> IterationEnd:
-        """Copy the current state without buffers. `in_loop` and `marks`: as in `capture_generators`."""
+        """Copy the current state without buffers.
+
+        `in_loop`: an iterator over batches exists, so that creating one in a resumed run must not advance
+        generators. `marks`: the script marks where its iterations end.
+        """
         watched, first = self._watched, self._first
+        flags = {"in_loop": in_loop, "marks": marks, "still": self.draws.still}
         return IterationEnd(
-            rng=capture_generators(in_loop=in_loop, marks=marks),
+            rng=capture_generators() | flags,
             extra=None if watched.extra is None else copy.deepcopy(watched.extra()),
             next_options=self.options.of(watched.optimizer.param_groups) if first else (),
             scheduler=_state_of(watched.scheduler) if first else None,
@@ -182,8 +165,6 @@ def _state_of(thing: Any) -> dict[str, Any] | None:
 
 _log: Final = logging.getLogger("checkmate")
 
-CHECKED: Final = 4
-"""The number of iterations checked. Each check copies the state and waits for a CUDA device."""
 SAMPLED: Final = 4096
 """The number of elements compared per buffer or frozen parameter, evenly spread."""
 
@@ -284,56 +265,6 @@ def same(one: Any, other: Any) -> bool:
 def _listed(names: list[str], most: int = 3) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-_INSIDE: Final = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
-"""Folders whose frames are not the script's."""
-_FRAMES: Final = 40
-
-Site = tuple[tuple[str, int], ...]
-"""Files and lines of a call, and of the call of the function that it is in."""
-
-
-class StepSites:
-    """Warns once of a script that steps in several places without naming where its iterations end."""
-
-    def __init__(self) -> None:
-        self._first: Site | None = None
-        self._warned = False
-
-    def look(self, iteration: int) -> None:
-        """Note where the script calls the optimizer's step."""
-        if self._warned:
-            return
-        site = script_site()
-        if self._first is None:
-            self._first = site
-        here, there = next(((a, b) for a, b in zip(site, self._first, strict=False) if a != b), (None, None))
-        if here is None or there is None:
-            return
-        self._warned = True
-        _log.warning(
-            "iteration %d: optimizer.step() is called at %s:%d, and was at %s:%d. If one turn of the loop "
-            "has both, a resumed loop leaves turns out, because `restore` returns a number of synchronising "
-            "backwards: take one step a turn, for turn in protection.steps(...), which also shows where "
-            "iterations end (`checkmate docs training`)",
-            iteration,
-            *here,
-            *there,
-        )
-
-
-def script_site() -> Site:
-    """Return where the script, or a library that it uses, is in its call of a hook."""
-    places = list[tuple[str, int]]()
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if not frame.f_code.co_filename.startswith(_INSIDE):
-            places.append((frame.f_code.co_filename, frame.f_lineno))
-        if len(places) == 2 or frame.f_back is None:
-            break
-        frame = frame.f_back
-    return tuple(places)
 
 
 def several_backwards(iteration: int, count: int) -> RefusedError:

@@ -28,11 +28,11 @@ from checkmate.training.record.capture import (
     DriftWatch,
     Noted,
     Scaled,
-    StepSites,
     Watched,
     several_backwards,
     warn_of_missed_mark,
 )
+from checkmate.training.record.sites import StepSites
 from checkmate.training.record.step_checks import LeftGradients, StepChecks
 from checkmate.training.record.windows import Slices
 from checkmate.training.record.wrapped import (
@@ -71,6 +71,7 @@ class Recorder:
         *,
         first: bool = True,
         marking: bool = False,
+        resumed: Mapping[str, Any] | None = None,
     ) -> None:
         """Register the hooks.
 
@@ -89,6 +90,7 @@ class Recorder:
                 with whether the script marks its iterations.
             first: Whether this is the group's first rank, which also records the optimizer's step.
             marking: Whether the script is known to mark its iterations, from an earlier start.
+            resumed: This rank's random generators in the record from which the run resumes.
         """
         self.refusal: CheckmateError | None = None
         """Why the script was refused, if it was."""
@@ -100,7 +102,7 @@ class Recorder:
         self._stream_ends = stream_ends
         self._slices = slices
         self._first = first
-        self._capture = Capture(watched, buffers, first=first)
+        self._capture = Capture(watched, buffers, resumed, first=first)
         self._drift = DriftWatch(watched, self._capture.options, active=first)
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
         self._members = members_of(watched.optimizer)
@@ -311,6 +313,7 @@ class Recorder:
             for member, number in self._before_steps:  # after hooks of the script, which may change gradients
                 member._optimizer_step_pre_hooks.move_to_end(number)
             noted = self._open
+            self._capture.draws.look(noted.captured.rng if noted and noted.captured else None)
             if noted is None or noted.waiting:
                 return
             if self._marking and noted.over and not noted.marked:

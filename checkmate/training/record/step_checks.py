@@ -15,7 +15,9 @@ from checkmate.optim.several import members_of, parameters_of
 from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.buffers import copied
-from checkmate.training.record.capture import CHECKED, Noted, script_site
+from checkmate.training.record.capture import Noted
+from checkmate.training.record.generators import CHECKED
+from checkmate.training.record.sites import script_site
 from checkmate.training.record.windows import Copy, Slices, Window
 from checkmate.wire.parameter import dim_order
 from checkmate.wording import counted, with_article

@@ -14,7 +14,8 @@ from checkmate.optim.supported import FROZEN, apply_options, kind_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import in_memory_order
 from checkmate.training.model.trained import TrainedModel
-from checkmate.training.record.capture import Watched, install_generators
+from checkmate.training.record.capture import Watched
+from checkmate.training.record.generators import install_generators
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.membership import Membership
 from checkmate.wire.parameter import LayoutError, Parameter, dim_order

@@ -25,6 +25,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
+from checkmate.training.record.generators import RestoredTensors
 from checkmate.training.start import exchange
 from checkmate.training.start.named_job import named_job
 from checkmate.training.start.plans import RestartPlan
@@ -251,6 +252,7 @@ class Start:
     next_iteration: int = 0
     keep: bool = False
     record: pb.IterationRecord = field(default_factory=pb.IterationRecord)
+    extra: RestoredTensors = field(default_factory=lambda: RestoredTensors(None))
 
 
 class ModelStanding(AttachedData):

@@ -92,6 +92,7 @@ class RecordedLoop:
             await_departed=self._await_departed,
             first=watched.get("first", True),
             marking=watched.get("marking", False),
+            resumed=watched.get("resumed"),
         )
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}
         self.iteration = -1

@@ -17,10 +17,11 @@ from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau, Sequen
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.loop import Loop as Batches
-from checkmate.training.loop import resumed_in
+from checkmate.training.loop import generators_of
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import CHECKED, Capture, Watched, capture_generators
+from checkmate.training.record.capture import Capture, Watched
+from checkmate.training.record.generators import CHECKED, FirstBatch, RestoredTensors, capture_generators
 from checkmate.training.record.wrapped import SchedulerWatch
 from checkmate.training.start.membership import Start, place
 from checkmate.training.start.plans import plan_new_run
@@ -403,7 +404,7 @@ def test_entering_the_loop_again_leaves_the_generators_as_they_were() -> None:
 
     loop = RecordedLoop(adamw)
     torch.manual_seed(3)
-    there = state.load_generators(state.dump_generators(capture_generators(in_loop=True)))
+    there = state.load_generators(state.dump_generators(capture_generators() | {"in_loop": True}))
     torch.rand(4)
     begun = False
     batches = Batches(loop.recorder, there, lambda: begun)
@@ -425,19 +426,85 @@ def test_entering_the_loop_again_leaves_the_generators_as_they_were() -> None:
     assert not torch.equal(torch.get_rng_state(), there["torch"])
 
 
-def test_generators_of_a_loop_are_found_in_this_ranks_part() -> None:
+def test_generators_are_those_of_this_ranks_part() -> None:
     here = place(job(ranks=2), 1, 2, [0, 1])
     record = pb.IterationRecord(iteration=4)
     for position in range(2):
         torch.manual_seed(position)
-        in_loop = state.dump_generators(capture_generators(in_loop=True))
+        in_loop = state.dump_generators(capture_generators() | {"in_loop": True})
         record.parts.add(position=position, rng=in_loop)
-    found = resumed_in(here, Start(plan_new_run(1, ""), record=record))
-    assert found is not None
+    found = generators_of(here, Start(plan_new_run(1, ""), record=record))
+    assert found["in_loop"]
     assert torch.equal(found["torch"], torch.get_rng_state())
     record.parts[1].rng = state.dump_generators(capture_generators())
-    assert resumed_in(here, Start(plan_new_run(1, ""), record=record)) is None
-    assert resumed_in(here, Start(plan_new_run(1, ""))) is None
+    assert "in_loop" not in generators_of(here, Start(plan_new_run(1, ""), record=record))
+    assert generators_of(here, Start(plan_new_run(1, ""))) == {}
+
+
+class FetchingLoop(RecordedLoop):
+    """A loop that draws the next batch before the iteration's mark, as nanoGPT's."""
+
+    def __init__(self, make: Any, **watched: Any) -> None:
+        super().__init__(make, **watched)
+        self.batch = torch.randn(4, 8)
+
+    def turn(self, turns: int) -> None:
+        """Train for a number of turns."""
+        for _ in range(turns):
+            self.backward_of(self.ddp(self.batch).sum())
+            self.optimizer.step()
+            self.batch = torch.randn(4, 8)
+            self.recorder.mark()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_batch_that_was_fetched_ahead_and_is_drawn_again_is_named(
+    again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = FetchingLoop(adamw)
+    before.turn(CHECKED + 2)
+    *_, last = before.close()
+    kept = state.load_generators(last.rng)
+    assert kept["still"]
+    resumed = FetchingLoop(adamw, resumed=kept)
+    torch.set_rng_state(kept["torch"])  # as `restore` leaves it
+    if again:
+        resumed.batch = torch.randn(4, 8)
+    resumed.turn(2)
+    assert ("random generators moved between checkmate.restore" in caplog.text) == again
+    assert all(state.load_generators(part.rng)["still"] for part in resumed.close())
+
+
+@pytest.mark.parametrize("drawn", ["before", "before, restored", "in each turn", "once for all"])
+def test_a_first_batch_that_was_drawn_before_is_named_unless_it_is_restored(
+    drawn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(3, 2)
+    batch: dict[str, Any] = {"rows": torch.randn(4, 3), "length": 4}
+    extra = {"ahead": (batch["rows"].clone() if "restored" in drawn else torch.randn(4, 3), 1)}
+    first = FirstBatch(model, RestoredTensors(extra))
+    with torch.no_grad():
+        model(torch.randn(1, 3))  # an evaluation
+    for _ in range(3):
+        if drawn == "in each turn":
+            batch = {"rows": torch.randn(4, 3), "length": 4}
+        model(input=batch["rows"])
+        if "before" in drawn:
+            batch = {"rows": torch.randn(4, 3), "length": 4}
+    first.remove()
+    assert ("the first batch was drawn before checkmate.protect" in caplog.text) == (drawn == "before")
+
+
+def test_generators_that_move_between_iterations_name_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    loop = FetchingLoop(adamw)
+    loop.turn(1)
+    torch.rand(1)
+    loop.turn(CHECKED + 2)
+    *_, last = loop.close()
+    kept = state.load_generators(last.rng)
+    assert "still" not in kept
+    FetchingLoop(adamw, resumed=kept).turn(2)
+    assert "random generators" not in caplog.text
 
 
 @pytest.mark.parametrize("everything", [True, False])

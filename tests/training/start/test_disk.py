@@ -27,7 +27,7 @@ from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.exclusion import StepExclusion
-from checkmate.training.loop import resumed_in
+from checkmate.training.loop import generators_of
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.buffers import Buffers, frozen_state
 from checkmate.training.record.capture import Watched
@@ -192,7 +192,7 @@ def test_a_new_process_goes_on_from_the_newest(
     for name in expected:
         assert digest(found[name]) == digest(expected[name]), name
     assert again.iteration == 4
-    assert resumed_in(PLACE, Start(plan_new_run(1, ""), record=again)) is not None
+    assert generators_of(PLACE, Start(plan_new_run(1, ""), record=again))["in_loop"]
     first = again.parts[0].step
     assert list(first.next_options) == list(record.parts[0].step.next_options)
     assert state.loads(first.scheduler) == state.loads(record.parts[0].step.scheduler)

@@ -1,0 +1,150 @@
+"""A rank's random generators, and batches fetched ahead, which a resumed run must not draw again."""
+
+from __future__ import annotations
+
+import logging
+import random
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from checkmate import state
+from checkmate.training.record.sites import script_frames
+
+_log: Final = logging.getLogger("checkmate")
+
+CHECKED: Final = 4
+"""The number of iterations checked. Each check copies the state and waits for a CUDA device."""
+
+LEFT_OUT: Final = (
+    "a batch that the run had fetched ahead is left out, or random numbers differ from those of a run "
+    "without a restart: give such a batch to checkmate.protect by extra=, take it from checkmate.restore, "
+    "and make iterators before that (`checkmate docs training`)"
+)
+
+
+def capture_generators() -> dict[str, Any]:
+    """Return the states of the generators of torch, the CUDA device, Python and NumPy."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+    }
+
+
+def install_generators(state: dict[str, Any]) -> None:
+    """Set all generators to a state from `capture_generators`, as `state.load_generators` returns it."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(np.frombuffer(words, dtype=np.uint32).tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+
+class DrawWatch:
+    """Notices a batch that the script fetches ahead, by random generators, and that a resumed run draws again.
+
+    If they don't move between an iteration's end and the next forward, they must not move between `restore`
+    and the first forward either. Within a loop of `Loop.steps` they may, because it sets them again.
+    """
+
+    def __init__(self, resumed: Mapping[str, Any] | None, *, first: bool) -> None:
+        known = bool(resumed and resumed.get("still") and not resumed.get("in_loop"))
+        self._resumed = resumed if known else None
+        self._left = CHECKED
+        self._first = first
+        self.still = known
+        """Whether they don't move there, as far as is known."""
+
+    def look(self, end: Mapping[str, Any] | None) -> None:
+        """Compare generators as a forward in training begins.
+
+        `end`: at the end of the iteration before it; `None` before the first one, or if that is unknown.
+        """
+        resumed, self._resumed = self._resumed, None
+        if end is None:
+            if resumed is not None and self._first and _moved(resumed):
+                _log.warning(
+                    "random generators moved between checkmate.restore and the first forward, but never did "
+                    "between two iterations. Unless an epoch or an evaluation begins here, " + LEFT_OUT
+                )
+        elif self._left:
+            self._left -= 1
+            moved = _moved(end)
+            self.still = not moved and (self.still or not self._left)
+            if moved:
+                self._left = 0
+
+
+def _moved(before: Mapping[str, Any]) -> bool:
+    now = capture_generators()
+    names = [name for name in now if now[name] is not None and before.get(name) is not None]
+    one, other = (state.dump_generators({name: of[name] for name in names}) for of in (before, now))
+    return one != other
+
+
+MAX_ITEMS: Final = 16
+"""A larger container of tensors is a data set rather than a batch."""
+
+
+class RestoredTensors:
+    """The tensors of a restored `extra`, as long as the script has them."""
+
+    def __init__(self, extra: Any) -> None:
+        self._shapes = [(one.shape, weakref.ref(one)) for one in _tensors(extra)]
+
+    def may_have(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is among them, or a copy of one, as far as can be known."""
+        same_shape = [reference() for shape, reference in self._shapes if shape == tensor.shape]
+        return any(one is None or torch.equal(one.cpu(), tensor.detach().cpu()) for one in same_shape)
+
+
+class FirstBatch:
+    """Notices that a resumed run begins with a batch that was drawn before `protect`, and not restored.
+
+    Such a batch was named by the script then, and the next one is drawn later. A tensor that is in both
+    forwards is not a batch.
+    """
+
+    def __init__(self, model: nn.Module, restored: RestoredTensors) -> None:
+        """Look at the script's names, and at the first two forwards of `model`."""
+        self._restored = restored
+        scopes = [names for frame in script_frames() for names in (frame.f_locals, frame.f_globals)]
+        values = [value for names in scopes for value in list(names.values())]
+        self._named = {id(one): weakref.ref(one) for one in _tensors(values)}
+        self._begins_with_named: bool | None = None
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+    def _before_forward(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        given = list(_tensors([arguments, keywords]))
+        named = [one for one in given if id(one) in self._named and self._named[id(one)]() is one]
+        if self._begins_with_named is None:
+            self._begins_with_named = bool(named) and not any(map(self._restored.may_have, named))
+            return
+        self.remove()
+        if self._begins_with_named and not named:
+            _log.warning(
+                "the first batch was drawn before checkmate.protect, and not restored by extra(): " + LEFT_OUT
+            )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            if not isinstance(one, Mapping | list | tuple) or len(one) <= MAX_ITEMS:
+                yield from _tensors(one)
