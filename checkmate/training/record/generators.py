@@ -49,7 +49,7 @@ def install_generators(state: dict[str, Any]) -> None:
 
 
 class DrawWatch:
-    """Notices a batch that the script fetches ahead, by random generators, and that a resumed run draws again.
+    """Notices a batch fetched ahead, by random generators, which a resumed run draws again.
 
     If they don't move between an iteration's end and the next forward, they must not move between `restore`
     and the first forward either. Within a loop of `Loop.steps` they may, because it sets them again.
