@@ -35,12 +35,13 @@ from checkmate.wire import tcp
 
 _log: Final = logging.getLogger("checkmate")
 
-QUEUED_BYTES: Final = 64 << 20
-"""Upper limit of records that a node has not answered."""
+QUEUED_BYTES, QUEUED_RECORDS = 64 << 20, 4
+"""Records that a node has not answered are dropped if there are more than this, of both."""
 BEGIN_SECONDS: Final = 20.0
 CONNECT_SECONDS: Final = 5.0
 ANSWERED_EVERY: Final = 4
-"""One record in this many requests an answer."""
+"""One record in this many requests an answer, and each that is large."""
+_LARGE: Final = QUEUED_BYTES // (2 * ANSWERED_EVERY)
 ATTENTIVE: Final = 16
 """After a connect, or after a request of the node, this many records in a row request an answer."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
@@ -124,7 +125,7 @@ class Line:
         with self._changed:
             self._parts.append(_Queued(iteration, data))
             self._nbytes += len(data)
-            while self._nbytes > QUEUED_BYTES and len(self._parts) > 1:
+            while self._nbytes > QUEUED_BYTES and len(self._parts) > QUEUED_RECORDS:
                 self._drop_oldest()
         os.eventfd_write(self._wake, 1)
 
@@ -265,8 +266,9 @@ class Line:
         with self._changed:
             while room > 0 and self._sent < len(self._parts):
                 self._calm += 1
-                asks = self._calm <= ATTENTIVE or self._calm % ANSWERED_EVERY == 0
-                data = pack(self._parts[self._sent].data, ANSWER if asks else 0)
+                record = self._parts[self._sent].data
+                regular = self._calm <= ATTENTIVE or self._calm % ANSWERED_EVERY == 0
+                data = pack(record, ANSWER if regular or len(record) >= _LARGE else 0)
                 self._taken = self._parts[self._sent].iteration
                 self._sent += 1
                 room -= len(data)
@@ -296,13 +298,18 @@ class Line:
         self._sent = max(self._sent - 1, 0)
 
     def _drop_oldest(self) -> None:
+        unsent = self._sent == 0
+        waiting, size = self._nbytes / 2**20, len(self._parts[0].data) / 2**20
         self._pop()
-        if not self._dropped:
+        if unsent and not self._dropped:  # what was sent is with the node, unless the connection breaks
             self._dropped = True
             _log.warning(
-                "shadow node %d has not answered %d MiB of step records: the oldest are dropped",
+                "shadow node %d takes step records too slowly: %.0f MiB wait (%.1f MiB each), and the oldest "
+                "are dropped. Its shard is unavailable until it has been seeded again. See the node's log, "
+                "and have extra() return less, or on one rank only (`checkmate docs training`)",
                 self.node.id,
-                QUEUED_BYTES >> 20,
+                waiting,
+                size,
             )
 
 

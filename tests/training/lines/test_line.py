@@ -18,7 +18,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.frames import ANSWER, GREETING, pack
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.exclusion import StepExclusion
-from checkmate.training.lines.line import ANSWERED_EVERY, ATTENTIVE, QUEUED_BYTES, Line
+from checkmate.training.lines import line as line_module
+from checkmate.training.lines.line import ANSWERED_EVERY, ATTENTIVE, QUEUED_BYTES, QUEUED_RECORDS, Line
 from checkmate.training.record.capture import IterationEnd, Noted
 from checkmate.training.record.publisher import DEPARTURE_SECONDS, Publisher
 from testbed.jobs import job
@@ -175,11 +176,41 @@ def test_a_node_that_is_away_costs_nothing(
         assert time.monotonic() - start < 1
         assert len(line._parts) == 49
         assert caplog.text.count("the oldest are dropped") == 1
+        assert "64 MiB wait (1.3 MiB each)" in caplog.text and "until it has been seeded again" in caplog.text
         assert not line.finish(0.1)
         start = time.monotonic()
         line.close()
         assert time.monotonic() - start < 2
     node.start()
+
+
+def test_large_records_are_answered_one_by_one(
+    node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a few of them would fill the queue, although the node has them."""
+    monkeypatch.setattr(line_module, "_LARGE", QUEUED_BYTES >> 10)
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    for iteration in range(ATTENTIVE + 2 * ANSWERED_EVERY):
+        line.send(*part(iteration, bytes(QUEUED_BYTES >> 9)))
+        wait_until(lambda: not line._parts)
+    line.close()
+    assert [record.iteration for record in node.records] == list(range(ATTENTIVE + 2 * ANSWERED_EVERY))
+
+
+def test_records_that_the_node_has_are_dropped_without_a_word(
+    node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_module, "QUEUED_BYTES", 1)
+    node.answering.clear()
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    for iteration in range(3 * QUEUED_RECORDS):
+        line.send(*part(iteration, b"extra"))
+        wait_until(lambda iteration=iteration: line.departed(iteration) and line.connected)  # type: ignore[misc]
+    assert len(line._parts) == QUEUED_RECORDS
+    line.close()
+    assert "dropped" not in caplog.text
 
 
 def test_closing_does_not_wait_for_a_node_that_hangs(node: RecordingNode, stub: ShadowStub) -> None:
