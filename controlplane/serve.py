@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 
 from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
 from checkmate.events.saying import say
-from checkmate.job.following import JobFiles, Unusable, Wanted
+from checkmate.job.following import ABSENCE_SECONDS, Absences, JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError, Located
 from checkmate.keys.errors import KeysError
@@ -26,8 +27,6 @@ from controlplane.status import SwitchStatus, read_status
 
 POLL_SECONDS = 0.5
 AGAIN_SECONDS = 5.0
-ABSENCE_SECONDS = 5.0
-"""Time for a job file to come back: `mv`, `git checkout` and others remove one before they write another."""
 CONTROLLER = new_controller()
 """This process's number."""
 
@@ -218,14 +217,12 @@ def refuse(wanted: Wanted) -> None:
         say(logging.ERROR, JOBS_REFUSED(why=why), "refused; what is served of these files stays:\n%s", why)
 
 
-async def _await_return(files: JobFiles) -> None:
-    """Give files of served jobs that are gone time to come back, because a removed job loses its copies."""
-    deadline = time.monotonic() + ABSENCE_SECONDS
-    if away := files.away():
-        names = ", ".join(map(str, away))
-        LOG.warning("%s: gone; unless it comes back in %g s, its job ends", names, ABSENCE_SECONDS)
-    while files.away() and time.monotonic() < deadline:
-        await asyncio.sleep(POLL_SECONDS / 5)
+def await_return(absences: Absences, gone: Collection[Path]) -> bool:
+    """Return whether to wait for job files that are gone. Log each of them once."""
+    now = time.monotonic()
+    for file in absences.note(gone, now):
+        LOG.warning("%s: gone; unless it comes back in %g s, its job ends", file, ABSENCE_SECONDS)
+    return absences.awaited(now)
 
 
 async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
@@ -233,8 +230,9 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
 
     If a switch is away, or another controller has it, try again.
     """
-    again, changed, told = False, False, ""
+    again, changed, told = 0.0, False, ""  # `again`: seconds until another try; 0: at a change only
     refused: tuple[Located, ...] = ()
+    absences = Absences()
 
     def unchanged(error: Exception) -> None:
         nonlocal told
@@ -247,29 +245,31 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
         told = why
 
     while True:
-        await asyncio.sleep(AGAIN_SECONDS if again else POLL_SECONDS)
+        await asyncio.sleep(again or POLL_SECONDS)
         changed = files.changed()
         if not (changed or again):
             continue
         await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
-        await _await_return(files)
         before = {job.job for job in fleet.network.jobs}
         try:
             wanted = await asyncio.to_thread(files.wanted, unusable)  # streams connect meanwhile
             jobs = wanted.jobs
+            if await_return(absences, files.gone(wanted)):
+                again = POLL_SECONDS
+                continue
             if wanted.faults != refused:
                 refuse(wanted)
             refused = wanted.faults
             done = await fleet.change(jobs)
         except (JobError, ControlError, KeysError) as error:
-            again = isinstance(error, AnotherPrimary | SwitchUnreachable)
+            again = AGAIN_SECONDS if isinstance(error, AnotherPrimary | SwitchUnreachable) else 0.0
             unchanged(error)
             continue
         except Exception as error:  # noqa: BLE001 - the jobs of other owners are served on
             LOG.exception("a defect of Checkmate")
             unchanged(error)
             continue
-        again, told = False, ""
+        again, told = 0.0, ""
         files.served(wanted)
         now = {job.job for job in jobs}
         written = sum(report.updates for report in done)

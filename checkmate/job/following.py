@@ -7,7 +7,7 @@ changing, and what is served of its job stays as it was.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import Document, JobError, Located
 
+ABSENCE_SECONDS: Final = 5.0
 SUFFIXES: Final = (".yaml", ".yml")
 Stamp = tuple[int, int, int]
 """When a file was written, when that or its mode, owner or name changed, and its size."""
@@ -144,9 +145,11 @@ class JobFiles:
         """Take note that these jobs are served now."""
         self._served = replace(wanted, faults=())
 
-    def away(self) -> list[Path]:
-        """Return the files of served jobs that are gone."""
-        return [file for file in self._served.by_file if not os.path.lexists(file)]
+    def gone(self, wanted: Wanted) -> list[Path]:
+        """Return the files of served jobs that are gone, unless another file has the job now."""
+        names = {job.job for job in wanted.jobs}
+        served = self._served.by_file.items()
+        return [file for file, job in served if job.job not in names and not os.path.lexists(file)]
 
     def changed(self) -> bool:
         """Return whether a file was added, removed or written since the last `read`."""
@@ -172,6 +175,25 @@ class JobFiles:
             if stamp := _stamp(file):
                 found[file] = stamp
         return found
+
+
+class Absences:
+    """Job files that are gone, and may come back: `mv`, `git checkout` and rsync remove a file to write it.
+
+    A job would lose its copies meanwhile, so it stays for `ABSENCE_SECONDS` after its file was first missed.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[Path, float] = {}
+
+    def note(self, gone: Collection[Path], now: float) -> list[Path]:
+        """Note the files that are gone now; return those that were not when this was last called."""
+        self._since = {file: self._since.get(file, now) for file in gone}
+        return [file for file, since in self._since.items() if since == now]
+
+    def awaited(self, now: float) -> bool:
+        """Return whether one of the files may still come back."""
+        return any(now < since + ABSENCE_SECONDS for since in self._since.values())
 
 
 def _stamp(file: Path) -> Stamp | None:

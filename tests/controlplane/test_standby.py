@@ -19,11 +19,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from checkmate.job import following
 from checkmate.job.files import read_job
+from checkmate.job.following import JobFiles
 from checkmate.job.schema import Job, Nic
 from checkmate.wire.schedule import nic_of
 from checkmate.wire.tag import Hello
 from controlplane.serve import POLL_SECONDS
+from controlplane.standby import Standby
+from testbed.jobs import job_data
+from tests.support.job_files import write
 from tests.support.labs.live import LiveSwitch, live_switch, needs_root, targets
 from tests.support.p4.frames import TAG, Frame
 from topologies.crew import CHECKMATE, Crew, Member
@@ -40,6 +45,24 @@ WHOLE = 2 * 2 * 8 * NODES
 TRIES = 12
 AWAY = (5.0, 6.5, 8.0, 9.5)
 """Seconds for which a switch is away, so that connecting to it takes longer and longer."""
+
+
+def test_a_standby_waits_for_files_that_are_gone_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would have other job files than the primary meanwhile."""
+    file = write(tmp_path, job_data())
+    files = JobFiles([tmp_path])
+    standby = Standby(files, files.wanted(usable), lambda jobs: None, usable)
+    files.served(files.wanted(usable))
+    file.unlink()
+    assert not standby.read_again()
+    assert len(standby.jobs) == 1
+    monkeypatch.setattr(following, "ABSENCE_SECONDS", 0.0)
+    assert standby.read_again()
+    assert standby.jobs == []
+
+
+def usable(_: Job) -> str:
+    return ""
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from checkmate.job import checks, conflicts, yaml_lines
 from checkmate.job.files import JobError, read_job, read_jobs, read_set
-from checkmate.job.following import JobFiles, job_files
+from checkmate.job.following import ABSENCE_SECONDS, Absences, JobFiles, job_files
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
 from checkmate.job.yaml_lines import Document
@@ -561,6 +561,29 @@ def test_a_fault_between_jobs_is_placed_in_the_fabric_file(tmp_path: Path) -> No
         read_jobs([first, second])
     (fault,) = caught.value.faults
     assert (fault.file, fault.path) == (fabric, "switches[0]")
+
+
+def test_a_file_that_is_renamed_is_not_gone(tmp_path: Path) -> None:
+    file = write(tmp_path, job_data())
+    files = JobFiles([tmp_path])
+    files.served(files.wanted(lambda job: ""))
+    assert files.gone(files.wanted(lambda job: "")) == []
+    other = file.rename(tmp_path / "other.yaml")
+    assert files.gone(files.wanted(lambda job: "")) == []
+    other.unlink()
+    assert files.gone(files.wanted(lambda job: "")) == [file]
+
+
+def test_each_file_that_is_gone_is_awaited_from_when_it_was_missed() -> None:
+    first, second = Path("first"), Path("second")
+    absences = Absences()
+    assert absences.note([first], 10.0) == [first]
+    assert absences.note([first, second], 10.0 + ABSENCE_SECONDS - 1) == [second]
+    assert absences.awaited(10.0 + ABSENCE_SECONDS)  # the second one
+    assert absences.note([first, second], 20.0) == []  # again and again, as the switch is away
+    assert not absences.awaited(20.0)
+    assert absences.note([second], 21.0) == []
+    assert absences.note([first, second], 22.0) == [first]  # it was back meanwhile
 
 
 def test_each_file_is_parsed_once_for_each_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
