@@ -228,6 +228,10 @@ class Lab:
             process.kill()
             process.wait()
 
+    def dead_switches(self) -> list[str]:
+        """Return the names of switches that do not run."""
+        return [one.name for one in self.switches if not namespaces.processes([self.namespace(one.name)])]
+
     def restart_switch(self, name: str) -> None:
         """Kill a switch if it runs, start it without entries, and wait until it listens."""
         self.stop_switch(name)

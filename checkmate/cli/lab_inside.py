@@ -88,8 +88,9 @@ def train(
 ) -> None:
     """Train in a lab: start shadow nodes, a controller if none serves, and a script on all ranks.
 
-    Shows what rank 0 writes, and errors of Checkmate's on any rank, each once; `lab logs` has the rest. At
-    the end, or at Ctrl-C, everything that it has started is stopped, and the lab stays.
+    Shows what rank 0 writes, and errors and deaths of all ranks; `lab logs` has the rest. At the end, or at
+    Ctrl-C, everything that it has started is stopped, and the lab stays. It ends, too, if the script fails
+    twice in the same way.
 
     Example: checkmate lab train single_tor -- train.py --epochs 2
     """

@@ -9,6 +9,7 @@ import contextlib
 import math
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -24,16 +25,18 @@ from topologies.kernel.processes import has_variable, kill_all
 from topologies.lab import Lab
 from topologies.logs import LabLogs, LogLine
 from topologies.progress import StepProgress
-from topologies.training.job_processes import ErrorLines, JobProcesses
+from topologies.training.job_processes import JobProcesses
+from topologies.training.notices import Notices
 
 _END_SECONDS: Final = 10.0
 _OF_TORCHRUN: Final = re.compile(r"\[rank\d+\]:|[WE]\d{4} .*torch/distributed/elastic")
 """The prefix of a script's traceback, and of torchrun's own log."""
 _FOLLOWED: Final = re.compile(r", from iteration \d+ on$")
 """The end of the line in which rank 0 reports that shadow nodes follow."""
-_FAILED: Final = re.compile(r"failed \(exitcode: [1-9]")
-"""In torchrun's log: the script has ended with an error, not by a signal."""
-_FAILURES: Final = 3
+_SILENCE_SECONDS: Final = 30.0
+"""After which a script that writes, but has not called Checkmate, is named."""
+_LOOK_SECONDS: Final = 1.0
+"""From one look at the switches to the next."""
 
 
 class LabTraining:
@@ -45,11 +48,13 @@ class LabTraining:
         names = [host.name for host in self._lab.topology.trainers]
         self._first = names[0]
         self._logs = LabLogs(self._lab.directory, names)
-        self._errors = ErrorLines()
-        self._failures = 0
-        """Errors of rank 0's script since shadow nodes followed."""
+        self._notices = Notices()
         self._told = 0
         """The process that was told last."""
+        self._dead: frozenset[str] = frozenset()
+        """Switches that do not run."""
+        self._looked = 0.0
+        self._silent_since = time.monotonic()
 
     def follow(
         self, show: Callable[[LogLine], None], tell: Callable[[str], None], alarm: Callable[[str], None]
@@ -59,29 +64,29 @@ class LabTraining:
         Args:
             show: Called with each line that rank 0 writes, except for tracebacks, which restarts cause.
             tell: Called with the process number of the last rank's script, once shadow nodes follow.
-            alarm: Called with each error of Checkmate's that a rank's script ends with, as soon as it is
-                written, and not again for all ranks. Errors of the ring are left out, because the death of
-                another rank causes them.
+            alarm: Called with each error that a rank's script ends with, as soon as it is written, and not
+                again for all ranks, without those that the death of another rank causes. Also with the death
+                of a rank or a switch, and if the script does not call Checkmate.
         """
 
         def tick() -> None:
             if self._show(show, alarm, whole=True):
-                self._failures = 0
                 name, member = list(self._job.ranks.items())[-1]
                 who = name if name.startswith("rank") else f"a rank on {name}"
                 for worker in member.children()[:1]:
                     if worker != self._told:  # rank 0's host may follow several DP groups
                         tell(f"{who} is process {worker}; after kill -9 {worker}, training resumes")
                     self._told = worker
-            if self._errors.repeated:
-                raise LabError(f"the script was refused twice for the same reason: {self._errors.repeated}")
-            if self._failures >= _FAILURES:
-                raise LabError(f"the script has failed {_FAILURES} times before checkmate.protect")
+            if self._notices.repeated:
+                raise LabError(f"the script has failed twice in the same way: {self._notices.repeated}")
+            self._look(alarm)
 
         try:
             self._job.finish(math.inf, tick)
         finally:
             self._show(show, alarm, whole=False)
+        if not self._notices.heard:
+            alarm("the script has ended, and has not called checkmate.protect: nothing protected it")
 
     def await_output(self) -> None:
         """Wait until rank 0 has written something."""
@@ -89,19 +94,39 @@ class LabTraining:
         with self._job.explained():
             self._job.crew.wait(lambda: _wrote(first), "rank 0 to begin", math.inf)
 
+    def _look(self, alarm: Callable[[str], None]) -> None:
+        """Look at what no rank writes about: switches that do not run, and a script without Checkmate."""
+        now = time.monotonic()
+        if not self._notices.heard and now > self._silent_since + _SILENCE_SECONDS:
+            self._silent_since = math.inf
+            alarm(
+                f"no line of Checkmate's in {_SILENCE_SECONDS:g} s: does the script call checkmate.restore "
+                "and checkmate.protect? Until it does, nothing protects it"
+            )
+        if now < self._looked + _LOOK_SECONDS:
+            return
+        self._looked = now
+        dead = frozenset(self._lab.dead_switches())
+        for name in sorted(dead - self._dead):
+            alarm(
+                f"switch {name} does not run, so no packet passes it: see "
+                f"`checkmate lab logs {self._lab.name} {name}`"
+            )
+        for name in sorted(self._dead - dead):
+            alarm(f"switch {name} runs again")
+        self._dead = dead
+
     def _show(self, show: Callable[[LogLine], None], alarm: Callable[[str], None], *, whole: bool) -> bool:
-        """Show new lines, and count failures. Return whether shadow nodes have begun to follow."""
+        """Show new lines. Return whether shadow nodes have begun to follow."""
         followed = False
         for line in self._logs.new(whole=whole):
-            error = self._errors.told(line) if line.error else None
-            if error:
-                alarm(error)
-            if line.node != self._first or error is not None:
+            notice = self._notices.of(line)
+            if notice:
+                alarm(notice)
+            if line.node != self._first or notice is not None:
                 continue
             if not (line.error and _OF_TORCHRUN.match(line.text)):
                 show(line)
-            elif _FAILED.search(line.text):
-                self._failures += 1
             followed |= bool(_FOLLOWED.search(line.text))
         return followed
 

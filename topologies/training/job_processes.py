@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -16,17 +15,12 @@ from checkmate.ring.place import RingError, RingTimeout
 from topologies import torchrun
 from topologies.crew import CHECKMATE, Crew, Member
 from topologies.describe.topology import Host, LabError
-from topologies.logs import LogLine
 
 _SCRIPT_ERROR: Final = re.compile(
     r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)"
     r"((?:\w[\w.]*(?:Error|Exception|Interrupt)\b|checkmate\.[\w.]+:).*)$",
     re.MULTILINE,
 )
-_CHECKMATE_ERROR: Final = re.compile(
-    r"^(?:\[(?P<rank>rank\d+)\]: )?checkmate\.(?:\w+\.)*(?P<kind>[A-Z]\w*): (?P<text>.+)$"
-)
-"""The last line of a traceback, with the prefix that torch writes once there is a process group."""
 _OF_CHECKMATE: Final = re.compile(r"^checkmate\.[\w.]+:")
 _OF_RING: Final = re.compile(rf"^checkmate\.(?:\w+\.)*(?:{RingError.__name__}|{RingTimeout.__name__}):")
 _READY_SECONDS: Final = 60.0
@@ -151,33 +145,3 @@ def script_errors(complaints: str) -> list[str]:
 def likely_cause(errors: Sequence[str]) -> Sequence[str]:
     """Return the last error of a script that is not of the ring, or else its last one, if it has any."""
     return [error for error in errors if not _OF_RING.match(error)][-1:] or errors[-1:]
-
-
-_REFUSALS: Final = ("RefusedError", "StateError", "UnsupportedOptimizer")
-"""Errors of Checkmate's that depend on the script alone, so that no restart ends them."""
-
-
-class ErrorLines:
-    """Errors of Checkmate's in what ranks write, each of which is told once in a start of training."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], Counter[str]] = {}
-        """By kind and text: how often each rank has had it."""
-        self.repeated = ""
-        """A refusal of the script that has come in two starts of training, if one has."""
-
-    def told(self, line: LogLine) -> str | None:
-        """Return what to tell about a line, nothing if it was told already; `None` for other lines."""
-        found = _CHECKMATE_ERROR.match(line.text)
-        if found is None or _OF_RING.match(line.text.removeprefix(f"[{found['rank']}]: ")):
-            return None
-        kind, text = found["kind"], found["text"]
-        counts = self._counts.setdefault((kind, text), Counter())
-        name, before = found["rank"] or line.node, max(counts.values(), default=0)
-        counts[name] += 1
-        if counts[name] <= before:
-            return ""  # another rank has had it in this start of training
-        if before and kind in _REFUSALS:
-            self.repeated = f"{kind}: {text}"
-        who = re.sub(r"(?<=[a-z])(?=\d)", " ", name)
-        return f"{who}: {kind} as above, {counts[name]} times so far" if before else f"{who}: {kind}: {text}"

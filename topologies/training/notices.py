@@ -1,0 +1,89 @@
+"""What `lab train` tells of the lines that ranks write, beside what rank 0 itself writes."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from typing import Final
+
+from topologies.logs import LogLine
+
+_ERROR: Final = re.compile(
+    r"^(?:\[(?P<rank>rank\d+)\]: )?(?P<module>(?:\w+\.)*)(?P<kind>[A-Z]\w*)(?:: (?P<text>.*))?$"
+)
+"""The last line of a traceback, with the prefix that torch writes once there is a process group."""
+_KIND: Final = re.compile(r"Error$|Exception$")
+_OF_ANOTHER: Final = re.compile(
+    r"^(?:RingError|RingTimeout|Dist\w+Error|Connection\w*Error|BrokenPipeError|ChildFailedError)\b"
+    r"|gloo|NCCL|TCPStore|[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe"
+)
+"""An error that the death of another rank causes."""
+_REFUSALS: Final = ("RefusedError", "StateError", "UnsupportedOptimizer")
+"""Errors of Checkmate's that depend on the script alone, so that no restart ends them."""
+_FAILED: Final = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: \d+ \(pid: (?P<pid>\d+)\)")
+"""In torchrun's log, once for a start of training on a host."""
+_RESUMED: Final = re.compile(r"iteration (\d+) comes next")
+_OURS: Final = re.compile(r"\bcheckmate: ")
+
+
+class Notices:
+    """Errors and deaths of ranks. An error is told once for all ranks, and again at its 2nd and 10th time."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {}
+        """By error: how often each rank has had it."""
+        self._last: dict[str, tuple[str, bool]] = {}
+        """By node: the last error in its log, and whether it is a refusal."""
+        self._ended_by: dict[tuple[str, str], str] = {}
+        """By node and error that has ended a script there: where that start of training had begun."""
+        self._begin = ""
+        self.repeated = ""
+        """Why no further start of training will help: an error that has ended two, if one has."""
+        self.heard = False
+        """Whether a rank has logged anything of Checkmate's."""
+
+    def of(self, line: LogLine) -> str | None:
+        """Return what to tell about a line, nothing if it was told already; `None` for other lines."""
+        self.heard |= bool(_OURS.search(line.text))
+        if resumed := _RESUMED.search(line.text):
+            self._begin = resumed[1]
+        if not line.error:
+            return None
+        if failed := _FAILED.search(line.text):
+            return self._of_failure(line.node, int(failed["code"]), failed["pid"])
+        found = _ERROR.match(line.text)
+        if found is None:
+            return None
+        kind, ours = found["kind"], found["module"].startswith("checkmate.")
+        error = f"{kind}: {found['text']}" if found["text"] else kind
+        if not (ours or _KIND.search(kind)) or _OF_ANOTHER.search(kind if ours else error):
+            return None
+        self._last[line.node] = error, ours and kind in _REFUSALS
+        return self._of_error(error, kind, found["rank"] or line.node)
+
+    def _of_failure(self, node: str, code: int, pid: str) -> str | None:
+        """Return what to tell of a script's end on a node."""
+        if code < 0:
+            return f"{_spaced(node)}: process {pid} was ended by {signal.Signals(-code).name}"
+        error, refusal = self._last.pop(node, ("", False))
+        before = self._ended_by.get((node, error))
+        if error and before is not None and (refusal or before == self._begin):  # another may go away later
+            self.repeated = error
+        self._ended_by[node, error] = self._begin
+        return None
+
+    def _of_error(self, error: str, kind: str, name: str) -> str:
+        counts = self._counts.setdefault(error, Counter())
+        before = max(counts.values(), default=0)
+        counts[name] += 1
+        if counts[name] <= before or counts[name] not in _TOLD:
+            return ""
+        return f"{_spaced(name)}: {f'{kind} as above, {counts[name]} times so far' if before else error}"
+
+
+_TOLD: Final = (1, 2, 10, 100)
+
+
+def _spaced(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=\d)", " ", name)
