@@ -281,7 +281,7 @@ async def _view(fleet: Fleet, console: Console) -> None:
 
 def _picture(found: Sequence[SwitchStatus]) -> Group:
     """Return the live view: lines first, because a table may be longer than the terminal."""
-    lines = [f"switch {status.switch}: {line}" for status in found for line in switch_lines(status)]
+    lines = [line for status in found for line in switch_lines(status)]
     return Group(*lines, "", *(table for status in found for table in switch_tables(status)))
 
 

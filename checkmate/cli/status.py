@@ -27,7 +27,7 @@ from checkmate.job.schema import Job, Switch
 from checkmate.output.consoles import waiting
 from checkmate.output.tables import FittedTable
 from checkmate.wording import JSON_VERSION, counted, size
-from controlplane.errors import SwitchUnreachable
+from controlplane.errors import ControlError, SwitchUnreachable
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import NoProgram, SwitchSession
@@ -46,6 +46,15 @@ class NotConnected(UsageFault):
         self.data = {"status": status}
 
 
+class Unread(UsageFault):
+    """Some switches can't be read; `data` has the status of the others."""
+
+    def __init__(self, errors: Sequence[ControlError], status: Mapping[str, object]) -> None:
+        super().__init__("; ".join(map(str, errors)))
+        self.exit_code = errors[0].exit_code
+        self.data = {"status": status}
+
+
 @says_errors
 def status(
     jobs: JobArguments,
@@ -58,7 +67,8 @@ def status(
 ) -> None:
     """Show the streams of jobs: connected, packets, bytes, lost. Only reads, even while `run` serves.
 
-    With --wait, exit status 7 if a stream is still not connected after --timeout.
+    With --wait, exit status 7 if a stream is still not connected after --timeout. If a switch can't be read,
+    the others are shown, and the exit status tells why.
 
     Jobs that are not installed on a switch are reported as such, with --json in its "not_installed".
 
@@ -66,11 +76,13 @@ def status(
     """
     loaded = set_of(jobs, fabric).require()
     with waiting(err, "reading the switches") as shown:
-        found = asyncio.run(_status(loaded, timeout if wait else 0.0, shown))
+        found, errors = asyncio.run(_status(loaded, timeout if wait else 0.0, shown))
     data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in found}}
     if not as_json:
         for one in found:
             out.print(Group(*switch_tables(one), *switch_lines(one)))
+    if errors:
+        raise Unread(errors, data) if found else errors[0]
     missing = [stream for one in found for stream in one.streams if not stream.connected]
     if wait and missing:
         raise NotConnected(_missing_line(found, missing, timeout), data)
@@ -94,21 +106,26 @@ def _missing_line(found: Sequence[SwitchStatus], missing: Sequence[StreamStatus]
     )
 
 
-async def _status(jobs: Sequence[Job], timeout: float, shown: Status) -> list[SwitchStatus]:
+async def _status(
+    jobs: Sequence[Job], timeout: float, shown: Status
+) -> tuple[list[SwitchStatus], list[ControlError]]:
+    """Return the status of each switch that can be read, and the errors of the others."""
     network = Network(jobs)
-    found = []
+    found: list[SwitchStatus] = []
+    errors: list[ControlError] = []
     deadline = time.monotonic() + timeout
     for switch in network.switches.values():
         while True:
             try:
                 found.append(await _one(network, switch, deadline, shown))
                 break
-            except (SwitchUnreachable, NoProgram):
+            except (SwitchUnreachable, NoProgram) as error:
                 # `run` may still be starting
                 if time.monotonic() >= deadline:
-                    raise
+                    errors.append(error)
+                    break
                 await asyncio.sleep(POLL_SECONDS)
-    return found
+    return found, errors
 
 
 async def _one(network: Network, switch: Switch, deadline: float, shown: Status) -> SwitchStatus:
@@ -138,7 +155,7 @@ def switch_lines(status: SwitchStatus) -> list[str]:
     absent = [f"job {job} is not installed on switch {status.switch}" for job in status.not_installed]
     passed, losses = status.passed, status.losses
     line = (
-        f"copies lost: {losses['not_connected'].packets:,} not connected, "
+        f"switch {status.switch}: copies lost: {losses['not_connected'].packets:,} not connected, "
         f"{losses['old_incarnation'].packets:,} of old incarnations; "
         f"marked but not replicated: {passed['without_tag'].packets:,} without a tag, "
         f"{passed['without_entry'].packets:,} without an entry; plain ACKs dropped: {status.acks_dropped:,}"

@@ -106,6 +106,20 @@ def test_waiting_in_vain_ends_with_7_and_the_status(job_file: Path) -> None:
     check_document("error", found)
 
 
+def test_a_switch_that_is_away_does_not_hide_the_others(tmp_path: Path) -> None:
+    with switch() as (_, here), switch() as (other, there):
+        file = write_job(tmp_path, there, here)
+        installed(file)
+        other.kill()
+        other.wait()
+        done = checkmate("status", file)
+        assert (done.returncode, "switch tor1: copies lost" in done.stdout) == (3, True)
+        assert there in done.stderr and here not in done.stderr
+        found = json.loads(checkmate("status", file, "--json").stdout)
+        assert (found["exit"], list(found["status"]["switches"])) == (3, ["tor1"])
+        check_document("error", found)
+
+
 def test_a_switch_without_the_program_ends_with_4(job_file: Path) -> None:
     done = checkmate("remove", job_file, "--json")
     found = json.loads(done.stdout)
