@@ -138,6 +138,18 @@ def test_pictures_are_what_their_sources_draw(name: str, tmp_path: Path) -> None
     assert (tmp_path / f"{name}.svg").read_text() == source.with_suffix(".svg").read_text()
 
 
+@pytest.mark.parametrize("name", ["overview", "layers"])
+def test_names_fit_into_their_boxes(name: str) -> None:
+    """A letter of DejaVu Sans Bold of 14 pixels is 9.8 pixels wide, on average."""
+    drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
+    boxes = re.findall(
+        r'<rect [^>]*width="([\d.]+)"[^>]*class="box"/>\n<text [^>]*"title"[^>]*>([^<]*)<', drawn
+    )
+    assert boxes
+    for width, title in boxes:
+        assert len(title) * 9.8 <= float(width), title
+
+
 def test_links_of_the_site_are_to_its_pages() -> None:
     text = "[a](docs/lab.md#b) [c](CHANGELOG.md) [d](p4src/compile.py) [e](https://f)"
     assert site.linked(text, "README.md") == "[a](lab.md#b) [c](changelog.md) d [e](https://f)"
