@@ -1,7 +1,8 @@
 """Build the documentation site: `make docs`, or `python -m tools.site FOLDER`. Needs no network.
 
 Sphinx reads a copy of `docs` in build/site-source, with the pages of the repository's root and an API
-reference added, and with links to files that are not pages turned into plain text.
+reference added, and with links to files that are not pages turned into plain text. Beside a picture stands
+its tall one, if there is one: site.css shows it on phones.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import posixpath
 import re
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+TOOLS: Final = Path(__file__).resolve().parent
+ROOT: Final = TOOLS.parent
 SOURCE: Final = ROOT / "build" / "site-source"
 FROM_ROOT: Final = {
     "README.md": "index.md",
@@ -43,32 +46,45 @@ PUBLIC: Final = {
     ),
     "autoclass": ("Restored", "RestoreError", "Protection"),
 }
-CONFIGURATION: Final = """
+VERSION: Final = metadata.version("checkmate-training")
+CONFIGURATION: Final = f"""
 project = "Checkmate"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+release = "{VERSION}"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "tools.site_search"]
+highlight_language = "text"
 html_theme = "furo"
-html_title = "Checkmate"
+html_title = "Checkmate {VERSION}"
+html_static_path = ["{TOOLS / "site.css"}"]
+html_css_files = ["site.css"]
+html_search_scorer = "{TOOLS / "site_search.js"}"
 html_show_copyright = False
 html_copy_source = False
+myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 4
 autodoc_typehints = "signature"
 default_role = "code"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
-suppress_warnings = ["misc.highlighting_failure", "autodoc", "docutils", "ref.ref", "toc.not_included"]
+suppress_warnings = ["autodoc", "docutils", "ref.ref", "toc.not_included"]
 """
 _LINK: Final = re.compile(r"(!?\[[^\]]*\])\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def main() -> int:
     """Build the site in the folder given, and return Sphinx's exit status."""
-    from sphinx.cmd.build import main as build  # noqa: PLC0415 - only an extra
-
     folder = Path(sys.argv[1]).absolute()
     prepare()
-    status: int = build(["-q", "-W", "--keep-going", "-j", "auto", str(SOURCE), str(folder)])
+    status = build(SOURCE, folder)
     if status == 0:
         print(f"the documentation is in {folder / 'index.html'}")
+    return status
+
+
+def build(source: Path, folder: Path) -> int:
+    """Run Sphinx on all pages, with warnings as errors, and return its exit status."""
+    from sphinx.cmd.build import main as sphinx  # noqa: PLC0415 - only an extra
+
+    status: int = sphinx(["-q", "-E", "-W", "--keep-going", "-j", "auto", str(source), str(folder)])
     return status
 
 
@@ -101,7 +117,10 @@ def linked(text: str, source: str) -> str:
         path = posixpath.normpath(posixpath.join(folder, target))
         if path not in FROM_ROOT and not path.startswith("docs/"):
             return words.lstrip("!")[1:-1]
-        return f"{words}({posixpath.relpath(page_of(path), here)}{anchor})"
+        found = f"{words}({posixpath.relpath(page_of(path), here)}{anchor})"
+        if path.endswith(".svg") and (ROOT / path.replace(".svg", "-tall.svg")).exists():
+            return f"{found}{{.wide}} {found.replace('.svg)', '-tall.svg)')}{{.tall}}"
+        return found
 
     return _LINK.sub(link, text)
 

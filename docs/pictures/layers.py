@@ -12,7 +12,9 @@ from svg import arrow, box, text, write
 
 FOLDER: Final = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
 PROJECT: Final = Path(__file__).parents[2] / "pyproject.toml"
-WIDTH, HEIGHT, GAP = 640, 32, 12
+WIDTH, HEIGHT, GAP = 760, 32, 12
+COLUMNS, INNER_GAP = 3, 3
+"""How many packages stand side by side, so that their names fit, and the gap between rows of one layer."""
 LEFT, TOP = 60, 44
 
 
@@ -26,12 +28,16 @@ def main() -> None:
     """Write the picture."""
     found = layers()
     parts = [text(LEFT + WIDTH / 2, 26, "each layer imports only from the layers below it", "label")]
-    for row, packages in enumerate(found):
-        y = TOP + row * (HEIGHT + GAP)
-        width = (WIDTH - GAP * (len(packages) - 1)) / len(packages)
-        for column, package in enumerate(packages):
-            parts.append(box(LEFT + column * (width + GAP), y, width, HEIGHT, package))
-    bottom = TOP + len(found) * (HEIGHT + GAP) - GAP
+    y = TOP
+    for packages in found:
+        for first in range(0, len(packages), COLUMNS):
+            row = packages[first : first + COLUMNS]
+            width = (WIDTH - GAP * (len(row) - 1)) / len(row)
+            for column, package in enumerate(row):
+                parts.append(box(LEFT + column * (width + GAP), y, width, HEIGHT, package))
+            y += HEIGHT + INNER_GAP
+        y += GAP - INNER_GAP
+    bottom = y - GAP
     parts.append(arrow([(30, TOP), (30, bottom)]))
     right = LEFT + WIDTH + 30
     parts.append(

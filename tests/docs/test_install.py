@@ -103,7 +103,7 @@ def test_the_line_for_torchrun_is_that_of_labs() -> None:
     words = torchrun.command(topology, topology.trainers[0], ["train.py"])
     environment = (f"{name}=" for name in ("CHECKMATE_JOB", *torchrun.ENVIRONMENT))
     lab = " ".join([*environment, *map(str, words)])
-    (line,) = re.findall(r"```\n(CHECKMATE_JOB=.*?)```", PAGE, re.DOTALL)
+    (line,) = re.findall(r"```sh\n(CHECKMATE_JOB=.*?)```", PAGE, re.DOTALL)
     theirs, ours = (set(re.findall(r"--[a-z-]+|[A-Z_]{6,}(?==)", text)) for text in (lab, line))
     assert theirs - ours == {"--rdzv-conf", "--monitor-interval"}
     assert ours <= theirs

@@ -56,7 +56,7 @@ def test_switches_are_connected_as_the_third_tutorial_says(target: str, tmp_path
         pytest.skip(f"{target} is not installed")
     text = (ROOT / "docs" / "tutorial" / "3-switch.md").read_text()
     (start,) = re.findall(rf"\| `({target} [^`]*)` \|", text)
-    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
+    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
     lines = [line.partition("#")[0].strip() for line in blocks if line.startswith("checkmate ")]
     shown = [line for line in lines if "--bfrt" not in line and "--wait" not in line]
     assert [line.split()[1] for line in shown] == ["validate", "plan", "keys", "run"]
