@@ -5,9 +5,13 @@ Data plane: p4src/include/guard.p4. Packet tests: ptf_tests/guard.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from ipaddress import IPv4Address
+from typing import Any
 
+from checkmate.job.schema import Host
+from checkmate.wording import counted
 from controlplane.entities import TableEntry
 from controlplane.network import Network
 
@@ -50,3 +54,66 @@ def entries(network: Network, switch: str) -> Iterator[TableEntry]:
         yield refuse(other.stub.ip, from_link=True)
         for port in network.stub_ports(switch, name):
             yield permit(port, other.stub.ip)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Packets that the guard has refused: at a host's `port`, or from an `address` at others than its own."""
+
+    switch: str
+    port: int | None
+    address: str
+    """Of the host at the port; or the source of the packets."""
+    host: str
+    packets: int
+    bytes: int
+
+    @property
+    def trouble(self) -> str:
+        """What was refused, and where."""
+        many = counted(self.packets, "packet")
+        if self.port is None:
+            return (
+                f"{many} from {self.address}, the address of {self.host}, refused at other ports than its own"
+            )
+        return f"{many} refused at port {self.port}, where {self.host} has only {self.address}"
+
+    @property
+    def remedy(self) -> str:
+        """What would be right."""
+        if self.port is None:
+            return "correct a cable, or its port in the job file, unless another machine has its address"
+        return "give its interface that address, or name the others in the job file (addresses)"
+
+    def __str__(self) -> str:
+        return f"{self.trouble}: {self.remedy}"
+
+
+Counts = tuple[Mapping[str, Any], int, int]
+"""Match fields of an entry, and the packets and bytes of its direct counter."""
+
+
+def refusals(network: Network, switch: str, counts: Iterable[Counts]) -> Iterator[Refusal]:
+    """Yield what the counters of both guarded tables say: each host's port, and addresses with packets.
+
+    Those of links are left out: they have what links let pass, too.
+    """
+    at_port: dict[int, dict[str, Host]] = {}
+    names: dict[int, dict[str, None]] = {}
+    for job in network.jobs:
+        for name, host in job.interfaces():
+            if host.switch == switch:
+                at_port.setdefault(host.port, {})[name] = host
+            for address in host.sources:
+                names.setdefault(int(address), {})[name] = None
+    for other in network.switches.values():
+        names.setdefault(int(other.stub.ip), {})[f"the stub of switch {other.name}"] = None
+    for match, packets, nbytes in counts:
+        port = match.get("port")
+        if port is None and packets:
+            address = match["address"]
+            whose = ", ".join(names.get(int(address), {})) or "no host"
+            yield Refusal(switch, None, str(IPv4Address(address)), whose, packets, nbytes)
+        elif port in at_port:
+            own = dict.fromkeys(str(ip) for host in at_port[port].values() for ip in host.sources)
+            yield Refusal(switch, port, ", ".join(own), ", ".join(at_port[port]), packets, nbytes)

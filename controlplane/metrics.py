@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -76,6 +77,7 @@ def families(seen: Sequence[SwitchSeen], *, standby: bool) -> Iterator[Metric]:
     yield from (failed, took)
     yield from _of_streams([stream for one in seen if one.status for stream in one.status.streams])
     yield from _of_traffic([one.status for one in seen if one.status])
+    yield from _of_guard([one.status for one in seen if one.status])
 
 
 def _of_streams(streams: Sequence[StreamStatus]) -> Iterator[Metric]:
@@ -108,6 +110,20 @@ def _of_traffic(switches: Sequence[SwitchStatus]) -> Iterator[Metric]:
             for reason, count in counter.items():
                 family.add_metric((switch.switch, reason), count.packets)
         yield family
+
+
+def _of_guard(switches: Sequence[SwitchStatus]) -> Iterator[Metric]:
+    """Yield what was refused at each host's port, and at all other ports together, which have no number."""
+    family = CounterMetricFamily(
+        "checkmate_switch_refused_packets", "Packets that the guard refused.", labels=("switch", "port")
+    )
+    for switch in switches:
+        counts: Counter[str] = Counter({"": 0})
+        for one in switch.refused:
+            counts["" if one.port is None else str(one.port)] += one.packets
+        for port, packets in counts.items():
+            family.add_metric((switch.switch, port), packets)
+    yield family
 
 
 def _labels(stream: StreamStatus) -> tuple[str, ...]:

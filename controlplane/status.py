@@ -10,6 +10,7 @@ from finsy import P4CounterEntry
 from checkmate.job.boundaries import boundaries
 from checkmate.job.mesh import group_name
 from controlplane.entities import Holdings, mac_number
+from controlplane.guard import Counts, Refusal, refusals
 from controlplane.network import Network
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import plan_switch
@@ -61,6 +62,8 @@ class SwitchStatus:
     not_installed: tuple[str, ...] = ()
     """Requested jobs that have no entries on the switch."""
     acks_dropped: int = 0
+    refused: tuple[Refusal, ...] = ()
+    """What the guard has counted at each host's port, and by addresses at others."""
 
     def data(self) -> dict[str, object]:
         """Return plain data for `--json`."""
@@ -112,7 +115,18 @@ async def read_status(session: SwitchSession, network: Network, held: Holdings |
         await _cells(session, "losses", LOSSES),
         _not_installed(network, {stream.job for stream in streams}, held),
         (await _cells(session, "plain_acks", ("dropped",)))["dropped"].packets,
+        await read_refusals(session, network, held),
     )
+
+
+async def read_refusals(session: SwitchSession, network: Network, held: Holdings) -> tuple[Refusal, ...]:
+    """Read what the guard of a switch has refused of the jobs' hosts, or in their names."""
+    counts = [
+        count
+        for table in ("guarded_ports", "guarded_addresses")
+        for count in await _counts(session, table, held)
+    ]
+    return tuple(refusals(network, session.switch.name, counts))
 
 
 def _not_installed(network: Network, here: Collection[str], held: Holdings) -> tuple[str, ...]:
@@ -137,15 +151,19 @@ def _not_installed(network: Network, here: Collection[str], held: Holdings) -> t
 async def _direct(
     session: SwitchSession, table: str, held: Holdings
 ) -> dict[tuple[StreamKey, int | None], StreamCount]:
-    found: dict[tuple[StreamKey, int | None], StreamCount] = {}
+    return {
+        (key_of(match), match.get("incarnation")): StreamCount(packets, nbytes)
+        for match, packets, nbytes in await _counts(session, table, held)
+    }
+
+
+async def _counts(session: SwitchSession, table: str, held: Holdings) -> list[Counts]:
+    """Read a table's direct counters."""
     codec = session.codec
     asked = codec.read_direct_counters(table, held.table(table))
     if not asked:
-        return found
-    async for message in session.read_entities(asked):
-        match, packets, nbytes = codec.decode_direct_counter(message)
-        found[(key_of(match), match.get("incarnation"))] = StreamCount(packets, nbytes)
-    return found
+        return []
+    return [codec.decode_direct_counter(message) async for message in session.read_entities(asked)]
 
 
 async def _cells(session: SwitchSession, counter: str, names: tuple[str, ...]) -> dict[str, StreamCount]:

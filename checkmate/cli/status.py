@@ -160,7 +160,8 @@ def switch_lines(status: SwitchStatus) -> list[str]:
         f"marked but not replicated: {passed['without_tag'].packets:,} without a tag, "
         f"{passed['without_entry'].packets:,} without an entry; plain ACKs dropped: {status.acks_dropped:,}"
     )
-    return [*absent, line]
+    refused = [f"switch {status.switch}: {one}" for one in status.refused if one.packets]
+    return [*absent, *refused, line]
 
 
 def _job_table(status: SwitchStatus, job: str) -> FittedTable:

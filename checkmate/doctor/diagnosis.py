@@ -167,7 +167,7 @@ def _switches(job: Job) -> Iterator[Finding]:
     if find_spec("finsy") is None:
         yield skipped("switches", "not asked without the extra switch")
     else:
-        yield from peers.switches(job.fabric.switches)
+        yield from peers.switches(job)
 
 
 def _others(subject: Subject, facts: Facts, keys: Keys) -> Iterator[Finding]:

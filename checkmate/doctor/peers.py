@@ -151,12 +151,15 @@ def _greets(place: tuple[str, int], tls: ssl.SSLContext | None) -> str:
         return shortened(error.strerror or str(error))
 
 
-def switches(found: Iterable[Switch]) -> list[Finding]:
-    """Ask the switches for their program, and for nothing else. Needs the libraries of a controller."""
-    asked = list(found)
+def switches(job: Job) -> list[Finding]:
+    """Ask a job's switches for their program and for what their guard has refused.
+
+    Needs the libraries of a controller.
+    """
+    asked = list(job.fabric.switches)
     # A name that nobody looks up in time would hold up the end of the event loop.
     whys = within(SECONDS, [partial(_unknown, switch) for switch in asked], _LATE)
-    return asyncio.run(_all_switches(list(zip(asked, whys, strict=True))))
+    return asyncio.run(_all_switches(job, list(zip(asked, whys, strict=True))))
 
 
 def _unknown(switch: Switch) -> str:
@@ -168,19 +171,20 @@ def _unknown(switch: Switch) -> str:
     return ""
 
 
-async def _all_switches(asked: Iterable[tuple[Switch, str]]) -> list[Finding]:
-    return list(await asyncio.gather(*(_in_time(switch, why) for switch, why in asked)))
+async def _all_switches(job: Job, asked: Iterable[tuple[Switch, str]]) -> list[Finding]:
+    found = await asyncio.gather(*(_in_time(job, switch, why) for switch, why in asked))
+    return [finding for findings in found for finding in findings]
 
 
-async def _in_time(switch: Switch, unknown: str) -> Finding:
+async def _in_time(job: Job, switch: Switch, unknown: str) -> list[Finding]:
     """Ask a switch, unless its name is unknown. A library's own limits are longer, and add up."""
     if unknown:
-        return _away(switch, unknown)
+        return [_away(switch, unknown)]
     try:
         async with asyncio.timeout(SECONDS):
-            return await _switch(switch)
+            return await _switch(job, switch)
     except TimeoutError:
-        return _away(switch, _LATE)
+        return [_away(switch, _LATE)]
 
 
 def _away(switch: Switch, why: str) -> Finding:
@@ -198,19 +202,24 @@ async def _refused(host: str, port: int) -> str:
     return ""
 
 
-async def _switch(switch: Switch) -> Finding:
+async def _switch(job: Job, switch: Switch) -> list[Finding]:
     from controlplane.errors import ControlError  # noqa: PLC0415 - an extra
+    from controlplane.network import Network  # noqa: PLC0415
     from controlplane.p4runtime.codec import Codec  # noqa: PLC0415
     from controlplane.p4runtime.session import NoProgram, SwitchSession  # noqa: PLC0415
+    from controlplane.status import read_refusals  # noqa: PLC0415
 
     name = f"switch {switch.name}"
     if why := await _refused(*split_address(switch.address)):
-        return _away(switch, why)
+        return [_away(switch, why)]
     try:
         async with SwitchSession(switch, Codec.for_switch(switch), timeout=SECONDS) as session:
             await session.check_pipeline()
+            refused = await read_refusals(session, Network([job]), await session.read())
     except NoProgram:
-        return ok(name, f"answers at {switch.address}, and runs no program yet, which `checkmate run` loads")
+        told = f"answers at {switch.address}, and runs no program yet, which `checkmate run` loads"
+        return [ok(name, told)]
     except ControlError as error:
-        return of_message(name, str(error), _SAME)
-    return ok(name, f"answers at {switch.address}, and runs Checkmate's program")
+        return [of_message(name, str(error), _SAME)]
+    found = [ok(name, f"answers at {switch.address}, and runs Checkmate's program")]
+    return found + [warning(name, one.trouble, one.remedy) for one in refused if one.packets]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from testbed.process_memory import resident
 from tests.support.labs.live import LiveSwitch, acknowledged, live_switch, needs_root, targets, was_reset
 from topologies.describe.job_files import Target
 from topologies.kernel import namespaces
+from topologies.kernel.namespaces import entered
 
 pytestmark = [needs_root, targets, pytest.mark.timeout(180)]
 INCARNATION = 7
@@ -123,6 +125,22 @@ def test_a_restarted_switch_gets_everything_back_streams_included(live: LiveSwit
         assert live.connected() == before
         assert len(sockets) == 8
         assert "went away" in live.log() or "closed the session" in live.log()
+
+
+def test_packets_that_the_guard_refuses_are_shown(live: LiveSwitch) -> None:
+    live.command("run", "--once", live.job)
+    job = read_job(live.job)
+    rank = job.dp_groups[0].ranks[0]
+    assert "refused" not in live.command("status", live.job)
+    frame = bytes(Ether(src=rank.mac, dst="ff:ff:ff:ff:ff:ff") / IP(src="10.99.0.1", dst=str(rank.ip)))
+    with entered(live.lab.namespace("rank0")), socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as raw:
+        raw.bind(("data0", 0))
+        for _ in range(50):
+            raw.send(frame)
+    words = f"50 packets refused at port {rank.port}, where rank 0 of {job.job} has only {rank.ip}:"
+    live.until(lambda: words in " ".join(live.command("status", live.job).split()))
+    (refused,) = (one for one in live.status()["refused"] if one["packets"])
+    assert (refused["port"], refused["packets"]) == (rank.port, 50)
 
 
 def test_a_new_incarnation_replaces_the_old_streams(live: LiveSwitch) -> None:

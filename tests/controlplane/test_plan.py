@@ -22,11 +22,12 @@ from controlplane.entities import (
     difference,
     mac_number,
 )
+from controlplane.guard import Counts, refusals
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.plan import SwitchPlan, excesses, limits, plan_switch
 from controlplane.remove import without
-from testbed.jobs import job
+from testbed.jobs import job, job_data
 from tests.support.controlplane.planned import connect_all
 from tests.support.jobs import some_jobs
 
@@ -158,6 +159,29 @@ def test_the_guard_lets_hosts_and_stubs_send_from_where_they_are(jobs: list[Job]
 
 
 UNUSED_PORT = 500
+
+
+def test_what_the_guard_has_refused_names_host_and_remedy() -> None:
+    job = of_data(Job, job_data(switches=2))
+    network = Network([job])
+    rank = next(rank for rank in job.dp_groups[0].ranks if rank.switch == "tor0")
+    (link, *_) = network.links("tor0")
+    stub = network.switches["tor1"].stub.ip
+    counts: list[Counts] = [
+        ({"port": rank.port}, 7, 700),
+        ({"port": link}, 9, 900),
+        ({"address": int(rank.ip), "from_link": 0}, 2, 200),
+        ({"address": int(stub), "from_link": 1}, 3, 300),
+        ({"address": int(stub), "from_link": 0}, 0, 0),
+    ]
+    at_port, of_rank, of_stub = refusals(network, "tor0", counts)
+    assert str(at_port).startswith(
+        f"7 packets refused at port {rank.port}, where rank {rank.rank} of demo has only {rank.ip}"
+    )
+    assert str(of_rank).startswith(
+        f"2 packets from {rank.ip}, the address of rank {rank.rank} of demo, refused at other ports than its"
+    )
+    assert (of_stub.host, of_stub.packets) == ("the stub of switch tor1", 3)
 
 
 def guarded(plan: SwitchPlan, port: int, address: int) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from checkmate.doctor import clocks, peers, reading
 from checkmate.doctor.asking import within
 from checkmate.doctor.findings import Outcome
-from checkmate.job.schema import Switch
+from checkmate.job.schema import Job
 from testbed.jobs import job
 
 GPT = job("gpt", nodes=2)
@@ -43,8 +43,9 @@ def took(asks: Callable[[], object]) -> float:
     return time.monotonic() - begun
 
 
-def switch_at(address: str) -> Switch:
-    return replace(GPT.fabric.switches[0], address=address)
+def with_switch_at(address: str) -> Job:
+    switch, *_ = GPT.fabric.switches
+    return replace(GPT, fabric=replace(GPT.fabric, switches=(replace(switch, address=address),)))
 
 
 def test_answers_are_in_the_order_of_questions_and_late_ones_are_replaced() -> None:
@@ -61,7 +62,7 @@ def test_without_a_name_server_nothing_waits() -> None:
     found, *_ = peers.records(GPT.shadow_nodes, None)
     assert (found.outcome, "no answer within 3 s" in found.detail) == (Outcome.WARNING, True)
     assert took(lambda: reading.is_here("a")) < 5
-    assert took(lambda: peers.switches([switch_at("tor.invalid:9559")])) < 5
+    assert took(lambda: peers.switches(with_switch_at("tor.invalid:9559"))) < 5
 
 
 def test_a_switch_that_accepts_and_answers_nothing_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_a_switch_that_accepts_and_answers_nothing_is_named_in_time(monkeypatch:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         begun = time.monotonic()
-        (found,) = peers.switches([switch_at(address)])
+        (found,) = peers.switches(with_switch_at(address))
         assert time.monotonic() - begun < 4
     assert found.outcome is Outcome.FAILED
     assert f"cannot be reached at {address} (no answer" in found.detail

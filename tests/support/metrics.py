@@ -11,6 +11,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import metrics as of_shadow
 from checkmate.shadow.logic.tally import Tally
 from controlplane import metrics as of_controller
+from controlplane.guard import Refusal
 from controlplane.status import StreamCount, StreamStatus, SwitchStatus
 from softswitch import metrics as of_softswitch
 from softswitch.frames.ports import PortStats
@@ -22,7 +23,14 @@ NODE = pb.NodeStatus(job="gpt", node=5, holds=[HOLD], nics=[pb.NicStatus(ip="10.
 STREAM = StreamStatus(
     "gpt", 0, "replica 0", 1, 2, 3, 4, 1, 5, "10.0.2.1", "tor", True, 7, 10, 1000, 2, 200
 )  # fmt: skip
-STATUS = SwitchStatus("tor", "softswitch", (STREAM,), {"without_tag": StreamCount(6, 60)}, {})
+STATUS = SwitchStatus(
+    "tor",
+    "softswitch",
+    (STREAM,),
+    {"without_tag": StreamCount(6, 60)},
+    {},
+    refused=(Refusal("tor", 3, "10.0.1.1", "rank 0 of gpt", 4, 240),),
+)
 SEEN = of_controller.SwitchSeen("tor", 9, STATUS, {"WriteRefused": 3}, 2, 0.5)
 STATISTICS = {
     "ports": {"7": {"interface": "veth7", "rx_dropped": 1} | asdict(PortStats(rx_bytes=12))},
