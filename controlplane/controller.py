@@ -38,6 +38,7 @@ RECONNECT_SECONDS = 0.5
 ANSWERS_AT_ONCE = 256
 IDLE_SECONDS = 0.0005
 """If no frame comes in this time, none that the switch has sent is waiting."""
+SILENCE_SECONDS = 60.0
 DRAIN_SECONDS = 0.05
 """Longest time for reading frames before some are answered."""
 
@@ -99,9 +100,22 @@ class SwitchController(ReconciledSwitch):
     async def _serve_session(self, session: SwitchSession) -> None:
         self._lost.clear()
         await until_first(
-            self._answer_queued(session), self._fill_queue(session), session.heartbeat(), self._lost.wait()
+            self._answer_queued(session),
+            self._fill_queue(session),
+            session.heartbeat(),
+            self._lost.wait(),
+            self._name_silence(),
         )
         raise SwitchUnreachable(f"switch {self.switch.name} must be read again")
+
+    async def _name_silence(self) -> None:
+        """Warn once of a switch with streams that sends its controller nothing. Return never."""
+        await asyncio.sleep(SILENCE_SECONDS)
+        connected = self.held is not None and any(True for _ in self.held.table("streams"))
+        copies = any(one.switch == self.switch.name for one in self.network.boundaries)
+        if copies and not (self._frames_read or connected):
+            LOG.warning("%s", silence(self.switch))
+        await asyncio.Event().wait()
 
     async def _fill_queue(self, session: SwitchSession) -> None:
         async for port, frame in session.packets():
@@ -178,3 +192,14 @@ class SwitchController(ReconciledSwitch):
 def _closed(found: Sequence[Closure]) -> Happened:
     first, nics = found[0], list(dict.fromkeys(one.nic for one in found))
     return STREAM_CLOSED(switch=first.switch, how=first.how, count=len(found), nics=nics)
+
+
+def silence(switch: Switch) -> str:
+    """Return a warning of a switch from which no packet has come, with what may be wrong."""
+    words = (
+        f"switch {switch.name}: no packet of a shadow NIC has come in {SILENCE_SECONDS:g} s: do shadow nodes "
+        "run, and is each at the port that the job file says?"
+    )
+    if switch.target == "bmv2":
+        words += f" BMv2 must have been started with --cpu-port {switch.packet_port}, or it sends none."
+    return words

@@ -23,6 +23,7 @@ from checkmate.cli.common import (
     says_errors,
     set_of,
 )
+from checkmate.job.fields import CPU_PORT
 from checkmate.job.schema import Job, Switch
 from checkmate.output.consoles import waiting
 from checkmate.output.tables import FittedTable
@@ -102,7 +103,21 @@ def _missing_line(found: Sequence[SwitchStatus], missing: Sequence[StreamStatus]
     return (
         f"{_absent_words(found)}{streams} not connected after {timeout:g} s, "
         f"the first: job {first.job}, DP group {first.dp_group_name}, channel {first.channel}, "
-        f"shadow id {first.shadow_id}, node {first.shadow_node} at {first.nic}"
+        f"shadow id {first.shadow_id}, node {first.shadow_node} at {first.nic}{_none_words(found)}"
+    )
+
+
+def _none_words(found: Sequence[SwitchStatus]) -> str:
+    """Return what may keep all streams of a switch away, if none of a switch is connected."""
+    silent = [one for one in found if one.streams and not any(stream.connected for stream in one.streams)]
+    if not silent:
+        return ""
+    names = ", ".join(one.switch for one in silent)
+    bmv2 = any(one.target == "bmv2" for one in silent)
+    port = f", which BMv2 has only with --cpu-port {CPU_PORT}" if bmv2 else ""
+    return (
+        f"; none is at {names}: do shadow nodes run, does `checkmate run` serve, and does the switch pass "
+        f"packets of shadow NICs to it{port}?"
     )
 
 

@@ -91,6 +91,7 @@ def test_status_tells_removed_from_not_connected(job_file: Path) -> None:
     waited = checkmate("status", job_file, "--wait", "--timeout", "0.1")
     assert waited.returncode == 7
     assert f"{words}; 2 streams are not connected" in waited.stderr
+    assert "none is at tor0: do shadow nodes run, does `checkmate run` serve" in waited.stderr
 
 
 def test_waiting_in_vain_ends_with_7_and_the_status(job_file: Path) -> None:
