@@ -11,7 +11,7 @@ from typing import TypeVar
 from finsy.proto import p4i
 
 from softswitch.codegen.emitter import Links, parse_hex
-from softswitch.program.bmv2 import Json, ProgramConfig
+from softswitch.program.bmv2 import Json, ProgramConfig, UnsupportedProgramError
 from softswitch.program.match import Key, MatchField, MatchKind
 from softswitch.program.meters import Clock
 from softswitch.program.state import CounterCell, Entry, State, Table
@@ -20,16 +20,6 @@ ArrayT = TypeVar("ArrayT", p4i.Counter, p4i.Meter, p4i.Register)
 
 # p4c writes optional keys as ternary.
 JSON_KINDS = {kind: {kind.value} for kind in MatchKind} | {MatchKind.OPTIONAL: {"optional", "ternary"}}
-
-
-class UnsupportedProgramError(Exception):
-    """The program uses unsupported features: `problems` has them, with source lines."""
-
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(problems)
-        super().__init__(
-            "the program is not supported:\n" + "\n".join(f"  {problem}" for problem in self.problems)
-        )
 
 
 def link(config: ProgramConfig, p4info: p4i.P4Info, clock: Clock) -> Links:

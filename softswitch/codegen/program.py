@@ -13,9 +13,10 @@ from finsy.proto import p4i
 from softswitch.codegen import vocabulary
 from softswitch.codegen.codegen import Output, generate
 from softswitch.codegen.emitter import ProgramPlan
-from softswitch.codegen.linking import UnsupportedProgramError, link
+from softswitch.codegen.linking import link
 from softswitch.codegen.primitives import check_actions
 from softswitch.program import bmv2
+from softswitch.program.bmv2 import UnsupportedProgramError
 from softswitch.program.meters import Clock
 from softswitch.program.notation import Notations, notations_of
 from softswitch.program.trace import Trace

@@ -6,7 +6,7 @@ Expressions, parser operations and primitives stay JSON, for their emitters.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,16 @@ from softswitch.program.parts import PROGRAM
 from softswitch.program.schema import FormatError, shown
 
 Json = dict[str, Any]
+
+
+class UnsupportedProgramError(Exception):
+    """The program uses unsupported features: `problems` has them, with source lines."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(
+            "the program is not supported:\n" + "\n".join(f"  {problem}" for problem in self.problems)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +131,34 @@ _STANDARD_METADATA = {
 
 
 def read(text: bytes) -> ProgramConfig:
-    """Parse a BMv2 JSON; raise `FormatError` if it is not one."""
+    """Parse a BMv2 JSON; raise `FormatError` if it is not one.
+
+    Raise `UnsupportedProgramError` if its shape can't be checked for what is not supported.
+    """
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the device config is not JSON: {error}") from None
     if not isinstance(raw, dict) or "pipelines" not in raw:
         raise FormatError("the device config is not BMv2 JSON (of p4c-bm2-ss): it has no 'pipelines'")
-    PROGRAM(raw, "device config")
+    try:
+        PROGRAM(raw, "device config")
+    except FormatError:
+        # What refers to a header stack or a union has shapes of its own, which nothing here uses.
+        if problems := [what for what, _ in _unsupported(raw)]:
+            raise UnsupportedProgramError(problems) from None
+        raise
     with consistent():
         return _config(raw)
+
+
+def _unsupported(raw: Json) -> Iterator[tuple[str, Json]]:
+    """Yield what is not supported of the parts that a program has by name, each with its part of the JSON."""
+    for key, what in _UNSUPPORTED_LISTS.items():
+        items = raw.get(key)
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, dict):
+                yield f"{what} {shown(item.get('name', ''))[1:-1]} is not supported", item
 
 
 @contextmanager
@@ -153,9 +181,8 @@ def _config(raw: Json) -> ProgramConfig:
         deparser=raw["deparsers"][0],
         errors={code: name for name, code in raw["errors"]},
     )
-    for key, what in _UNSUPPORTED_LISTS.items():
-        for item in raw.get(key) or ():
-            config.problem(f"{what} {item.get('name', '')} is not supported", item)
+    for what, item in _unsupported(raw):
+        config.problem(what, item)
     types = {kind["name"]: _fields(kind, config) for kind in raw["header_types"]}
     for header in raw["headers"]:
         kind = header["header_type"]
