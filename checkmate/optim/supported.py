@@ -8,6 +8,8 @@ parameters, and works element by element, so that no sum depends on the number o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 import torch
@@ -53,6 +55,27 @@ SUPPORTED: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     )
 }
 """Optimizers whose steps work element by element, on a parameter's own gradient and state only."""
+
+ENTRY_POINTS: Final = "checkmate.optimizers"
+"""The group of entry points by which an installed package adds optimizers of its own."""
+
+
+@cache
+def _added() -> Mapping[str, type[torch.optim.Optimizer]]:
+    """Return the optimizers of installed packages, by their entry points' values (`package.module:Class`).
+
+    A shadow node rebuilds one from its own installed package: a spec names it, and brings no code.
+    """
+    found = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            found[entry.value] = entry.load()
+        except Exception as error:
+            raise UnsupportedOptimizer(
+                f"the entry point {entry.name} = {entry.value} of {ENTRY_POINTS} can't be loaded: {error!r}"
+            ) from error
+    return found
+
 
 _INSTEAD: Final = "use one of " + ", ".join(kind.__name__ for kind in SUPPORTED.values())
 _REASONS: Final = {
@@ -106,7 +129,9 @@ def _add_groups(
     kind = type(optimizer)
     name = f"torch.optim.{kind.__name__}"
     if SUPPORTED.get(name) is not kind:
-        raise UnsupportedOptimizer(_why_not(optimizer))
+        name = next((name for name, added in _added().items() if added is kind), "")
+        if not name:
+            raise UnsupportedOptimizer(_why_not(optimizer))
     for group in optimizer.param_groups:
         index = len(spec.groups)
         check_options(group, index)
@@ -194,8 +219,15 @@ def build(spec: pb.OptimizerSpec, parameters: Mapping[int, torch.Tensor]) -> tor
         UnsupportedOptimizer: if its class is not supported.
     """
     named = {kind_of(spec, group) for group in spec.groups} or {spec.name}
-    if unknown := named - SUPPORTED.keys():
-        raise UnsupportedOptimizer(f"{min(unknown) or '(unnamed)'} is not supported: {_INSTEAD}")
+    unknown = named - SUPPORTED.keys()
+    if unknown := unknown and unknown - _added().keys():
+        first = min(unknown)
+        if ":" in first:
+            raise UnsupportedOptimizer(
+                f"no package here has the optimizer {first} as an entry point of {ENTRY_POINTS}: install the "
+                "trainers' one on shadow nodes, too"
+            )
+        raise UnsupportedOptimizer(f"{first or '(unnamed)'} is not supported: {_INSTEAD}")
     groups, kinds = [], set[str]()
     for group in spec.groups:
         chosen = [parameters[i] for i in group.parameters if i in parameters]
@@ -207,7 +239,9 @@ def build(spec: pb.OptimizerSpec, parameters: Mapping[int, torch.Tensor]) -> tor
     name, *others = kinds
     if others:
         raise ValueError(f"{name} and {others[0]} step them, which takes two optimizers")
-    return SUPPORTED[name](groups)  # type: ignore[call-arg]
+    kind: Any = SUPPORTED.get(name) or _added()[name]
+    found: torch.optim.Optimizer = kind(groups)
+    return found
 
 
 def _check_fused_momentum(group: Mapping[str, Any], index: int) -> None:
@@ -241,4 +275,7 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
     ours = next((base.__name__ for base in kind.__mro__ if base in SUPPORTED.values()), None)
     if ours is not None:
         return f"{kind.__name__} is a subclass whose step may differ from {ours}'s: use {ours} itself"
-    return f"{kind.__module__}.{kind.__name__} may not step each parameter separately: {_INSTEAD}"
+    return (
+        f"{kind.__module__}.{kind.__name__} may not step each parameter separately: {_INSTEAD}; if it does, "
+        "add it (`checkmate docs training`, An optimizer of your own)"
+    )
