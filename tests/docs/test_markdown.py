@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ PAGES = [name for name in files() if name.endswith(".md")]
 MAKE = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 SHELL = ("sh", "shell")
 """Languages of the blocks that have commands. In the tutorials that a test runs, it leaves out `shell`."""
-LANGUAGES = {*SHELL, "python", "yaml", "json", "text"}
+LANGUAGES = {*SHELL, "python", "yaml", "json", "toml", "text"}
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
@@ -66,6 +67,8 @@ def test_blocks_are_what_they_are_marked_as(page: str) -> None:
             assert yaml.safe_load(block) is not None
         elif language == "json":
             json.loads(block)
+        elif language == "toml":
+            tomllib.loads(block)
         elif language in SHELL:
             subprocess.run(["bash", "-n"], input=block, text=True, check=True)
 
