@@ -57,7 +57,8 @@ class RecordLine:
     def close(self) -> None:
         """End it."""
         with contextlib.suppress(OSError):  # the node has ended it
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not by SSLSocket's own method, after which the other thread would read what TLS has encrypted.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
 

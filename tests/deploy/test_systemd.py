@@ -75,11 +75,11 @@ def test_a_controller_tells_when_it_serves_and_that_it_is_alive(manager: Manager
             for _ in range(3):
                 manager.told("WATCHDOG=1")
             assert time.monotonic() - began < 3
-            process.terminate()
+            process.terminate()  # once: a second signal would end it at once
             assert manager.told("STOPPING=1")
-        finally:
-            process.terminate()
             _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert process.returncode == 0
     lines = [json.loads(line) for line in errors.splitlines()]
     kept = [event.name for event in read_paths([tmp_path / "events"]).events]

@@ -48,13 +48,16 @@ def written(folder: Path, node: str, error: str, prefix: str = "") -> None:
     """Append a traceback that ends with an error to a host's log, as a rank on it writes it."""
     with (folder / f"{node}.log").open("a") as file:
         file.writelines(f"{prefix}{line}\n" for line in TRACEBACK.format(error).splitlines()[:-3])
+        file.write(
+            "E1127 torch/distributed/elastic: failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: x\n"
+        )
 
 
 class Followed:
     """A training in a lab that is only files: what is shown and told of it."""
 
     def __init__(self, folder: Path, topology: str) -> None:
-        lab = SimpleNamespace(directory=folder, topology=load(topology))
+        lab = SimpleNamespace(directory=folder, topology=load(topology), dead_switches=list)
         self.folder = folder
         self.shown: list[str] = []
         self.alarms: list[str] = []
@@ -87,15 +90,13 @@ def test_errors_of_checkmate_are_told_at_once_on_whichever_rank(tmp_path: Path) 
     ]
     state = ("rank1", "", "checkmate.state.StateError: extra(): a socket can't be stored")
     text = REFUSED.partition(": ")[2]
-    twice = f"^the script was refused twice for the same reason: RefusedError: {re.escape(text)}$"
-    lost = ("rank1", "", "checkmate.training.errors.RestoreError: no shadow node answers")
+    twice = f"^the script has failed twice in the same way: RefusedError: {re.escape(text)}$"
     with pytest.raises(LabError, match=twice):  # no restart ends it
-        lab.run([lost], [lost], attempt, [state], [("rank3", "[rank3]: ", "ValueError: it sleeps")], attempt)
+        lab.run(attempt, [state], [("rank3", "[rank3]: ", "ValueError: it sleeps")], attempt)
     assert lab.alarms == [
-        "rank 1: RestoreError: no shadow node answers",
-        "rank 1: RestoreError as above, 2 times so far",
         f"rank 2: RefusedError: {text}",
         "rank 1: StateError: extra(): a socket can't be stored",
+        "rank 3: ValueError: it sleeps",
         "rank 2: RefusedError as above, 2 times so far",
     ]
     assert not lab.shown, "rank 0 has only tracebacks"
