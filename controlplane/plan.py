@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Final
 
 from checkmate.job.boundaries import Stream
 from checkmate.job.schema import Job
 from checkmate.job.tofino import chips
+from checkmate.wording import counted
 from controlplane import forwarding, guard, replication, streams, stub
 from controlplane.entities import Holdings
 from controlplane.network import Network
@@ -21,8 +23,31 @@ NODES_MAX = {"bmv2": 4096, "softswitch": 4096} | {
     target: chip.multicast_nodes for target, chip in chips.CHIPS.items()
 }
 """Multicast groups and nodes of each target's PRE. A node is a group's copies of one instance."""
-_OF_ADDRESSES = frozenset({"sources entries", "guarded_addresses entries"})
-"""Items whose number depends on the hosts' addresses."""
+_FEWER_STREAMS = "use fewer channels or shadow nodes"
+_FEWER_COPIES = "use fewer channels, shadow nodes or replicas"
+_OTHER_BOUNDARIES = "let DP groups begin and end with ranks at other switches"
+_SMALLER_FABRIC = (
+    "each switch has one for every host, shadow NIC and stub of the fabric: put several ranks on a host, or "
+    "jobs on fabrics of their own"
+)
+ADVICE: Final[Mapping[str, str]] = {
+    "sources": "use fewer addresses, or spread hosts over more switches",
+    "guarded_ports": "spread hosts over more switches",
+    "guarded_addresses": f"use fewer addresses; {_SMALLER_FABRIC}",
+    "forwarding": _SMALLER_FABRIC,
+    "boundaries": _OTHER_BOUNDARIES,
+    "incarnations": _OTHER_BOUNDARIES,
+    "streams": f"{_FEWER_COPIES}, or {_OTHER_BOUNDARIES}",
+    "lost": f"{_FEWER_COPIES}, or {_OTHER_BOUNDARIES}",
+    "clients": f"{_FEWER_STREAMS}, or {_OTHER_BOUNDARIES}",
+    "replication": f"{_FEWER_STREAMS}, or {_OTHER_BOUNDARIES}",
+    "multicast groups": f"{_FEWER_STREAMS}, or {_OTHER_BOUNDARIES}",
+    "multicast nodes": f"{_FEWER_COPIES}, or {_OTHER_BOUNDARIES}",
+    "marks": "a job file can't change that",
+    "stub": "a job file can't change that",
+    "stub_arp": "a job file can't change that",
+}
+"""By item of `SwitchPlan.usage`: what makes its number smaller."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +80,15 @@ class Excess:
     what: str
     needed: int
     limit: int
+    others: int = 0
+    """How many more switches of the target need as many."""
 
     def __str__(self) -> str:
-        fewer = "addresses" if self.what in _OF_ADDRESSES else "channels, shadow nodes or replicas"
+        advice = ADVICE[self.what.removesuffix(" entries")]
+        switch = f"{self.switch} and {counted(self.others, 'other')}" if self.others else self.switch
         return (
-            f"switch {self.switch} ({self.target}): {self.needed} {self.what} needed, it holds {self.limit}; "
-            f"use fewer {fewer}, or spread the jobs over more switches"
+            f"switch {switch} ({self.target}): {self.needed} {self.what} needed, it holds {self.limit}; "
+            f"{advice}"
         )
 
 
@@ -83,6 +111,24 @@ def plan_switch(network: Network, switch: str, held: Holdings) -> SwitchPlan:
         ]
     )
     return SwitchPlan(switch, wanted, boundary_ids, streams.streams_of(network, switch, boundary_ids))
+
+
+def fabric_excesses(network: Network) -> list[Excess]:
+    """Return limits that a fabric's size exceeds at every switch of a target, before entries are made."""
+    needed = {
+        "forwarding": len({host.mac for host in network.hosts}) + len(network.switches),
+        "guarded_addresses": len({ip for host in network.hosts for ip in host.sources})
+        + 2 * len(network.switches),
+    }
+    targets: dict[str, list[str]] = {}
+    for name, switch in network.switches.items():
+        targets.setdefault(switch.target, []).append(name)
+    return [
+        Excess(first, target, f"{what} entries", count, limits(target)[what], len(others))
+        for target, (first, *others) in targets.items()
+        for what, count in sorted(needed.items())
+        if count > limits(target)[what]
+    ]
 
 
 def plan(jobs: Sequence[Job]) -> dict[str, SwitchPlan]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from rich.progress import Progress
-
-from benchmarks.figures import Figure, Result, ratios, spread95
+from benchmarks.figures import Figure, Result, ratios, spread95, table
 from benchmarks.training import twins
+from checkmate.output.consoles import progress, text_console
 from topologies.describe.topology import Topology
 from topologies.training.job import JobPlan, start_all, training_lab
 from topologies.training.record import TimedBlock
 
 _SECONDS: Final = 1800.0
+_LINE_SECONDS: Final = 15.0
 
 Blocks = Mapping[str, list[TimedBlock]]
 """Blocks by name; those of one round or pair have the same index."""
@@ -35,12 +37,11 @@ def race(
 ) -> Blocks:
     """Return each pair of turns of the twins that `module` trains in a lab, from several starts.
 
-    Unless `pinned`, processes use all cores.
+    Unless `pinned`, processes use all cores. A race that is stopped prints what it has measured.
     """
     ranks = len(topology.ranks)
     found: dict[str, list[TimedBlock]] = defaultdict(list)
-    with Progress(transient=True) as bar:
-        task = bar.add_task("twins", total=starts * turns)
+    with _shown(starts * turns) as show:
         for seed in range(starts):
             options = (*arguments, "--iterations", str(turns), "--seed", str(seed))
             plan = JobPlan(options, module=module, environment=environment or {})
@@ -48,10 +49,41 @@ def race(
             with training_lab(topology, "softswitch", "bench_twins", plan, place, pinned=pinned) as job:
                 start_all([job])
                 done = partial(twins.turns, place, ranks)
-                job.finish(_SECONDS, lambda: bar.update(task, completed=seed * turns + done()))  # noqa: B023
-            for kind, blocks in twins.read(place, ranks, one_core=pinned).items():
-                found[kind] += blocks
+                try:
+                    job.finish(_SECONDS, lambda: show(seed * turns + done()))  # noqa: B023
+                except (KeyboardInterrupt, SystemExit):
+                    if done():
+                        _add(found, twins.read(place, ranks, one_core=pinned))
+                    if all(len(blocks) > 1 for blocks in found.values()) and found:
+                        text_console(stderr=True).print(
+                            table("Stopped: what was measured so far", cost(found, ranks))
+                        )
+                    raise
+            _add(found, twins.read(place, ranks, one_core=pinned))
     return found
+
+
+def _add(found: dict[str, list[TimedBlock]], more: Blocks) -> None:
+    for kind, blocks in more.items():
+        found[kind] += blocks
+
+
+@contextmanager
+def _shown(total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that shows how many turns are done: a bar on a terminal, else a line now and then."""
+    told = time.monotonic()
+
+    def show(completed: int) -> None:
+        nonlocal told
+        bar.update(task, completed=completed)
+        if bar.disable and time.monotonic() > told + _LINE_SECONDS:
+            told = time.monotonic()
+            console.print(f"{completed} of {total} turns of twins")
+
+    console = text_console(stderr=True)
+    with progress(console) as bar:
+        task = bar.add_task("twins", total=total)
+        yield show
 
 
 def cost(

@@ -173,17 +173,18 @@ def read(folder: Path, ranks: int, *, one_core: bool) -> dict[str, list[TimedBlo
     """Return means of two turns, one in each order, by kind: mean seconds, and processor time of all ranks.
 
     The time of Checkmate's waiting threads is subtracted from the other iterations' processor time, and if
-    all ranks share `one_core`, from their seconds.
+    all ranks share `one_core`, from their seconds. It is written at the end, so of a run that was stopped it
+    stays in.
     """
     said = [[json.loads(line) for line in _file(folder, rank).open()] for rank in range(ranks)]
-    standing = sum(rank.pop()[_STANDING] for rank in said)
+    standing = sum(rank.pop()[_STANDING] for rank in said if _STANDING in rank[-1])
     found: dict[str, list[TimedBlock]] = {}
     for kind in KINDS:
         share = 0.0 if kind == KINDS[0] else standing
         left = 1 - share if one_core else 1.0
         each = [
             (fmean(rank[kind][0] for rank in turn), sum(rank[kind][1] for rank in turn))
-            for turn in zip(*said, strict=True)
+            for turn in zip(*said, strict=False)
         ]
         found[kind] = [
             TimedBlock((a[0] + b[0]) / 2 * left, (a[1] + b[1] - share * (a[0] + b[0])) / 2)

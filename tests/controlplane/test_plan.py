@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +27,7 @@ from controlplane.entities import (
 from controlplane.guard import Counts, refusals
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
-from controlplane.plan import SwitchPlan, excesses, limits, plan_switch
+from controlplane.plan import ADVICE, SwitchPlan, excesses, fabric_excesses, limits, plan_switch
 from controlplane.remove import without
 from testbed.jobs import job, job_data
 from tests.support.controlplane.planned import connect_all
@@ -316,7 +318,9 @@ def test_more_than_a_switch_holds_is_refused_by_what_there_is_too_much_of() -> N
     (excess,) = excesses(plan, "softswitch", sizes)
     assert (excess.what, excess.needed, excess.limit) == ("replication entries", 36, 35)
     assert "36 replication entries needed, it holds 35" in str(excess)
-    assert "use fewer channels, shadow nodes or replicas" in str(excess)
+    assert str(excess).endswith(
+        "use fewer channels or shadow nodes, or let DP groups begin and end with ranks at other switches"
+    )
 
 
 def test_more_addresses_than_a_switch_holds_are_refused_as_such() -> None:
@@ -347,3 +351,52 @@ def test_entities_print_as_a_person_reads_them() -> None:
 
 def _all(held: Holdings) -> list[Entity]:
     return list(held)
+
+
+LARGE: dict[str, Any] = {"groups": 2, "ranks": 8, "nodes": 4, "channels": 2, "replicas": 2, "switches": 4}
+SMALLER: dict[str, list[dict[str, Any]]] = {
+    "fewer channels": [{"channels": 1}],
+    "shadow nodes": [{"nodes": 2}],
+    "replicas": [{"replicas": 1}],
+    "fewer addresses": [{"further": 0}],
+    "spread hosts over more switches": [{"switches": 8}],
+    "begin and end with ranks at other switches": [{"turned": 2}],
+    "of the fabric": [{"ranks": 4}, {"nodes": 2}],
+    "a job file can't change that": [],
+}
+"""By words of the advice: what is done in a job that follows it."""
+
+
+@pytest.mark.parametrize("what", ADVICE)
+def test_who_follows_the_advice_needs_fewer_entries(what: str) -> None:
+    before = used(what)
+    followed = [change for words, changes in SMALLER.items() if words in ADVICE[what] for change in changes]
+    assert bool(followed) == ("can't" not in ADVICE[what])
+    for change in followed:
+        assert used(what, **change) < before, change
+
+
+def used(what: str, turned: int = 0, **change: Any) -> int:
+    """Return what `tor0` needs for a job whose groups begin some ranks later than usual."""
+    data = job_data(**LARGE | {"further": 2} | change)
+    for group in data["dp_groups"]:
+        group["ranks"] = [*group["ranks"][turned:], *group["ranks"][:turned]]
+    return everything([of_data(Job, data)])["tor0"].usage().get(what, 0)
+
+
+def test_every_limit_has_an_advice() -> None:
+    assert ADVICE.keys() == limits("softswitch").keys()
+
+
+def test_a_fabric_that_is_too_large_is_refused_before_entries_are_made() -> None:
+    large = Network([job(**LARGE | {"further": 1})])
+    plan = plan_switch(large, "tor0", Holdings())
+    held = {**limits("softswitch"), "forwarding": 10, "guarded_addresses": 10}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "limits", lambda _: held)
+        found = fabric_excesses(large)
+    assert [(one.what, one.needed, one.others) for one in found] == [
+        ("forwarding entries", plan.usage()["forwarding"], 3),
+        ("guarded_addresses entries", plan.usage()["guarded_addresses"], 3),
+    ]
+    assert str(found[0]).startswith("switch tor0 and 3 others (softswitch): ")

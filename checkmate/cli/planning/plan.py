@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -27,6 +28,7 @@ from checkmate.output.consoles import waiting
 from checkmate.output.tables import FittedTable
 from controlplane import plan as planning
 from controlplane.entities import MulticastGroup, TableEntry
+from controlplane.network import Network
 from controlplane.plan import SwitchPlan
 
 _OPTIONS = {"models": "model"}
@@ -44,19 +46,20 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
     """
     jobs = [job for _, job in found.sound]
     with waiting(err, "planning"):
-        plans = planning.plan(jobs)
+        excesses = planning.fabric_excesses(Network(jobs))
+        plans = {} if excesses else planning.plan(jobs)
     targets = _targets(jobs)
-    excesses = [
+    excesses += [
         excess
         for name, plan in plans.items()
         for excess in planning.excesses(plan, targets[name], planning.limits(targets[name]))
     ]
-    too_much = [
-        found.located(file, (mesh.groups_key(job),), str(excess))
-        for excess in excesses
-        for file, job in found.sound
-        if any(switch.name == excess.switch for switch in job.fabric.switches)
-    ]
+    too_much: list[Located] = []
+    for file, job in found.sound:
+        names = {switch.name for switch in job.fabric.switches}
+        if own := [excess for excess in excesses if excess.switch in names]:
+            place = found.located(file, (mesh.groups_key(job),), "")  # once: it reads the file again
+            too_much += [replace(place, message=str(excess)) for excess in own]
     return found.require([*too_much, *more]), plans
 
 
