@@ -11,11 +11,12 @@ from checkmate.job.tofino import chips
 
 SCHEMA_FILE: Final = "job.schema.json"
 """The JSON Schema beside the job file, which editors read."""
-_SHADOW: Final = 1 << 8
-"""Offset of shadow nodes' addresses in the training network."""
+_BLOCK: Final = 1 << 8
+"""Addresses of ranks, and then those of shadow nodes, begin at a multiple of it in the training network."""
 _STUB: Final = 255 << 8
 """Offset of the stub's address."""
-_RANKS_MAX: Final = 250
+_HOSTS_MAX: Final = 500
+"""One switch, which is what the file has, has 510 ports."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,14 @@ def hosts(text: str, what: str, least: int = 1) -> list[str]:
 
     Raise `ValueError` for neither, and for fewer than `least`.
     """
-    if text.isdecimal() and least <= int(text) <= _RANKS_MAX:
+    if text.isdecimal() and least <= int(text) <= _HOSTS_MAX:
         return [f"{what}{number}" for number in range(int(text))]
     named = [name.strip() for name in text.split(",")]
-    if text.lstrip("-").isdecimal() or not all(named) or not least <= len(named) <= _RANKS_MAX:
-        raise ValueError(f"must be a number from {least} to {_RANKS_MAX}, or hosts such as {what}0,{what}1")
+    if text.lstrip("-").isdecimal() or not all(named) or not least <= len(named) <= _HOSTS_MAX:
+        raise ValueError(
+            f"must be a number from {least} to {_HOSTS_MAX}, as the ports of one switch hold, or hosts "
+            f"such as {what}0,{what}1. For more switches, copy what the file has of one (`checkmate docs job`)"
+        )
     lower = [name.lower() for name in named]  # as DNS has it
     if again := list(dict.fromkeys(name for name in named if lower.count(name.lower()) > 1)):
         raise ValueError(f"has {', '.join(again)} more than once: each must be a host of its own")
@@ -116,7 +120,8 @@ def _nodes(start: Start) -> Iterator[str]:
         yield "    nics:  # one or two, ip, mac and port (*)"
         for nic in range(start.nics):
             number = node * start.nics + nic
-            yield f"      - {{{_nic(start, _SHADOW + number + 1, len(start.ranks) + number + 1)}}}"
+            address = _BLOCK * -(-(len(start.ranks) + 1) // _BLOCK) + number + 1
+            yield f"      - {{{_nic(start, address, len(start.ranks) + number + 1)}}}"
     yield ""
 
 

@@ -75,13 +75,16 @@ def test_several_gpus_per_host_are_a_mesh(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ranks", "0"], "--ranks must be a number from 2 to 250, or hosts such as trainer0,trainer1"),
+        (
+            ["--ranks", "0"],
+            "--ranks must be a number from 2 to 500, as the ports of one switch hold, or hosts such as",
+        ),
         (["--ranks", "a,,b"], "--ranks must be a number"),
-        (["--ranks", "1", "--gpus-per-host", "8"], "--ranks must be a number from 2 to 250"),
+        (["--ranks", "1", "--gpus-per-host", "8"], "--ranks must be a number from 2 to 500"),
         (["--ranks", "a,b,A"], "--ranks has a, A more than once: each must be a host of its own"),
         (["--shadow-nodes", "s,s"], "--shadow-nodes has s more than once"),
-        (["--ranks", "gpu0"], "--ranks must be a number from 2 to 250"),
-        (["--shadow-nodes", "0"], "--shadow-nodes must be a number from 1 to 250"),
+        (["--ranks", "gpu0"], "--ranks must be a number from 2 to 500"),
+        (["--shadow-nodes", "0"], "--shadow-nodes must be a number from 1 to 500"),
         (["--replicas", "2"], "replicas: 2 replicas need as many shadow nodes"),
         (["--collective", "gloo"], "--collective must be ring or nccl, not gloo"),
         (["--target", "asic"], "--target must be softswitch, bmv2, tofino or tofino2, not asic"),
@@ -164,5 +167,5 @@ def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
     assert [len(node.nics) for node in job.shadow_nodes] == [2]
     assert said.count(b"hosts of ranks (their number") == 3
     assert said.count(b"name of the job") == 2
-    assert said.count(b"must be a number from 2 to 250") == 2
+    assert said.count(b"must be a number from 2 to 500") == 2
     assert b"NICs of" not in said
