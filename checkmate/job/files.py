@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -121,6 +123,22 @@ def read_jobs(files: Sequence[Path]) -> list[Job]:
     return read_set(files).require()
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from searching what is being read, which has no garbage and is large.
+
+    That took a quarter of the time for 4,096 ranks.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_uncollected()
 def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Granted | None = None) -> JobSet:
     """Read job files of jobs that share switches: each by itself, then against each other.
 

@@ -58,7 +58,7 @@ def hosts(text: str, what: str, least: int = 1) -> list[str]:
     if text.lstrip("-").isdecimal() or not all(named) or not least <= len(named) <= _HOSTS_MAX:
         raise ValueError(
             f"must be a number from {least} to {_HOSTS_MAX}, as the ports of one switch hold, or hosts "
-            f"such as {what}0,{what}1. For more switches, copy what the file has of one (`checkmate docs job`)"
+            f"such as {what}0,{what}1. For more switches, copy the one of the file (`checkmate docs job`)"
         )
     lower = [name.lower() for name in named]  # as DNS has it
     if again := list(dict.fromkeys(name for name in named if lower.count(name.lower()) > 1)):
