@@ -14,28 +14,30 @@ from checkmate.cli.common import AsJson, says_errors
 from checkmate.cli.helping import App, Command, Group
 from checkmate.extras import ExtraMissing, needs_of
 
+GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    "To begin with": {"lab": "lab", "init": "init", "validate": "validate", "docs": "docs"},
+    "To serve a job": {
+        "keys": "keys",
+        "run": "run",
+        "shadow": "shadow",
+        "status": "status",
+        "consolidate": "consolidate",
+        "report": "report",
+    },
+    "To change or end it": {"drain": "drain", "reset": "reset", "remove": "remove"},
+    "To plan": {"plan": "planning.plan", "cost": "planning.cost", "profile": "planning.profile"},
+    "Hosts, switches and files": {
+        "doctor": "doctor",
+        "sysctl": "sysctl",
+        "nccl": "nccl",
+        "shell": "shell",
+        "schema": "schema",
+    },
+}
+"""The commands by what they are for, each with its module, as in `COMMANDS`."""
+
 COMMANDS: Final[Mapping[str, str]] = {
-    "init": "init",
-    "validate": "validate",
-    "keys": "keys",
-    "doctor": "doctor",
-    "plan": "planning.plan",
-    "sysctl": "sysctl",
-    "run": "run",
-    "status": "status",
-    "report": "report",
-    "remove": "remove",
-    "shell": "shell",
-    "shadow": "shadow",
-    "consolidate": "consolidate",
-    "reset": "reset",
-    "drain": "drain",
-    "cost": "planning.cost",
-    "profile": "planning.profile",
-    "lab": "lab",
-    "nccl": "nccl",
-    "schema": "schema",
-    "docs": "docs",
+    name: module for commands in GROUPS.values() for name, module in commands.items()
 }
 """The module of each command. It has a function of that name, or an `app` with subcommands."""
 
@@ -50,6 +52,16 @@ class Commands(Group):
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
         return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands of each group."""
+        width = max(map(len, COMMANDS))
+        for title, commands in GROUPS.items():
+            rows = [
+                (name.ljust(width), self.get_command(ctx, name).get_short_help_str()) for name in commands
+            ]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command of that name, or `None`."""
@@ -86,7 +98,10 @@ def _refusing(name: str, missing: ExtraMissing) -> Any:
 app = App(
     name="checkmate",
     cls=Commands,
-    help="Checkpoint data-parallel training after every iteration.",
+    help=(
+        "Checkpoint data-parallel training after every iteration.\n\nWithout a switch, as root: "
+        "`checkmate lab run single_tor` shows it at work, and `checkmate docs` lists what there is to read."
+    ),
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=True,

@@ -44,11 +44,20 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 @pytest.mark.parametrize("group", ["", "lab", "nccl"])
 def test_lists_of_commands_have_whole_summaries(group: str) -> None:
-    listed = " ".join(invoke(*group.split(), "--help")[1].partition("Commands:")[2].split())
+    listed = " ".join(invoke(*group.split(), "--help")[1].partition("Options:")[2].split())
     for command in COMMANDS:
         if command.partition(" ")[0] == group or not (group or " " in command):
             summary, *_ = " ".join(invoke(*command.split(), "--help")[1].split("\n\n")[1].split()).split(". ")
             assert f" {command.split()[-1]} {summary}" in f" {listed}"
+
+
+def test_commands_are_in_groups_that_say_what_they_are_for() -> None:
+    output = invoke("--help")[1]
+    titles = [output.index(f"\n{title}:\n") for title in main.GROUPS]
+    assert titles == sorted(titles)
+    for title, commands in main.GROUPS.items():
+        section = output.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        assert [line.split()[0] for line in section.splitlines() if line[2] != " "] == list(commands)
 
 
 def test_arguments_are_called_the_same_everywhere() -> None:
