@@ -29,6 +29,10 @@ REFUSED = "checkmate.training.errors.RefusedError: no cats over NCCL"
             "local_rank: 0 (pid: 71) of binary: python",
             "host 0: process 71 was ended by SIGKILL",
         ),
+        (
+            "x failed (exitcode: -35) local_rank: 0 (pid: 71) of binary: y",
+            "host 0: process 71 was ended by signal 35",
+        ),
         ("[rank0]: Traceback (most recent call last):", None),
         ("[rank0]:   File 'train.py', line 7, in main", None),
         ("[rank0]: checkmate.ring.place.RingError: rank 1 is gone", None),

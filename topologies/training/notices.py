@@ -65,7 +65,9 @@ class Notices:
     def _of_failure(self, node: str, code: int, pid: str) -> str | None:
         """Return what to tell of a script's end on a node."""
         if code < 0:
-            return f"{_spaced(node)}: process {pid} was ended by {signal.Signals(-code).name}"
+            known = -code in {one.value for one in signal.Signals}
+            by = signal.Signals(-code).name if known else f"signal {-code}"
+            return f"{_spaced(node)}: process {pid} was ended by {by}"
         error, refusal = self._last.pop(node, ("", False))
         before = self._ended_by.get((node, error))
         if error and before is not None and (refusal or before == self._begin):  # another may go away later

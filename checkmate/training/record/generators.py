@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import weakref
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -90,20 +91,20 @@ def _moved(before: Mapping[str, Any]) -> bool:
     return one != other
 
 
-MAX_ITEMS: Final = 16
-"""A larger container of tensors is a data set rather than a batch."""
+MAX_ITEMS, MAX_DEPTH = 16, 4
+"""A larger container of tensors is a data set rather than a batch; a deeper one may contain itself."""
 
 
 class RestoredTensors:
     """The tensors of a restored `extra`, as long as the script has them."""
 
     def __init__(self, extra: Any) -> None:
-        self._shapes = [(one.shape, weakref.ref(one)) for one in _tensors(extra)]
+        self._kinds = [((one.shape, one.dtype), weakref.ref(one)) for one in _tensors(extra)]
 
     def may_have(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is among them, or a copy of one, as far as can be known."""
-        same_shape = [reference() for shape, reference in self._shapes if shape == tensor.shape]
-        return any(one is None or torch.equal(one.cpu(), tensor.detach().cpu()) for one in same_shape)
+        alike = [reference() for kind, reference in self._kinds if kind == (tensor.shape, tensor.dtype)]
+        return any(one is None or torch.equal(one.cpu(), tensor.cpu()) for one in alike)
 
 
 class FirstBatch:
@@ -141,10 +142,15 @@ class FirstBatch:
             )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            if not isinstance(one, Mapping | list | tuple) or len(one) <= MAX_ITEMS:
-                yield from _tensors(one)
+def _tensors(value: Any, depth: int = MAX_DEPTH) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in a value: to compare a DTensor takes all ranks.
+
+    Other mappings than these may read files, or fail.
+    """
+    if type(value) is torch.Tensor:
+        if value.layout is torch.strided:
+            yield value
+    elif depth and isinstance(value, dict | UserDict | list | tuple):
+        for one in list(value.values()) if isinstance(value, dict | UserDict) else list(value):
+            if not isinstance(one, dict | UserDict | list | tuple) or len(one) <= MAX_ITEMS:
+                yield from _tensors(one, depth - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -493,6 +493,31 @@ def test_a_first_batch_that_was_drawn_before_is_named_unless_it_is_restored(
             batch = {"rows": torch.randn(4, 3), "length": 4}
     first.remove()
     assert ("the first batch was drawn before checkmate.protect" in caplog.text) == (drawn == "before")
+
+
+def test_what_a_script_names_otherwise_does_not_disturb() -> None:
+    """Mappings that fail, lists that contain themselves, sparse tensors, restored ones of another type."""
+
+    class Closed(Mapping[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            raise OSError("closed")
+
+        def __iter__(self) -> Iterator[str]:
+            raise OSError("closed")
+
+        def __len__(self) -> int:
+            return 1
+
+    itself: list[Any] = []
+    itself.append(itself)
+    named = [Closed(), itself, {"a": Closed()}, torch.eye(2).to_sparse()]
+    model = nn.Linear(3, 2)
+    batch = torch.ones(4, 3)
+    first = FirstBatch(model, RestoredTensors([batch.double(), batch.to_sparse(), Closed()]))
+    model(batch)
+    model(batch + 1)
+    first.remove()
+    assert len(named) == 4
 
 
 def test_generators_that_move_between_iterations_name_nothing(caplog: pytest.LogCaptureFixture) -> None:
