@@ -18,28 +18,33 @@ from checkmate.job.valid_parts import Part, parts
 Faults = Iterator[tuple[int, Fault]]
 
 
-def between_jobs(jobs: Sequence[Any]) -> list[tuple[int, Fault]]:
-    """Return faults between jobs, from their YAML data, each with the index of the later job."""
+def between_jobs(jobs: Sequence[Any], files: Sequence[str] = ()) -> list[tuple[int, Fault]]:
+    """Return faults between jobs, from their YAML data, each with the index of the later job.
+
+    A job with the name of an earlier one is most often a copy of its file, and is compared with no other. The
+    names of `files` are for its message.
+    """
     if len(jobs) < 2:
         return []
     names = [raw.get("job") if isinstance(raw, dict) else None for raw in jobs]
     owners = [f"job {name!r}" if isinstance(name, str) else "the job of another file" for name in names]
+    copies = dict(_same_names(names, files))
+    jobs = [{} if index in copies else raw for index, raw in enumerate(jobs)]
     return [
-        *_same_names(names),
+        *copies.items(),
         *_same_claims(jobs, owners),
         *_same_switches(jobs, owners),
         *_same_links(jobs, owners),
     ]
 
 
-def _same_names(names: Sequence[Any]) -> Faults:
-    seen: set[str] = set()
+def _same_names(names: Sequence[Any], files: Sequence[str]) -> Faults:
+    first: dict[str, int] = {}
     for index, name in enumerate(names):
-        if not isinstance(name, str):
-            continue
-        if name in seen:
-            yield index, Fault(("job",), f"another file has a job {name!r}; names must be unique")
-        seen.add(name)
+        if isinstance(name, str) and (before := first.setdefault(name, index)) != index:
+            other = files[before] if files else "another file"
+            remedy = "remove this file if it is a copy, or name its job otherwise"
+            yield index, Fault(("job",), f"{other} has a job {name!r}, too: {remedy}")
 
 
 def _same_claims(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:

@@ -184,7 +184,8 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
         jobs = [replace(job, fabric=granted.fabric) for job in jobs if job is not None]
         operators = granted.document.file
         order.insert(0, operators)
-    for index, fault in conflicts.between_jobs([_compared(source.raw, granted) for source in sources]):
+    compared = [_compared(source.raw, granted) for source in sources]
+    for index, fault in conflicts.between_jobs(compared, [str(source.document.file) for source in sources]):
         faults.append(sources[index].locate(fault))
         jobs[index] = None
     sound = [(s.document.file, job) for s, job in zip(sources, jobs, strict=True) if job is not None]

@@ -418,6 +418,15 @@ def test_a_link_to_nowhere_leaves_nobody_unreachable(tmp_path: Path) -> None:
     assert set(faults(write(tmp_path, data))) == {"fabric.links[0][1].switch"}
 
 
+def test_a_copy_of_a_job_file_is_one_fault_that_names_it(tmp_path: Path) -> None:
+    first, copied = (write(tmp_path, job_data(nodes=2), name) for name in ("a.yaml", "b.yaml"))
+    with pytest.raises(JobError) as caught:
+        read_jobs([first, copied])
+    (fault,) = caught.value.faults
+    assert (fault.file, fault.path) == (copied, "job")
+    assert fault.message.startswith(f"{first} has a job 'demo', too: remove this file if it is a copy")
+
+
 def test_what_a_job_says_twice_is_no_fault_between_jobs() -> None:
     """It is a fault within the job, and reported there."""
     data = job_data(switches=2)
