@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import (
 from controlplane.controller import SwitchController
 from controlplane.errors import ControlError
 from controlplane.serve import Fleet, status_now
-from controlplane.status import StreamStatus, SwitchStatus
+from controlplane.status import SIDES, StreamStatus, SwitchStatus
 
 READ_SECONDS: Final = 5.0
 FRESH_SECONDS: Final = 1.0
@@ -133,7 +133,7 @@ def _labels(stream: StreamStatus) -> tuple[str, ...]:
             stream.switch,
             stream.job,
             stream.dp_group,
-            stream.side,
+            SIDES[stream.side],
             stream.channel,
             stream.shadow_id,
             stream.shadow_node,

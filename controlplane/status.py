@@ -16,6 +16,8 @@ from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import plan_switch
 from controlplane.streams import StreamKey, key_of
 
+SIDES = ("first", "last")
+"""Names of a DP group's boundary ranks by their number, in the order of the ring."""
 PASSED = ("without_tag", "without_entry")
 LOSSES = ("not_connected", "old_incarnation")
 """The cells of the counters `passed` and `losses`, in the P4 source's order."""

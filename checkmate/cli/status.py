@@ -32,7 +32,7 @@ from controlplane.errors import ControlError, SwitchUnreachable
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import NoProgram, SwitchSession
-from controlplane.status import StreamStatus, SwitchStatus, read_status
+from controlplane.status import SIDES, StreamStatus, SwitchStatus, read_status
 
 POLL_SECONDS = 0.2
 
@@ -154,9 +154,6 @@ async def _one(network: Network, switch: Switch, deadline: float, shown: Status)
             ready = sum(stream.connected for stream in one.streams)
             shown.update(f"{switch.name}: {ready:,} of {counted(len(one.streams), 'stream')} connected")
             await asyncio.sleep(POLL_SECONDS)
-
-
-SIDES = ("first", "last")
 
 
 def switch_tables(status: SwitchStatus) -> list[FittedTable]:

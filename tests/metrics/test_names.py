@@ -94,7 +94,7 @@ def test_every_state_of_a_hold_has_a_name(changes: dict[str, bool], fenced: bool
 
 def test_a_controller_says_what_it_serves() -> None:
     found = values(of_controller.families([SEEN], standby=False))
-    stream = "switch=tor,job=gpt,dp_group=0,side=1,channel=2,shadow_id=3,node=5,replication_id=1"
+    stream = "switch=tor,job=gpt,dp_group=0,side=last,channel=2,shadow_id=3,node=5,replication_id=1"
     assert found[f"checkmate_stream_connected,{stream}"] == 1
     assert found[f"checkmate_stream_copied_bytes_total,{stream}"] == 1000
     assert found[f"checkmate_stream_lost_packets_total,{stream}"] == 2
