@@ -38,6 +38,8 @@ class StreamRow:
     nic: str
     tagged: Digest | None
     read: Digest | None
+    shard: int | None = None
+    """Of its DP group; `None` for a stream that is not of the job."""
 
     @property
     def equal(self) -> bool:
@@ -84,7 +86,7 @@ def compare(
     for stream in streams(job):
         key = (stream.boundary.number, stream.channel, stream.shadow_id)
         nic, node = str(stream.nic.ip), stream.node.id
-        rows.append(StreamRow(*key, node, nic, tagged.get(key), read.get((*key, node))))
+        rows.append(StreamRow(*key, node, nic, tagged.get(key), read.get((*key, node)), stream.shard))
     known = {(row.boundary, row.channel, row.shadow_id, row.node) for row in rows}
     rows += [
         StreamRow(*key, "not of this job", None, digest) for key, digest in read.items() if key not in known
@@ -94,13 +96,14 @@ def compare(
 
 def table(verdict: Verdict) -> FittedTable:
     """Return the verdict as a table, with the first ten digits of each SHA-256."""
-    columns = ("boundary", "ch", "shadow id", "node", "NIC", "bytes", "tagged", "read", "equal")
+    columns = ("group", "side", "ch", "shard", "node", "NIC", "bytes", "tagged", "read", "equal")
     shown = FittedTable("shadow streams", *columns, numbers=("bytes",))
     for row in verdict.rows:
         shown.add_row(
-            f"{row.boundary // 2} {SIDES[row.boundary % 2]}",
+            str(row.boundary // 2),
+            SIDES[row.boundary % 2],
             str(row.channel),
-            str(row.shadow_id),
+            "-" if row.shard is None else str(row.shard),
             str(row.node),
             row.nic,
             _bytes(row),
