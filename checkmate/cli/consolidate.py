@@ -31,7 +31,7 @@ from checkmate.cli.shadow import stopping
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
-from checkmate.output.consoles import progress, waiting
+from checkmate.output.consoles import awaiting_others, progress, waiting
 from checkmate.privileges import keep_only, to_listen, to_read, to_write
 from checkmate.wording import counted
 from topologies.signals import unwinding
@@ -104,7 +104,8 @@ def consolidate(
 
     with unwinding():
         if every is None:
-            with _nodes(loaded, insecure) as nodes:
+            words = f"reading the shadow nodes; all shards have to be there within {timeout:g} s"
+            with _nodes(loaded, insecure) as nodes, awaiting_others(err, words):
                 saved = follow.take(nodes, to, kind.value, timeout, _warning)
             print_json(_data(saved)) if as_json else _say(saved)
             return

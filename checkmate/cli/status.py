@@ -25,7 +25,7 @@ from checkmate.cli.common import (
 )
 from checkmate.job.fields import CPU_PORT
 from checkmate.job.schema import Job, Switch
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import LateLine, awaiting_others
 from checkmate.output.tables import FittedTable
 from checkmate.wording import JSON_VERSION, counted, size
 from controlplane.errors import ControlError, SwitchUnreachable
@@ -76,7 +76,7 @@ def status(
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
     loaded = set_of(jobs, fabric).require()
-    with waiting(err, "reading the switches") as shown:
+    with awaiting_others(err, "reading the switches") as shown:
         found, errors = asyncio.run(_status(loaded, timeout if wait else 0.0, shown))
     data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in found}}
     if not as_json:
@@ -122,7 +122,7 @@ def _none_words(found: Sequence[SwitchStatus]) -> str:
 
 
 async def _status(
-    jobs: Sequence[Job], timeout: float, shown: Status
+    jobs: Sequence[Job], timeout: float, shown: Status | LateLine
 ) -> tuple[list[SwitchStatus], list[ControlError]]:
     """Return the status of each switch that can be read, and the errors of the others."""
     network = Network(jobs)
@@ -143,7 +143,7 @@ async def _status(
     return found, errors
 
 
-async def _one(network: Network, switch: Switch, deadline: float, shown: Status) -> SwitchStatus:
+async def _one(network: Network, switch: Switch, deadline: float, shown: Status | LateLine) -> SwitchStatus:
     """Return a switch's status once all its streams are connected or the deadline has passed."""
     async with SwitchSession(switch, Codec.for_switch(switch)) as session:
         await session.check_pipeline()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from typing import Any, Final
 
 from rich.console import Console, ConsoleDimensions
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
 from rich.status import Status
 from rich.table import Column
+from rich.text import Text
 
 _PIPED: Final = 10_000
 """Columns of an output that is not a terminal: whatever reads it gets whole lines."""
@@ -33,10 +35,42 @@ def has_cursor(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
+LATE_SECONDS: Final = 2.0
+"""After which a wait is named on what is not a terminal."""
+
+
+class LateLine:
+    """A line about a wait, unless that is short."""
+
+    def __init__(self, console: Console, text: str) -> None:
+        self._console, self._text = console, text
+        self._timer = threading.Timer(LATE_SECONDS, self._say)
+        self._timer.daemon = True
+
+    def update(self, text: str) -> None:
+        """Change what is said, if it has not been said."""
+        self._text = text
+
+    def _say(self) -> None:
+        self._console.print(Text(f"{self._text} ..."), soft_wrap=True)
+
+    def __enter__(self) -> LateLine:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+
 def waiting(console: Console, text: str) -> Status:
     """Return a context manager that shows, on a terminal, what is being waited for."""
     shown = console if has_cursor(console) else Console(quiet=True)
     return shown.status(text, spinner=_SPINNER)
+
+
+def awaiting_others(console: Console, text: str) -> Status | LateLine:
+    """Return a context manager that says which other hosts are awaited, without a terminal after 2 s."""
+    return waiting(console, text) if has_cursor(console) else LateLine(console, text)
 
 
 def progress(console: Console, *more: ProgressColumn) -> Progress:

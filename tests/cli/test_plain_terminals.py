@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
+from checkmate.output import consoles
 from checkmate.output.plain_text import is_ascii_only, plain
 from testbed.jobs import job_data, tofino_job_data
 from testbed.ports import free_port
@@ -19,6 +22,7 @@ from tests.cli.test_live_views import switch
 from tests.cli.test_switch import write_job
 from tests.support.cli import COMMAND
 from tests.support.terminal import AtTerminal
+from tests.support.waiting import wait_until
 from topologies.describe.topology import load
 from topologies.picture import picture
 
@@ -166,3 +170,16 @@ def test_a_name_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert b"Traceback" not in done.stderr
     assert rb"\udce9.yaml" in done.stderr
+
+
+@pytest.mark.parametrize("late", [0.05, 60.0])
+def test_a_long_wait_is_named_where_nothing_can_be_replaced(
+    late: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consoles, "LATE_SECONDS", late)
+    written = io.StringIO()
+    with consoles.awaiting_others(Console(file=written), "asking the nodes") as wait:
+        wait.update("asking node 1")
+        if late < 1:
+            wait_until(lambda: bool(written.getvalue()), "a line")
+    assert written.getvalue() == ("asking node 1 ...\n" if late < 1 else "")
