@@ -41,7 +41,7 @@ class Standby:
         self.jobs = wanted.jobs
         """The jobs as the files are now, or were when they last had no fault."""
         self._digests: set[int] = set()
-        self._absences, self._awaits = Absences(), False
+        self._absences = Absences()
 
     async def wait(self) -> list[str]:
         """Wait until the first reachable switch has no primary. Return the reachable ones.
@@ -59,11 +59,10 @@ class Standby:
 
     def read_again(self) -> bool:
         """Read the job files; return whether they have no fault, and none is gone that may come back."""
-        self._awaits = False
         try:
             wanted = self._files.wanted(self._unusable)
-            self._awaits = await_return(self._absences, self._files.gone(wanted))
-            if self._awaits:
+            if await_return(self._absences, self._files.gone(wanted)):
+                self._files.look_again()
                 return False
             self._check(wanted.jobs)
         except (JobError, ControlError, KeysError) as error:
@@ -78,7 +77,7 @@ class Standby:
         """Return once the job files were changed, and have no fault."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            if self._files.changed() or self._awaits:
+            if self._files.changed():
                 await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
                 if self.read_again():
                     return

@@ -43,7 +43,7 @@ def _same_names(names: Sequence[Any], files: Sequence[str]) -> Faults:
     for index, name in enumerate(names):
         if isinstance(name, str) and (before := first.setdefault(name, index)) != index:
             other = files[before] if files else "another file"
-            remedy = "remove this file if it is a copy, or name its job otherwise"
+            remedy = "remove one of both if it is a copy, or name its job otherwise"
             yield index, Fault(("job",), f"{other} has a job {name!r}, too: {remedy}")
 
 

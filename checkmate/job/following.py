@@ -151,6 +151,10 @@ class JobFiles:
         served = self._served.by_file.items()
         return [file for file, job in served if job.job not in names and not os.path.lexists(file)]
 
+    def look_again(self) -> None:
+        """Count the files as changed, although they were read, because what was read was not applied."""
+        self._seen = {}
+
     def changed(self) -> bool:
         """Return whether a file was added, removed or written since the last `read`."""
         return self._signature() != self._seen

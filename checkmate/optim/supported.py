@@ -7,6 +7,7 @@ parameters, and works element by element, so that no sum depends on the number o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -33,7 +34,10 @@ __all__ = [
     "options_of",
     "spec_of",
     "steps_alike",
+    "why_unknown",
 ]
+
+_log: Final = logging.getLogger("checkmate")
 
 FROZEN: Final = 0xFFFF_FFFF
 """In a spec: a parameter of the optimizer that training does not reduce, because it needs no gradient."""
@@ -70,11 +74,21 @@ def _added() -> Mapping[str, type[torch.optim.Optimizer]]:
     for entry in entry_points(group=ENTRY_POINTS):
         try:
             found[entry.value] = entry.load()
-        except Exception as error:
-            raise UnsupportedOptimizer(
-                f"the entry point {entry.name} = {entry.value} of {ENTRY_POINTS} can't be loaded: {error!r}"
-            ) from error
+        except Exception as error:  # noqa: BLE001 - another package's, which must not hide the others
+            _log.warning("the optimizer %s of an entry point can't be loaded: %r", entry.value, error)
     return found
+
+
+def why_unknown(name: str) -> str:
+    """Return why no optimizer has this name in a spec, or ""."""
+    if name in SUPPORTED or (":" in name and name in _added()):
+        return ""
+    if ":" in name:
+        return (
+            f"no package here has the optimizer {name} as an entry point of {ENTRY_POINTS}: install the "
+            "trainers' one on shadow nodes, too"
+        )
+    return f"{name or '(unnamed)'} is not supported: {_INSTEAD}"
 
 
 _INSTEAD: Final = "use one of " + ", ".join(kind.__name__ for kind in SUPPORTED.values())
@@ -219,15 +233,8 @@ def build(spec: pb.OptimizerSpec, parameters: Mapping[int, torch.Tensor]) -> tor
         UnsupportedOptimizer: if its class is not supported.
     """
     named = {kind_of(spec, group) for group in spec.groups} or {spec.name}
-    unknown = named - SUPPORTED.keys()
-    if unknown := unknown and unknown - _added().keys():
-        first = min(unknown)
-        if ":" in first:
-            raise UnsupportedOptimizer(
-                f"no package here has the optimizer {first} as an entry point of {ENTRY_POINTS}: install the "
-                "trainers' one on shadow nodes, too"
-            )
-        raise UnsupportedOptimizer(f"{first or '(unnamed)'} is not supported: {_INSTEAD}")
+    if reasons := sorted(filter(None, map(why_unknown, named))):
+        raise UnsupportedOptimizer(reasons[0])
     groups, kinds = [], set[str]()
     for group in spec.groups:
         chosen = [parameters[i] for i in group.parameters if i in parameters]

@@ -112,7 +112,7 @@ class Batches(Generic[Batch]):
         whole = whole.batches if isinstance(whole, _Rest) else whole
         samplers: list[Any] = [whole]
         for sampler in (getattr(whole, "sampler", None), loader.sampler):
-            if sampler not in (None, *samplers):
+            if sampler is not None and not any(sampler is one for one in samplers):
                 samplers.append(sampler)
         for sampler in samplers:
             if isinstance(sampler, _SHUFFLING):

@@ -424,7 +424,7 @@ def test_a_copy_of_a_job_file_is_one_fault_that_names_it(tmp_path: Path) -> None
         read_jobs([first, copied])
     (fault,) = caught.value.faults
     assert (fault.file, fault.path) == (copied, "job")
-    assert fault.message.startswith(f"{first} has a job 'demo', too: remove this file if it is a copy")
+    assert fault.message.startswith(f"{first} has a job 'demo', too: remove one of both if it is a copy")
 
 
 def test_what_a_job_says_twice_is_no_fault_between_jobs() -> None:

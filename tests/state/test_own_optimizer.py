@@ -14,6 +14,8 @@ from torch import nn
 
 from checkmate.optim import supported
 from checkmate.optim.supported import UnsupportedOptimizer, build, spec_of
+from checkmate.shadow.logic.group import CallRefused
+from checkmate.shadow.logic.record_bounds import _check_optimizer
 from tests.support.training.optimizer_steps import Trainer, follow
 
 LION = """
@@ -66,8 +68,11 @@ def test_without_the_package_a_node_says_so(lion: Any, monkeypatch: pytest.Monke
     spec = spec_of(lion([parameter]), {parameter: 0})
     assert spec.name == "some_lion:Lion"
     assert type(build(spec, {0: parameter})) is lion
+    _check_optimizer(spec, 1)  # as a node's `Begin` does
     with monkeypatch.context() as patch:
         patch.setattr(supported, "_added", dict)
+        with pytest.raises(CallRefused, match="install the trainers' one on shadow nodes, too"):
+            _check_optimizer(spec, 1)
         with pytest.raises(UnsupportedOptimizer, match="no package here has the optimizer some_lion:Lion"):
             build(spec, {0: parameter})
 

@@ -86,7 +86,10 @@ class LabTraining:
         finally:
             self._show(show, alarm, whole=False)
         if not self._notices.heard:
-            alarm("the script has ended, and has not called checkmate.protect: nothing protected it")
+            alarm(
+                "the script has ended, and no rank has logged a line of Checkmate's: did it call "
+                "checkmate.protect?"
+            )
 
     def await_output(self) -> None:
         """Wait until rank 0 has written something."""
@@ -101,7 +104,7 @@ class LabTraining:
             self._silent_since = math.inf
             alarm(
                 f"no line of Checkmate's in {_SILENCE_SECONDS:g} s: does the script call checkmate.restore "
-                "and checkmate.protect? Until it does, nothing protects it"
+                "and checkmate.protect, and show its log? Without them, nothing protects it"
             )
         if now < self._looked + _LOOK_SECONDS:
             return

@@ -16,7 +16,7 @@ _ERROR: Final = re.compile(
 _KIND: Final = re.compile(r"Error$|Exception$")
 _OF_ANOTHER: Final = re.compile(
     r"^(?:RingError|RingTimeout|Dist\w+Error|Connection\w*Error|BrokenPipeError|ChildFailedError)\b"
-    r"|gloo|NCCL|TCPStore|[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe"
+    r"|[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe"
 )
 """An error that the death of another rank causes."""
 _REFUSALS: Final = ("RefusedError", "StateError", "UnsupportedOptimizer")
@@ -65,6 +65,7 @@ class Notices:
     def _of_failure(self, node: str, code: int, pid: str) -> str | None:
         """Return what to tell of a script's end on a node."""
         if code < 0:
+            self._last.pop(node, None)
             known = -code in {one.value for one in signal.Signals}
             by = signal.Signals(-code).name if known else f"signal {-code}"
             return f"{_spaced(node)}: process {pid} was ended by {by}"

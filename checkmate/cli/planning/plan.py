@@ -46,7 +46,7 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
     """
     jobs = [job for _, job in found.sound]
     with waiting(err, "planning"):
-        excesses = planning.fabric_excesses(Network(jobs))
+        excesses = [one for job in jobs for one in planning.fabric_excesses(Network([job]))]
         plans = {} if excesses else planning.plan(jobs)
     targets = _targets(jobs)
     excesses += [

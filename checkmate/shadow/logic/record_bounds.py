@@ -8,7 +8,7 @@ from typing import Final
 from checkmate.job.schema import Job
 from checkmate.nodes.other_ranks import difference, job_ranks
 from checkmate.optim.options import OptionsError, parse_options
-from checkmate.optim.supported import FROZEN, SUPPORTED, kind_of
+from checkmate.optim.supported import FROZEN, kind_of, why_unknown
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.bounds import (
     INCARNATIONS,
@@ -104,8 +104,8 @@ def _layout(job: Job, request: pb.BeginRequest) -> Layout:
 def _check_optimizer(spec: pb.OptimizerSpec, parameters: int) -> None:
     """Refuse an unknown optimizer, or parameters that the layout does not have or that come twice."""
     for name in {kind_of(spec, group) for group in spec.groups} or {spec.name}:
-        if name not in SUPPORTED:
-            raise CallRefused(f"unsupported optimizer: {name[:NAME_MAX] or '(unnamed)'}")
+        if why := why_unknown(name[:NAME_MAX]):
+            raise CallRefused(f"unsupported optimizer: {why}")
     if spec.threads > THREADS_MAX:
         raise CallRefused(f"{spec.threads} threads in training; at most {THREADS_MAX} are supported")
     check_text("default_dtype", spec.default_dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections import UserDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -117,7 +116,8 @@ class FirstBatch:
     def __init__(self, model: nn.Module, restored: RestoredTensors) -> None:
         """Look at the script's names, and at the first two forwards of `model`."""
         self._restored = restored
-        scopes = [names for frame in script_frames() for names in (frame.f_locals, frame.f_globals)]
+        # Not their local names: reading these would keep what they name until the function returns.
+        scopes = {id(frame.f_globals): frame.f_globals for frame in script_frames()}.values()
         values = [value for names in scopes for value in list(names.values())]
         self._named = {id(one): weakref.ref(one) for one in _tensors(values)}
         self._begins_with_named: bool | None = None
@@ -145,12 +145,12 @@ class FirstBatch:
 def _tensors(value: Any, depth: int = MAX_DEPTH) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in a value: to compare a DTensor takes all ranks.
 
-    Other mappings than these may read files, or fail.
+    Other containers than these may read files, or fail.
     """
     if type(value) is torch.Tensor:
         if value.layout is torch.strided:
             yield value
-    elif depth and isinstance(value, dict | UserDict | list | tuple):
-        for one in list(value.values()) if isinstance(value, dict | UserDict) else list(value):
-            if not isinstance(one, dict | UserDict | list | tuple) or len(one) <= MAX_ITEMS:
+    elif depth and type(value) in (dict, list, tuple):
+        for one in list(value.values() if type(value) is dict else value):
+            if type(one) not in (dict, list, tuple) or len(one) <= MAX_ITEMS:
                 yield from _tensors(one, depth - 1)

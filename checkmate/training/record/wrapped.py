@@ -118,13 +118,13 @@ def clipping_followed() -> Iterator[None]:
     ours = {id(getattr(_TORCHS, one.__name__)): one for one in (clip_grad_norm_, clip_grads_with_norm_)}
     ours.pop(id(None), None)
     replaced = []
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            # By torch's private names, one of its functions calls the other, which would be noted twice.
-            if id(value) in ours and not (module is torch.nn.utils.clip_grad and name.startswith("_")):
-                setattr(module, name, ours[id(value)])
-                replaced.append((module, name, value))
     try:
+        for module in list(sys.modules.values()):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                # By torch's private names, one of its functions calls the other, which would be noted twice.
+                if id(value) in ours and not (module is torch.nn.utils.clip_grad and name.startswith("_")):
+                    setattr(module, name, ours[id(value)])
+                    replaced.append((module, name, value))
         yield
     finally:
         for module, name, value in replaced:

@@ -481,6 +481,7 @@ def test_a_first_batch_that_was_drawn_before_is_named_unless_it_is_restored(
 ) -> None:
     model = nn.Linear(3, 2)
     batch: dict[str, Any] = {"rows": torch.randn(4, 3), "length": 4}
+    globals()["named_batch"] = batch  # as a script's own module has it
     extra = {"ahead": (batch["rows"].clone() if "restored" in drawn else torch.randn(4, 3), 1)}
     first = FirstBatch(model, RestoredTensors(extra))
     with torch.no_grad():
