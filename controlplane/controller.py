@@ -109,13 +109,18 @@ class SwitchController(ReconciledSwitch):
         raise SwitchUnreachable(f"switch {self.switch.name} must be read again")
 
     async def _name_silence(self) -> None:
-        """Warn once of a switch with streams that sends its controller nothing. Return never."""
-        await asyncio.sleep(SILENCE_SECONDS)
-        connected = self.held is not None and any(True for _ in self.held.table("streams"))
-        copies = any(one.switch == self.switch.name for one in self.network.boundaries)
-        if copies and not (self._frames_read or connected):
-            LOG.warning("%s", silence(self.switch))
-        await asyncio.Event().wait()
+        """Warn of a switch that sends its controller nothing for its jobs: once for each set of jobs."""
+        judged: Network | None = None
+        while True:
+            network, before = self.network, self._frames_read
+            await asyncio.sleep(SILENCE_SECONDS)
+            if network is not self.network or network is judged:
+                continue
+            connected = self.held is not None and any(True for _ in self.held.table("streams"))
+            copies = any(boundary.switch == self.switch.name for boundary in network.boundaries)
+            if copies and not connected and self._frames_read == before:
+                LOG.warning("%s", silence(self.switch))
+            judged = network
 
     async def _fill_queue(self, session: SwitchSession) -> None:
         async for port, frame in session.packets():

@@ -66,7 +66,13 @@ class Refusal:
     """Of the host at the port; or the source of the packets."""
     host: str
     packets: int
+    """Since the guard's entry was written, as a job was installed; the counter never goes back."""
     bytes: int
+
+    @property
+    def place(self) -> tuple[int | None, str]:
+        """Where it was counted."""
+        return (self.port, self.address)
 
     @property
     def trouble(self) -> str:
@@ -96,7 +102,8 @@ Counts = tuple[Mapping[str, Any], int, int]
 def refusals(network: Network, switch: str, counts: Iterable[Counts]) -> Iterator[Refusal]:
     """Yield what the counters of both guarded tables say: each host's port, and addresses with packets.
 
-    Those of links are left out: they have what links let pass, too.
+    Counters of links are left out: they have what links let pass, too. So are addresses that these jobs don't
+    name: a command that was given some of a switch's jobs does not know whose they are.
     """
     at_port: dict[int, dict[str, Host]] = {}
     names: dict[int, dict[str, None]] = {}
@@ -110,10 +117,10 @@ def refusals(network: Network, switch: str, counts: Iterable[Counts]) -> Iterato
         names.setdefault(int(other.stub.ip), {})[f"the stub of switch {other.name}"] = None
     for match, packets, nbytes in counts:
         port = match.get("port")
-        if port is None and packets:
-            address = match["address"]
-            whose = ", ".join(names.get(int(address), {})) or "no host"
-            yield Refusal(switch, None, str(IPv4Address(address)), whose, packets, nbytes)
+        if port is None:
+            if packets and (whose := names.get(int(match["address"]))):
+                source = str(IPv4Address(match["address"]))
+                yield Refusal(switch, None, source, ", ".join(whose), packets, nbytes)
         elif port in at_port:
             own = dict.fromkeys(str(ip) for host in at_port[port].values() for ip in host.sources)
             yield Refusal(switch, port, ", ".join(own), ", ".join(at_port[port]), packets, nbytes)

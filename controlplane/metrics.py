@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +20,7 @@ from prometheus_client.metrics_core import (
 
 from controlplane.controller import SwitchController
 from controlplane.errors import ControlError
+from controlplane.guard import Refusal
 from controlplane.serve import Fleet, status_now
 from controlplane.status import SIDES, StreamStatus, SwitchStatus
 
@@ -42,6 +42,28 @@ class SwitchSeen:
     """Writes that failed, by error."""
     reconciled: int
     reconcile_seconds: float
+    strays: int = 0
+    """Packets that the guard has refused for an address at other ports than its own."""
+
+
+class StrayPackets:
+    """A switch's sum of the guard's counters of addresses, which outlives their entries.
+
+    Entries go with their job. The sum would fall then, and rate() would take that for a restart.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._last: dict[str, int] = {}
+
+    def take(self, refused: Iterable[Refusal]) -> int:
+        """Add what was counted since the last call, and return the sum."""
+        now = {one.address: one.packets for one in refused if one.port is None}
+        for address, packets in now.items():
+            before = self._last.get(address, 0)
+            self.total += packets - before if packets >= before else packets  # a new entry counts from 0
+        self._last = now
+        return self.total
 
 
 def families(seen: Sequence[SwitchSeen], *, standby: bool) -> Iterator[Metric]:
@@ -77,7 +99,7 @@ def families(seen: Sequence[SwitchSeen], *, standby: bool) -> Iterator[Metric]:
     yield from (failed, took)
     yield from _of_streams([stream for one in seen if one.status for stream in one.status.streams])
     yield from _of_traffic([one.status for one in seen if one.status])
-    yield from _of_guard([one.status for one in seen if one.status])
+    yield from _of_guard(seen)
 
 
 def _of_streams(streams: Sequence[StreamStatus]) -> Iterator[Metric]:
@@ -112,17 +134,18 @@ def _of_traffic(switches: Sequence[SwitchStatus]) -> Iterator[Metric]:
         yield family
 
 
-def _of_guard(switches: Sequence[SwitchStatus]) -> Iterator[Metric]:
+def _of_guard(seen: Sequence[SwitchSeen]) -> Iterator[Metric]:
     """Yield what was refused at each host's port, and at all other ports together, which have no number."""
     family = CounterMetricFamily(
         "checkmate_switch_refused_packets", "Packets that the guard refused.", labels=("switch", "port")
     )
-    for switch in switches:
-        counts: Counter[str] = Counter({"": 0})
-        for one in switch.refused:
-            counts["" if one.port is None else str(one.port)] += one.packets
-        for port, packets in counts.items():
-            family.add_metric((switch.switch, port), packets)
+    for switch in seen:
+        if switch.status is None:
+            continue
+        family.add_metric((switch.name, ""), switch.strays)
+        for one in switch.status.refused:
+            if one.port is not None:
+                family.add_metric((switch.name, str(one.port)), one.packets)
     yield family
 
 
@@ -159,6 +182,7 @@ class Reading:
         self.standby = False
         """Whether another controller serves."""
         self._seen: list[SwitchSeen] = []
+        self._strays: dict[str, StrayPackets] = {}
         self._at = float("-inf")
         self._reading = asyncio.Lock()
 
@@ -181,22 +205,23 @@ class Reading:
                 return []
             if time.monotonic() - self._at > FRESH_SECONDS:
                 controllers = list(self.fleet.controllers.values())
-                self._seen = await asyncio.gather(*map(_see, controllers))
+                self._seen = await asyncio.gather(*map(self._see, controllers))
                 self._at = time.monotonic()
             return self._seen
 
-
-async def _see(controller: SwitchController) -> SwitchSeen:
-    session = controller.session
-    try:
-        status = await asyncio.wait_for(status_now(controller), READ_SECONDS)
-    except (ControlError, TimeoutError):
-        status = None
-    return SwitchSeen(
-        controller.switch.name,
-        session.term if session is not None else None,
-        status,
-        dict(controller.refused),
-        controller.reconciled,
-        controller.reconcile_seconds,
-    )
+    async def _see(self, controller: SwitchController) -> SwitchSeen:
+        session, name = controller.session, controller.switch.name
+        try:
+            status = await asyncio.wait_for(status_now(controller), READ_SECONDS)
+        except (ControlError, TimeoutError):
+            status = None
+        strays = self._strays.setdefault(name, StrayPackets())
+        return SwitchSeen(
+            name,
+            session.term if session is not None else None,
+            status,
+            dict(controller.refused),
+            controller.reconciled,
+            controller.reconcile_seconds,
+            strays.take(status.refused) if status is not None else strays.total,
+        )

@@ -121,13 +121,17 @@ async def read_status(session: SwitchSession, network: Network, held: Holdings |
     )
 
 
-async def read_refusals(session: SwitchSession, network: Network, held: Holdings) -> tuple[Refusal, ...]:
-    """Read what the guard of a switch has refused of the jobs' hosts, or in their names."""
-    counts = [
-        count
-        for table in ("guarded_ports", "guarded_addresses")
-        for count in await _counts(session, table, held)
-    ]
+async def read_refusals(
+    session: SwitchSession, network: Network, held: Holdings | None = None
+) -> tuple[Refusal, ...]:
+    """Read what a switch's guard has refused of the jobs' hosts, or in their names.
+
+    With `held`, the guard's entries are not read again.
+    """
+    tables = ("guarded_ports", "guarded_addresses")
+    if held is None:
+        held = await session.read(tables)
+    counts = [count for table in tables for count in await _counts(session, table, held)]
     return tuple(refusals(network, session.switch.name, counts))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -48,7 +48,7 @@ class NotConnected(UsageFault):
 
 
 class Unread(UsageFault):
-    """Some switches can't be read; `data` has the status of the others."""
+    """Switches can't be read; `data` has the status of the others."""
 
     def __init__(self, errors: Sequence[ControlError], status: Mapping[str, object]) -> None:
         super().__init__("; ".join(map(str, errors)))
@@ -83,7 +83,7 @@ def status(
         for one in found:
             out.print(Group(*switch_tables(one), *switch_lines(one)))
     if errors:
-        raise Unread(errors, data) if found else errors[0]
+        raise Unread(errors, data)
     missing = [stream for one in found for stream in one.streams if not stream.connected]
     if wait and missing:
         raise NotConnected(_missing_line(found, missing, timeout), data)
@@ -124,36 +124,44 @@ def _none_words(found: Sequence[SwitchStatus]) -> str:
 async def _status(
     jobs: Sequence[Job], timeout: float, shown: Status | LateLine
 ) -> tuple[list[SwitchStatus], list[ControlError]]:
-    """Return the status of each switch that can be read, and the errors of the others."""
+    """Read all switches at once. Return the status of each that can be read, and the errors of the others."""
     network = Network(jobs)
-    found: list[SwitchStatus] = []
-    errors: list[ControlError] = []
     deadline = time.monotonic() + timeout
-    for switch in network.switches.values():
-        while True:
-            try:
-                found.append(await _one(network, switch, deadline, shown))
-                break
-            except (SwitchUnreachable, NoProgram) as error:
-                # `run` may still be starting
-                if time.monotonic() >= deadline:
-                    errors.append(error)
-                    break
-                await asyncio.sleep(POLL_SECONDS)
-    return found, errors
+    latest: dict[str, SwitchStatus] = {}
+
+    def seen(status: SwitchStatus) -> None:
+        latest[status.switch] = status
+        streams = [stream for each in latest.values() for stream in each.streams]
+        ready = sum(stream.connected for stream in streams)
+        shown.update(f"{ready:,} of {counted(len(streams), 'stream')} connected")
+
+    answers = await asyncio.gather(
+        *(_switch(network, switch, deadline, seen) for switch in network.switches.values())
+    )
+    found = [each for each in answers if isinstance(each, SwitchStatus)]
+    return found, [each for each in answers if isinstance(each, ControlError)]
 
 
-async def _one(network: Network, switch: Switch, deadline: float, shown: Status | LateLine) -> SwitchStatus:
-    """Return a switch's status once all its streams are connected or the deadline has passed."""
-    async with SwitchSession(switch, Codec.for_switch(switch)) as session:
-        await session.check_pipeline()
-        while True:
-            one = await read_status(session, network)
-            if time.monotonic() >= deadline or all(stream.connected for stream in one.streams):
-                return one
-            ready = sum(stream.connected for stream in one.streams)
-            shown.update(f"{switch.name}: {ready:,} of {counted(len(one.streams), 'stream')} connected")
+async def _switch(
+    network: Network, switch: Switch, deadline: float, seen: Callable[[SwitchStatus], None]
+) -> SwitchStatus | ControlError:
+    """Return a switch's status once all its streams connect or the deadline passes, or its error."""
+    while True:
+        try:
+            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
+                await session.check_pipeline()
+                while True:
+                    status = await read_status(session, network)
+                    if time.monotonic() >= deadline or all(stream.connected for stream in status.streams):
+                        return status
+                    seen(status)
+                    await asyncio.sleep(POLL_SECONDS)
+        except (SwitchUnreachable, NoProgram) as error:  # `run` may still be starting
+            if time.monotonic() >= deadline:
+                return error
             await asyncio.sleep(POLL_SECONDS)
+        except ControlError as error:
+            return error
 
 
 def switch_tables(status: SwitchStatus) -> list[FittedTable]:

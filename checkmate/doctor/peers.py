@@ -38,6 +38,9 @@ _REFUSAL_MOST: Final = 1000
 _AWAY: Final = ("can't be reached", "did not answer")
 """How reasons begin if nobody is there; others are refusals."""
 _START: Final = "start it, or let its port through the firewall (`checkmate docs install`)"
+_COUNTERS_SECONDS: Final = 10.0
+"""For what a switch's guard has counted, once it has answered."""
+_AGAIN_SECONDS: Final = 1.0
 _SAME: Final = "install the same version of Checkmate on all hosts of the job"
 
 
@@ -171,20 +174,25 @@ def _unknown(switch: Switch) -> str:
     return ""
 
 
-async def _all_switches(job: Job, asked: Iterable[tuple[Switch, str]]) -> list[Finding]:
-    found = await asyncio.gather(*(_in_time(job, switch, why) for switch, why in asked))
-    return [finding for findings in found for finding in findings]
+async def _all_switches(job: Job, asked: Sequence[tuple[Switch, str]]) -> list[Finding]:
+    """Ask all switches for their program, and only then for their counters: many take long to decode."""
+    programs = await asyncio.gather(*(_in_time(switch, why) for switch, why in asked))
+    ready = [
+        switch for (switch, _), found in zip(asked, programs, strict=True) if found == _runs_ours(switch)
+    ]
+    refused = await asyncio.gather(*(_refusals(job, switch) for switch in ready))
+    return [*programs, *(finding for findings in refused for finding in findings)]
 
 
-async def _in_time(job: Job, switch: Switch, unknown: str) -> list[Finding]:
+async def _in_time(switch: Switch, unknown: str) -> Finding:
     """Ask a switch, unless its name is unknown. A library's own limits are longer, and add up."""
     if unknown:
-        return [_away(switch, unknown)]
+        return _away(switch, unknown)
     try:
         async with asyncio.timeout(SECONDS):
-            return await _switch(job, switch)
+            return await _program(switch)
     except TimeoutError:
-        return [_away(switch, _LATE)]
+        return _away(switch, _LATE)
 
 
 def _away(switch: Switch, why: str) -> Finding:
@@ -202,24 +210,57 @@ async def _refused(host: str, port: int) -> str:
     return ""
 
 
-async def _switch(job: Job, switch: Switch) -> list[Finding]:
+async def _program(switch: Switch) -> Finding:
     from controlplane.errors import ControlError  # noqa: PLC0415 - an extra
-    from controlplane.network import Network  # noqa: PLC0415
     from controlplane.p4runtime.codec import Codec  # noqa: PLC0415
     from controlplane.p4runtime.session import NoProgram, SwitchSession  # noqa: PLC0415
-    from controlplane.status import read_refusals  # noqa: PLC0415
 
     name = f"switch {switch.name}"
     if why := await _refused(*split_address(switch.address)):
-        return [_away(switch, why)]
+        return _away(switch, why)
     try:
         async with SwitchSession(switch, Codec.for_switch(switch), timeout=SECONDS) as session:
             await session.check_pipeline()
-            refused = await read_refusals(session, Network([job]), await session.read())
     except NoProgram:
         told = f"answers at {switch.address}, and runs no program yet, which `checkmate run` loads"
-        return [ok(name, told)]
+        return ok(name, told)
+    except ControlError as error:
+        return of_message(name, str(error), _SAME)
+    return _runs_ours(switch)
+
+
+def _runs_ours(switch: Switch) -> Finding:
+    return ok(f"switch {switch.name}", f"answers at {switch.address}, and runs Checkmate's program")
+
+
+async def _refusals(job: Job, switch: Switch) -> list[Finding]:
+    """Read what the guard has refused, twice: counters never go back, so only the second says what is now."""
+    from controlplane.errors import ControlError  # noqa: PLC0415 - an extra
+    from controlplane.network import Network  # noqa: PLC0415
+    from controlplane.p4runtime.codec import Codec  # noqa: PLC0415
+    from controlplane.p4runtime.session import SwitchSession  # noqa: PLC0415
+    from controlplane.status import read_refusals  # noqa: PLC0415
+
+    name, network = f"switch {switch.name}", Network([job])
+    try:
+        async with (
+            asyncio.timeout(_COUNTERS_SECONDS),
+            SwitchSession(switch, Codec.for_switch(switch), timeout=_COUNTERS_SECONDS) as session,
+        ):
+            before = {one.place: one.packets for one in await read_refusals(session, network) if one.packets}
+            if not before:
+                return []
+            await asyncio.sleep(_AGAIN_SECONDS)
+            refused = [one for one in await read_refusals(session, network) if one.packets]
+    except TimeoutError:
+        return [skipped(name, f"the guard's counters took longer than {_COUNTERS_SECONDS:g} s: see `status`")]
     except ControlError as error:
         return [of_message(name, str(error), _SAME)]
-    found = [ok(name, f"answers at {switch.address}, and runs Checkmate's program")]
-    return found + [warning(name, one.trouble, one.remedy) for one in refused if one.packets]
+    return [
+        warning(name, f"{one.trouble} ({_lately(one.packets - before.get(one.place, 0))})", one.remedy)
+        for one in refused
+    ]
+
+
+def _lately(packets: int) -> str:
+    return f"{f'{packets:,}' if packets else 'none'} of them in the last {_AGAIN_SECONDS:g} s"

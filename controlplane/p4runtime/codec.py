@@ -184,9 +184,17 @@ class Codec:
             reads.append(P4MeterEntry(STRANGER_METER).encode(self.schema))
         return reads
 
+    def read_tables(self, names: Iterable[str]) -> list[p4r.Entity]:
+        """Return the wildcard reads for some tables."""
+        return [P4TableEntry(name).encode(self.schema) for name in names]
+
+    def decode_entries(self, answers: Iterable[p4r.Entity]) -> Holdings:
+        """Return what a switch holds, from the answers to `read_tables`."""
+        return Holdings.of(entity for entity in map(self.decode, answers) if entity is not None)
+
     def decode_all(self, answers: Iterable[p4r.Entity]) -> Holdings:
         """Return what a switch holds, from the answers to `read_all`."""
-        held = Holdings.of(entity for entity in map(self.decode, answers) if entity is not None)
+        held = self.decode_entries(answers)
         if self._server == "pi":
             for port in range(self.schema.meters[STRANGER_METER].size):
                 held.put(PortRate(port, None))

@@ -147,8 +147,11 @@ class SwitchSession(SwitchConnection):
             raise self._failed("reading its program", error) from None
         return reply.config if reply.config.p4info.tables else None
 
-    async def read(self) -> Holdings:
-        """Return all that the switch holds."""
+    async def read(self, tables: Sequence[str] = ()) -> Holdings:
+        """Return all that the switch holds, or only what is in some tables."""
+        if tables:
+            asked = self.codec.read_tables(tables)
+            return self.codec.decode_entries([entity async for entity in self.read_entities(asked)])
         return self.codec.decode_all([entity async for entity in self.read_entities(self.codec.read_all())])
 
     async def read_entities(self, asked: Sequence[p4r.Entity]) -> AsyncIterator[p4r.Entity]:

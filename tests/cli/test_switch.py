@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,13 @@ from testbed.jobs import job_data
 from tests.support.cli import COMMAND
 from tests.support.documents import check_document
 
+EXAMPLES = Path(__file__).parent.parent.parent / "softswitch" / "examples"
+
 
 @contextmanager
-def switch() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start an empty switch; yield its address."""
-    command = [sys.executable, "-m", "softswitch", "--no-p4", "--device-id", "1", "--cpu-port", "510"]
+def switch(program: str | Path = "--no-p4") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a switch, empty if no program is given; yield its address."""
+    command = [sys.executable, "-m", "softswitch", str(program), "--device-id", "1", "--cpu-port", "510"]
     command += ["--grpc-server-addr", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -119,6 +122,29 @@ def test_a_switch_that_is_away_does_not_hide_the_others(tmp_path: Path) -> None:
         found = json.loads(checkmate("status", file, "--json").stdout)
         assert (found["exit"], list(found["status"]["switches"])) == (3, ["tor1"])
         check_document("error", found)
+
+
+def test_all_switches_that_cannot_be_read_are_named_at_once(tmp_path: Path) -> None:
+    """One runs another program, one is away, one is sound: none hides another, or waits for one."""
+    with switch() as (_, here), switch() as (other, there):
+        file = write_job(tmp_path, there, here)
+        installed(file)
+        other.kill()
+        other.wait()
+        with switch(EXAMPLES / "l3_forward.json") as (_, foreign):
+            write_job(tmp_path, foreign, here, there)
+            done = checkmate("status", file)
+            said = " ".join(done.stderr.split())
+            assert "switch tor1: copies lost" in done.stdout
+            assert ("runs another program" in said, there in said, here in said) == (True, True, False)
+            assert done.returncode == 4
+            write_job(tmp_path, foreign, there, "127.0.0.1:1")
+            begun = time.monotonic()
+            found = json.loads(checkmate("status", file, "--wait", "--timeout", "2", "--json").stdout)
+            assert time.monotonic() - begun < 20
+            assert [name in found["error"] for name in ("tor0", "tor1", "tor2")] == [True] * 3
+            assert found["status"]["switches"] == {}
+            check_document("error", found)
 
 
 def test_a_switch_without_the_program_ends_with_4(job_file: Path) -> None:

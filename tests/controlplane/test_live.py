@@ -141,6 +141,8 @@ def test_packets_that_the_guard_refuses_are_shown(live: LiveSwitch) -> None:
     live.until(lambda: words in " ".join(live.command("status", live.job).split()))
     (refused,) = (one for one in live.status()["refused"] if one["packets"])
     assert (refused["port"], refused["packets"]) == (rank.port, 50)
+    said = " ".join(live.command("doctor", live.job, "--role", "controller", status=None).split())
+    assert f"{words.removesuffix(':')} (none of them in the last 1 s)" in said
 
 
 def test_a_new_incarnation_replaces_the_old_streams(live: LiveSwitch) -> None:

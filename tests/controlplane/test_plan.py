@@ -175,6 +175,7 @@ def test_what_the_guard_has_refused_names_host_and_remedy() -> None:
         ({"address": int(rank.ip), "from_link": 0}, 2, 200),
         ({"address": int(stub), "from_link": 1}, 3, 300),
         ({"address": int(stub), "from_link": 0}, 0, 0),
+        ({"address": 7, "from_link": 0}, 8, 800),  # of a job that these commands were not given
     ]
     at_port, of_rank, of_stub = refusals(network, "tor0", counts)
     assert str(at_port).startswith(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,10 @@ import pytest
 from checkmate.doctor import clocks, peers, reading
 from checkmate.doctor.asking import within
 from checkmate.doctor.findings import Outcome
+from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from testbed.jobs import job
+from tests.support.cli import COMMAND
 
 GPT = job("gpt", nodes=2)
 
@@ -75,3 +80,25 @@ def test_a_switch_that_accepts_and_answers_nothing_is_named_in_time(monkeypatch:
         assert time.monotonic() - begun < 4
     assert found.outcome is Outcome.FAILED
     assert f"cannot be reached at {address} (no answer" in found.detail
+
+
+def test_a_switch_answers_although_its_counters_are_late(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A large fabric's counters take longer to decode than a switch may take to answer."""
+    pytest.importorskip("finsy")
+    from controlplane import status  # noqa: PLC0415 - an extra
+    from tests.support.switch_process import job_on, softswitch  # noqa: PLC0415 - needs it
+
+    async def late(*_: object) -> tuple[()]:
+        await asyncio.sleep(20)
+        return ()
+
+    monkeypatch.setattr(status, "read_refusals", late)
+    monkeypatch.setattr(peers, "_COUNTERS_SECONDS", 0.3)
+    with softswitch("--no-p4") as switch:
+        file = job_on(switch, tmp_path)
+        assert subprocess.run([*COMMAND, "run", "--once", file], check=False).returncode == 0
+        answers, counters = peers.switches(read_job(file))
+    assert (answers.outcome, counters.outcome) == (Outcome.OK, Outcome.SKIPPED)
+    assert "the guard's counters took longer than 0.3 s" in counters.detail

@@ -16,6 +16,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import metrics as of_shadow
 from checkmate.shadow.logic.tally import Tally
 from controlplane import metrics as of_controller
+from controlplane.guard import Refusal
+from controlplane.metrics import StrayPackets
 from softswitch import metrics as of_softswitch
 from tests.support.metrics import HOLD, NODE, SEEN, STATISTICS, everything
 
@@ -104,6 +106,24 @@ def test_a_controller_says_what_it_serves() -> None:
     assert found["checkmate_switch_write_errors_total,switch=tor,error=WriteRefused"] == 3
     assert found["checkmate_reconcile_duration_seconds_sum,switch=tor"] == 0.5
     assert found["checkmate_controller_standby"] == 0
+
+
+def test_packets_that_are_refused_stay_counted_when_their_job_goes() -> None:
+    """Otherwise the counter would fall, which `increase` takes for a restart: a false alert."""
+
+    def refused(address: str, packets: int) -> Refusal:
+        return Refusal("tor", None, address, "a host", packets, 0)
+
+    strays = StrayPackets()
+    gpt, bert = refused("10.0.0.1", 500), refused("10.0.0.2", 200)
+    at_port = Refusal("tor", 7, "10.0.0.3", "a host", 30, 0)
+    assert [strays.take(found) for found in ([gpt, bert], [bert], [bert, at_port])] == [700, 700, 700]
+    assert strays.take([refused("10.0.0.1", 4), refused("10.0.0.2", 201)]) == 705  # gpt is back, and new
+    assert SEEN.status is not None
+    seen = replace(SEEN, strays=705, status=replace(SEEN.status, refused=(bert, at_port)))
+    found = values(of_controller.families([seen], standby=False))
+    assert found["checkmate_switch_refused_packets_total,switch=tor,port="] == 705
+    assert found["checkmate_switch_refused_packets_total,switch=tor,port=7"] == 30
 
 
 def test_a_switch_that_is_away_has_no_streams() -> None:

@@ -106,7 +106,8 @@ class Line:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._dropped = False
+        self._dropped = False  # whether it was said since the queue was empty
+        self._unsure = -1  # the last iteration whose record was sent and dropped, and not answered
         self._superseded = False
         self._warnings: set[str] = set()
         """Those that were logged: a node that comes and goes repeats them."""
@@ -236,6 +237,7 @@ class Line:
         """Send records and read replies. Return why it ended; empty if all is sent or the line is closed."""
         outgoing, unpacker = bytearray(GREETING), Unpacker(greeted=True)
         with self._changed:
+            self._warn_unsure()
             self._sent = self._calm = 0
             self._taken = self._written = -1
             self._flushed = False
@@ -284,6 +286,9 @@ class Line:
         with self._changed:
             while self._parts and self._parts[0].iteration <= reply.iteration:
                 self._pop()
+            if reply.iteration >= self._unsure:
+                self._unsure = -1
+            self._dropped = self._dropped and bool(self._parts)
             if reply.wanted:
                 self._calm = 0
             self._changed.notify_all()
@@ -298,19 +303,41 @@ class Line:
         self._sent = max(self._sent - 1, 0)
 
     def _drop_oldest(self) -> None:
-        unsent = self._sent == 0
+        iteration, sent = self._parts[0].iteration, self._sent > 0
         waiting, size = self._nbytes / 2**20, len(self._parts[0].data) / 2**20
         self._pop()
-        if unsent and not self._dropped:  # what was sent is with the node, unless the connection breaks
+        if sent:  # it is with the node, unless the connection breaks
+            self._unsure = iteration
+        elif not self._dropped:
             self._dropped = True
+            slow = (
+                "takes step records too slowly",
+                "See the node's log, and have extra() return less, or on one rank only "
+                "(`checkmate docs training`)",
+            )
+            why, remedy = slow if self.connected else ("is away", "Start it again, or see its log")
             _log.warning(
-                "shadow node %d takes step records too slowly: %.0f MiB wait (%.1f MiB each), and the oldest "
-                "are dropped. Its shard is unavailable until it has been seeded again. See the node's log, "
-                "and have extra() return less, or on one rank only (`checkmate docs training`)",
+                "shadow node %d %s: %.0f MiB wait (%.1f MiB each), and the oldest are dropped. "
+                "Its shard is unavailable until it has been seeded again. %s",
                 self.node.id,
+                why,
                 waiting,
                 size,
+                remedy,
             )
+
+    def _warn_unsure(self) -> None:
+        """Tell of records that were sent and dropped before a connection broke, so that none repeats them."""
+        if self._unsure >= 0:
+            _log.warning(
+                "shadow node %d has not answered the records up to iteration %d, which were sent on a "
+                "connection that broke, and too large to be kept (together over %d MiB). If it lacks one, "
+                "its shard is unavailable until it is seeded again",
+                self.node.id,
+                self._unsure,
+                QUEUED_BYTES >> 20,
+            )
+            self._unsure = -1
 
 
 def _write(sock: socket.socket, outgoing: bytearray) -> None:

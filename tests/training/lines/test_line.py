@@ -176,7 +176,8 @@ def test_a_node_that_is_away_costs_nothing(
         assert time.monotonic() - start < 1
         assert len(line._parts) == 49
         assert caplog.text.count("the oldest are dropped") == 1
-        assert "64 MiB wait (1.3 MiB each)" in caplog.text and "until it has been seeded again" in caplog.text
+        assert "shadow node 0 is away: 64 MiB wait (1.3 MiB each)" in caplog.text
+        assert "too slowly" not in caplog.text and "until it has been seeded again" in caplog.text
         assert not line.finish(0.1)
         start = time.monotonic()
         line.close()
@@ -209,8 +210,28 @@ def test_records_that_the_node_has_are_dropped_without_a_word(
         line.send(*part(iteration, b"extra"))
         wait_until(lambda iteration=iteration: line.departed(iteration) and line.connected)  # type: ignore[misc]
     assert len(line._parts) == QUEUED_RECORDS
-    line.close()
     assert "dropped" not in caplog.text
+    node.stop()  # now nobody knows whether it has read what was dropped
+    node.start()
+    wait_until(lambda: "shadow node 0 has not answered the records up to iteration 7" in caplog.text)
+    line.close()
+
+
+def test_a_node_that_is_too_slow_is_named_as_such_each_time(
+    node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_module, "QUEUED_BYTES", 1)
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    line.send(*part(0))
+    wait_until(lambda: not line._parts)
+    for iteration in (1, 101):
+        with line._changed:  # the line's thread sends nothing meanwhile
+            for offset in range(QUEUED_RECORDS + 2):
+                line.send(*part(iteration + offset))
+        wait_until(lambda: not line._parts)
+    line.close()
+    assert caplog.text.count("shadow node 0 takes step records too slowly") == 2
 
 
 def test_closing_does_not_wait_for_a_node_that_hangs(node: RecordingNode, stub: ShadowStub) -> None:
