@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from pathlib import Path
 
 from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
 from checkmate.events.saying import say
-from checkmate.job.following import ABSENCE_SECONDS, Absences, JobFiles, Unusable, Wanted
+from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError, Located
 from checkmate.keys.errors import KeysError
@@ -217,14 +215,6 @@ def refuse(wanted: Wanted) -> None:
         say(logging.ERROR, JOBS_REFUSED(why=why), "refused; what is served of these files stays:\n%s", why)
 
 
-def await_return(absences: Absences, gone: Collection[Path]) -> bool:
-    """Return whether to wait for job files that are gone. Log each of them once."""
-    now = time.monotonic()
-    for file in absences.note(gone, now):
-        LOG.warning("%s: gone; unless it comes back in %g s, its job ends", file, ABSENCE_SECONDS)
-    return absences.awaited(now)
-
-
 async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
     """Apply every change of the job files. Log a change that can't be applied, and change nothing.
 
@@ -232,7 +222,6 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
     """
     again, changed, told = 0.0, False, ""  # `again`: seconds until another try; 0: at a change only
     refused: tuple[Located, ...] = ()
-    absences = Absences()
 
     def unchanged(error: Exception) -> None:
         nonlocal told
@@ -254,9 +243,6 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
         try:
             wanted = await asyncio.to_thread(files.wanted, unusable)  # streams connect meanwhile
             jobs = wanted.jobs
-            if await_return(absences, files.gone(wanted)):
-                again = POLL_SECONDS
-                continue
             if wanted.faults != refused:
                 refuse(wanted)
             refused = wanted.faults

@@ -9,7 +9,7 @@ from typing import Final
 
 from checkmate.events.kinds import CONTROLLER_CLAIMS, JOBS_REFUSED, SWITCH_LOST
 from checkmate.events.saying import say
-from checkmate.job.following import Absences, JobFiles, Unusable, Wanted
+from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job, Switch
 from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
@@ -19,7 +19,7 @@ from controlplane.errors import ControlError, RefusalLost
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
-from controlplane.serve import POLL_SECONDS, await_return, refuse
+from controlplane.serve import POLL_SECONDS, refuse
 from controlplane.tasks import until_first
 
 
@@ -41,7 +41,6 @@ class Standby:
         self.jobs = wanted.jobs
         """The jobs as the files are now, or were when they last had no fault."""
         self._digests: set[int] = set()
-        self._absences = Absences()
 
     async def wait(self) -> list[str]:
         """Wait until the first reachable switch has no primary. Return the reachable ones.
@@ -58,12 +57,9 @@ class Standby:
                 return watch.reachable
 
     def read_again(self) -> bool:
-        """Read the job files; return whether they have no fault, and none is gone that may come back."""
+        """Read the job files; return whether they have no fault."""
         try:
             wanted = self._files.wanted(self._unusable)
-            if await_return(self._absences, self._files.gone(wanted)):
-                self._files.look_again()
-                return False
             self._check(wanted.jobs)
         except (JobError, ControlError, KeysError) as error:
             say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged:\n%s", error)

@@ -6,7 +6,9 @@ changing, and what is served of its job stays as it was.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -18,6 +20,7 @@ from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import Document, JobError, Located
 
+LOG: Final = logging.getLogger("checkmate")
 ABSENCE_SECONDS: Final = 5.0
 SUFFIXES: Final = (".yaml", ".yml")
 Stamp = tuple[int, int, int]
@@ -78,6 +81,8 @@ class JobFiles:
         self._read: tuple[Path, ...] = ()
         self._seen: Signature | None = None
         self._served = Wanted({})
+        self._absences = Absences()
+        self._documents: dict[Path, Document] = {}
 
     def __str__(self) -> str:
         return ", ".join(str(argument) for argument in self._arguments)
@@ -88,24 +93,47 @@ class JobFiles:
         return self._fabric is not None
 
     def read(self) -> JobSet:
-        """Read all files, each once. From the second time on, a named file that is gone is a removed job."""
+        """Read all files, each once. From the second time on, a named file that is gone is a removed job.
+
+        A file that is gone, and may come back, is read as it last was.
+        """
         first, before = self._seen is None, self._signature()
         parse: ReadYaml = yaml_lines.read_document
         if self.several_owners:  # nobody's FIFO keeps the controller waiting
             parse = partial(yaml_lines.read_document, regular=True)
+        documents: dict[Path, Document] = {}
 
-        @cache
         def read(file: Path) -> Document:
-            if file not in before and (stamp := _stamp(file)):  # a fabric file, the first time
-                before[file] = stamp
-            return parse(file)
+            if file not in documents:
+                if file not in before and (stamp := _stamp(file)):  # a fabric file, the first time
+                    before[file] = stamp
+                documents[file] = parse(file)
+            return documents[file]
 
         files = job_files(self._arguments, read, several_owners=self.several_owners)
-        found = self._checked([file for file in files if first or os.path.lexists(file)], read)
+        files = [file for file in files if first or os.path.lexists(file)]
+        away = self._awaited(files, read)
+        documents |= {file: self._documents[file] for file in away if file in self._documents}
+        found = self._checked([*away, *files], read)  # others have the fault if they claim the same
+        known = self._documents | documents  # of a file with a fault, what it was before
+        self._documents = {file: known[file] for file in (*files, *away) if file in known}
         self._read = (*found.files, *(file for _, job in found.sound for file in self._beside(job)))
         now = self._signature()
         self._seen = now | {file: before[file] for file in before.keys() & now}  # written meanwhile: changed
         return found
+
+    def _awaited(self, files: Iterable[Path], read: ReadYaml) -> list[Path]:
+        """Return the files of served jobs that are gone, but not for long. Log each once.
+
+        A job that another file has now was moved: its old file is not awaited.
+        """
+        gone = [file for file in self._served.by_file if not os.path.lexists(file)]
+        names = {_job_name(file, read) for file in files} if gone else set()
+        gone = [file for file in gone if self._served.by_file[file].job not in names]
+        now = time.monotonic()
+        for file in self._absences.note(gone, now):
+            LOG.warning("%s: gone; unless it comes back in %g s, its job ends", file, ABSENCE_SECONDS)
+        return self._absences.awaited(now)
 
     def wanted(self, unusable: Unusable) -> Wanted:
         """Read all files; return the jobs to serve.
@@ -145,19 +173,9 @@ class JobFiles:
         """Take note that these jobs are served now."""
         self._served = replace(wanted, faults=())
 
-    def gone(self, wanted: Wanted) -> list[Path]:
-        """Return the files of served jobs that are gone, unless another file has the job now."""
-        names = {job.job for job in wanted.jobs}
-        served = self._served.by_file.items()
-        return [file for file, job in served if job.job not in names and not os.path.lexists(file)]
-
-    def look_again(self) -> None:
-        """Count the files as changed, although they were read, because what was read was not applied."""
-        self._seen = {}
-
     def changed(self) -> bool:
-        """Return whether a file was added, removed or written since the last `read`."""
-        return self._signature() != self._seen
+        """Return whether a file was added, removed written since `read`, or is awaited no more."""
+        return self._signature() != self._seen or self._absences.over(time.monotonic())
 
     def _checked(self, files: Sequence[Path], read: ReadYaml) -> JobSet:
         """Read job files, with their grants. If the fabric file has a fault, no job is sound."""
@@ -189,15 +207,30 @@ class Absences:
 
     def __init__(self) -> None:
         self._since: dict[Path, float] = {}
+        self._awaited: list[Path] = []
 
     def note(self, gone: Collection[Path], now: float) -> list[Path]:
         """Note the files that are gone now; return those that were not when this was last called."""
+        new = [file for file in gone if file not in self._since]
         self._since = {file: self._since.get(file, now) for file in gone}
-        return [file for file, since in self._since.items() if since == now]
+        return new
 
-    def awaited(self, now: float) -> bool:
-        """Return whether one of the files may still come back."""
-        return any(now < since + ABSENCE_SECONDS for since in self._since.values())
+    def awaited(self, now: float) -> list[Path]:
+        """Return the files that may still come back."""
+        self._awaited = [file for file, since in self._since.items() if now < since + ABSENCE_SECONDS]
+        return self._awaited
+
+    def over(self, now: float) -> bool:
+        """Return whether a file that `awaited` last returned is not awaited any more."""
+        return any(now >= self._since[file] + ABSENCE_SECONDS for file in self._awaited)
+
+
+def _job_name(file: Path, read: ReadYaml) -> object:
+    """Return the name of a file's job, or `None` if that can't be read, which is reported elsewhere."""
+    try:
+        return read(file).data.get("job")
+    except JobError:
+        return None
 
 
 def _stamp(file: Path) -> Stamp | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -141,8 +142,9 @@ def test_packets_that_the_guard_refuses_are_shown(live: LiveSwitch) -> None:
     live.until(lambda: words in " ".join(live.command("status", live.job).split()))
     (refused,) = (one for one in live.status()["refused"] if one["packets"])
     assert (refused["port"], refused["packets"]) == (rank.port, 50)
-    said = " ".join(live.command("doctor", live.job, "--role", "controller", status=None).split())
-    assert f"{words.removesuffix(':')} (none of them in the last 1 s)" in said
+    said = json.loads(live.command("doctor", live.job, "--role", "controller", "--json", status=None))
+    details = [finding["detail"] for role in said["roles"] for finding in role["findings"]]
+    assert f"{words.removesuffix(':')} (none of them in the last 1 s)" in details
 
 
 def test_a_new_incarnation_replaces_the_old_streams(live: LiveSwitch) -> None:

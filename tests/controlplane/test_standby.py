@@ -54,9 +54,11 @@ def test_a_standby_waits_for_files_that_are_gone_too(tmp_path: Path, monkeypatch
     standby = Standby(files, files.wanted(usable), lambda jobs: None, usable)
     files.served(files.wanted(usable))
     file.unlink()
-    assert not standby.read_again()
+    assert standby.read_again()
     assert len(standby.jobs) == 1
+    assert not files.changed()
     monkeypatch.setattr(following, "ABSENCE_SECONDS", 0.0)
+    assert files.changed()
     assert standby.read_again()
     assert standby.jobs == []
 

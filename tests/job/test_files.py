@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate.job import checks, conflicts, yaml_lines
+from checkmate.job import checks, conflicts, following, yaml_lines
 from checkmate.job.files import JobError, read_job, read_jobs, read_set
 from checkmate.job.following import ABSENCE_SECONDS, Absences, JobFiles, job_files
 from checkmate.job.schema import Job
@@ -572,25 +573,62 @@ def test_a_fault_between_jobs_is_placed_in_the_fabric_file(tmp_path: Path) -> No
     assert (fault.file, fault.path) == (fabric, "switches[0]")
 
 
-def test_a_file_that_is_renamed_is_not_gone(tmp_path: Path) -> None:
-    file = write(tmp_path, job_data())
+def served(files: JobFiles) -> list[str]:
+    """Read, serve, and return the names of the jobs."""
+    wanted = files.wanted(lambda job: "")
+    files.served(wanted)
+    return sorted(job.job for job in wanted.jobs)
+
+
+def test_a_file_that_is_gone_is_awaited_unless_another_has_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = write(tmp_path, job_data("a"), "a.yaml")
     files = JobFiles([tmp_path])
-    files.served(files.wanted(lambda job: ""))
-    assert files.gone(files.wanted(lambda job: "")) == []
-    other = file.rename(tmp_path / "other.yaml")
-    assert files.gone(files.wanted(lambda job: "")) == []
-    other.unlink()
-    assert files.gone(files.wanted(lambda job: "")) == [file]
+    assert served(files) == ["a"]
+    first = first.rename(tmp_path / "moved.yaml")
+    assert (served(files), caplog.messages) == (["a"], [])
+    first.unlink()
+    write(tmp_path, job_data("b", number=1), "b.yaml")  # others' changes don't wait
+    assert files.changed()
+    assert (served(files), len(caplog.messages)) == (["a", "b"], 1)
+    assert f"{first}: gone; unless it comes back in 5 s, its job ends" in caplog.text
+    assert not files.changed()  # nothing is parsed until a file changes, or the time is over
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + ABSENCE_SECONDS)
+    assert files.changed()
+    assert (served(files), files.changed(), len(caplog.messages)) == (["b"], False, 1)
+
+
+def test_a_file_that_claims_what_an_awaited_one_has_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, job_data("a"), "a.yaml")
+    files = JobFiles([tmp_path])
+    assert served(files) == ["a"]
+    file.unlink()
+    other = write(tmp_path, job_data("b"), "b.yaml")  # with the same ports and addresses
+    with pytest.raises(JobError, match="claimed already by job 'a'") as caught:
+        files.wanted(lambda job: "")
+    assert {fault.file for fault in caught.value.faults} == {other}
+    assert not files.changed()
+    monkeypatch.setattr(following, "ABSENCE_SECONDS", 0.0)
+    assert files.changed()
+    assert served(files) == ["b"]
 
 
 def test_each_file_that_is_gone_is_awaited_from_when_it_was_missed() -> None:
     first, second = Path("first"), Path("second")
     absences = Absences()
     assert absences.note([first], 10.0) == [first]
+    assert absences.awaited(10.0) == [first]
     assert absences.note([first, second], 10.0 + ABSENCE_SECONDS - 1) == [second]
-    assert absences.awaited(10.0 + ABSENCE_SECONDS)  # the second one
+    assert not absences.over(10.0 + ABSENCE_SECONDS - 1)
+    assert absences.over(10.0 + ABSENCE_SECONDS)
+    assert absences.awaited(10.0 + ABSENCE_SECONDS) == [second]
+    assert not absences.over(10.0 + ABSENCE_SECONDS)
     assert absences.note([first, second], 20.0) == []  # again and again, as the switch is away
-    assert not absences.awaited(20.0)
+    assert absences.awaited(20.0) == []
     assert absences.note([second], 21.0) == []
     assert absences.note([first, second], 22.0) == [first]  # it was back meanwhile
 

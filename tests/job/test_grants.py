@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkmate.job import following
 from checkmate.job.boundaries import streams
 from checkmate.job.claims import own_claims
 from checkmate.job.conflicts import between_jobs
@@ -371,7 +372,7 @@ def test_one_owners_mistakes_keep_nobody_from_changing(tmp_path: Path) -> None:
     assert [job.job for job in served(again).jobs] == ["one"], "a fresh start knows no other state of two"
 
 
-def test_while_a_job_is_faulty_its_grant_stays(tmp_path: Path) -> None:
+def test_while_a_job_is_faulty_its_grant_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is served of it might be granted to another job now."""
     folder, file, files = two_owners(tmp_path)
     served(files)
@@ -381,6 +382,9 @@ def test_while_a_job_is_faulty_its_grant_stays(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="has no grant for job 'two'"):
         served(files)
     (folder / "2.yaml").unlink()
+    with pytest.raises(JobError, match="has no grant for job 'two'"):
+        served(files)  # its file may come back
+    monkeypatch.setattr(following, "ABSENCE_SECONDS", 0.0)
     assert [job.job for job in served(files).jobs] == ["one"]
     shutil.move(file, tmp_path / "away.yaml")
     with pytest.raises(JobError, match="cannot be read"):
