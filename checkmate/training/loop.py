@@ -24,6 +24,7 @@ from checkmate.training.record.generators import install_generators
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.start.install import part_of
 from checkmate.training.start.membership import Membership, Start
+from checkmate.wording import counted
 
 Batch = TypeVar("Batch")
 
@@ -109,11 +110,15 @@ class Batches(Generic[Batch]):
                 "IterableDataset, or batch_size=None, use torchdata's StatefulDataLoader "
                 "(`checkmate docs training`)"
             )
-        whole = whole.batches if isinstance(whole, _Rest) else whole
-        samplers: list[Any] = [whole]
-        for sampler in (getattr(whole, "sampler", None), loader.sampler):
-            if sampler is not None and not any(sampler is one for one in samplers):
-                samplers.append(sampler)
+        rest = whole if isinstance(whole, _Rest) else None
+        if rest is None and getattr(loader, "_iterator", None) is not None:
+            raise RefusedError(
+                "this DataLoader was iterated before, and its workers stay (persistent_workers=True), with "
+                "the batches that it had then: make checkmate.Batches of it right after the loader itself"
+            )
+        # Of a loader that is taken over again, because workers that stay keep it.
+        self._rest = _Rest(whole) if rest is None else rest
+        samplers = list(_samplers([self._rest.batches, loader.sampler]))
         for sampler in samplers:
             if isinstance(sampler, _SHUFFLING):
                 raise RefusedError(
@@ -123,8 +128,8 @@ class Batches(Generic[Batch]):
                 )
         self.loader = loader
         self.epoch, self.used = 0, 0
+        self._over = False  # whether this epoch was iterated to its end
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
-        self._rest = _Rest(whole)
         # Not by its own __setattr__, which refuses this. A new loader would lack what a subclass has.
         loader.__dict__["batch_sampler"] = self._rest
 
@@ -134,10 +139,15 @@ class Batches(Generic[Batch]):
             for sampler in self._samplers:
                 sampler.set_epoch(self.epoch)
             yield self.epoch
-            self.epoch, self.used = self.epoch + 1, 0
+            self.epoch, self.used, self._over = self.epoch + 1, 0, False
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return an iterator over what is left of this epoch."""
+        """Return an iterator over what is left of this epoch. Raise `RefusedError` if nothing is."""
+        if self._over:
+            raise RefusedError(
+                "all batches of this epoch are used up: go through the epochs with "
+                "`for epoch in batches.epochs(count)`, which begins the next one, in place of range(count)"
+            )
         self._rest.first = self.used
         return self._counted(iter(self.loader))  # at once: it draws a random number (`Loop.steps`)
 
@@ -145,18 +155,38 @@ class Batches(Generic[Batch]):
         for batch in batches:
             self.used += 1
             yield batch
+        self._over = True
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
         return len(self._rest.batches)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, and how many of its batches are used up."""
-        return {"epoch": self.epoch, "used": self.used}
+        """Return the epoch, how many of its batches are used up, and how many it has."""
+        return {"epoch": self.epoch, "used": self.used, "batches": len(self)}
 
     def load_state_dict(self, place: Mapping[str, int]) -> None:
-        """Go on from the place of a `state_dict`."""
-        self.epoch, self.used = place["epoch"], place["used"]
+        """Go on from a `state_dict`'s place. Raise `RefusedError` if an epoch had other batches there."""
+        if (before := place["batches"]) != len(self):
+            raise RefusedError(
+                f"an epoch had {counted(before, 'batch', 'batches')}, and has {len(self):,} now, so that "
+                "those that were used can't be left out: use the dataset, batch_size and number of ranks "
+                "that the run began with, or begin the next epoch: `batches.epoch = extra['epoch'] + 1`"
+            )
+        self.epoch, self.used, self._over = place["epoch"], place["used"], False
+
+
+def _samplers(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield samplers, and those that they wrap, each once."""
+    seen = set[int]()
+    todo = list(roots)
+    while todo:
+        sampler = todo.pop()
+        if id(sampler) in seen:
+            continue
+        seen.add(id(sampler))
+        yield sampler
+        todo += [each for each in getattr(sampler, "__dict__", {}).values() if isinstance(each, Sampler)]
 
 
 class _Rest(Sampler[list[int]]):

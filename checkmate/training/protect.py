@@ -210,7 +210,7 @@ def _assemble(
     )
     undo.callback(recorder.close, last=False)
     if generators and place.first:
-        undo.callback(FirstBatch(watched.model.outer, start.extra).remove)
+        undo.callback(FirstBatch(watched.model.outer, start.extra, lambda: hook.iteration).remove)
     waiting = followers.bring_up(deadline) if place.followed else "; ".join(untagged)
     hook.on_begun = recorder.begun
     hook.register(recorder.reduced)  # last, because DDP can't unregister a hook

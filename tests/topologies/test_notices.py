@@ -12,6 +12,7 @@ def error(text: str, node: str = "host0") -> LogLine:
     return LogLine(node, True, text)
 
 
+NCCL = "[rank0]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94,"
 REFUSED = "checkmate.training.errors.RefusedError: no cats over NCCL"
 
 
@@ -37,7 +38,13 @@ REFUSED = "checkmate.training.errors.RefusedError: no cats over NCCL"
         ("[rank0]:   File 'train.py', line 7, in main", None),
         ("[rank0]: checkmate.ring.place.RingError: rank 1 is gone", None),
         ("[rank0]: checkmate.ring.place.RingTimeout: rank 1 is silent", None),
-        ("[rank0]: torch.distributed.DistBackendError: NCCL error", None),
+        (f"{NCCL} remote process exited or there was a network error, NCCL version 2.28.9", None),
+        (f"{NCCL} unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9", None),
+        (
+            f"{NCCL} invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9",
+            "rank 0: DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, invalid usage "
+            "(run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9",
+        ),
         ("[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer", None),
         ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", None),
         ("Iteration: 5", None),
@@ -97,6 +104,13 @@ def test_an_error_after_more_iterations_is_not_the_same() -> None:
     begin(notices, 11)
     assert not fail(notices, "[rank0]: ValueError: another")
     assert fail(notices, BOOM)
+
+
+def test_nodes_that_are_away_may_come_back() -> None:
+    notices = Notices()
+    for _ in range(3):
+        begin(notices, 4)
+        assert not fail(notices, "[rank0]: checkmate.training.errors.RestoreError: no node has shard 1")
 
 
 def test_errors_that_a_script_survives_end_nothing() -> None:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 import checkmate
 
@@ -70,14 +78,15 @@ def test_a_resumed_run_has_the_rest_of_the_batches(kind: str) -> None:
 
 def test_used_batches_are_not_read_again() -> None:
     batches = checkmate.Batches(loaders("a sampler"))
-    batches.load_state_dict({"epoch": EPOCHS - 1, "used": 2})
+    batches.load_state_dict({"epoch": EPOCHS - 1, "used": 2, "batches": 3})
     (last,) = train(batches)
     read: list[int] = batches.loader.dataset.read  # type: ignore[attr-defined]
     assert read == last[1]
 
 
-def test_a_loader_may_be_taken_over_again() -> None:
-    loader = loaders("a sampler")
+@pytest.mark.parametrize("kind", ["a sampler", "a worker"])
+def test_a_loader_may_be_taken_over_again(kind: str) -> None:
+    loader = loaders(kind)
     whole = train(checkmate.Batches(loader))
     assert train(checkmate.Batches(loader)) == whole
 
@@ -93,6 +102,40 @@ def test_an_iterator_draws_its_random_number_when_it_is_made() -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+def test_an_epoch_that_is_over_is_not_silently_empty() -> None:
+    batches = checkmate.Batches(loaders("a sampler"))
+    with pytest.raises(checkmate.RefusedError, match=r"batches.epochs\(count\)"):
+        for _ in range(EPOCHS):
+            for _ in batches:
+                pass
+    resumed = checkmate.Batches(loaders("a sampler"))
+    resumed.load_state_dict(batches.state_dict())  # at the end of an epoch
+    assert [epoch for epoch, _ in train(resumed)] == [1] * len(batches) + [2] * len(batches)
+
+
+def test_other_batches_than_before_are_refused() -> None:
+    place = checkmate.Batches(loaders("a sampler")).state_dict()
+    data = Rows()
+    with pytest.raises(checkmate.RefusedError, match="an epoch had 3 batches, and has 6 now"):
+        checkmate.Batches(DataLoader(data, 2, sampler=sampler_of(data))).load_state_dict(place)
+
+
+class Wrapper(Sampler[int]):
+    """A sampler that hides another one."""
+
+    def __init__(self, inner: Sampler[int]) -> None:
+        self._inner = inner
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._inner)
+
+
+def iterated() -> DataLoader[int]:
+    loader = loaders("a worker")
+    next(iter(loader))
+    return loader
+
+
 class Stream(IterableDataset[int]):
     """A dataset without indices."""
 
@@ -104,6 +147,11 @@ class Stream(IterableDataset[int]):
     ("loader", "words"),
     [
         (lambda: DataLoader(Rows(), 4, shuffle=True), "the order of a RandomSampler is another one"),
+        (
+            lambda: DataLoader(Rows(), 4, sampler=Wrapper(RandomSampler(Rows()))),
+            "the order of a RandomSampler",
+        ),
+        (iterated, "was iterated before, and its workers stay"),
         (lambda: DataLoader(Stream(), 4), "needs a DataLoader with batches of a dataset with indices"),
         (lambda: DataLoader(Rows(), batch_size=None), "needs a DataLoader with batches"),
     ],

@@ -15,7 +15,8 @@ _ERROR: Final = re.compile(
 """The last line of a traceback, with the prefix that torch writes once there is a process group."""
 _KIND: Final = re.compile(r"Error$|Exception$")
 _OF_ANOTHER: Final = re.compile(
-    r"^(?:RingError|RingTimeout|Dist\w+Error|Connection\w*Error|BrokenPipeError|ChildFailedError)\b"
+    r"^(?:RingError|RingTimeout|Dist(?:Network|Store)Error|Connection\w*Error|BrokenPipeError|ChildFailedError)\b"
+    r"|^DistBackendError\b.*(?:remote|system error|[Tt]imeout|timed out|abort|[Ss]ocket)"
     r"|[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe"
 )
 """An error that the death of another rank causes."""
@@ -33,8 +34,8 @@ class Notices:
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {}
         """By error: how often each rank has had it."""
-        self._last: dict[str, tuple[str, bool]] = {}
-        """By node: the last error in its log, and whether it is a refusal."""
+        self._last: dict[str, tuple[str, str]] = {}
+        """By node: the last error in its log, and its kind if it is one of Checkmate's."""
         self._ended_by: dict[tuple[str, str], str] = {}
         """By node and error that has ended a script there: where that start of training had begun."""
         self._begin = ""
@@ -59,7 +60,7 @@ class Notices:
         error = f"{kind}: {found['text']}" if found["text"] else kind
         if not (ours or _KIND.search(kind)) or _OF_ANOTHER.search(kind if ours else error):
             return None
-        self._last[line.node] = error, ours and kind in _REFUSALS
+        self._last[line.node] = error, kind if ours else ""
         return self._of_error(error, kind, found["rank"] or line.node)
 
     def _of_failure(self, node: str, code: int, pid: str) -> str | None:
@@ -69,9 +70,10 @@ class Notices:
             known = -code in {one.value for one in signal.Signals}
             by = signal.Signals(-code).name if known else f"signal {-code}"
             return f"{_spaced(node)}: process {pid} was ended by {by}"
-        error, refusal = self._last.pop(node, ("", False))
+        error, ours = self._last.pop(node, ("", ""))
         before = self._ended_by.get((node, error))
-        if error and before is not None and (refusal or before == self._begin):  # another may go away later
+        # Another error of Checkmate's is of nodes, switches or other ranks, which may be back later.
+        if error and before is not None and (ours in _REFUSALS if ours else before == self._begin):
             self.repeated = error
         self._ended_by[node, error] = self._begin
         return None

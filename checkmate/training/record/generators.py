@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from checkmate import state
+from checkmate.state import bytes_of
 from checkmate.training.record.sites import script_frames
 
 _log: Final = logging.getLogger("checkmate")
@@ -72,8 +73,9 @@ class DrawWatch:
         if end is None:
             if resumed is not None and self._first and _moved(resumed):
                 _log.warning(
-                    "random generators moved between checkmate.restore and the first forward, but never did "
-                    "between two iterations. Unless an epoch or an evaluation begins here, " + LEFT_OUT
+                    "random generators moved between checkmate.restore and the first forward, but did not "
+                    f"between the iterations that were looked at (at most {CHECKED}). Unless an epoch or an "
+                    "evaluation begins here, " + LEFT_OUT
                 )
         elif self._left:
             self._left -= 1
@@ -103,19 +105,29 @@ class RestoredTensors:
     def may_have(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is among them, or a copy of one, as far as can be known."""
         alike = [reference() for kind, reference in self._kinds if kind == (tensor.shape, tensor.dtype)]
-        return any(one is None or torch.equal(one.cpu(), tensor.cpu()) for one in alike)
+        return any(one is None or bytes_of(_plain(one)) == bytes_of(_plain(tensor)) for one in alike)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 class FirstBatch:
     """Notices that a resumed run begins with a batch that was drawn before `protect`, and not restored.
 
     Such a batch was named by the script then, and the next one is drawn later. A tensor that is in both
-    forwards is not a batch.
+    forwards is not a batch, and a forward without a backward does not count: it warms the model up.
     """
 
-    def __init__(self, model: nn.Module, restored: RestoredTensors) -> None:
-        """Look at the script's names, and at the first two forwards of `model`."""
+    def __init__(self, model: nn.Module, restored: RestoredTensors, iteration: Callable[[], int]) -> None:
+        """Look at the script's names, and at the first two forwards of `model` that train.
+
+        `iteration`: returns how many synchronising backwards there were.
+        """
         self._restored = restored
+        self._parameters = list(model.parameters())
+        self._iteration = iteration
+        self._first_in = -1
         # Not their local names: reading these would keep what they name until the function returns.
         scopes = {id(frame.f_globals): frame.f_globals for frame in script_frames()}.values()
         values = [value for names in scopes for value in list(names.values())]
@@ -132,14 +144,18 @@ class FirstBatch:
             return
         given = list(_tensors([arguments, keywords]))
         named = [one for one in given if id(one) in self._named and self._named[id(one)]() is one]
-        if self._begins_with_named is None:
+        if self._begins_with_named is None or self._without_backward():
             self._begins_with_named = bool(named) and not any(map(self._restored.may_have, named))
+            self._first_in = self._iteration()
             return
         self.remove()
         if self._begins_with_named and not named:
             _log.warning(
                 "the first batch was drawn before checkmate.protect, and not restored by extra(): " + LEFT_OUT
             )
+
+    def _without_backward(self) -> bool:
+        return self._iteration() == self._first_in and all(one.grad is None for one in self._parameters)
 
 
 def _tensors(value: Any, depth: int = MAX_DEPTH) -> Iterator[torch.Tensor]:

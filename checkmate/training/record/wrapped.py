@@ -113,7 +113,8 @@ def clipping_followed() -> Iterator[None]:
     """Have torch's clipping functions be Checkmate's under each name that a module has for them.
 
     A script or a framework may have imported them before. What holds them otherwise, e.g. an attribute of an
-    object, calls torch's own, and the next step is refused if that clips.
+    object, calls torch's own, and the next step is refused if that clips. Nor can such an attribute be
+    pickled meanwhile, because pickle finds another function under its name.
     """
     ours = {id(getattr(_TORCHS, one.__name__)): one for one in (clip_grad_norm_, clip_grads_with_norm_)}
     ours.pop(id(None), None)

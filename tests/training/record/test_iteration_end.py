@@ -475,21 +475,38 @@ def test_a_batch_that_was_fetched_ahead_and_is_drawn_again_is_named(
     assert all(state.load_generators(part.rng)["still"] for part in resumed.close())
 
 
-@pytest.mark.parametrize("drawn", ["before", "before, restored", "in each turn", "once for all"])
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        "before",
+        "before, restored",
+        "before, restored, no number",
+        "in each turn",
+        "in each turn, warmed up",
+        "once for all",
+    ],
+)
 def test_a_first_batch_that_was_drawn_before_is_named_unless_it_is_restored(
     drawn: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(3, 2)
     batch: dict[str, Any] = {"rows": torch.randn(4, 3), "length": 4}
+    if "no number" in drawn:
+        batch["rows"][0, 0] = float("nan")
     globals()["named_batch"] = batch  # as a script's own module has it
+    iterations = 0
     extra = {"ahead": (batch["rows"].clone() if "restored" in drawn else torch.randn(4, 3), 1)}
-    first = FirstBatch(model, RestoredTensors(extra))
+    first = FirstBatch(model, RestoredTensors(extra), lambda: iterations)
     with torch.no_grad():
         model(torch.randn(1, 3))  # an evaluation
-    for _ in range(3):
-        if drawn == "in each turn":
-            batch = {"rows": torch.randn(4, 3), "length": 4}
+    if "warmed up" in drawn:
         model(input=batch["rows"])
+    for _ in range(3):
+        if "in each turn" in drawn:
+            batch = {"rows": torch.randn(4, 3), "length": 4}
+        model(input=batch["rows"]).sum().backward()
+        iterations += 1
+        model.zero_grad()
         if "before" in drawn:
             batch = {"rows": torch.randn(4, 3), "length": 4}
     first.remove()
@@ -514,8 +531,8 @@ def test_what_a_script_names_otherwise_does_not_disturb() -> None:
     named = [Closed(), itself, {"a": Closed()}, torch.eye(2).to_sparse()]
     model = nn.Linear(3, 2)
     batch = torch.ones(4, 3)
-    first = FirstBatch(model, RestoredTensors([batch.double(), batch.to_sparse(), Closed()]))
-    model(batch)
+    first = FirstBatch(model, RestoredTensors([batch.double(), batch.to_sparse(), Closed()]), lambda: 0)
+    model(batch).sum().backward()
     model(batch + 1)
     first.remove()
     assert len(named) == 4
