@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,7 @@ _LAB: Final = {
     "shadow_nodes": [["tor"], ["tor"]],
 }
 _OPTIONS: Final = ("--device", "cuda", "--batch", "256", "--dropout", "0")
+_cost: Final = partial(cost, others="DDP over NCCL", aim=None, floor=None)
 
 
 def measure() -> list[Result]:
@@ -54,5 +56,6 @@ def measure() -> list[Result]:
             TURNS,
             environment=environment,
             pinned=False,
+            results=_cost,
         )
-        return cost(raced, len(lab.ranks), "DDP over NCCL", aim=None, floor=None)
+        return _cost(raced, len(lab.ranks))

@@ -13,6 +13,7 @@ from typing import Final
 from benchmarks.figures import Figure, Result, ratios, spread95, table
 from benchmarks.training import twins
 from checkmate.output.consoles import progress, text_console
+from checkmate.wording import counted
 from topologies.describe.topology import Topology
 from topologies.training.job import JobPlan, start_all, training_lab
 from topologies.training.record import TimedBlock
@@ -34,10 +35,12 @@ def race(
     environment: Mapping[str, str] | None = None,
     *,
     pinned: bool = True,
+    results: Callable[[Blocks, int], list[Result]] | None = None,
 ) -> Blocks:
     """Return each pair of turns of the twins that `module` trains in a lab, from several starts.
 
-    Unless `pinned`, processes use all cores. A race that is stopped prints what it has measured.
+    Unless `pinned`, processes use all cores. A race that is stopped prints the `results` of the starts that
+    ended, or of the first one as far as it came; `cost`, if none are given.
     """
     ranks = len(topology.ranks)
     found: dict[str, list[TimedBlock]] = defaultdict(list)
@@ -52,12 +55,12 @@ def race(
                 try:
                     job.finish(_SECONDS, lambda: show(seed * turns + done()))  # noqa: B023
                 except (KeyboardInterrupt, SystemExit):
-                    if done():
+                    title = f"Stopped after {counted(seed, 'start')} of {starts}"
+                    if not seed and done():
                         _add(found, twins.read(place, ranks, one_core=pinned))
+                        title = "Stopped in the first start, before the waiting threads' time was measured"
                     if all(len(blocks) > 1 for blocks in found.values()) and found:
-                        text_console(stderr=True).print(
-                            table("Stopped: what was measured so far", cost(found, ranks))
-                        )
+                        text_console(stderr=True).print(table(title, (results or cost)(found, ranks)))
                     raise
             _add(found, twins.read(place, ranks, one_core=pinned))
     return found

@@ -21,6 +21,7 @@ from checkmate.job.files import JobError, read_job
 from checkmate.job.following import SUFFIXES
 from checkmate.job.schema import Switch
 from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
+from checkmate.wording import counted
 
 TARGETS: Final = get_args(get_type_hints(Switch)["target"])
 COLLECTIVES: Final = get_args(Collective)
@@ -94,8 +95,7 @@ def init(
     said = {**context.params, "job": job or file.stem}
     if sys.stdin.isatty() and out.is_terminal:
         said = _asked(context, said)
-    text = starter.text(_start(said), shlex.quote(file.name))
-    _check(text, file.name)
+    text = _text(said, file.name)
     files = {file: text}
     beside = file.with_name(starter.SCHEMA_FILE)
     if not beside.exists():
@@ -185,7 +185,7 @@ def _answer(name: str, said: dict[str, Any]) -> Callable[[str], object]:
         try:
             _PARSED.get(name, str)(text)
             answer: object = int(text) if isinstance(said[name], int) else text
-            _check(starter.text(_start({**said, name: answer}), "job.yaml"), "job.yaml")
+            _text({**said, name: answer}, "job.yaml")
         except UsageFault as error:
             raise typer.BadParameter(str(error)) from None
         except ValueError as error:
@@ -196,17 +196,27 @@ def _answer(name: str, said: dict[str, Any]) -> Callable[[str], object]:
     return parse
 
 
-def _check(text: str, name: str) -> None:
-    """Raise `UsageFault` if the text is not a valid job file."""
+def _text(said: dict[str, Any], name: str) -> str:
+    """Return the job file that options and answers describe. Raise `UsageFault` if it has a fault."""
+    try:
+        text = starter.text(_start(said), shlex.quote(name))
+    except ValueError as error:
+        raise UsageFault(str(error)) from None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_text(text, "utf-8")
         try:
             read_job(file)
         except JobError as error:
-            wrong = "; ".join(f"{fault.path}: {fault.message}" for fault in error.faults)
+            faults = [f"{fault.path}: {fault.message}" for fault in error.faults]
+            more = f"; and {counted(len(faults) - _FAULTS, 'more fault')}" if len(faults) > _FAULTS else ""
             hint = "; --job names the job" if any(fault.path == "job" for fault in error.faults) else ""
-            raise UsageFault(f"that is not a valid job: {wrong}{hint}") from None
+            wrong = "; ".join(faults[:_FAULTS])
+            raise UsageFault(f"that is not a valid job: {wrong}{more}{hint}") from None
+    return text
+
+
+_FAULTS: Final = 3
 
 
 def _write(files: Mapping[Path, str]) -> None:

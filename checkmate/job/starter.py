@@ -8,6 +8,7 @@ from ipaddress import IPv4Network
 from typing import Final
 
 from checkmate.job.tofino import chips
+from checkmate.wording import counted
 
 SCHEMA_FILE: Final = "job.schema.json"
 """The JSON Schema beside the job file, which editors read."""
@@ -16,7 +17,8 @@ _BLOCK: Final = 1 << 8
 _STUB: Final = 255 << 8
 """Offset of the stub's address."""
 _HOSTS_MAX: Final = 500
-"""One switch, which is what the file has, has 510 ports."""
+_PORTS: Final = 509
+"""Of one switch, which is what the file has, from 1 on."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,14 @@ def hosts(text: str, what: str, least: int = 1) -> list[str]:
 
 
 def text(start: Start, file: str) -> str:
-    """Return the content of a job file with that name."""
+    """Return the content of a job file with that name. Raise `ValueError` if one switch has too few ports."""
+    nics = len(start.shadow_nodes) * start.nics
+    if (ports := len(start.ranks) + nics) > _PORTS and not start.named:
+        raise ValueError(
+            f"{counted(len(start.ranks), 'host')} of ranks and {counted(nics, 'NIC')} of shadow nodes need "
+            f"{ports:,} ports, and one switch has {_PORTS}. For more switches, write a file with fewer, and "
+            "copy its switch (`checkmate docs job`)"
+        )
     trainers = _mesh(start) if start.gpus_per_host > 1 else _ranks(start)
     return "\n".join([*_head(start, file), *trainers, *_nodes(start), *_fabric(start), ""])
 

@@ -31,6 +31,7 @@ __all__ = [
     "check_options",
     "default_dtype",
     "kind_of",
+    "optimizer_classes",
     "options_of",
     "spec_of",
     "steps_alike",
@@ -77,6 +78,11 @@ def _added() -> Mapping[str, type[torch.optim.Optimizer]]:
         except Exception as error:  # noqa: BLE001 - another package's, which must not hide the others
             _log.warning("the optimizer %s of an entry point can't be loaded: %r", entry.value, error)
     return found
+
+
+def optimizer_classes() -> list[type[torch.optim.Optimizer]]:
+    """Return the optimizers that shadow nodes here can follow: PyTorch's, and those of installed packages."""
+    return [*SUPPORTED.values(), *_added().values()]
 
 
 def why_unknown(name: str) -> str:

@@ -67,8 +67,7 @@ class ProgramConfig:
 
     def problem(self, what: str, *at: Json) -> None:
         """Note an unsupported feature, with the source line of the first of `at` that has one."""
-        line = next((place for place in map(where, at) if place), "")
-        text = f"{line}: {what}" if line else what
+        text = located(what, *at)
         if text not in self.problems:
             self.problems.append(text)
 
@@ -84,6 +83,12 @@ class ProgramConfig:
             if candidate.name == name:
                 return candidate
         raise FormatError(f"header {header} has no field {name}")
+
+
+def located(what: str, *at: Json) -> str:
+    """Return a problem with the source line of the first of `at` that has one."""
+    line = next((place for place in map(where, at) if place), "")
+    return f"{line}: {what}" if line else what
 
 
 def where(item: Json) -> str:
@@ -145,7 +150,7 @@ def read(text: bytes) -> ProgramConfig:
         PROGRAM(raw, "device config")
     except FormatError:
         # What refers to a header stack or a union has shapes of its own, which nothing here uses.
-        if problems := [what for what, _ in _unsupported(raw)]:
+        if problems := [located(what, item) for what, item in _unsupported(raw)]:
             raise UnsupportedProgramError(problems) from None
         raise
     with consistent():

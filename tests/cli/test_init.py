@@ -85,6 +85,11 @@ def test_several_gpus_per_host_are_a_mesh(tmp_path: Path) -> None:
         (["--shadow-nodes", "s,s"], "--shadow-nodes has s more than once"),
         (["--ranks", "gpu0"], "--ranks must be a number from 2 to 500"),
         (["--shadow-nodes", "0"], "--shadow-nodes must be a number from 1 to 500"),
+        (
+            ["--ranks", "400", "--shadow-nodes", "60", "--nics", "2"],
+            "400 hosts of ranks and 120 NICs of shadow nodes need 520 ports, and one switch has 509",
+        ),
+        (["--ranks", "100", "--target", "tofino"], "and 66 more faults"),
         (["--replicas", "2"], "replicas: 2 replicas need as many shadow nodes"),
         (["--collective", "gloo"], "--collective must be ring or nccl, not gloo"),
         (["--target", "asic"], "--target must be softswitch, bmv2, tofino or tofino2, not asic"),

@@ -14,6 +14,7 @@ from torch import nn
 
 from checkmate.optim import supported
 from checkmate.optim.supported import UnsupportedOptimizer, build, spec_of
+from checkmate.planner.models.optimizers import NamedOptimizer, OptimizerError
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.logic.record_bounds import _check_optimizer
 from tests.support.training.optimizer_steps import Trainer, follow
@@ -61,6 +62,13 @@ def test_replicas_follow_it_bit_for_bit(lion: Any) -> None:
     replicas = [trainer.replica(shard) for shard in range(2)]
     for iteration in range(8):
         follow(trainer, replicas, trainer.backward(without={3} if iteration == 4 else set()))
+
+
+@pytest.mark.usefixtures("lion")
+def test_what_it_costs_can_be_planned() -> None:
+    assert NamedOptimizer("lion,lr=0.1").state_bytes("float32") == 4
+    with pytest.raises(OptimizerError, match="no optimizer cat; shadow nodes support sgd, .*, lion"):
+        NamedOptimizer("cat")
 
 
 def test_without_the_package_a_node_says_so(lion: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,10 @@ from typing import Final
 import torch
 from torch import nn
 
-from checkmate.optim.supported import SUPPORTED, UnsupportedOptimizer, spec_of
+from checkmate.optim.supported import UnsupportedOptimizer, optimizer_classes, spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import DTYPES
 
-_BY_NAME: Final = {kind.__name__.lower(): kind for kind in SUPPORTED.values()}
 _WORDS: Final[Mapping[str, object]] = {"true": True, "false": False, "none": None}
 _PROBED: Final = 64
 """Elements of a parameter that is stepped to measure its state."""
@@ -33,9 +32,10 @@ class NamedOptimizer:
     def __init__(self, said: str) -> None:
         """Parse `NAME[,OPTION=VALUE...]`. Raise `OptimizerError` if it is not supported."""
         name, *options = said.split(",")
-        kind = _BY_NAME.get(name.strip().lower())
+        by_name = {kind.__name__.lower(): kind for kind in optimizer_classes()}
+        kind = by_name.get(name.strip().lower())
         if kind is None:
-            known = ", ".join(_BY_NAME)
+            known = ", ".join(by_name)
             raise OptimizerError(f"no optimizer {name}; shadow nodes support {known}")
         self._kind = kind
         self._options = dict(_option(option) for option in options)
