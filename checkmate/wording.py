@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Final
@@ -46,3 +47,28 @@ def size(nbytes: float) -> str:
             amount = nbytes / scale
             return f"{amount:,.3g} {unit}" if amount < 999.5 else f"{amount:,.0f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+_SUFFIX: Final = re.compile(r"(0|[1-9]\d*)$")
+_MIN_RANGE: Final = 3
+
+
+def in_ranges(names: Iterable[object]) -> str:
+    """Return names in their order, those whose numbers follow one another as a range: 0-3, trainer0-15."""
+    runs: list[list[tuple[str, int | None]]] = []
+    for name in map(str, names):
+        number = _SUFFIX.search(name)
+        prefix, value = (name[: number.start()], int(number[0])) if number else (name, None)
+        last = runs[-1][-1] if runs else None
+        if last is not None and value is not None and last == (prefix, value - 1):
+            runs[-1].append((prefix, value))
+        else:
+            runs.append([(prefix, value)])
+    words = []
+    for run in runs:
+        (prefix, first), (_, last_number) = run[0], run[-1]
+        if len(run) >= _MIN_RANGE:
+            words.append(f"{prefix}{first}-{last_number}")
+        else:
+            words += [f"{prefix}{'' if value is None else value}" for prefix, value in run]
+    return ", ".join(words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkmate.wording import counted, did_you_mean, size
+from checkmate.wording import counted, did_you_mean, in_ranges, size
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,23 @@ from checkmate.wording import counted, did_you_mean, size
 )
 def test_one_is_singular(number: int, text: str) -> None:
     assert counted(number, "stream") == text
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], ""),
+        ([0], "0"),
+        ([0, 1, 2, 3], "0-3"),
+        ([0, 1, 3, 4, 5, 9], "0, 1, 3-5, 9"),
+        ([3, 2, 1], "3, 2, 1"),
+        (["trainer0", "trainer1", "trainer2", "gpu7"], "trainer0-2, gpu7"),
+        (["a08", "a09", "a10"], "a08, a09, a10"),  # not a08-10, which would read as a8
+        (["tor 1", "tor 2", "tor 3", "leaf"], "tor 1-3, leaf"),
+    ],
+)
+def test_names_in_a_row_are_a_range(names: list[object], text: str) -> None:
+    assert in_ranges(names) == text
 
 
 def test_a_plural_of_its_own() -> None:

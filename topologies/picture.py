@@ -16,6 +16,7 @@ from topologies import torchrun
 from topologies.describe.topology import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
 from topologies.kernel.namespaces import name_of
 
+OWN_SCRIPT: Final = " -- train.py   # your own: none of Checkmate's examples trains such groups"
 SHADOWS_SHOWN: Final = 5
 """Number of shadow nodes whose commands `lab up` prints; the others are alike."""
 
@@ -128,19 +129,20 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
     ]
     if len(shadows) > SHADOWS_SHOWN:
         shadows[SHADOWS_SHOWN - 1 : -1] = ["  ... and so on, each in its own terminal, up to"]
-    module = topology.script[-1]
+    script = topology.script or ("train.py",)
+    module = script[-1]
     # Kills the newest process of the script in the namespace: the script itself, not its torchrun.
     kill = f"sh -c 'pkill -9 -n --ns $$ --nslist net -f [{module[0]}]{module[1:]}'"
     return "\n".join(
         [
             f"job: {job_file}",
             "next steps: train in the lab, with all that this needs, until Ctrl-C; then look at the logs",
-            f"  {checkmate} lab train {lab}",
+            f"  {checkmate} lab train {lab}{'' if topology.script else OWN_SCRIPT}",
             f"  {checkmate} lab logs {lab} {topology.shadow_nodes[0].name}",
             "or by hand (run and each shadow occupy a terminal until Ctrl-C):",
             f"  {control} run {job}",
             *shadows,
-            f"  {torchrun.loop(topology, inside, topology.script)}",
+            f"  {torchrun.loop(topology, inside, script)}",
             f"  {inside} {topology.trainers[-1].name} -- {kill}   # training resumes",
             f"  {control} status {job}",
             f"  {control} consolidate {job} --out checkpoint/",

@@ -20,8 +20,10 @@ from checkmate.job.tofino.ports import tofino_faults
 from checkmate.job.valid_parts import Part, addresses_of, parts, served_at
 from checkmate.job.validation import validated
 from checkmate.wire.tag import NCCL_SHADOW_IDS, SHARDS_MAX
+from checkmate.wording import counted, in_ranges
 
 PORTS_MOST: Final = 65535
+_SHOWN: Final = 16
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
 
 _REPLACED: Final[Mapping[Path, str]] = {
@@ -243,7 +245,20 @@ def _misplaced_for_nccl(raw: Any, ranks: Sequence[Part]) -> Iterator[Fault]:
 
 
 def notes(job: Job) -> Iterator[str]:
-    """Yield what will be refused of a valid job, depending on the training script."""
+    """Yield what a valid job may not be meant to have, or what will be refused of it for some scripts."""
+    numbers = sorted(rank.rank for group in job.dp_groups for rank in group.ranks)
+    if missing := sorted(set(range(numbers[-1])) - set(numbers)):
+        some = in_ranges(missing[:_SHOWN]) + (" and so on" if len(missing) > _SHOWN else "")
+        yield (
+            f"{job.job}: no DP group has rank {some}, although the last one is {numbers[-1]}: torch numbers "
+            f"{counted(len(numbers), 'rank')} from 0 to {len(numbers) - 1}"
+        )
+    used = {node for index in job.groups for node in job.shadow_list(index)}
+    if idle := [node.id for node in job.shadow_nodes if node.id not in used]:
+        yield (
+            f"{job.job}: no DP group lists {'shadow nodes' if len(idle) > 1 else 'shadow node'} "
+            f"{in_ranges(idle)}, so that nothing is held there (shadow_nodes of dp_groups)"
+        )
     if job.collective != "nccl" or job.mesh is not None:
         return
     for groups in job.groups_by_hosts():

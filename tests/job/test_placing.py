@@ -186,6 +186,19 @@ def test_what_nccl_will_not_train_is_said_for_groups_on_the_same_hosts(tmp_path:
     assert "note" not in invoke("validate", write(tmp_path, job_data(groups=2) | {"collective": "nccl"}))[1]
 
 
+def test_gaps_in_ranks_and_idle_shadow_nodes_are_noted(tmp_path: Path) -> None:
+    data = job_data(nodes=4, ranks=3)
+    data["dp_groups"][0]["ranks"][2]["rank"] = 20
+    data["dp_groups"][0]["shadow_nodes"] = [0]
+    file = write(tmp_path, data)
+    gap, idle = checks.notes(read_job(file))
+    assert gap == (
+        "demo: no DP group has rank 2-17 and so on, although the last one is 20: "
+        "torch numbers 3 ranks from 0 to 2"
+    )
+    assert idle.startswith("demo: no DP group lists shadow nodes 1-3, so that nothing is held there")
+
+
 @pytest.mark.parametrize("rank", [{"rank": 0}, {"rank": 0, "host": "a", "ip": "10.0.0.1"}, {"host": "a"}])
 def test_editors_see_a_rank_without_a_place(rank: dict[str, Any]) -> None:
     data = hosted()

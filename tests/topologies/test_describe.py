@@ -22,6 +22,7 @@ from controlplane.plan import plan
 from topologies import picture, switches, torchrun
 from topologies.describe import job_files
 from topologies.describe import topology as describe
+from topologies.describe.job_files import topology_data
 from topologies.describe.topology import BadDescription, Topology, build, load
 from topologies.kernel import loss
 
@@ -323,6 +324,27 @@ def test_each_lab_trains_with_an_example_that_there_is() -> None:
         "checkmate.examples.hsdp",
         "checkmate.examples.pipeline",
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "example"),
+    [
+        ({"dp_groups": [{"ranks": ["tor"] * 3}]}, "gpt.train"),
+        ({"dp_groups": [{"ranks": ["tor"] * 2}] * 2}, "pipeline"),
+        ({"dp_groups": [{"ranks": ["tor"] * 2}, {"ranks": ["tor"] * 3}]}, None),
+        ({"dp_groups": [{"ranks": ["tor"] * 2}] * 3}, None),
+        ({"dp_groups": [{"ranks": ["tor"] * 2}] * 3, "example": "gpt.train"}, "gpt.train"),
+        ({"hosts": [["tor"]] * 2, "dp_groups": [{"hosts": [0, 1]}] * 2}, "gpt.train"),
+        ({"hosts": [["tor"]] * 2, "gpus_per_host": 2, "mesh": {"dp_replicate": 2, "dp_shard": 2}}, "hsdp"),
+        ({"hosts": [["tor"]] * 4, "gpus_per_host": 1, "mesh": {"pp": 2, "dp_replicate": 2}}, None),
+    ],
+)
+def test_a_lab_trains_the_example_that_suits_its_groups(changes: dict[str, Any], example: str | None) -> None:
+    lab = build("x", {"title": "a lab", "switches": ["tor"], "shadow_nodes": [["tor"]], **changes})
+    assert lab.example == example
+    assert build("x", topology_data(lab)).example == example
+    steps = picture.next_steps(lab, "x", "job.yaml")
+    assert ("none of Checkmate's examples trains such groups" in steps) == (example is None)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "missing.yaml"])

@@ -49,7 +49,7 @@ class LabFile(Frozen):
     """The whole file, as docs/lab.md describes it."""
 
     title: Annotated[str, items(1)]
-    example: Example = "gpt.train"
+    example: Example | None = None
     channels: Annotated[int, whole(1, 8)] = 1
     replicas: Annotated[int, whole(1, _SHARDS_MAX)] = 1
     collective: Collective = "ring"

@@ -7,7 +7,7 @@ a lab is the same each time. All labs use the same addresses, because each has n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
@@ -150,7 +150,8 @@ class Topology:
     shadow_nodes: tuple[Host, ...]
     mesh: Mesh | None = None
     """What `groups` were made from."""
-    example: Example = "gpt.train"
+    example: Example | None = None
+    """`None` if none of Checkmate's suits the groups."""
     beside: tuple[Topology, ...] = ()
     """Further jobs on the same switches, with hosts of their own (`together`)."""
 
@@ -161,8 +162,8 @@ class Topology:
 
     @property
     def script(self) -> tuple[str, ...]:
-        """The script that trains in the lab unless another is named, as torchrun takes it."""
-        return "-m", f"checkmate.examples.{self.example}"
+        """The script, as torchrun takes it, that trains unless another is named; empty if none suits."""
+        return ("-m", f"checkmate.examples.{self.example}") if self.example else ()
 
     @property
     def ranks(self) -> tuple[LabRank, ...]:
@@ -255,6 +256,19 @@ def _checked(data: object, locate: Callable[[Fault], Located]) -> LabFile:
     return lab
 
 
+def _example(groups: Sequence[LabGroup], mesh: Mesh | None) -> Example | None:
+    """Return the example that trains such groups, if one does."""
+    if mesh is not None and (mesh.pp > 1 or mesh.tp > 1):
+        return None
+    if mesh is not None and mesh.dp_shard > 1:
+        return "hsdp"
+    hosts = [{rank.host.name for rank in group.ranks} for group in groups]
+    if all(names == hosts[0] for names in hosts):  # one model on all ranks
+        return "gpt.train"
+    stages = len(groups) == 2 and len(groups[0].ranks) == len(groups[1].ranks)
+    return "pipeline" if stages and hosts[0].isdisjoint(hosts[1]) else None
+
+
 @dataclass
 class _Builder:
     """Builder of a topology, which allocates ports in the order of requests.
@@ -293,7 +307,7 @@ class _Builder:
             groups,
             shadows,
             self.lab.mesh,
-            self.lab.example,
+            self.lab.example or _example(groups, self.lab.mesh),
         )
 
     def groups(self) -> Iterator[LabGroup]:

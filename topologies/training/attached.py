@@ -148,7 +148,11 @@ def training_in(
     """
     state.require_root()
     lab = Lab.attached(name)
-    script = script or lab.topology.script
+    if not (script := script or lab.topology.script):
+        raise BadDescription(
+            f"none of Checkmate's examples trains the DP groups of lab {name}: name a script, as in "
+            f"`checkmate lab train {name} -- train.py`"
+        )
     if not script[0].startswith("-") and not Path(script[0]).is_file():
         raise BadDescription(f"{script[0]} does not exist; name a script, or a module with -m")
     with state.locked(name), Crew(lab) as crew, contextlib.ExitStack() as stack:

@@ -26,6 +26,7 @@ from checkmate.job.files import JobSet, Located
 from checkmate.job.schema import Job
 from checkmate.output.consoles import waiting
 from checkmate.output.tables import FittedTable
+from checkmate.wording import in_ranges
 from controlplane import plan as planning
 from controlplane.entities import MulticastGroup, TableEntry
 from controlplane.network import Network
@@ -224,9 +225,9 @@ def _groups_table(job: Job) -> FittedTable:
         first, last = first_ids[index], first_ids[index] + job.shards(index) - 1
         table.add_row(
             mesh.group_name(job, index),
-            ", ".join(str(rank.rank) for rank in group.ranks),
-            ", ".join(rank.host or rank.place for rank in group.ranks),
-            ", ".join(map(str, job.shadow_list(index))),
+            in_ranges(rank.rank for rank in group.ranks),
+            in_ranges(rank.host or rank.place for rank in group.ranks),
+            in_ranges(job.shadow_list(index)),
             f"{first}" if first == last else f"{first} to {last}",
         )
     return table
