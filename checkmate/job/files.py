@@ -17,7 +17,7 @@ from checkmate.job.faults import Path as YamlPath
 from checkmate.job.kept import CheckedJob
 from checkmate.job.placing import Placing, place
 from checkmate.job.schema import Job
-from checkmate.job.tls_paths import resolve_tls
+from checkmate.job.tls_paths import beside, resolve_tls
 from checkmate.job.tofino import ports
 from checkmate.job.yaml_lines import Document, JobError, Located
 
@@ -261,7 +261,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> No
     """Resolve the names of keys and TLS files against the folder of the file that contains them."""
     resolve_tls(raw.get("fabric"), fabric_folder)
     if isinstance(keys := raw.get("keys") or "keys", str):
-        raw["keys"] = str(folder / keys)
+        raw["keys"] = str(beside(folder, keys))
 
 
 def _fabric_document(document: Document, named: str, read: ReadYaml) -> Document:
@@ -269,7 +269,7 @@ def _fabric_document(document: Document, named: str, read: ReadYaml) -> Document
     if "\0" in named:
         raise JobError([document.locate(Fault(("fabric",), "must be the path of a file"))])
     try:
-        return read(document.file.parent / named)
+        return read(beside(document.file.parent, named))
     except JobError as error:
         if error.faults[0].path == "(file)":
             message = f"the fabric file {named} {error.faults[0].message}"

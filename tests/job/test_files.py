@@ -633,6 +633,22 @@ def test_each_file_that_is_gone_is_awaited_from_when_it_was_missed() -> None:
     assert absences.note([first, second], 22.0) == [first]  # it was back meanwhile
 
 
+def test_paths_have_no_way_up_unless_a_link_needs_it(tmp_path: Path) -> None:
+    for folder in ("jobs", "real/inner"):
+        (tmp_path / folder).mkdir(parents=True)
+    data = {**job_data(), "keys": "../keys"}
+    job = read_job(write(tmp_path / "jobs", data))
+    assert job.keys == tmp_path / "keys"
+    (tmp_path / "link").symlink_to("real/inner")
+    write(tmp_path / "real" / "inner", data)
+    assert read_job(tmp_path / "link" / "job.yaml").keys == tmp_path / "link" / ".." / "keys"
+    faulty = write(tmp_path / "jobs", {**data, "fabric": "../fabric.yaml"})
+    write(tmp_path, {"switches": []}, "fabric.yaml")
+    with pytest.raises(JobError) as caught:
+        read_job(faulty)
+    assert caught.value.faults[0].file == tmp_path / "fabric.yaml"
+
+
 def test_each_file_is_parsed_once_for_each_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a fabric file that two jobs name."""
     parsed: list[Path] = []
