@@ -170,7 +170,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, dict):
-        return type(value)((key, plain(item)) for key, item in value.items())
+        items = {key: plain(item) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # a Counter counts other iterables
     if type(value) in (list, tuple):
         return type(value)(plain(item) for item in value)
     return value

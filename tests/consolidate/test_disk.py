@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from checkmate import state
 from checkmate.consolidate import disk
-from checkmate.consolidate.assemble import checkpoint
+from checkmate.consolidate.assemble import checkpoint, plain
 from tests.support.checkpoints import FORMATS, DiskModel, DiskRun, half_way, hidden, made, mounted
 
 
@@ -88,6 +90,16 @@ torch.set_rng_state(found["rng"]["2" if kind == "dcp" else 2]["torch"])
 run.train(4)
 torch.save([run.model.state_dict(), run.optimizer.state_dict()], path + ".out")
 """
+
+
+def test_the_milestones_of_a_schedule_stay_what_they_are() -> None:
+    """They are a Counter, which counts what it is made of unless that is a mapping."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6, 6])
+    found = plain(state.loads(state.dumps(scheduler.state_dict())))
+    assert found["milestones"] == Counter({3: 1, 6: 2})
+    assert type(found["milestones"]) is Counter
+    assert type(plain(OrderedDict(a=np.float64(1)))) is OrderedDict
 
 
 @pytest.mark.parametrize(
