@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import torch
 
 from checkmate import state
-from checkmate.consolidate import unfinished
+from checkmate.consolidate import archives, unfinished
 from checkmate.consolidate.chunks import Select, everything
 from checkmate.rpc.protocol import PROTOCOL
 
@@ -175,7 +175,7 @@ def _read(path: Path, keys: set[str] | None = None, select: Select = everything)
         from checkmate.consolidate import folder  # noqa: PLC0415 - as above
 
         return folder.read(path, keys, select)
-    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=keys is not None)
+    found: dict[str, Any] = archives.load(path, mapped=keys is not None)
     _cut(found, (), select)
     return found
 
@@ -207,7 +207,10 @@ def _by_number(group: Mapping[str, Any]) -> dict[str, Any]:
         found["rank_buffers"] = {int(rank): value for rank, value in found["rank_buffers"].items()}
     found.setdefault("buffers", {})
     exact = found.pop("exact", None)
-    return found if exact is None else {**found, **state.loads(exact)}
+    if exact is None:
+        return found
+    # Protocols up to 6 had an archive of torch there.
+    return {**found, **(archives.load(exact) if exact[:2] == b"PK" else state.loads(exact))}
 
 
 def _sync(path: Path) -> None:

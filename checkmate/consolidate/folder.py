@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from checkmate import state
-from checkmate.consolidate import unfinished
+from checkmate.consolidate import archives, unfinished
 from checkmate.consolidate.chunks import Box, Select, everything
 
 INDEX_MAX: Final = 256 << 20
@@ -69,7 +69,25 @@ class _Call:
         return self._function(*args)
 
 
-_MEMORY_FORMATS: Final = _Call(meta._MEM_FORMAT_ENCODING)
+class _Member:
+    """A member of an enumeration, whose attributes an index cannot replace."""
+
+    __slots__ = ("_member",)
+    _member: object
+
+    def __init__(self, member: object) -> None:
+        object.__setattr__(self, "_member", member)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FolderError("its index changes an enumeration, which no checkpoint needs")
+
+    def __eq__(self, other: object) -> bool:
+        return self._member is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_MEMORY_FORMATS: Final = _Call(lambda number: _Member(meta._MEM_FORMAT_ENCODING(number)))
 
 
 def _joined(*parts: str) -> str:
@@ -81,7 +99,7 @@ def _memory_format(owner: object, name: str) -> object:
     """Return a member of the one enumeration in an index; Python 3.11.0 to 3.11.3 pickle it as `getattr`."""
     if owner is not _MEMORY_FORMATS:
         raise FolderError("its index refers to builtins.getattr, which no checkpoint needs")
-    return meta._MEM_FORMAT_ENCODING[name]
+    return _Member(meta._MEM_FORMAT_ENCODING[name])
 
 
 _CLASSES: Final[dict[tuple[str, str], object]] = {
@@ -176,7 +194,7 @@ class _Planner(default_planner._EmptyStateDictLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         mapping = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, mapping, state.loads(value.getvalue()))
+        set_element(self.original_state_dict, mapping, archives.load(value.getvalue()))
 
 
 def write(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -223,8 +241,9 @@ def read_index(folder: Path) -> meta.Metadata:
     if path.stat().st_size > INDEX_MAX:
         raise FolderError(f"its index has {path.stat().st_size} bytes; it may have {INDEX_MAX}")
     try:
-        with path.open("rb") as file:
-            found: meta.Metadata = _Unpickler(file).load()
+        data = path.read_bytes()
+        archives.check_nesting(data)
+        found: meta.Metadata = _Unpickler(io.BytesIO(data)).load()
     except FolderError:
         raise
     except Exception as error:  # noqa: BLE001 - pickle raises anything

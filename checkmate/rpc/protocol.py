@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 """The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older.
 
 Version 1 had no `Reset`, layouts of version 2 no slicing, and those of version 3 no chunks, no
-shares and no types of gradients. Version 4 did not tell meshes apart, and in
-version 5 seeds had another checksum.
+shares and no types of gradients. Version 4 did not tell meshes apart, in
+version 5 seeds had another checksum, and in version 6 plain state was an archive of `torch.save`.
 """
 
 TEXT_MAX: Final = 256

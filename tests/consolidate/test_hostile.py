@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as meta
 
 from checkmate import state
-from checkmate.consolidate import disk, folder
+from checkmate.consolidate import archives, disk, folder
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.rpc.protocol import PROTOCOL
 from tests.support.checkpoints import DiskRun
@@ -139,7 +139,7 @@ def test_a_value_runs_nothing(written: Path) -> None:
         place, relative_path="evil.distcp", offset=0, length=len(blob.getvalue())
     )
     (written / ".metadata").write_bytes(pickle.dumps(index))
-    refused(written, "unreadable state|mkdir")
+    refused(written, "not an archive of tensors and plain values: .*mkdir")
     assert not mark.exists()
 
 
@@ -201,19 +201,63 @@ def compressed(blob: bytes) -> bytes:
     return made.getvalue()
 
 
+def stored(obj: object) -> bytes:
+    made = io.BytesIO()
+    torch.save(obj, made)
+    return made.getvalue()
+
+
+def nested(tuples: int) -> bytes:
+    """Return the pickle of a dictionary whose key is a tuple that deep, which overflows the stack."""
+    return b"\x80\x02}K\x01" + b"\x85" * tuples + b"K\x02s."
+
+
+NESTED_BY_NAMES = (
+    b"\x80\x02}K\x01" + b"".join(b"\x85q%ch%c" % (n % 250, n % 250) for n in range(70)) + b"K\x02s."
+)
+
+
 @pytest.mark.parametrize(
     ("blob", "words"),
     [
-        (compressed(state.dumps(torch.zeros(1 << 20))), "it is compressed"),
-        (archive(b"\x80\x02c__builtin__\nbytes\n\x8a\x08" + bytes(6) + b"\x04\0\x85R."), "Memory"),
-        (archive(b"\x80\x02cnumpy\ndtype\nX\x03\x00\x00\x00V,,\x85R."), "syntax"),
+        (compressed(stored(torch.zeros(1 << 20))), "it is compressed"),
+        (archive(b"\x80\x02cnumpy\ndtype\nX\x03\x00\x00\x00V,,\x85R."), "numpy.dtype"),
+        (archive(nested(400_000)), "tuples are nested more than 64 deep"),
+        (archive(NESTED_BY_NAMES), "tuples are nested more than 64 deep"),
         (b"PK\x03\x04", "not a zip file"),
     ],
-    ids=["compressed", "large", "pickle", "cut"],  # archives have the time, so they cannot be the names
-)  # fmt: skip
-def test_state_takes_no_more_memory_than_it_has_bytes(blob: bytes, words: str) -> None:
-    with pytest.raises(state.StateError, match=f"unreadable state: .*{words}"):
-        state.loads(blob)
+    ids=["compressed", "numpy", "nested", "memo", "cut"],  # archives have the time
+)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_archive_is_of_plain_values_or_refused(
+    blob: bytes, words: str, mapped: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(blob)
+    with pytest.raises(state.StateError, match=f"not an archive of tensors and plain values: .*{words}"):
+        archives.load(tmp_path / "file", mapped=mapped)
+    with pytest.raises(state.StateError, match="not an archive"):
+        archives.load(blob)
+
+
+def test_an_index_that_nests_is_refused(written: Path) -> None:
+    (written / ".metadata").write_bytes(nested(400_000))
+    refused(written, "tuples are nested more than 64 deep")
+
+
+def test_an_index_changes_no_enumeration(written: Path) -> None:
+    """Members are the same objects in the whole process."""
+    kind = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    changed = b"\x80\x02" + kind + b"K\x00\x85R}X\x06\x00\x00\x00_value_K\x07sb."
+    (written / ".metadata").write_bytes(changed)
+    refused(written, "can't read")
+    assert meta._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value == 0
+
+
+def test_a_checkpoint_of_protocol_6_is_read(tmp_path: Path) -> None:
+    made = checkpoint(DiskRun().snapshot(), by_name=True)
+    found = state.loads(made["exact"])
+    disk.save({**made, "protocol": 6, "exact": stored(found)}, tmp_path / "old", "dcp")
+    assert disk.load(tmp_path / "old")["extra"] == found["extra"]
 
 
 @fuzz(60, data=st.data())

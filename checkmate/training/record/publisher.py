@@ -49,7 +49,7 @@ def to_part(author: pb.RecordPart, noted: Noted) -> pb.RecordPart:
     )
     part.MergeFrom(author)
     if noted.buffers:
-        part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()}, known=True)
+        part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()})
     side = FIRST if author.position == 0 else LAST  # ranks between them do not tag: their `ends` are empty
     for (channel, shard), end in noted.ends.items():
         part.ends.add(side=side, channel=channel, shard=shard, end=end)

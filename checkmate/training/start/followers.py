@@ -333,7 +333,7 @@ def give_buffers(
     records = [
         pb.IterationRecord(
             iteration=iteration,
-            buffers={name: state.dumps(later(), known=True) for name, later in lot.items()},
+            buffers={name: state.dumps(later()) for name, later in lot.items()},
         )
         for lot in buffers.all()
     ]
