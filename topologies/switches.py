@@ -121,7 +121,8 @@ def deepen_queues(lab: str, switch: SwitchNode, depth: int = QUEUE_DEPTH) -> Non
             # Its server accepts calls before it has registered its services.
             if time.monotonic() > deadline:
                 raise LabError(
-                    f"switch {switch.name}: its queues can't be set over Thrift: {error}"
+                    f"switch {switch.name}: its queues can't be set over Thrift ({error}): "
+                    f"{BMV2} must be built with it"
                 ) from None
             time.sleep(0.05)
     if status:

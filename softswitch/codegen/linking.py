@@ -6,7 +6,7 @@ The result is the program's state, with constant entries and default actions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from finsy.proto import p4i
 
@@ -14,8 +14,11 @@ from softswitch.codegen.emitter import Links, parse_hex
 from softswitch.program.bmv2 import Json, ProgramConfig, UnsupportedProgramError
 from softswitch.program.match import Key, MatchField, MatchKind
 from softswitch.program.meters import Clock
+from softswitch.program.schema import FormatError
 from softswitch.program.state import CounterCell, Entry, State, Table
 
+CELLS_MAX: Final = 1 << 20
+"""Of all indexed counters, meters and registers: each takes 8 bytes or more."""
 ArrayT = TypeVar("ArrayT", p4i.Counter, p4i.Meter, p4i.Register)
 
 # p4c writes optional keys as ternary.
@@ -24,6 +27,13 @@ JSON_KINDS = {kind: {kind.value} for kind in MatchKind} | {MatchKind.OPTIONAL: {
 
 def link(config: ProgramConfig, p4info: p4i.P4Info, clock: Clock) -> Links:
     """Return the run-time objects for all names in the JSON; raise `ValueError` if P4Info differs."""
+    cells = sum(
+        array.size for arrays in (p4info.counters, p4info.meters, p4info.registers) for array in arrays
+    )
+    if cells > CELLS_MAX:
+        raise FormatError(
+            f"counters, meters and registers have {cells:,} cells together; a program may have {CELLS_MAX:,}"
+        )
     links = Links(State(), clock)
     arities = {}
     for action in p4info.actions:
@@ -33,6 +43,7 @@ def link(config: ProgramConfig, p4info: p4i.P4Info, clock: Clock) -> Links:
         counters = [CounterCell() for _ in range(array.size)]
         links.counters[name] = links.state.counters[array.preamble.id] = counters
     for name, registers in _arrays(config.raw["register_arrays"], p4info.registers, "register"):
+        _check_register(config, registers)
         links.registers[name] = links.state.registers[registers.preamble.id] = [0] * registers.size
     for name, meters in _arrays(config.raw["meter_arrays"], p4info.meters, "meter"):
         links.meters[name] = links.state.meters[meters.preamble.id] = [None] * meters.size
@@ -55,6 +66,17 @@ def link(config: ProgramConfig, p4info: p4i.P4Info, clock: Clock) -> Links:
                 f"action {json['name']} has parameters {given} in the JSON, not {arities[action_id]}"
             )
     return links
+
+
+def _check_register(config: ProgramConfig, info: p4i.Register) -> None:
+    """Raise `ValueError` unless a register's values have the same width in both."""
+    bits = info.type_spec.bitstring
+    width = bits.int.bitwidth if bits.WhichOneof("type_spec") == "int" else bits.bit.bitwidth
+    json = config.array("register_arrays", info.preamble.name)
+    if width > json["bitwidth"]:
+        raise _mismatch(
+            f"register {json['name']} has {width} bits in the P4Info, {json['bitwidth']} in the JSON"
+        )
 
 
 def _mismatch(text: str) -> ValueError:
@@ -120,6 +142,12 @@ def _link_table(config: ProgramConfig, json: Json, info: p4i.Table, links: Links
 
 
 def _match_field(config: ProgramConfig, json: Json, f: p4i.MatchField) -> MatchField:
+    target = next((key["target"] for key in json["key"] if key["name"] == f.name), None)
+    most = 1 if target is None or target[1] == "$valid$" else config.field(target).width
+    if not 0 < f.bitwidth <= most:
+        raise _mismatch(
+            f"key {f.name} of table {json['name']} has {f.bitwidth} bits in the P4Info, {most} in the JSON"
+        )
     kind = p4i.MatchField.MatchType.Name(f.match_type)
     if kind not in MatchKind.__members__:
         what = f.other_match_type or kind

@@ -14,6 +14,10 @@ MAX_SHIFT = 4096
 """Limit of left shifts by a variable: more than the width of any field, so that results are right."""
 
 
+MAX_BITS = 4 * MAX_SHIFT
+"""Of a value that is not truncated: a chain of multiplications takes seconds for each packet."""
+
+
 class OperatorError(Exception):
     """Operands for which an operator is not defined; the message has the reason."""
 
@@ -72,6 +76,10 @@ def paren(value: Value) -> str:
 
 def chain(op: str, left: Value, right: Value, low: int | None = None, high: int | None = None) -> Value:
     """Return `left op right`; chains of one associative operator stay flat."""
+    if any(bound is not None and bound.bit_length() > MAX_BITS for bound in (low, high)):
+        raise OperatorError(
+            f"a value of more than {MAX_BITS:,} bits, before it is truncated, is not supported"
+        )
     flat = left.op == op and op in ("+", "|", "&", "^", "and", "or")
     return Value(f"{left.code if flat else paren(left)} {op} {paren(right)}", low, high, op)
 
@@ -108,7 +116,7 @@ def _minus(left: Value, right: Value | None = None) -> Value:
 
 def _multiply(left: Value, right: Value) -> Value:
     if left.low is None or left.high is None or right.low is None or right.high is None:
-        return chain("*", left, right)
+        raise OperatorError("* needs operands of known widths")
     ends = [a * b for a in (left.low, left.high) for b in (right.low, right.high)]
     return chain("*", left, right, min(ends), max(ends))
 
@@ -126,12 +134,16 @@ def _divide(op: str, left: Value, right: Value) -> Value:
 def _shift_left(left: Value, right: Value) -> Value:
     if right.low is None or right.low < 0:
         raise OperatorError("a shift needs an unsigned amount")
-    by = right.constant
-    if by is not None and by <= MAX_SHIFT and left.low is not None and left.high is not None:
-        return chain("<<", left, right, left.low << by, left.high << by) if by else left
+    if left.low is None or left.high is None:
+        raise OperatorError("<< needs an operand of a known width")
+    if right.constant == 0:
+        return left
     if right.high is None or right.high > MAX_SHIFT:
-        right = Value(f"min({right.code}, {MAX_SHIFT})", 0, MAX_SHIFT)
-    return chain("<<", left, right, 0 if left.low is not None and left.low >= 0 else None, None)
+        right = Value(f"min({right.code}, {MAX_SHIFT})", min(right.low, MAX_SHIFT), MAX_SHIFT)
+    assert right.low is not None
+    assert right.high is not None
+    ends = [bound << by for bound in (left.low, left.high) for by in (right.low, right.high)]
+    return chain("<<", left, right, min(ends), max(ends))
 
 
 def _shift_right(left: Value, right: Value) -> Value:
@@ -175,11 +187,10 @@ def _merge(op: str, left: Value, right: Value) -> Value:
         return right
     if right.constant == 0:
         return left
-    if not (_unsigned(left) and _unsigned(right)):
-        return chain(op, left, right)
-    if left.high is None or right.high is None:
-        return chain(op, left, right, 0, None)
-    return chain(op, left, right, 0, (1 << max(left.high, right.high).bit_length()) - 1)
+    bounds = (left.low, left.high, right.low, right.high)
+    bits = max((bound.bit_length() for bound in bounds if bound is not None), default=0)
+    low = 0 if _unsigned(left) and _unsigned(right) else None if None in bounds else -(1 << bits)
+    return chain(op, left, right, low, None if None in bounds else (1 << bits) - 1)
 
 
 def _invert(value: Value) -> Value:

@@ -7,6 +7,7 @@ in `_DECODERS`, and its case in `encode_match`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from finsy.proto import p4r
 
@@ -30,8 +31,17 @@ def parse(value: bytes, width: int, what: str) -> int:
         raise invalid(f"{what} is missing or empty")
     number = int.from_bytes(value)
     if number >> width:
-        raise invalid(f"{what} is {number:#x}, which does not fit in {width} bits")
+        raise invalid(f"{what} is {shown(number)}, which does not fit in {width} bits")
     return number
+
+
+def shown(number: int) -> str:
+    """Return a number for a message: a long one by its length."""
+    bits = number.bit_length()
+    return f"{number:#x}" if bits <= _SHOWN_BITS else f"a number of {bits:,} bits"
+
+
+_SHOWN_BITS: Final = 256
 
 
 def decode_match(message: p4r.FieldMatch, field: MatchField, what: str) -> Key:

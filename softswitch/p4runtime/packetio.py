@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from finsy.proto import p4i, p4r
 
-from softswitch.p4runtime.fieldcodecs import invalid, to_bytes
+from softswitch.p4runtime.fieldcodecs import invalid, shown, to_bytes
 
 WIDTH_MAX = 2048
 
@@ -48,7 +48,7 @@ class ControllerHeader:
                 raise invalid(f'metadata "{field.name}" (id {field.id}) is missing or empty')
             number = int.from_bytes(value)
             if number >> field.bitwidth:
-                raise invalid(f'metadata "{field.name}" is {number:#x}: more than {field.bitwidth} bits')
+                raise invalid(f'metadata "{field.name}" is {shown(number)}: more than {field.bitwidth} bits')
             bits = bits << field.bitwidth | number
         return bits.to_bytes(self.length) + packet.payload
 

@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from graphlib import CycleError
+from typing import Any, Final
 
 from softswitch.program.parts import PROGRAM
 from softswitch.program.schema import FormatError, shown
@@ -135,25 +136,31 @@ _STANDARD_METADATA = {
 """Width in bits of each field of v1model's `standard_metadata_t`."""
 
 
+JSON_MAX: Final = 4 << 20
+"""Bytes: Python compiles a program in one go, and forwards nothing meanwhile."""
+
+
 def read(text: bytes) -> ProgramConfig:
     """Parse a BMv2 JSON; raise `FormatError` if it is not one.
 
     Raise `UnsupportedProgramError` if its shape can't be checked for what is not supported.
     """
+    if len(text) > JSON_MAX:
+        raise FormatError(f"the device config has {len(text):,} bytes; it may have {JSON_MAX:,}")
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the device config is not JSON: {error}") from None
     if not isinstance(raw, dict) or "pipelines" not in raw:
         raise FormatError("the device config is not BMv2 JSON (of p4c-bm2-ss): it has no 'pipelines'")
-    try:
-        PROGRAM(raw, "device config")
-    except FormatError:
-        # What refers to a header stack or a union has shapes of its own, which nothing here uses.
-        if problems := [located(what, item) for what, item in _unsupported(raw)]:
-            raise UnsupportedProgramError(problems) from None
-        raise
     with consistent():
+        try:
+            PROGRAM(raw, "device config")
+        except FormatError:
+            # What refers to a header stack or a union has shapes of its own, which nothing here uses.
+            if problems := [located(what, item) for what, item in _unsupported(raw)]:
+                raise UnsupportedProgramError(problems) from None
+            raise
         return _config(raw)
 
 
@@ -171,8 +178,10 @@ def consistent() -> Iterator[None]:
     """Refuse a program that refers to what it lacks, or whose parts do not fit together."""
     try:
         yield
-    except (LookupError, TypeError, RecursionError) as error:
+    except (LookupError, TypeError, CycleError) as error:
         raise FormatError(f"the device config is not consistent: {shown(error)}") from error
+    except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:  # of the compiler of Python
+        raise FormatError(f"the device config is nested too deep, or too large: {shown(error)}") from error
 
 
 def _config(raw: Json) -> ProgramConfig:
