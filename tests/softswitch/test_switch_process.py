@@ -181,13 +181,20 @@ def test_a_port_that_goes_and_comes_is_told_on_stderr(wires: Wires, tmp_path: Pa
 def test_no_descriptor_left_does_not_end_the_data_plane(wires: Wires) -> None:
     """A link that goes and comes has its state looked up, which needs a descriptor."""
     with process("--no-p4", "-i", "1@s1", "-i", "2@s2", inside=wires.switch) as (running, _):
-        sh(f"prlimit --pid {running.pid} --nofile={descriptors(running.pid)}:")
-        for state in ("down", "up"):
-            sh(f"nsenter --net=/run/netns/{wires.switch} ip link set s2 {state}")
-            time.sleep(0.3)
-            assert running.poll() is None
-        sh(f"prlimit --pid {running.pid} --nofile=1024:")
         assert running.stderr is not None
+
+        def set_link(state: str) -> None:
+            sh(f"nsenter --net=/run/netns/{wires.switch} ip link set s2 {state}")
+
+        set_link("down")
+        assert "is down" in running.stderr.readline()  # now it has all that forwarding needs
+        sh(f"prlimit --pid {running.pid} --nofile={descriptors(running.pid)}:")
+        for state in ("up", "down"):
+            set_link(state)
+            time.sleep(0.3)
+            assert running.poll() is None, running.communicate()[1]
+        sh(f"prlimit --pid {running.pid} --nofile=1024:")
+        set_link("up")
         told = ""
         while "up again" not in told:
             told = running.stderr.readline()
