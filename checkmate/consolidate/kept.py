@@ -14,7 +14,9 @@ from typing import Final
 from checkmate.consolidate import unfinished
 from checkmate.consolidate.disk import DiskError, Format, is_checkpoint, reason_of, run_of
 
-_NAME: Final = re.compile(r"(?:generation-(?P<generation>\d{4,})-)?iteration-(?P<iteration>\d{8,})(?:\.pt)?")
+_NAME: Final = re.compile(
+    r"(?:generation-(?P<generation>[0-9]{4,})-)?iteration-(?P<iteration>[0-9]{8,})(?:\.pt)?"
+)
 """Names without a generation count as generation 0."""
 
 

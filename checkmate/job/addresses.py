@@ -1,14 +1,29 @@
-"""Addresses in job files: of hosts, interfaces and services. Pure."""
+"""Addresses in job files: of hosts, interfaces, services and files. Pure."""
 
 from __future__ import annotations
 
+import os
 import re
 from ipaddress import IPv4Address, ip_address
+from typing import Final
 
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
-_HOST_PORT = re.compile(r"(?P<host>[^:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
+_HOST_PORT = re.compile(r"(?P<host>[^:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_HOST = re.compile(rf"(?!\d+(\.\d+)*\.?$){_LABEL}(\.{_LABEL})*\.?")
+_HOST = re.compile(rf"(?![0-9]+(\.[0-9]+)*\.?$){_LABEL}(\.{_LABEL})*\.?")
+
+
+NAME_BYTES: Final = 255
+"""Of a file, on Linux's file systems."""
+
+
+def checked_path(value: object) -> object:
+    """Return the path of a file that may exist. Raise `ValueError` for a name that no file can have."""
+    if isinstance(value, str) and (
+        "\0" in value or max(map(len, os.fsencode(value).split(b"/"))) > NAME_BYTES
+    ):
+        raise ValueError(f"must be the path of a file, whose names have up to {NAME_BYTES} bytes and no NUL")
+    return value
 
 
 def checked_host(value: str) -> str:
@@ -47,6 +62,7 @@ def checked_host_port(value: str) -> str:
     found = _HOST_PORT.fullmatch(value)
     if not found or not 0 < int(found["port"]) < 65536:
         raise ValueError("must be host:port such as 192.168.0.5:7000")
+    checked_host(found["host"].strip("[]"))
     return value
 
 

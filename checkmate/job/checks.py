@@ -55,6 +55,7 @@ def within_job(raw: Any) -> list[Fault]:
         *_duplicates(nodes, "id", "shadow node id"),
         *_duplicates(parts(raw, TrainingHost, "hosts"), "name", "host name"),
         *_same_addresses(addressed),
+        *_loopbacks(addressed),
         *_duplicates(addressed, "mac", "MAC address"),
         *_duplicates([*links, *hosts, *nics], "port", "switch port", ("switch", "port")),
         *_served_twice(nodes),
@@ -65,6 +66,18 @@ def within_job(raw: Any) -> list[Fault]:
         *_misplaced_for_nccl(raw, ranks),
         *tofino_faults(raw),
     ]
+
+
+def _loopbacks(addressed: Sequence[Part]) -> Iterator[Fault]:
+    """Yield addresses of a loopback among others. A job of which all are is one of processes on one host."""
+    known = [(part, part.fields["ip"]) for part in addressed if "ip" in part.fields]
+    if all(address.is_loopback for _, address in known):
+        return
+    for part, address in known:
+        if address.is_loopback:
+            yield Fault(
+                (*part.path, "ip"), f"{address} is on the host's own loopback, which no switch reaches"
+            )
 
 
 def _served_twice(nodes: Sequence[Part]) -> Iterator[Fault]:

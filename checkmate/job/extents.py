@@ -18,7 +18,7 @@ from checkmate.job.tofino import chips
 
 _MAC_BITS: Final = 48
 _TCP_PORTS: Final = 1 << 16
-_PORTS: Final = re.compile(r"(\d{1,3})-(\d{1,3})")
+_PORTS: Final = re.compile(r"([0-9]{1,3})-([0-9]{1,3})")
 _PANEL: Final = re.compile(chips.PORT_NAME)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from checkmate.job.addresses import checked_host, checked_host_port, checked_ip, checked_mac
+from checkmate.job.addresses import checked_host, checked_host_port, checked_ip, checked_mac, checked_path
 from checkmate.job.limits import After, Before, Described, Limits, whole
 from checkmate.job.tofino import chips
 
@@ -39,6 +40,7 @@ def device_port(value: object) -> object:
 
 Mac = Annotated[str, Before(checked_mac), Described(pattern=_MAC_PATTERN)]
 Ip = Annotated[IPv4Address, Before(checked_ip)]
+FilePath = Annotated[Path, Before(checked_path)]
 HostName = Annotated[str, After(checked_host)]
 HostPort = Annotated[str, After(checked_host_port), Described(pattern=r":[0-9]{1,5}$")]
 Port = Annotated[int, whole(0, CPU_PORT - 1), Before(_port)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -67,10 +68,11 @@ class JobSet:
 
     def require(self, more: Iterable[Located] = ()) -> list[Job]:
         """Return all jobs. Raise `JobError` with all faults, here and in `more`, sorted by file and line."""
-        place = {file.resolve(): number for number, file in reversed(list(enumerate(self.files)))}
+        # Not by Path.resolve, which raises for a link to itself.
+        place = {os.path.realpath(file): number for number, file in reversed(list(enumerate(self.files)))}
         faults = sorted(
             dict.fromkeys([*self.faults, *more]),
-            key=lambda fault: (place.get(fault.file.resolve(), len(place)), fault.line),
+            key=lambda fault: (place.get(os.path.realpath(fault.file), len(place)), fault.line),
         )
         if faults:
             raise JobError(faults)

@@ -47,7 +47,7 @@ def job_files(
             files += [file for file in _yaml_files(argument) if not _is_fabric(file, read)]
         else:
             files.append(argument)
-    same = Path.absolute if several_owners else Path.resolve
+    same = os.path.abspath if several_owners else os.path.realpath
     return list({same(file): file for file in files}.values())
 
 

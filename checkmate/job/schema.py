@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from ipaddress import IPv4Address
-from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
 
 from checkmate.job.addresses import records_beside, split_address
@@ -20,6 +19,7 @@ from checkmate.job.fields import (
     RANKS_LAST,
     Collective,
     Fec,
+    FilePath,
     HostName,
     HostPort,
     Ip,
@@ -70,9 +70,9 @@ class Stub(Frozen):
 class Tls(Frozen):
     """PEM files for the P4Runtime channel; `cert` and `key` if the switch requires them of clients."""
 
-    ca: Path
-    cert: Path | None = None
-    key: Path | None = None
+    ca: FilePath
+    cert: FilePath | None = None
+    key: FilePath | None = None
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -252,7 +252,7 @@ class Job(Frozen):
     """What reduces gradients: Checkmate's own ring, or NCCL with Checkmate's plugin."""
     channels: Annotated[int, whole(1, wire.CHANNELS_MAX)] = 1
     replicas: Annotated[int, whole(1, wire.SHARDS_MAX)] = 1
-    keys: Path | None = None
+    keys: FilePath | None = None
     """The folder with the folder of this job's keys; beside the job file by default."""
     hosts: tuple[TrainingHost, ...] = ()
     """Hosts that ranks name."""

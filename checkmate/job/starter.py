@@ -54,7 +54,7 @@ def hosts(text: str, what: str, least: int = 1) -> list[str]:
 
     Raise `ValueError` for neither, and for fewer than `least`.
     """
-    if text.isdecimal() and least <= int(text) <= _HOSTS_MAX:
+    if text.isascii() and text.isdecimal() and least <= int(text) <= _HOSTS_MAX:
         return [f"{what}{number}" for number in range(int(text))]
     named = [name.strip() for name in text.split(",")]
     if text.lstrip("-").isdecimal() or not all(named) or not least <= len(named) <= _HOSTS_MAX:

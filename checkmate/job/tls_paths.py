@@ -10,6 +10,8 @@ from typing import Any
 def beside(folder: Path, name: str) -> Path:
     """Return the path of a name in a file of that folder: without `..`, unless links give it a meaning."""
     path = folder / name
+    if "\0" in name:  # refused later
+        return path
     tidy = Path(os.path.normpath(path))
     return tidy if ".." in path.parts and os.path.realpath(tidy) == os.path.realpath(path) else path
 

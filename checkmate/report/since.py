@@ -9,7 +9,7 @@ from typing import Final
 from checkmate.events.line import TIME_END
 
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
+_AGO: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d)")
 
 
 def parse_since(text: str, now: float) -> float:

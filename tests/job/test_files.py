@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -631,6 +632,41 @@ def test_each_file_that_is_gone_is_awaited_from_when_it_was_missed() -> None:
     assert absences.awaited(20.0) == []
     assert absences.note([second], 21.0) == []
     assert absences.note([first, second], 22.0) == [first]  # it was back meanwhile
+
+
+@pytest.mark.parametrize("several_owners", [False, True])
+def test_a_link_to_itself_is_a_fault_of_its_own(tmp_path: Path, several_owners: bool) -> None:
+    """It must not keep the other jobs of the folder from being read."""
+    write(tmp_path, job_data())
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to("loop.yaml")
+    files = job_files([tmp_path], several_owners=several_owners)
+    assert sorted(file.name for file in files) == ["job.yaml", "loop.yaml"]
+    with pytest.raises(JobError, match="Too many levels of symbolic links") as caught:
+        JobFiles([tmp_path]).read().require()
+    assert [fault.file for fault in caught.value.faults] == [loop]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("keys", "a\0b", "must be the path of a file"),
+        ("keys", "../a\0b", "must be the path of a file"),
+        ("keys", "x" * 1000, "must be the path of a file"),
+        ("dp_groups.0.ranks.0.ip", "127.0.0.1", "own loopback, which no switch"),
+        ("fabric.switches.0.address", "10.0.0.1:\u0669\u0665\u0665\u0669", "must be host:port"),
+        ("shadow_nodes.0.mgmt", "\u0661\u0660.0.0.1:7000", "must be host:port|must be a host name"),
+    ],
+)
+def test_values_that_nothing_can_have_are_faults(tmp_path: Path, path: str, value: str, words: str) -> None:
+    data: Any = job_data()
+    *parents, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
+    here = data
+    for part in parents:
+        here = here[part]
+    here[last] = value
+    found = faults(write(tmp_path, data))
+    assert any(re.search(words, message) for message in found.values()), found
 
 
 def test_paths_have_no_way_up_unless_a_link_needs_it(tmp_path: Path) -> None:
