@@ -55,7 +55,7 @@ def within_job(raw: Any) -> list[Fault]:
         *_duplicates(nodes, "id", "shadow node id"),
         *_duplicates(parts(raw, TrainingHost, "hosts"), "name", "host name"),
         *_same_addresses(addressed),
-        *_loopbacks(addressed),
+        *_loopbacks(hosts),
         *_duplicates(addressed, "mac", "MAC address"),
         *_duplicates([*links, *hosts, *nics], "port", "switch port", ("switch", "port")),
         *_served_twice(nodes),
@@ -68,9 +68,9 @@ def within_job(raw: Any) -> list[Fault]:
     ]
 
 
-def _loopbacks(addressed: Sequence[Part]) -> Iterator[Fault]:
-    """Yield addresses of a loopback among others. A job of which all are is one of processes on one host."""
-    known = [(part, part.fields["ip"]) for part in addressed if "ip" in part.fields]
+def _loopbacks(hosts: Sequence[Part]) -> Iterator[Fault]:
+    """Yield loopback addresses among others of ranks: if all are, the job is of processes on one host."""
+    known = [(part, part.fields["ip"]) for part in hosts if "ip" in part.fields]
     if all(address.is_loopback for _, address in known):
         return
     for part, address in known:
