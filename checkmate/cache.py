@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import pwd
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Final
+
+WRITTEN_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
@@ -18,3 +28,53 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "checkmate"
     except RuntimeError as error:
         raise FileNotFoundError(str(error)) from None
+
+
+def code_folder() -> Path:
+    """Return a folder for compiled code, which nobody but this user and root can change.
+
+    That is the cache. But root may have an ordinary user's environment, as by `su` or `sudo -E`, and would
+    run what that user has put there: then it is the cache in the own home, or else a folder for as long as
+    this process runs.
+
+    Raises:
+        OSError: None can be made.
+    """
+    for folder in _candidates():
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own(folder)
+            return folder
+    return _passing()
+
+
+def _candidates() -> list[Path]:
+    found = []
+    with suppress(OSError):
+        found.append(cache_folder())
+    with suppress(KeyError):  # a user without a name
+        found.append(Path(pwd.getpwuid(os.geteuid()).pw_dir, ".cache", "checkmate"))
+    return found
+
+
+@cache
+def _passing() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="checkmate-code-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def check_own(path: Path) -> None:
+    """Raise `PermissionError` if another user than root can change what is at a path, or where it leads."""
+    own = {os.geteuid(), 0}
+    real, shown = Path(os.path.realpath(path)), Path(os.path.abspath(path))
+    about = real.stat()
+    if about.st_uid not in own or about.st_mode & WRITTEN_BY_OTHERS:
+        raise PermissionError(f"another user can write to {path}")
+    for parent in {*real.parents, *shown.parents}:
+        about = parent.stat()
+        sticky = about.st_mode & stat.S_ISVTX  # as /tmp: nobody else renames what is in it
+        if about.st_uid not in own or (about.st_mode & stat.S_IWOTH and not sticky):
+            raise PermissionError(f"another user can write to {parent}")
+    if shown.lstat().st_uid not in own:  # a link in such a folder
+        raise PermissionError(f"another user has made {path}")

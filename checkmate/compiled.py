@@ -7,9 +7,10 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from checkmate.cache import cache_folder
+from checkmate.cache import check_own, code_folder
 
 
 class CompilerRefused(Exception):
@@ -25,7 +26,7 @@ def compiled(
 ) -> Path:
     """Return the path of a compiled program. Compile it unless it is in the cache.
 
-    The cache is `$XDG_CACHE_HOME/checkmate` by default, or `~/.cache/checkmate`.
+    The cache is `cache.code_folder` by default.
 
     Args:
         name: The program's file name, without the digest that is added before its ending.
@@ -36,14 +37,17 @@ def compiled(
 
     Raises:
         CompilerRefused: The compiler failed.
-        OSError: The cache can't be used.
+        OSError: The cache can't be used, or is not this user's own.
     """
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + " ".join(flags).encode())
     stem, ending = os.path.splitext(name)
-    target = (cache or cache_folder()) / f"{stem}-{digest.hexdigest()[:16]}{ending}"
-    if target.exists():
+    if cache is not None:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own(cache)
+    target = (cache or code_folder()) / f"{stem}-{digest.hexdigest()[:16]}{ending}"
+    with suppress(FileNotFoundError):
+        check_own(target)
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     wanted = command()
     # Several ranks may compile at once, each into its own file; the rename is atomic.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

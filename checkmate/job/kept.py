@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from checkmate.cache import cache_folder
+from checkmate.cache import WRITTEN_BY_OTHERS, cache_folder
 from checkmate.job.limits import FILE_BYTES
 from checkmate.job.plain_form import of_json, to_json
 from checkmate.job.schema import Job
@@ -35,7 +35,6 @@ _KEPT: Final = re.compile(r"[0-9a-f]{32}\.job")
 _PART: Final = re.compile(r"[0-9a-f]{16}\.part")
 """The name of a file that is being written."""
 _ABANDONED_SECONDS: Final = 3600.0
-_WRITTEN_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _folder() -> Iterator[int]:
 
 def _check_own(number: int) -> os.stat_result:
     about = os.fstat(number)
-    if about.st_uid != os.geteuid() or about.st_mode & _WRITTEN_BY_OTHERS:
+    if about.st_uid != os.geteuid() or about.st_mode & WRITTEN_BY_OTHERS:
         raise PermissionError("others can write to it")
     return about
 

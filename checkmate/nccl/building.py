@@ -31,7 +31,7 @@ class PluginError(RuntimeError):
 def shared_object(cache: Path | None = None) -> Path:
     """Return the path of the plugin. Compile it unless it is in the cache.
 
-    The cache is `$XDG_CACHE_HOME/checkmate` by default, or `~/.cache/checkmate`.
+    The cache is `$XDG_CACHE_HOME/checkmate` by default, or `~/.cache/checkmate`, if it is this user's own.
 
     Raises:
         PluginError: A C compiler or a header is missing, or the cache can't be written.

@@ -26,7 +26,7 @@ _FLAGS = ("-target", "bpf", "-g", "-O2", "-Wall", "-Werror")
 def object_file(cache: Path | None = None) -> Path:
     """Return the path of the compiled program. Compile it unless it is in the cache.
 
-    The cache is `$XDG_CACHE_HOME/checkmate` by default, or `~/.cache/checkmate`.
+    The cache is `$XDG_CACHE_HOME/checkmate` by default, or `~/.cache/checkmate`, if it is this user's own.
 
     Raises:
         TaggerUnavailable: clang or a header is missing, or the cache can't be written.
