@@ -14,7 +14,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any, Final
 from controlplane.errors import AnotherPrimary
 from topologies.describe.topology import CONTROLLER, LabError
 from topologies.kernel import processes
+from topologies.kernel.processes import PYTHON
 from topologies.lab import Lab
 
 _POLL_SECONDS: Final = 0.05
@@ -223,7 +223,7 @@ def _text(file: Path, start: int) -> str:
     return file.read_bytes()[start:].decode(errors="replace")
 
 
-CHECKMATE: Final = (sys.executable, "-m", "checkmate.cli.entry")
+CHECKMATE: Final = (*PYTHON, "-m", "checkmate.cli.entry")
 _START_SECONDS: Final = 60.0
 _CONNECT_SECONDS: Final = 30.0
 

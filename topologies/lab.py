@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
@@ -22,6 +21,7 @@ from topologies.describe import job_files
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CABLES, BadDescription, LabError, SwitchNode, Topology
 from topologies.kernel import cgroups, links, namespaces, processes
+from topologies.kernel.processes import PYTHON
 from topologies.signals import undisturbed
 
 _INTO_CGROUP: Final = 'echo $$ > "$0" && exec "$@"'
@@ -280,7 +280,7 @@ class Lab:
     def _join_cables(self) -> None:
         """Start the process that forwards frames with a delay where the ranks' cables are cut."""
         pairs = [":".join(ends) for host in self.topology.trainers for ends in links.cut_ends(host)]
-        argv = [sys.executable, "-m", "topologies.kernel.jitter", "--seconds", f"{self.jitter:g}", *pairs]
+        argv = [*PYTHON, "-m", "topologies.kernel.jitter", "--seconds", f"{self.jitter:g}", *pairs]
         with self.log(CABLES).open("wb") as log:
             process = self.start(CABLES, argv, stdout=subprocess.PIPE, stderr=log, cpus=self.switch_cpus)
         assert process.stdout is not None

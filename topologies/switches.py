@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from topologies import tofino_model
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CONTROLLER, P4RUNTIME_PORT, LabError, SwitchNode
 from topologies.kernel.namespaces import entered, name_of
-from topologies.kernel.processes import last_lines
+from topologies.kernel.processes import PYTHON, last_lines
 
 BMV2: Final = "simple_switch_grpc"
 QUEUE_DEPTH: Final = 16384
@@ -60,7 +59,7 @@ def command(
     stats = [] if statistics is None else ["--stats-file", str(statistics)]
     # The management network ends at the namespaces of the lab, so nobody else reaches the switch.
     served = ["--metrics", f"{switch.mgmt}:{METRICS_PORT}"] if metrics else []
-    return [sys.executable, "-m", "softswitch", *general, *own, "--insecure", *stats, *served]
+    return [*PYTHON, "-m", "softswitch", *general, *own, "--insecure", *stats, *served]
 
 
 def statistics_file(folder: Path, switch: SwitchNode) -> Path:

@@ -26,6 +26,7 @@ from typing import Any, Final
 from controlplane.tofino.device_config import NotCompiled, read_program
 from topologies.describe.job_files import TOFINO_CPU_PORT
 from topologies.describe.topology import LabError, SwitchNode
+from topologies.kernel.processes import PYTHON
 
 MODEL: Final = "tofino-model"
 DRIVERS: Final = "bf_switchd"
@@ -82,7 +83,7 @@ def check_ports(switches: Sequence[SwitchNode]) -> None:
 def command(switch: SwitchNode, folder: Path) -> list[str]:
     """Return the command line of a lab's switch, whose files are in `folder`. Pure."""
     options = ["--folder", str(folder), "--ports", str(switch.ports), "--address", switch.address]
-    return [sys.executable, "-m", "topologies.tofino_model", *options]
+    return [*PYTHON, "-m", "topologies.tofino_model", *options]
 
 
 def ports_file(ports: int) -> dict[str, Any]:

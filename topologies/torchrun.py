@@ -7,13 +7,13 @@ the hosts' management addresses sort like their ranks.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from topologies.describe.topology import Host, Topology
 from topologies.kernel.links import MGMT_INTERFACE
+from topologies.kernel.processes import PYTHON
 
 PORT: Final = 29400
 RESTARTS: Final = 10
@@ -70,7 +70,7 @@ def _command(
     first: Host, host: Host, hosts: int, ranks: int, name: str, script: Sequence[str | Path], restarts: int
 ) -> list[str | Path]:
     return [
-        sys.executable,
+        *PYTHON,
         "-m",
         "torch.distributed.run",
         f"--nnodes={hosts}",

@@ -82,6 +82,7 @@ def invocation(switch: Switch, *, primary: bool = False) -> tuple[list[str], dic
     """Return the command and environment that open p4runtime-shell on `switch`."""
     command = [
         str(ENVIRONMENT / "bin" / "python"),
+        "-P",
         "-m",
         "p4runtime_sh",
         "--grpc-addr",
@@ -126,7 +127,7 @@ def _install(python: Path) -> subprocess.CompletedProcess[str]:
     ours = _pip() >= _PIP_WITH_PYTHON  # there already, and newer than Python's own
     venv.create(ENVIRONMENT, with_pip=not ours, clear=True)
     pip: list[str | Path] = (
-        [sys.executable, "-m", "pip", "--python", python] if ours else [python, "-m", "pip"]
+        [sys.executable, "-P", "-m", "pip", "--python", python] if ours else [python, "-P", "-m", "pip"]
     )
     command = [*pip, "install", "-q", "--disable-pip-version-check", "--require-hashes"]
     command += ["--no-deps", "--only-binary", ":all:", "--requirement", REQUIREMENTS]

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,10 +17,10 @@ import pytest
 from tests.support.labs.live import alive, needs_root
 from tests.support.waiting import wait_until
 from topologies import torchrun
-from topologies.crew import Crew, serving, status
+from topologies.crew import CHECKMATE, Crew, serving, status
 from topologies.describe.topology import BadDescription, LabError, load
 from topologies.kernel import processes
-from topologies.kernel.processes import descendants
+from topologies.kernel.processes import PYTHON, descendants
 from topologies.lab import Lab
 
 pytestmark = needs_root
@@ -251,3 +252,24 @@ def test_torchrun_starts_the_job_again_when_a_rank_is_killed(lab: Lab, crew: Cre
         lines = set(member.said().splitlines())
         assert lines == {f"rank {rank} sum 6.0"}
     assert descendants(members[0].process.pid) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (*CHECKMATE, "--version"),
+        (*PYTHON, "-m", "softswitch", "--help"),
+        (*PYTHON, "-m", "topologies.kernel.jitter", "--help"),
+        (*PYTHON, "-m", "topologies.tofino_model", "--help"),
+        pytest.param((*PYTHON, "-m", "torch.distributed.run", "--help"), marks=pytest.mark.slow),
+    ],
+    ids=lambda command: command[3],
+)
+def test_what_root_starts_imports_nothing_from_where_it_is_started(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A lab may be started in a folder that belongs to somebody else."""
+    for module in ("copy", "random", "logging", "ipaddress"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('a stranger has run')")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -363,7 +363,7 @@ def test_switch_commands() -> None:
         *("--grpc-server-addr", "172.31.3.2:9559", "--cpu-port", "510"),
     ]
     plain = [part for part in bmv2[1:] if part != "--"]
-    assert switches.command(switch, "softswitch", Path("/lab"))[3:] == [*plain, "--insecure"]
+    assert switches.command(switch, "softswitch", Path("/lab"))[4:] == [*plain, "--insecure"]
 
 
 @pytest.mark.parametrize(("text", "share"), [("1%", 0.01), ("0.5", 0.5), ("0", 0.0), ("0.5%", 0.005)])

@@ -14,6 +14,8 @@ from typing import Final
 
 from topologies.describe.topology import BadDescription, LabError
 
+PYTHON: Final = (sys.executable, "-P")
+"""For modules of our own, as root: without -P, `python -m` would import from the folder it is started in."""
 _ROOT: Final = Path(__file__).resolve().parent.parent.parent
 
 

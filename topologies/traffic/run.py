@@ -7,7 +7,6 @@ with Lab(load("single_tor")) as lab, Crew(lab) as crew, serving(crew):
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from checkmate.wording import JSON_VERSION
 from topologies.crew import Crew, Member, await_streams
 from topologies.crew import status as read_status
 from topologies.describe.topology import LabError
+from topologies.kernel.processes import PYTHON
 from topologies.progress import StepProgress
 from topologies.traffic import orders
 from topologies.traffic.digests import Tail
@@ -167,7 +167,7 @@ class Traffic:
         file = self.lab.directory / f"{name}.config.json"
         file.write_text(json.dumps(config))
         self._result_file(name).unlink(missing_ok=True)
-        argv = [sys.executable, "-m", f"topologies.traffic.{module}", "--config", str(file)]
+        argv = [*PYTHON, "-m", f"topologies.traffic.{module}", "--config", str(file)]
         return self.crew.start(name, host, [*argv, "--result", str(self._result_file(name)), *more])
 
     def await_ready(self, shadows: Sequence[Member]) -> None:

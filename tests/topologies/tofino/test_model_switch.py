@@ -57,8 +57,8 @@ def script(sde: Path, name: str, text: str) -> None:
 def test_its_files_and_commands(tmp_path: Path) -> None:
     switch = load("single_tor").switches[0]
     started = switches.command(switch, "tofino", tmp_path)
-    assert started[1:3] == ["-m", "topologies.tofino_model"]
-    assert started[3:] == ["--folder", f"{tmp_path}/tor", "--ports", "8", "--address", "172.31.3.1:9559"]
+    assert started[1:4] == ["-P", "-m", "topologies.tofino_model"]
+    assert started[4:] == ["--folder", f"{tmp_path}/tor", "--ports", "8", "--address", "172.31.3.1:9559"]
     assert tofino_model.ports_file(2) == {
         "PortToIf": [{"device_port": 1, "if": "port1"}, {"device_port": 2, "if": "port2"}]
     }
