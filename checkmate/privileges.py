@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Final
@@ -28,6 +29,8 @@ class Capability(IntEnum):
     DAC_OVERRIDE = 1
     DAC_READ_SEARCH = 2
     FOWNER = 3
+    SETGID = 6
+    SETUID = 7
     SETPCAP = 8
     NET_BIND_SERVICE = 10
     NET_ADMIN = 12
@@ -77,6 +80,52 @@ def keep_only(*kept: Capability) -> None:
         part.permitted &= mask >> (32 * word)
         part.effective, part.inheritable = part.permitted, 0
     _call(libc.capset, ctypes.byref(header), sets)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A user and a group, to whom a folder belongs."""
+
+    uid: int
+    gid: int
+
+
+def owner_of(folder: Path) -> Owner | None:
+    """Return the user who can change where a folder is, or what is in it; `None` if only root and this can.
+
+    That is the owner of the deepest folder on its path that belongs to another user.
+    """
+    for path in (shown := Path(os.path.abspath(folder)), *shown.parents):
+        try:
+            about = path.lstat()
+        except FileNotFoundError:
+            continue
+        if about.st_uid not in (0, os.geteuid()):
+            return Owner(about.st_uid, about.st_gid)
+    real = Path(os.path.realpath(folder))
+    return None if real == shown else owner_of(real)
+
+
+def place_of(folder: Path) -> Path:
+    """Return where a path leads if no link is followed that another user than root can have made."""
+    own = {0, os.geteuid()}
+    place, trusted = Path("/"), True
+    for part in Path(os.path.abspath(folder)).parts[1:]:
+        trusted = trusted and place.lstat().st_uid in own
+        place /= part
+        if trusted and place.is_symlink() and place.lstat().st_uid in own:
+            place = Path(os.path.realpath(place))
+    return place
+
+
+def become(owner: Owner) -> None:
+    """As root with SETUID and SETGID, become another user for good, in all threads, without any capability.
+
+    What root writes by a path that another user can change may be led to any file of root's.
+    """
+    os.setgroups([])
+    os.setresgid(owner.gid, owner.gid, owner.gid)
+    os.setresuid(owner.uid, owner.uid, owner.uid)
 
 
 def give_up(*dropped: Capability) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from checkmate.privileges import Capability, to_listen, to_read, to_write
+from checkmate.privileges import Capability, Owner, owner_of, to_listen, to_read, to_write
 from testbed.copies import local_job
 from testbed.jobs import job_data
 from tests.support.capabilities import check_keeps
@@ -133,6 +133,41 @@ def test_the_controller_keeps_none_but_for_its_events(tmp_path: Path) -> None:
                 check_keeps(process.pid, *to_read([file]), *kept)
                 process.terminate()
         assert list(events.glob("*.jsonl"))
+
+
+@needs_root
+def test_roots_checkpoints_in_another_users_folder_are_that_users(
+    tmp_path: Path, start: Callable[..., NodeProcess]
+) -> None:
+    """Its owner could lead what root writes there to any file of root's."""
+    start(local_job(nodes=1), 0, "--no-view").line()
+    (home := tmp_path / "home").mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    tmp_path.chmod(0o755)
+    folder = home / "kept"
+    command = [*COMMAND, "consolidate", str(tmp_path / "job.yaml"), "--out", str(folder), "--every", "1"]
+    command += ["--timeout", "0.5"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        while "waiting" not in process.stderr.readline():
+            assert process.poll() is None
+        check_keeps(process.pid, bound=(*to_read([]), Capability.SETUID, Capability.SETGID))
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        for name in ("Uid", "Gid"):
+            (line,) = (line for line in status.splitlines() if line.startswith(f"{name}:"))
+            assert line.split()[1:] == [str(NOBODY)] * 4
+        assert "Groups:\t \n" in status
+        process.terminate()
+
+
+@needs_root
+def test_whoever_can_change_a_path_is_its_owner(tmp_path: Path) -> None:
+    (inner := tmp_path / "theirs" / "ours").mkdir(parents=True)
+    assert owner_of(inner) is None
+    os.chown(inner.parent, NOBODY, NOBODY)
+    assert owner_of(inner) == owner_of(inner / "not" / "there") == Owner(NOBODY, NOBODY)
+    (tmp_path / "link").symlink_to(inner)
+    assert owner_of(tmp_path / "link" / "x") == Owner(NOBODY, NOBODY)
 
 
 @pytest.mark.slow

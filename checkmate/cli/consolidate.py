@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,9 +31,10 @@ from checkmate.cli.common import (
 from checkmate.cli.shadow import stopping
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
-from checkmate.keys.roles import Role, role_folder
+from checkmate.keys.access import Access, access
+from checkmate.keys.roles import Role
 from checkmate.output.consoles import awaiting_others, progress, waiting
-from checkmate.privileges import keep_only, to_listen, to_read, to_write
+from checkmate.privileges import Capability, become, keep_only, owner_of, to_listen, to_read
 from checkmate.wording import counted
 from topologies.signals import unwinding
 
@@ -96,16 +98,20 @@ def consolidate(
         _check_free(to, kind)
     elif kind is FormatChoice.torchtitan:
         raise UsageFault("--every keeps checkpoints for checkmate.restore, which needs --format dcp or torch")
-    keys = [] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.READER)]
-    keep_only(*to_read(keys), *to_write(to), *to_listen(metrics_ports(metrics)))
+    reader = access(loaded, Role.READER, insecure=insecure)
+    owner = owner_of(to) if os.geteuid() == 0 else None
+    to_leave = () if owner is None else (Capability.SETUID, Capability.SETGID)
+    keep_only(*to_read([]), *to_listen(metrics_ports(metrics)), *to_leave)
     with waiting(err, "starting"):  # torch takes a second
-        from checkmate.consolidate import follow  # noqa: PLC0415
+        from checkmate.consolidate import folder, follow  # noqa: F401, PLC0415 - all, before another user may not
         from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
+    if owner is not None:
+        become(owner)
     with unwinding():
         if every is None:
             words = f"reading the shadow nodes; all shards have to be there within {timeout:g} s"
-            with _nodes(loaded, insecure) as nodes, awaiting_others(err, words):
+            with _nodes(loaded, reader) as nodes, awaiting_others(err, words):
                 saved = follow.take(nodes, to, kind.value, timeout, _warning)
             print_json(_data(saved)) if as_json else _say(saved)
             return
@@ -117,7 +123,7 @@ def consolidate(
         )
         with (
             stopping() as stopped,
-            SnapshotReader(loaded, stopped=stopped, insecure=insecure) as nodes,
+            SnapshotReader(loaded, stopped=stopped, reader=reader) as nodes,
             nullcontext(told) if metrics is None else _counted(metrics, loaded.job, every, told) as heard,
         ):
             follow.follow(nodes, to, kind.value, timeout, every, keep, stopped, heard)
@@ -159,14 +165,14 @@ def _counted(address: str, job: str, every: int, told: Told) -> Iterator[Told]:
 
 
 @contextmanager
-def _nodes(job: Job, insecure: bool) -> Iterator[SnapshotReader]:
+def _nodes(job: Job, reader: Access) -> Iterator[SnapshotReader]:
     """Open a reader of the job's nodes that shows progress on a terminal."""
     from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
     with progress(err, DownloadColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task(f"reading job {job.job}", total=None)
         advance = partial(bar.advance, task)
-        with SnapshotReader(job, advance, insecure=insecure) as nodes:
+        with SnapshotReader(job, advance, reader=reader) as nodes:
             yield nodes
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from checkmate import state
 from checkmate.job.schema import Job
-from checkmate.keys.access import access
+from checkmate.keys.access import Access, access
 from checkmate.keys.roles import Role
 from checkmate.nodes.other_ranks import other_ranks
 from checkmate.nodes.reader import (
@@ -85,7 +85,7 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
         job: Job,
         progress: Callable[[int], None] = lambda nbytes: None,
         stopped: threading.Event | None = None,
-        insecure: bool = False,
+        reader: Access | None = None,
     ) -> None:
         """Create it, without connecting.
 
@@ -93,7 +93,7 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
             job: The job.
             progress: Called with numbers of bytes as they arrive, from several threads.
             stopped: Set it to end attempts early.
-            insecure: Read without keys and TLS.
+            reader: With which keys to read; by default, those of role reader in the job's folder.
 
         Raises:
             KeysError: The keys of role reader are missing or can't be used.
@@ -101,7 +101,7 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
         self.job = job
         self._stopped = stopped or threading.Event()
         self._progress = progress
-        self._stubs = Stubs(job, access(job, Role.READER, insecure=insecure).keys)
+        self._stubs = Stubs(job, (access(job, Role.READER) if reader is None else reader).keys)
 
     def __exit__(self, *_: object) -> None:
         self._stubs.close()

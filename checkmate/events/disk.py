@@ -6,11 +6,13 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from checkmate.events.reading import OLDER, SUFFIX, EventsError
+from checkmate.privileges import place_of
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -26,7 +28,7 @@ class Disk:
         self._size = 0
         self._whole = True  # the last byte is the end of a line
         self._told = False
-        self._lock_file = -1
+        self._lock_file = self._folder = -1
         try:
             self._open()
         except OSError as error:
@@ -54,10 +56,10 @@ class Disk:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._file, self._lock_file):
+        for file in (self._file, self._lock_file, self._folder):
             if file >= 0:
                 os.close(file)
-        self._file = self._lock_file = -1
+        self._file = self._lock_file = self._folder = -1
 
     def _append(self, data: bytes) -> None:
         if self._file < 0:
@@ -77,18 +79,31 @@ class Disk:
         os.close(self._file)
         self._file = -1
         with suppress(FileNotFoundError):  # somebody has moved it
-            os.replace(self._path, self.files[0])
+            names = (self._path.name, self.files[0].name)
+            os.replace(*names, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._open()
 
     def _open(self) -> None:
         """Open the newer file, in a folder that this process has locked, each of which is made if need be."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._open_folder()
         self._lock()
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._file = os.open(self._path, flags, 0o600)
+        self._file = _opened(self._path.name, self._folder, os.O_APPEND)
         self._size = os.fstat(self._file).st_size
         # A process that was killed may have left half a line.
         self._whole = not self._size or os.pread(self._file, 1, self._size - 1) == b"\n"
+
+    def _open_folder(self) -> None:
+        """Open the folder anew, which may have been moved away.
+
+        Where another user can change its path, as root's in that user's home, no link is followed.
+        """
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if self._folder >= 0:
+            os.close(self._folder)
+        self._folder = folder
+        if os.readlink(f"/proc/self/fd/{folder}") != str(place_of(self._path.parent)):
+            raise PermissionError(errno.EPERM, "a link of another user leads elsewhere")
 
     def _lock(self) -> None:
         """Lock the log, also if its folder was moved away with the lock."""
@@ -98,7 +113,7 @@ class Disk:
         if self._lock_file >= 0:
             os.close(self._lock_file)
             self._lock_file = -1
-        self._lock_file = _locked(path)
+        self._lock_file = _locked(path, self._folder)
 
     def _trouble(self, error: OSError | EventsError) -> None:
         if not self._told:
@@ -110,9 +125,20 @@ class Disk:
             )
 
 
-def _locked(path: Path) -> int:
+def _opened(name: str, folder: int, flags: int = 0) -> int:
+    """Open a file of the folder, made if need be. Raise `OSError` for links, pipes and second names."""
+    flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(name, flags, 0o600, dir_fd=folder)
+    about = os.fstat(file)
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        os.close(file)
+        raise PermissionError(errno.EPERM, "it is no file of its own")
+    return file
+
+
+def _locked(path: Path, folder: int) -> int:
     """Return a file that this process alone has locked. Raise `EventsError` if another one has."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    file = _opened(path.name, folder)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

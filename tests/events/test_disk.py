@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from checkmate.events.disk import Disk
-from checkmate.events.reading import EventsError
+from checkmate.events.reading import EventsError, Found, read_file
+from tests.support.labs.live import needs_root
+
+NOBODY = 65534
 
 
 def test_a_file_that_was_moved_is_begun_anew_at_its_size(tmp_path: Path) -> None:
@@ -56,7 +59,7 @@ def test_a_disk_that_fails_for_a_while_is_written_again(
 def test_a_lock_that_another_has_taken_meanwhile_stops_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def taken(_: Path) -> int:
+    def taken(*_: object) -> int:
         raise EventsError("another process keeps the events")
 
     disk = Disk(tmp_path / "events" / "a.jsonl", 10)
@@ -65,3 +68,44 @@ def test_a_lock_that_another_has_taken_meanwhile_stops_no_thread(
     monkeypatch.setattr("checkmate.events.disk._locked", taken)
     assert disk.write(["234567"]) == 0
     disk.close()
+
+
+def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(EventsError, match="it is no file"):
+        read_file(tmp_path / "a.jsonl", Found())
+    with pytest.raises(EventsError, match="it is no file"):
+        Disk(tmp_path / "a.jsonl", 10)
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["folder", "file", "second name"])
+def test_roots_log_in_another_users_home_ends_in_no_file_of_roots(tmp_path: Path, kind: str) -> None:
+    (ours := tmp_path / "ours").mkdir()
+    (ours / "secret").write_text("secret")
+    (home := tmp_path / "home").mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    folder = home / "events"
+    if kind == "folder":
+        folder.symlink_to(ours)
+    else:
+        folder.mkdir()
+        os.chown(folder, NOBODY, NOBODY)
+        if kind == "file":
+            (folder / "a.jsonl").symlink_to(ours / "secret")
+        else:
+            os.link(ours / "secret", folder / "a.jsonl")
+    with pytest.raises(EventsError, match="can't be kept"):
+        Disk(folder / "a.jsonl", 10)
+    assert sorted(os.listdir(ours)) == ["secret"]
+    assert (ours / "secret").read_text() == "secret"
+
+
+@needs_root
+def test_root_keeps_a_log_in_another_users_folder(tmp_path: Path) -> None:
+    (home := tmp_path / "home").mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    disk = Disk(home / "a.jsonl", 10)
+    assert disk.write(["123456"] * 3) == 3
+    disk.close()
+    assert sorted(os.listdir(home)) == [".a.jsonl.lock", "a.jsonl", "a.jsonl.1"]

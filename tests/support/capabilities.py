@@ -15,10 +15,13 @@ def mask_of(capabilities: Iterable[Capability]) -> int:
     return sum(1 << one for one in capabilities)
 
 
-def check_keeps(pid: int, *kept: Capability) -> None:
-    """Check that each thread of a process of root has exactly these capabilities and can get no others."""
-    mask = f"{mask_of(kept):016x}"
-    wanted = {"CapPrm": mask, "CapEff": mask, "CapBnd": mask, "CapInh": f"{0:016x}", "CapAmb": f"{0:016x}"}
+def check_keeps(pid: int, *kept: Capability, bound: Iterable[Capability] | None = None) -> None:
+    """Check that each thread of a process of root has exactly these capabilities and can get no others.
+
+    `bound`: those of the bounding set, on which no `execve` can draw any more.
+    """
+    mask, most = (f"{mask_of(some):016x}" for some in (kept, kept if bound is None else bound))
+    wanted = {"CapPrm": mask, "CapEff": mask, "CapBnd": most, "CapInh": f"{0:016x}", "CapAmb": f"{0:016x}"}
     threads = list(Path(f"/proc/{pid}/task").iterdir())
     assert threads
     for thread in threads:
