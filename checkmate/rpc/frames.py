@@ -62,6 +62,11 @@ class Unpacker:
         self._greeted = greeted
         self._bytes = bytearray()
 
+    @property
+    def held(self) -> int:
+        """The number of bytes that it holds of what is not complete."""
+        return len(self._bytes)
+
     def feed(self, data: bytes | memoryview) -> Iterator[RecordFrame]:
         """Yield the frames that `data` completes.
 

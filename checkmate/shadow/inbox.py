@@ -37,6 +37,10 @@ log = logging.getLogger("checkmate")
 
 GREETING_SECONDS: Final = 5.0
 """How long a connection may take for its greeting, after the TLS handshake."""
+FRAME_SECONDS: Final = 60.0
+"""How long a frame may take from its first byte to its last, without the time for which it waits for room."""
+HELD_BYTES: Final = 1 << 30
+"""Of all frames that are not complete. Above that, only the oldest is read on."""
 NEWCOMERS: Final = 64
 """Connections that have not greeted yet."""
 CONNECTIONS: Final = 256
@@ -89,6 +93,7 @@ class Inbox:
         self._listener, self._take, self._gate, self._most = listener, take, gate, most
         self._stopping = threading.Event()
         self._served: dict[_Connection, threading.Thread] = {}
+        self._held = _HeldFrames()
         self._strangers = StrangerLog()
         self._thread = threading.Thread(target=self._accept_forever, name="records", daemon=True)
 
@@ -184,6 +189,7 @@ class Inbox:
             why = repr(error)
         if why and not self._stopping.is_set():
             self._strangers.line(f"step records from {connection.host}: {why}")
+        self._held.forget(connection)
         del self._served[connection]
         connection.sock.close()
 
@@ -196,8 +202,11 @@ class Inbox:
         unpacker, left = Unpacker(greeted=False), len(GREETING)
         deadline = time.monotonic() + GREETING_SECONDS
         sock.settimeout(GREETING_SECONDS)
-        while not self._stopping.is_set() and (data := sock.recv(_READ_BYTES)):
+        ends = deadline  # of a frame that has begun
+        while not self._stopping.is_set() and (data := _received(sock, connection.greeted)):
+            begins = not (connection.greeted and unpacker.held)  # a frame, in these bytes
             for frame in unpacker.feed(data):
+                begins = True
                 reply: pb.RecordReply | None = pb.RecordReply(iteration=newest)
                 if frame.data:
                     part = pb.RecordPart.FromString(frame.data)
@@ -212,10 +221,60 @@ class Inbox:
                     replies += pack(reply.SerializeToString())
             connection.heard, left = time.monotonic(), left - len(data)
             connection.greeted = left <= 0
-            sock.settimeout(None if connection.greeted else max(deadline - connection.heard, 0.001))
+            if begins:
+                ends = connection.heard + FRAME_SECONDS
+            ends += self._held.wait_for_room(connection, unpacker.held, begins)
+            until = deadline if not connection.greeted else ends if unpacker.held else None
+            sock.settimeout(None if until is None else max(until - time.monotonic(), 0.001))
             if replies and not waiting(sock):
                 sock.sendall(replies)
                 replies.clear()
+
+
+class _HeldFrames:
+    """The bytes of all connections' frames that are not complete."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[_Connection, int] = {}  # in the order in which the frames have begun
+        self._changed = threading.Condition()
+
+    def wait_for_room(self, connection: _Connection, nbytes: int, begins: bool) -> float:
+        """Note what a connection holds, and wait until it may hold more. Return the seconds of waiting.
+
+        `begins`: whether it is of another frame than at the last call.
+        """
+        begun = time.monotonic()
+        with self._changed:
+            if begins:
+                self._forget(connection)
+            if not nbytes:
+                return 0.0
+            self._bytes[connection] = nbytes
+            while not (connection.closing or self._may_go_on(connection)):
+                self._changed.wait(1.0)
+        return time.monotonic() - begun
+
+    def forget(self, connection: _Connection) -> None:
+        """Take note that a connection holds nothing any more."""
+        with self._changed:
+            self._forget(connection)
+
+    def _may_go_on(self, connection: _Connection) -> bool:
+        return sum(self._bytes.values()) <= HELD_BYTES or next(iter(self._bytes)) is connection
+
+    def _forget(self, connection: _Connection) -> None:
+        if self._bytes.pop(connection, None) is not None:
+            self._changed.notify_all()
+
+
+def _received(sock: socket.socket, greeted: bool) -> bytes:
+    """Return what has come. Raise `FrameError` if a frame is late."""
+    try:
+        return sock.recv(_READ_BYTES)
+    except TimeoutError:
+        if not greeted:
+            raise
+        raise FrameError(f"a step record did not end within {FRAME_SECONDS:g} s") from None
 
 
 def _refuse(sock: socket.socket, why: str) -> None:

@@ -112,7 +112,7 @@ def test_a_name_that_no_file_can_have_is_a_fault_and_keeps_nobody_from_changing(
     fabric = write(tmp_path, fabric_of(GPT), "fabric.yaml")
     keys = HelloKeys(remember=True)
     files = JobFiles([file], fabric, keys.files)
-    assert "is not a folder of keys" in files.wanted(keys.unusable).faults[0].message
+    assert "must be the path of a file" in files.wanted(keys.unusable).faults[0].message
     assert not files.changed()
 
 
