@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -32,6 +32,7 @@ MEMORY: Final = 2000
 _WAITING: Final = 10_000
 """Events that wait for the disk; more are counted as lost."""
 _END_SECONDS: Final = 2.0
+_READ_SECONDS: Final = 5.0
 FOLDER: Final = "CHECKMATE_EVENTS"
 """Environment variable with the folder of event logs."""
 
@@ -92,6 +93,7 @@ class EventLog:
         self._host, self._pid = cleaned(socket.gethostname()), os.getpid()
         self._numbers = 0
         self._lock = threading.Lock()
+        self._reading = threading.Semaphore()  # released by the thread that reads
         self._newest: deque[Event] = deque(maxlen=MEMORY)
         self._queue: queue.Queue[Event | None] = queue.Queue(_WAITING)
         self._lost = 0  # on disk; the thread alone reads and resets it
@@ -125,15 +127,34 @@ class EventLog:
 
     def read(self) -> Found:
         """Return all events that are still kept, by time; those on disk include earlier processes'."""
-        found = Found()
-        for path in () if self._disk is None else self._disk.files:
-            with suppress(EventsError):  # what is in memory is there in any case
-                read_file(path, found)
+        found = Found() if self._disk is None else self._read_files(self._disk.files)
         with self._lock:
             newest = list(self._newest)
         known = {event.identity: event for event in (*found.events, *newest)}
         found.events = sorted(known.values(), key=lambda event: (event.time, event.number))
         return found
+
+    def _read_files(self, files: Iterable[Path]) -> Found:
+        """Read files in a thread that is left behind if their file system does not answer, one at a time.
+
+        What is in memory is there in any case.
+        """
+        answers: queue.SimpleQueue[Found] = queue.SimpleQueue()
+
+        def read() -> None:
+            found = Found()
+            for path in files:
+                with suppress(EventsError):
+                    read_file(path, found)
+            self._reading.release()
+            answers.put(found)
+
+        with suppress(queue.Empty):
+            if self._reading.acquire(timeout=_READ_SECONDS):
+                threading.Thread(target=read, name="event files", daemon=True).start()
+                return answers.get(timeout=_READ_SECONDS)
+        _log.warning("the events in %s can't be read within %g s", self.path, _READ_SECONDS)
+        return Found()
 
     def _event(self, happened: Happened, level: str, message: str) -> Event:
         self._numbers += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -45,11 +46,17 @@ _RECOVERY: Final = (
 )
 """Methods with workers of their own, so that transfers of state cannot delay them."""
 _SPARE: Final = 16
+_READERS_OF_EVENTS: Final = 2
+"""Workers that read files, which may take long."""
 _CALLS_MIN: Final = 1024
 _CALLS_OF_RANK: Final = 8
 """Calls at a time: a rank reads all shards that a node has of its group, and asks for its status."""
 _OPTIONS: Final = (*OPTIONS, ("grpc.max_concurrent_streams", 128))
 """The second is the most calls of one connection at a time."""
+_CONNECTIONS_MIN: Final = 256
+_CONNECTIONS_OF_RANK: Final = 4
+_FILES: Final = 65536
+"""Descriptors that a node may have, if the hard limit allows as many."""
 _BACKLOG: Final = 128
 
 
@@ -207,6 +214,18 @@ def calls_max(ranks: int) -> int:
     return max(_CALLS_MIN, _CALLS_OF_RANK * ranks)
 
 
+def connections_max(ranks: int) -> int:
+    """Return how many gRPC connections a node accepts, so that it has descriptors for all else.
+
+    Strangers' idle connections end after `HANDSHAKE_SECONDS`. Raises the soft limit of descriptors if it can.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (wanted := min(hard, _FILES)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return min(_CONNECTIONS_MIN + _CONNECTIONS_OF_RANK * ranks, soft // 2)
+
+
 class Server:
     """The gRPC server at a node's `mgmt` address, with TLS if the node has keys. A context manager."""
 
@@ -218,10 +237,12 @@ class Server:
         self._pool = ThreadPoolExecutor(2 * ranks + _SPARE, thread_name_prefix="fetches")
         self._recovery = ThreadPoolExecutor(recovery, thread_name_prefix="recovery")
         self._seeds = ThreadPoolExecutor(ranks + _SPARE, thread_name_prefix="seeds")
+        self._events = ThreadPoolExecutor(_READERS_OF_EVENTS, thread_name_prefix="events")
         keys = node.access.keys
         checks: list[grpc.ServerInterceptor] = [] if keys is None else [CallerCheck(job)]
+        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max(ranks)))
         self._server = grpc.server(
-            self._pool, interceptors=checks, options=_OPTIONS, maximum_concurrent_rpcs=calls_max(ranks)
+            self._pool, interceptors=checks, options=options, maximum_concurrent_rpcs=calls_max(ranks)
         )
         self._guard = Guard()
         self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers, log))
@@ -241,7 +262,7 @@ class Server:
         made = Handlers()
         add(servicer, made)
         found = {method: handler for method, handler in made.found.items() if method != "Watch"}
-        pools = {**dict.fromkeys(_RECOVERY, self._recovery), "Seed": self._seeds}
+        pools = {**dict.fromkeys(_RECOVERY, self._recovery), "Seed": self._seeds, "Events": self._events}
         guarded = self._guard.handlers(found, pools)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, guarded),))
 
@@ -256,5 +277,5 @@ class Server:
         self._health.enter_graceful_shutdown()
         self._server.stop(0.2).wait()
         self._guard.stop()
-        for pool in (self._pool, self._recovery, self._seeds):
+        for pool in (self._pool, self._recovery, self._seeds, self._events):
             pool.shutdown()

@@ -10,12 +10,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from checkmate.cli.common import kept_events
+from checkmate.events import keeping
 from checkmate.events.event import Event
 from checkmate.events.keeping import MEMORY, EventLog, file_name, folder_of
 from checkmate.events.kinds import ITERATION_COMMITTED, NODE_ENDED, NODE_TROUBLE
@@ -286,3 +288,24 @@ def test_a_file_of_something_else_is_not_an_event_log(tmp_path: Path) -> None:
         read_paths([tmp_path / "README.md"])
     (tmp_path / "empty.jsonl").write_text("")
     assert read_paths([tmp_path / "empty.jsonl"]).events == []
+
+
+def test_files_that_do_not_answer_are_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As those of a network file system that hangs. What is in memory is read all the same."""
+    log = EventLog("node", "demo", tmp_path).start()
+    log.keep(NODE_TROUBLE(why="back"), logging.INFO, "back")
+    wait_until(lambda: list(tmp_path.glob("*.jsonl")) != [])
+    answered = threading.Event()
+    monkeypatch.setattr(keeping, "_READ_SECONDS", 0.2)
+    monkeypatch.setattr(keeping, "read_file", lambda *_: answered.wait(60))
+    for _ in range(3):
+        assert [event.message for event in log.read().events] == ["back"]
+    assert caplog.text.count("can't be read within 0.2 s") == 3
+    assert sum(thread.name == "event files" for thread in threading.enumerate()) == 1
+    answered.set()
+    wait_until(lambda: not any(thread.name == "event files" for thread in threading.enumerate()))
+    monkeypatch.undo()
+    assert [event.message for event in log.read().events] == ["back"]
+    log.close()

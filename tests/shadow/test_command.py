@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from checkmate.cli.main import app
+from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.shadow.logic.commit import SILENCE_MAX
 from checkmate.shadow.process import Serving
+from checkmate.shadow.service import connections_max
 from testbed.copies import Copies, local_job
 from testbed.small_training import SmallTraining, status
 from tests.support.documents import check_document
@@ -219,3 +226,28 @@ def test_a_node_that_is_stopped_for_long_is_passed_over_and_counts_again_when_it
             request = pb.ReserveRequest(job=job.job, iteration=3, seconds=10)
             assert training.stubs[node].Reserve(request, timeout=5).granted
             training.check(node, node, 3)
+
+
+def test_idle_connections_leave_descriptors_for_the_node(start: Callable[..., NodeProcess]) -> None:
+    """Strangers may open as many as they like. Calls succeed once their time for the greeting is over."""
+    job = local_job(nodes=1)
+    process = start(job, 0, "--no-view")
+    assert process.line().startswith("ready")
+    pid = process.process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    assert soft == min(hard, 65536)
+    before = len(os.listdir(f"/proc/{pid}/fd"))
+    most = connections_max(sum(len(group.ranks) for group in job.dp_groups))
+    address = split_address(job.node(0).mgmt)
+    with ExitStack() as stack:
+        for _ in range(most + 200):
+            stack.enter_context(contextlib.closing(socket.create_connection(address)))
+        assert len(os.listdir(f"/proc/{pid}/fd")) <= before + most + 50
+        wait_until(lambda: answers(job), "an answer", 30)
+
+
+def answers(job: Job) -> bool:
+    try:
+        return status(job, 0).node == 0
+    except grpc.RpcError:
+        return False
