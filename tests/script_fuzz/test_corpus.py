@@ -32,6 +32,7 @@ CORPUS_SECONDS, RANDOM_SECONDS = 200, 990
 """Within which the harness must end."""
 
 KEPT = {
+    "torch's clipping": ScriptPlan(loop=LoopPlan(clip="torch"), kills=(Kill(3, "top"),)),
     "buffers and extra state": ScriptPlan(
         model=ModelPlan(
             ("norm", "growing", "retyped", "negative-zero", "hidden", "extra-counter", "extra-tensor")
@@ -110,7 +111,6 @@ MORE_REFUSED = {
     "an embedding that its forward changes": ScriptPlan(model=ModelPlan(("max-norm",))),
     "a closure": ScriptPlan(deeds=(Deed("step-closure", 2, "before-step"),)),
     "a parameter unfrozen": ScriptPlan(model=ModelPlan(("frozen",)), deeds=(Deed("unfreeze", 2, "top"),)),
-    "torch's clipping": ScriptPlan(loop=LoopPlan(clip="torch")),
     "parameters through .data": ScriptPlan(deeds=(Deed("param-data", 2, "after-scheduler"),)),
 }
 NAMED = {
