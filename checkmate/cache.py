@@ -44,7 +44,8 @@ def code_folder() -> Path:
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_own(folder)
-            return folder
+            if os.access(folder, os.R_OK | os.X_OK):  # root may have made it for itself
+                return folder
     return _passing()
 
 

@@ -218,11 +218,14 @@ def _connect(
 def _greet(place: RingPlace, channel: int, sender: TaggedSocket | PlainSocket, deadline: float) -> None:
     """Greet the next rank, and check and send proofs. Raise `ConnectionError` if it is not the next rank."""
     sock, greeting, nonce = sender.socket, place.greeting(place.rank, channel).pack(), new_nonce()
-    sock.settimeout(max(min(deadline - time.monotonic(), _ANSWER_SECONDS), _RETRY_SECONDS))
+    now = time.monotonic()
+    until = now + max(min(deadline - now, _ANSWER_SECONDS), _RETRY_SECONDS)
+    sock.settimeout(until - now)
+    receive = functools.partial(_receive_until, sock, until)
     sender.send_chunk(greeting + nonce)
     answer = bytearray(greetings.ANSWER_BYTES)
     try:
-        receive_into(sock.recv_into, memoryview(answer)[: greetings.HEADER_BYTES])
+        receive_into(receive, memoryview(answer)[: greetings.HEADER_BYTES])
     except ConnectionResetError:
         raise ConnectionError(
             "it refused the greeting; its error names the difference, unless its version of Checkmate is old"
@@ -232,7 +235,7 @@ def _greet(place: RingPlace, channel: int, sender: TaggedSocket | PlainSocket, d
     if fault := greetings.version_fault(answer):
         raise ConnectionError(f"it {fault}")
     rest = memoryview(answer)[greetings.HEADER_BYTES :]
-    receive_into(sock.recv_into, rest)
+    receive_into(receive, rest)
     proof = RingProof(place.key, greeting, nonce, bytes(rest[:NONCE_BYTES]))
     if not proof.is_authentic(RingSide.ACCEPTS, bytes(rest[NONCE_BYTES:])):
         raise ConnectionError(
@@ -240,7 +243,13 @@ def _greet(place: RingPlace, channel: int, sender: TaggedSocket | PlainSocket, d
         )
     sender.send_chunk(proof.mac(RingSide.CONNECTS))
     accepted = bytearray(len(greetings.ACCEPTED))
-    receive_into(sock.recv_into, memoryview(accepted))
+    receive_into(receive, memoryview(accepted))
+
+
+def _receive_until(sock: socket.socket, until: float, view: memoryview, nbytes: int, flags: int) -> int:
+    """Receive as `recv_into` does, with one deadline for an answer that comes byte by byte."""
+    sock.settimeout(max(until - time.monotonic(), 0.001))
+    return sock.recv_into(view, nbytes, flags)
 
 
 def receive_into(receive: Callable[[memoryview, int, int], int], view: memoryview) -> None:

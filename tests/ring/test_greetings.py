@@ -201,6 +201,33 @@ def test_a_rank_that_answers_with_another_version_is_named() -> None:
     thread.join()
 
 
+def test_an_answer_that_comes_byte_by_byte_has_one_deadline() -> None:
+    port, ended = free_port(), threading.Event()
+
+    def serve() -> None:
+        connections = []
+        listener.settimeout(0.5)
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                connections.append(listener.accept()[0])
+                connections[-1].sendall(greetings.header())
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"x")
+        for connection in connections:
+            connection.close()
+
+    with socket.create_server((PEER_IP, port)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(RingError, match="can't join rank 1"):
+            connect_ring(RingPlace(0, loopback(2), 1, port=port), timeout=1)
+        assert time.monotonic() - began < 5  # 65 bytes more, 0.5 s each
+        ended.set()
+        thread.join()
+
+
 def test_connections_from_elsewhere_are_closed_at_once() -> None:
     port, seconds = free_port(), [9.0]
 
