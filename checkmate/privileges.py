@@ -106,18 +106,6 @@ def owner_of(folder: Path) -> Owner | None:
     return None if real == shown else owner_of(real)
 
 
-def place_of(folder: Path) -> Path:
-    """Return where a path leads if no link is followed that another user than root can have made."""
-    own = {0, os.geteuid()}
-    place, trusted = Path("/"), True
-    for part in Path(os.path.abspath(folder)).parts[1:]:
-        trusted = trusted and place.lstat().st_uid in own
-        place /= part
-        if trusted and place.is_symlink() and place.lstat().st_uid in own:
-            place = Path(os.path.realpath(place))
-    return place
-
-
 def become(owner: Owner) -> None:
     """As root with SETUID and SETGID, become another user for good, in all threads, without any capability.
 

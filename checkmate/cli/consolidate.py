@@ -32,7 +32,7 @@ from checkmate.cli.shadow import stopping
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access, access
-from checkmate.keys.roles import Role
+from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import awaiting_others, progress, waiting
 from checkmate.privileges import Capability, become, keep_only, owner_of, to_listen, to_read
 from checkmate.wording import counted
@@ -98,14 +98,15 @@ def consolidate(
         _check_free(to, kind)
     elif kind is FormatChoice.torchtitan:
         raise UsageFault("--every keeps checkpoints for checkmate.restore, which needs --format dcp or torch")
-    reader = access(loaded, Role.READER, insecure=insecure)
+    keys = [] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.READER)]
     owner = owner_of(to) if os.geteuid() == 0 else None
     to_leave = () if owner is None else (Capability.SETUID, Capability.SETGID)
-    keep_only(*to_read([]), *to_listen(metrics_ports(metrics)), *to_leave)
+    keep_only(*to_read(keys), *to_listen(metrics_ports(metrics)), *to_leave)
     with waiting(err, "starting"):  # torch takes a second
         from checkmate.consolidate import folder, follow  # noqa: F401, PLC0415 - all, before another user may not
         from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
+    reader = access(loaded, Role.READER, insecure=insecure)
     if owner is not None:
         become(owner)
     with unwinding():

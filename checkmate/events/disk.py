@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 from checkmate.events.reading import OLDER, SUFFIX, EventsError
-from checkmate.privileges import place_of
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -94,7 +93,7 @@ class Disk:
         self._whole = not self._size or os.pread(self._file, 1, self._size - 1) == b"\n"
 
     def _open_folder(self) -> None:
-        """Open the folder anew, which may have been moved away.
+        """Open the folder again, which may have been moved away.
 
         Where another user can change its path, as root's in that user's home, no link is followed.
         """
@@ -102,7 +101,7 @@ class Disk:
         if self._folder >= 0:
             os.close(self._folder)
         self._folder = folder
-        if os.readlink(f"/proc/self/fd/{folder}") != str(place_of(self._path.parent)):
+        if os.readlink(f"/proc/self/fd/{folder}") != str(_place_of(self._path.parent)):
             raise PermissionError(errno.EPERM, "a link of another user leads elsewhere")
 
     def _lock(self) -> None:
@@ -132,8 +131,20 @@ def _opened(name: str, folder: int, flags: int = 0) -> int:
     about = os.fstat(file)
     if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
         os.close(file)
-        raise PermissionError(errno.EPERM, "it is no file of its own")
+        raise PermissionError(errno.EPERM, "it is not a file of its own")
     return file
+
+
+def _place_of(folder: Path) -> Path:
+    """Return where a path leads if no link is followed that another user than root can have made."""
+    own = {0, os.geteuid()}
+    place, trusted = Path("/"), True
+    for part in Path(os.path.abspath(folder)).parts[1:]:
+        trusted = trusted and place.lstat().st_uid in own
+        place /= part
+        if trusted and place.is_symlink() and place.lstat().st_uid in own:
+            place = Path(os.path.realpath(place))
+    return place
 
 
 def _locked(path: Path, folder: int) -> int:

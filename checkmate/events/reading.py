@@ -70,7 +70,7 @@ def _lines(path: Path, most: int) -> Iterator[bytes]:
     left = FILE_MAX
     with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no file")
+            raise OSError(errno.EINVAL, "it is not a file")
         while left > 0 and (line := file.readline(most + 1)):
             left -= len(line)
             yield line

@@ -97,7 +97,7 @@ class ForkedLab(Lab):
         cpus: Collection[int] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a process, like `Lab.start`."""
-        words = [str(word) for word in argv]
+        words = [str(word) for word in argv if word != "-P"]
         if words[:2] != _MODULE or isinstance(stdout, int):
             return super().start(
                 node, argv, stdin=stdin, stdout=stdout, stderr=stderr, environment=environment, cpus=cpus

@@ -279,7 +279,7 @@ def test_the_shell_warns_before_it_displaces_a_controller(
     command = [sys.executable, "-c", code, "shell", str(job_file), *options, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("started with -m p4runtime_sh --grpc-addr 127.0.0.1:9559")
+    assert done.stdout.startswith("started with -P -m p4runtime_sh --grpc-addr 127.0.0.1:9559")
     warning = (
         "displaces any other controller of tor0: a `checkmate run` that serves it ends with exit status 5"
     )

@@ -72,9 +72,9 @@ def test_a_lock_that_another_has_taken_meanwhile_stops_no_thread(
 
 def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(EventsError, match="it is no file"):
+    with pytest.raises(EventsError, match="it is not a file"):
         read_file(tmp_path / "a.jsonl", Found())
-    with pytest.raises(EventsError, match="it is no file"):
+    with pytest.raises(EventsError, match="it is not a file"):
         Disk(tmp_path / "a.jsonl", 10)
 
 

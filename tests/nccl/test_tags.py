@@ -49,7 +49,7 @@ def streams_of(segments: list[CapturedSegment]) -> dict[tuple[int, int], bytes]:
     found: dict[tuple[int, int], dict[int, bytes]] = defaultdict(dict)
     for segment in segments:
         if segment.dscp != tag.DEFAULT_DSCP_BIT:
-            assert b"\xc4\xec" not in segment.options
+            assert not segment.tagged
             continue
         parsed = tag.Tag.unpack(segment.options[-16:])
         assert parsed.incarnation == 1

@@ -86,7 +86,7 @@ _HARMFUL: Final[Mapping[str, Sequence[str]]] = {
     "forward-discarded": AFTER_BACKWARD,
 }
 """What Checkmate may refuse or name, with the places at which a script may do it."""
-_HARMFUL_OPTIONS: Final = ("scheduler", "scaler", "clip", "extra", "sparse", "max-norm")
+_HARMFUL_OPTIONS: Final = ("scheduler", "scaler", "extra", "sparse", "max-norm")
 _ONLY_STEPPED: Final = ("before-step", "after-step")
 """Places that a turn without a step does not reach."""
 
@@ -149,7 +149,7 @@ def _loop(draw: _Draw) -> LoopPlan:
         scheduler=chosen.choice(("none", "none", "step", "lambda", "cosine", "cycle")),
         scaler=scaler,
         extra=chosen.choice(("none", "none", "counter", "ema")) if marked else "none",
-        clip=chosen.choice(("none", "none", "ours")),
+        clip=chosen.choice(("none", "none", "ours", "torch")),
         validation=marked and chosen.random() < 0.25,
         end=chosen.choice(("close", "with", "exit")),
     )
@@ -175,7 +175,6 @@ def _with_harmful(plan: ScriptPlan, draw: random.Random) -> ScriptPlan:
     options: dict[str, Callable[[], LoopPlan]] = {
         "scheduler": lambda: replace(loop, scheduler=draw.choice(("step", "lambda")), scheduler_given=False),
         "scaler": lambda: replace(loop, scaler="forgotten", overflows=()),
-        "clip": lambda: replace(loop, clip="torch"),
         "extra": lambda: replace(
             loop, boundary="none", validation=False, extra=draw.choice(("counter", "ema"))
         ),

@@ -72,7 +72,7 @@ def elements(plan: ScriptPlan) -> list[Element]:
         ("scheduler", loop.scheduler != "none", loop.scheduler_given),
         ("scaler", loop.scaler != "none", loop.scaler == "given"),
         ("extra", loop.extra != "none", loop.boundary != "none"),
-        ("clip", loop.clip != "none", loop.clip == "ours"),
+        ("clip", loop.clip != "none", True),
         ("validation", loop.validation, loop.boundary != "none"),
         ("micro", loop.micro > 1, True),
         ("skipped", bool(loop.skipped), True),

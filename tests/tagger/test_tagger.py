@@ -88,7 +88,7 @@ def check_segments(segments: list[CapturedSegment], first: int, chunks: list[Sen
     seen = 0
     for segment in segments:
         if not segment.payload:
-            assert not segment.dscp and b"\xc4\xec" not in segment.options
+            assert not segment.dscp and not segment.tagged
             continue
         seen += 1
         offset = (segment.sequence - first) % wire.MODULUS

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from checkmate.wire import tag
 from checkmate.wire.tcp import SO_RCVBUFFORCE
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces: run as root")
@@ -121,6 +122,20 @@ class CapturedSegment:
     flags: int
     options: bytes
     payload: bytes
+
+    @property
+    def tagged(self) -> bool:
+        """Whether it has a tag, whose first bytes may also be part of a timestamp."""
+        at = 0
+        while at < len(self.options) and (kind := self.options[at]):
+            if kind == tag.TAG_KIND:
+                return self.options[at + 2 : at + 4] == tag.TAG_EXID.to_bytes(2, "big")
+            at += 1 if kind == _PADDING else max(self.options[at + 1], 2)
+        return False
+
+
+_PADDING = 1
+"""The one option without a length, beside the last."""
 
 
 def parse_segment(frame: bytes) -> CapturedSegment | None:
