@@ -17,6 +17,14 @@ def shortened(text: str, most: int = 300) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
+def printable(text: str) -> str:
+    """Escape what steers a terminal in a text that somebody else has chosen, such as the name of a file.
+
+    Line feeds, too: they would forge a line of the log.
+    """
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean channels?` for the known name that is most alike, or an empty text."""
     near = get_close_matches(name, list(known), n=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkmate.wording import counted, did_you_mean, in_ranges, size
+from checkmate.wording import counted, did_you_mean, in_ranges, printable, size
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,12 @@ def test_one_is_singular(number: int, text: str) -> None:
 )
 def test_names_in_a_row_are_a_range(names: list[object], text: str) -> None:
     assert in_ranges(names) == text
+
+
+def test_what_others_have_written_forges_no_line_and_steers_no_terminal() -> None:
+    assert printable("a\n2026-01-01 INFO b\x1b[2J\u202e\u2028\udce9é") == (
+        r"a\n2026-01-01 INFO b\x1b[2J\u202e\u2028\udce9é"
+    )
 
 
 def test_a_plural_of_its_own() -> None:

@@ -19,7 +19,7 @@ from yaml.resolver import Resolver
 from checkmate.job import faults, yaml_words
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.limits import FILE_BYTES
-from checkmate.wording import did_you_mean
+from checkmate.wording import did_you_mean, printable
 
 VALUES: Final = 200_000
 """Values and keys of a document, those behind aliases counted at each use."""
@@ -158,7 +158,7 @@ class Located:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else f"{self.file}"
-        return f"{place}: {self.path}: {self.message}"
+        return printable(f"{place}: {self.path}: {self.message}")
 
 
 class JobError(Exception):

@@ -19,6 +19,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import SUPERSEDED, open_channel
 from checkmate.rpc.protocol import PROTOCOL, mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.wording import shortened
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -139,11 +140,16 @@ def checked(answer: R) -> R | str:
     return mismatch(answer.protocol, "the node", "this host") or answer
 
 
+_DETAIL_MAX: Final = 2000
+"""Characters of a node's message."""
+
+
 def reason(error: Exception) -> str:
     """Return what went wrong with a node, in one line that follows the node's name."""
     if not isinstance(error, grpc.Call):
         return tls_fault(str(error)) or str(error) or type(error).__name__
     code, detail = error.code(), str(error.details() or "").partition("\n")[0]
+    detail = shortened(detail, _DETAIL_MAX)
     if code in _REFUSALS and detail:
         return detail
     if code == grpc.StatusCode.UNAVAILABLE:

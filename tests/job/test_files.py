@@ -669,6 +669,14 @@ def test_values_that_nothing_can_have_are_faults(tmp_path: Path, path: str, valu
     assert any(re.search(words, message) for message in found.values()), found
 
 
+def test_a_files_name_forges_no_line_of_a_log(tmp_path: Path) -> None:
+    (tmp_path / "a\nb\x1b[2J.yaml").write_text("job: [")
+    with pytest.raises(JobError) as caught:
+        JobFiles([tmp_path]).read().require()
+    (line,) = str(caught.value).splitlines()
+    assert r"a\nb\x1b[2J.yaml:1: (YAML)" in line
+
+
 def test_paths_have_no_way_up_unless_a_link_needs_it(tmp_path: Path) -> None:
     for folder in ("jobs", "real/inner"):
         (tmp_path / folder).mkdir(parents=True)

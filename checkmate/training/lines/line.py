@@ -32,6 +32,7 @@ from checkmate.rpc.frames import ANSWER, GREETING, FrameError, Unpacker, pack
 from checkmate.rpc.protocol import mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.wire import tcp
+from checkmate.wording import shortened
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -44,6 +45,8 @@ ANSWERED_EVERY: Final = 4
 _LARGE: Final = QUEUED_BYTES // (2 * ANSWERED_EVERY)
 ATTENTIVE: Final = 16
 """After a connect, or after a request of the node, this many records in a row request an answer."""
+_WARNINGS_MAX, _TEXT_MAX = 16, 1000
+"""Of what a node says: another host's text."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
 _AT_ONCE: Final = 1 << 20  # bytes taken from the queue before they are written
 _VANISHED_SECONDS: Final = 15
@@ -214,7 +217,7 @@ class Line:
             raise
         if different := mismatch(reply.protocol, "the node", "this trainer"):
             raise OtherVersion(different)
-        for warning in reply.warnings:
+        for warning in (shortened(text, _TEXT_MAX) for text in reply.warnings[:_WARNINGS_MAX]):
             if warning not in self._warnings:
                 self._warnings.add(warning)
                 _log.warning("shadow node %d: %s", self.node.id, warning)
@@ -260,7 +263,7 @@ class Line:
                 for frame in _read(sock, unpacker) if sock.fileno() in ready else ():
                     reply = pb.RecordReply.FromString(frame)
                     if reply.refused:
-                        return reply.refused
+                        return shortened(reply.refused, _TEXT_MAX)
                     self._answered(reply)
 
     def _next(self, room: int) -> Iterator[bytes]:
