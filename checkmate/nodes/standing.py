@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.protocol import REFUSAL_MAX
+from checkmate.rpc.protocol import INCARNATIONS, REFUSAL_MAX
 from checkmate.wording import counted, shortened
 
 T = TypeVar("T")
@@ -22,7 +22,6 @@ Shard = tuple[int, int]
 Answers = Mapping[int, pb.NodeStatus | str]
 """By node: its status, or why there is none."""
 
-INCARNATIONS: Final = 256
 _NO_ANSWER: Final = "has not answered"
 _SHOWN: Final = 4
 """Addresses in a message."""

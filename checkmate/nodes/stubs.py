@@ -11,13 +11,14 @@ from functools import cached_property
 from typing import Final, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from checkmate.job.schema import Job
 from checkmate.keys.contexts import client_context
 from checkmate.keys.folder import RoleKeys
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import SUPERSEDED, open_channel
-from checkmate.rpc.protocol import PROTOCOL, mismatch
+from checkmate.rpc.protocol import PARTS_MAX, PROTOCOL, bounded, mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.wording import shortened
 
@@ -134,10 +135,23 @@ class Stubs(AbstractContextManager["Stubs"]):
 
 
 def checked(answer: R) -> R | str:
-    """Return a node's answer, or in one sentence which side has an older version of Checkmate."""
-    if not isinstance(answer, pb.NodeStatus):
-        return answer
-    return mismatch(answer.protocol, "the node", "this host") or answer
+    """Return a node's answer with its texts cut, or in one sentence why it is none.
+
+    It can be of another version of Checkmate, or have numbers that no training reaches. Lines of events are
+    checked where they are read.
+    """
+    if isinstance(answer, pb.NodeStatus):
+        if different := mismatch(answer.protocol, "the node", "this host"):
+            return different
+        parts = sum(1 + max(one.last - one.first, 0) for held in answer.parts for one in held.ranges)
+        if parts > PARTS_MAX:
+            return _NO_ANSWER % f"it reports {parts} parts of step records, and can have {PARTS_MAX}"
+    if isinstance(answer, Message) and not isinstance(answer, pb.EventsReply) and (wrong := bounded(answer)):
+        return _NO_ANSWER % wrong
+    return answer
+
+
+_NO_ANSWER: Final = "its answer is not a shadow node's: %s"
 
 
 _DETAIL_MAX: Final = 2000

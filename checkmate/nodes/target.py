@@ -8,7 +8,6 @@ from typing import Final
 
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import (
-    INCARNATIONS,
     Answers,
     Beginning,
     Shard,
@@ -25,6 +24,7 @@ from checkmate.nodes.standing import (
     why_lacking,
 )
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import INCARNATIONS
 from checkmate.wording import at_iteration
 
 

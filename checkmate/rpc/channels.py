@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Final
 
 import grpc
@@ -9,6 +10,8 @@ import grpc
 from checkmate.job.schema import Job
 from checkmate.keys.contexts import channel_credentials
 from checkmate.keys.folder import RoleKeys
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import ANSWER_BYTES
 
 MESSAGE_BYTES: Final = 256 << 20
 """Enough for a record with all buffers of a model; parameters are sent in pieces of 1 MiB."""
@@ -46,10 +49,26 @@ would send a ping for every message to find the size of the window, at a third o
 window is large from the start instead.
 """
 
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Shadow"]
+_ANSWERS: Final = {
+    "methodConfig": [
+        {
+            "name": [
+                {"service": _SERVICE.full_name, "method": method.name}
+                for method in _SERVICE.methods
+                if not method.server_streaming
+            ],
+            "maxResponseMessageBytes": ANSWER_BYTES,
+        }
+    ]
+}
+"""gRPC's service config of channels: a longer answer is refused by its length, before it is received."""
+_CHANNEL_OPTIONS: Final = (*OPTIONS, ("grpc.service_config", json.dumps(_ANSWERS)))
+
 
 def open_channel(job: Job, node_id: int, keys: RoleKeys | None) -> grpc.Channel:
     """Return a channel to a shadow node, with TLS if there are keys. It connects at the first call."""
     address = job.node(node_id).mgmt
     if keys is None:
-        return grpc.insecure_channel(address, options=OPTIONS)
-    return grpc.secure_channel(address, channel_credentials(keys), options=OPTIONS)
+        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, channel_credentials(keys), options=_CHANNEL_OPTIONS)

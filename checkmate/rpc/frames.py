@@ -57,9 +57,10 @@ def pack(data: bytes, flags: int = 0) -> bytes:
 class Unpacker:
     """Splits received bytes into frames."""
 
-    def __init__(self, *, greeted: bool) -> None:
-        """Start; the bytes begin with a trainer's greeting unless `greeted`."""
+    def __init__(self, *, greeted: bool, most: int = MESSAGE_BYTES) -> None:
+        """Start; the bytes begin with a trainer's greeting unless `greeted`. `most`: bytes of a message."""
         self._greeted = greeted
+        self._most = most
         self._bytes = bytearray()
 
     @property
@@ -78,7 +79,7 @@ class Unpacker:
             return
         while len(self._bytes) >= _HEADER.size:
             length, flags = _HEADER.unpack_from(self._bytes)
-            if length > MESSAGE_BYTES or flags & ~ANSWER:
+            if length > self._most or flags & ~ANSWER:
                 raise FrameError(f"not a frame: {bytes(self._bytes[:8]).hex(' ')}")
             end = _HEADER.size + length
             if len(self._bytes) < end:

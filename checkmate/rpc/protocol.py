@@ -1,8 +1,14 @@
-"""The version of everything that trainers, shadow nodes and checkpoints on disk exchange. Pure."""
+"""The version of what trainers, shadow nodes and checkpoints on disk exchange, and its limits. Pure."""
 
 from __future__ import annotations
 
+import math
 from typing import Final
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from checkmate.wording import shortened
 
 PROTOCOL: Final = 7
 """The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older.
@@ -16,6 +22,18 @@ TEXT_MAX: Final = 256
 """Characters of names of runs, of ranks and of software."""
 REFUSAL_MAX: Final = 4096
 """Characters of the text of a `RefusedRequest`. Trainers cut it, and nodes refuse a longer one."""
+ITERATIONS_MAX: Final = 1 << 40
+"""The greatest iteration: thirty thousand years at one a second."""
+INCARNATIONS: Final = 256
+"""Incarnations wrap here."""
+START_BYTES: Final = 16
+"""Bytes of what identifies a start of training, a UUID."""
+ANSWER_BYTES: Final = 8 << 20
+"""Bytes of an answer that is one message, and of a reply to step records."""
+PARTS_MAX: Final = 1 << 20
+"""Parts of step records that an answer to `Fence` reports, in all."""
+_TEXTS_MAX: Final = 64
+"""Texts in one list of an answer, such as a node's troubles."""
 
 
 def mismatch(theirs: int, them: str, us: str) -> str:
@@ -33,3 +51,44 @@ def mismatch(theirs: int, them: str, us: str) -> str:
         f"{them} has protocol {theirs}, {us} has {PROTOCOL}: {older} has an older version of Checkmate; "
         "install the same version on all hosts"
     )
+
+
+def bounded(answer: Message) -> str:
+    """Cut the texts of a shadow node's answer, in place, and return what is wrong with its numbers, or "".
+
+    All signed numbers of answers are iterations, and all bytes name starts of training: a caller adds to the
+    former, sorts them and tells others, so one that no training can reach would outlast the node's error.
+    """
+    for field, value in answer.ListFields():
+        repeated = not isinstance(value, str | bytes | int | float | Message)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            continue  # the ranks of a mesh, by dimension: compared with the caller's, and not used
+        if field.type == FieldDescriptor.TYPE_STRING:
+            if repeated:
+                texts = [shortened(text, REFUSAL_MAX) for text in value[:_TEXTS_MAX]]
+                if left_out := len(value) - len(texts):
+                    texts.append(f"and {left_out} more")
+                value[:] = texts
+            else:
+                setattr(answer, field.name, shortened(value, REFUSAL_MAX))
+        for one in value if repeated else [value]:
+            if wrong := bounded(one) if isinstance(one, Message) else _wrong(field, one):
+                return wrong
+    return ""
+
+
+def _wrong(field: FieldDescriptor, value: object) -> str:
+    """Return what is wrong with a number or bytes in an answer, or ""."""
+    if isinstance(value, bytes):
+        most = START_BYTES
+        return f"{field.name} has {len(value)} bytes, and may have {most}" if len(value) > most else ""
+    if field.type == FieldDescriptor.TYPE_INT64:
+        low, high = -1, ITERATIONS_MAX
+    elif field.name == "incarnation":
+        low, high = 0, INCARNATIONS - 1
+    elif isinstance(value, float) and not math.isfinite(value):
+        return f"{field.name} is {value}"
+    else:
+        return ""
+    in_range = isinstance(value, int) and low <= value <= high
+    return "" if in_range else f"{field.name} is {value}, and can be {low} to {high}"

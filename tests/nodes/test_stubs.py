@@ -83,3 +83,74 @@ def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
         other.stop(0).wait()
         for one in (slow, slower):
             one.stop()
+
+
+HOLD = pb.HoldStatus(shard=pb.Shard(group=0, shard=0), incarnation=3, stepped=5, generation=1, seeded=True)
+
+
+def hold(**fields: object) -> pb.NodeStatus:
+    status = pb.NodeStatus(generation=1, holds=[HOLD])
+    status.holds[0].MergeFrom(pb.HoldStatus(**fields))  # type: ignore[arg-type]
+    return status
+
+
+def ranges(last: int) -> pb.NodeStatus:
+    return pb.NodeStatus(parts=[pb.PartsHeld(incarnation=3, ranges=[pb.PartRange(first=0, last=last)])])
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (hold(stepped=1 << 62), "stepped is 4611686018427387904, and can be -1 to 1099511627776"),
+        (hold(first_iteration=-7), "first_iteration is -7, and can be"),
+        (hold(incarnation=1 << 20), "incarnation is 1048576, and can be 0 to 255"),
+        (hold(start=bytes(17)), "start has 17 bytes, and may have 16"),
+        (pb.NodeStatus(step_seconds=float("nan")), "step_seconds is nan"),
+        (pb.NodeStatus(behind=[pb.Behind(iterations=1 << 50)]), "iterations is 1125899906842624"),
+        (ranges((1 << 40) - 1), "it reports 1099511627776 parts of step records, and can have 1048576"),
+    ],
+)
+def test_an_answer_that_no_training_explains_is_none(status: pb.NodeStatus, why: str) -> None:
+    """`reset` would believe it, tell the others, and take iterations for those of years to come."""
+    node = RecordingNode()
+    node.status = status
+    data = job_data(nodes=1)
+    data["shadow_nodes"][0]["mgmt"] = node.address
+    try:
+        with Stubs(of_data(Job, data), None) as stubs:
+            answer = stubs.statuses()[0]
+        assert isinstance(answer, str)
+        assert answer.startswith(f"its answer is not a shadow node's: {why}")
+    finally:
+        node.stop()
+
+
+def test_texts_of_an_answer_are_cut_and_shown_in_one_line() -> None:
+    node = RecordingNode()
+    node.status = pb.NodeStatus(trouble=["\x1b[2Jforged\nline " + "x" * 5_000] * 1000, torch="2\u202e.0")
+    data = job_data(nodes=1)
+    data["shadow_nodes"][0]["mgmt"] = node.address
+    try:
+        with Stubs(of_data(Job, data), None) as stubs:
+            answer = stubs.statuses()[0]
+        assert isinstance(answer, pb.NodeStatus)
+        assert len(answer.trouble) == 65
+        assert answer.trouble[-1] == "and 936 more"
+        assert all(text.isprintable() and len(text) <= 4096 for text in [*answer.trouble, answer.torch])
+    finally:
+        node.stop()
+
+
+def test_an_answer_that_is_far_too_long_is_refused_by_its_length() -> None:
+    """Receiving it took the whole timeout, in each command."""
+    node = RecordingNode()
+    node.status = pb.NodeStatus(trouble=["x" * 1_000_000] * 40)
+    data = job_data(nodes=1)
+    data["shadow_nodes"][0]["mgmt"] = node.address
+    try:
+        with Stubs(of_data(Job, data), None) as stubs:
+            answer = stubs.statuses()[0]
+        assert isinstance(answer, str)
+        assert answer.startswith("RESOURCE_EXHAUSTED")
+    finally:
+        node.stop()

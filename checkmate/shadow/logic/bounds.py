@@ -13,17 +13,20 @@ from typing import Final
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import holders_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.protocol import REFUSAL_MAX, TEXT_MAX, mismatch
+from checkmate.rpc.protocol import (
+    INCARNATIONS,
+    ITERATIONS_MAX,
+    REFUSAL_MAX,
+    START_BYTES,
+    TEXT_MAX,
+    mismatch,
+)
 from checkmate.shadow.logic.commit import NEVER, PATIENCE
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.wording import counted, size
 
-ITERATIONS_MAX: Final = 1 << 40
-"""The greatest iteration: thirty thousand years at one a second."""
 WINDOW: Final = 1 << 20
 """How far a message may be ahead of the newest iteration that is known here."""
-START_BYTES: Final = 16
-INCARNATIONS: Final = 256
 FENCE_SECONDS_MAX: Final = 3600.0
 RESERVE_SECONDS_MAX: Final = 86_400.0
 RESERVATIONS_MAX: Final = 64

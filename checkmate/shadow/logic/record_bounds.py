@@ -10,9 +10,8 @@ from checkmate.nodes.other_ranks import difference, job_ranks
 from checkmate.optim.options import OptionsError, parse_options
 from checkmate.optim.supported import FROZEN, kind_of, why_unknown
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import INCARNATIONS, ITERATIONS_MAX
 from checkmate.shadow.logic.bounds import (
-    INCARNATIONS,
-    ITERATIONS_MAX,
     check_ahead,
     check_group,
     check_number,

@@ -29,7 +29,7 @@ from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import SUPERSEDED
 from checkmate.rpc.frames import ANSWER, GREETING, FrameError, Unpacker, pack
-from checkmate.rpc.protocol import mismatch
+from checkmate.rpc.protocol import ANSWER_BYTES, bounded, mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.wire import tcp
 from checkmate.wording import shortened
@@ -238,7 +238,7 @@ class Line:
 
     def _exchange(self, sock: socket.socket) -> str:
         """Send records and read replies. Return why it ended; empty if all is sent or the line is closed."""
-        outgoing, unpacker = bytearray(GREETING), Unpacker(greeted=True)
+        outgoing, unpacker = bytearray(GREETING), Unpacker(greeted=True, most=ANSWER_BYTES)
         with self._changed:
             self._warn_unsure()
             self._sent = self._calm = 0
@@ -260,11 +260,25 @@ class Line:
                     os.eventfd_read(self._wake)
                 if self._closing.is_set() or (self._finishing and not self._parts):
                     return ""
-                for frame in _read(sock, unpacker) if sock.fileno() in ready else ():
+                for frame in self._read(sock, unpacker) if sock.fileno() in ready else ():
                     reply = pb.RecordReply.FromString(frame)
+                    if wrong := bounded(reply):
+                        return f"its reply to a step record is not a shadow node's: {wrong}"
                     if reply.refused:
                         return shortened(reply.refused, _TEXT_MAX)
                     self._answered(reply)
+
+    def _read(self, sock: socket.socket, unpacker: Unpacker) -> Iterator[bytes]:
+        """Yield the messages received. Raise `ConnectionResetError` if the node has closed the connection."""
+        while not self._closing.is_set():  # a node may send for ever
+            try:
+                data = sock.recv(1 << 16)
+            except _WAIT:
+                return
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            for frame in unpacker.feed(data):
+                yield frame.data
 
     def _next(self, room: int) -> Iterator[bytes]:
         """Yield frames to send now, beginning with those that an earlier connection left unanswered."""
@@ -351,16 +365,3 @@ def _write(sock: socket.socket, outgoing: bytearray) -> None:
         except _WAIT:
             return
         del outgoing[:count]
-
-
-def _read(sock: socket.socket, unpacker: Unpacker) -> Iterator[bytes]:
-    """Yield the messages received. Raise `ConnectionResetError` if the node has closed the connection."""
-    while True:
-        try:
-            data = sock.recv(1 << 16)
-        except _WAIT:
-            return
-        if not data:
-            raise ConnectionResetError("it closed the connection")
-        for frame in unpacker.feed(data):
-            yield frame.data

@@ -264,8 +264,9 @@ class Followers:
     def _replied(self, node: int, reply: pb.RecordReply) -> None:
         """Handle a node's answer to a record. This rank seeds only its own share of the shards."""
         for wanted in reply.wanted:
-            if wanted.shard % self._place.ranks == self._place.position:
-                numbers = wanted.parameters or self._opening.layout.of_shard(wanted.shard)
+            if wanted.shard % self._place.ranks == self._place.position and wanted.shard < self._place.shards:
+                ours = self._opening.layout.of_shard(wanted.shard)
+                numbers = sorted({*wanted.parameters}.intersection(ours)) if wanted.parameters else ours
                 self._seeders[node].want(wanted.shard, numbers)
         if self._slices is not None and reply.suspects:
             self._slices.look_first(reply.suspects)

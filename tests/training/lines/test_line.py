@@ -15,7 +15,8 @@ import torch
 from checkmate import state
 from checkmate.job.schema import ShadowNode
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.frames import ANSWER, GREETING, pack
+from checkmate.rpc.frames import ANSWER, GREETING, FrameError, Unpacker, pack
+from checkmate.rpc.protocol import ANSWER_BYTES
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.lines import line as line_module
@@ -394,3 +395,55 @@ def test_a_step_that_failed_does_not_block_the_next() -> None:
     ended.set()
     with steps.still(ended) as iteration:
         assert iteration is None
+
+
+def test_a_reply_that_no_training_explains_is_named(
+    node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An iteration of years to come would answer all records that are ever sent."""
+    node.reply = lambda part: pb.RecordReply(iteration=1 << 62)
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        line.start()
+        line.send(*part(0))
+        wait_until(lambda: "iteration is 4611686018427387904, and can be" in caplog.text)
+    line.close()
+
+
+def test_a_node_that_sends_for_ever_does_not_keep_a_line_from_closing(stub: ShadowStub) -> None:
+    """Nor does it take more memory than a reply may have."""
+    stopped = threading.Event()
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def flood() -> None:
+        connection, _ = server.accept()
+        connection.settimeout(0.2)
+        frame = pack(pb.RecordReply(iteration=-1).SerializeToString())
+        while not stopped.is_set():
+            try:
+                connection.sendall(frame * 4096)
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    address = f"127.0.0.1:{server.getsockname()[1]}"
+    flooded = threading.Event()
+    described = replace(job().shadow_nodes[0], mgmt=address, records=address)
+    line = Line(described, stub, None, lambda *_: flooded.set())
+    line.start()
+    line.send(*part(0))
+    assert flooded.wait(SECONDS)
+    begun = time.monotonic()
+    line.close()
+    assert time.monotonic() - begun < SECONDS / 2
+    stopped.set()
+    thread.join()
+    server.close()
+
+
+def test_a_reply_may_have_as_many_bytes_as_any_answer() -> None:
+    with pytest.raises(FrameError, match="not a frame"):
+        list(Unpacker(greeted=True, most=ANSWER_BYTES).feed((ANSWER_BYTES + 1).to_bytes(4, "big") + b"\0"))
