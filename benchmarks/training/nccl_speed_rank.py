@@ -161,7 +161,7 @@ Flow = PluginFlow | SocketFlow
 def flows(rank: int, ips: Sequence[IPv4Address], interface: str) -> Iterator[dict[tuple[str, int], Flow]]:
     """Yield a flow for each mode and number of connections; check the tags at the end."""
     found: dict[tuple[str, int], Flow] = {}
-    place = NcclPlace(rank, _RANKS, ips[rank], interface)
+    place = NcclPlace(rank, _RANKS, ips[rank], interface, peers=ips)
     slots = ctypes.create_string_buffer(_SLOTS)  # of all, because its pages' place in caches is random
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         # Both ranks are in one cgroup, so that a second program would run for each segment.

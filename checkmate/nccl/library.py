@@ -6,7 +6,8 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import blake2b
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ from checkmate.wire.tag import CHANNELS_MAX, DEFAULT_DSCP_BIT, NCCL_SHADOW_IDS
 
 _TROUBLE_MAX: Final = 512
 _BUCKETS_MAX: Final = 4096
+_KEY_BYTES: Final = 16
 
 
 class NcclSizes(ctypes.Structure):
@@ -38,6 +40,7 @@ class _Job(ctypes.Structure):
         ("sockets_map", ctypes.c_int32),
         ("speed", ctypes.c_int32),
         ("interface", ctypes.c_char * 16),
+        ("key", ctypes.c_ubyte * 16),
     )
 
 
@@ -64,6 +67,10 @@ class NcclPlace:
     interface: str
     speed: int = 0
     """Of the NIC, in Mbit/s; 0 if unknown."""
+    peers: Sequence[IPv4Address] = ()
+    """Addresses of other ranks. Nobody else is heard by this one."""
+    key: bytes = field(default=bytes(32), repr=False)
+    """The secret `ring.key`, which both sides of a connection prove to have; zeros without keys."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,11 @@ class NcclCalibration:
     sends: int
     nbytes: int
     mismatches: int
+
+
+def meeting_key(key: bytes) -> bytes:
+    """Return the 16 bytes that the plugin makes of `ring.key`, for this use only."""
+    return blake2b(key, digest_size=_KEY_BYTES, person=b"checkmate nccl").digest()
 
 
 class NcclLibrary:
@@ -127,9 +139,13 @@ class NcclLibrary:
             sockets_map=sockets_map,
             speed=place.speed,
             interface=place.interface.encode()[:15],
+            key=(ctypes.c_ubyte * _KEY_BYTES)(*meeting_key(place.key)),
         )
         if self._library.checkmate_nccl_begin(ctypes.byref(given)):
             raise ValueError(f"{channels} channels are more than the {CHANNELS_MAX} of a job, or none")
+        peers = [int.from_bytes(peer.packed, sys.byteorder) for peer in dict.fromkeys(place.peers)]
+        if self._library.checkmate_nccl_peers((ctypes.c_uint32 * len(peers))(*peers), len(peers)):
+            raise ValueError(f"{len(peers)} addresses of ranks are more than the NCCL plugin takes")
 
     def set_buckets(self, buckets: Sequence[NcclBucket]) -> None:
         """Set the buckets, whose AllReduces are tagged.

@@ -19,6 +19,7 @@ static _Atomic uint32_t epoch;
 static char trouble[TROUBLE_MAX], broken[TROUBLE_MAX];
 static struct nccl_bucket buckets[BUCKETS_MAX];
 static uint32_t bucket_count;
+static uint32_t peers[RANKS_MAX], peer_count;
 static _Atomic uint64_t tagged[CHANNELS_MAX][SHADOW_IDS_MAX], acknowledged[CHANNELS_MAX][SHADOW_IDS_MAX];
 static int expecting, standing;
 static uint64_t hash;
@@ -30,7 +31,7 @@ int checkmate_nccl_begin(const struct nccl_job *given)
 		return -1;
 	pthread_mutex_lock(&lock);
 	job = *given;
-	bucket_count = 0;
+	bucket_count = peer_count = 0;
 	standing = UNKNOWN;
 	trouble[0] = broken[0] = 0;
 	memset(tagged, 0, sizeof(tagged));
@@ -52,6 +53,17 @@ int checkmate_nccl_buckets(const struct nccl_bucket *given, uint32_t count)
 	pthread_mutex_lock(&lock);
 	memcpy(buckets, given, count * sizeof(*given));
 	bucket_count = count;
+	pthread_mutex_unlock(&lock);
+	return 0;
+}
+
+int checkmate_nccl_peers(const uint32_t *addresses, uint32_t count)
+{
+	if (count > RANKS_MAX)
+		return -1;
+	pthread_mutex_lock(&lock);
+	memcpy(peers, addresses, count * sizeof(*addresses));
+	peer_count = count;
 	pthread_mutex_unlock(&lock);
 	return 0;
 }
@@ -109,6 +121,18 @@ void checkmate_nccl_count(uint32_t channel, uint32_t shadow_id, uint64_t *sent, 
 bool job_present(void)
 {
 	return atomic_load(&present);
+}
+
+bool job_has_peer(uint32_t address)
+{
+	bool known;
+
+	pthread_mutex_lock(&lock);
+	known = address == job.address;
+	for (uint32_t i = 0; i < peer_count && !known; i++)
+		known = peers[i] == address;
+	pthread_mutex_unlock(&lock);
+	return known;
 }
 
 bool job_tags(void)

@@ -15,7 +15,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-enum { CHANNELS_MAX = 8, SHADOW_IDS_MAX = 16, BUCKETS_MAX = 4096, TROUBLE_MAX = 512 };
+enum { CHANNELS_MAX = 8, SHADOW_IDS_MAX = 16, BUCKETS_MAX = 4096, RANKS_MAX = 65536, TROUBLE_MAX = 512 };
 
 /* The structures below are mirrored in checkmate/nccl/library.py. */
 struct nccl_job {
@@ -29,6 +29,7 @@ struct nccl_job {
 	int32_t sockets_map; /* the tagger's map of sockets; -1 to tag nothing */
 	int32_t speed; /* Mbit/s */
 	char interface[16];
+	unsigned char key[16]; /* of the job; zeros without keys */
 };
 
 struct nccl_bucket {
@@ -47,6 +48,8 @@ extern struct nccl_job job;
 EXPORTED int checkmate_nccl_begin(const struct nccl_job *given);
 /* Set the buckets. Return 0, or -1 for too many of them or of shadow ids. */
 EXPORTED int checkmate_nccl_buckets(const struct nccl_bucket *buckets, uint32_t count);
+/* Set the addresses of all ranks, in network order: nobody else may connect. Return 0, or -1 for too many. */
+EXPORTED int checkmate_nccl_peers(const uint32_t *addresses, uint32_t count);
 EXPORTED uint32_t checkmate_nccl_used(uint32_t bucket);
 /* Announce that this process creates the communicator of gradients until it is called with 0. */
 EXPORTED void checkmate_nccl_expect(int expected);
@@ -60,7 +63,13 @@ EXPORTED uint32_t checkmate_nccl_broken(char *text, uint32_t size);
 /* The bytes of a stream that were tagged, and those that the peer has acknowledged. */
 EXPORTED void checkmate_nccl_count(uint32_t channel, uint32_t shadow_id, uint64_t *tagged, uint64_t *acknowledged);
 
+/* Compute a MAC of 16 bytes with a key of 16 bytes: what `proof` uses, for tests. */
+EXPORTED void checkmate_nccl_mac(const unsigned char *key, const unsigned char *message, size_t size,
+				 unsigned char *mac);
+
 bool job_present(void);
+/* Return whether an address, in network order, is that of a rank. */
+bool job_has_peer(uint32_t address);
 /* Return the number of the job in this process. */
 uint32_t job_epoch(void);
 bool job_tags(void);

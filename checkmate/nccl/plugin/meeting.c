@@ -8,25 +8,30 @@
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "job.h"
+#include "proof.h"
 
-enum { SECRET = 16, NEWCOMERS = 8, BACKLOG = 64, GREETING_SECONDS = 5, CONNECT_SECONDS = 60, VANISHED_SECONDS = 15 };
+enum { NEWCOMERS = 64, BACKLOG = 64, PROOF_SECONDS = 15, CONNECT_SECONDS = 60, VANISHED_SECONDS = 15 };
+enum progress { BROKEN, GOING_ON, DONE };
 
 struct connecting {
 	int fd;
 	time_t since;
 	struct tagging tagging;
+	struct proof proof;
+	bool greeted; /* with our nonce */
+	size_t have; /* of the answer */
+	struct proof_answer answer;
 };
 
 /* What NCCL carries to the other rank; the last field is used there. */
 struct handle {
 	struct sockaddr_in address;
-	unsigned char secret[SECRET];
+	unsigned char random[KEY_BYTES];
 	struct connecting *connecting;
 };
 
@@ -34,14 +39,18 @@ _Static_assert(sizeof(struct handle) <= NCCL_NET_HANDLE_MAX, "NCCL's handles are
 
 struct newcomer {
 	int fd; /* -1: none */
-	size_t have;
+	uint32_t address;
+	uint64_t turn; /* in the order of arrival */
 	time_t since;
-	unsigned char secret[SECRET];
+	struct proof proof;
+	size_t nonce_have, mac_have;
+	unsigned char mac[MAC_BYTES];
 };
 
 struct listening {
 	int fd;
-	unsigned char secret[SECRET];
+	unsigned char key[KEY_BYTES];
+	uint64_t turns;
 	struct newcomer newcomers[NEWCOMERS];
 };
 
@@ -100,6 +109,31 @@ static struct stream *begin_stream(int fd, bool sends, const struct tagging *tag
 	return stream;
 }
 
+/* Combine the job's key with a handle's random bytes, so that a proof is of one meeting only. */
+static void make_key(unsigned char key[KEY_BYTES], const unsigned char random[KEY_BYTES])
+{
+	for (int i = 0; i < KEY_BYTES; i++)
+		key[i] = job.key[i] ^ random[i];
+}
+
+static bool send_whole(int fd, const void *bytes, size_t size)
+{
+	return send(fd, bytes, size, MSG_NOSIGNAL) == (ssize_t)size; /* little enough for an empty buffer */
+}
+
+/* Receive what is missing of `size` bytes at `place`, of which `*have` are there. */
+static enum progress receive_rest(int fd, void *place, size_t size, size_t *have)
+{
+	ssize_t got = recv(fd, (unsigned char *)place + *have, size - *have, 0);
+
+	if (!got)
+		errno = ECONNRESET;
+	if (got <= 0)
+		return got < 0 && errno == EAGAIN ? GOING_ON : BROKEN;
+	*have += (size_t)got;
+	return *have == size ? DONE : GOING_ON;
+}
+
 int meeting_listen(void *place, struct listening **made)
 {
 	struct handle *handle = place;
@@ -118,13 +152,13 @@ int meeting_listen(void *place, struct listening **made)
 	if (listening->fd < 0 || bind(listening->fd, (struct sockaddr *)&handle->address, size) ||
 	    listen(listening->fd, BACKLOG) ||
 	    getsockname(listening->fd, (struct sockaddr *)&handle->address, &size) ||
-	    getrandom(listening->secret, SECRET, 0) != SECRET) {
+	    !proof_random(handle->random, KEY_BYTES)) {
 		int result = fail("cannot listen at the NIC of the job file");
 
 		meeting_close(listening);
 		return result;
 	}
-	memcpy(handle->secret, listening->secret, SECRET);
+	make_key(listening->key, handle->random);
 	*made = listening;
 	return NCCL_SUCCESS;
 }
@@ -138,6 +172,7 @@ static int begin_connecting(struct handle *handle, bool ours)
 		return NCCL_SYSTEM_ERROR;
 	handle->connecting = made;
 	made->since = now();
+	make_key(made->proof.key, handle->random);
 	made->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
 	keep_to_nic(made->fd);
 	if (made->fd < 0 || bind(made->fd, (struct sockaddr *)&own, sizeof(own)))
@@ -164,6 +199,36 @@ static int stop_connecting(struct handle *handle, int result)
 	return result;
 }
 
+/* Exchange proofs with the side that accepts. Nothing of it is tagged. */
+static enum progress greet(struct connecting *connecting)
+{
+	struct proof *proof = &connecting->proof;
+	struct proof_answer *answer = &connecting->answer;
+	unsigned char mac[MAC_BYTES];
+	enum progress answered;
+
+	if (!connecting->greeted) {
+		if (!proof_random(proof->nonces[CONNECTS], NONCE_BYTES) ||
+		    !send_whole(connecting->fd, proof->nonces[CONNECTS], NONCE_BYTES))
+			return BROKEN;
+		tagging_wrote(&connecting->tagging, NONCE_BYTES);
+		connecting->greeted = true;
+	}
+	answered = receive_rest(connecting->fd, answer, sizeof(*answer), &connecting->have);
+	if (answered != DONE)
+		return answered;
+	memcpy(proof->nonces[ACCEPTS], answer->nonce, NONCE_BYTES);
+	if (!proof_holds(proof, ACCEPTS, answer->mac)) {
+		errno = EACCES;
+		return BROKEN;
+	}
+	proof_mac(proof, CONNECTS, mac);
+	if (!send_whole(connecting->fd, mac, MAC_BYTES))
+		return BROKEN;
+	tagging_wrote(&connecting->tagging, MAC_BYTES);
+	return DONE;
+}
+
 int meeting_connect(void *place, bool ours, struct stream **made)
 {
 	struct handle *handle = place;
@@ -187,69 +252,119 @@ int meeting_connect(void *place, bool ours, struct stream **made)
 		errno = error ? error : errno;
 		return stop_connecting(handle, fail("cannot connect to the next rank"));
 	}
-	if (send(connecting->fd, handle->secret, SECRET, MSG_NOSIGNAL) != SECRET)
-		return stop_connecting(handle, fail("cannot greet the next rank"));
-	tagging_wrote(&connecting->tagging, SECRET);
+	switch (greet(connecting)) {
+	case GOING_ON:
+		if (now() - connecting->since < CONNECT_SECONDS)
+			return NCCL_SUCCESS;
+		errno = ETIMEDOUT; /* fall through */
+	case BROKEN:
+		return stop_connecting(handle, fail("the next rank does not prove that it has this job's key"));
+	case DONE:
+		break;
+	}
 	*made = begin_stream(connecting->fd, true, &connecting->tagging);
 	connecting->fd = -1;
 	return stop_connecting(handle, *made ? NCCL_SUCCESS : NCCL_SYSTEM_ERROR);
 }
 
-static void take_newcomer(struct listening *listening, int fd)
+static void leave(struct newcomer *one)
 {
-	struct newcomer *oldest = &listening->newcomers[0];
-
-	for (int i = 0; i < NEWCOMERS && oldest->fd >= 0; i++)
-		if (listening->newcomers[i].fd < 0 || listening->newcomers[i].since < oldest->since)
-			oldest = &listening->newcomers[i];
-	if (oldest->fd >= 0)
-		close(oldest->fd);
-	*oldest = (struct newcomer){.fd = fd, .since = now()};
+	close(one->fd);
+	one->fd = -1;
 }
 
-static bool same_secret(const unsigned char *a, const unsigned char *b)
+/* Return a free place, or that of the oldest newcomer of the address that has most. */
+static struct newcomer *find_place(struct listening *listening)
 {
-	unsigned char different = 0;
+	struct newcomer *chosen = NULL;
+	int most = 0;
 
-	for (int i = 0; i < SECRET; i++)
-		different |= a[i] ^ b[i];
-	return !different;
-}
+	for (int i = 0; i < NEWCOMERS; i++) {
+		struct newcomer *one = &listening->newcomers[i];
+		int count = 0;
 
-/* Return whether a newcomer has shown the secret; close it if it cannot. */
-static bool hear(struct listening *listening, struct newcomer *one)
-{
-	ssize_t got = recv(one->fd, one->secret + one->have, SECRET - one->have, 0);
-
-	if (got > 0)
-		one->have += (size_t)got;
-	if (one->have == SECRET && same_secret(one->secret, listening->secret))
-		return true;
-	if (one->have == SECRET || !got || (got < 0 && errno != EAGAIN) || now() - one->since > GREETING_SECONDS) {
-		close(one->fd);
-		one->fd = -1;
+		if (one->fd < 0)
+			return one;
+		for (int j = 0; j < NEWCOMERS; j++)
+			count += listening->newcomers[j].address == one->address;
+		if (count > most || (count == most && one->turn < chosen->turn)) {
+			chosen = one;
+			most = count;
+		}
 	}
-	return false;
+	return chosen;
+}
+
+static void take_newcomer(struct listening *listening, int fd, uint32_t address)
+{
+	struct newcomer *place = find_place(listening);
+
+	if (place->fd >= 0)
+		leave(place);
+	*place = (struct newcomer){.fd = fd, .address = address, .turn = listening->turns++, .since = now()};
+	memcpy(place->proof.key, listening->key, KEY_BYTES);
+}
+
+/* Answer a newcomer's nonce, and check its MAC. */
+static enum progress hear(struct newcomer *one)
+{
+	struct proof *proof = &one->proof;
+	struct proof_answer answer;
+	enum progress heard;
+
+	if (one->nonce_have < NONCE_BYTES) {
+		heard = receive_rest(one->fd, proof->nonces[CONNECTS], NONCE_BYTES, &one->nonce_have);
+		if (heard != DONE)
+			return heard;
+		if (!proof_random(proof->nonces[ACCEPTS], NONCE_BYTES))
+			return BROKEN;
+		memcpy(answer.nonce, proof->nonces[ACCEPTS], NONCE_BYTES);
+		proof_mac(proof, ACCEPTS, answer.mac);
+		if (!send_whole(one->fd, &answer, sizeof(answer)))
+			return BROKEN;
+	}
+	heard = receive_rest(one->fd, one->mac, MAC_BYTES, &one->mac_have);
+	return heard == DONE && !proof_holds(proof, CONNECTS, one->mac) ? BROKEN : heard;
+}
+
+/* Hear all newcomers. Return one that has proved itself, or NULL; close those that can't or do not in time. */
+static struct newcomer *hear_all(struct listening *listening)
+{
+	for (int i = 0; i < NEWCOMERS; i++) {
+		struct newcomer *one = &listening->newcomers[i];
+		enum progress heard = one->fd < 0 ? GOING_ON : hear(one);
+
+		if (heard == DONE)
+			return one;
+		if (heard == BROKEN || (one->fd >= 0 && now() - one->since > PROOF_SECONDS))
+			leave(one);
+	}
+	return NULL;
 }
 
 int meeting_accept(struct listening *listening, struct stream **made)
 {
+	struct newcomer *proved = hear_all(listening); /* before others take their places */
+	struct sockaddr_in from;
+	socklen_t size = sizeof(from);
 	int fd;
 
 	*made = NULL;
-	while ((fd = accept4(listening->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) >= 0)
-		take_newcomer(listening, fd);
-	for (int i = 0; i < NEWCOMERS; i++) {
-		struct newcomer *one = &listening->newcomers[i];
-
-		if (one->fd < 0 || !hear(listening, one))
-			continue;
-		set_up(one->fd);
-		*made = begin_stream(one->fd, false, NULL);
-		one->fd = -1;
-		return *made ? NCCL_SUCCESS : NCCL_SYSTEM_ERROR;
+	for (int i = 0; i < NEWCOMERS && !proved; i++) {
+		fd = accept4(listening->fd, (struct sockaddr *)&from, &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
+		if (fd < 0)
+			break;
+		if (job_has_peer(from.sin_addr.s_addr))
+			take_newcomer(listening, fd, from.sin_addr.s_addr);
+		else
+			close(fd);
 	}
-	return NCCL_SUCCESS;
+	if (!proved && !(proved = hear_all(listening)))
+		return NCCL_SUCCESS;
+	set_up(proved->fd);
+	*made = begin_stream(proved->fd, false, NULL);
+	proved->fd = -1;
+	return *made ? NCCL_SUCCESS : NCCL_SYSTEM_ERROR;
 }
 
 int meeting_close(struct listening *listening)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * How two ranks find each other: a listening socket, its handle, which NCCL brings to the other rank, and connections
- * that have shown the handle's secret. Nothing here blocks.
+ * of which both sides have proved that they have the key. That is the job's, combined with random bytes of the handle.
+ * Nothing here blocks.
  */
 #ifndef CHECKMATE_NCCL_MEETING_H
 #define CHECKMATE_NCCL_MEETING_H
@@ -14,7 +15,7 @@ struct listening;
 int meeting_listen(void *handle, struct listening **made);
 /* Connect, or go on connecting. `*made` stays NULL until that is done. Tags can be set if `ours`. */
 int meeting_connect(void *handle, bool ours, struct stream **made);
-/* Accept, as `meeting_connect`. Connections without the secret are closed. */
+/* Accept, as `meeting_connect`. Connections from elsewhere, and those without a proof, are closed. */
 int meeting_accept(struct listening *listening, struct stream **made);
 int meeting_close(struct listening *listening);
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role, Secret
 from checkmate.nccl.building import PluginError, shared_object
 from checkmate.nccl.environment import environment_troubles, settings, version_trouble
 from checkmate.nccl.interfaces import interface_of, speed_of
@@ -95,7 +97,15 @@ class NcclMaker:
             return f"{error.missing}; {error.remedy}"
         assert isinstance(self.layout.slicing, NcclSlicing)
         library.begin(
-            NcclPlace(self.place.position, self.place.ranks, address, interface, speed_of(interface)),
+            NcclPlace(
+                self.place.position,
+                self.place.ranks,
+                address,
+                interface,
+                speed_of(interface),
+                [IPv4Address(ip) for ip in self.place.ips],
+                access(self.place.job, Role.TRAINER).secret(Secret.RING),
+            ),
             channels=channels,
             slicing=self.layout.slicing,
             incarnation=self.start.plan.incarnation,

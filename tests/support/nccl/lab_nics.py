@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from datetime import timedelta
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import torch
@@ -47,7 +48,13 @@ def main() -> int:
     library, slicing = NcclLibrary(shared_object()), NcclSlicing(buffer=64 << 10)
     interface = interface_of(own.ip)
     library.begin(
-        NcclPlace(place.position, place.ranks, own.ip, interface),
+        NcclPlace(
+            place.position,
+            place.ranks,
+            own.ip,
+            interface,
+            peers=[IPv4Address(ip) for ip in place.ips],
+        ),
         channels=job.channels,
         slicing=slicing,
         incarnation=1,

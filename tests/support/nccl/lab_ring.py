@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from ipaddress import IPv4Address
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -90,7 +91,13 @@ def run(place: Membership, interface: str, release: str, tagger: Tagger) -> None
     tensors = gradients(layout, 0, place.position)
     library = NcclLibrary(shared_object())
     library.begin(
-        NcclPlace(place.position, place.ranks, own.ip, interface),
+        NcclPlace(
+            place.position,
+            place.ranks,
+            own.ip,
+            interface,
+            peers=[IPv4Address(ip) for ip in place.ips],
+        ),
         channels=place.job.channels,
         slicing=SLICING,
         incarnation=1,

@@ -52,6 +52,21 @@ def until(made: Callable[[], int | None], seconds: float = 20.0) -> int:
     return found
 
 
+def joined(connect: Callable[[], int | None], accept: Callable[[], int | None]) -> tuple[int, int]:
+    """Return both ends of a connection, whose sides wait for each other: NCCL calls both repeatedly."""
+    ends: list[int | None] = [None, None]
+
+    def both() -> int | None:
+        ends[:] = [ends[0] or connect(), ends[1] or accept()]
+        return 1 if all(ends) else None
+
+    until(both)
+    sends, receives = ends
+    assert sends
+    assert receives
+    return sends, receives
+
+
 class KeepingCaller(Caller):
     """Keeps what it sends in memory, because the plugin may read it until it has closed."""
 
@@ -100,7 +115,7 @@ def _loaded(
     with _there(namespace):
         interface = interface_of(address)
     library.begin(
-        NcclPlace(rank, said.ranks, address, interface),
+        NcclPlace(rank, said.ranks, address, interface, peers=(said.own[1], said.other[1])),
         channels=said.channels,
         slicing=said.slicing,
         incarnation=1,
@@ -132,8 +147,12 @@ class SendingRank:
             place = buffer(handle)
             self.ports.append(int.from_bytes(handle[2:4], "big"))
             with _there(here):
-                self.connections.append(until(lambda place=place: self.caller.connect(place)))  # type: ignore[misc]
-            self._ends.append(until(lambda to=listening: self._sink.accept(to)))  # type: ignore[misc]
+                connection, end = joined(
+                    lambda place=place: self.caller.connect(place),  # type: ignore[misc]
+                    lambda to=listening: self._sink.accept(to),  # type: ignore[misc]
+                )
+            self.connections.append(connection)
+            self._ends.append(end)
             self._listeners.append(listening)
         self.received: list[int] = []
         """Sizes of the messages that the sink has received, on all channels."""
