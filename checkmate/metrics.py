@@ -2,7 +2,8 @@
 
 What is served is read when it is asked for, so a process whose metrics nobody scrapes does nothing for them.
 Names follow prometheus.io/docs/practices/naming. Strangers who reach the address can read the metrics, and
-keep others from reading them. The threads, the time of a request and how often metrics are read are bounded.
+keep others from reading them. The threads, the time of a request, the requests of a host and how often
+anything is read are bounded.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ _REQUEST_SECONDS: Final = 5.0
 """Time for a whole request, after which its connection is closed."""
 _FRESH_SECONDS: Final = 1.0
 """Time for which an answer is given again, so that nobody can keep the process busy with reading."""
+_PER_SECOND: Final = 10
+"""Requests of one host, on average. Further connections are closed."""
+_BURST: Final = 50
+"""Requests that a host may make at once."""
+_HOSTS_MAX: Final = 256
+"""Hosts of which the requests are counted. Others wait until one has been quiet."""
 
 LOG = logging.getLogger("checkmate")
 
@@ -63,7 +70,7 @@ class MetricsServer:
         registry = CollectorRegistry()
         registry.register(_Collected(collect))
         ProcessCollector(registry=registry)
-        parts = {"metrics": _Cached(registry), "not_ready": staticmethod(not_ready)}
+        parts = {"metrics": _Cached(registry), "readiness": _Readiness(not_ready)}
         handler = type("Handler", (_Handler,), parts)
         try:
             self._server = _Server(*host_and_port(address), handler)
@@ -127,6 +134,43 @@ class _Cached:
             return text, kind
 
 
+class _Readiness:
+    """Why the process cannot do its work, read at most once in `_FRESH_SECONDS`."""
+
+    def __init__(self, not_ready: Callable[[], str]) -> None:
+        self._not_ready = not_ready
+        self._lock = threading.Lock()
+        self._at = float("-inf")
+        self._reason = ""
+
+    def reason(self) -> str:
+        """Return the reason, or ""."""
+        with self._lock:
+            if time.monotonic() - self._at > _FRESH_SECONDS:
+                self._reason = self._not_ready()
+                self._at = time.monotonic()
+            return self._reason
+
+
+class _Pace:
+    """The requests of each host, of which only some are served: `_BURST` at once, and `_PER_SECOND`. Pure."""
+
+    def __init__(self) -> None:
+        self._paid: dict[str, float] = {}  # until when a host's requests have used up its share
+
+    def admits(self, host: str, now: float) -> bool:
+        """Count a request, and return whether it is to be served. `now`: in seconds."""
+        if host not in self._paid and len(self._paid) >= _HOSTS_MAX:
+            self._paid = {other: paid for other, paid in self._paid.items() if paid > now}
+            if len(self._paid) >= _HOSTS_MAX:
+                return False
+        paid = max(self._paid.get(host, now), now)
+        if (paid - now) * _PER_SECOND > _BURST - 0.5:
+            return False
+        self._paid[host] = paid + 1 / _PER_SECOND
+        return True
+
+
 class _Server(ThreadingTCPServer):  # http.server's asks the DNS for its own name
     daemon_threads = True
     allow_reuse_address = True
@@ -135,11 +179,12 @@ class _Server(ThreadingTCPServer):  # http.server's asks the DNS for its own nam
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
         self._requests = threading.BoundedSemaphore(_REQUESTS_MAX)
+        self._pace = _Pace()
         super().__init__((str(where[0]), int(where[1])), handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, unless there are too many."""
-        if self._requests.acquire(blocking=False):
+        """Serve a connection in a thread, unless there are too many, or its host has had enough."""
+        if self._pace.admits(client_address[0], time.monotonic()) and self._requests.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -169,7 +214,7 @@ def _break(request: socket.socket) -> None:
 
 class _Handler(BaseHTTPRequestHandler):
     metrics: _Cached
-    not_ready: Callable[[], str]
+    readiness: _Readiness
     server_version = "checkmate"
     sys_version = ""
     timeout = _REQUEST_SECONDS
@@ -182,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/healthz":
             self._answer(HTTPStatus.OK, b"ok\n")
         elif path == "/readyz":
-            reason = self.not_ready()
+            reason = self.readiness.reason()
             status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
             self._answer(status, f"{reason or 'ready'}\n".encode())
         else:

@@ -56,7 +56,8 @@ def test_prometheus_reads_the_metrics_as_they_are(monkeypatch: pytest.MonkeyPatc
         assert "# EOF" in get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
 
 
-def test_it_says_whether_the_process_is_ready() -> None:
+def test_it_says_whether_the_process_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_FRESH_SECONDS", 0.0)
     reason = "no program is loaded"
     with MetricsServer("127.0.0.1:0", some, lambda: reason) as server:
         assert get(server, "/healthz") == "ok\n"
@@ -67,6 +68,48 @@ def test_it_says_whether_the_process_is_ready() -> None:
         assert get(server, "/readyz") == "ready\n"
         with pytest.raises(HTTPError, match="404"):
             get(server, "/")
+
+
+def test_many_who_ask_whether_it_is_ready_have_it_read_once() -> None:
+    """A shadow node makes a whole status for it."""
+    reads = 0
+
+    def reason() -> str:
+        nonlocal reads
+        reads += 1
+        return ""
+
+    with MetricsServer("127.0.0.1:0", some, reason) as server:
+        assert {get(server, "/readyz") for _ in range(20)} == {"ready\n"}
+    assert reads == 1
+
+
+def test_a_host_that_asks_all_the_time_is_closed_and_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thousand requests a second took most of a core."""
+    monkeypatch.setattr(metrics, "_PER_SECOND", 0.001)
+    with MetricsServer("127.0.0.1:0", some, lambda: "") as server:
+        for _ in range(metrics._BURST):
+            assert get(server, "/healthz") == "ok\n"
+        with pytest.raises(OSError, match=r"closed|reset"):
+            get(server, "/healthz")
+        with socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)) as other:
+            other.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            assert other.makefile().read().endswith("ok\n")
+
+
+def test_a_host_has_its_requests_again_after_a_while() -> None:
+    pace = metrics._Pace()
+    assert sum(pace.admits("a", 100.0) for _ in range(1000)) == metrics._BURST
+    assert sum(pace.admits("a", 101.0) for _ in range(1000)) == metrics._PER_SECOND
+    assert sum(pace.admits("a", 1000.0) for _ in range(1000)) == metrics._BURST
+
+
+def test_a_flood_from_many_addresses_is_counted_in_bounded_memory() -> None:
+    pace = metrics._Pace()
+    assert sum(pace.admits(str(host), 100.0) for host in range(10_000)) == metrics._HOSTS_MAX
+    assert pace.admits("another", 101.0)
 
 
 def test_a_failure_to_read_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
