@@ -132,6 +132,8 @@ def _host(subject: Subject, facts: Facts) -> Iterator[Finding]:
         buffers = _EXAMPLE_BUFFERS if subject.job is None else trying.streams_of(subject) + 1
         yield trying.tcp_memory(buffers, RECEIVE_BUFFER)
         yield from _capacity(subject, facts, RECEIVE_BUFFER)
+    if role is Role.TRAINER:
+        yield host_checks.rendezvous(facts)
     yield host_checks.windows(role, facts)
     yield host_checks.clock(role, facts)
 

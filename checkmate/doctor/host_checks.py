@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Final
 
@@ -15,6 +16,8 @@ from checkmate.tagger.program import kernel_version
 from checkmate.wording import counted, size
 
 KERNEL_LEAST: Final = (5, 10)
+RENDEZVOUS_PORT: Final = 29400
+"""torchrun's default, as in `--rdzv-endpoint HOST` (torch.distributed.run)."""
 _MEMLOCK_UNTIL: Final = (5, 11)
 """Before this kernel, maps of BPF count against RLIMIT_MEMLOCK."""
 _SPARE_FILES: Final = 200
@@ -101,6 +104,20 @@ def windows(role: Role, facts: Facts) -> Finding:
     if role is Role.SHADOW:
         return failed(name, f"{found}, so copies beyond 64 kB are lost", remedy)
     return warning(name, f"{found}, so the ring is slow", remedy)
+
+
+def rendezvous(facts: Facts) -> Finding:
+    """Check who can reach torchrun's rendezvous, which has no key (docs/security.md)."""
+    name, port = "rendezvous", RENDEZVOUS_PORT
+    if not any(theirs == port and not address.is_loopback for address, theirs in facts.listening):
+        return ok(name, f"no process takes connections at port {port}, torchrun's default")
+    if re.search(rf"\b{port}\b", facts.firewall):
+        return ok(name, f"a rule of the firewall names port {port}, torchrun's default")
+    return warning(
+        name,
+        f"port {port} is open, and whoever reaches torchrun's rendezvous there runs code as its user",
+        "admit the training hosts only, by a firewall (`checkmate docs security`)",
+    )
 
 
 def clock(role: Role, facts: Facts) -> Finding:

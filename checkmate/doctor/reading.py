@@ -12,6 +12,7 @@ import os
 import resource
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -30,6 +31,8 @@ _TCP: Final = (Path("/proc/thread-self/net/tcp"), Path("/proc/thread-self/net/tc
 _LISTEN: Final = "0A"
 _NAME_SECONDS: Final = 3.0
 """For looking up a name; one that takes longer is not this machine's."""
+
+_RULES_SECONDS: Final = 3.0
 
 # linux/sockios.h and linux/if.h
 _GET_FLAGS, _GET_MTU, _GET_MAC, _GET_ADDRESS, _GET_NETMASK = 0x8913, 0x8921, 0x8927, 0x8915, 0x891B
@@ -59,8 +62,8 @@ def read(addresses: Iterable[str], *, quick: bool = False) -> Facts:
 
     Args:
         addresses: those of its interfaces on the training network.
-        quick: leave out listeners, of which there may be many, and the clock's state, because systemd's
-            filters may end a service that asks for it.
+        quick: leave out listeners, of which there may be many, the firewall, which another program reads,
+            and the clock's state, because systemd's filters may end a service that asks for it.
     """
     nics = {address: nic(address) for address in addresses}
     names = ["all", *(one.name for one in nics.values() if one is not None)]
@@ -74,6 +77,7 @@ def read(addresses: Iterable[str], *, quick: bool = False) -> Facts:
         sysctls=sysctls(wanted),
         nics=nics,
         listening=frozenset() if quick else frozenset(listening()),
+        firewall="" if quick else firewall(),
         clock=None if quick else kernel_clock(),
     )
 
@@ -166,6 +170,16 @@ def listening() -> Iterator[tuple[Address, int]]:
                 _, local, _, state, *_ = line.split()
                 if state == _LISTEN:
                     yield _place(local)
+
+
+def firewall() -> str:
+    """Return the rules of nftables, or "" if they can't be read: mostly, because this is not root."""
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = ["nft", "--numeric", "list", "ruleset"]
+        return subprocess.run(
+            asked, capture_output=True, text=True, check=True, timeout=_RULES_SECONDS
+        ).stdout
+    return ""
 
 
 def _place(text: str) -> tuple[Address, int]:

@@ -110,6 +110,22 @@ def test_limits(found: Finding, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
+    ("listening", "firewall", "outcome"),
+    [
+        (("127.0.0.1", 29400), "", OK),
+        (("0.0.0.0", 29401), "", OK),
+        (("0.0.0.0", 29400), "", WARNING),
+        (("::", 29400), "tcp dport { 129400, 80 } drop", WARNING),
+        (("192.168.0.1", 29400), "tcp dport { 29400, 32768-60999 } drop", OK),
+    ],
+)
+def test_an_open_rendezvous_is_named(listening: tuple[str, int], firewall: str, outcome: Outcome) -> None:
+    """Whoever reaches it runs code as the agents' user."""
+    at = frozenset({(ip_address(listening[0]), listening[1])})
+    assert host_checks.rendezvous(facts(listening=at, firewall=firewall)).outcome is outcome
+
+
+@pytest.mark.parametrize(
     ("shown", "outcome", "remedy"),
     [
         (
