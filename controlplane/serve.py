@@ -9,9 +9,9 @@ from functools import partial
 
 from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
 from checkmate.events.saying import say
-from checkmate.job.following import JobFiles, Unusable, Wanted
+from checkmate.job.following import JobFiles, Unusable, Wanted, in_brief
 from checkmate.job.schema import Job
-from checkmate.job.yaml_lines import JobError, Located
+from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
 from checkmate.wording import counted
 from controlplane.controller import LOG, SwitchController
@@ -208,11 +208,20 @@ def _same_switch(controller: SwitchController, network: Network) -> None:
         )
 
 
-def refuse(wanted: Wanted) -> None:
-    """Log the faults of files whose jobs stay as they are, or are left out."""
-    if wanted.faults:
-        why = str(JobError(wanted.faults))
+def refuse(files: JobFiles, wanted: Wanted) -> None:
+    """Log new faults of files whose jobs stay as they are, or are left out."""
+    if why := files.told.news(wanted.faults):
         say(logging.ERROR, JOBS_REFUSED(why=why), "refused; what is served of these files stays:\n%s", why)
+
+
+def unchanged(error: Exception) -> None:
+    """Log why the jobs stay as they are."""
+    if isinstance(error, JobError):
+        why = in_brief(error.faults)
+        say(logging.ERROR, JOBS_REFUSED(why=why), "the jobs are unchanged:\n%s", why)
+    else:
+        why = str(error) or repr(error)
+        say(logging.ERROR, JOBS_REFUSED(why=why), "the jobs are unchanged: %s", why)
 
 
 async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
@@ -220,19 +229,7 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
 
     If a switch is away, or another controller has it, try again.
     """
-    again, changed, told = 0.0, False, ""  # `again`: seconds until another try; 0: at a change only
-    refused: tuple[Located, ...] = ()
-
-    def unchanged(error: Exception) -> None:
-        nonlocal told
-        why = str(error) or repr(error)
-        if changed or why != told:
-            text = (
-                "the jobs are unchanged:\n%s" if isinstance(error, JobError) else "the jobs are unchanged: %s"
-            )
-            say(logging.ERROR, JOBS_REFUSED(why=why), text, why)
-        told = why
-
+    again, told = 0.0, ""  # `again`: seconds until another try; 0: at a change only
     while True:
         await asyncio.sleep(again or POLL_SECONDS)
         changed = files.changed()
@@ -243,17 +240,15 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
         try:
             wanted = await asyncio.to_thread(files.wanted, unusable)  # streams connect meanwhile
             jobs = wanted.jobs
-            if wanted.faults != refused:
-                refuse(wanted)
-            refused = wanted.faults
+            refuse(files, wanted)
             done = await fleet.change(jobs)
-        except (JobError, ControlError, KeysError) as error:
-            again = AGAIN_SECONDS if isinstance(error, AnotherPrimary | SwitchUnreachable) else 0.0
-            unchanged(error)
-            continue
         except Exception as error:  # noqa: BLE001 - the jobs of other owners are served on
-            LOG.exception("a defect of Checkmate")
-            unchanged(error)
+            again = AGAIN_SECONDS if isinstance(error, AnotherPrimary | SwitchUnreachable) else 0.0
+            if not isinstance(error, JobError | ControlError | KeysError):
+                LOG.exception("a defect of Checkmate")
+            if changed or str(error) != told:  # a switch that is away is named once
+                unchanged(error)
+            told = str(error)
             continue
         again, told = 0.0, ""
         files.served(wanted)

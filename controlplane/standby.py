@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from checkmate.events.kinds import CONTROLLER_CLAIMS, JOBS_REFUSED, SWITCH_LOST
+from checkmate.events.kinds import CONTROLLER_CLAIMS, SWITCH_LOST
 from checkmate.events.saying import say
 from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job, Switch
@@ -19,7 +19,7 @@ from controlplane.errors import ControlError, RefusalLost
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
-from controlplane.serve import POLL_SECONDS, refuse
+from controlplane.serve import POLL_SECONDS, refuse, unchanged
 from controlplane.tasks import until_first
 
 
@@ -62,9 +62,9 @@ class Standby:
             wanted = self._files.wanted(self._unusable)
             self._check(wanted.jobs)
         except (JobError, ControlError, KeysError) as error:
-            say(logging.ERROR, JOBS_REFUSED(why=str(error)), "the jobs are unchanged:\n%s", error)
+            unchanged(error)
             return False
-        refuse(wanted)
+        refuse(self._files, wanted)
         self._files.served(wanted)
         self.jobs = wanted.jobs
         return True

@@ -122,7 +122,7 @@ def run(
     logging.getLogger("finsy").setLevel(logging.ERROR)
     controller = _Controller(files, keys, load=load, live=live)
     with kept_events("controller", "", events), _said(first):
-        refuse(wanted)
+        refuse(files, wanted)
         asyncio.run(_until_stopped(controller.work(wanted, standby=standby, once=once, metrics=metrics)))
 
 

@@ -15,10 +15,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
+from checkmate.events.event import TEXT_MAX
 from checkmate.job import yaml_lines
 from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import Document, JobError, Located
+from checkmate.wording import counted, shortened
 
 LOG: Final = logging.getLogger("checkmate")
 ABSENCE_SECONDS: Final = 5.0
@@ -68,6 +70,40 @@ class Wanted:
         return list(self.by_file.values())
 
 
+_FAULTS_OF_FILE: Final = 5
+_FAULTS_SHOWN: Final = 20
+"""Lines of a message about faults. An owner may have thousands of faulty files, and change them often."""
+
+
+def in_brief(faults: Sequence[Located]) -> str:
+    """Return some faults of each file, one a line, and how many are left out."""
+    by_file: dict[Path, list[Located]] = {}
+    for fault in faults:
+        by_file.setdefault(fault.file, []).append(fault)
+    first = [fault for of_file in by_file.values() for fault in of_file[:_FAULTS_OF_FILE]]
+    lines = [shortened(str(fault), TEXT_MAX) for fault in first[:_FAULTS_SHOWN]]
+    if more := len(faults) - len(lines):
+        files = "" if len(by_file) == 1 else f" in {counted(len(by_file), 'file')}"
+        lines.append(f"and {counted(more, 'more fault')}{files}; `checkmate validate` shows all")
+    return "\n".join(lines)
+
+
+class Told:
+    """The faults that the log has, so that a change of one file does not repeat those of all others."""
+
+    def __init__(self) -> None:
+        self._faults: frozenset[Located] = frozenset()
+
+    def news(self, faults: Sequence[Located]) -> str:
+        """Return in brief the faults that were not there before, and how many were; "" if none is new."""
+        before, self._faults = self._faults, frozenset(faults)
+        new = [fault for fault in faults if fault not in before]
+        if not new:
+            return ""
+        old = len(faults) - len(new)
+        return in_brief(new) + (f"\nand {counted(old, 'fault')} as before" if old else "")
+
+
 class JobFiles:
     """The job files of a command line, read again whenever they have changed."""
 
@@ -83,6 +119,7 @@ class JobFiles:
         self._served = Wanted({})
         self._absences = Absences()
         self._documents: dict[Path, Document] = {}
+        self.told = Told()
 
     def __str__(self) -> str:
         return ", ".join(str(argument) for argument in self._arguments)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from checkmate.job import checks, conflicts, following, yaml_lines
 from checkmate.job.files import JobError, read_job, read_jobs, read_set
-from checkmate.job.following import ABSENCE_SECONDS, Absences, JobFiles, job_files
+from checkmate.job.following import ABSENCE_SECONDS, Absences, JobFiles, Told, in_brief, job_files
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
-from checkmate.job.yaml_lines import Document
+from checkmate.job.yaml_lines import Document, Located
 from testbed.jobs import job_data
 from tests.support.job_files import edited, write
 from tests.support.jobs import some_jobs
@@ -755,3 +755,31 @@ def test_a_fabric_file_that_is_written_while_it_is_first_read_has_changed(
         patch.setattr(yaml_lines, "read_document", written)
         files.read()
     assert files.changed()
+
+
+def faulty(files: int, of_each: int = 1) -> list[Located]:
+    return [
+        Located(Path(f"jobs/{file}.yaml"), line + 1, "job", f"wrong{line}")
+        for file in range(files)
+        for line in range(of_each)
+    ]
+
+
+def test_the_faults_of_thousands_of_files_are_told_in_brief() -> None:
+    """An owner had the controller write 1 MB at each change of any file."""
+    lines = in_brief(faulty(2000, 3)).splitlines()
+    assert lines[0] == "jobs/0.yaml:1: job: wrong0"
+    assert len(lines) == 21
+    assert lines[-1] == "and 5,980 more faults in 2,000 files; `checkmate validate` shows all"
+    assert in_brief(faulty(1, 100)).splitlines()[-1] == "and 95 more faults; `checkmate validate` shows all"
+    assert len(in_brief([Located(Path("a"), 1, "job", "x" * 1_000_000)])) <= 600
+
+
+def test_a_change_of_one_file_tells_only_its_own_faults() -> None:
+    told, before = Told(), faulty(2000)
+    assert len(told.news(before).splitlines()) == 21
+    assert told.news(before) == ""
+    new = Located(Path("jobs/new.yaml"), 3, "channels", "must be at least 1")
+    assert told.news([*before, new]).splitlines() == [str(new), "and 2,000 faults as before"]
+    assert told.news(before) == ""
+    assert told.news([*before, new]).startswith(str(new))  # it is new again
