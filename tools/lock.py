@@ -2,11 +2,13 @@
 
 Versions stay as they are unless pyproject.toml rules them out; `--upgrade` takes the newest. torch and its
 CUDA packages have no hashes, so that a local build or one for CPUs can take their place.
+`--of REPORT` prints those of the list that `pip install --report` names, for images.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -37,6 +39,20 @@ def hashed(compiled: str) -> str:
     """Return uv's list of requirements without those that set-up installs without hashes. Pure."""
     requirements = re.split(r"^(?=\S)", compiled, flags=re.MULTILINE)
     return "".join(one for one in requirements if not _WITHOUT_HASHES.match(one))
+
+
+def listed(report: str, constraints: str) -> str:
+    """Return those of a list of requirements that a report of pip's names. Pure.
+
+    Others that it names are left out: `pip check` misses them, if something needs them.
+    """
+    names = {_canonical(one["metadata"]["name"]) for one in json.loads(report)["install"]}
+    requirements = re.split(r"^(?=\S)", constraints, flags=re.MULTILINE)
+    return "".join(one for one in requirements if _canonical(one.partition("==")[0]) in names)
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()  # PEP 503
 
 
 def _compile(source: str, known: Path, *more: str, given: str | None = None) -> str:
@@ -73,8 +89,13 @@ def main() -> int:
     """Renew the lists; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.lock", description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
+    parser.add_argument("--of", type=Path, metavar="REPORT", help="print those that a report of pip's names")
+    said = parser.parse_args()
+    if said.of is not None:
+        print(listed(said.of.read_text(), CONSTRAINTS.read_text()), end="")
+        return 0
     try:
-        renew(parser.parse_args().upgrade)
+        renew(said.upgrade)
     except LockError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -65,7 +65,7 @@ def report(
 
     Exit status: 0 also if nobody could be asked; 2 bad input.
 
-    Example: checkmate report jobs/gpt.yaml --events /var/lib/checkmate/events --since 2h
+    Example: checkmate report jobs/gpt.yaml --events /var/lib/checkmate-shadow/events --since 2h
     """
     loaded = read_job(job)
     now = time.time()

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tomllib
-from pathlib import Path
 
 from checkmate.extras import LIBRARIES
 from tests.test_lock import PINNED
-from tools.lock import CONSTRAINTS, ROOT, TORCH
+from tools.lock import CONSTRAINTS, ROOT, TORCH, listed
 
 FILE = ROOT / "deploy" / "Dockerfile"
 STAGES = dict(re.findall(r"^FROM \S+ AS (\w+)\n((?:(?!^FROM).*\n)*)", FILE.read_text(), re.MULTILINE))
 
 
 def test_each_role_gets_its_extra_and_metrics_if_it_serves_them() -> None:
-    extras = {name: re.findall(r"whl\)\[([\w,]+)\]", text) for name, text in STAGES.items()}
-    assert extras == {
-        "wheel": [],
-        "base": [],
-        "controller": ["switch,metrics"],
-        "shadow": ["shadow,metrics"],
-        "trainer": ["trainer"],
-    }
-    assert {one for found in extras.values() for each in found for one in each.split(",")} <= LIBRARIES.keys()
+    (made,) = re.findall(r"for extras in ([\w, ]+); do", STAGES["wheel"])
+    assert made.split() == ["switch,metrics", "shadow,metrics", "trainer"]
+    assert {one for each in made.split() for one in each.split(",")} <= LIBRARIES.keys()
+    lists = {name: re.findall(r"\$HASHED /dist/([\w,]+)\.txt", text) for name, text in STAGES.items()}
+    wanted = zip(("controller", "shadow", "trainer"), ([one] for one in made.split()), strict=True)
+    assert lists == {"wheel": [], "base": [], **dict(wanted)}
 
 
 def test_the_trainer_has_the_packages_of_the_guide() -> None:
@@ -33,16 +30,35 @@ def test_the_trainer_has_the_packages_of_the_guide() -> None:
     assert installed.split() == documented.split()
 
 
-def test_versions_are_those_that_are_tested(tmp_path: Path) -> None:
+def test_versions_are_those_that_are_tested() -> None:
     """The line of the Dockerfile that collects them is run here."""
     (line,) = re.findall(r"&& (grep .*?) > ", STAGES["wheel"])
     done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, check=True)
     found = [one.split(" ")[0].partition("==") for one in done.stdout.splitlines()]
     wanted = [(one["name"], "==", one["version"]) for one in PINNED.finditer(CONSTRAINTS.read_text())]
     assert found == [*wanted, TORCH.read_text().strip().partition("==")]
-    for name in ("controller", "shadow", "trainer"):
-        installs = STAGES[name].count("pip install")
-        assert installs and STAGES[name].count("--constraint /dist/versions.txt") == installs
+
+
+def test_only_torch_is_installed_without_the_hash_of_its_file() -> None:
+    assert "--no-deps --require-hashes --requirement" in STAGES["base"]
+    for name, text in STAGES.items():
+        for words in re.findall(r"pip (?:install|wheel) ((?:.*\\\n)*.*)", text.replace("&& pip", "\n&& pip")):
+            hashed = "$HASHED" in words or "--require-hashes" in words
+            ours = "--no-deps" in words and (
+                "/dist/*.whl" in words or words.rstrip(" \\\n").endswith("/dist .")
+            )
+            torch = "--constraint /dist/versions.txt" in words and "torch" in words.split()
+            assert hashed or ours or torch or words.startswith("--dry-run"), (name, words)
+    (line,) = re.findall(r"&& (awk .*?) > ", STAGES["wheel"])
+    done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [one["name"] for one in PINNED.finditer(done.stdout)] == ["setuptools"]
+
+
+def test_the_list_of_an_image_has_what_pip_would_install_with_hashes() -> None:
+    names = ["torch", "Typing_Extensions", "grpcio", "another"]
+    report = json.dumps({"install": [{"metadata": {"name": name}} for name in names]})
+    found = [one["name"] for one in PINNED.finditer(listed(report, CONSTRAINTS.read_text()))]
+    assert found == ["grpcio", "typing-extensions"]
 
 
 def test_the_build_gets_what_the_wheel_is_made_of_and_nothing_else() -> None:
@@ -55,4 +71,5 @@ def test_the_build_gets_what_the_wheel_is_made_of_and_nothing_else() -> None:
         part.split("/")[0] for files in project["tool"]["setuptools"]["data-files"].values() for part in files
     }
     files = {project["project"]["readme"], *project["project"]["license-files"], CONSTRAINTS.name, TORCH.name}
-    assert admitted == packages | data | files | {"pyproject.toml", "MANIFEST.in"}
+    lists = {"tools/__init__.py", "tools/lock.py"}
+    assert admitted == packages | data | files | lists | {"pyproject.toml", "MANIFEST.in"}

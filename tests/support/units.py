@@ -22,7 +22,10 @@ NOBODY: Final = 65534
 USER: Final = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "env"]
 TMP: Final = "/var/tmp" if ROOT.is_relative_to("/tmp") else "/tmp"
 """The private folder for temporary files; files of tests must be elsewhere."""
-_MOUNTS: Final = f'mount -o remount,bind,ro / && mount -t tmpfs -o mode=1777 tmpfs {TMP} && exec "$@"'
+_MOUNTS: Final = (
+    f"mount -o remount,bind,ro / && mount -t tmpfs -o mode=1777 tmpfs {TMP} "
+    '&& mount -t proc -o hidepid=invisible proc /proc && exec "$@"'
+)
 
 
 class Unit:
@@ -57,6 +60,7 @@ class Unit:
         assert self.keys["ProtectSystem"] == "strict"
         assert self.keys["PrivateTmp"] == self.keys["NoNewPrivileges"] == "yes"
         held = self.capabilities if capabilities is None else capabilities
+        assert self.keys["ProtectProc"] == "invisible"
         return ["unshare", "--mount", "sh", "-c", _MOUNTS, "sh", *privileges(held), *self._filtered()]
 
     def _filtered(self) -> list[str]:
