@@ -17,12 +17,16 @@ def shortened(text: str, most: int = 300) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def printable(text: str) -> str:
+def printable(text: str, but: str = "") -> str:
     """Escape what steers a terminal in a text that somebody else has chosen, such as the name of a file.
 
-    Line feeds, too: they would forge a line of the log.
+    Line feeds, too: they would forge a line of the log. `but`: characters that stay.
     """
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one in but else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

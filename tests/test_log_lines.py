@@ -12,7 +12,14 @@ import pytest
 from checkmate.events.keeping import EventLog
 from checkmate.events.kinds import STREAM_FAILED, STREAM_REFUSED, Happened
 from checkmate.events.saying import keep_in
-from checkmate.output.log_lines import ROW_ITERATIONS, GatheredLog, Repetition, StrangerLog, first_and_count
+from checkmate.output.log_lines import (
+    ROW_ITERATIONS,
+    GatheredLog,
+    Repetition,
+    StrangerLog,
+    TextLines,
+    first_and_count,
+)
 from tests.support.waiting import wait_until
 
 
@@ -110,3 +117,10 @@ def test_the_end_of_what_repeats_is_logged_with_what_was_left_out() -> None:
         "what comes and goes is a repetition, too"
     )
     assert repetition.again(6 + ROW_ITERATIONS) == 1, "after a while it is new"
+
+
+def test_a_text_of_others_neither_forges_a_line_of_the_log_nor_steers_a_terminal() -> None:
+    name = "a.yaml\n2026-01-01 00:00:00 all is well\x1b[2J\u202e"
+    record = logging.makeLogRecord({"msg": "%s: gone", "args": (name,)})
+    lines = TextLines("%(asctime)s %(message)s", "%H:%M:%S").format(record).split("\n")
+    assert lines[1:] == ["  2026-01-01 00:00:00 all is well\\x1b[2J\\u202e: gone"]

@@ -28,6 +28,7 @@ from checkmate.job.files import JobError, JobSet, Located
 from checkmate.job.following import JobFiles
 from checkmate.job.schema import JOB_VARIABLE, Job
 from checkmate.output.consoles import has_cursor, text_console
+from checkmate.output.log_lines import TextLines
 from checkmate.privileges import Capability, to_write
 from checkmate.wording import JSON_VERSION, counted
 
@@ -212,7 +213,7 @@ def log_to_stderr(log_format: LogFormat = LogFormat.TEXT) -> None:
         log_everything_as_json()
         return
     handler: logging.Handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", TIME))
+    handler.setFormatter(TextLines("%(asctime)s %(message)s", TIME))
     if err.is_terminal:
         handler = RichHandler(
             console=err, show_path=False, show_level=False, log_time_format=TIME, omit_repeated_times=False

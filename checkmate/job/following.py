@@ -20,7 +20,7 @@ from checkmate.job import yaml_lines
 from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import Document, JobError, Located
-from checkmate.wording import counted, shortened
+from checkmate.wording import counted, printable, shortened
 
 LOG: Final = logging.getLogger("checkmate")
 ABSENCE_SECONDS: Final = 5.0
@@ -169,7 +169,8 @@ class JobFiles:
         gone = [file for file in gone if self._served.by_file[file].job not in names]
         now = time.monotonic()
         for file in self._absences.note(gone, now):
-            LOG.warning("%s: gone; unless it comes back in %g s, its job ends", file, ABSENCE_SECONDS)
+            name, seconds = printable(str(file)), ABSENCE_SECONDS
+            LOG.warning("%s: gone; unless it comes back in %g s, its job ends", name, seconds)
         return self._absences.awaited(now)
 
     def wanted(self, unusable: Unusable) -> Wanted:

@@ -22,6 +22,7 @@ from checkmate.keys.errors import KeysError, Malformed
 from checkmate.keys.folder import read_keys
 from checkmate.keys.plans import AUTHORITY, read_authority
 from checkmate.keys.roles import Role, node_hosts
+from checkmate.wording import printable
 
 _NOT_OTHERS: Final = 0o007
 """Access that nobody beside owner and group may have to a private key of a switch's connection."""
@@ -80,7 +81,7 @@ class _Check:
             wrong = folder if folder.parent.is_dir() else folder.parent
             raise KeysError(f"{wrong} is not a folder of keys; move it away") from None
         except PermissionError:
-            self.notes.append(f"keys of another user are not checked: {folder}")
+            self.notes.append(f"keys of another user are not checked: {printable(str(folder))}")
             return False
         return True
 

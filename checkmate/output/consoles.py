@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from typing import Any, Final
 
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console, ConsoleDimensions, ConsoleOptions
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
+from rich.segment import Segment
 from rich.status import Status
 from rich.table import Column
 from rich.text import Text
+
+from checkmate.wording import printable
 
 _PIPED: Final = 10_000
 """Columns of an output that is not a terminal: whatever reads it gets whole lines."""
@@ -20,9 +24,17 @@ _SPINNER: Final = "line"
 """One that is ASCII."""
 
 
+class _OwnConsole(Console):
+    """A console on which no text of others steers the terminal: the names of their files, their errors."""
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text, "\n"))
+
+
 def text_console(*, stderr: bool = False, **options: Any) -> Console:
     """Return a console for standard output or error, with plain text: no highlights, no emoji."""
-    made = Console(stderr=stderr, highlight=False, emoji=False, **options)
+    made = _OwnConsole(stderr=stderr, highlight=False, emoji=False, **options)
     if made.is_dumb_terminal:
         made.size = ConsoleDimensions(*shutil.get_terminal_size())
     elif not made.is_terminal and "COLUMNS" not in os.environ:

@@ -10,6 +10,7 @@ from typing import Final, Generic, TypeVar
 
 from checkmate.events.kinds import Happened
 from checkmate.events.saying import say
+from checkmate.wording import printable
 
 T = TypeVar("T")
 
@@ -25,6 +26,17 @@ _QUIET: Final = 0.5
 _LONGEST: Final = 5.0
 
 _log: Final = logging.getLogger("checkmate")
+
+
+class TextLines(logging.Formatter):
+    """Formats records for people. Further lines of one are indented, and nothing in it steers a terminal.
+
+    So a text of somebody else, such as the name of a file, can't look like a line of the log.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines, without their end."""
+        return printable(super().format(record), "\n").replace("\n", "\n  ")
 
 
 class GatheredLog(Generic[T]):

@@ -6,6 +6,7 @@ import logging
 from typing import Final
 
 from checkmate.events import json_lines
+from checkmate.output.log_lines import TextLines
 
 _LOG: Final = logging.getLogger("checkmate")
 _FORMAT: Final = "%(asctime)s checkmate: %(message)s"
@@ -22,7 +23,7 @@ def show_log() -> None:
     as_json = json_lines.wanted()
     handler = json_lines.json_handler() if as_json else logging.StreamHandler()
     if not as_json:
-        handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(TextLines(_FORMAT, "%Y-%m-%d %H:%M:%S"))
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     _LOG.addHandler(handler)
     if _LOG.level == logging.NOTSET:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from checkmate.output import consoles
 from checkmate.output.plain_text import is_ascii_only, plain
@@ -183,3 +185,27 @@ def test_a_long_wait_is_named_where_nothing_can_be_replaced(
         if late < 1:
             wait_until(lambda: bool(written.getvalue()), "a line")
     assert written.getvalue() == ("asking node 1 ...\n" if late < 1 else "")
+
+
+def test_no_text_of_others_steers_a_terminal() -> None:
+    written = io.StringIO()
+    console = consoles.text_console(file=written, force_terminal=True, width=60)
+    table = Table("file")
+    table.add_row("a\x1b[2J\u202eb")
+    console.print(table, Text("c\x1b]0;title\x07d"), "e\x9bf", markup=False)
+    shown = written.getvalue()
+    assert "\x1b[2J" not in shown
+    assert "\x1b]" not in shown
+    assert all(one.isprintable() or one in "\n\x1b" for one in shown)
+    assert r"a\x1b" in shown
+    assert r"c\x1b]0;title" in shown
+
+
+def test_a_file_whose_name_steers_a_terminal_is_shown_with_escapes(tmp_path: Path) -> None:
+    (tmp_path / "a\x1b[2J\nforged: line.yaml").write_text("job: [")
+    done = subprocess.run(
+        [*COMMAND, "validate", str(tmp_path)], capture_output=True, text=True, env=environ(), check=False
+    )
+    assert done.returncode == 2
+    assert "\x1b" not in done.stdout + done.stderr
+    assert not any(line.startswith("forged") for line in done.stderr.splitlines())
