@@ -15,6 +15,7 @@ from typing import IO, Any, Final
 
 import torch
 
+from checkmate.opening import open_file
 from checkmate.state import StateError
 
 MAX_DEPTH: Final = 64
@@ -31,7 +32,7 @@ def load(source: bytes | Path, *, mapped: bool = False) -> Any:
         StateError: It is not such an archive, or not of tensors and plain values.
         OSError: The file can't be read.
     """
-    with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as data:
+    with io.BytesIO(source) if isinstance(source, bytes) else open_file(source) as data:
         try:
             check_nesting(_pickle_of(data))
             data.seek(0)

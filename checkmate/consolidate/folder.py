@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch.distributed.checkpoint import (
@@ -31,6 +33,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from checkmate import state
 from checkmate.consolidate import archives, unfinished
 from checkmate.consolidate.chunks import Box, Select, everything
+from checkmate.opening import open_file
 
 INDEX_MAX: Final = 256 << 20
 """Bytes of an index."""
@@ -134,11 +137,22 @@ class _Unpickler(pickle.Unpickler):
             raise FolderError(f"its index refers to {module}.{name}, which no checkpoint needs") from None
 
 
+class _Files(filesystem.FileSystem):
+    """Files that may have become pipes since their sizes were compared with the index."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "rb"
+        with open_file(Path(path)) as stream:
+            yield cast(io.IOBase, stream)
+
+
 class _Reader(filesystem.FileSystemReader):
     """A reader with an index that has been checked."""
 
     def __init__(self, folder: Path, index: meta.Metadata) -> None:
         super().__init__(folder)
+        self.fs = _Files()
         self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> meta.Metadata:
@@ -236,12 +250,17 @@ def read(folder: Path, keys: set[str] | None = None, select: Select = everything
 def read_index(folder: Path) -> meta.Metadata:
     """Return a folder's index. Raise `FolderError` if it is not one that PyTorch writes, or lies."""
     path = folder / unfinished.INDEX
-    if not path.is_file():  # a pipe would be waited for
-        raise FolderError("its index is missing, or not a file")
-    if path.stat().st_size > INDEX_MAX:
-        raise FolderError(f"its index has {path.stat().st_size} bytes; it may have {INDEX_MAX}")
+    trouble, data = "", b""
     try:
-        data = path.read_bytes()
+        with open_file(path) as file:
+            data = file.read(INDEX_MAX + 1)
+    except OSError as error:
+        trouble = error.strerror or str(error)
+    if trouble:  # raised here, because of an error with a context that one is shown
+        raise FolderError(f"its index can't be opened: {trouble}")
+    if len(data) > INDEX_MAX:
+        raise FolderError(f"its index has more than the {INDEX_MAX} bytes that it may have")
+    try:
         archives.check_nesting(data)
         found: meta.Metadata = _Unpickler(io.BytesIO(data)).load()
     except FolderError:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from checkmate.events.event import Event
+from checkmate.opening import open_file
 
 SUFFIX: Final = ".jsonl"
 OLDER: Final = ".jsonl.1"
@@ -68,17 +67,10 @@ def read_file(path: Path, found: Found) -> None:
 def _lines(path: Path, most: int) -> Iterator[bytes]:
     """Yield a file's lines, of at most `most` bytes and one."""
     left = FILE_MAX
-    with open(path, "rb", opener=_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a file")
+    with open_file(path) as file:
         while left > 0 and (line := file.readline(most + 1)):
             left -= len(line)
             yield line
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for whoever would write to a pipe in its place."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _files(path: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from yaml.resolver import Resolver
 from checkmate.job import faults, yaml_words
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.limits import FILE_BYTES
+from checkmate.opening import at_once
 from checkmate.wording import did_you_mean, printable
 
 VALUES: Final = 200_000
@@ -210,7 +211,7 @@ def read_document(file: Path, keys: str = "job: and fabric:", *, regular: bool =
 def _read(file: Path, regular: bool) -> tuple[str, str | None]:
     """Return a file's text and fingerprint. Raise `JobError` if it is too large, whatever its size says."""
     try:
-        with open(file, "rb", opener=_at_once if regular else None) as opened:
+        with open(file, "rb", opener=at_once if regular else None) as opened:
             is_regular = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
             if regular and not is_regular:
                 raise JobError([Located(file, 0, "(file)", "is a pipe or a device; it must be a file")])
@@ -228,11 +229,6 @@ def _read(file: Path, regular: bool) -> tuple[str, str | None]:
     if found := yaml_words.control_character(text):
         raise JobError([Located(file, found[0], "(YAML)", found[1])])
     return text, hashlib.sha256(content).hexdigest() if is_regular else None
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for the other end of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _unreadable(file: Path, error: OSError) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from checkmate.keys.errors import KeysError
+from checkmate.opening import at_once
 
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
@@ -33,7 +34,7 @@ def read_private(file: Path, forbidden: int = 0o077) -> bytes | None:
         KeysError: It can't be read, is not a file, is larger than 1 MiB, or others have access to it.
     """
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block
+        descriptor = at_once(str(file), os.O_RDONLY)
     except FileNotFoundError:
         return None
     except OSError as error:

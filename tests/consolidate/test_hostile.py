@@ -9,6 +9,7 @@ import stat
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -114,7 +115,40 @@ def test_a_pipe_is_not_waited_for(written: Path) -> None:
     refused(written, "of pipe, which the folder does not have")
     (written / ".metadata").unlink()
     os.mkfifo(written / ".metadata")
-    refused(written, "its index is missing, or not a file")
+    refused(written, "its index can't be opened: it is not a file")
+
+
+def replaced_by_a_pipe(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, path: Path) -> None:
+    """Have somebody put a pipe in a file's place after a function has looked at it."""
+    looks = getattr(module, name)
+
+    def look(*arguments: Any, **named: Any) -> Any:
+        result = looks(*arguments, **named)
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        monkeypatch.setattr(module, name, looks)
+        return result
+
+    monkeypatch.setattr(module, name, look)
+
+
+def test_a_pipe_that_comes_after_the_index_was_checked_is_not_waited_for(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data,) = written.glob("*.distcp")
+    replaced_by_a_pipe(monkeypatch, folder, "_check", data)
+    refused(written, "it is not a file")
+
+
+def test_a_pipe_in_the_place_of_a_torch_file_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "one.pt"
+    disk.save(checkpoint(DiskRun().snapshot(), by_name=True), path, "torch")
+    assert disk.is_checkpoint(path)
+    path.unlink()
+    os.mkfifo(path)
+    refused(path, "it is not a file")
 
 
 def test_bytes_count_once(written: Path) -> None:
