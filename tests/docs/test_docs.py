@@ -149,3 +149,13 @@ def test_restarts_are_the_same_number_everywhere() -> None:
     found = {n for file in files for n in re.findall(r"--max-restarts[= ](\d+)", file.read_text())}
     printed = re.findall(r"--max-restarts[= ](\d+)", loop(load("single_tor"), "lab exec try", ["train.py"]))
     assert found == set(printed) == {str(RESTARTS)}
+
+
+def test_the_promises_of_the_security_page_name_tests_that_there_are() -> None:
+    page = (DOCS / "security.md").read_text().partition("## The tests of these promises")[2]
+    named = re.findall(r"\]\(\.\./([\w/.]+)\): ((?:`\w+`(?:, )?)+)", page)
+    assert len(named) > 30
+    for file, names in named:
+        text = (DOCS.parent / file).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^\s*(?:async )?(?:def|class) {name}\b", text, re.MULTILINE), f"{file}: {name}"
