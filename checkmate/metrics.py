@@ -32,9 +32,9 @@ _REQUEST_SECONDS: Final = 5.0
 """Time for a whole request, after which its connection is closed."""
 _FRESH_SECONDS: Final = 1.0
 """Time for which an answer is given again, so that nobody can keep the process busy with reading."""
-_PER_SECOND: Final = 10
+_PER_SECOND: Final = 50
 """Requests of one host, on average. Further connections are closed."""
-_BURST: Final = 50
+_BURST: Final = 200
 """Requests that a host may make at once."""
 _HOSTS_MAX: Final = 256
 """Hosts of which the requests are counted. Others wait until one has been quiet."""

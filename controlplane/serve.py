@@ -9,7 +9,7 @@ from functools import partial
 
 from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
 from checkmate.events.saying import say
-from checkmate.job.following import JobFiles, Unusable, Wanted, in_brief
+from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
@@ -214,10 +214,10 @@ def refuse(files: JobFiles, wanted: Wanted) -> None:
         say(logging.ERROR, JOBS_REFUSED(why=why), "refused; what is served of these files stays:\n%s", why)
 
 
-def unchanged(error: Exception) -> None:
+def unchanged(files: JobFiles, error: Exception) -> None:
     """Log why the jobs stay as they are."""
     if isinstance(error, JobError):
-        why = in_brief(error.faults)
+        why = files.told.news(error.faults) or f"{counted(len(error.faults), 'fault')} as before"
         say(logging.ERROR, JOBS_REFUSED(why=why), "the jobs are unchanged:\n%s", why)
     else:
         why = str(error) or repr(error)
@@ -247,7 +247,7 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
             if not isinstance(error, JobError | ControlError | KeysError):
                 LOG.exception("a defect of Checkmate")
             if changed or str(error) != told:  # a switch that is away is named once
-                unchanged(error)
+                unchanged(files, error)
             told = str(error)
             continue
         again, told = 0.0, ""

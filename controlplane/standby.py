@@ -62,7 +62,7 @@ class Standby:
             wanted = self._files.wanted(self._unusable)
             self._check(wanted.jobs)
         except (JobError, ControlError, KeysError) as error:
-            unchanged(error)
+            unchanged(self._files, error)
             return False
         refuse(self._files, wanted)
         self._files.served(wanted)

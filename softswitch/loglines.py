@@ -34,7 +34,13 @@ class LineLimit(logging.Filter):
             left_out = self._left_out.pop(record.name, 0)
         text = record.getMessage()
         more = f" (and {left_out} more since the last such line)" if left_out else ""
-        record.msg, record.args = text.replace("\n", " ")[:LINE_MAX] + more, ()
+        record.msg, record.args = _plain(text.replace("\n", " ")[:LINE_MAX]) + more, ()
         if record.exc_info:
-            record.exc_text = logging.Formatter().formatException(record.exc_info)[-TRACEBACK_MAX:]
+            lines = logging.Formatter().formatException(record.exc_info)[-TRACEBACK_MAX:].split("\n")
+            record.exc_text = "\n".join(f"  {_plain(line)}" for line in lines)
         return True
+
+
+def _plain(line: str) -> str:
+    """Return a line without what steers a terminal: some of it is what strangers have sent."""
+    return "".join(one if one.isprintable() else "?" for one in line)

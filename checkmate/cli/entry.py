@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from checkmate.output.noted import NotedFile, is_of_output, note_output
 from checkmate.output.plain_text import use_plain_streams
+from checkmate.wording import printable
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -48,7 +49,7 @@ def _told(error: OSError, output: NotedFile | None) -> int:
         return 1
     if error.errno not in _FULL:
         raise error
-    message = f"{error.filename or 'a file'} can't be written: {error.strerror}"
+    message = f"{printable(str(error.filename or 'a file'))} can't be written: {error.strerror}"
     print(f"error: {message}", file=sys.stderr)
     if "--json" in sys.argv:
         from checkmate.cli.common import print_error  # noqa: PLC0415

@@ -64,8 +64,8 @@ class Facts:
     """By address of the job; `None` if no interface has it."""
     listening: frozenset[tuple[Address, int]] = frozenset()
     """Addresses and ports at which some process takes TCP connections."""
-    firewall: str = ""
-    """The rules of nftables, which iptables makes too; empty if this user may not read them."""
+    firewall: str | None = None
+    """The rules of nftables, which iptables makes too; `None` if they were not or may not be read."""
     clock: Clock | None = None
     """`None` if it was not asked, or the kernel does not tell."""
 

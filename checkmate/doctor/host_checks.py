@@ -18,6 +18,9 @@ from checkmate.wording import counted, size
 KERNEL_LEAST: Final = (5, 10)
 RENDEZVOUS_PORT: Final = 29400
 """torchrun's default, as in `--rdzv-endpoint HOST` (torch.distributed.run)."""
+_DROPS: Final = re.compile(
+    rf"dport [^\n]*\b{RENDEZVOUS_PORT}\b[^\n]*\b(?:drop|reject)|hook input [^\n]*policy drop"
+)
 _MEMLOCK_UNTIL: Final = (5, 11)
 """Before this kernel, maps of BPF count against RLIMIT_MEMLOCK."""
 _SPARE_FILES: Final = 200
@@ -111,13 +114,13 @@ def rendezvous(facts: Facts) -> Finding:
     name, port = "rendezvous", RENDEZVOUS_PORT
     if not any(theirs == port and not address.is_loopback for address, theirs in facts.listening):
         return ok(name, f"no process takes connections at port {port}, torchrun's default")
-    if re.search(rf"\b{port}\b", facts.firewall):
-        return ok(name, f"a rule of the firewall names port {port}, torchrun's default")
-    return warning(
-        name,
-        f"port {port} is open, and whoever reaches torchrun's rendezvous there runs code as its user",
-        "admit the training hosts only, by a firewall (`checkmate docs security`)",
-    )
+    told = f"whoever reaches torchrun's rendezvous at port {port} runs code as its user"
+    remedy = "admit the training hosts only, by a firewall (`checkmate docs security`)"
+    if facts.firewall is None:
+        return warning(name, f"{told}, and only root can see the firewall's rules", remedy)
+    if _DROPS.search(facts.firewall):
+        return ok(name, f"a rule of the firewall drops what comes to port {port}, torchrun's default")
+    return warning(name, f"{told}, and no rule of the firewall drops what comes to it", remedy)
 
 
 def clock(role: Role, facts: Facts) -> Finding:

@@ -77,7 +77,7 @@ def read(addresses: Iterable[str], *, quick: bool = False) -> Facts:
         sysctls=sysctls(wanted),
         nics=nics,
         listening=frozenset() if quick else frozenset(listening()),
-        firewall="" if quick else firewall(),
+        firewall=None if quick else firewall(),
         clock=None if quick else kernel_clock(),
     )
 
@@ -172,14 +172,14 @@ def listening() -> Iterator[tuple[Address, int]]:
                     yield _place(local)
 
 
-def firewall() -> str:
-    """Return the rules of nftables, or "" if they can't be read: mostly, because this is not root."""
+def firewall() -> str | None:
+    """Return the rules of nftables, or `None` if they can't be read: mostly, because this is not root."""
     with suppress(OSError, subprocess.SubprocessError):
         asked = ["nft", "--numeric", "list", "ruleset"]
         return subprocess.run(
             asked, capture_output=True, text=True, check=True, timeout=_RULES_SECONDS
         ).stdout
-    return ""
+    return None
 
 
 def _place(text: str) -> tuple[Address, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -75,33 +76,38 @@ _FAULTS_SHOWN: Final = 20
 """Lines of a message about faults. An owner may have thousands of faulty files, and change them often."""
 
 
-def in_brief(faults: Sequence[Located]) -> str:
-    """Return some faults of each file, one a line, and how many are left out."""
-    by_file: dict[Path, list[Located]] = {}
-    for fault in faults:
-        by_file.setdefault(fault.file, []).append(fault)
-    first = [fault for of_file in by_file.values() for fault in of_file[:_FAULTS_OF_FILE]]
-    lines = [shortened(str(fault), TEXT_MAX) for fault in first[:_FAULTS_SHOWN]]
-    if more := len(faults) - len(lines):
-        files = "" if len(by_file) == 1 else f" in {counted(len(by_file), 'file')}"
-        lines.append(f"and {counted(more, 'more fault')}{files}; `checkmate validate` shows all")
-    return "\n".join(lines)
-
-
 class Told:
-    """The faults that the log has, so that a change of one file does not repeat those of all others."""
+    """The faults that the log has, so that each is there once, however often files change."""
 
     def __init__(self) -> None:
-        self._faults: frozenset[Located] = frozenset()
+        self._told: set[Located] = set()
+        self._waiting: list[Located] = []
 
     def news(self, faults: Sequence[Located]) -> str:
-        """Return in brief the faults that were not there before, and how many were; "" if none is new."""
-        before, self._faults = self._faults, frozenset(faults)
-        new = [fault for fault in faults if fault not in before]
-        if not new:
+        """Return some faults that were not told yet, the longest known first, and how many others there are.
+
+        It is "" if each was told. One line is of one fault.
+        """
+        present = set(faults)
+        self._told &= present
+        waiting = [fault for fault in self._waiting if fault in present]
+        known = self._told.union(waiting)
+        waiting += dict.fromkeys(fault for fault in faults if fault not in known)
+        if not waiting:
+            self._waiting = []
             return ""
-        old = len(faults) - len(new)
-        return in_brief(new) + (f"\nand {counted(old, 'fault')} as before" if old else "")
+        counts: Counter[Path] = Counter()
+        now: list[Located] = []
+        for fault in waiting:
+            counts[fault.file] += 1
+            if counts[fault.file] <= _FAULTS_OF_FILE and len(now) < _FAULTS_SHOWN:
+                now.append(fault)
+        self._told.update(now)
+        self._waiting = [fault for fault in waiting if fault not in self._told]
+        lines = [shortened(str(fault), TEXT_MAX) for fault in now]
+        if more := len(present) - len(now):
+            lines.append(f"and {counted(more, 'other fault')}; `checkmate validate` shows all")
+        return "\n".join(lines)
 
 
 class JobFiles:

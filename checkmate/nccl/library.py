@@ -70,7 +70,7 @@ class NcclPlace:
     peers: Sequence[IPv4Address] = ()
     """Addresses of other ranks. Nobody else is heard by this one."""
     key: bytes = field(default=bytes(32), repr=False)
-    """The secret `ring.key`, which both sides of a connection prove to have; zeros without keys."""
+    """The secret `ring.key`, which both sides of a connection prove to have."""
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,22 @@ REFUSAL_MAX: Final = 4096
 """Characters of the text of a `RefusedRequest`. Trainers cut it, and nodes refuse a longer one."""
 ITERATIONS_MAX: Final = 1 << 40
 """The greatest iteration: thirty thousand years at one a second."""
+GENERATIONS_MAX: Final = 1 << 31
+"""The greatest generation of runs: far from what the messages can carry, because the next run adds 1."""
+GENERATIONS_AHEAD: Final = 1 << 20
+"""How far a generation may be beyond the greatest one that a shadow node knows: each new run adds 1."""
 INCARNATIONS: Final = 256
 """Incarnations wrap here."""
 START_BYTES: Final = 16
 """Bytes of what identifies a start of training, a UUID."""
-ANSWER_BYTES: Final = 8 << 20
+ANSWER_BYTES: Final = 4 << 20
 """Bytes of an answer that is one message, and of a reply to step records."""
 PARTS_MAX: Final = 1 << 20
 """Parts of step records that an answer to `Fence` reports, in all."""
 _TEXTS_MAX: Final = 64
 """Texts in one list of an answer, such as a node's troubles."""
+_MESSAGES_MAX: Final = 1 << 16
+"""Messages in one list of an answer, such as a node's shards."""
 
 
 def mismatch(theirs: int, them: str, us: str) -> str:
@@ -71,6 +77,10 @@ def bounded(answer: Message) -> str:
                 value[:] = texts
             else:
                 setattr(answer, field.name, shortened(value, REFUSAL_MAX))
+        if field.type == FieldDescriptor.TYPE_UINT32 and repeated:
+            continue  # ranks and parameters, which callers look up in the job and the layout
+        if repeated and len(value) > _MESSAGES_MAX:
+            return f"{field.name} has {len(value)} entries, and may have {_MESSAGES_MAX}"
         for one in value if repeated else [value]:
             if wrong := bounded(one) if isinstance(one, Message) else _wrong(field, one):
                 return wrong
@@ -86,6 +96,8 @@ def _wrong(field: FieldDescriptor, value: object) -> str:
         low, high = -1, ITERATIONS_MAX
     elif field.name == "incarnation":
         low, high = 0, INCARNATIONS - 1
+    elif field.name in ("generation", "discarded"):
+        low, high = 0, GENERATIONS_MAX
     elif isinstance(value, float) and not math.isfinite(value):
         return f"{field.name} is {value}"
     else:

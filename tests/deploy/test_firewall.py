@@ -1,7 +1,8 @@
-"""The firewall of a training host: in a namespace, with callers from two addresses."""
+"""The firewall of a training host: in a namespace, with callers on both of its networks."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -12,48 +13,67 @@ import pytest
 
 from tests.support.labs.end_hosts import inside
 from tests.support.labs.live import needs_root
-from tests.support.namespace_host import namespace_host
+from topologies.kernel import namespaces
+from topologies.kernel.links import add_cable, prepare
 
 FIREWALL = Path(__file__).parents[2] / "deploy" / "firewall.nft"
 RENDEZVOUS, SSH = 29400, 22
 HERE, TRAINER, STRANGER = "10.77.0.1", "10.77.0.2", "10.77.0.3"
+ELSEWHERE, THERE = "10.78.0.1", "10.78.0.2"
+"""Of the host and of another one, on the training network."""
 
 
 @pytest.fixture
-def host() -> Iterator[str]:
-    """Yield a namespace whose connections to itself come by `lo`, from any of its addresses."""
-    with namespace_host() as name:
-        subprocess.run(["ip", "-n", name, "address", "add", f"{STRANGER}/24", "dev", "eth1"], check=True)
-        yield name
+def hosts() -> Iterator[tuple[str, str]]:
+    """Yield the namespaces of a training host and of others, with a cable for each of its networks."""
+    names = [f"cm-fw{os.getpid()}-{name}" for name in ("host", "others")]
+    try:
+        for name in names:
+            namespaces.create(name)
+            prepare(name)
+        host, others = names
+        for nic, ips in (("mgmt0", (HERE, TRAINER, STRANGER)), ("train0", (ELSEWHERE, THERE))):
+            add_cable(host, nic, others, nic, mtu=1500)
+            for ip in ips:
+                at = host if ip in (HERE, ELSEWHERE) else others
+                subprocess.run(["ip", "-n", at, "address", "add", f"{ip}/24", "dev", nic], check=True)
+        yield host, others
+    finally:
+        for name in names:
+            namespaces.remove(name)
 
 
-def connects(host: str, source: str, port: int) -> bool:
-    """Return whether a process of the namespace reaches a port of it from an address of its own."""
+def connects(hosts: tuple[str, str], source: str, port: int) -> bool:
+    """Return whether another host reaches a port of the host, at all of whose addresses somebody listens."""
+    host, others = hosts
     with inside(host):
-        server = socket.create_server((HERE, port))
+        server = socket.create_server(("", port))
+    with inside(others):
         caller = socket.socket()
     with server, caller:
         caller.settimeout(0.5)
         caller.bind((source, 0))
         try:
-            caller.connect((HERE, port))
+            caller.connect((ELSEWHERE if source == THERE else HERE, port))
         except TimeoutError:
             return False
         return True
 
 
 @needs_root
-def test_only_training_hosts_reach_the_rendezvous(host: str, tmp_path: Path) -> None:
+def test_only_training_hosts_reach_the_rendezvous(hosts: tuple[str, str], tmp_path: Path) -> None:
     nft = shutil.which("nft")
     if nft is None:
         pytest.skip("nft is not installed")
     rules = tmp_path / "firewall.nft"
-    told = FIREWALL.read_text().replace("mgmt0", "lo").replace("192.168.0.1-192.168.0.8", f"{HERE}-{TRAINER}")
-    rules.write_text(told)
-    assert connects(host, STRANGER, RENDEZVOUS)
+    rules.write_text(FIREWALL.read_text().replace("192.168.0.1-192.168.0.8", f"{HERE}-{TRAINER}"))
+    assert connects(hosts, STRANGER, RENDEZVOUS)
+    assert connects(hosts, THERE, RENDEZVOUS)
     for _ in range(2):  # it may be loaded again
-        subprocess.run(["ip", "netns", "exec", host, nft, "-f", str(rules)], check=True)
-    assert connects(host, TRAINER, RENDEZVOUS)
-    assert not connects(host, STRANGER, RENDEZVOUS)
-    assert not connects(host, STRANGER, 40000)
-    assert connects(host, STRANGER, SSH)
+        subprocess.run(["ip", "netns", "exec", hosts[0], nft, "-f", str(rules)], check=True)
+    assert connects(hosts, TRAINER, RENDEZVOUS)
+    assert not connects(hosts, STRANGER, RENDEZVOUS)
+    assert not connects(hosts, THERE, RENDEZVOUS)  # by the training network
+    assert not connects(hosts, STRANGER, 40000)
+    assert connects(hosts, STRANGER, SSH)
+    assert connects(hosts, THERE, 40000)  # the ring's, for example

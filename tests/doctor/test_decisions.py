@@ -115,11 +115,17 @@ def test_limits(found: Finding, outcome: Outcome) -> None:
         (("127.0.0.1", 29400), "", OK),
         (("0.0.0.0", 29401), "", OK),
         (("0.0.0.0", 29400), "", WARNING),
+        (("0.0.0.0", 29400), None, WARNING),
+        (("0.0.0.0", 29400), "tcp dport 29400 accept", WARNING),
+        (("0.0.0.0", 29400), "counter packets 29400 bytes 8 drop", WARNING),
+        (("0.0.0.0", 29400), "type filter hook input priority 0; policy drop;", OK),
         (("::", 29400), "tcp dport { 129400, 80 } drop", WARNING),
         (("192.168.0.1", 29400), "tcp dport { 29400, 32768-60999 } drop", OK),
     ],
 )
-def test_an_open_rendezvous_is_named(listening: tuple[str, int], firewall: str, outcome: Outcome) -> None:
+def test_an_open_rendezvous_is_named(
+    listening: tuple[str, int], firewall: str | None, outcome: Outcome
+) -> None:
     """Whoever reaches it runs code as the agents' user."""
     at = frozenset({(ip_address(listening[0]), listening[1])})
     assert host_checks.rendezvous(facts(listening=at, firewall=firewall)).outcome is outcome

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from checkmate.job import checks, conflicts, following, yaml_lines
 from checkmate.job.files import JobError, read_job, read_jobs, read_set
-from checkmate.job.following import ABSENCE_SECONDS, Absences, JobFiles, Told, in_brief, job_files
+from checkmate.job.following import ABSENCE_SECONDS, Absences, JobFiles, Told, job_files
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
 from checkmate.job.yaml_lines import Document, Located
@@ -767,19 +767,31 @@ def faulty(files: int, of_each: int = 1) -> list[Located]:
 
 def test_the_faults_of_thousands_of_files_are_told_in_brief() -> None:
     """An owner had the controller write 1 MB at each change of any file."""
-    lines = in_brief(faulty(2000, 3)).splitlines()
+    lines = Told().news(faulty(2000, 3)).splitlines()
     assert lines[0] == "jobs/0.yaml:1: job: wrong0"
     assert len(lines) == 21
-    assert lines[-1] == "and 5,980 more faults in 2,000 files; `checkmate validate` shows all"
-    assert in_brief(faulty(1, 100)).splitlines()[-1] == "and 95 more faults; `checkmate validate` shows all"
-    assert len(in_brief([Located(Path("a"), 1, "job", "x" * 1_000_000)])) <= 600
+    assert lines[-1] == "and 5,980 other faults; `checkmate validate` shows all"
+    assert len(Told().news(faulty(1, 100)).splitlines()) == 6
+    assert len(Told().news([Located(Path("a"), 1, "job", "x" * 1_000_000)])) <= 600
 
 
 def test_a_change_of_one_file_tells_only_its_own_faults() -> None:
-    told, before = Told(), faulty(2000)
-    assert len(told.news(before).splitlines()) == 21
+    told, before = Told(), faulty(20)
+    assert len(told.news(before).splitlines()) == 20
     assert told.news(before) == ""
     new = Located(Path("jobs/new.yaml"), 3, "channels", "must be at least 1")
-    assert told.news([*before, new]).splitlines() == [str(new), "and 2,000 faults as before"]
+    lines = told.news([*before, new]).splitlines()
+    assert lines == [str(new), "and 20 other faults; `checkmate validate` shows all"]
     assert told.news(before) == ""
     assert told.news([*before, new]).startswith(str(new))  # it is new again
+
+
+def test_no_owner_hides_the_faults_of_another() -> None:
+    """Those for which there was no room come next, before newer ones."""
+    told, hidden = Told(), Located(Path("jobs/zz.yaml"), 1, "job", "is missing")
+    first = told.news([*faulty(20), hidden])
+    assert str(hidden) not in first
+    newer = [Located(Path(f"jobs/{i}.yaml"), 1, "job", "wrong again") for i in range(40)]
+    assert told.news([*newer, hidden]).startswith(str(hidden))
+    shown = [told.news(newer) for _ in range(4)]
+    assert sum(len(text.splitlines()) - ("other" in text) for text in shown if text) == 21

@@ -104,6 +104,9 @@ def ranges(last: int) -> pb.NodeStatus:
         (hold(stepped=1 << 62), "stepped is 4611686018427387904, and can be -1 to 1099511627776"),
         (hold(first_iteration=-7), "first_iteration is -7, and can be"),
         (hold(incarnation=1 << 20), "incarnation is 1048576, and can be 0 to 255"),
+        (hold(generation=(1 << 31) + 1), "generation is 2147483649, and can be 0 to"),
+        (pb.NodeStatus(discarded=(1 << 32) - 1), "discarded is 4294967295, and can be 0 to 2147483648"),
+        (pb.NodeStatus(holds=[pb.HoldStatus()] * 70_000), "holds has 70000 entries, and may have 65536"),
         (hold(start=bytes(17)), "start has 17 bytes, and may have 16"),
         (pb.NodeStatus(step_seconds=float("nan")), "step_seconds is nan"),
         (pb.NodeStatus(behind=[pb.Behind(iterations=1 << 50)]), "iterations is 1125899906842624"),
@@ -127,7 +130,7 @@ def test_an_answer_that_no_training_explains_is_none(status: pb.NodeStatus, why:
 
 def test_texts_of_an_answer_are_cut_and_shown_in_one_line() -> None:
     node = RecordingNode()
-    node.status = pb.NodeStatus(trouble=["\x1b[2Jforged\nline " + "x" * 5_000] * 1000, torch="2\u202e.0")
+    node.status = pb.NodeStatus(trouble=["\x1b[2Jforged\nline " + "x" * 5_000] * 700, torch="2\u202e.0")
     data = job_data(nodes=1)
     data["shadow_nodes"][0]["mgmt"] = node.address
     try:
@@ -135,7 +138,7 @@ def test_texts_of_an_answer_are_cut_and_shown_in_one_line() -> None:
             answer = stubs.statuses()[0]
         assert isinstance(answer, pb.NodeStatus)
         assert len(answer.trouble) == 65
-        assert answer.trouble[-1] == "and 936 more"
+        assert answer.trouble[-1] == "and 636 more"
         assert all(text.isprintable() and len(text) <= 4096 for text in [*answer.trouble, answer.torch])
     finally:
         node.stop()

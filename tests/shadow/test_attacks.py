@@ -86,6 +86,7 @@ def laid(shape: object, shards: int = 1) -> str:
         ),
         ({"layout": "[" * 100_000}, "not a layout"),
         ({"first_iteration": 1 << 62, "next_iteration": 1 << 62}, "neither may be negative or above"),
+        ({"generation": 1 << 31}, "generation 2147483648: more than 1048576 beyond generation 0"),
         ({"start": b"short"}, "start has 5 bytes"),
         ({"continues": b""}, "continues has 0 bytes"),
         ({"run": "r" * 1000}, "run has 1000 characters"),
@@ -104,6 +105,14 @@ def test_a_begin_beyond_its_bounds_is_refused(
     assert words in details
     assert code == grpc.StatusCode.FAILED_PRECONDITION or "protocol" not in other
     assert not status(job, 0).holds
+
+
+def test_no_generation_is_discarded_that_no_run_has_reached(job: Job, stub: ShadowStub) -> None:
+    """All later runs would be refused, for good."""
+    reset = pb.ResetRequest(job=job.job, generation=(1 << 32) - 1, protocol=PROTOCOL)
+    _, details = refusal(lambda: stub.Reset(reset, timeout=5))
+    assert "more than 1048576 beyond generation 0" in details
+    assert status(job, 0).discarded == 0
 
 
 def forged(job: Job, **other: Any) -> pb.RecordPart:

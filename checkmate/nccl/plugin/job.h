@@ -29,7 +29,7 @@ struct nccl_job {
 	int32_t sockets_map; /* the tagger's map of sockets; -1 to tag nothing */
 	int32_t speed; /* Mbit/s */
 	char interface[16];
-	unsigned char key[16]; /* of the job; zeros without keys */
+	unsigned char key[16]; /* made of the job's ring.key */
 };
 
 struct nccl_bucket {

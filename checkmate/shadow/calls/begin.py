@@ -39,7 +39,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
     with node.moving() as state:
         start = start_of(request)
         state.leaving.check_here()
-        state.ended.check(request)
+        state.ended.check(request, state.generation)
         old = state.groups.get(request.group)
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
             old.reached = max(old.reached, request.next_iteration)

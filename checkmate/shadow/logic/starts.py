@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import GENERATIONS_AHEAD
 from checkmate.shadow.logic.group import CallRefused, Start, start_of
 
 _REMEMBERED: Final = 64
@@ -49,8 +50,9 @@ class EndedStarts:
         if start not in self._fenced:
             self._fenced.append(start)
 
-    def check(self, begin: pb.BeginRequest) -> None:
-        """Raise `CallRefused` if a start may not begin."""
+    def check(self, begin: pb.BeginRequest, known: int) -> None:
+        """Raise `CallRefused` if a start may not begin. `known`: the greatest generation known here."""
+        _check_ahead(begin.generation, known)
         if start_of(begin) in self._fenced:
             raise StartEnded(begin)
         if 0 < self.discarded >= begin.generation:
@@ -60,13 +62,23 @@ class EndedStarts:
             )
 
     def discard(self, generation: int, known: int) -> None:
-        """Refuse all runs up to a generation. Raise `CallRefused` if a greater one is known."""
+        """Refuse all runs up to a generation. Raise `CallRefused` if `known` is greater, or not near it."""
+        _check_ahead(generation, known)
         if generation < known:
             raise CallRefused(
                 f"generation {known} has begun here, and only those up to {generation} were to be discarded",
                 precondition=True,
             )
         self.discarded = generation
+
+
+def _check_ahead(generation: int, known: int) -> None:
+    """Raise `CallRefused` for a generation that no run has reached: all later runs would be refused."""
+    if generation > known + GENERATIONS_AHEAD:
+        raise CallRefused(
+            f"generation {generation}: more than {GENERATIONS_AHEAD} beyond generation {known}, the greatest "
+            "one here; another shadow node has answered nonsense"
+        )
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from checkmate.keys.access import access
+from checkmate.keys.errors import KeysError
 from checkmate.keys.roles import Role, Secret
 from checkmate.nccl.building import PluginError, shared_object
 from checkmate.nccl.environment import environment_troubles, settings, version_trouble
@@ -89,9 +90,10 @@ class NcclMaker:
             address = IPv4Address(self.place.ips[self.place.position])
             interface = interface_of(address)
             library = NcclLibrary(plugin)
+            key = access(self.place.job, Role.TRAINER).secret(Secret.RING)
             if self.place.side is not None:
                 self.tagger = self.undo.enter_context(Tagger.attach())
-        except (PluginError, ValueError, OSError) as error:
+        except (KeysError, PluginError, ValueError, OSError) as error:
             return str(error)
         except TaggerUnavailable as error:
             return f"{error.missing}; {error.remedy}"
@@ -104,7 +106,7 @@ class NcclMaker:
                 interface,
                 speed_of(interface),
                 [IPv4Address(ip) for ip in self.place.ips],
-                access(self.place.job, Role.TRAINER).secret(Secret.RING),
+                key,
             ),
             channels=channels,
             slicing=self.layout.slicing,

@@ -301,8 +301,8 @@ class Line:
             say(logging.INFO, TRAINER_NODE_BACK(node=self.node.id), "shadow node %d is back", self.node.id)
             self._complaint = ""
         with self._changed:
-            while self._parts and self._parts[0].iteration <= reply.iteration:
-                self._pop()
+            while self._sent and self._parts and self._parts[0].iteration <= reply.iteration:
+                self._pop()  # what was not sent is not answered, whatever the node says
             if reply.iteration >= self._unsure:
                 self._unsure = -1
             self._dropped = self._dropped and bool(self._parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -185,13 +185,13 @@ class Seeder:
 
     def _send(
         self, header: pb.SeedHeader, copies: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]
-    ) -> Sequence[int] | None:
+    ) -> Collection[int] | None:
         """Send one stream of seeds. Return the parameters to send again, or `None` on failure."""
         try:
             self._call = self._stub.Seed.future(state.to_seeds(header, copies), timeout=SEED_SECONDS)
             if self._ended.is_set():
                 self._call.cancel()
-            return list(self._call.result().again)
+            return frozenset(self._call.result().again)  # asked for each parameter
         except grpc.FutureCancelledError:
             self._failure = "closed"
             return None

@@ -447,3 +447,15 @@ def test_a_node_that_sends_for_ever_does_not_keep_a_line_from_closing(stub: Shad
 def test_a_reply_may_have_as_many_bytes_as_any_answer() -> None:
     with pytest.raises(FrameError, match="not a frame"):
         list(Unpacker(greeted=True, most=ANSWER_BYTES).feed((ANSWER_BYTES + 1).to_bytes(4, "big") + b"\0"))
+
+
+def test_a_reply_answers_no_record_that_was_not_sent(node: RecordingNode, stub: ShadowStub) -> None:
+    """However far it says that records have arrived."""
+    node.reply = lambda part: pb.RecordReply(iteration=1 << 40)
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    for iteration in range(30):
+        line.send(*part(iteration))
+    assert line.finish(SECONDS)
+    line.close()
+    assert [one.iteration for one in node.records] == list(range(30))
