@@ -20,7 +20,7 @@ LIBRARIES: Final[Mapping[str, frozenset[str]]] = {
     "metrics": _METRICS,
     "demo": _SHADOW | _SWITCH | _PLAN | _METRICS | {"thriftpy2"},
 }
-"""The modules that each extra of pyproject.toml brings."""
+"""The modules that each extra of setup.cfg brings."""
 _OF_COMMAND: Final[Mapping[str, tuple[str, ...]]] = {
     "run": ("switch", "metrics"),
     "status": ("switch",),

@@ -49,7 +49,7 @@ def test_the_extras_are_those_of_the_project() -> None:
     """Each brings exactly the modules that the message knows."""
     owners = metadata.packages_distributions()
     known = set().union(*LIBRARIES.values())
-    extras = PROJECT["optional-dependencies"].keys() - {"test", "docs"}
+    extras = PROJECT.extras.keys() - {"test", "docs"}
     assert extras == LIBRARIES.keys()
     for extra, modules in LIBRARIES.items():
         brought = required([extra])

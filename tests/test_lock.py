@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
 import zipfile
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -19,6 +18,7 @@ from packaging.version import Version
 
 from checkmate.cli import shell
 from checkmate.cli.common import UsageFault
+from tests.support.environments import PROJECT
 from tools.lock import CONSTRAINTS, PIP, ROOT, SHELL, TORCH, hashed
 
 PINNED = re.compile(
@@ -59,7 +59,7 @@ def found_in(environment: Path, name: str) -> bool:
 @pytest.mark.parametrize("rightly", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_setup_refuses_a_file_with_another_hash(wheel: Path, tmp_path: Path, rightly: bool) -> None:
     copy = tmp_path / "checkout"
-    for file in (ROOT / "tools" / "setup.sh", ROOT / "pyproject.toml", TORCH, SHELL):
+    for file in (ROOT / "tools" / "setup.sh", ROOT / "pyproject.toml", ROOT / "setup.cfg", TORCH, SHELL):
         there = copy / file.relative_to(ROOT)
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, there)
@@ -100,11 +100,9 @@ def test_the_list_fits_the_project() -> None:
         f"{line} \\\n    --hash=sha256:{'0' * 64}\n" for line in torch_pin()
     )
     pinned = {found["name"]: Version(found["version"]) for found in PINNED.finditer(text)}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    for line in [*project["dependencies"], *(line for extra in extras.values() for line in extra)]:
+    for line in [*PROJECT.dependencies, *(line for extra in PROJECT.extras.values() for line in extra)]:
         wanted = Requirement(line)
-        if wanted.name != project["name"]:
+        if wanted.name != PROJECT.name:
             assert pinned[canonicalize_name(wanted.name)] in wanted.specifier, line
 
 

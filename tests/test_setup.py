@@ -111,7 +111,13 @@ def test_a_signal_ends_what_set_up_has_started(
     checkout: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     pids = tmp_path / "pids"
-    for name in ("pyproject.toml", "constraints.txt", "constraints-pip.txt", "constraints-torch.txt"):
+    for name in (
+        "pyproject.toml",
+        "setup.cfg",
+        "constraints.txt",
+        "constraints-pip.txt",
+        "constraints-torch.txt",
+    ):
         shutil.copy(ROOT / name, checkout)
     (checkout / "checkmate" / "cli").mkdir(parents=True)
     (checkout / "checkmate" / "cli" / "shell.txt").touch()

@@ -1,6 +1,6 @@
 """Renew the lists of packages that set-up installs, with the hashes of their files: `python -m tools.lock`.
 
-Versions stay as they are unless pyproject.toml rules them out; `--upgrade` takes the newest. torch and its
+Versions stay as they are unless setup.cfg rules them out; `--upgrade` takes the newest. torch and its
 CUDA packages have no hashes, so that a local build or one for CPUs can take their place.
 `--of REPORT` prints those of the list that `pip install --report` names, for images.
 """
@@ -77,7 +77,7 @@ def renew(upgrade: bool) -> None:
     """Write all lists; on failure raise `LockError` and write none."""
     more = ("--upgrade",) if upgrade else ()
     extras = ("--extra", "test", "--extra", "docs", "--constraint", str(TORCH))
-    project = hashed(_compile("pyproject.toml", CONSTRAINTS, *extras, *more))
+    project = hashed(_compile("setup.cfg", CONSTRAINTS, *extras, *more))
     pip = _compile("-", PIP, *more, given="pip")
     shell = _compile("-", SHELL, *more, given="\n".join(_SHELL_NEEDS))
     PIP.write_text(pip)

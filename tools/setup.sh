@@ -78,7 +78,7 @@ if [ -n "$need$first" ]; then
 fi
 
 stamp=.venv/.ready
-wanted="$version $(cat pyproject.toml constraints*.txt checkmate/cli/shell.txt tools/setup.sh | sha256sum)"
+wanted="$version $(cat pyproject.toml setup.cfg constraints*.txt checkmate/cli/shell.txt tools/setup.sh | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then
     debian_is_done
     exit 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import tomllib
 
 from checkmate.extras import LIBRARIES
+from tests.support.environments import PROJECT
 from tests.test_lock import PINNED
 from tools.lock import CONSTRAINTS, ROOT, TORCH, listed
 
@@ -65,11 +65,6 @@ def test_the_build_gets_what_the_wheel_is_made_of_and_nothing_else() -> None:
     lines = (FILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
     admitted = {line[1:] for line in lines if line.startswith("!")}
     assert "*" in lines and all((ROOT / name).exists() for name in admitted)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
-    data = {
-        part.split("/")[0] for files in project["tool"]["setuptools"]["data-files"].values() for part in files
-    }
-    files = {project["project"]["readme"], *project["project"]["license-files"], CONSTRAINTS.name, TORCH.name}
     lists = {"tools/__init__.py", "tools/lock.py"}
-    assert admitted == packages | data | files | lists | {"pyproject.toml", "MANIFEST.in"}
+    built = {"MANIFEST.in", "pyproject.toml", "setup.cfg", CONSTRAINTS.name, TORCH.name}
+    assert admitted == PROJECT.files() | lists | built

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sysconfig
-import tomllib
 import venv
 from collections.abc import Iterable
+from configparser import ConfigParser
 from importlib import metadata
 from pathlib import Path
 
@@ -15,25 +15,55 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+class Project:
+    """The distribution, as setup.cfg describes it: its name, packages and requirements."""
+
+    def __init__(self) -> None:
+        self._read = ConfigParser(interpolation=None)
+        self._read.read_string((ROOT / "setup.cfg").read_text())
+        self.name = self._read["metadata"]["name"]
+        self.dependencies = self._lines("options", "install_requires")
+        self.extras = {
+            extra: self._lines("options.extras_require", extra) for extra in self._keys("extras_require")
+        }
+
+    def files(self) -> set[str]:
+        """Return the packages, the folders of data and the other files of which the wheel is made."""
+        packages = {name.rstrip("*") for name in self._lines("options.packages.find", "include")}
+        data = {self._read["options.data_files"][place].split("/")[0] for place in self._keys("data_files")}
+        texts = {
+            self._read["metadata"]["long_description"].partition(": ")[2],
+            self._read["metadata"]["license_files"],
+        }
+        return packages | data | texts
+
+    def _keys(self, section: str) -> list[str]:
+        return list(self._read[f"options.{section}"])
+
+    def _lines(self, section: str, key: str) -> list[str]:
+        return self._read[section][key].split("\n")[1:]
+
+
+PROJECT = Project()
 
 
 def required(extras: Iterable[str] = ()) -> set[str]:
     """Return the distributions that pip would install for the project with `extras`, by canonical name."""
-    wanted = [Requirement(f"{PROJECT['name']}[{','.join(extras)}]")]
+    wanted = [Requirement(f"{PROJECT.name}[{','.join(extras)}]")]
     done: set[str] = set()
     while wanted:
         one = wanted.pop()
         if str(one) not in done:
             done.add(str(one))
             wanted += _needs(one)
-    return {str(canonicalize_name(Requirement(one).name)) for one in done} - {PROJECT["name"]}
+    return {str(canonicalize_name(Requirement(one).name)) for one in done} - {PROJECT.name}
 
 
 def _needs(one: Requirement) -> list[Requirement]:
-    if one.name == PROJECT["name"]:
-        optional = PROJECT["optional-dependencies"]
-        lines = [*PROJECT["dependencies"], *(line for extra in one.extras for line in optional[extra])]
+    if one.name == PROJECT.name:
+        lines = [*PROJECT.dependencies, *(line for extra in one.extras for line in PROJECT.extras[extra])]
     else:
         lines = metadata.requires(one.name) or []
     found = [Requirement(line) for line in lines]
