@@ -1,6 +1,6 @@
 # Checkmate. `make demo` and `make test` do all of their own set-up.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-switch test test-all lint ptf p4 nccl proto bench comparators evaluation docs clean
+.PHONY: help setup demo demo-switch test test-all coverage sanitize lint ptf p4 nccl proto bench comparators evaluation docs clean
 RUN := .venv/bin/python
 TARGET ?= softswitch
 P4_TARGET ?= bmv2
@@ -23,6 +23,17 @@ test: setup ## Lint and quick tests, under 10 minutes
 
 test-all: comparators ## Everything: each lab on each target
 	@$(RUN) -m pytest
+
+coverage: setup ## Quick tests, and the lines that they leave out, in build/coverage
+	@$(RUN) -m pytest -m "not slow" -n 3 --dist loadgroup --cov --cov-report=html:build/coverage --cov-report=term:skip-covered
+
+# The interpreter is not instrumented: the library comes first, and Python's own allocator would hide ours from it.
+SANITIZED = SANITIZE=$1 LD_PRELOAD=$$(cc -print-file-name=$2.so) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+	$(RUN) -m pytest tests/nccl -m "not slow" --timeout=300 -p no:cacheprovider
+sanitize: setup ## The NCCL plugin under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer; 3 minutes
+	@$(call SANITIZED,address,libasan)
+	@$(call SANITIZED,undefined,libubsan)
+	@$(call SANITIZED,thread,libtsan)
 
 lint: setup ## ruff, mypy --strict, import-linter, and the mechanical rules of English
 	@.venv/bin/ruff check .

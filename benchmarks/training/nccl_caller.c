@@ -30,7 +30,8 @@ static int profiled(void **handle, int type, void *phandle, int64_t plugin, void
 {
 	struct profiler_event_v5 event = {.type = PROFILE_NET_PLUGIN, .parent = phandle, .net = {plugin, data}};
 
-	return type == NCCL_NET_EVENT_START ? current->profiler->start_event(current->profiler_context, handle, &event) : 0;
+	return type == NCCL_NET_EVENT_START ? current->profiler->start_event(current->profiler_context, handle, &event)
+					    : 0;
 }
 
 /* Make a communicator. Return NULL if the plugin refuses it. */
@@ -45,8 +46,7 @@ struct caller *caller_make(const char *plugin, uint64_t comm_hash, int ranks, in
 		return NULL;
 	made->net = dlsym(library, "ncclNetPlugin_v12");
 	made->profiler = dlsym(library, "ncclProfiler_v6");
-	if (!made->net || !made->profiler ||
-	    made->net->init(&made->net_context, comm_hash, NULL, NULL, profiled) ||
+	if (!made->net || !made->profiler || made->net->init(&made->net_context, comm_hash, NULL, NULL, profiled) ||
 	    made->net->get_properties(0, &properties) ||
 	    made->profiler->init(&made->profiler_context, comm_hash, &mask, NULL, ranks, ranks, rank, NULL))
 		return NULL;
@@ -119,7 +119,8 @@ static int advance(struct caller *caller, const struct slicing *slicing, struct 
 	if (channel->ended || channel->posted - channel->done == AHEAD)
 		return finished > 0;
 	if (!channel->step)
-		channel->step = start(caller, (struct profiler_event_v5){.type = PROFILE_PROXY_STEP, .parent = channel->op,
+		channel->step = start(caller, (struct profiler_event_v5){.type = PROFILE_PROXY_STEP,
+									 .parent = channel->op,
 									 .step = (int)channel->posted});
 	if (channel->step)
 		caller->profiler->record_state(channel->step, PROFILE_SEND_PEER_WAIT, NULL);
@@ -139,8 +140,12 @@ int caller_send(struct caller *caller, const struct slicing *slicing, void **com
 {
 	struct channel channels[CHANNELS_MAX] = {0};
 	uint32_t used = slicing_used(slicing), left = used;
-	struct profiler_coll coll = {.function = "AllReduce", .send_buffer = data, .count = slicing->elements,
-				     .datatype = "ncclFloat32", .channels = (uint8_t)used, .algorithm = "RING",
+	struct profiler_coll coll = {.function = "AllReduce",
+				     .send_buffer = data,
+				     .count = slicing->elements,
+				     .datatype = "ncclFloat32",
+				     .channels = (uint8_t)used,
+				     .algorithm = "RING",
 				     .protocol = "SIMPLE"};
 	void *handle = start(caller, (struct profiler_event_v5){.type = PROFILE_COLL, .coll = coll});
 
@@ -149,8 +154,8 @@ int caller_send(struct caller *caller, const struct slicing *slicing, void **com
 		struct profiler_proxy_op op = {.channel = (uint8_t)i, .peer = next, .is_send = 1};
 
 		channels[i].comm = comms[i];
-		channels[i].op = start(caller, (struct profiler_event_v5){.type = PROFILE_PROXY_OP, .parent = handle,
-									  .proxy_op = op});
+		channels[i].op = start(
+			caller, (struct profiler_event_v5){.type = PROFILE_PROXY_OP, .parent = handle, .proxy_op = op});
 	}
 	while (left) {
 		int busy = 0;

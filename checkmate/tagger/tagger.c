@@ -48,8 +48,8 @@ static __always_inline void begin(struct bpf_sock_ops *ops, struct tagged_socket
 {
 	socket->first_sequence = ops->snd_nxt;
 	socket->established = 1;
-	count(FAULT_FLAGS, bpf_sock_ops_cb_flags_set(
-		ops, ops->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG));
+	count(FAULT_FLAGS,
+	      bpf_sock_ops_cb_flags_set(ops, ops->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG));
 }
 
 /* Reserve room in every data segment, tagged or not, because the MSS holds for the whole connection. */

@@ -52,9 +52,9 @@ struct tagged_socket {
 
 enum fault {
 	FAULT_RESERVE, /* no room left for the option */
-	FAULT_STORE,   /* the option could not be written */
-	FAULT_TOS,     /* the DSCP bit could not be set or cleared */
-	FAULT_FLAGS,   /* the callbacks could not be switched on */
+	FAULT_STORE, /* the option could not be written */
+	FAULT_TOS, /* the DSCP bit could not be set or cleared */
+	FAULT_FLAGS, /* the callbacks could not be switched on */
 	FAULTS,
 };
 

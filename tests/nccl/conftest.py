@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkmate.nccl import building
 from tests.support.nccl.sender import SendingRank, Settings
+
+SANITIZERS = os.environ.get("SANITIZE", "")
+"""Of the compiler, such as `address`; `make sanitize` sets it, and has their library loaded."""
+if SANITIZERS:
+    building._FLAGS += (f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover", "-g")  # type: ignore[assignment, misc]
 
 
 @pytest.fixture

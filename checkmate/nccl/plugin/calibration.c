@@ -128,8 +128,8 @@ void calibration_compare(uint32_t channel, uint32_t shadow_id, uint32_t bucket, 
 	different = first_difference(bucket, known.itemsize, sent, data);
 	if (different < sent->count) {
 		atomic_fetch_add(&one->mismatches, 1);
-		job_fail("calibration: bucket %u, channel %u, step %u: element %llu differs from the prediction", bucket,
-			 channel, step, (unsigned long long)(sent->first + different));
+		job_fail("calibration: bucket %u, channel %u, step %u: element %llu differs from the prediction",
+			 bucket, channel, step, (unsigned long long)(sent->first + different));
 	}
 	atomic_fetch_add(&one->sends, 1);
 	atomic_fetch_add(&one->bytes, sent->count * known.itemsize);

@@ -103,7 +103,8 @@ static bool fits(const struct profiler_coll *coll, void *group, int number, uint
 		job_fail("bucket %d is reduced in a group with another one: launch each alone", number);
 	else if (!equal(coll->algorithm, "RING") || !equal(coll->protocol, "SIMPLE"))
 		job_fail("bucket %d uses algorithm %s and protocol %s, not RING and SIMPLE: unset NCCL_ALGO and "
-			 "NCCL_PROTO", number, coll->algorithm ? coll->algorithm : "?", coll->protocol ? coll->protocol : "?");
+			 "NCCL_PROTO",
+			 number, coll->algorithm ? coll->algorithm : "?", coll->protocol ? coll->protocol : "?");
 	else if (itemsize_of(coll->datatype) != itemsize)
 		job_fail("bucket %d has elements of %u bytes, and its AllReduce has %s", number, itemsize,
 			 coll->datatype ? coll->datatype : "an unknown type");
@@ -150,7 +151,8 @@ void *start_op(void *parent, const struct profiler_proxy_op *op)
 		return NULL;
 	if (op->is_send && (uint32_t)op->peer != (job.rank + 1) % job.ranks) {
 		job_fail("channel %u sends to rank %d, so the ring is not in the order of ranks: use one rank for "
-			 "each node", op->channel, op->peer);
+			 "each node",
+			 op->channel, op->peer);
 		return NULL;
 	}
 	made = &ops[atomic_fetch_add(&ops_begun, 1) % OPS];
@@ -218,7 +220,8 @@ static bool foreseen(const struct send_mark *mark, size_t nbytes, const struct s
 	if (!mark->by_op && (mark->named->op != mark->op || mark->named->number != mark->step))
 		job_fail("NCCL names step %u for a send, and has announced step %u", mark->named->number, mark->step);
 	else if (!in_order(coll, mark->step, order))
-		job_fail("bucket %d, channel %u: step %u follows step %u", coll->bucket, channel, mark->step, order->step);
+		job_fail("bucket %d, channel %u: step %u follows step %u", coll->bucket, channel, mark->step,
+			 order->step);
 	else if (slicing_send(&coll->slicing, channel, mark->step, sent))
 		job_fail("bucket %d, channel %u has no step %u", coll->bucket, channel, mark->step);
 	else if (sent->count * itemsize != nbytes)
@@ -254,7 +257,8 @@ struct send_decision decide(const struct send_mark *mark, const void *data, size
 	decision.shadow_id = coll->shadow_id;
 	if (coll->calibrates) {
 		if (sent.round >= 0)
-			calibration_compare(decision.channel, coll->shadow_id, (uint32_t)coll->bucket, mark->step, &sent, data);
+			calibration_compare(decision.channel, coll->shadow_id, (uint32_t)coll->bucket, mark->step,
+					    &sent, data);
 		return decision;
 	}
 	decision.tagged = sent.count && is_tagged(sent.round);

@@ -76,8 +76,8 @@ static void set_up_congestion_control(int fd)
 		setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", strlen("reno"));
 }
 
-/* Keep a socket to the NIC of the job file. If a host has several in one subnet, its routes name another one, from which
- * the switch drops the address. */
+/* Keep a socket to the NIC of the job file. If a host has several in one subnet, its routes name another one, from
+ * which the switch drops the address. */
 static void keep_to_nic(int fd)
 {
 	if (fd >= 0 && job.interface[0] &&
@@ -150,8 +150,7 @@ int meeting_listen(void *place, struct listening **made)
 	listening->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
 	keep_to_nic(listening->fd);
 	if (listening->fd < 0 || bind(listening->fd, (struct sockaddr *)&handle->address, size) ||
-	    listen(listening->fd, BACKLOG) ||
-	    getsockname(listening->fd, (struct sockaddr *)&handle->address, &size) ||
+	    listen(listening->fd, BACKLOG) || getsockname(listening->fd, (struct sockaddr *)&handle->address, &size) ||
 	    !proof_random(handle->random, KEY_BYTES)) {
 		int result = fail("cannot listen at the NIC of the job file");
 

@@ -213,10 +213,11 @@ static int finalize(void *context)
 	.close_listen = close_listen
 
 EXPORTED struct net_v10 ncclNetPlugin_v10 = {
-	name, .init = init_v10, .get_properties = properties_v10, .listen = listen_v10, .connect = connect_v10, FUNCTIONS};
+	name,	  .init = init_v10, .get_properties = properties_v10, .listen = listen_v10, .connect = connect_v10,
+	FUNCTIONS};
 EXPORTED struct net_v11 ncclNetPlugin_v11 = {
-	name,	   .init = init_v11, .get_properties = properties_v11, .listen = listen_v11, .connect = connect_v11,
+	name,	   .init = init_v11,	.get_properties = properties_v11, .listen = listen_v11, .connect = connect_v11,
 	FUNCTIONS, .finalize = finalize};
 EXPORTED struct net_v12 ncclNetPlugin_v12 = {
-	name,	   .init = init_v11, .get_properties = properties_v12, .listen = listen_v11, .connect = connect_v11,
+	name,	   .init = init_v11,	.get_properties = properties_v12, .listen = listen_v11, .connect = connect_v11,
 	FUNCTIONS, .finalize = finalize};

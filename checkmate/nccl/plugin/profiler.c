@@ -31,7 +31,8 @@ static int watch(void **context, int *mask, uint64_t comm_hash, int nodes, int r
 	if (job_is_ours(comm_hash) && (uint32_t)ranks != job.ranks)
 		job_fail("the gradients' communicator has %d ranks, and the job %u", ranks, job.ranks);
 	else if (job_is_ours(comm_hash) && nodes != ranks)
-		job_fail("the gradients' communicator has %d ranks on %d nodes: use one rank for each node", ranks, nodes);
+		job_fail("the gradients' communicator has %d ranks on %d nodes: use one rank for each node", ranks,
+			 nodes);
 	return NCCL_SUCCESS;
 }
 

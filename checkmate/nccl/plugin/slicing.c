@@ -18,7 +18,8 @@ static void cut(uint64_t elements, uint64_t first, uint64_t size, struct sent *p
 /* The cells of each channel but the last. NCCL rounds a channel's traffic down, so this may be one too few. */
 static uint64_t share_of(const struct slicing *s)
 {
-	uint64_t bytes = s->elements * s->itemsize, traffic = 2 * bytes / s->allowed, share = up(traffic, 2 * (uint64_t)s->sizes.cell);
+	uint64_t bytes = s->elements * s->itemsize, traffic = 2 * bytes / s->allowed,
+		 share = up(traffic, 2 * (uint64_t)s->sizes.cell);
 
 	return share ? share : 1;
 }

@@ -206,8 +206,8 @@ void stream_close(struct stream *stream)
 	stream->closing = true;
 	pthread_cond_signal(&stream->changed);
 	pthread_mutex_unlock(&stream->lock);
-	/* Ends a blocked call. What the kernel has is still sent. The peer of a receiving stream is told by `close`: that
-	 * all has arrived, or that something was not read. */
+	/* Ends a blocked call. What the kernel has is still sent. The peer of a receiving stream is told by `close`:
+	 * that all has arrived, or that something was not read. */
 	shutdown(stream->fd, stream->sends ? SHUT_RDWR : SHUT_RD);
 	pthread_join(stream->thread, NULL);
 	list_remove(stream);
