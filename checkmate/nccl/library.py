@@ -142,7 +142,9 @@ class NcclLibrary:
             key=(ctypes.c_ubyte * _KEY_BYTES)(*meeting_key(place.key)),
         )
         if self._library.checkmate_nccl_begin(ctypes.byref(given)):
-            raise ValueError(f"{channels} channels are more than the {CHANNELS_MAX} of a job, or none")
+            if not 0 < channels <= CHANNELS_MAX:
+                raise ValueError(f"{channels} channels are more than the {CHANNELS_MAX} of a job, or none")
+            raise ValueError(f"the NCCL plugin refuses rank {place.rank} of {place.ranks} with {slicing}")
         peers = [int.from_bytes(peer.packed, sys.byteorder) for peer in dict.fromkeys(place.peers)]
         if self._library.checkmate_nccl_peers((ctypes.c_uint32 * len(peers))(*peers), len(peers)):
             raise ValueError(f"{len(peers)} addresses of ranks are more than the NCCL plugin takes")

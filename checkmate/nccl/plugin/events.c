@@ -14,7 +14,7 @@ enum kind { KIND_GROUP = 1, KIND_COLL, KIND_OP, KIND_STEP };
 
 struct event_group {
 	enum kind kind;
-	uint32_t colls;
+	atomic_uint colls;
 };
 
 struct event_coll {
@@ -90,16 +90,18 @@ void *start_group(void)
 {
 	struct event_group *made = &groups[atomic_fetch_add(&groups_begun, 1) % GROUPS];
 
-	*made = (struct event_group){KIND_GROUP, 0};
+	made->kind = KIND_GROUP;
+	atomic_store(&made->colls, 0);
 	return made;
 }
 
-/* Return whether a collective is the AllReduce of a bucket as it must be; name what is not right. */
-static bool fits(const struct profiler_coll *coll, void *group, int number, uint32_t itemsize, uint32_t channels)
+/* Count a collective in its group. Return whether it is the AllReduce of a bucket as it must be; name what is not
+ * right. */
+static bool claim(const struct profiler_coll *coll, void *group, int number, uint32_t itemsize, uint32_t channels)
 {
 	if (number < 0)
 		job_fail("an AllReduce of %zu elements at %p is not that of a bucket", coll->count, coll->send_buffer);
-	else if (is_a(group, KIND_GROUP) && ++((struct event_group *)group)->colls > 1)
+	else if (is_a(group, KIND_GROUP) && atomic_fetch_add(&((struct event_group *)group)->colls, 1))
 		job_fail("bucket %d is reduced in a group with another one: launch each alone", number);
 	else if (!equal(coll->algorithm, "RING") || !equal(coll->protocol, "SIMPLE"))
 		job_fail("bucket %d uses algorithm %s and protocol %s, not RING and SIMPLE: unset NCCL_ALGO and "
@@ -121,20 +123,22 @@ void *start_coll(const struct profiler_coll *coll, void *group, bool channels_ar
 	struct nccl_bucket bucket = {.itemsize = 1};
 	struct event_coll *made;
 	struct slicing slicing;
+	uint64_t serial;
 	int number;
 
 	if (!job_tags() || !equal(coll->function, "AllReduce"))
 		return NULL;
 	number = job_find_bucket(coll->send_buffer, coll->count, &bucket);
 	slicing = slicing_of(&bucket);
-	if (!fits(coll, group, number, bucket.itemsize, channels_are_used ? slicing_used(&slicing) : slicing.allowed))
+	if (!claim(coll, group, number, bucket.itemsize, channels_are_used ? slicing_used(&slicing) : slicing.allowed))
 		return NULL;
-	job_set_used(number, slicing_used(&slicing));
-	made = &colls[atomic_fetch_add(&colls_begun, 1) % COLLS];
+	job_set_used(number, &bucket, slicing_used(&slicing));
+	serial = atomic_fetch_add(&colls_begun, 1);
+	made = &colls[serial % COLLS];
 	*made = (struct event_coll){
 		.kind = KIND_COLL,
 		.bucket = number,
-		.serial = atomic_load(&colls_begun),
+		.serial = serial,
 		.epoch = job_epoch(),
 		.calibrates = calibration_runs(),
 		.shadow_id = bucket.shadow_id,
@@ -261,8 +265,8 @@ struct send_decision decide(const struct send_mark *mark, const void *data, size
 					    &sent, data);
 		return decision;
 	}
-	decision.tagged = sent.count && is_tagged(sent.round);
-	if (decision.tagged)
-		decision.position = job_add_tagged(decision.channel, decision.shadow_id, nbytes);
+	decision.tagged =
+		sent.count && is_tagged(sent.round) &&
+		job_add_tagged(decision.epoch, decision.channel, decision.shadow_id, nbytes, &decision.position);
 	return decision;
 }

@@ -8,38 +8,13 @@
 #ifndef CHECKMATE_NCCL_EVENTS_H
 #define CHECKMATE_NCCL_EVENTS_H
 
+#include "decision.h"
 #include "nccl_api.h"
 
 /* Names this library in events of net plugins: its kind, which NCCL does not interpret, and version 1. */
 #define PLUGIN_ID ((int64_t)0x434D << 16 | 1)
 
 enum { EVENTS_MASK = PROFILE_COLL | PROFILE_PROXY_OP | PROFILE_PROXY_STEP | PROFILE_NET_PLUGIN };
-
-struct event_op;
-struct event_step;
-
-/* What is known of a send before it is accepted. */
-struct send_mark {
-	const struct event_op *op; /* that this thread announced last; NULL for none */
-	uint32_t step;
-	bool by_op; /* profiler version 3, whose net events may name another step */
-	const struct event_step *named; /* by NCCL's callback */
-};
-
-/* The last send that a connection accepted. */
-struct send_order {
-	uint64_t serial;
-	uint32_t step;
-	bool any;
-};
-
-struct send_decision {
-	bool tagged;
-	uint32_t epoch; /* of the job */
-	uint32_t channel;
-	uint32_t shadow_id;
-	uint64_t position; /* in the stream */
-};
 
 void *start_group(void);
 /* Begin a collective of the gradients. `group` is NULL if it is not known. */

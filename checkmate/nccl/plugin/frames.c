@@ -110,6 +110,8 @@ int frame_send_message(struct frame *frame, int fd, struct tagging *tagging)
 		error = tagging_pass(tagging, message->size);
 		flags = flags_before(next, false);
 	} else {
+		if (message->size > RANGE_MAX)
+			return -EMSGSIZE; /* NCCL's are at most half of its buffer */
 		if (!frame->announced) {
 			frame->announced = range_from(frame, frame->next - 1);
 			error = tagging_announce(tagging, (uint32_t)frame->announced, &message->decision);

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "events.h"
+#include "decision.h"
 #include "tagging.h"
 
 enum { FRAME_MESSAGES = 7 };

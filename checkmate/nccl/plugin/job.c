@@ -7,12 +7,12 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "stream.h"
-
 enum { UNKNOWN, OURS, DOUBTFUL };
 
 struct nccl_job job = {.sockets_map = -1};
 
+/* Of what follows. A thread that holds it takes no other lock; `list_lock` of stream.c comes before the lock of a
+ * stream's tagging, and that before this one. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool present, stopped;
 static _Atomic uint32_t epoch;
@@ -27,15 +27,22 @@ static _Atomic(nccl_logger) log_to;
 
 int checkmate_nccl_begin(const struct nccl_job *given)
 {
-	if (!given->channels || given->channels > CHANNELS_MAX)
+	const struct slicing_sizes *sizes = &given->sizes;
+
+	if (!given->channels || given->channels > CHANNELS_MAX || !given->ranks || given->rank >= given->ranks ||
+	    !sizes->cell || !sizes->grain || !sizes->alignment || !sizes->steps || !sizes->slice_steps ||
+	    sizes->chunk_steps < sizes->slice_steps ||
+	    strnlen(given->interface, sizeof(given->interface)) == sizeof(given->interface))
 		return -1;
 	pthread_mutex_lock(&lock);
 	job = *given;
 	bucket_count = peer_count = 0;
 	standing = UNKNOWN;
 	trouble[0] = broken[0] = 0;
-	memset(tagged, 0, sizeof(tagged));
-	memset(acknowledged, 0, sizeof(acknowledged));
+	for (uint32_t i = 0; i < CHANNELS_MAX * SHADOW_IDS_MAX; i++) {
+		atomic_store(&tagged[i / SHADOW_IDS_MAX][i % SHADOW_IDS_MAX], 0);
+		atomic_store(&acknowledged[i / SHADOW_IDS_MAX][i % SHADOW_IDS_MAX], 0);
+	}
 	atomic_fetch_add(&epoch, 1);
 	atomic_store(&stopped, false);
 	atomic_store(&present, true);
@@ -107,15 +114,14 @@ uint32_t checkmate_nccl_broken(char *text, uint32_t size)
 	return copy_text(text, size, broken);
 }
 
-void checkmate_nccl_count(uint32_t channel, uint32_t shadow_id, uint64_t *sent, uint64_t *received)
+uint64_t job_acknowledged(uint32_t channel, uint32_t shadow_id)
 {
-	if (channel >= CHANNELS_MAX || shadow_id >= SHADOW_IDS_MAX) {
-		*sent = *received = 0;
-		return;
-	}
-	streams_acknowledge();
-	*received = atomic_load(&acknowledged[channel][shadow_id]); /* first, because it follows the other */
-	*sent = atomic_load(&tagged[channel][shadow_id]);
+	return atomic_load(&acknowledged[channel][shadow_id]);
+}
+
+uint64_t job_tagged(uint32_t channel, uint32_t shadow_id)
+{
+	return atomic_load(&tagged[channel][shadow_id]);
 }
 
 bool job_present(void)
@@ -161,22 +167,23 @@ void job_break(uint32_t of, const char *why)
 
 void job_fail(const char *format, ...)
 {
+	char text[TROUBLE_MAX];
 	va_list arguments;
 	bool first;
 
+	va_start(arguments, format);
+	vsnprintf(text, sizeof(text), format, arguments);
+	va_end(arguments);
 	pthread_mutex_lock(&lock);
 	first = !atomic_exchange(&stopped, true);
-	if (first) {
-		va_start(arguments, format);
-		vsnprintf(trouble, sizeof(trouble), format, arguments);
-		va_end(arguments);
-	}
+	if (first)
+		memcpy(trouble, text, sizeof(text));
 	pthread_mutex_unlock(&lock);
 	if (first)
-		job_log(NCCL_LOG_WARN, "tagging stops: %s", trouble);
+		job_log(NCCL_LOG_WARN, "tagging stops: %s", text);
 }
 
-void job_log(int level, const char *format, ...)
+void job_log_from(const char *file, int line, int level, const char *format, ...)
 {
 	nccl_logger logger = atomic_load(&log_to);
 	char text[TROUBLE_MAX];
@@ -186,7 +193,7 @@ void job_log(int level, const char *format, ...)
 	vsnprintf(text, sizeof(text), format, arguments);
 	va_end(arguments);
 	if (logger)
-		logger(level, NCCL_SUBSYS_NET, __FILE__, __LINE__, "Checkmate: rank %u: %s", job.rank, text);
+		logger(level, NCCL_SUBSYS_NET, file, line, "Checkmate: rank %u: %s", job.rank, text);
 }
 
 void job_use_logger(nccl_logger logger)
@@ -257,16 +264,24 @@ bool job_copy_bucket(uint32_t number, struct nccl_bucket *copied)
 	return known;
 }
 
-void job_set_used(int number, uint32_t used)
+void job_set_used(int number, const struct nccl_bucket *found, uint32_t used)
 {
 	pthread_mutex_lock(&lock);
-	buckets[number].used = used;
+	if ((uint32_t)number < bucket_count && buckets[number].address == found->address)
+		buckets[number].used = used;
 	pthread_mutex_unlock(&lock);
 }
 
-uint64_t job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes)
+bool job_add_tagged(uint32_t of, uint32_t channel, uint32_t shadow_id, uint64_t nbytes, uint64_t *position)
 {
-	return atomic_fetch_add(&tagged[channel][shadow_id], nbytes);
+	bool current;
+
+	pthread_mutex_lock(&lock);
+	current = of == atomic_load(&epoch);
+	if (current)
+		*position = atomic_fetch_add(&tagged[channel][shadow_id], nbytes);
+	pthread_mutex_unlock(&lock);
+	return current;
 }
 
 void job_set_acknowledged(uint32_t of, uint32_t channel, uint32_t shadow_id, uint64_t position)

@@ -44,7 +44,7 @@ struct nccl_bucket {
 extern struct nccl_job job;
 
 /* Begin with a job, in place of an earlier one. Connections of the earlier one are not tagged any more.
- * Return 0, or -1 for too many channels. */
+ * Return 0, or -1 if it has numbers that no job has, such as too many channels. */
 EXPORTED int checkmate_nccl_begin(const struct nccl_job *given);
 /* Set the buckets. Return 0, or -1 for too many of them or of shadow ids. */
 EXPORTED int checkmate_nccl_buckets(const struct nccl_bucket *buckets, uint32_t count);
@@ -60,7 +60,7 @@ EXPORTED uint32_t checkmate_nccl_trouble(char *text, uint32_t size);
 /* Copy the first error of a connection of this job, which some versions of NCCL ignore; return its length, 0 if there
  * is none. */
 EXPORTED uint32_t checkmate_nccl_broken(char *text, uint32_t size);
-/* The bytes of a stream that were tagged, and those that the peer has acknowledged. */
+/* The bytes of a stream that were tagged, and those that the peer has acknowledged (stream.c). */
 EXPORTED void checkmate_nccl_count(uint32_t channel, uint32_t shadow_id, uint64_t *tagged, uint64_t *acknowledged);
 
 /* Compute a MAC of 16 bytes with a key of 16 bytes: what `proof` uses, for tests. */
@@ -76,7 +76,9 @@ bool job_tags(void);
 void job_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Note that a connection of a job broke, for Python and the log. Tagging stops. */
 void job_break(uint32_t epoch, const char *why);
-void job_log(int level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Log a line to NCCL's logger, with the place of the caller. */
+#define job_log(LEVEL, ...) job_log_from(__FILE__, __LINE__, LEVEL, __VA_ARGS__)
+void job_log_from(const char *file, int line, int level, const char *format, ...) __attribute__((format(printf, 4, 5)));
 void job_use_logger(nccl_logger logger);
 
 /* Learn a communicator's number while it is created; tell whether a number is that of the gradients. */
@@ -87,9 +89,13 @@ bool job_expects(void);
 /* Find the bucket of a collective by its address and size, and copy it. Return its number, or -1. */
 int job_find_bucket(const void *buffer, uint64_t elements, struct nccl_bucket *found);
 bool job_copy_bucket(uint32_t number, struct nccl_bucket *copied);
-void job_set_used(int number, uint32_t used);
-/* Count tagged bytes; return the stream's position before them. */
-uint64_t job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes);
+/* Note how many channels carry a bucket, unless the buckets have been replaced since it was found. */
+void job_set_used(int number, const struct nccl_bucket *found, uint32_t used);
+/* Count tagged bytes of a job, and set the stream's position before them. Return false for an earlier job, whose bytes
+ * do not count. */
+bool job_add_tagged(uint32_t epoch, uint32_t channel, uint32_t shadow_id, uint64_t nbytes, uint64_t *position);
+uint64_t job_tagged(uint32_t channel, uint32_t shadow_id);
+uint64_t job_acknowledged(uint32_t channel, uint32_t shadow_id);
 void job_set_acknowledged(uint32_t epoch, uint32_t channel, uint32_t shadow_id, uint64_t position);
 
 #endif

@@ -64,7 +64,7 @@ static time_t now(void)
 
 static int fail(const char *what)
 {
-	job_log(NCCL_LOG_WARN, "%s: %s", what, strerror(errno));
+	job_log(NCCL_LOG_WARN, "%s: %m", what);
 	return NCCL_SYSTEM_ERROR;
 }
 
@@ -82,7 +82,7 @@ static void keep_to_nic(int fd)
 {
 	if (fd >= 0 && job.interface[0] &&
 	    setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, job.interface, (socklen_t)strlen(job.interface)))
-		job_log(NCCL_LOG_WARN, "cannot keep a connection to %s: %s", job.interface, strerror(errno));
+		job_log(NCCL_LOG_WARN, "cannot keep a connection to %s: %m", job.interface);
 }
 
 static void set_up(int fd)
@@ -98,7 +98,7 @@ static void set_up(int fd)
 	setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof(milliseconds));
 }
 
-static struct stream *begin_stream(int fd, bool sends, const struct tagging *tagging)
+static struct stream *begin_stream(int fd, bool sends, struct tagging *tagging)
 {
 	struct stream *stream = NULL;
 
@@ -181,8 +181,10 @@ static int begin_connecting(struct handle *handle, bool ours)
 	if (ours && job_tags()) {
 		int error = tagging_prepare(&made->tagging);
 
-		if (error)
-			job_fail("the kernel refuses to prepare a socket for tags: %s", strerror(-error));
+		if (error) {
+			errno = -error;
+			job_fail("the kernel refuses to prepare a socket for tags: %m");
+		}
 	}
 	if (connect(made->fd, (struct sockaddr *)&handle->address, sizeof(handle->address)) && errno != EINPROGRESS)
 		return fail("cannot connect to the next rank");
@@ -191,8 +193,10 @@ static int begin_connecting(struct handle *handle, bool ours)
 
 static int stop_connecting(struct handle *handle, int result)
 {
-	if (handle->connecting->fd >= 0)
+	if (handle->connecting->fd >= 0) {
+		tagging_end(&handle->connecting->tagging);
 		close(handle->connecting->fd);
+	}
 	free(handle->connecting);
 	handle->connecting = NULL;
 	return result;

@@ -5,6 +5,7 @@
  */
 #include <errno.h>
 #include <limits.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +17,7 @@
 
 enum { COMMS_MAX = 65536, DEFAULT_SPEED = 10000 };
 
-static nccl_profiler_callback profile;
+static _Atomic(nccl_profiler_callback) profile;
 static char name[] = "Checkmate";
 static char ours; /* its address is the context of the gradients' communicator */
 static _Thread_local bool refuses; /* the communicator that this thread creates */
@@ -25,9 +26,9 @@ static _Thread_local bool refuses; /* the communicator that this thread creates 
  * error here would disable the plugin in the whole process, so `refused` is what refuses communicators. */
 static int begin(bool gradients, nccl_logger log, nccl_profiler_callback callback)
 {
-	if (!profile || gradients) {
+	if (!atomic_load(&profile) || gradients) {
 		job_use_logger(log);
-		profile = callback;
+		atomic_store(&profile, callback);
 	}
 	return NCCL_SUCCESS;
 }
@@ -98,8 +99,12 @@ PROPERTIES(12, true, .multi_request_max = 1, .rail = -1, .plane = -1)
 
 static int listen_v10(int device, void *handle, void **comm)
 {
+	struct listening *made = NULL;
+	int result = meeting_listen(handle, &made);
+
 	(void)device;
-	return meeting_listen(handle, (struct listening **)comm);
+	*comm = made;
+	return result;
 }
 
 static int listen_v11(void *context, int device, void *handle, void **comm)
@@ -108,23 +113,36 @@ static int listen_v11(void *context, int device, void *handle, void **comm)
 	return listen_v10(device, handle, comm);
 }
 
+static int connect_any(void *handle, bool may_tag, void **comm)
+{
+	struct stream *made = NULL;
+	int result = meeting_connect(handle, may_tag, &made);
+
+	*comm = made;
+	return result;
+}
+
 /* This version does not name the communicator: each of its sends decides whether it is tagged. */
 static int connect_v10(int device, void *config, void *handle, void **comm, void **device_comm)
 {
 	(void)device, (void)config, (void)device_comm;
-	return meeting_connect(handle, true, (struct stream **)comm);
+	return connect_any(handle, true, comm);
 }
 
 static int connect_v11(void *context, int device, void *handle, void **comm, void **device_comm)
 {
 	(void)device, (void)device_comm;
-	return meeting_connect(handle, context == &ours, (struct stream **)comm);
+	return connect_any(handle, context == &ours, comm);
 }
 
 static int accept_any(void *listening, void **comm, void **device_comm)
 {
+	struct stream *made = NULL;
+	int result = meeting_accept(listening, &made);
+
 	(void)device_comm;
-	return meeting_accept(listening, (struct stream **)comm);
+	*comm = made;
+	return result;
 }
 
 static int reg_mr(void *comm, void *data, size_t size, int type, void **handle)
@@ -144,14 +162,15 @@ static int isend(void *comm, void *data, size_t size, int tag, void *mr, void *p
 {
 	struct stream *stream = comm;
 	struct send_mark mark = take_announced();
+	nccl_profiler_callback tell = atomic_load(&profile);
 	void *event = NULL;
 
 	(void)tag, (void)mr;
 	*request = NULL;
 	if (atomic_load(&stream->error))
 		return NCCL_REMOTE_ERROR;
-	if (phandle && profile)
-		profile(&event, NCCL_NET_EVENT_START, phandle, PLUGIN_ID, &mark);
+	if (phandle && tell)
+		tell(&event, NCCL_NET_EVENT_START, phandle, PLUGIN_ID, &mark);
 	*request = stream_post(stream, data, size, &mark);
 	return NCCL_SUCCESS;
 }

@@ -17,12 +17,23 @@ enum { IDLE_SECONDS = 1 };
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct stream *senders;
 
-void streams_acknowledge(void)
+/* Note what the peers of all sending streams have acknowledged. */
+static void acknowledge_all(void)
 {
 	pthread_mutex_lock(&list_lock);
 	for (struct stream *stream = senders; stream; stream = stream->next)
 		tagging_acknowledge(&stream->tagging);
 	pthread_mutex_unlock(&list_lock);
+}
+
+void checkmate_nccl_count(uint32_t channel, uint32_t shadow_id, uint64_t *sent, uint64_t *received)
+{
+	*sent = *received = 0;
+	if (channel >= CHANNELS_MAX || shadow_id >= SHADOW_IDS_MAX)
+		return;
+	acknowledge_all();
+	*received = job_acknowledged(channel, shadow_id); /* first, because it follows the other */
+	*sent = job_tagged(channel, shadow_id);
 }
 
 static void list_add(struct stream *stream)
@@ -66,7 +77,7 @@ static uint32_t await_requests(struct stream *stream)
 	while (stream->done == stream->posted && !stream->closing && !gone) {
 		struct timespec until;
 
-		clock_gettime(CLOCK_REALTIME, &until);
+		clock_gettime(CLOCK_MONOTONIC, &until); /* a step of the other clock would stall, or spin */
 		until.tv_sec += IDLE_SECONDS;
 		if (pthread_cond_timedwait(&stream->changed, &stream->lock, &until) && stream->sends)
 			gone = vanished(stream);
@@ -85,8 +96,9 @@ void stream_fail(struct stream *stream, int error)
 	if (!atomic_compare_exchange_strong(&stream->error, &none, error) || atomic_load(&stream->closing))
 		return;
 	inet_ntop(AF_INET, &stream->peer.sin_addr, host, sizeof(host));
-	snprintf(why, sizeof(why), "the connection of rank %u %s %s broke: %s", job.rank, stream->sends ? "to" : "from",
-		 host, strerror(error));
+	errno = error;
+	snprintf(why, sizeof(why), "the connection of rank %u %s %s broke: %m", job.rank, stream->sends ? "to" : "from",
+		 host);
 	job_break(stream->epoch, why);
 }
 
@@ -146,26 +158,36 @@ static void *run(void *argument)
 	return NULL;
 }
 
-struct stream *stream_open(int fd, bool sends, const struct tagging *tagging)
+static void stream_free(struct stream *stream)
+{
+	tagging_end(&stream->tagging);
+	pthread_cond_destroy(&stream->changed);
+	pthread_mutex_destroy(&stream->lock);
+	free(stream);
+}
+
+struct stream *stream_open(int fd, bool sends, struct tagging *tagging)
 {
 	struct stream *stream = calloc(1, sizeof(*stream));
 	socklen_t size = sizeof(stream->peer);
+	pthread_condattr_t monotonic;
 
 	if (!stream)
 		return NULL;
 	stream->fd = fd;
 	stream->sends = sends;
 	stream->epoch = job_epoch();
-	if (tagging)
-		stream->tagging = *tagging;
-	pthread_mutex_init(&stream->tagging.lock, NULL);
+	tagging_move(&stream->tagging, tagging, fd);
 	pthread_mutex_init(&stream->lock, NULL);
-	pthread_cond_init(&stream->changed, NULL);
+	pthread_condattr_init(&monotonic);
+	pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+	pthread_cond_init(&stream->changed, &monotonic);
+	pthread_condattr_destroy(&monotonic);
 	getpeername(fd, (struct sockaddr *)&stream->peer, &size);
 	for (int i = 0; i < NCCL_NET_REQUESTS_MAX; i++)
 		stream->requests[i].stream = stream;
 	if (pthread_create(&stream->thread, NULL, run, stream)) {
-		free(stream);
+		stream_free(stream);
 		return NULL;
 	}
 	if (sends)
@@ -213,5 +235,5 @@ void stream_close(struct stream *stream)
 	list_remove(stream);
 	tagging_acknowledge(&stream->tagging);
 	close(stream->fd);
-	free(stream);
+	stream_free(stream);
 }

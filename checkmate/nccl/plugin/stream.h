@@ -43,8 +43,9 @@ struct stream {
 	_Atomic int error; /* errno of what broke it; stays */
 };
 
-/* Begin with a connected, blocking socket, which the stream owns. Return NULL without memory or a thread for it. */
-struct stream *stream_open(int fd, bool sends, const struct tagging *tagging);
+/* Begin with a connected, blocking socket, which the stream owns, and with what was tagged on it, which moves into the
+ * stream; NULL for nothing. Return NULL without memory or a thread for it. */
+struct stream *stream_open(int fd, bool sends, struct tagging *tagging);
 /* Post a message. Return its request, or NULL if too many are in progress. */
 struct request *stream_post(struct stream *stream, void *data, size_t size, const struct send_mark *mark);
 /* Break the stream for good, because some versions of NCCL ignore errors and go on. */
@@ -52,7 +53,5 @@ void stream_fail(struct stream *stream, int error);
 /* Return whether a request is done, and free it then. */
 bool stream_test(struct request *request, size_t *size);
 void stream_close(struct stream *stream);
-/* Note what the peers of all sending streams have acknowledged. */
-void streams_acknowledge(void);
 
 #endif

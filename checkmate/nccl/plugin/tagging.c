@@ -36,6 +36,22 @@ void tagging_begin(struct tagging *tagging, int fd)
 	tagging->fd = fd;
 }
 
+void tagging_end(struct tagging *tagging)
+{
+	pthread_mutex_destroy(&tagging->lock);
+}
+
+void tagging_move(struct tagging *tagging, struct tagging *from, int fd)
+{
+	if (!from) {
+		tagging_begin(tagging, fd);
+		return;
+	}
+	tagging_end(from); /* a mutex that is in use may not be copied */
+	*tagging = *from;
+	pthread_mutex_init(&tagging->lock, NULL);
+}
+
 int tagging_prepare(struct tagging *tagging)
 {
 	int tos = 0, error;
@@ -124,8 +140,10 @@ static int learn_first_sequence(struct tagging *tagging)
 /* If the kernel refuses a call, tagging stops. */
 static bool granted(int error)
 {
-	if (error)
-		job_fail("the kernel refuses a tag: %s", strerror(-error));
+	if (error) {
+		errno = -error;
+		job_fail("the kernel refuses a tag: %m");
+	}
 	return !error;
 }
 

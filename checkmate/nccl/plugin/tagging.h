@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 #include "../../tagger/tagger.h"
-#include "events.h"
+#include "decision.h"
 
 struct tagging {
 	int fd;
@@ -31,6 +31,9 @@ struct tagging {
 };
 
 void tagging_begin(struct tagging *tagging, int fd);
+/* Begin with what another one has, which ends; with nothing if it is NULL. */
+void tagging_move(struct tagging *tagging, struct tagging *from, int fd);
+void tagging_end(struct tagging *tagging);
 /* Prepare the socket for tags, before it connects. Return 0, or a negative errno. */
 int tagging_prepare(struct tagging *tagging);
 /* Count bytes that were written. */
