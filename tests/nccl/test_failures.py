@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import termios
+import threading
 import time
 from collections.abc import Callable
 
@@ -82,6 +83,31 @@ def test_a_connection_that_broke_never_works_again(make: Make, release: str) -> 
         assert sender.caller.isend(comm, data, 1, None) == (REMOTE_ERROR, None)
     assert "the connection of rank 0 to 127.0.0.1 broke: " in sender.library.broken
     assert sender.library.trouble == sender.library.broken
+
+
+def test_a_new_job_may_begin_while_sends_of_an_earlier_one_are_under_way(make: Make) -> None:
+    """`make sanitize` finds what one thread rewrites while others read it."""
+    sender = make("2.30", 0, 2, 1)
+    sender.library.set_buckets([BUCKET])
+    begun = threading.Event()
+
+    place = NcclPlace(0, 2, LOOPBACK, "lo")
+
+    def begin() -> None:
+        for number in range(2000):
+            sender.library.begin(place, channels=1, slicing=sender.slicing, incarnation=number % 256)
+            sender.library.set_buckets([BUCKET])
+            begun.set()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    begun.wait()
+    while thread.is_alive():
+        for _ in range(20):
+            sender.caller.close_listen(sender.caller.listen()[1])
+        sender.send(0, 20_000, None)
+    thread.join()
+    assert sender.library.broken == ""
 
 
 def test_an_abort_is_no_break_and_a_new_job_begins_from_zero(make: Make) -> None:

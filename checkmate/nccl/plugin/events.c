@@ -75,14 +75,16 @@ static bool equal(const char *text, const char *expected)
 
 static struct slicing slicing_of(const struct nccl_bucket *bucket)
 {
+	const struct nccl_job *job = job_now();
+
 	return (struct slicing){
 		.elements = bucket->elements,
 		.itemsize = bucket->itemsize,
-		.sizes = job.sizes,
-		.channels = job.channels,
-		.allowed = bucket->allowed ? bucket->allowed : job.channels,
-		.ranks = job.ranks,
-		.index = job.rank,
+		.sizes = job->sizes,
+		.channels = job->channels,
+		.allowed = bucket->allowed ? bucket->allowed : job->channels,
+		.ranks = job->ranks,
+		.index = job->rank,
 	};
 }
 
@@ -149,11 +151,12 @@ void *start_coll(const struct profiler_coll *coll, void *group, bool channels_ar
 
 void *start_op(void *parent, const struct profiler_proxy_op *op)
 {
+	const struct nccl_job *job = job_now();
 	struct event_op *made;
 
 	if (!is_a(parent, KIND_COLL))
 		return NULL;
-	if (op->is_send && (uint32_t)op->peer != (job.rank + 1) % job.ranks) {
+	if (op->is_send && (uint32_t)op->peer != (job->rank + 1) % job->ranks) {
 		job_fail("channel %u sends to rank %d, so the ring is not in the order of ranks: use one rank for "
 			 "each node",
 			 op->channel, op->peer);
@@ -239,7 +242,9 @@ static bool foreseen(const struct send_mark *mark, size_t nbytes, const struct s
 /* The schedule of tags (design, section 3): rank 0 tags its sends of round 0, and the last rank those of all rounds. */
 static bool is_tagged(int round)
 {
-	return job.rank == job.ranks - 1 ? round >= 0 : job.rank == 0 && round == 0;
+	const struct nccl_job *job = job_now();
+
+	return job->rank == job->ranks - 1 ? round >= 0 : job->rank == 0 && round == 0;
 }
 
 struct send_decision decide(const struct send_mark *mark, const void *data, size_t nbytes, struct send_order *order)

@@ -5,11 +5,19 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { UNKNOWN, OURS, DOUBTFUL };
 
-struct nccl_job job = {.sockets_map = -1};
+/* Jobs stay, because threads that have them end when NCCL closes their connections. A process has few. */
+struct known_job {
+	struct nccl_job job;
+	const struct known_job *earlier;
+};
+
+static const struct known_job no_job = {.job = {.sockets_map = -1}};
+static _Atomic(const struct known_job *) newest = &no_job;
 
 /* Of what follows. A thread that holds it takes no other lock; `list_lock` of stream.c comes before the lock of a
  * stream's tagging, and that before this one. */
@@ -28,14 +36,19 @@ static _Atomic(nccl_logger) log_to;
 int checkmate_nccl_begin(const struct nccl_job *given)
 {
 	const struct slicing_sizes *sizes = &given->sizes;
+	struct known_job *known;
 
 	if (!given->channels || given->channels > CHANNELS_MAX || !given->ranks || given->rank >= given->ranks ||
 	    !sizes->cell || !sizes->grain || !sizes->alignment || !sizes->steps || !sizes->slice_steps ||
 	    sizes->chunk_steps < sizes->slice_steps ||
 	    strnlen(given->interface, sizeof(given->interface)) == sizeof(given->interface))
 		return -1;
+	known = malloc(sizeof(*known));
+	if (!known)
+		return -1;
 	pthread_mutex_lock(&lock);
-	job = *given;
+	*known = (struct known_job){.job = *given, .earlier = atomic_load(&newest)};
+	atomic_store(&newest, known);
 	bucket_count = peer_count = 0;
 	standing = UNKNOWN;
 	trouble[0] = broken[0] = 0;
@@ -124,6 +137,11 @@ uint64_t job_tagged(uint32_t channel, uint32_t shadow_id)
 	return atomic_load(&tagged[channel][shadow_id]);
 }
 
+const struct nccl_job *job_now(void)
+{
+	return &atomic_load(&newest)->job;
+}
+
 bool job_present(void)
 {
 	return atomic_load(&present);
@@ -134,7 +152,7 @@ bool job_has_peer(uint32_t address)
 	bool known;
 
 	pthread_mutex_lock(&lock);
-	known = address == job.address;
+	known = address == job_now()->address;
 	for (uint32_t i = 0; i < peer_count && !known; i++)
 		known = peers[i] == address;
 	pthread_mutex_unlock(&lock);
@@ -193,7 +211,7 @@ void job_log_from(const char *file, int line, int level, const char *format, ...
 	vsnprintf(text, sizeof(text), format, arguments);
 	va_end(arguments);
 	if (logger)
-		logger(level, NCCL_SUBSYS_NET, file, line, "Checkmate: rank %u: %s", job.rank, text);
+		logger(level, NCCL_SUBSYS_NET, file, line, "Checkmate: rank %u: %s", job_now()->rank, text);
 }
 
 void job_use_logger(nccl_logger logger)

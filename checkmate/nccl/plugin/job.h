@@ -41,7 +41,9 @@ struct nccl_bucket {
 	uint32_t used; /* channels that carry it; 0 until NCCL has shown it */
 };
 
-extern struct nccl_job job;
+/* Return the job that began last, which never changes: the next one is another struct. Threads of earlier connections
+ * may still have an earlier one. */
+const struct nccl_job *job_now(void);
 
 /* Begin with a job, in place of an earlier one. Connections of the earlier one are not tagged any more.
  * Return 0, or -1 if it has numbers that no job has, such as too many channels. */

@@ -80,9 +80,11 @@ static void set_up_congestion_control(int fd)
  * which the switch drops the address. */
 static void keep_to_nic(int fd)
 {
-	if (fd >= 0 && job.interface[0] &&
-	    setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, job.interface, (socklen_t)strlen(job.interface)))
-		job_log(NCCL_LOG_WARN, "cannot keep a connection to %s: %m", job.interface);
+	const struct nccl_job *job = job_now();
+
+	if (fd >= 0 && job->interface[0] &&
+	    setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, job->interface, (socklen_t)strlen(job->interface)))
+		job_log(NCCL_LOG_WARN, "cannot keep a connection to %s: %m", job->interface);
 }
 
 static void set_up(int fd)
@@ -112,8 +114,10 @@ static struct stream *begin_stream(int fd, bool sends, struct tagging *tagging)
 /* Combine the job's key with a handle's random bytes, so that a proof is of one meeting only. */
 static void make_key(unsigned char key[KEY_BYTES], const unsigned char random[KEY_BYTES])
 {
+	const struct nccl_job *job = job_now();
+
 	for (int i = 0; i < KEY_BYTES; i++)
-		key[i] = job.key[i] ^ random[i];
+		key[i] = job->key[i] ^ random[i];
 }
 
 static bool send_whole(int fd, const void *bytes, size_t size)
@@ -146,7 +150,7 @@ int meeting_listen(void *place, struct listening **made)
 		listening->newcomers[i].fd = -1;
 	memset(handle, 0, sizeof(*handle));
 	handle->address.sin_family = AF_INET;
-	handle->address.sin_addr.s_addr = job.address;
+	handle->address.sin_addr.s_addr = job_now()->address;
 	listening->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
 	keep_to_nic(listening->fd);
 	if (listening->fd < 0 || bind(listening->fd, (struct sockaddr *)&handle->address, size) ||
@@ -164,7 +168,7 @@ int meeting_listen(void *place, struct listening **made)
 
 static int begin_connecting(struct handle *handle, bool ours)
 {
-	struct sockaddr_in own = {.sin_family = AF_INET, .sin_addr.s_addr = job.address};
+	struct sockaddr_in own = {.sin_family = AF_INET, .sin_addr.s_addr = job_now()->address};
 	struct connecting *made = calloc(1, sizeof(*made));
 
 	if (!made)

@@ -28,7 +28,7 @@ enum { NCCL_NET_EVENT_START = 0 };
 
 /* Net: properties of a device. Versions differ in what follows `device_version`. */
 struct net_properties_common {
-	char *name;
+	const char *name;
 	char *pci_path;
 	uint64_t guid;
 	int pointers;

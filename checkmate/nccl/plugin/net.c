@@ -67,16 +67,17 @@ static int devices(int *count)
 
 static void describe(struct net_properties_common *common)
 {
+	const struct nccl_job *job = job_now();
 	static char pci[PATH_MAX];
 	char path[64];
 
-	snprintf(path, sizeof(path), "/sys/class/net/%s/device", job.interface);
+	snprintf(path, sizeof(path), "/sys/class/net/%s/device", job->interface);
 	*common = (struct net_properties_common){
-		.name = job.interface,
+		.name = job->interface,
 		.pci_path = realpath(path, pci),
-		.guid = job.address,
+		.guid = job->address,
 		.pointers = NCCL_PTR_HOST,
-		.speed = job.speed > 0 ? job.speed : DEFAULT_SPEED,
+		.speed = job->speed > 0 ? job->speed : DEFAULT_SPEED,
 		.comms_max = COMMS_MAX,
 		.receives_max = 1,
 	};

@@ -28,8 +28,8 @@ static int watch(void **context, int *mask, uint64_t comm_hash, int nodes, int r
 	}
 	*mask = EVENTS_MASK;
 	job_meet(comm_hash);
-	if (job_is_ours(comm_hash) && (uint32_t)ranks != job.ranks)
-		job_fail("the gradients' communicator has %d ranks, and the job %u", ranks, job.ranks);
+	if (job_is_ours(comm_hash) && (uint32_t)ranks != job_now()->ranks)
+		job_fail("the gradients' communicator has %d ranks, and the job %u", ranks, job_now()->ranks);
 	else if (job_is_ours(comm_hash) && nodes != ranks)
 		job_fail("the gradients' communicator has %d ranks on %d nodes: use one rank for each node", ranks,
 			 nodes);

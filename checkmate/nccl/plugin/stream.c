@@ -97,8 +97,8 @@ void stream_fail(struct stream *stream, int error)
 		return;
 	inet_ntop(AF_INET, &stream->peer.sin_addr, host, sizeof(host));
 	errno = error;
-	snprintf(why, sizeof(why), "the connection of rank %u %s %s broke: %m", job.rank, stream->sends ? "to" : "from",
-		 host);
+	snprintf(why, sizeof(why), "the connection of rank %u %s %s broke: %m", job_now()->rank,
+		 stream->sends ? "to" : "from", host);
 	job_break(stream->epoch, why);
 }
 

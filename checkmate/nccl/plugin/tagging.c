@@ -23,7 +23,7 @@ static int call(int command, const struct tagging *tagging, void *value)
 	union bpf_attr attributes;
 
 	memset(&attributes, 0, sizeof(attributes));
-	attributes.map_fd = (uint32_t)job.sockets_map;
+	attributes.map_fd = (uint32_t)job_now()->sockets_map;
 	attributes.key = (uintptr_t)&tagging->fd;
 	attributes.value = (uintptr_t)value;
 	return syscall(SYS_bpf, command, &attributes, sizeof(attributes)) ? -errno : 0;
@@ -54,15 +54,16 @@ void tagging_move(struct tagging *tagging, struct tagging *from, int fd)
 
 int tagging_prepare(struct tagging *tagging)
 {
+	const struct nccl_job *job = job_now();
 	int tos = 0, error;
 	socklen_t size = sizeof(tos);
 
-	if (job.sockets_map < 0)
+	if (job->sockets_map < 0)
 		return 0;
 	if (getsockopt(tagging->fd, IPPROTO_IP, IP_TOS, &tos, &size))
 		return -errno;
-	tagging->socket.plain_tos = (uint32_t)tos & ~(job.dscp_bit << 2);
-	tagging->socket.tagged_tos = tagging->socket.plain_tos | job.dscp_bit << 2;
+	tagging->socket.plain_tos = (uint32_t)tos & ~(job->dscp_bit << 2);
+	tagging->socket.tagged_tos = tagging->socket.plain_tos | job->dscp_bit << 2;
 	error = call(BPF_MAP_UPDATE_ELEM, tagging, &tagging->socket);
 	tagging->prepared = !error;
 	return error;
@@ -162,7 +163,7 @@ static int add(struct tagging *tagging, uint32_t length, const struct send_decis
 		.sequence = (uint32_t)decision->position,
 		.shadow_id = (uint16_t)decision->shadow_id,
 		.channel = (uint8_t)decision->channel,
-		.incarnation = (uint8_t)job.incarnation,
+		.incarnation = (uint8_t)job_now()->incarnation,
 	};
 	tagging->live[at].end = tagging->written + length;
 	tagging->live[at].position = decision->position + length;

@@ -11,7 +11,7 @@ static int init_v4(size_t ranks, size_t nodes, nccl_logger log, void **context)
 {
 	(void)nodes, (void)log;
 	/* This version does not name the communicator, so its creation must be announced and its size must fit. */
-	*context = job_tags() && job_expects() && ranks == job.ranks ? &ours : NULL;
+	*context = job_tags() && job_expects() && ranks == job_now()->ranks ? &ours : NULL;
 	return NCCL_SUCCESS;
 }
 
@@ -40,7 +40,7 @@ static int coll_info(void *context, int function, size_t nbytes, int pipelined, 
 			if (algorithm != TUNER_RING || protocol != TUNER_SIMPLE)
 				cost[algorithm * protocols + protocol] = TUNER_IGNORED;
 	cost[TUNER_RING * protocols + TUNER_SIMPLE] = 0.0f;
-	*channels = (int)job.channels;
+	*channels = (int)job_now()->channels;
 	return NCCL_SUCCESS;
 }
 
