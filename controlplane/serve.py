@@ -210,14 +210,14 @@ def _same_switch(controller: SwitchController, network: Network) -> None:
 
 def refuse(files: JobFiles, wanted: Wanted) -> None:
     """Log new faults of files whose jobs stay as they are, or are left out."""
-    if why := files.told.news(wanted.faults):
+    if why := files.fault_log.news(wanted.faults):
         say(logging.ERROR, JOBS_REFUSED(why=why), "refused; what is served of these files stays:\n%s", why)
 
 
 def unchanged(files: JobFiles, error: Exception) -> None:
     """Log why the jobs stay as they are."""
     if isinstance(error, JobError):
-        why = files.told.news(error.faults) or f"{counted(len(error.faults), 'fault')} as before"
+        why = files.fault_log.news(error.faults) or f"{counted(len(error.faults), 'fault')} as before"
         say(logging.ERROR, JOBS_REFUSED(why=why), "the jobs are unchanged:\n%s", why)
     else:
         why = str(error) or repr(error)

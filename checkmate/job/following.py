@@ -76,37 +76,34 @@ _FAULTS_SHOWN: Final = 20
 """Lines of a message about faults. An owner may have thousands of faulty files, and change them often."""
 
 
-class Told:
+class FaultLog:
     """The faults that the log has, so that each is there once, however often files change."""
 
     def __init__(self) -> None:
-        self._told: set[Located] = set()
-        self._waiting: list[Located] = []
+        self._logged: set[Located] = set()
+        self._queue: list[Located] = []
 
     def news(self, faults: Sequence[Located]) -> str:
-        """Return some faults that were not told yet, the longest known first, and how many others there are.
+        """Return lines about some faults that the log lacks, the longest known first; "" if it has each.
 
-        It is "" if each was told. One line is of one fault.
+        The last line counts the others.
         """
         present = set(faults)
-        self._told &= present
-        waiting = [fault for fault in self._waiting if fault in present]
-        known = self._told.union(waiting)
-        waiting += dict.fromkeys(fault for fault in faults if fault not in known)
-        if not waiting:
-            self._waiting = []
-            return ""
-        counts: Counter[Path] = Counter()
-        now: list[Located] = []
-        for fault in waiting:
-            counts[fault.file] += 1
-            if counts[fault.file] <= _FAULTS_OF_FILE and len(now) < _FAULTS_SHOWN:
-                now.append(fault)
-        self._told.update(now)
-        self._waiting = [fault for fault in waiting if fault not in self._told]
-        lines = [shortened(str(fault), TEXT_MAX) for fault in now]
-        if more := len(present) - len(now):
-            lines.append(f"and {counted(more, 'other fault')}; `checkmate validate` shows all")
+        self._logged &= present
+        queue = [fault for fault in self._queue if fault in present]
+        known = self._logged.union(queue)
+        queue += dict.fromkeys(fault for fault in faults if fault not in known)
+        by_file: Counter[Path] = Counter()
+        shown: list[Located] = []
+        for fault in queue:
+            by_file[fault.file] += 1
+            if by_file[fault.file] <= _FAULTS_OF_FILE and len(shown) < _FAULTS_SHOWN:
+                shown.append(fault)
+        self._logged.update(shown)
+        self._queue = [fault for fault in queue if fault not in self._logged]
+        lines = [shortened(str(fault), TEXT_MAX) for fault in shown]
+        if shown and (others := len(present) - len(shown)):
+            lines.append(f"and {counted(others, 'other fault')}; `checkmate validate` shows all")
         return "\n".join(lines)
 
 
@@ -125,7 +122,7 @@ class JobFiles:
         self._served = Wanted({})
         self._absences = Absences()
         self._documents: dict[Path, Document] = {}
-        self.told = Told()
+        self.fault_log = FaultLog()
 
     def __str__(self) -> str:
         return ", ".join(str(argument) for argument in self._arguments)

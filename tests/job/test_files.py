@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from checkmate.job import checks, conflicts, following, yaml_lines
 from checkmate.job.files import JobError, read_job, read_jobs, read_set
-from checkmate.job.following import ABSENCE_SECONDS, Absences, JobFiles, Told, job_files
+from checkmate.job.following import ABSENCE_SECONDS, Absences, FaultLog, JobFiles, job_files
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
 from checkmate.job.yaml_lines import Document, Located
@@ -767,16 +767,16 @@ def faulty(files: int, of_each: int = 1) -> list[Located]:
 
 def test_the_faults_of_thousands_of_files_are_told_in_brief() -> None:
     """An owner had the controller write 1 MB at each change of any file."""
-    lines = Told().news(faulty(2000, 3)).splitlines()
+    lines = FaultLog().news(faulty(2000, 3)).splitlines()
     assert lines[0] == "jobs/0.yaml:1: job: wrong0"
     assert len(lines) == 21
     assert lines[-1] == "and 5,980 other faults; `checkmate validate` shows all"
-    assert len(Told().news(faulty(1, 100)).splitlines()) == 6
-    assert len(Told().news([Located(Path("a"), 1, "job", "x" * 1_000_000)])) <= 600
+    assert len(FaultLog().news(faulty(1, 100)).splitlines()) == 6
+    assert len(FaultLog().news([Located(Path("a"), 1, "job", "x" * 1_000_000)])) <= 600
 
 
 def test_a_change_of_one_file_tells_only_its_own_faults() -> None:
-    told, before = Told(), faulty(20)
+    told, before = FaultLog(), faulty(20)
     assert len(told.news(before).splitlines()) == 20
     assert told.news(before) == ""
     new = Located(Path("jobs/new.yaml"), 3, "channels", "must be at least 1")
@@ -788,7 +788,7 @@ def test_a_change_of_one_file_tells_only_its_own_faults() -> None:
 
 def test_no_owner_hides_the_faults_of_another() -> None:
     """Those for which there was no room come next, before newer ones."""
-    told, hidden = Told(), Located(Path("jobs/zz.yaml"), 1, "job", "is missing")
+    told, hidden = FaultLog(), Located(Path("jobs/zz.yaml"), 1, "job", "is missing")
     first = told.news([*faulty(20), hidden])
     assert str(hidden) not in first
     newer = [Located(Path(f"jobs/{i}.yaml"), 1, "job", "wrong again") for i in range(40)]
