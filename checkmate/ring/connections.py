@@ -61,8 +61,10 @@ class Ring(contextlib.AbstractContextManager["Ring"]):
         place: RingPlace,
         senders: Sequence[TaggedSocket | PlainSocket],
         receivers: Sequence[socket.socket],
+        tagger: Tagger | None = None,
     ) -> None:
         self.place = place
+        self.tagger = tagger
         self.senders = senders
         self.receivers = receivers
         # A weak reference, because handlers can't be unregistered.
@@ -157,7 +159,7 @@ def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float 
             receivers.append(found)
             undo.callback(found.close)
         undo.pop_all()
-    return Ring(place, senders, receivers)
+    return Ring(place, senders, receivers, tagger)
 
 
 def _listen(place: RingPlace, channel: int) -> socket.socket:

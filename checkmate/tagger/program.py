@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import os
 import socket
 import struct
@@ -20,8 +21,14 @@ from checkmate.tagger.libbpf import NEEDED, BpfObject, object_file
 PROGRAM = "checkmate_tagger"
 RANGES = 256
 """TAGGER_RANGES: the number of chunks of one socket that may be announced and not acknowledged."""
-FAULTS = ("reserve", "store", "tos", "flags")
-"""Names of `enum fault`, in its order."""
+FAULTS: Final = {
+    "reserve": "had no room for a tag",
+    "store": "refused a tag",
+    "tos": "kept another DSCP bit",
+    "flags": "are of connections that the kernel does not show to the tagger",
+}
+"""Names of `enum fault`, in its order, and what became of the segments that it counts."""
+_log: Final = logging.getLogger("checkmate")
 
 
 class Range(ctypes.Structure):
@@ -69,6 +76,7 @@ class Tagger(AbstractContextManager["Tagger"]):
         self._object: BpfObject | None = loaded
         self._sockets = loaded.map_descriptor("sockets", ctypes.sizeof(SocketState))
         self._faults = loaded.map_descriptor("faults", ctypes.sizeof(ctypes.c_uint64))
+        self._warned = 0
 
     @classmethod
     def attach(cls) -> Tagger:
@@ -116,6 +124,22 @@ class Tagger(AbstractContextManager["Tagger"]):
             self._loaded.lookup(self._faults, ctypes.c_int(index), value)
             counts[name] = value.value
         return counts
+
+    def warn_of_faults(self, name: str) -> None:
+        """Log faults: the first, and then whenever there are ten times as many. `name`: this rank's."""
+        if self._object is None:
+            return
+        faults = {fault: count for fault, count in self.faults().items() if count}
+        total = sum(faults.values())
+        if total and total >= 10 * self._warned:
+            self._warned = total
+            words = ", ".join(f"{count:,} {FAULTS[fault]}" for fault, count in faults.items())
+            _log.warning(
+                "%s: segments were sent otherwise than the tagger asked: %s. Shadow nodes miss what was not "
+                "tagged",
+                name,
+                words,
+            )
 
     @staticmethod
     def give_up_capabilities() -> None:

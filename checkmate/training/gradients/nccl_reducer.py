@@ -9,6 +9,7 @@ from typing import Final, Protocol
 import torch
 
 from checkmate.ring.place import RingError
+from checkmate.tagger import Tagger
 from checkmate.training.gradients.reducing import Ends, zero_buckets
 from checkmate.training.gradients.staging import Staging, StreamStaging
 from checkmate.training.start.nccl_runtime import Communicator
@@ -50,6 +51,7 @@ class NcclReducer:
         first_id: int = 0,
         required: bool = False,
         average: bool = True,
+        tagger: Tagger | None = None,
     ) -> None:
         """Allocate buckets on the communicator's device.
 
@@ -62,13 +64,14 @@ class NcclReducer:
             first_id: The shadow id on the wire of shard 0.
             required: Whether the end of tagging is an error.
             average: Whether sums are divided by the number of ranks.
+            tagger: On a rank that tags, what the kernel tags with.
         """
         self.layout = layout
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, communicator.device)
         self.communicator: Final = communicator
         self._tags, self._name, self._required, self._average = tags, name, required, average
         self._streams: Mapping[tuple[int, int], int] = streams
-        self._first_id = first_id
+        self._first_id, self._tagger = first_id, tagger
         self.failed = False
         """Whether NCCL has failed."""
         self._iterations = 0
@@ -95,6 +98,8 @@ class NcclReducer:
         Raises:
             RingError: NCCL has failed, or tagging has ended although it is required.
         """
+        if index == 0 and self._tagger is not None:
+            self._tagger.warn_of_faults(self._name)
         if self.failed or self._broken():
             raise RingError(f"{self._name}: {self._broken() or 'NCCL has failed before'}")
         if self._required and (trouble := self._trouble()):

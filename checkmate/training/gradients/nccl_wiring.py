@@ -163,6 +163,7 @@ class NcclMaker:
             first_id=self.place.first_id,
             required=self.required,
             average=self.average,
+            tagger=self.tagger,
         )
 
     def _calibrated(self, library: NcclLibrary) -> NcclReducer:

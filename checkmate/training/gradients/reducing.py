@@ -102,6 +102,8 @@ class RingReducer:
 
     def submit(self, index: int) -> None:
         """Reduce the next bucket. Raise `RingError` if the ring is broken."""
+        if index == 0 and self._ring.tagger is not None:
+            self._ring.tagger.warn_of_faults(self._ring.place.own_name)
         self._allreduce.submit(index)
 
     def ends(self) -> dict[tuple[int, int], int]:
