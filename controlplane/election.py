@@ -80,7 +80,7 @@ class Primary(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ServerStanding:
     """A server's answer to arbitration: its primary, and the highest election id that it has known."""
 
     primary: Primary
@@ -109,7 +109,7 @@ class Candidacy:
     displaces: bool = False
     returns: bool = False
 
-    def bid(self, standing: Standing) -> ElectionId | None:
+    def bid(self, standing: ServerStanding) -> ElectionId | None:
         """Return the election id to become primary with, or `None` if another controller is to stay."""
         highest = standing.highest
         if highest is not None and highest.jobs:
@@ -124,7 +124,7 @@ class Candidacy:
         return ElectionId((highest.term if highest is not None else 0) + 1, self.jobs, self.controller)
 
 
-class Verdict(enum.Enum):
+class StandbyVerdict(enum.Enum):
     """What a standby does."""
 
     WAIT = "wait"
@@ -132,7 +132,7 @@ class Verdict(enum.Enum):
     OTHER_JOBS = "wait, because the primary has, or had, other job files"
 
 
-class Watch:
+class SwitchWatch:
     """What a standby sees of its switches, and what follows."""
 
     def __init__(self, switches: Iterable[str], digest: int, earlier: Iterable[int] = ()) -> None:
@@ -145,11 +145,11 @@ class Watch:
         """
         self._names = sorted(switches)
         self._digest, self._digests = digest, {digest, *earlier}
-        self._seen: dict[str, Standing | None] = {}
+        self._seen: dict[str, ServerStanding | None] = {}
         self._back: set[str] = set()
         self._jobs: dict[str, int] = {}
 
-    def see(self, switch: str, standing: Standing | None) -> None:
+    def see(self, switch: str, standing: ServerStanding | None) -> None:
         """Take a switch's answer; `None` if it is unreachable."""
         if standing is None or standing.led:
             self._back.discard(switch)
@@ -183,19 +183,23 @@ class Watch:
         return self.first in self._back
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> StandbyVerdict:
         """Whether to claim the switches now."""
         standing = self._seen[self.first] if self.first is not None else None
         if standing is None:
-            return Verdict.WAIT
+            return StandbyVerdict.WAIT
         jobs = self._jobs.get(self.first or "", 0)
         if jobs and jobs not in self._digests:
-            return Verdict.OTHER_JOBS
+            return StandbyVerdict.OTHER_JOBS
         if standing.led:
-            return Verdict.WAIT
+            return StandbyVerdict.WAIT
         # A primary that has not read the new job files yet may serve other switches of theirs.
         led = (self._jobs.get(name, 0) for name, one in self._seen.items() if one is not None and one.led)
-        return Verdict.OTHER_JOBS if any(jobs not in (0, self._digest) for jobs in led) else Verdict.CLAIM
+        return (
+            StandbyVerdict.OTHER_JOBS
+            if any(jobs not in (0, self._digest) for jobs in led)
+            else StandbyVerdict.CLAIM
+        )
 
 
 def before(name: str, names: Iterable[str]) -> Sequence[str]:

@@ -172,7 +172,7 @@ def _gauge(name: str, text: str, values: Iterable[tuple[str, float]]) -> Metric:
     return made
 
 
-class Reading:
+class SwitchReading:
     """Reads the switches of whichever fleet serves now. Its methods are for other threads than the loop's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

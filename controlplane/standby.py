@@ -14,7 +14,7 @@ from checkmate.job.schema import Job, Switch
 from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
 from controlplane.controller import LOG, RECONNECT_SECONDS
-from controlplane.election import Standing, Verdict, Watch, jobs_digest
+from controlplane.election import ServerStanding, StandbyVerdict, SwitchWatch, jobs_digest
 from controlplane.errors import ControlError, RefusalLost
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
@@ -50,10 +50,10 @@ class Standby:
         while True:
             switches, digest = Network(self.jobs).switches, jobs_digest(self.jobs)
             self._digests.add(digest)
-            watch, changed = Watch(switches, digest, self._digests), asyncio.Event()
+            watch, changed = SwitchWatch(switches, digest, self._digests), asyncio.Event()
             looks = (_look(one, watch, changed) for one in switches.values())
             await until_first(_until_free(watch, changed), self._changed(), *looks)
-            if watch.verdict is Verdict.CLAIM and digest == jobs_digest(self.jobs):
+            if watch.verdict is StandbyVerdict.CLAIM and digest == jobs_digest(self.jobs):
                 return watch.reachable
 
     def read_again(self) -> bool:
@@ -83,13 +83,13 @@ HEAD_START_SECONDS: Final = 4.0
 """For the primary of a switch that was away: it tries to connect in intervals of up to half that."""
 
 
-async def _until_free(watch: Watch, changed: asyncio.Event) -> None:
+async def _until_free(watch: SwitchWatch, changed: asyncio.Event) -> None:
     """Wait until the switches are to be claimed. Log what keeps this controller from it."""
     told = None
-    while (verdict := watch.verdict) is not Verdict.CLAIM or await _primary_returns(watch, changed):
-        if verdict is Verdict.CLAIM:
+    while (verdict := watch.verdict) is not StandbyVerdict.CLAIM or await _primary_returns(watch, changed):
+        if verdict is StandbyVerdict.CLAIM:
             continue  # that primary may have other job files
-        if verdict is Verdict.OTHER_JOBS and told is not verdict:
+        if verdict is StandbyVerdict.OTHER_JOBS and told is not verdict:
             LOG.error(
                 "the controller of switch %s has, or had, other job files: "
                 "this one takes over only once they are the same; "
@@ -103,24 +103,24 @@ async def _until_free(watch: Watch, changed: asyncio.Event) -> None:
     say(logging.WARNING, claims, "switch %s has no primary controller: taking over", watch.first)
 
 
-async def _primary_returns(watch: Watch, changed: asyncio.Event) -> bool:
+async def _primary_returns(watch: SwitchWatch, changed: asyncio.Event) -> bool:
     """Wait for the primary of a switch that is back. Return whether it was first."""
     deadline = asyncio.get_running_loop().time() + HEAD_START_SECONDS
-    while watch.is_back and watch.verdict is Verdict.CLAIM:
+    while watch.is_back and watch.verdict is StandbyVerdict.CLAIM:
         changed.clear()
         left = deadline - asyncio.get_running_loop().time()
         try:
             await asyncio.wait_for(changed.wait(), max(left, 0.0))
         except TimeoutError:
             return False
-    return watch.verdict is not Verdict.CLAIM
+    return watch.verdict is not StandbyVerdict.CLAIM
 
 
-async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:
+async def _look(switch: Switch, watch: SwitchWatch, changed: asyncio.Event) -> None:
     """Tell the watch what a switch says, for ever."""
     told, again = "", False
 
-    def see(standing: Standing) -> None:
+    def see(standing: ServerStanding) -> None:
         nonlocal again
         again = False
         watch.see(switch.name, standing)
@@ -144,6 +144,6 @@ async def _look(switch: Switch, watch: Watch, changed: asyncio.Event) -> None:
         await asyncio.sleep(RECONNECT_SECONDS)
 
 
-async def _listen(session: SwitchSession, see: Callable[[Standing], None]) -> None:
+async def _listen(session: SwitchSession, see: Callable[[ServerStanding], None]) -> None:
     async for standing in session.standings():
         see(standing)

@@ -128,7 +128,7 @@ def entries(
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class StreamAdmission:
     """Changes for a valid hello: entries to put, and the stream's older entries to drop.
 
     `time` is the hello's own, in microseconds since the epoch.
@@ -153,7 +153,7 @@ def admit(
     switch: str,
     boundary_id: Mapping[tuple[str, int], int],
     held: Mapping[StreamKey, TableEntry],
-) -> Admission:
+) -> StreamAdmission:
     """Check that this node and NIC may have the stream that `hello` names (design, section 4).
 
     Args:
@@ -190,4 +190,4 @@ def admit(
     entry = rewrite(key, hello.incarnation, connection, network.switches[switch].stub)
     old = held.get(key)
     drop = (old,) if old is not None and old.key != entry.key else ()
-    return Admission(key, hello.time, (entry, expect(boundary, hello.incarnation)), drop)
+    return StreamAdmission(key, hello.time, (entry, expect(boundary, hello.incarnation)), drop)

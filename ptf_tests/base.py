@@ -39,7 +39,7 @@ from ptf_tests.packets import (
     expected_copy,
     stream_key,
 )
-from ptf_tests.stage.lab import Stage
+from ptf_tests.stage.lab import SwitchStage
 from ptf_tests.switch import CounterValue, PtfSwitch, Punted
 
 FENCE_SOURCE = IPv4Address("192.0.2.1")
@@ -58,7 +58,7 @@ _numbers = itertools.count(1)
 class SwitchTest(BaseTest):  # type: ignore[misc]
     """A test with one switch, which starts with a flood group of all ports."""
 
-    lab: ClassVar[Stage]
+    lab: ClassVar[SwitchStage]
     switch: ClassVar[PtfSwitch]
 
     def setUp(self) -> None:

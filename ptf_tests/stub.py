@@ -264,7 +264,7 @@ class PacketOut(StubTest):
         self.assertEqual(frame, bytes(again), "checksums")
 
 
-class Limits(StubTest):
+class StubLimits(StubTest):
     """Clients and strangers of the stub, at one port and at two."""
 
     def setUp(self) -> None:

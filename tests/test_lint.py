@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,26 @@ def test_lint(command: list[str]) -> None:
     program = BIN / command[0]
     done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """A reader who looks for a name finds one class. Scripts of users (`checkmate/examples`) are apart."""
+    places: dict[str, list[str]] = {}
+    for folder in (
+        "benchmarks",
+        "checkmate",
+        "controlplane",
+        "p4src",
+        "ptf_tests",
+        "softswitch",
+        "testbed",
+        "tools",
+        "topologies",
+    ):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            if file.match("*_pb2*.py") or file.is_relative_to(ROOT / "checkmate" / "examples"):
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -35,7 +35,7 @@ RULES: Final[Sequence[tuple[str, str]]] = (
 )
 
 
-class Finding(NamedTuple):
+class ProseFinding(NamedTuple):
     """A rule that a line breaks."""
 
     file: str
@@ -47,18 +47,18 @@ class Finding(NamedTuple):
         return f"{self.file}:{self.line}: {self.words!r}: write {self.instead}"
 
 
-def check(name: str, text: str) -> Iterator[Finding]:
+def check(name: str, text: str) -> Iterator[ProseFinding]:
     """Yield what one file breaks, by its name: Markdown as it is, of code only comments and strings."""
     broken = [rule for rule in RULES if re.search(rule[0], text)]  # most files need not be cut into tokens
     lines = _markdown(text) if name.endswith(".md") else _of_code(name, text)
     for number, line in lines if broken else ():
         for pattern, instead in broken:
             for match in re.finditer(pattern, line):
-                yield Finding(name, number, match[0], instead)
+                yield ProseFinding(name, number, match[0], instead)
     if name.endswith(".md"):
         for number, line in _prose(text):
             if len(line) > COLUMNS:
-                yield Finding(name, number, line[:40] + "...", f"lines of at most {COLUMNS} columns")
+                yield ProseFinding(name, number, line[:40] + "...", f"lines of at most {COLUMNS} columns")
 
 
 def _markdown(text: str) -> Iterator[tuple[int, str]]:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from checkmate.output.tables import FittedTable
 from topologies import torchrun
-from topologies.describe.topology import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
+from topologies.describe.topology import CONTROLLER, MGMT_NET, LabHost, SwitchNode, Topology
 from topologies.kernel.namespaces import name_of
 
 OWN_SCRIPT: Final = " -- train.py   # your own: none of Checkmate's examples trains such groups"
@@ -71,7 +71,7 @@ def _block(topology: Topology, switch: SwitchNode) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _cells(hosts: Sequence[Host], switch: str) -> list[_Cell]:
+def _cells(hosts: Sequence[LabHost], switch: str) -> list[_Cell]:
     cells = [_Cell(h.name, tuple(n.port for n in h.interfaces if n.switch == switch)) for h in hosts]
     return [cell for cell in cells if cell.ports]
 

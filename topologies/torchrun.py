@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from topologies.describe.topology import Host, Topology
+from topologies.describe.topology import LabHost, Topology
 from topologies.kernel.links import MGMT_INTERFACE
 from topologies.kernel.processes import PYTHON
 
@@ -41,7 +41,7 @@ def nccl_environment(host: str) -> dict[str, str]:
 
 
 def command(
-    topology: Topology, host: Host, script: Sequence[str | Path], *, restarts: int = RESTARTS
+    topology: Topology, host: LabHost, script: Sequence[str | Path], *, restarts: int = RESTARTS
 ) -> list[str | Path]:
     """Return the command line of one host's torchrun; the first host has the rendezvous.
 
@@ -59,7 +59,7 @@ def command(
 
 
 def alone(
-    topology: Topology, host: Host, script: Sequence[str | Path], *, restarts: int = RESTARTS
+    topology: Topology, host: LabHost, script: Sequence[str | Path], *, restarts: int = RESTARTS
 ) -> list[str | Path]:
     """Return the command line of a torchrun of one host's ranks, which are a job of their own."""
     ranks = len(topology.ranks) // len(topology.trainers)
@@ -67,7 +67,13 @@ def alone(
 
 
 def _command(
-    first: Host, host: Host, hosts: int, ranks: int, name: str, script: Sequence[str | Path], restarts: int
+    first: LabHost,
+    host: LabHost,
+    hosts: int,
+    ranks: int,
+    name: str,
+    script: Sequence[str | Path],
+    restarts: int,
 ) -> list[str | Path]:
     return [
         *PYTHON,

@@ -25,7 +25,7 @@ from typing import Final
 from rich.progress import Progress
 
 from benchmarks.evaluation.cache import Cache, Unusable
-from benchmarks.evaluation.cells import QUICK, WHOLE, Cell, Extent, matrix
+from benchmarks.evaluation.cells import QUICK, WHOLE, Cell, MeasuredExtent, matrix
 from benchmarks.evaluation.measure import Here, clear, file_system_of, measure
 from benchmarks.evaluation.page import write
 from benchmarks.evaluation.record import Record
@@ -77,7 +77,7 @@ def _wanted(cells: Sequence[Cell], words: Sequence[str]) -> list[Cell]:
     return found
 
 
-def _all(cells: Sequence[Cell], extent: Extent, cache: Cache, scratch: Path) -> int:
+def _all(cells: Sequence[Cell], extent: MeasuredExtent, cache: Cache, scratch: Path) -> int:
     """Measure all that can be measured here; return how many cells have failed."""
     if os.geteuid() != 0:
         raise Unusable("the evaluation needs root, for network namespaces")
@@ -98,7 +98,7 @@ def _all(cells: Sequence[Cell], extent: Extent, cache: Cache, scratch: Path) -> 
         return _measure(missing, extent, cache, here)
 
 
-def _measure(cells: Sequence[Cell], extent: Extent, cache: Cache, here: Here) -> int:
+def _measure(cells: Sequence[Cell], extent: MeasuredExtent, cache: Cache, here: Here) -> int:
     """Measure cells; return how many have failed. Raise `Unusable` if several do so one after another."""
     failed: list[bool] = []
     with Progress(transient=True) as bar:

@@ -10,7 +10,7 @@ from typing import Final
 
 from pydantic import TypeAdapter
 
-from benchmarks.evaluation.cells import Cell, Extent, matrix
+from benchmarks.evaluation.cells import Cell, MeasuredExtent, matrix
 from benchmarks.evaluation.record import CONDITIONS, Record
 
 
@@ -21,7 +21,7 @@ class Unusable(Exception):
 class Cache:
     """A file of records, to which cells are added."""
 
-    def __init__(self, file: Path, extent: Extent) -> None:
+    def __init__(self, file: Path, extent: MeasuredExtent) -> None:
         """Read it; it may be missing. A last line that is not complete is left out, and removed by `put`.
 
         Cells of another extent were measured for another time, and do not count.

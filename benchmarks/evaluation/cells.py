@@ -42,7 +42,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Extent:
+class MeasuredExtent:
     """How much is measured: with failures, `seconds`, every `mtbf` s on average.
 
     `starts` are those of the first workload, `other_starts` those of the others. `own_frequency`: a cell in
@@ -63,13 +63,13 @@ class Extent:
 
 
 # The least and the greatest of six are a 97% interval of the median.
-WHOLE: Final = Extent("whole", 6, INTERVALS, ("gpt", "batchnorm", "embeddings"), 120.0, 40.0, 3, 2)
-QUICK: Final = Extent(
+WHOLE: Final = MeasuredExtent("whole", 6, INTERVALS, ("gpt", "batchnorm", "embeddings"), 120.0, 40.0, 3, 2)
+QUICK: Final = MeasuredExtent(
     "quick", 1, (1,), ("gpt",), 45.0, 20.0, own_frequency=False, losses=(CHECKMATE, *COMPARATORS[:3])
 )
 
 
-def matrix(extent: Extent) -> list[Cell]:
+def matrix(extent: MeasuredExtent) -> list[Cell]:
     """Return all cells in the order in which they are measured.
 
     Each start has every system once, in a random order, so that a machine that drifts is fair to all.
@@ -82,7 +82,7 @@ def matrix(extent: Extent) -> list[Cell]:
     return found + [Cell("losses", "gpt", system, 1, 0) for system in extent.losses]
 
 
-def _throughput(extent: Extent, start: int) -> Iterator[Cell]:
+def _throughput(extent: MeasuredExtent, start: int) -> Iterator[Cell]:
     workloads = extent.workloads if start < extent.other_starts else extent.workloads[:1]
     for workload in workloads:
         for system in (GLOO, RING, LIVE):
@@ -95,7 +95,7 @@ def _throughput(extent: Extent, start: int) -> Iterator[Cell]:
             yield Cell("throughput", workload, OWN_FREQUENCY, 0, start)
 
 
-def _failures(extent: Extent, start: int) -> Iterator[Cell]:
+def _failures(extent: MeasuredExtent, start: int) -> Iterator[Cell]:
     for system in (GLOO, LIVE):
         yield Cell("failures", "gpt", system, 0, start)
     yield Cell("failures", "gpt", CHECKMATE, 1, start)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from benchmarks.evaluation.cells import Cell, Extent
+from benchmarks.evaluation.cells import Cell, MeasuredExtent
 from benchmarks.evaluation.record import Log, log_of, regained, said, steps_of
 from topologies.describe.topology import LabError
 from topologies.training.job import TrainingJob
@@ -26,7 +26,7 @@ _ITERATION: Final = '"iteration":'
 Progress = Callable[[str], None]
 
 
-def fail_at_random(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> list[float]:
+def fail_at_random(job: TrainingJob, cell: Cell, extent: MeasuredExtent, progress: Progress) -> list[float]:
     """Kill ranks at random for some time; return when. All systems have the same times between kills.
 
     A rank that is being started again is killed as soon as it has a process.

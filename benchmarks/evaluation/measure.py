@@ -17,7 +17,7 @@ from typing import Final
 
 from benchmarks.comparators import packages
 from benchmarks.comparators.frequency import PROFILED
-from benchmarks.evaluation.cells import Cell, Extent
+from benchmarks.evaluation.cells import Cell, MeasuredExtent
 from benchmarks.evaluation.kills import (
     LOSSES,
     SECONDS,
@@ -84,7 +84,7 @@ class Here:
     failed: Path
 
 
-def measure(cell: Cell, extent: Extent, here: Here, progress: Progress) -> Record:
+def measure(cell: Cell, extent: MeasuredExtent, here: Here, progress: Progress) -> Record:
     """Return a cell's raw data.
 
     Raises:
@@ -142,7 +142,9 @@ def file_system_of(folder: Path) -> str:
     return subprocess.run(stat, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _run(job: TrainingJob, cell: Cell, extent: Extent, progress: Progress) -> tuple[list[float], float]:
+def _run(
+    job: TrainingJob, cell: Cell, extent: MeasuredExtent, progress: Progress
+) -> tuple[list[float], float]:
     """Let a job train to its end, or as long as is measured. Return when ranks were killed, and the end."""
     kills: list[float] = []
     if cell.kind == "failures":

@@ -17,7 +17,7 @@ from typing import Any, Final
 import matplotlib
 from matplotlib.figure import Figure as Picture
 
-from benchmarks.evaluation.cells import Cell, Extent, Kind, matrix
+from benchmarks.evaluation.cells import Cell, Kind, MeasuredExtent, matrix
 from benchmarks.evaluation.record import CONDITIONS, Record
 from benchmarks.evaluation.summary import Failures, Throughput, comparable, failures, losses, throughputs
 from benchmarks.evaluation.systems import LIVE
@@ -30,7 +30,7 @@ _Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 _COLUMNS: Final = ("kind", "workload", "system", "interval", "figure", "unit", "samples")
 
 
-def write(page: Path, records: Mapping[Cell, Record], extent: Extent) -> None:
+def write(page: Path, records: Mapping[Cell, Record], extent: MeasuredExtent) -> None:
     """Write tables and plots of the cells that there are, and the CSV.
 
     Args:
@@ -101,7 +101,7 @@ def _short_rows(undisturbed: Sequence[Throughput], disturbed: Sequence[Failures]
     return head, rows
 
 
-def _measured(records: Mapping[Cell, Record], left_out: int, extent: Extent) -> str:
+def _measured(records: Mapping[Cell, Record], left_out: int, extent: MeasuredExtent) -> str:
     if not records:
         return "Not measured yet.\n"
     lacking = f"{counted(left_out, 'cell')} of starts that lack a system are not in the tables below.\n"

@@ -19,7 +19,7 @@ Log = Sequence[Mapping[str, Any]]
 """What a rank has appended to its file."""
 
 
-class Step(NamedTuple):
+class TrainedStep(NamedTuple):
     """A trained iteration. `share` is that of the ranks that took part."""
 
     iteration: int
@@ -28,7 +28,7 @@ class Step(NamedTuple):
     share: float = 1.0
 
 
-class Block(NamedTuple):
+class MeasuredBlock(NamedTuple):
     """Iterations with a system, undisturbed: seconds, bytes written and bytes sent for each; means."""
 
     seconds: float
@@ -59,12 +59,12 @@ class Record:
     day: str
     machine: str
     file_system: str
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TrainedStep, ...] = ()
     interval: int = 0
     kills: tuple[float, ...] = ()
     ended: float = 0.0
     losses: tuple[tuple[float, ...], ...] = ()
-    system: tuple[Block, ...] = ()
+    system: tuple[MeasuredBlock, ...] = ()
     plain: float = 0.0
     peaks: tuple[int, ...] = ()
     helpers: tuple[int, ...] = ()
@@ -77,11 +77,11 @@ class Record:
 _RECORD: Final = TypeAdapter(Record)
 
 
-def steps_of(logs: Sequence[Log], origin: float, *, alone: bool) -> tuple[Step, ...]:
+def steps_of(logs: Sequence[Log], origin: float, *, alone: bool) -> tuple[TrainedStep, ...]:
     """Return the iterations of rank 0; with `alone`, of any rank, at its earliest end."""
     if not alone:
         return tuple(_step(line, origin) for log in logs[:1] for line in _trained(log))
-    earliest: dict[int, Step] = {}
+    earliest: dict[int, TrainedStep] = {}
     for log in logs:
         for line in _trained(log):
             step = _step(line, origin)
@@ -91,12 +91,12 @@ def steps_of(logs: Sequence[Log], origin: float, *, alone: bool) -> tuple[Step, 
     return tuple(earliest[iteration] for iteration in sorted(earliest))
 
 
-def missing_after(kill: float, steps: Iterable[Step]) -> int:
+def missing_after(kill: float, steps: Iterable[TrainedStep]) -> int:
     """Return the iteration that training has to reach again to be where it was."""
     return max((step.iteration + 1 for step in steps if step.ended <= kill), default=0)
 
 
-def regained(kills: Iterable[float], steps: Sequence[Step]) -> bool:
+def regained(kills: Iterable[float], steps: Sequence[TrainedStep]) -> bool:
     """Return whether training has come back to where it was before each kill."""
     return all(
         any(step.began > kill and step.iteration >= missing for step in steps)
@@ -113,11 +113,12 @@ def losses_of(logs: Sequence[Log], iterations: int) -> tuple[tuple[float, ...], 
     return tuple(found)
 
 
-def blocks_of(logs: Sequence[Log]) -> tuple[Block, ...]:
+def blocks_of(logs: Sequence[Log]) -> tuple[MeasuredBlock, ...]:
     """Return each rank's block with the system."""
     found = [line for log in logs for line in log if line.get("block") == "system"]
     return tuple(
-        Block(round(one["seconds"], _DIGITS), round(one["written"]), round(one["sent"])) for one in found
+        MeasuredBlock(round(one["seconds"], _DIGITS), round(one["written"]), round(one["sent"]))
+        for one in found
     )
 
 
@@ -159,6 +160,6 @@ def _trained(log: Log) -> list[Mapping[str, Any]]:
     return [line for line in log if "iteration" in line]
 
 
-def _step(line: Mapping[str, Any], origin: float) -> Step:
+def _step(line: Mapping[str, Any], origin: float) -> TrainedStep:
     began, ended = since((line["began"], line["at"]), origin)
-    return Step(line["iteration"], began, ended, line.get("share", 1.0))
+    return TrainedStep(line["iteration"], began, ended, line.get("share", 1.0))

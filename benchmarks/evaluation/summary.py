@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.evaluation.cells import Cell
-from benchmarks.evaluation.record import Record, Step, missing_after
+from benchmarks.evaluation.record import Record, TrainedStep, missing_after
 from benchmarks.evaluation.systems import CHECKMATE, GLOO, LIVE, RING
 
 Records = Mapping[Cell, Record]
@@ -161,7 +161,7 @@ def useful(record: Record) -> float:
 
     An iteration is lost once it or an earlier one is trained again, also after the period.
     """
-    kept: list[Step] = []
+    kept: list[TrainedStep] = []
     for step in record.steps:
         while kept and kept[-1].iteration >= step.iteration:
             kept.pop()

@@ -13,7 +13,7 @@ from topologies.describe.topology import Topology, load
 from topologies.lab import Lab
 from topologies.progress import StepProgress
 from topologies.traffic.orders import Load
-from topologies.traffic.run import Outcome, Traffic
+from topologies.traffic.run import Traffic, TrafficOutcome
 
 TITLE = "Faults: shadow streams that are complete, by SHA-256 taken at both ends"
 LOSS = 0.01
@@ -50,7 +50,7 @@ def measure() -> list[Result]:
     ]
 
 
-def _run(topology: Topology, what: Load, loss: float = 0.0) -> tuple[Outcome, str | None]:
+def _run(topology: Topology, what: Load, loss: float = 0.0) -> tuple[TrafficOutcome, str | None]:
     with (
         Lab(topology, "softswitch", name="benchfaults", loss=loss) as lab,
         controlled(lab) as crew,
@@ -59,7 +59,7 @@ def _run(topology: Topology, what: Load, loss: float = 0.0) -> tuple[Outcome, st
         return Traffic(crew, what, steps).run(), lab.loss_by
 
 
-def _complete(outcome: Outcome) -> float:
+def _complete(outcome: TrafficOutcome) -> float:
     if outcome.faults:
         raise RuntimeError(f"the tagger failed: {outcome.faults}")
     rows = outcome.verdict.rows

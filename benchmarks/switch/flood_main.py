@@ -55,7 +55,7 @@ def syn(source: IPv4Address, source_mac: str, stub: tuple[IPv4Address, str, int]
     )
 
 
-class Sender:
+class FrameSender:
     """Sends the same frames in turn, many with each system call."""
 
     def __init__(self, device: str, frames: Sequence[bytes]) -> None:
@@ -82,7 +82,7 @@ class Sender:
         return int(sent)
 
 
-def flood(sender: Sender, rate: int, seconds: float) -> int:
+def flood(sender: FrameSender, rate: int, seconds: float) -> int:
     """Send at a rate, evenly in ticks of a millisecond. Return the number of frames."""
     start = time.monotonic()
     sent = 0
@@ -110,7 +110,7 @@ def main() -> None:
         syn(given.ip or IPv4Address(0x0A640000 + pick.getrandbits(16)), given.mac, stub, number)
         for number in range(FRAMES)
     ]
-    sender = Sender(given.device, frames)
+    sender = FrameSender(given.device, frames)
     before = time.process_time()
     sent = flood(sender, given.rate, given.seconds)
     json.dump({"sent": sent, "processor": time.process_time() - before}, sys.stdout)

@@ -14,7 +14,7 @@ from topologies.crew import Crew, serving
 from topologies.kernel import namespaces
 from topologies.lab import Lab
 from topologies.traffic.orders import Load, Operation
-from topologies.traffic.run import Outcome, Traffic
+from topologies.traffic.run import Traffic, TrafficOutcome
 
 _SECONDS = 300.0
 _RECEIVE_BUFFER = 16 << 20
@@ -35,7 +35,7 @@ def gather(
     *,
     tagged: bool,
     operation: Operation = "allgather",
-) -> Outcome:
+) -> TrafficOutcome:
     """Gather or reduce `nbytes` of tensors in `iterations`; with `tagged`, shadow nodes read copies."""
     load = Load(
         nbytes,

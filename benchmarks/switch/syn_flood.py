@@ -59,7 +59,7 @@ def measure() -> list[Result]:
 
 def _measure(lab: Lab, crew: Crew, file: Path) -> list[Result]:
     with serving(crew, "--no-view", file) as controller:
-        stage = Stage(lab, controller, read_job(file))
+        stage = FloodStage(lab, controller, read_job(file))
         results = stage.under(None, 0)
         for origin in stage.origins():
             for rate in RATES:
@@ -81,7 +81,7 @@ def _job(lab: Lab) -> Iterator[Path]:
         yield file
 
 
-class Stage:
+class FloodStage:
     """A lab with a job: the node that connects, and what floods its stub."""
 
     def __init__(self, lab: Lab, controller: LabController, job: Job) -> None:

@@ -13,7 +13,7 @@ from benchmarks.figures import Figure, Result, Skipped
 from topologies.describe.topology import load
 from topologies.training.job import JobPlan, start_all, training_lab
 from topologies.training.orders import Kill
-from topologies.training.record import Recovery
+from topologies.training.record import RecoveryTime
 
 TITLE: Final = (
     "Recovery: kill -9 of a rank to the next trained iteration, a GPT of 5 million parameters on 4 ranks"
@@ -58,7 +58,7 @@ def measure() -> list[Result]:
     ]
 
 
-def _figures(found: list[Recovery]) -> list[Result]:
+def _figures(found: list[RecoveryTime]) -> list[Result]:
     parts = [Figure(part, tuple(one.parts[part] for one in found), "s") for part in found[0].parts]
     calls = [part.samples for part in parts if part.name.startswith("checkmate")]
     ours = tuple(sum(each) for each in zip(*calls, strict=True))

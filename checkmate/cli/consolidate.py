@@ -39,7 +39,7 @@ from checkmate.wording import counted
 from topologies.signals import unwinding
 
 if TYPE_CHECKING:
-    from checkmate.consolidate.follow import Saved, Told
+    from checkmate.consolidate.follow import FollowListener, Saved
     from checkmate.consolidate.snapshot import SnapshotReader
 
 
@@ -116,7 +116,7 @@ def consolidate(
                 saved = follow.take(nodes, to, kind.value, timeout, _warning)
             print_json(_data(saved)) if as_json else _say(saved)
             return
-        told = follow.Told(
+        told = follow.FollowListener(
             (lambda saved: print_json(_data(saved), line=True)) if as_json else _say,
             _waiting,
             _warning,
@@ -141,9 +141,9 @@ def _check_free(to: Path, kind: FormatChoice) -> None:
 
 
 @contextmanager
-def _counted(address: str, job: str, every: int, told: Told) -> Iterator[Told]:
+def _counted(address: str, job: str, every: int, told: FollowListener) -> Iterator[FollowListener]:
     """Serve metrics of what is told, and tell it on."""
-    from checkmate.consolidate.follow import Told  # noqa: PLC0415
+    from checkmate.consolidate.follow import FollowListener  # noqa: PLC0415
     from checkmate.consolidate.metrics import KeeperTally, families  # noqa: PLC0415 - an extra
     from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
 
@@ -162,7 +162,7 @@ def _counted(address: str, job: str, every: int, told: Told) -> Iterator[Told]:
         told.over()
 
     with MetricsServer(address, lambda: families(tally), tally.not_ready):
-        yield Told(saved, trouble, told.left, over, tally.seen)
+        yield FollowListener(saved, trouble, told.left, over, tally.seen)
 
 
 @contextmanager

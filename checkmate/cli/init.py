@@ -117,7 +117,7 @@ def _check_place(file: Path) -> None:
         raise UsageFault(f"{file.parent} is not a folder; make it first")
 
 
-def _start(said: dict[str, Any]) -> starter.Start:
+def _start(said: dict[str, Any]) -> starter.JobStart:
     """Return the job that options and answers describe. Raise `UsageFault` if one is wrong."""
     found = dict(said)
     for name, parse in _PARSED.items():
@@ -125,7 +125,7 @@ def _start(said: dict[str, Any]) -> starter.Start:
             found[name] = parse(said[name])
         except ValueError as error:
             raise UsageFault(f"--{name.replace('_', '-')} {error}") from None
-    return starter.Start(**{name: found[name] for name in starter.Start.__dataclass_fields__})
+    return starter.JobStart(**{name: found[name] for name in starter.JobStart.__dataclass_fields__})
 
 
 def _network(text: str) -> IPv4Network:

@@ -32,7 +32,7 @@ from checkmate.privileges import keep_only, to_read
 from checkmate.report.gathering import Gathered, ask_nodes, read_logs
 from checkmate.report.page import page
 from checkmate.report.processes import merged
-from checkmate.report.records import Report
+from checkmate.report.records import JobReport
 from checkmate.report.since import parse_since
 from checkmate.report.summary import summary
 
@@ -94,7 +94,7 @@ def _role(job: Job) -> Role:
     return next((role for role, folder in folders.items() if folder.is_dir()), Role.READER)
 
 
-def _made(job: Job, gathered: Gathered, since: float, until: float) -> Report:
+def _made(job: Job, gathered: Gathered, since: float, until: float) -> JobReport:
     return summary(
         job,
         merged(gathered.events, job.job),
@@ -107,7 +107,7 @@ def _made(job: Job, gathered: Gathered, since: float, until: float) -> Report:
     )
 
 
-def _print(made: Report, *, as_json: bool) -> None:
+def _print(made: JobReport, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(made))
         return

@@ -63,7 +63,7 @@ from controlplane.tasks import until_first
 
 if TYPE_CHECKING:
     from checkmate.metrics import MetricsServer
-    from controlplane.metrics import Reading
+    from controlplane.metrics import SwitchReading
 
 VIEW_SECONDS = 1.0
 REFUSED_SECONDS = 5.0
@@ -183,7 +183,7 @@ class _Controller:
 
     def __init__(self, files: JobFiles, keys: HelloKeys, *, load: bool, live: Console | None) -> None:
         self._files, self._keys, self._load, self._live = files, keys, load, live
-        self.reading: Reading | None = None
+        self.reading: SwitchReading | None = None
 
     async def work(self, wanted: Wanted, *, standby: bool, once: bool, metrics: str | None) -> None:
         """Serve or stand by, with metrics or without."""
@@ -192,9 +192,9 @@ class _Controller:
 
     def _measured(self, address: str) -> MetricsServer:
         from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
-        from controlplane.metrics import Reading  # noqa: PLC0415
+        from controlplane.metrics import SwitchReading  # noqa: PLC0415
 
-        self.reading = Reading(asyncio.get_running_loop())
+        self.reading = SwitchReading(asyncio.get_running_loop())
         return MetricsServer(address, self.reading.collect, self.reading.not_ready)
 
     async def serve(

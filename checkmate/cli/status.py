@@ -37,7 +37,7 @@ from controlplane.status import SIDES, StreamStatus, SwitchStatus, read_status
 POLL_SECONDS = 0.2
 
 
-class NotConnected(UsageFault):
+class StreamsNotConnected(UsageFault):
     """`--wait` timed out; `data` has the status at that time."""
 
     exit_code = 7
@@ -86,7 +86,7 @@ def status(
         raise Unread(errors, data)
     missing = [stream for one in found for stream in one.streams if not stream.connected]
     if wait and missing:
-        raise NotConnected(_missing_line(found, missing, timeout), data)
+        raise StreamsNotConnected(_missing_line(found, missing, timeout), data)
     if as_json:
         print_json(data)
 

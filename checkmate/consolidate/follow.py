@@ -64,7 +64,7 @@ def take(
 
 
 @dataclass(frozen=True)
-class Told:
+class FollowListener:
     """Who is told what `follow` does."""
 
     saved: Callable[[Saved], None]
@@ -88,7 +88,7 @@ def follow(
     every: int,
     keep: int,
     stopped: threading.Event,
-    told: Told,
+    told: FollowListener,
 ) -> None:
     """Save every `every`th iteration and the last one of all, until stopped.
 

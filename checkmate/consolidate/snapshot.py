@@ -22,8 +22,8 @@ from checkmate.nodes.other_ranks import other_ranks
 from checkmate.nodes.reader import (
     Asked,
     NotReserved,
-    Reading,
     Reservation,
+    ShardReading,
     ShardState,
     States,
     most_parts,
@@ -173,7 +173,7 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
             for shard, nodes in source.holders.items()
         }
         accept = partial(_check_record, self.job, iteration)
-        found = read_shards(self._stubs, wanted, Reading(deadline, STEP_SECONDS, self._progress, accept))
+        found = read_shards(self._stubs, wanted, ShardReading(deadline, STEP_SECONDS, self._progress, accept))
         groups = tuple(
             one_group(group, [found[shard] for shard in sorted(found) if shard[0] == group])
             for group in range(len(self.job.dp_groups))

@@ -22,7 +22,7 @@ from typing import Final
 from checkmate.events.disk import Disk
 from checkmate.events.event import Event, cleaned
 from checkmate.events.kinds import EVENTS_LOST, Happened
-from checkmate.events.reading import SUFFIX, EventsError, Found, read_file
+from checkmate.events.reading import SUFFIX, EventsError, ReadEvents, read_file
 
 FILE_BYTES: Final = 4 << 20
 """A log on disk has two files of at most this size."""
@@ -125,24 +125,24 @@ class EventLog:
             except queue.Full:
                 self._dropped += 1
 
-    def read(self) -> Found:
+    def read(self) -> ReadEvents:
         """Return all events that are still kept, by time; those on disk include earlier processes'."""
-        found = Found() if self._disk is None else self._read_files(self._disk.files)
+        found = ReadEvents() if self._disk is None else self._read_files(self._disk.files)
         with self._lock:
             newest = list(self._newest)
         known = {event.identity: event for event in (*found.events, *newest)}
         found.events = sorted(known.values(), key=lambda event: (event.time, event.number))
         return found
 
-    def _read_files(self, files: Iterable[Path]) -> Found:
+    def _read_files(self, files: Iterable[Path]) -> ReadEvents:
         """Read files in a thread that is left behind if their file system does not answer, one at a time.
 
         What is in memory is there in any case.
         """
-        answers: queue.SimpleQueue[Found] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[ReadEvents] = queue.SimpleQueue()
 
         def read() -> None:
-            found = Found()
+            found = ReadEvents()
             for path in files:
                 with suppress(EventsError):
                     read_file(path, found)
@@ -154,7 +154,7 @@ class EventLog:
                 threading.Thread(target=read, name="event files", daemon=True).start()
                 return answers.get(timeout=_READ_SECONDS)
         _log.warning("the events in %s can't be read within %g s", self.path, _READ_SECONDS)
-        return Found()
+        return ReadEvents()
 
     def _event(self, happened: Happened, level: str, message: str) -> Event:
         self._numbers += 1

@@ -25,16 +25,16 @@ class EventsError(RuntimeError):
 
 
 @dataclass
-class Found:
+class ReadEvents:
     """Events that were read, and the lines that are none, by file."""
 
     events: list[Event] = field(default_factory=list)
     passed_over: dict[str, int] = field(default_factory=dict)
 
 
-def read_paths(paths: Iterable[Path]) -> Found:
+def read_paths(paths: Iterable[Path]) -> ReadEvents:
     """Read files of events, and folders of them. Raise `EventsError` if one cannot be read or has none."""
-    found = Found()
+    found = ReadEvents()
     for path in paths:
         files = _files(path)
         if not files:
@@ -47,7 +47,7 @@ def read_paths(paths: Iterable[Path]) -> Found:
     return found
 
 
-def read_file(path: Path, found: Found) -> None:
+def read_file(path: Path, found: ReadEvents) -> None:
     """Add a file's events to what was found. Raise `EventsError` if it cannot be read."""
     from checkmate.events.line import LINE_MAX, event_of  # noqa: PLC0415 - trainers keep only; imports take time
 

@@ -17,7 +17,7 @@ from checkmate.job.fields import NODE_IDS_LAST
 from checkmate.job.placing import interfaces, is_placed
 from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch, TrainingHost
 from checkmate.job.tofino.ports import tofino_faults
-from checkmate.job.valid_parts import Part, addresses_of, parts, served_at
+from checkmate.job.valid_parts import ValidPart, addresses_of, parts, served_at
 from checkmate.job.validation import validated
 from checkmate.wire.tag import NCCL_SHADOW_IDS, SHARDS_MAX
 from checkmate.wording import counted, in_ranges
@@ -68,7 +68,7 @@ def within_job(raw: Any) -> list[Fault]:
     ]
 
 
-def _loopbacks(hosts: Sequence[Part]) -> Iterator[Fault]:
+def _loopbacks(hosts: Sequence[ValidPart]) -> Iterator[Fault]:
     """Yield loopback addresses among others of ranks: if all are, the job is of processes on one host."""
     known = [(part, part.fields["ip"]) for part in hosts if "ip" in part.fields]
     if all(address.is_loopback for _, address in known):
@@ -80,7 +80,7 @@ def _loopbacks(hosts: Sequence[Part]) -> Iterator[Fault]:
             )
 
 
-def _served_twice(nodes: Sequence[Part]) -> Iterator[Fault]:
+def _served_twice(nodes: Sequence[ValidPart]) -> Iterator[Fault]:
     """Yield addresses of shadow nodes that are in use already, or are impossible."""
     first: dict[str, Path] = {}
     for node in nodes:
@@ -98,7 +98,7 @@ def _served_twice(nodes: Sequence[Part]) -> Iterator[Fault]:
 
 
 def _duplicates(
-    among: Sequence[Part], field: str, what: str, alike: tuple[str, ...] | None = None
+    among: Sequence[ValidPart], field: str, what: str, alike: tuple[str, ...] | None = None
 ) -> Iterator[Fault]:
     """Yield parts that have the same `field`, or all fields `alike`, as an earlier part."""
     first: dict[object, Path] = {}
@@ -116,7 +116,7 @@ def _duplicates(
             first[values] = part.path
 
 
-def _same_addresses(hosts: Sequence[Part]) -> Iterator[Fault]:
+def _same_addresses(hosts: Sequence[ValidPart]) -> Iterator[Fault]:
     """Yield IP addresses that are taken already; those of `ip` come first."""
     first: dict[IPv4Address, Path] = {}
     found = [each for host in hosts for each in addresses_of(host)]
@@ -128,13 +128,13 @@ def _same_addresses(hosts: Sequence[Part]) -> Iterator[Fault]:
             first[address] = path
 
 
-def _names(switches: Sequence[Part]) -> set[str] | None:
+def _names(switches: Sequence[ValidPart]) -> set[str] | None:
     """Return the switches' names, or `None` if one is unknown, so that references cannot be checked."""
     names = [switch.fields.get("name") for switch in switches]
     return None if not names or None in names else {str(name) for name in names}
 
 
-def _unknown_switches(attached: Sequence[Part], switches: Sequence[Part]) -> Iterator[Fault]:
+def _unknown_switches(attached: Sequence[ValidPart], switches: Sequence[ValidPart]) -> Iterator[Fault]:
     names = _names(switches)
     for part in attached:
         switch = part.fields.get("switch")
@@ -146,10 +146,10 @@ def _unknown_switches(attached: Sequence[Part], switches: Sequence[Part]) -> Ite
 
 
 def _unreachable(
-    ranks: Sequence[Part],
-    attached: Sequence[Part],
+    ranks: Sequence[ValidPart],
+    attached: Sequence[ValidPart],
     pairs: set[tuple[str, str]] | None,
-    switches: Sequence[Part],
+    switches: Sequence[ValidPart],
 ) -> Iterator[Fault]:
     """Yield interfaces on switches that are not connected to the first rank's switch.
 
@@ -173,7 +173,7 @@ def _unreachable(
             )
 
 
-def _link_pairs(raw: Any, links: Sequence[Part]) -> set[tuple[str, str]] | None:
+def _link_pairs(raw: Any, links: Sequence[ValidPart]) -> set[tuple[str, str]] | None:
     """Return linked pairs of switches, in both directions, or `None` if a link is faulty."""
     fabric = raw.get("fabric") if isinstance(raw, dict) else None
     listed = fabric.get("links", []) if isinstance(fabric, dict) else []
@@ -188,7 +188,7 @@ def _link_pairs(raw: Any, links: Sequence[Part]) -> set[tuple[str, str]] | None:
     return {(a, b) for a, b in ends} | {(b, a) for a, b in ends}
 
 
-def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
+def _shadow_lists(raw: Any, nodes: Sequence[ValidPart]) -> Iterator[Fault]:
     ids = [node.fields.get("id") for node in nodes]
     groups = raw.get("dp_groups") if isinstance(raw, dict) else None
     replicas = raw.get("replicas", 1) if isinstance(raw, dict) else 1
@@ -216,9 +216,9 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
             yield Fault(path, f"{most}; list the ones it uses")
 
 
-def _together(ranks: Sequence[Part]) -> Iterator[Fault]:
+def _together(ranks: Sequence[ValidPart]) -> Iterator[Fault]:
     """Yield ranks on the host of another rank of their group: gradients between them pass no switch."""
-    first: dict[tuple[object, object], Part] = {}
+    first: dict[tuple[object, object], ValidPart] = {}
     for rank in ranks:
         if is_placed(rank) and (host := rank.fields.get("host")) is not None:
             other = first.setdefault((rank.path[1], host), rank)
@@ -230,11 +230,11 @@ def _together(ranks: Sequence[Part]) -> Iterator[Fault]:
                 )
 
 
-def _misplaced_for_nccl(raw: Any, ranks: Sequence[Part]) -> Iterator[Fault]:
+def _misplaced_for_nccl(raw: Any, ranks: Sequence[ValidPart]) -> Iterator[Fault]:
     """Yield ranks that NCCL would connect in another way: past the switch, or in another order."""
     if not isinstance(raw, dict) or raw.get("collective") != "nccl":
         return
-    first: dict[tuple[object, str], Part] = {}
+    first: dict[tuple[object, str], ValidPart] = {}
     before: dict[object, int] = {}
     for rank in ranks:
         number, host = rank.fields.get("rank"), rank.fields.get("mgmt")

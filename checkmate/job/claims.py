@@ -12,7 +12,7 @@ from typing import Any, Literal
 from checkmate.job.faults import Path
 from checkmate.job.placing import interfaces
 from checkmate.job.schema import Attachment, Nic, ShadowNode, Stub, Switch
-from checkmate.job.valid_parts import Part, addresses_of, parts, served_at
+from checkmate.job.valid_parts import ValidPart, addresses_of, parts, served_at
 
 Kind = Literal["ip", "mac", "port", "service"]
 
@@ -63,14 +63,14 @@ def own_claims(raw: Any) -> Iterator[Claim]:
         yield from _port(nic)
 
 
-def _addresses(what: str, part: Part, switch: str | None = None) -> Iterator[Claim]:
+def _addresses(what: str, part: ValidPart, switch: str | None = None) -> Iterator[Claim]:
     for path, address in addresses_of(part):
         yield Claim("ip", f"{what} address", str(address), path, switch)
     if "mac" in part.fields:
         yield Claim("mac", f"{what} address", str(part.fields["mac"]), (*part.path, "mac"), switch)
 
 
-def _port(part: Part, switch: str | None = None) -> Iterator[Claim]:
+def _port(part: ValidPart, switch: str | None = None) -> Iterator[Claim]:
     place = part.get("switch", "port")
     if place is not None:
         yield Claim("port", "switch port", place, (*part.path, "port"), switch)

@@ -13,7 +13,7 @@ from checkmate.job.claims import Claim, claims
 from checkmate.job.faults import Fault, Path, show_path
 from checkmate.job.schema import SWITCH_KEYS, Attachment, Switch
 from checkmate.job.tofino.ports import effective
-from checkmate.job.valid_parts import Part, parts
+from checkmate.job.valid_parts import ValidPart, parts
 
 Faults = Iterator[tuple[int, Fault]]
 
@@ -58,7 +58,7 @@ def _same_claims(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
 
 
 def _same_switches(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
-    described: dict[str, tuple[int, Part]] = {}
+    described: dict[str, tuple[int, ValidPart]] = {}
     at: dict[object, tuple[int, str]] = {}
     for index, raw in enumerate(jobs):
         for switch in parts(raw, Switch, "fabric", "switches"):

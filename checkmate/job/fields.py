@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from checkmate.job.addresses import checked_host, checked_host_port, checked_ip, checked_mac, checked_path
-from checkmate.job.limits import After, Before, Described, Limits, whole
+from checkmate.job.limits import After, Before, Described, ValueLimits, whole
 from checkmate.job.tofino import chips
 
 _MAC_PATTERN: Final = "^[0-9a-fA-F][02468aceACE](:[0-9a-fA-F]{2}){5}$"
@@ -44,12 +44,12 @@ FilePath = Annotated[Path, Before(checked_path)]
 HostName = Annotated[str, After(checked_host)]
 HostPort = Annotated[str, After(checked_host_port), Described(pattern=r":[0-9]{1,5}$")]
 Port = Annotated[int, whole(0, CPU_PORT - 1), Before(_port)]
-PortName = Annotated[str, Limits(pattern=chips.PORT_NAME)]
+PortName = Annotated[str, ValueLimits(pattern=chips.PORT_NAME)]
 Collective = Literal["ring", "nccl"]
 Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
 Fec = Literal["none", "firecode", "rs"]
-Metres = Annotated[float, Limits(gt=0, le=10_000)]
-Name = Annotated[str, Limits(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+Metres = Annotated[float, ValueLimits(gt=0, le=10_000)]
+Name = Annotated[str, ValueLimits(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 TcpPort = Annotated[int, whole(1, 65535)]
 NODE_IDS_LAST: Final = 65535
 RANKS_LAST: Final = 65535

@@ -18,7 +18,7 @@ from checkmate.job.fabric_file import Given, Granted
 from checkmate.job.faults import Fault
 from checkmate.job.schema import SWITCH_KEYS, Job, Stub, Switch, TagSettings
 from checkmate.job.tofino.ports import effective
-from checkmate.job.valid_parts import Part, parts
+from checkmate.job.valid_parts import ValidPart, parts
 
 _SHOWN: Final = 8
 """Items of a grant, or names, in a message."""
@@ -119,7 +119,7 @@ def _elsewhere(name: str, file: Path, granted: Granted) -> Iterator[Fault]:
 
 def _other_tag(raw: Any, name: str, granted: Granted) -> Iterator[Fault]:
     """Yield the DSCP bit and priority if the job has others than its grant."""
-    tags = parts(raw, TagSettings, "tag") or [Part(("tag",), vars(TagSettings()), {})]
+    tags = parts(raw, TagSettings, "tag") or [ValidPart(("tag",), vars(TagSettings()), {})]
     for key, wanted in vars(granted.grants[name].tag).items():
         value = tags[0].fields.get(key, wanted)
         if value != wanted:

@@ -19,7 +19,7 @@ FILE_BYTES: Final = 2 << 20
 """The largest file: a job of about 15,000 ranks."""
 
 
-class Limits:
+class ValueLimits:
     """Limits of a value, named as pydantic's core schemas name them."""
 
     def __init__(self, **limits: object) -> None:
@@ -29,19 +29,19 @@ class Limits:
         return {**handler(source), **self.limits}
 
 
-def whole(least: int, most: int | None = None) -> Limits:
+def whole(least: int, most: int | None = None) -> ValueLimits:
     """Return the limits of a whole number; YAML's `true` and `1.0` are not one."""
-    return Limits(strict=True, ge=least) if most is None else Limits(strict=True, ge=least, le=most)
+    return ValueLimits(strict=True, ge=least) if most is None else ValueLimits(strict=True, ge=least, le=most)
 
 
-def items(least: int, most: int | None = None) -> Limits:
+def items(least: int, most: int | None = None) -> ValueLimits:
     """Return the limits of a list's length."""
-    return Limits(min_length=least) if most is None else Limits(min_length=least, max_length=most)
+    return ValueLimits(min_length=least) if most is None else ValueLimits(min_length=least, max_length=most)
 
 
-def at_most(items: int) -> Limits:
+def at_most(items: int) -> ValueLimits:
     """Return the limit of a list's length."""
-    return Limits(max_length=items)
+    return ValueLimits(max_length=items)
 
 
 class Before:

@@ -15,7 +15,7 @@ from checkmate.job import mesh_groups
 from checkmate.job.faults import Fault, Path
 from checkmate.job.mesh import KEY
 from checkmate.job.schema import Host, Rank, TrainingHost
-from checkmate.job.valid_parts import Part, parts
+from checkmate.job.valid_parts import ValidPart, parts
 
 RANKS_MOST: Final = 256
 """Ranks with one address: each has ports of its own for the ring."""
@@ -50,7 +50,7 @@ class Placing:
         ]
         return list(dict.fromkeys(found))
 
-    def refuse(self, rank: Part, key: str, message: str) -> None:
+    def refuse(self, rank: ValidPart, key: str, message: str) -> None:
         """Leave a rank without a host, for this reason, which is empty if it is told elsewhere."""
         if message:
             self.faults.append(Fault((*rank.path, key), message))
@@ -107,7 +107,7 @@ def _without_hosts(raw: dict[str, Any], found: Placing) -> None:
         found.faults.append(Fault(("hosts",), f"{empty}; ranks are on {listed}: list these with their nics"))
 
 
-def _refused(rank: Part, hosts: Mapping[str, Part]) -> tuple[str, str] | None:
+def _refused(rank: ValidPart, hosts: Mapping[str, ValidPart]) -> tuple[str, str] | None:
     """Return the key and the reason if a rank cannot be placed; both empty if that is told elsewhere."""
     for key in OF_HOST:
         if key in rank.raw:
@@ -128,12 +128,12 @@ def _refused(rank: Part, hosts: Mapping[str, Part]) -> tuple[str, str] | None:
     return None if isinstance(nics[nic], dict) else ("", "")
 
 
-def _there(hosts: Mapping[str, Part]) -> str:
+def _there(hosts: Mapping[str, ValidPart]) -> str:
     names = sorted(hosts)
     return f"there are {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
 
 
-def _copy(rank: Part, hosts: Mapping[str, Part], found: Placing) -> Path:
+def _copy(rank: ValidPart, hosts: Mapping[str, ValidPart], found: Placing) -> Path:
     """Copy a rank's values from its host, and note their origin. Return the path of its NIC."""
     host, number = hosts[rank.fields["host"]], rank.fields["nic"]
     path = (*host.path, "nics", number)
@@ -147,12 +147,12 @@ def _copy(rank: Part, hosts: Mapping[str, Part], found: Placing) -> Path:
     return path
 
 
-def interfaces(raw: Any) -> list[Part]:
+def interfaces(raw: Any) -> list[ValidPart]:
     """Return the parts of a job that are interfaces of training hosts, each once."""
     own = [rank for rank in parts(raw, Rank, "dp_groups", "ranks") if not is_placed(rank)]
     return [*own, *parts(raw, Host, "hosts", "nics")]
 
 
-def is_placed(rank: Part) -> bool:
+def is_placed(rank: ValidPart) -> bool:
     """Return whether a rank names a host."""
     return isinstance(rank.raw, dict) and rank.raw.get("host") is not None

@@ -35,7 +35,7 @@ from checkmate.job.fields import (
     checked_dscp_bit,
     device_port,
 )
-from checkmate.job.limits import After, Before, Described, Limits, items, whole
+from checkmate.job.limits import After, Before, Described, ValueLimits, items, whole
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
 
@@ -150,9 +150,9 @@ class Fabric(Frozen):
 class TagSettings(Frozen):
     """Settings for marking tagged segments."""
 
-    dscp_bit: Annotated[int, Limits(strict=True), After(checked_dscp_bit), Described(enum=[*DSCP_BITS])] = (
-        wire.DEFAULT_DSCP_BIT
-    )
+    dscp_bit: Annotated[
+        int, ValueLimits(strict=True), After(checked_dscp_bit), Described(enum=[*DSCP_BITS])
+    ] = wire.DEFAULT_DSCP_BIT
     priority: Annotated[int, whole(1, 7)] = 3
     """IEEE 802.1Q priority of all training traffic if PFC is used; Tofino has no PFC for 0."""
 

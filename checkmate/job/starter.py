@@ -22,7 +22,7 @@ _PORTS: Final = 509
 
 
 @dataclass(frozen=True)
-class Start:
+class JobStart:
     """What a job file begins with. `ranks` and `shadow_nodes`: their hosts on the management network.
 
     With several GPUs per host, `ranks` are the hosts, and the file has a mesh.
@@ -68,7 +68,7 @@ def hosts(text: str, what: str, least: int = 1) -> list[str]:
     return named
 
 
-def text(start: Start, file: str) -> str:
+def text(start: JobStart, file: str) -> str:
     """Return the content of a job file with that name. Raise `ValueError` if one switch has too few ports."""
     nics = len(start.shadow_nodes) * start.nics
     if (ports := len(start.ranks) + nics) > _PORTS and not start.named:
@@ -81,7 +81,7 @@ def text(start: Start, file: str) -> str:
     return "\n".join([*_head(start, file), *trainers, *_nodes(start), *_fabric(start), ""])
 
 
-def _head(start: Start, file: str) -> Iterator[str]:
+def _head(start: JobStart, file: str) -> Iterator[str]:
     yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
     yield "# A training job. Replace what is marked (*) by your own addresses and ports, then check it:"
     yield f"#   checkmate validate {file}"
@@ -94,7 +94,7 @@ def _head(start: Start, file: str) -> Iterator[str]:
     yield ""
 
 
-def _ranks(start: Start) -> Iterator[str]:
+def _ranks(start: JobStart) -> Iterator[str]:
     yield "# Trainers. ip and mac (*): on the training network; mgmt: on the management network."
     yield "dp_groups:  # one for each pipeline stage; for hosts with several ranks, see `checkmate docs job`"
     yield "  - ranks:  # in the order of the ring, each with its port of the switch (*)"
@@ -103,7 +103,7 @@ def _ranks(start: Start) -> Iterator[str]:
     yield ""
 
 
-def _mesh(start: Start) -> Iterator[str]:
+def _mesh(start: JobStart) -> Iterator[str]:
     every = len(start.ranks) * start.gpus_per_host
     yield "# Each host has the ranks of one replica, sharded by FSDP2. Other meshes: `checkmate docs job`."
     if start.collective == "ring":
@@ -120,7 +120,7 @@ def _mesh(start: Start) -> Iterator[str]:
     yield ""
 
 
-def _nodes(start: Start) -> Iterator[str]:
+def _nodes(start: JobStart) -> Iterator[str]:
     yield "# Shadow nodes. mgmt: host and port of gRPC; step records use the next port."
     yield "shadow_nodes:"
     for node, host in enumerate(start.shadow_nodes):
@@ -134,7 +134,7 @@ def _nodes(start: Start) -> Iterator[str]:
     yield ""
 
 
-def _fabric(start: Start) -> Iterator[str]:
+def _fabric(start: JobStart) -> Iterator[str]:
     yield "# Switches. Jobs that share them name one file instead: `fabric: fabric.yaml`, with what is below."
     yield "fabric:"
     yield "  switches:"
@@ -160,7 +160,7 @@ def _device_port(connector: int) -> int:
     return pipe << 7 | chip.first_front + place * chip.lanes
 
 
-def _nic(start: Start, address: int, port: int) -> str:
+def _nic(start: JobStart, address: int, port: int) -> str:
     at = f'"{port}/0"' if start.named else str(port)
     return f"ip: {start.network[address]}, mac: {_mac(address)}, switch: tor, port: {at}"
 

@@ -24,7 +24,7 @@ _PLAIN: Final = (str, int, float, bool)
 
 
 @dataclass(frozen=True)
-class Part:
+class ValidPart:
     """A mapping in the YAML: its path, the valid fields of its model, and all of it as read."""
 
     path: Path
@@ -38,12 +38,12 @@ class Part:
         return tuple(self.fields[name] for name in names)
 
 
-def parts(raw: Any, model: type, *keys: str) -> list[Part]:
+def parts(raw: Any, model: type, *keys: str) -> list[ValidPart]:
     """Return the parts at `keys` of a YAML's data, for a model. Lists on the way are expanded."""
     return list(_walk(raw, model, keys, ()))
 
 
-def _walk(raw: Any, model: type, keys: Sequence[str], path: Path) -> Iterator[Part]:
+def _walk(raw: Any, model: type, keys: Sequence[str], path: Path) -> Iterator[ValidPart]:
     if isinstance(raw, list):
         for index, item in enumerate(raw):
             yield from _walk(item, model, keys, (*path, index))
@@ -51,7 +51,7 @@ def _walk(raw: Any, model: type, keys: Sequence[str], path: Path) -> Iterator[Pa
         if isinstance(raw, dict) and keys[0] in raw:
             yield from _walk(raw[keys[0]], model, keys[1:], (*path, keys[0]))
     else:
-        yield Part(path, _sound(raw, model) if isinstance(raw, dict) else {}, raw)
+        yield ValidPart(path, _sound(raw, model) if isinstance(raw, dict) else {}, raw)
 
 
 def _sound(raw: Mapping[Any, Any], model: type) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _types(model: type) -> dict[str, Any]:
     return get_type_hints(model, include_extras=True)
 
 
-def addresses_of(host: Part) -> Iterator[tuple[Path, IPv4Address]]:
+def addresses_of(host: ValidPart) -> Iterator[tuple[Path, IPv4Address]]:
     """Yield the valid IP addresses of a host or stub, each with its path."""
     if (ip := host.get("ip")) is not None:
         yield (*host.path, "ip"), ip[0]
@@ -111,7 +111,7 @@ def addresses_of(host: Part) -> Iterator[tuple[Path, IPv4Address]]:
             continue  # reported with the file's structure
 
 
-def served_at(node: Part) -> Iterator[tuple[str, str]]:
+def served_at(node: ValidPart) -> Iterator[tuple[str, str]]:
     """Yield the addresses at which a shadow node serves, each with the key that specifies it.
 
     The default for step records is the port after that of `mgmt`, which may not exist.

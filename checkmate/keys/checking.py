@@ -29,16 +29,16 @@ _NOT_OTHERS: Final = 0o007
 
 
 @dataclass
-class Found:
+class KeyFindings:
     """What is wrong with the files of jobs, and what is to be known about them."""
 
     faults: list[Located] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def check_files(jobs: JobSet, now: dt.datetime) -> Found:
+def check_files(jobs: JobSet, now: dt.datetime) -> KeyFindings:
     """Check the files that valid jobs name, as far as they are on this host. `now` has a time zone."""
-    found = Found()
+    found = KeyFindings()
     for file, job in jobs.sound:
         check = _Check(job, now, found.notes)
         for path, message in dict.fromkeys(check.faults()):

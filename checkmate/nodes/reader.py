@@ -191,7 +191,7 @@ class ShardState:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ShardReading:
     """How shards are read."""
 
     deadline: float
@@ -203,7 +203,7 @@ class Reading:
     accept: Accept = lambda header, layout: None
 
 
-def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
+def read_shard(stub: ShadowStub, asked: Asked, how: ShardReading) -> ShardState:
     """Read a shard from one node.
 
     Raises:
@@ -236,7 +236,9 @@ def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
         stream.cancel()  # without effect if it has ended
 
 
-def read_shards(stubs: Stubs, wanted: Mapping[Asked, Sequence[int]], how: Reading) -> dict[Shard, ShardState]:
+def read_shards(
+    stubs: Stubs, wanted: Mapping[Asked, Sequence[int]], how: ShardReading
+) -> dict[Shard, ShardState]:
     """Read shards in parallel, each from the first of its nodes that provides it.
 
     Args:
@@ -257,7 +259,7 @@ def read_shards(stubs: Stubs, wanted: Mapping[Asked, Sequence[int]], how: Readin
     return {(asked.group, asked.shard): one for asked, one in found if isinstance(one, ShardState)}
 
 
-def _from_any(stubs: Stubs, asked: Asked, nodes: Sequence[int], how: Reading) -> ShardState | Lacking:
+def _from_any(stubs: Stubs, asked: Asked, nodes: Sequence[int], how: ShardReading) -> ShardState | Lacking:
     """Return a shard, or why no node provides it."""
     shard = (asked.group, asked.shard)
     troubles: list[tuple[int, str]] = []
@@ -273,7 +275,7 @@ def _from_any(stubs: Stubs, asked: Asked, nodes: Sequence[int], how: Reading) ->
     return lacking(stubs.job, {shard: troubles}, wrong)
 
 
-def _reason(error: grpc.RpcError, how: Reading) -> str:
+def _reason(error: grpc.RpcError, how: ShardReading) -> str:
     cancelled = isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.CANCELLED
     if cancelled and how.step_seconds is not None:
         return f"the iteration was not stepped within {how.step_seconds:g} s"

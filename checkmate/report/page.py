@@ -12,7 +12,7 @@ from rich.text import Text
 
 from checkmate.events.kinds import ITERATION_COMMITTED
 from checkmate.output.tables import FittedTable
-from checkmate.report.records import Absence, Death, Recovery, Report
+from checkmate.report.records import Absence, Death, JobReport, Recovery
 from checkmate.wording import counted, shortened
 
 TIMELINE_MOST: Final = 200
@@ -30,7 +30,7 @@ _SOURCES: Final = {
 }
 
 
-def page(report: Report) -> Iterator[RenderableType]:
+def page(report: JobReport) -> Iterator[RenderableType]:
     """Yield the parts of the page."""
     yield Text(f"Job {report.job}, from {_short(report.since)} to {_short(report.until)} (UTC)", "bold")
     yield ""
@@ -114,7 +114,7 @@ def _repeated(one: Recovery) -> str:
     return f"repeated: {counted(one.repeated, 'iteration')}, {first} to {last}"
 
 
-def _clocks(report: Report) -> Iterator[RenderableType]:
+def _clocks(report: JobReport) -> Iterator[RenderableType]:
     yield Text("Clocks", "bold")
     yield "  Each time is by the clock of its own host. Clocks of hosts differ, and so may the order below."
     for one in report.clocks:
@@ -124,7 +124,7 @@ def _clocks(report: Report) -> Iterator[RenderableType]:
     yield ""
 
 
-def _timeline(report: Report) -> Iterator[RenderableType]:
+def _timeline(report: JobReport) -> Iterator[RenderableType]:
     shown = [one for one in report.events if one["event"] != ITERATION_COMMITTED.name]
     left_out = len(shown) - TIMELINE_MOST
     title = "Timeline" if left_out <= 0 else f"Timeline: the last {TIMELINE_MOST} events; --json has all"

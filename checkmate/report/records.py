@@ -24,7 +24,7 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecoveryStep:
     """A step of a recovery: `seconds` of the slowest process, and which one that was."""
 
     name: str
@@ -54,7 +54,7 @@ class Recovery:
     """How many iterations were completed before, and trained again."""
     first: str
     """The time at which its first iteration was done; empty if none is known."""
-    steps: list[Step]
+    steps: list[RecoveryStep]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class NodeClock:
 
 
 @dataclass(frozen=True)
-class Report:
+class JobReport:
     """What happened to a job since a time."""
 
     job: str

@@ -23,7 +23,7 @@ from checkmate.events.kinds import (
     TRAINING_REFUSED,
 )
 from checkmate.report.processes import Process, is_rank
-from checkmate.report.records import Death, Recovery, Step
+from checkmate.report.records import Death, Recovery, RecoveryStep
 
 TOGETHER = 120.0
 """Seconds within which ranks begin one start of training."""
@@ -134,10 +134,10 @@ def _recovery(start: _Start, before: float, events: Sequence[Event], died: Seque
     )
 
 
-def _steps(start: _Start, after: tuple[float, str] | None) -> Iterable[Step]:
+def _steps(start: _Start, after: tuple[float, str] | None) -> Iterable[RecoveryStep]:
     if after is not None:
         first = min(start.events, key=lambda event: event.time)
-        yield Step(
+        yield RecoveryStep(
             "until the first rank begins again", round(max(0.0, start.began - after[0]), 3), first.source
         )
     for name, words in _STEPS:
@@ -148,10 +148,12 @@ def _steps(start: _Start, after: tuple[float, str] | None) -> Iterable[Step]:
         ]
         if timed:
             seconds, who = max(timed)
-            yield Step(words, seconds, who)
+            yield RecoveryStep(words, seconds, who)
     if after is not None and (done := start.named(TRAINER_FIRST.name)):
         last = max(done, key=lambda event: event.time)
-        yield Step("all of it, until the first iteration", round(last.time - after[0], 3), last.source)
+        yield RecoveryStep(
+            "all of it, until the first iteration", round(last.time - after[0], 3), last.source
+        )
 
 
 def _cause(

@@ -24,7 +24,7 @@ from checkmate.job.schema import Job
 from checkmate.nodes.standing import node_name
 from checkmate.report.deaths import deaths, stopped
 from checkmate.report.processes import is_rank, node_of, processes
-from checkmate.report.records import NodeClock, Report, Trouble
+from checkmate.report.records import JobReport, NodeClock, Trouble
 from checkmate.report.recoveries import recoveries
 from checkmate.report.shards import absences
 
@@ -45,7 +45,7 @@ def summary(
     silent: Mapping[int, str] | None = None,
     clocks: Sequence[NodeClock] = (),
     notes: Sequence[str] = (),
-) -> Report:
+) -> JobReport:
     """Return the report of a job.
 
     Args:
@@ -62,7 +62,7 @@ def summary(
     found = processes(events, live)
     died = deaths(found, events, [node.id for node in job.shadow_nodes], away)
     start, recent = timestamp(since), [event for event in events if event.time >= since]
-    return Report(
+    return JobReport(
         job=job.job,
         since=start,
         until=timestamp(until),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import grpc
 
 from checkmate import state
-from checkmate.nodes.reader import Asked, NotReserved, Reading, read_shard, reserved
+from checkmate.nodes.reader import Asked, NotReserved, ShardReading, read_shard, reserved
 from checkmate.nodes.stubs import Stubs
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import HoldState
@@ -84,7 +84,7 @@ class Copier:
                 begin.start,
                 tuple(wanted),
             )
-            found = read_shard(self._stubs.to(other), asked, Reading(time.monotonic() + _FETCH_SECONDS))
+            found = read_shard(self._stubs.to(other), asked, ShardReading(time.monotonic() + _FETCH_SECONDS))
         self._node.load(hold, kept.iteration, found.states)
         with self._node.moving():
             group.records.adopt(found.header.record)

@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from checkmate.keys.contexts import host_of_call
-from checkmate.shadow.logic.admission import Admission
+from checkmate.shadow.logic.admission import WaitingCalls
 from checkmate.shadow.logic.group import CallRefused
 
 _TICK_SECONDS: Final = 0.1
@@ -54,11 +54,11 @@ def reader(parse: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]
     return read
 
 
-class Guard:
+class CallGuard:
     """Ends calls that wait too long for their clients, between `start` and `stop`."""
 
     def __init__(self) -> None:
-        self._admission = Admission()
+        self._admission = WaitingCalls()
         self._contexts: dict[object, grpc.ServicerContext] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()

@@ -24,7 +24,7 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
 from checkmate.shadow.calls import begin, events, fence, leave, transfer
 from checkmate.shadow.calls.begin import status
-from checkmate.shadow.guard import Guard, Handlers
+from checkmate.shadow.guard import CallGuard, Handlers
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.logic.starts import StartEnded
 from checkmate.shadow.node import Node
@@ -244,7 +244,7 @@ class Server:
         self._server = grpc.server(
             self._pool, interceptors=checks, options=options, maximum_concurrent_rpcs=calls_max(ranks)
         )
-        self._guard = Guard()
+        self._guard = CallGuard()
         self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers, log))
         self._health = health.HealthServicer()
         self._add(_HEALTH, health_pb2_grpc.add_HealthServicer_to_server, self._health)

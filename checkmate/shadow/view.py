@@ -26,7 +26,7 @@ from checkmate.wording import JSON_VERSION, counted, size
 SECONDS = 1.0
 
 
-class Watch:
+class StatusWatch:
     """Repeated reading of a node's status, with rates."""
 
     def __init__(self, node: Node) -> None:
@@ -50,7 +50,7 @@ def follow(node: Node, stopped: threading.Event, console: Console | None, *, as_
     A service manager's watchdog is told each second that the node's lock can be had.
     """
     watched = watchdog_seconds() is not None
-    watch = Watch(node)
+    watch = StatusWatch(node)
     shown = Live(Group(), console=console, refresh_per_second=4)
     with shown if console else nullcontext():
         while not stopped.wait(SECONDS):  # returns regularly, so that Python can run signal handlers

@@ -77,7 +77,7 @@ class Tag:
         return cls(*fields)
 
 
-class OtherVersion(ValueError):
+class OtherHelloVersion(ValueError):
     """A hello of another version. The message names the side that is old."""
 
 
@@ -135,14 +135,14 @@ class Hello:
         """Parse a segment's payload. Return the hello and its MAC, which is not checked.
 
         Raises:
-            OtherVersion: It is a hello of another version.
+            OtherHelloVersion: It is a hello of another version.
             ValueError: It is not exactly a hello.
         """
         first = int.from_bytes(payload[:4], "big")
         if len(payload) >= 4 and first & 0xFFFF0000 == HELLO_MAGIC and first != HELLO_MAGIC | HELLO_VERSION:
             version = first & 0xFFFF
             old = "the node" if version < HELLO_VERSION else "the controller"
-            raise OtherVersion(
+            raise OtherHelloVersion(
                 f"{old} is old: the node's hello has version {version}, the controller's {HELLO_VERSION}"
             )
         if len(payload) != HELLO_LENGTH:

@@ -19,7 +19,7 @@ from controlplane.endpoint.closures import Closure
 from controlplane.endpoint.frames import Segment, SegmentKind
 from controlplane.entities import TableEntry
 from controlplane.network import Network
-from controlplane.streams import Admission, StreamConnection, StreamKey, StreamRefused
+from controlplane.streams import StreamAdmission, StreamConnection, StreamKey, StreamRefused
 
 CLOCK_WINDOW = 60_000_000
 """Microseconds by which a node's clock may differ from the controller's."""
@@ -113,7 +113,7 @@ class Answer:
     """
 
     frame: bytes | None = None
-    admission: Admission | None = None
+    admission: StreamAdmission | None = None
     drop: TableEntry | None = None
     note: str = ""
     closure: Closure | None = None
@@ -181,7 +181,7 @@ def _hello(segment: Segment, port: int, view: View, now: int) -> Answer:
     return Answer(frames.acknowledge(here, segment), admission)
 
 
-def _admission(segment: Segment, port: int, view: View, now: int) -> Admission | None:
+def _admission(segment: Segment, port: int, view: View, now: int) -> StreamAdmission | None:
     """Return what a hello changes, or `None` for a repeated one. Raise `StreamRefused`."""
     here = view.network.switches[view.switch].stub
     known = view.known(segment, port)

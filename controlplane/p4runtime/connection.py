@@ -16,7 +16,7 @@ from finsy.p4client import P4Client, P4ClientError, P4RpcStatus
 from finsy.proto import U128, p4r
 
 from checkmate.job.schema import Switch, Tls
-from controlplane.election import Candidacy, ElectionId, Primary, Standing
+from controlplane.election import Candidacy, ElectionId, Primary, ServerStanding
 from controlplane.errors import AnotherPrimary, RefusalLost, SwitchUnreachable, WriteRefused
 
 REACH_SECONDS = 5.0
@@ -115,7 +115,7 @@ class SwitchConnection:
                 return
         raise self._another_primary()
 
-    async def ask(self) -> Standing:
+    async def ask(self) -> ServerStanding:
         """Ask who is primary, as a controller that waits.
 
         Such a one has no election id. BMv2's server takes that for 0, and refuses a second one; there, it has
@@ -139,7 +139,7 @@ class SwitchConnection:
             update.election_id.CopyFrom(U128.encode(election))
         return update
 
-    async def _arbitrate(self, election: int | None) -> Standing:
+    async def _arbitrate(self, election: int | None) -> ServerStanding:
         try:
             await self._client.send(p4r.StreamMessageRequest(arbitration=self._update(election)))
             return await asyncio.wait_for(self._answer_to(election), self._timeout)
@@ -150,7 +150,7 @@ class SwitchConnection:
         except (TimeoutError, RuntimeError):  # finsy's RuntimeError: the stream ended
             raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
 
-    async def _answer_to(self, election: int | None) -> Standing:
+    async def _answer_to(self, election: int | None) -> ServerStanding:
         """Return the server's answer; skip packets, and news from before a bid."""
         while True:
             message = await self._client.receive()
@@ -208,7 +208,7 @@ def _credentials(tls: Tls | None) -> GRPCCredentialsTLS | None:
     return GRPCCredentialsTLS(cacert=tls.ca, cert=tls.cert, private_key=tls.key)
 
 
-def standing_of(reply: p4r.MasterArbitrationUpdate) -> Standing:
+def standing_of(reply: p4r.MasterArbitrationUpdate) -> ServerStanding:
     """Return what a server's message says about its primary."""
     highest = ElectionId.of(U128.decode(reply.election_id)) if reply.HasField("election_id") else None
-    return Standing(_PRIMARY.get(P4RpcStatus.from_status(reply.status).code, Primary.ANOTHER), highest)
+    return ServerStanding(_PRIMARY.get(P4RpcStatus.from_status(reply.status).code, Primary.ANOTHER), highest)

@@ -17,7 +17,7 @@ from finsy.proto import U128, p4i, p4r, p4r_grpc
 
 from checkmate.job.schema import Switch
 from checkmate.wording import counted
-from controlplane.election import Candidacy, Primary, Standing
+from controlplane.election import Candidacy, Primary, ServerStanding
 from controlplane.entities import Holdings, Update, batches
 from controlplane.errors import (
     ControlError,
@@ -240,7 +240,7 @@ class SwitchSession(SwitchConnection):
             elif message.HasField("arbitration"):
                 self._take(standing_of(message.arbitration))
 
-    async def standings(self) -> AsyncIterator[Standing]:
+    async def standings(self) -> AsyncIterator[ServerStanding]:
         """Yield who is primary, now and after each change. For a session that waits, without a candidacy."""
         yield await self.ask()
         while True:
@@ -271,7 +271,7 @@ class SwitchSession(SwitchConnection):
             SwitchUnreachable: The switch has not answered.
         """
         self._renewed.clear()
-        bid = candidacy.bid(Standing(Primary.THIS, self._election))
+        bid = candidacy.bid(ServerStanding(Primary.THIS, self._election))
         assert bid is not None
         try:
             await self._client.send(p4r.StreamMessageRequest(arbitration=self._update(bid.number)))
@@ -286,7 +286,7 @@ class SwitchSession(SwitchConnection):
         """The term of its election id."""
         return self._election.term
 
-    def _take(self, standing: Standing) -> None:
+    def _take(self, standing: ServerStanding) -> None:
         """Take what the server says while this controller serves."""
         if standing.primary is not Primary.THIS:
             raise self._another_primary()

@@ -37,7 +37,7 @@ class NoRoom(Exception):
 
 
 @dataclass(frozen=True)
-class Sender:
+class PausingPort:
     """A port at which training traffic arrives, and that asks its peer to pause."""
 
     port: PortSettings
@@ -85,7 +85,7 @@ class PfcPlan:
     skid_pool: int
     egress_pool: int
     available: int
-    senders: tuple[Sender, ...]
+    senders: tuple[PausingPort, ...]
     queues: tuple[Queue, ...]
     groups: tuple[BufferSpread, ...]
 
@@ -97,7 +97,9 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
     links = network.links(switch.name)
     copies = copies_by_port(network, plan)
     senders = tuple(
-        Sender(port, peers[number], headroom(port.speed, port.cable, switch.mtu, chip), _most(copies, number))
+        PausingPort(
+            port, peers[number], headroom(port.speed, port.cable, switch.mtu, chip), _most(copies, number)
+        )
         for number in sorted(peers)
         if number not in shadows
         for port in (port_settings(switch, number),)
@@ -154,7 +156,7 @@ def _most(copies: Mapping[int, Sequence[MulticastGroup]], port: int) -> int:
     return max((len(group.replicas) for group in copies.get(port, ())), default=1)
 
 
-def _threshold(switch: Switch, senders: Sequence[Sender], available: int, least: int) -> int:
+def _threshold(switch: Switch, senders: Sequence[PausingPort], available: int, least: int) -> int:
     """Return T: the largest threshold for which egress has room for all that ingress may admit."""
     kept = sum(sender.headroom.cells * sender.copies for sender in senders)
     shares = sum(sender.copies for sender in senders)

@@ -28,7 +28,7 @@ _PTF_CONFIG = {
 }
 
 
-class Stage(ABC):
+class SwitchStage(ABC):
     """The environment of tests: the switch under test, and PTF's data plane (PTF's device 0)."""
 
     target: str
@@ -67,7 +67,7 @@ class Stage(ABC):
             ptf.dataplane_instance = None
 
 
-class NamespaceStage(Stage):
+class NamespaceStage(SwitchStage):
     """A stage in a new network namespace, which the process never leaves; one per process."""
 
     def __init__(self, target: str) -> None:

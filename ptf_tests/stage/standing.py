@@ -11,7 +11,7 @@ import grpc
 from controlplane.errors import ControlError
 from controlplane.p4runtime.codec import Codec
 from ptf_tests.stage.config import StandingConfig
-from ptf_tests.stage.lab import Stage
+from ptf_tests.stage.lab import SwitchStage
 from ptf_tests.stage.namespace import MTU, mtu
 from ptf_tests.stage.targets import STANDING, TargetError
 from ptf_tests.switch import PtfSwitch, SwitchError
@@ -19,7 +19,7 @@ from ptf_tests.switch import PtfSwitch, SwitchError
 LONGEST = 9000  # length of the suites' longest frames, in bytes
 
 
-class StandingSwitch(Stage):
+class StandingSwitch(SwitchStage):
     """Stage of a running switch; it uses existing interfaces, and leaves the switch without entries."""
 
     def __init__(self, config: StandingConfig) -> None:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from softswitch.codegen.control import ControlEmitter
-from softswitch.codegen.emitter import Emitter, Facts, ProgramPlan
+from softswitch.codegen.emitter import Emitter, ProgramFacts, ProgramPlan
 from softswitch.codegen.hashes import calculation
 from softswitch.codegen.parsing import ParserEmitter
 from softswitch.codegen.primitives import DROP_PORT
@@ -45,7 +45,7 @@ def generate(plan: ProgramPlan, traced: bool) -> tuple[str, dict[str, Any]]:
     Generation is repeated until nothing more can be omitted. Unsupported features are noted in the plan's
     config.
     """
-    facts: Facts | None = None
+    facts: ProgramFacts | None = None
     for _ in range(MAX_ROUNDS):
         emitter = Emitter(plan, facts, traced)
         source = _module(emitter)

@@ -1,6 +1,6 @@
 """Emitter of generated Python: variables, fields, expressions.
 
-Code is generated in several rounds. In each, the findings about the whole program (`Facts`) allow more to be
+Code is generated in several rounds. In each, the findings about the program (`ProgramFacts`) allow more to be
 omitted: variables that nothing reads, headers that nothing writes.
 """
 
@@ -21,7 +21,7 @@ VALID = "$valid$"
 
 
 @dataclass(slots=True)
-class Facts:
+class ProgramFacts:
     """Findings of one round about the program.
 
     Attributes:
@@ -82,12 +82,12 @@ class ProgramPlan:
 class Emitter:
     """One round of generation: lines, their variables, and their run-time objects."""
 
-    def __init__(self, plan_: ProgramPlan, facts: Facts | None, traced: bool) -> None:
+    def __init__(self, plan_: ProgramPlan, facts: ProgramFacts | None, traced: bool) -> None:
         self.plan = plan_
         self.config = plan_.config
         self.links = plan_.links
         self.facts = facts
-        self.found = Facts()
+        self.found = ProgramFacts()
         self.traced = traced
         self.lines: list[str] = []
         self.depth = 0

@@ -31,7 +31,7 @@ class Client(ABC):
 
 
 @dataclass(slots=True)
-class Role:
+class ArbitratedRole:
     """The controllers of one role; `highest` is the highest election id so far."""
 
     name: str
@@ -45,7 +45,7 @@ class Arbitration:
 
     def __init__(self, device_id: int) -> None:
         self.device_id = device_id
-        self.roles = {"": Role("")}
+        self.roles = {"": ArbitratedRole("")}
 
     def update(self, controller: Client, message: p4r.MasterArbitrationUpdate) -> Client | None:
         """Handle a controller's arbitration message, and notify all controllers but a new primary.
@@ -77,7 +77,7 @@ class Arbitration:
 
     def _admit(
         self, controller: Client, message: p4r.MasterArbitrationUpdate, election_id: int | None
-    ) -> Role:
+    ) -> ArbitratedRole:
         if controller.role is None:
             self.check_device(message.device_id)
         elif message.device_id != self.device_id or message.role.name != controller.role:
@@ -90,7 +90,7 @@ class Arbitration:
             raise invalid("role.config is not supported: every role has the whole pipeline")
         if len(message.role.name) > ROLE_NAME_MAX:
             raise invalid(f"a role's name has at most {ROLE_NAME_MAX} characters")
-        role = self.roles.get(message.role.name) or Role(message.role.name)
+        role = self.roles.get(message.role.name) or ArbitratedRole(message.role.name)
         if election_id is not None and any(
             other.election_id == election_id for other in role.live if other is not controller
         ):

@@ -33,7 +33,7 @@ HEAD = ("device_id", "election_id", "role")
 Call = Callable[[Any, grpc.ServicerContext], Any]
 
 
-class Guard:
+class WaitGuard:
     """Ends calls that wait too long for their clients, from its creation to `stop`.
 
     With `identified` clients, it refuses those without a controller's certificate before they send a request.

@@ -10,7 +10,7 @@ import grpc
 from finsy.proto import p4r
 
 from softswitch.p4runtime import waits
-from softswitch.p4runtime.guard import Guard, parser
+from softswitch.p4runtime.guard import WaitGuard, parser
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.p4runtime.session import STREAMS_MAX
 
@@ -42,7 +42,7 @@ class P4RuntimeServer:
         self, service: P4RuntimeService, address: str, credentials: grpc.ServerCredentials | None
     ) -> None:
         _check_address(address)
-        self._guard = Guard(identified=credentials is not None)
+        self._guard = WaitGuard(identified=credentials is not None)
         self._pools: list[ThreadPoolExecutor] = []
         self._server = grpc.server(
             self._pool("calls", waits.TOTAL_MAX + WORKERS),

@@ -14,12 +14,12 @@ import pytest
 
 from benchmarks.evaluation.__main__ import _wanted, main
 from benchmarks.evaluation.cache import Cache, Unusable
-from benchmarks.evaluation.cells import INTERVALS, QUICK, WHOLE, Cell, Extent, matrix
+from benchmarks.evaluation.cells import INTERVALS, QUICK, WHOLE, Cell, MeasuredExtent, matrix
 from benchmarks.evaluation.page import write
 from benchmarks.evaluation.record import (
-    Block,
+    MeasuredBlock,
     Record,
-    Step,
+    TrainedStep,
     blocks_of,
     interval_of,
     log_of,
@@ -41,7 +41,7 @@ from benchmarks.evaluation.summary import (
 from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, LIVE, RING
 from benchmarks.evaluation.turns import BLOCK, first_of
 
-EXTENT = Extent("some", 1, (1,), ("gpt",), 100.0, 30.0)
+EXTENT = MeasuredExtent("some", 1, (1,), ("gpt",), 100.0, 30.0)
 
 
 def record(
@@ -57,7 +57,7 @@ def record(
         day="2026-01-01",
         machine="a machine",
         file_system="ext4",
-        steps=tuple(Step(iteration, at - 0.5, at) for at, iteration in steps),
+        steps=tuple(TrainedStep(iteration, at - 0.5, at) for at, iteration in steps),
         interval=interval,
         kills=kills,
         ended=ended,
@@ -69,7 +69,7 @@ def undisturbed(seconds: float, plain: float = 1.0, interval: int = 0) -> Record
     """Return a record of a block with a system, of which an iteration takes `seconds`, and one without."""
     return replace(
         record(interval=interval),
-        system=(Block(seconds, 100.0, 1000.0), Block(seconds + 9, 100.0, 1000.0)),
+        system=(MeasuredBlock(seconds, 100.0, 1000.0), MeasuredBlock(seconds + 9, 100.0, 1000.0)),
         plain=plain,
         peaks=(4_000_000, 6_000_000),
         helpers=(7_000_000,),
@@ -199,10 +199,14 @@ def test_a_record_has_what_ranks_have_said() -> None:
         ],
         [line(11.25, 0), line(12, 1), line(14, 2), line(15.5, 1, share=0.5), {"peak": 8}],
     ]
-    assert steps_of(logs, 10.0, alone=False)[::3] == (Step(0, 0.5, 1.0), Step(1, 4.5, 5.0))
-    assert steps_of(logs, 10.0, alone=True) == (Step(0, 0.5, 1.0), Step(1, 1.5, 2.0), Step(2, 2.5, 3.0))
+    assert steps_of(logs, 10.0, alone=False)[::3] == (TrainedStep(0, 0.5, 1.0), TrainedStep(1, 4.5, 5.0))
+    assert steps_of(logs, 10.0, alone=True) == (
+        TrainedStep(0, 0.5, 1.0),
+        TrainedStep(1, 1.5, 2.0),
+        TrainedStep(2, 2.5, 3.0),
+    )
     assert losses_of(logs, 2) == ((5.5, 7.5), (5.625, 7.75))
-    assert (blocks_of(logs), plain_of(logs), peaks_of(logs)) == ((Block(0.5, 10, 20),), 0.25, (7, 8))
+    assert (blocks_of(logs), plain_of(logs), peaks_of(logs)) == ((MeasuredBlock(0.5, 10, 20),), 0.25, (7, 8))
     assert interval_of(logs) == 4
     assert log_of('{"at": 1}\n{"at": 2}\n{"a') == [{"at": 1}, {"at": 2}]
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from checkmate import state
 from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
-from checkmate.consolidate.follow import Told, follow, next_due
+from checkmate.consolidate.follow import FollowListener, follow, next_due
 from checkmate.consolidate.snapshot import Missing, SnapshotReader, Unreachable, one_group
 from checkmate.nodes.reader import ShardState
 from checkmate.nodes.standing import Lacking
@@ -359,7 +359,7 @@ def test_a_sharded_job_is_followed_with_whole_tensors(
         following = pool.submit(
             follow,
             *(nodes, tmp_path, kind, 10.0, 5, 2, stopped),
-            Told(
+            FollowListener(
                 lambda one: saved.append(one.path),
                 troubles.append,
                 troubles.append,
@@ -389,7 +389,7 @@ def test_a_full_disk_in_the_background(
         following = pool.submit(
             follow,
             *(nodes, small_disk, kind, 10.0, 1, 5, stopped),
-            Told(
+            FollowListener(
                 lambda one: saved.append(one.iteration),
                 troubles.append,
                 troubles.append,
@@ -430,7 +430,7 @@ def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
             following = pool.submit(
                 follow,
                 *(nodes, tmp_path, "torch", 10.0, 4, 5, stopped),
-                Told(
+                FollowListener(
                     lambda one, saved=saved: saved.append(one.iteration),  # type: ignore[misc]
                     lambda trouble: None,
                     lambda left: None,

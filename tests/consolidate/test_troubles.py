@@ -17,7 +17,7 @@ import yaml
 
 from checkmate.cli.consolidate import _say, _waiting
 from checkmate.consolidate import disk, kept
-from checkmate.consolidate.follow import Saved, Told, _Waiting, follow, take
+from checkmate.consolidate.follow import FollowListener, Saved, _Waiting, follow, take
 from checkmate.consolidate.snapshot import SnapshotReader
 from checkmate.nodes.standing import Lacking, NoAnswer
 from testbed.jobs import job, job_data
@@ -56,7 +56,7 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
         following = pool.submit(
             follow,
             *(nodes, tmp_path, "torch", 5.0, 1, 5, stopped),
-            Told(
+            FollowListener(
                 lambda one: saved.append(one.iteration),
                 said.append,
                 said.append,
@@ -97,7 +97,7 @@ def following(
         running = pool.submit(
             follow,
             *(nodes, folder, kind, 10.0, 1, keep, stopped),
-            Told(
+            FollowListener(
                 lambda one: saved.append(one.iteration),
                 troubles.append,
                 troubles.append,

@@ -18,16 +18,16 @@ from controlplane.election import (
     Candidacy,
     ElectionId,
     Primary,
-    Standing,
-    Verdict,
-    Watch,
+    ServerStanding,
+    StandbyVerdict,
+    SwitchWatch,
     before,
     jobs_digest,
 )
 from testbed.jobs import job as some_job
 
 JOBS, OTHERS = 0xA, 0xB
-FREE, LED = (Standing(who, ElectionId(3, JOBS, 5)) for who in (Primary.NOBODY, Primary.ANOTHER))
+FREE, LED = (ServerStanding(who, ElectionId(3, JOBS, 5)) for who in (Primary.NOBODY, Primary.ANOTHER))
 
 
 def test_a_higher_term_wins_whatever_the_jobs_are() -> None:
@@ -56,27 +56,27 @@ def test_the_digest_is_of_what_switches_do(job: Job) -> None:
 
 
 def test_a_bid_is_above_the_highest_and_displaces_only_its_own_jobs_primary() -> None:
-    assert Candidacy(9, JOBS).bid(Standing(Primary.NOBODY)) == ElectionId(1, JOBS, 9)
+    assert Candidacy(9, JOBS).bid(ServerStanding(Primary.NOBODY)) == ElectionId(1, JOBS, 9)
     assert Candidacy(9, OTHERS).bid(FREE) == ElectionId(4, OTHERS, 9), "whoever is told to run runs"
     assert Candidacy(9, JOBS).bid(LED) is None
     assert Candidacy(9, JOBS, displaces=True).bid(LED) == ElectionId(4, JOBS, 9)
     assert Candidacy(9, OTHERS, displaces=True).bid(LED) is None
-    shell = Standing(Primary.ANOTHER, ElectionId(1 << 32, 0, 0))
+    shell = ServerStanding(Primary.ANOTHER, ElectionId(1 << 32, 0, 0))
     assert Candidacy(9, 0, displaces=True).bid(shell) is None, "0 is not the name of any jobs"
-    promoted = Standing(Primary.THIS, ElectionId.of(77))
+    promoted = ServerStanding(Primary.THIS, ElectionId.of(77))
     assert Candidacy(9, JOBS).bid(promoted) == ElectionId(1, JOBS, 9), "BMv2's server promotes unasked"
 
 
 def test_a_controller_that_waits_or_a_shell_is_only_in_the_way() -> None:
-    promoted = Standing(Primary.ANOTHER, ElectionId.of(77))
+    promoted = ServerStanding(Primary.ANOTHER, ElectionId.of(77))
     assert Candidacy(9, JOBS).bid(promoted) == ElectionId(1, JOBS, 9), (
         "BMv2's server has promoted another standby"
     )
-    assert watch(promoted).verdict is Verdict.CLAIM
+    assert watch(promoted).verdict is StandbyVerdict.CLAIM
 
 
 def test_a_controller_is_not_kept_out_by_its_own_broken_connection() -> None:
-    own = Standing(Primary.ANOTHER, ElectionId(3, JOBS, 9))
+    own = ServerStanding(Primary.ANOTHER, ElectionId(3, JOBS, 9))
     assert Candidacy(9, JOBS).bid(own) == ElectionId(4, JOBS, 9)
 
 
@@ -86,9 +86,9 @@ def test_a_controller_that_returns_does_not_undo_newer_jobs() -> None:
     assert Candidacy(5, OTHERS, returns=True).bid(FREE) == ElectionId(4, OTHERS, 5), "the files were its own"
 
 
-def watch(*seen: Standing | None, digests: tuple[int, ...] = (JOBS,)) -> Watch:
+def watch(*seen: ServerStanding | None, digests: tuple[int, ...] = (JOBS,)) -> SwitchWatch:
     """Return a watch of switches a, b, c that has seen the first ones."""
-    made = Watch("cab", digests[0], digests)
+    made = SwitchWatch("cab", digests[0], digests)
     for name, standing in zip("abc", seen, strict=False):
         made.see(name, standing)
     return made
@@ -100,19 +100,21 @@ def test_a_switch_that_was_away_is_left_to_the_controller_that_knows_its_streams
     made = watch(LED, LED)
     made.see("a", None)
     made.see("b", LED)
-    assert (made.verdict, made.is_back) == (Verdict.WAIT, False)
+    assert (made.verdict, made.is_back) == (StandbyVerdict.WAIT, False)
     made.see("a", FREE)
-    assert (made.verdict, made.is_back) == (Verdict.CLAIM, True)
+    assert (made.verdict, made.is_back) == (StandbyVerdict.CLAIM, True)
     made.see("a", LED)
-    assert (made.verdict, made.is_back) == (Verdict.WAIT, False)
+    assert (made.verdict, made.is_back) == (StandbyVerdict.WAIT, False)
     made.see("a", FREE)
-    assert (made.verdict, made.is_back) == (Verdict.CLAIM, False), "its primary has ended while it was there"
+    assert (made.verdict, made.is_back) == (StandbyVerdict.CLAIM, False), (
+        "its primary has ended while it was there"
+    )
 
 
 def test_a_standby_gives_the_primary_a_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "HEAD_START_SECONDS", 0.3)
 
-    async def waited(*then: Standing) -> float:
+    async def waited(*then: ServerStanding) -> float:
         """Return the seconds until a switch is claimed that came back, and then shows these standings."""
         made, changed = watch(None), asyncio.Event()
         made.see("a", FREE)
@@ -131,26 +133,33 @@ def test_a_standby_gives_the_primary_a_head_start(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_first_reachable_switch_decides() -> None:
-    assert watch().verdict is Verdict.WAIT, "nothing is known yet"
-    assert watch(FREE).verdict is Verdict.CLAIM
-    assert watch(LED, FREE, FREE).verdict is Verdict.WAIT
-    assert watch(None, FREE, LED).verdict is Verdict.CLAIM
+    assert watch().verdict is StandbyVerdict.WAIT, "nothing is known yet"
+    assert watch(FREE).verdict is StandbyVerdict.CLAIM
+    assert watch(LED, FREE, FREE).verdict is StandbyVerdict.WAIT
+    assert watch(None, FREE, LED).verdict is StandbyVerdict.CLAIM
     assert watch(None, FREE, LED).reachable == ["b", "c"]
-    assert watch(None, None, None).verdict is Verdict.WAIT
+    assert watch(None, None, None).verdict is StandbyVerdict.WAIT
     assert [*before("b", "cab")] == ["a"]
 
 
 def test_a_new_switch_is_left_to_the_primary_that_has_not_read_the_files_yet() -> None:
-    assert watch(Standing(Primary.NOBODY), LED, digests=(OTHERS, JOBS)).verdict is Verdict.OTHER_JOBS
-    assert watch(Standing(Primary.NOBODY), LED).verdict is Verdict.CLAIM
+    assert (
+        watch(ServerStanding(Primary.NOBODY), LED, digests=(OTHERS, JOBS)).verdict
+        is StandbyVerdict.OTHER_JOBS
+    )
+    assert watch(ServerStanding(Primary.NOBODY), LED).verdict is StandbyVerdict.CLAIM
 
 
 def test_jobs_that_are_not_the_primarys_are_not_installed() -> None:
-    assert watch(FREE, digests=(OTHERS,)).verdict is Verdict.OTHER_JOBS
-    assert watch(FREE, digests=(OTHERS, JOBS)).verdict is Verdict.CLAIM, "its files were the primary's before"
+    assert watch(FREE, digests=(OTHERS,)).verdict is StandbyVerdict.OTHER_JOBS
+    assert watch(FREE, digests=(OTHERS, JOBS)).verdict is StandbyVerdict.CLAIM, (
+        "its files were the primary's before"
+    )
     unknown = watch(LED, digests=(OTHERS,))
-    unknown.see("a", Standing(Primary.THIS, ElectionId.of(77)))
-    assert unknown.verdict is Verdict.OTHER_JOBS, "a server that promotes unasked forgets the last primary"
+    unknown.see("a", ServerStanding(Primary.THIS, ElectionId.of(77)))
+    assert unknown.verdict is StandbyVerdict.OTHER_JOBS, (
+        "a server that promotes unasked forgets the last primary"
+    )
 
 
 class Refused(Exception):
@@ -166,7 +175,7 @@ class Server:
     highest: int | None = None
     first: str | None = None
 
-    def arbitrate(self, stream: str, number: int | None) -> Standing:
+    def arbitrate(self, stream: str, number: int | None) -> ServerStanding:
         if self.bmv2:
             number = number or 0
         if number is not None and any(
@@ -194,9 +203,9 @@ class Server:
         elif self.first == stream:
             self.first = None
 
-    def standing(self, stream: str) -> Standing:
+    def standing(self, stream: str) -> ServerStanding:
         who = Primary.THIS if self.first == stream else Primary.ANOTHER if self.first else Primary.NOBODY
-        return Standing(who, None if self.highest is None else ElectionId.of(self.highest))
+        return ServerStanding(who, None if self.highest is None else ElectionId.of(self.highest))
 
 
 @dataclass
@@ -208,7 +217,7 @@ class Controller:
     cut: set[tuple[str, str]]
     numbers: Iterator[int]
     alive: bool = True
-    watch: Watch | None = None
+    watch: SwitchWatch | None = None
     held: dict[str, ElectionId] = field(default_factory=dict)
 
     def reaches(self, switch: str) -> bool:
@@ -225,7 +234,7 @@ class Controller:
         self._serve() if self.held else self._wait()
 
     def _wait(self) -> None:
-        self.watch = self.watch or Watch(self.servers, JOBS)
+        self.watch = self.watch or SwitchWatch(self.servers, JOBS)
         for name, server in self.servers.items():
             stream = f"{self.name} waits"
             if not self.reaches(name):
@@ -235,7 +244,7 @@ class Controller:
                 self.watch.see(name, server.standing(stream))
             else:
                 self.watch.see(name, server.arbitrate(stream, next(self.numbers) if server.bmv2 else None))
-        if self.watch.verdict is Verdict.CLAIM:
+        if self.watch.verdict is StandbyVerdict.CLAIM:
             reachable = self.watch.reachable
             self.watch = None
             for name in self.servers:

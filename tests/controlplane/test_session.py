@@ -26,7 +26,7 @@ from checkmate.job.schema import Switch, Tls
 from checkmate.job.validation import of_data
 from checkmate.keys.roles import Role, role_folder
 from controlplane import forwarding, guard, replication, standby, streams, stub
-from controlplane.election import Candidacy, Standing
+from controlplane.election import Candidacy, ServerStanding
 from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate, Update
 from controlplane.errors import AnotherPrimary, RefusalLost, SwitchUnreachable, WriteRefused, WrongPipeline
 from controlplane.network import Network
@@ -324,9 +324,9 @@ def test_a_refusal_whose_reason_is_lost_is_asked_for_again(
         LOOP.run_until_complete(scenario())
 
 
-def looked(switch: Switch, times: int) -> list[Standing | None]:
+def looked(switch: Switch, times: int) -> list[ServerStanding | None]:
     """Return what a standby sees of a switch, once it has been told that many times."""
-    seen: list[Standing | None] = []
+    seen: list[ServerStanding | None] = []
     watch = SimpleNamespace(see=lambda _, standing: seen.append(standing))
 
     async def scenario() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from checkmate.events.disk import Disk
-from checkmate.events.reading import EventsError, Found, read_file
+from checkmate.events.reading import EventsError, ReadEvents, read_file
 from tests.support.labs.live import needs_root
 
 NOBODY = 65534
@@ -73,7 +73,7 @@ def test_a_lock_that_another_has_taken_meanwhile_stops_no_thread(
 def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(EventsError, match="it is not a file"):
-        read_file(tmp_path / "a.jsonl", Found())
+        read_file(tmp_path / "a.jsonl", ReadEvents())
     with pytest.raises(EventsError, match="it is not a file"):
         Disk(tmp_path / "a.jsonl", 10)
 

@@ -14,7 +14,7 @@ import trustme
 import yaml
 
 from checkmate.job.files import read_set
-from checkmate.keys.checking import Found, check_files
+from checkmate.keys.checking import KeyFindings, check_files
 from checkmate.keys.making import make_keys
 from checkmate.keys.roles import Role
 from testbed.jobs import job_data
@@ -45,7 +45,7 @@ def client(folder: Path, authority: trustme.CA) -> None:
     (folder / "client.key").chmod(0o600)
 
 
-def check(job: Path, now: dt.datetime = NOW) -> Found:
+def check(job: Path, now: dt.datetime = NOW) -> KeyFindings:
     return check_files(read_set([job]), now)
 
 

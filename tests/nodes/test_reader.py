@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkmate.nodes.reader import Asked, NotReserved, Reading, read_shard, read_shards, reserved
+from checkmate.nodes.reader import Asked, NotReserved, ShardReading, read_shard, read_shards, reserved
 from checkmate.nodes.standing import Lacking
 from checkmate.nodes.stubs import Stubs
 from checkmate.state import StateError
@@ -33,8 +33,8 @@ class ReaderPlace:
         self.stubs = stack.enter_context(Stubs(self.world.job, None))
         self.bytes = 0
 
-    def reading(self, seconds: float = 10.0, step_seconds: float | None = None) -> Reading:
-        return Reading(time.monotonic() + seconds, step_seconds, self.progress)
+    def reading(self, seconds: float = 10.0, step_seconds: float | None = None) -> ShardReading:
+        return ShardReading(time.monotonic() + seconds, step_seconds, self.progress)
 
     def progress(self, nbytes: int) -> None:
         self.bytes += nbytes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from checkmate.job.faults import Fault
 from checkmate.job.schema import Job
 from checkmate.planner.capacity.misfits import checks, serving, widened, with_nic
-from checkmate.planner.capacity.plan import Capacity, Limits, SwitchUse
+from checkmate.planner.capacity.plan import Capacity, CapacityLimits, SwitchUse
 from checkmate.planner.demand import Demand
 from checkmate.planner.models.named import Model, load_model, stages_of
 from checkmate.planner.scaling import StepTimes
@@ -21,7 +21,7 @@ from tests.support.planner import LINE, demand, model
 
 
 def capacity(found: Demand, **limits: Any) -> Capacity:
-    return Capacity(found, Limits(**{"nic_bits_per_s": LINE, **limits}), ())
+    return Capacity(found, CapacityLimits(**{"nic_bits_per_s": LINE, **limits}), ())
 
 
 def faults(found: Capacity) -> list[Fault]:
@@ -140,7 +140,7 @@ def test_a_full_table_names_the_most_channels_that_fit() -> None:
         targets = {"bmv2": {"streams": 35}, "tofino": {"streams": 80}, "tofino2": {"streams": 79}}
         return [SwitchUse("tor0", "bmv2", {"streams": 10 * channels}, targets, 2, 2)]
 
-    found = Capacity(demand(made, model(1000)), Limits(LINE), tuple(uses(8)))
+    found = Capacity(demand(made, model(1000)), CapacityLimits(LINE), tuple(uses(8)))
     (fault,) = (check.misfit for check in checks(found, uses) if check.misfit)
     assert fault.message == (
         "80 streams needed on switch tor0 (bmv2), which has room for 35; "

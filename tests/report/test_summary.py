@@ -40,7 +40,7 @@ from checkmate.events.kinds import (
 )
 from checkmate.report.page import page
 from checkmate.report.processes import merged
-from checkmate.report.records import NodeClock, Report
+from checkmate.report.records import JobReport, NodeClock
 from checkmate.report.since import parse_since
 from checkmate.report.summary import summary
 from testbed.copies import local_job
@@ -87,12 +87,12 @@ class Written:
         self.say(seconds + 5, who, ended, pid)
         self.say(seconds + 6, who, TRAINER_FIRST(iteration=iteration, seconds=0.8), pid)
 
-    def report(self, **more: object) -> Report:
+    def report(self, **more: object) -> JobReport:
         events = merged(self.events, JOB.job)
         return summary(JOB, events, since=START, until=START + 1000, **more)  # type: ignore[arg-type]
 
 
-def text(report: Report) -> str:
+def text(report: JobReport) -> str:
     console = Console(width=300, file=io.StringIO())
     with console.capture() as said:
         for part in page(report):

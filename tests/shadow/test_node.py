@@ -18,7 +18,7 @@ from checkmate.shadow.logic.effects import Log
 from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.logic.sayings import PeerWatch
-from checkmate.shadow.view import Watch, data, picture
+from checkmate.shadow.view import StatusWatch, data, picture
 from testbed.copies import local_job
 from testbed.small_training import RUN
 from tests.support.labs.end_hosts import needs_buffers
@@ -78,7 +78,7 @@ def test_a_fence_where_one_node_has_all_of_an_iteration_and_another_has_not(
 def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) -> None:
     here = world(nodes=2, ranks=2, replicas=2)
     training = here.started()
-    watch = Watch(here.nodes[1].node)
+    watch = StatusWatch(here.nodes[1].node)
     start = time.monotonic()
     for _ in range(2):
         training.iterate()

@@ -21,14 +21,14 @@ from topologies.kernel import namespaces
 from topologies.kernel.jitter import seconds
 from topologies.lab import Lab
 from topologies.traffic.orders import Load
-from topologies.traffic.run import Outcome, Traffic
+from topologies.traffic.run import Traffic, TrafficOutcome
 
 pytestmark = [needs_root, needs_clang]
 JITTER = 0.005
 PAIR = on_one_switch(2, (1,))
 
 
-def gather(lab: Lab, nbytes: int) -> Outcome:
+def gather(lab: Lab, nbytes: int) -> TrafficOutcome:
     """Gather this many bytes with rings, and check the outcome."""
     with Crew(lab) as crew, serving(crew):
         outcome = Traffic(crew, Load(nbytes)).run()

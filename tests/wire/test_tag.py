@@ -99,7 +99,9 @@ def test_any_option_is_a_tag_or_refused(option: bytes, tag: wire.Tag, data: st.D
 @pytest.mark.parametrize(("version", "old"), [(0, "the node"), (1, "the node"), (3, "the controller")])
 @pytest.mark.parametrize("length", [4, 16, 40, 80])
 def test_a_hello_of_another_version_names_the_old_side(version: int, old: str, length: int) -> None:
-    with pytest.raises(wire.OtherVersion, match=f"^{old} is old: .* version {version}, the controller's 2"):
+    with pytest.raises(
+        wire.OtherHelloVersion, match=f"^{old} is old: .* version {version}, the controller's 2"
+    ):
         wire.Hello.unpack(struct.pack("!I", wire.HELLO_MAGIC | version).ljust(length, b"\0"))
 
 

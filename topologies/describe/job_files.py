@@ -11,8 +11,8 @@ from topologies.describe.topology import (
     SHADOW_MGMT_PORT,
     STUB_TCP_PORT,
     BadDescription,
-    Host,
     LabGroup,
+    LabHost,
     LabRank,
     SwitchNode,
     Topology,
@@ -151,15 +151,15 @@ def _placed_rank(rank: LabRank) -> dict[str, Any]:
     return {"rank": rank.number, "host": rank.host.name} | ({"nic": rank.nic} if rank.nic else {})
 
 
-def _host(host: Host) -> dict[str, Any]:
+def _host(host: LabHost) -> dict[str, Any]:
     return {"name": host.name, "mgmt": str(host.mgmt), "nics": _nics(host)}
 
 
-def _shadow(host: Host) -> dict[str, Any]:
+def _shadow(host: LabHost) -> dict[str, Any]:
     return {"id": host.number, "mgmt": f"{host.mgmt}:{SHADOW_MGMT_PORT}", "nics": _nics(host)}
 
 
-def _nics(host: Host) -> list[dict[str, Any]]:
+def _nics(host: LabHost) -> list[dict[str, Any]]:
     return [
         {"ip": str(nic.ip), "mac": nic.mac, "switch": nic.switch, "port": nic.port} for nic in host.interfaces
     ]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 from checkmate.job.faults import Fault, Path, show_path
 from checkmate.job.fields import GPUS_MOST, Collective
-from checkmate.job.limits import Limits, at_most, items, whole
+from checkmate.job.limits import ValueLimits, at_most, items, whole
 from checkmate.job.schema import Frozen, Mesh
 from checkmate.job.valid_parts import parts
 from checkmate.job.validation import validated
@@ -28,7 +28,7 @@ _WORDS: Final = {
     "string_too_short": "must describe the lab in a few words",
     "string_pattern_mismatch": "must be a switch's name: up to 12 of a-z and 0-9, a letter first",
 }
-_SwitchName = Annotated[str, Limits(pattern=r"^[a-z][a-z0-9]{0,11}$")]
+_SwitchName = Annotated[str, ValueLimits(pattern=r"^[a-z][a-z0-9]{0,11}$")]
 _NodeNumber = Annotated[int, whole(0)]
 
 

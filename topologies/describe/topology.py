@@ -68,7 +68,7 @@ class Interface:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class LabHost:
     """A training host or a shadow node; `number` counts from 0, and is a shadow node's id."""
 
     name: str
@@ -83,7 +83,7 @@ class LabRank:
     """A rank: its global number, its host, which may have others, and the index of its NIC there."""
 
     number: int
-    host: Host
+    host: LabHost
     nic: int = 0
 
     @property
@@ -147,7 +147,7 @@ class Topology:
     switches: tuple[SwitchNode, ...]
     links: tuple[Link, ...]
     groups: tuple[LabGroup, ...]
-    shadow_nodes: tuple[Host, ...]
+    shadow_nodes: tuple[LabHost, ...]
     mesh: Mesh | None = None
     """What `groups` were made from."""
     example: Example | None = None
@@ -171,12 +171,12 @@ class Topology:
         return tuple(sorted((r for group in self.groups for r in group.ranks), key=lambda rank: rank.number))
 
     @property
-    def trainers(self) -> tuple[Host, ...]:
+    def trainers(self) -> tuple[LabHost, ...]:
         """All training hosts, in the order of their ranks."""
         return tuple(dict.fromkeys(rank.host for rank in self.ranks))
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
+    def hosts(self) -> tuple[LabHost, ...]:
         """Training hosts, then shadow nodes; then those of each job beside this one."""
         return (*self.trainers, *self.shadow_nodes, *(host for job in self.beside for host in job.hosts))
 
@@ -195,7 +195,7 @@ class Topology:
         ends = [pair for link in self.links for pair in ((link.a, link.b), (link.b, link.a))]
         return [(port, other, there) for (near, port), (other, there) in ends if near == switch]
 
-    def host(self, name: str) -> Host:
+    def host(self, name: str) -> LabHost:
         """Return the host of that name; raise `KeyError` if there is none."""
         return {host.name: host for host in self.hosts}[name]
 
@@ -278,7 +278,7 @@ class _Builder:
 
     lab: LabFile
     used: dict[str, int] = field(default_factory=dict)
-    earlier: tuple[Host, ...] = ()
+    earlier: tuple[LabHost, ...] = ()
     prefix: str = ""
     nics: int = field(init=False)
     """Training NICs so far."""
@@ -341,11 +341,11 @@ class _Builder:
             ranks = [LabRank(rank["rank"], hosts[rank["host"]], rank["nic"]) for rank in group["ranks"]]
             yield LabGroup(tuple(ranks), tuple(group["shadow_nodes"]))
 
-    def hosts(self) -> list[Host]:
+    def hosts(self) -> list[LabHost]:
         """Return the hosts that the lab lists."""
         return [self.trainer(f"host{i}", i, switches) for i, switches in enumerate(self.lab.hosts)]
 
-    def trainer(self, name: str, number: int, switches: tuple[str, ...]) -> Host:
+    def trainer(self, name: str, number: int, switches: tuple[str, ...]) -> LabHost:
         """Return a training host with a NIC at each of these switches."""
         nics = []
         for index, switch in enumerate(switches):
@@ -356,9 +356,9 @@ class _Builder:
             )
         # Starting at 101, addresses sort as text in numerical order; torchrun sorts them as text.
         mgmt = MGMT_NET[0x100 + self.before("rank") + number + 101]
-        return Host(f"{self.prefix}{name}", "rank", number, mgmt, tuple(nics))
+        return LabHost(f"{self.prefix}{name}", "rank", number, mgmt, tuple(nics))
 
-    def shadow(self, node: int, nics: tuple[str, ...]) -> Host:
+    def shadow(self, node: int, nics: tuple[str, ...]) -> LabHost:
         place = self.before("shadow") + node
         interfaces = tuple(
             Interface(
@@ -371,7 +371,7 @@ class _Builder:
             for i, switch in enumerate(nics)
         )
         name = f"{self.prefix}shadow{node}"
-        return Host(name, "shadow", node, MGMT_NET[0x200 + place + 1], interfaces)
+        return LabHost(name, "shadow", node, MGMT_NET[0x200 + place + 1], interfaces)
 
     def before(self, role: str) -> int:
         """Return the number of hosts of a role that there are before."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from pyroute2.ethtool.ioctl import IoctlEthtool
 
-from topologies.describe.topology import CABLES, CONTROLLER, DATA_NET, MGMT_NET, Host, SwitchNode, Topology
+from topologies.describe.topology import CABLES, CONTROLLER, DATA_NET, MGMT_NET, LabHost, SwitchNode, Topology
 from topologies.kernel import loss
 from topologies.kernel.namespaces import entered, name_of, netlink
 
@@ -138,7 +138,7 @@ def connect_management(lab: str, topology: Topology) -> None:
     """Connect each switch and host to the bridge beside the controller."""
     controller = name_of(lab, CONTROLLER)
     add_bridge(controller, MGMT_NET[1], MGMT_NET)
-    members: list[SwitchNode | Host] = [*topology.switches, *topology.hosts]
+    members: list[SwitchNode | LabHost] = [*topology.switches, *topology.hosts]
     for node in members:
         join_bridge(controller, node.name, name_of(lab, node.name), node.mgmt, MGMT_NET)
 
@@ -166,7 +166,7 @@ def connect_training(
         connect(name_of(lab, a), f"port{a_port}", name_of(lab, b), f"port{b_port}")
 
 
-def cut_ends(host: Host) -> list[tuple[str, str]]:
+def cut_ends(host: LabHost) -> list[tuple[str, str]]:
     """Return the interface names where a training host's cables are cut: towards the host, and the switch."""
     numbers = [f"{host.number}", *(f"{host.number}n{index}" for index in range(1, len(host.interfaces)))]
     return [(f"host{number}", f"switch{number}") for number in numbers]

@@ -18,10 +18,10 @@ from topologies.progress import StepProgress
 from topologies.signals import unwinding
 from topologies.traffic import verdict
 from topologies.traffic.orders import Load
-from topologies.traffic.run import Outcome, Traffic
+from topologies.traffic.run import Traffic, TrafficOutcome
 
 
-def run_lab(lab: Lab, load: Load, console: Console) -> Outcome:
+def run_lab(lab: Lab, load: Load, console: Console) -> TrafficOutcome:
     """Create a lab, drive traffic through it, and remove it; raise `LabError` if that fails."""
     console.print(f"lab {lab.name} on {lab.target}: {lab.topology.title}\n", highlight=False)
     picture.show(lab.topology, console)
@@ -38,7 +38,7 @@ def run_lab(lab: Lab, load: Load, console: Console) -> Outcome:
             lab.down()
 
 
-def show(outcome: Outcome, lab: Lab, console: Console) -> None:
+def show(outcome: TrafficOutcome, lab: Lab, console: Console) -> None:
     """Print the streams, the switches' counters, and the verdict in one sentence."""
     console.print()
     console.print(verdict.table(outcome.verdict))
@@ -60,7 +60,7 @@ def _switch_line(switch: dict[str, Any]) -> str:
     )
 
 
-def _ring_line(outcome: Outcome, lab: Lab) -> str:
+def _ring_line(outcome: TrafficOutcome, lab: Lab) -> str:
     goodput = min(rank["goodput_bits_per_second"] for rank in outcome.ranks) / 1e9
     lossy = f", with {lab.loss:.2%} loss on training links ({lab.loss_by})" if lab.loss else ""
     late = f", {lab.jitter * 1000:g} ms jitter in each direction" if lab.jitter else ""
@@ -68,7 +68,7 @@ def _ring_line(outcome: Outcome, lab: Lab) -> str:
     return f"rings: at least {goodput:.2f} Gbit/s per rank, {again}"
 
 
-def _sentence(outcome: Outcome) -> str:
+def _sentence(outcome: TrafficOutcome) -> str:
     result = outcome.verdict
     equal = sum(row.equal for row in result.rows)
     if outcome.good:

@@ -26,20 +26,20 @@ from topologies.traffic import orders
 from topologies.traffic.digests import Tail
 from topologies.traffic.orders import Load
 from topologies.traffic.port_drops import PortDrops, port_drops
-from topologies.traffic.verdict import Digest, StreamKey, Verdict, compare
+from topologies.traffic.verdict import Digest, StreamKey, StreamsVerdict, compare
 
 _CONNECT_SECONDS: Final = 60.0
 _QUIET_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrafficOutcome:
     """Outcome of a run: the verdict, and the reports of ranks and switches (`checkmate status --json`).
 
     `port_drops` are frames lost at the switches' ports, which P4 counters do not see.
     """
 
-    verdict: Verdict
+    verdict: StreamsVerdict
     ranks: list[dict[str, Any]]
     switches: list[dict[str, Any]]
     port_drops: list[PortDrops]
@@ -96,7 +96,7 @@ class Traffic:
         self.copies = gathered * self.job.replicas
         """The number of bytes that the shadow nodes should read."""
 
-    def run(self, tick: Callable[[int], None] = lambda _: None) -> Outcome:
+    def run(self, tick: Callable[[int], None] = lambda _: None) -> TrafficOutcome:
         """Start shadow nodes and rings, and compare; call `tick` with the number of bytes read so far."""
         self.connect()
         self.gather(tick)
@@ -142,7 +142,7 @@ class Traffic:
         self.await_ready([joined])
         return joined
 
-    def finish(self, quiet: float = _QUIET_SECONDS) -> Outcome:
+    def finish(self, quiet: float = _QUIET_SECONDS) -> TrafficOutcome:
         """Wait until the shadow nodes have read everything, stop them, and return the outcome.
 
         It stops waiting for missing copies `quiet` seconds after the last copy.
@@ -157,7 +157,7 @@ class Traffic:
         for member in self.shadows:
             self.crew.stop(member)
         ranks = [self.result(member) for member in self.ranks]
-        return Outcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=ended))
+        return TrafficOutcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=ended))
 
     def _start_sink(self, host: str, config: dict[str, Any]) -> Member:
         return self.start_process(host, host, "sink", config, "--job", str(self.lab.job_file))
@@ -205,7 +205,7 @@ class Traffic:
 
         self.crew.wait(ended, "shadow nodes to read to the end", self.load.seconds)
 
-    def _judge(self, ranks: Sequence[dict[str, Any]]) -> Verdict:
+    def _judge(self, ranks: Sequence[dict[str, Any]]) -> StreamsVerdict:
         tagged = dict(pair for rank in ranks for pair in _digests(rank))
         read = {
             (*key, self.lab.topology.host(member.name).number): digest
@@ -214,7 +214,7 @@ class Traffic:
         }
         rows = compare(self.job, tagged, read) if self.load.tagged else ()
         seconds = max(sum(rank["seconds"]) for rank in ranks)
-        return Verdict(rows, seconds, orders.gathered(self.job, self.load))
+        return StreamsVerdict(rows, seconds, orders.gathered(self.job, self.load))
 
 
 def _digests(result: dict[str, Any]) -> Iterator[tuple[StreamKey, Digest]]:

@@ -48,7 +48,7 @@ class StreamRow:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StreamsVerdict:
     """Every stream of a job, and the ring's time."""
 
     rows: tuple[StreamRow, ...]
@@ -94,7 +94,7 @@ def compare(
     return tuple(sorted(rows, key=lambda row: (row.boundary, row.channel, row.shadow_id, row.node)))
 
 
-def table(verdict: Verdict) -> FittedTable:
+def table(verdict: StreamsVerdict) -> FittedTable:
     """Return the verdict as a table, with the first ten digits of each SHA-256."""
     columns = ("group", "side", "ch", "shard", "node", "NIC", "bytes", "tagged", "read", "equal")
     shown = FittedTable("shadow streams", *columns, numbers=("bytes",))

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from topologies import state
 from topologies.crew import TEMPORARY, Crew, Member, serving
-from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, Host, LabError
+from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, LabError, LabHost
 from topologies.kernel import namespaces
 from topologies.kernel.namespaces import entered
 from topologies.kernel.processes import has_variable, kill_all
@@ -186,7 +186,7 @@ def _end_remains(lab: Lab) -> None:
     kill_all(left, _END_SECONDS)
 
 
-def _serves(lab: Lab, host: Host) -> bool:
+def _serves(lab: Lab, host: LabHost) -> bool:
     """Return whether a shadow node runs on a host already."""
     with entered(lab.namespace(CONTROLLER)), socket.socket() as probe:
         probe.settimeout(1.0)

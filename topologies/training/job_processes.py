@@ -14,7 +14,7 @@ from typing import Final
 from checkmate.ring.place import RingError, RingTimeout
 from topologies import torchrun
 from topologies.crew import CHECKMATE, Crew, Member
-from topologies.describe.topology import Host, LabError
+from topologies.describe.topology import LabError, LabHost
 
 _SCRIPT_ERROR: Final = re.compile(
     r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)"
@@ -39,7 +39,7 @@ class JobProcesses:
         self._shadow_cpus = shadow_cpus
 
     def start_shadow_nodes(
-        self, programs: Mapping[int, Sequence[str]] | None = None, *, without: Collection[Host] = ()
+        self, programs: Mapping[int, Sequence[str]] | None = None, *, without: Collection[LabHost] = ()
     ) -> None:
         """Start the shadow nodes of the job, and wait until they serve.
 
@@ -131,7 +131,7 @@ class JobProcesses:
         """Return the options of one node's `checkmate shadow`."""
         return self.shadow_options
 
-    def _start_shadow_node(self, host: Host, program: Sequence[str]) -> None:
+    def _start_shadow_node(self, host: LabHost, program: Sequence[str]) -> None:
         job = str(self.crew.lab.job_file)
         argv = [*program, "shadow", job, "--id", str(host.number), *self.options_of(host.number)]
         self.shadows[host.name] = self.crew.start(host.name, host.name, argv, cpus=self._shadow_cpus)

@@ -48,7 +48,7 @@ class TimedBlock:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryTime:
     """Time from a kill to the end of the next trained iteration; its parts in seconds, in order."""
 
     rank: int
@@ -131,7 +131,7 @@ class JobRecord:
         processor = sum(rank.processor for one in range(first, stop) for rank in self.timed[one])
         return TimedBlock(seconds / (stop - first), processor / (stop - first))
 
-    def recoveries(self) -> list[Recovery]:
+    def recoveries(self) -> list[RecoveryTime]:
         """Return the recovery from each kill in the records."""
         kills = [
             (event.at, rank, int(event.more["iteration"]), str(event.more["phase"]))
@@ -142,7 +142,7 @@ class JobRecord:
         found = (self._recovery(*kill) for kill in sorted(kills))
         return [recovery for recovery in found if recovery is not None]
 
-    def _recovery(self, at: float, rank: int, iteration: int, phase: str) -> Recovery | None:
+    def _recovery(self, at: float, rank: int, iteration: int, phase: str) -> RecoveryTime | None:
         """Return the recovery, or `None` if another kill came first."""
         marks = {name: self._marks(name, at) for name in ("started", "group_ready", "restored", "protected")}
         ended = [
@@ -168,7 +168,7 @@ class JobRecord:
         )
         parts = {name: end - begin for name, (begin, end) in zip(names, pairwise(times), strict=True)}
         resumed = int(marks["restored"][0].more["iteration"])
-        return Recovery(rank, iteration, phase, resumed, parts)
+        return RecoveryTime(rank, iteration, phase, resumed, parts)
 
     def _marks(self, name: str, after: float) -> list[RankEvent]:
         """Return each rank's first such event after a time; empty if a rank has none."""

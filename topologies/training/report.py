@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from checkmate.output.tables import FittedTable
-from topologies.training.record import Interval, JobRecord, Recovery
+from topologies.training.record import Interval, JobRecord, RecoveryTime
 from topologies.training.verdict import Cost, Promise
 
 _ROWS: Final = 12
@@ -49,7 +49,7 @@ def losses(reference: JobRecord, protected: JobRecord) -> FittedTable:
     return table
 
 
-def parts(recovery: Recovery) -> FittedTable:
+def parts(recovery: RecoveryTime) -> FittedTable:
     """Return a table of the parts of a recovery."""
     title = f"from kill -9 of rank {recovery.rank} to the next trained iteration"
     table = FittedTable(title, "part", "seconds", numbers=("seconds",))
@@ -86,7 +86,10 @@ def _percent(ratio: Interval) -> str:
 
 
 def draw_losses(
-    file: Path, reference: Mapping[int, float], protected: Mapping[int, float], recoveries: Sequence[Recovery]
+    file: Path,
+    reference: Mapping[int, float],
+    protected: Mapping[int, float],
+    recoveries: Sequence[RecoveryTime],
 ) -> None:
     """Write a PNG: the protected run's losses as dots on the line of the uninterrupted run."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -11,19 +11,19 @@ from checkmate.wording import JSON_VERSION
 Version = Annotated[int, Field(ge=JSON_VERSION, le=JSON_VERSION)]
 
 
-class Part(BaseModel):
+class DocumentPart(BaseModel):
     """A part of a document. It has no other keys."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Document(Part):
+class JsonDocument(DocumentPart):
     """A document."""
 
     version: Version
 
 
-class FaultPart(Part):
+class FaultPart(DocumentPart):
     """A fault of a file; line 0 if it concerns the whole file."""
 
     file: str
@@ -41,7 +41,7 @@ class ErrorDocument(BaseModel):
     faults: list[FaultPart]
 
 
-class ValidateDocument(Document):
+class ValidateDocument(JsonDocument):
     """`validate` of files without a fault."""
 
     valid: Literal[True]
@@ -50,7 +50,7 @@ class ValidateDocument(Document):
     jobs: list[str]
 
 
-class FindingPart(Part):
+class FindingPart(DocumentPart):
     """A check of a host, and what to do about it; `remedy` is empty unless there is something to do."""
 
     check: str
@@ -59,7 +59,7 @@ class FindingPart(Part):
     remedy: str
 
 
-class HostRolePart(Part):
+class HostRolePart(DocumentPart):
     """A host in a role. `guessed`: how the role was guessed, if it was; `able`: whether nothing failed."""
 
     role: Literal["trainer", "shadow", "controller"]
@@ -69,7 +69,7 @@ class HostRolePart(Part):
     findings: list[FindingPart]
 
 
-class DoctorDocument(Document):
+class DoctorDocument(JsonDocument):
     """`doctor`: each role that was looked at, and whether the host is able to have one of them."""
 
     job: str | None
@@ -77,7 +77,7 @@ class DoctorDocument(Document):
     roles: list[HostRolePart]
 
 
-class AuthorityPart(Part):
+class AuthorityPart(DocumentPart):
     """The authority of a job's keys."""
 
     folder: str
@@ -93,7 +93,7 @@ class RolePart(AuthorityPart):
     hosts: list[str]
 
 
-class JobKeysPart(Part):
+class JobKeysPart(DocumentPart):
     """The keys of a job."""
 
     job: str
@@ -102,13 +102,13 @@ class JobKeysPart(Part):
     roles: list[RolePart]
 
 
-class KeysDocument(Document):
+class KeysDocument(JsonDocument):
     """`keys`."""
 
     keys: list[JobKeysPart]
 
 
-class SettingPart(Part):
+class SettingPart(DocumentPart):
     """A setting of the kernel, as `sysctl` names it."""
 
     key: str
@@ -116,7 +116,7 @@ class SettingPart(Part):
     reason: str
 
 
-class SysctlDocument(Document):
+class SysctlDocument(JsonDocument):
     """`sysctl`."""
 
     job: str
@@ -124,7 +124,7 @@ class SysctlDocument(Document):
     settings: list[SettingPart]
 
 
-class LabPart(Part):
+class LabPart(DocumentPart):
     """A lab; `up` is null if only root can determine it."""
 
     name: str
@@ -134,7 +134,7 @@ class LabPart(Part):
     job_file: str
 
 
-class LabListDocument(Document):
+class LabListDocument(JsonDocument):
     """`lab list`: titles of topologies by name, and labs."""
 
     topologies: dict[str, str]

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, cast
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from pydantic import ConfigDict, RootModel, create_model
 
-from checkmate.cli.documents.base import Document, Part
+from checkmate.cli.documents.base import DocumentPart, JsonDocument
 from checkmate.report.records import Absence, Death, NodeClock, Recovery, Trouble
 from checkmate.rpc import shadow_pb2 as pb
 
@@ -20,7 +20,7 @@ _TYPES: Final[dict[int, type]] = {
 """All others are integers."""
 
 
-def of_message(message: Descriptor, base: type[Part] = Part) -> type[Part]:
+def of_message(message: Descriptor, base: type[DocumentPart] = DocumentPart) -> type[DocumentPart]:
     """Return a model of a message as `shadow --json` prints it."""
     fields: dict[str, Any] = {}
     for field in message.fields:
@@ -30,20 +30,22 @@ def of_message(message: Descriptor, base: type[Part] = Part) -> type[Part]:
             fields[field.name] = (dict[str, _TYPES.get(value.cpp_type, int)], ...)  # type: ignore[misc]
             continue
         if field.message_type:
-            kind = of_message(field.message_type, _Hold if field.message_type.name == "HoldStatus" else Part)
+            kind = of_message(
+                field.message_type, _Hold if field.message_type.name == "HoldStatus" else DocumentPart
+            )
         if field.containing_oneof:  # `optional`
             kind |= None
         fields[field.name] = (list[kind] if field.is_repeated else kind, ...)
-    return cast("type[Part]", create_model(message.name, __base__=base, **fields))
+    return cast("type[DocumentPart]", create_model(message.name, __base__=base, **fields))
 
 
-class _Hold(Part):
+class _Hold(DocumentPart):
     """A hold. `lag`: the number of iterations by which trainers are ahead of it."""
 
     lag: int
 
 
-class _Line(Document):
+class _Line(JsonDocument):
     """A line. `time`: UTC, ISO 8601."""
 
     time: str = ""
@@ -72,7 +74,7 @@ class ShadowLine(RootModel[Any]):
     root: ReadyLine | StatusLine  # type: ignore[valid-type]
 
 
-class ConsolidateDocument(Document):
+class ConsolidateDocument(JsonDocument):
     """`consolidate`; with --every, each line."""
 
     path: str
@@ -85,14 +87,14 @@ class ConsolidateDocument(Document):
     seconds: float
 
 
-class ShardPart(Part):
+class ShardPart(DocumentPart):
     """A shard of a DP group."""
 
     group: int
     shard: int
 
 
-class DrainDocument(Document):
+class DrainDocument(JsonDocument):
     """`drain`: the shards of which the node had state."""
 
     job: str
@@ -101,7 +103,7 @@ class DrainDocument(Document):
     forced: bool
 
 
-class ResetDocument(Document):
+class ResetDocument(JsonDocument):
     """What `reset` discarded: the newest iteration, if there was any, and which nodes took part."""
 
     job: str
@@ -111,7 +113,7 @@ class ResetDocument(Document):
     """Why a node did not answer, by its id."""
 
 
-class EventPart(Part):
+class EventPart(DocumentPart):
     """An event, as in event logs; what `fields` has depends on the event (docs/operating.md)."""
 
     time: str
@@ -126,7 +128,7 @@ class EventPart(Part):
     fields: dict[str, Any]
 
 
-class ReportDocument(Document):
+class ReportDocument(JsonDocument):
     """`report`. Times are RFC 3339, each by the clock of the host that it comes from."""
 
     job: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkmate.cli.documents.base import Document, Part
+from checkmate.cli.documents.base import DocumentPart, JsonDocument
 from checkmate.planner.capacity.plan import SwitchUse
 from checkmate.planner.cost.report import Scheme
 from checkmate.planner.demand import ShardDemand
@@ -11,7 +11,7 @@ from checkmate.planner.profile.tables import ProfileFigure
 from checkmate.planner.scaling import StepTimes
 
 
-class CostDocument(Document):
+class CostDocument(JsonDocument):
     """`cost`. `assumed` has the keys that were not specified; saved amounts are null without --every."""
 
     gpus: int
@@ -42,7 +42,7 @@ class CostDocument(Document):
     extra_ports_share: float
 
 
-class SizePart(Part):
+class SizePart(DocumentPart):
     """A model on several numbers of nodes; `nodes_needed` is null if none suffices."""
 
     model: str
@@ -50,7 +50,7 @@ class SizePart(Part):
     nodes: list[Sizing]
 
 
-class ProfileDocument(Document):
+class ProfileDocument(JsonDocument):
     """`profile`. `receive_bytes_per_s` is by number of NICs."""
 
     cores: int
@@ -63,7 +63,7 @@ class ProfileDocument(Document):
     sizes: list[SizePart]
 
 
-class ModelPart(Part):
+class ModelPart(DocumentPart):
     """The model of a DP group."""
 
     name: str
@@ -72,14 +72,14 @@ class ModelPart(Part):
     dtype: str
 
 
-class RoundPart(Part):
+class RoundPart(DocumentPart):
     """What a NIC receives in a round of the ring."""
 
     bytes: int
     peak_bits_per_s: float
 
 
-class NicPart(Part):
+class NicPart(DocumentPart):
     """What a NIC receives; `receive_seconds` is null without a profile."""
 
     node: int
@@ -90,7 +90,7 @@ class NicPart(Part):
     receive_seconds: float | None
 
 
-class MemoryPart(Part):
+class MemoryPart(DocumentPart):
     """What a node keeps in memory."""
 
     parameters: int
@@ -101,23 +101,23 @@ class MemoryPart(Part):
     total: int
 
 
-class ShardPart(Part):
+class PlannedShardPart(DocumentPart):
     """A shard of a DP group."""
 
     group: int
     shard: int
 
 
-class NodePart(Part):
+class NodePart(DocumentPart):
     """A shadow node; `step_seconds` is null without a profile."""
 
     node: int
-    shards: list[ShardPart]
+    shards: list[PlannedShardPart]
     memory: MemoryPart
     step_seconds: float | None
 
 
-class CheckPart(Part):
+class CheckPart(DocumentPart):
     """A resource at its scarcest place."""
 
     what: str
@@ -129,14 +129,14 @@ class CheckPart(Part):
     fits: bool
 
 
-class MisfitPart(Part):
+class MisfitPart(DocumentPart):
     """What does not fit, with its path in the job file."""
 
     path: str
     message: str
 
 
-class CapacityDocument(Document):
+class CapacityDocument(JsonDocument):
     """`plan --capacity`."""
 
     job: str

@@ -6,48 +6,48 @@ from typing import Any, Final, get_type_hints
 
 from pydantic import create_model
 
-from checkmate.cli.documents.base import Document, Part
+from checkmate.cli.documents.base import DocumentPart, JsonDocument
 from controlplane.status import SwitchStatus
 from controlplane.tofino.headroom import Headroom
-from controlplane.tofino.pfc import HostCommands, PfcPlan, Sender
+from controlplane.tofino.pfc import HostCommands, PausingPort, PfcPlan
 from topologies.traffic.port_drops import PortDrops
 from topologies.traffic.verdict import StreamRow
 
 
-class StatusDocument(Document):
+class StatusDocument(JsonDocument):
     """`status`: each switch by name."""
 
     switches: dict[str, SwitchStatus]
 
 
-class WrittenPart(Part):
+class WrittenPart(DocumentPart):
     """A switch that was written to: updates, and entities that it has now."""
 
     updates: int
     entities: int
 
 
-class RemoveDocument(Document):
+class RemoveDocument(JsonDocument):
     """`remove`: each switch by name."""
 
     switches: dict[str, WrittenPart]
 
 
-class ReplicaPart(Part):
+class ReplicaPart(DocumentPart):
     """A copy of a multicast group."""
 
     port: int
     instance: int
 
 
-class GroupPart(Part):
+class GroupPart(DocumentPart):
     """A multicast group."""
 
     id: int
     replicas: list[ReplicaPart]
 
 
-class EntryPart(Part):
+class EntryPart(DocumentPart):
     """A table entry; what `match` and `params` contain depends on the table."""
 
     table: str
@@ -57,7 +57,7 @@ class EntryPart(Part):
     priority: int
 
 
-class PlannedStreamPart(Part):
+class PlannedStreamPart(DocumentPart):
     """A stream that a switch will have once it is connected."""
 
     job: str
@@ -72,7 +72,7 @@ class PlannedStreamPart(Part):
     nic: str
 
 
-class DpGroupPart(Part):
+class DpGroupPart(DocumentPart):
     """A DP group: its place in the mesh, if the job has one; ranks and their hosts in ring order."""
 
     dp_group: int
@@ -83,13 +83,13 @@ class DpGroupPart(Part):
     first_shadow_id: int
 
 
-class JobPlanPart(Part):
+class JobPlanPart(DocumentPart):
     """The DP groups of a job."""
 
     dp_groups: list[DpGroupPart]
 
 
-class SwitchPlanPart(Part):
+class SwitchPlanPart(DocumentPart):
     """What a switch would get. `usage` and `limits` are by kind of entity."""
 
     target: str
@@ -100,20 +100,20 @@ class SwitchPlanPart(Part):
     streams: list[PlannedStreamPart]
 
 
-class PlanDocument(Document):
+class PlanDocument(JsonDocument):
     """`plan`: each switch and each job by name."""
 
     switches: dict[str, SwitchPlanPart]
     jobs: dict[str, JobPlanPart]
 
 
-class ScriptPart(Part):
+class ScriptPart(DocumentPart):
     """A bfrt_python script."""
 
     script: str
 
 
-class BfrtDocument(Document):
+class BfrtDocument(JsonDocument):
     """`plan --bfrt`: each Tofino by name."""
 
     switches: dict[str, ScriptPart]
@@ -122,14 +122,14 @@ class BfrtDocument(Document):
 def _extended(record: type, **more: Any) -> Any:
     """Return a model of a record with further or other fields."""
     fields: Any = {name: (kind, ...) for name, kind in {**get_type_hints(record), **more}.items()}
-    return create_model(record.__name__, __base__=Part, __doc__=record.__doc__, **fields)
+    return create_model(record.__name__, __base__=DocumentPart, __doc__=record.__doc__, **fields)
 
 
-_Sender: Final = _extended(Sender, headroom=_extended(Headroom, bytes=int), admitted=int)
+_Sender: Final = _extended(PausingPort, headroom=_extended(Headroom, bytes=int), admitted=int)
 _Pfc: Final = _extended(PfcPlan, senders=list[_Sender])  # type: ignore[valid-type]
 
 
-class PfcDocument(Document):
+class PfcDocument(JsonDocument):
     """`plan --pfc`: each Tofino by name, and the commands of its hosts."""
 
     switches: dict[str, _Pfc]  # type: ignore[valid-type]
@@ -139,7 +139,7 @@ class PfcDocument(Document):
 _Stream: Final = _extended(StreamRow, equal=bool)
 
 
-class LabRankPart(Part):
+class LabRankPart(DocumentPart):
     """A rank of a lab; `faults` counts failures of the tagger by name."""
 
     rank: int
@@ -149,7 +149,7 @@ class LabRankPart(Part):
     faults: dict[str, int]
 
 
-class LabRunDocument(Document):
+class LabRunDocument(JsonDocument):
     """`lab run`."""
 
     good: bool

@@ -13,7 +13,7 @@ from checkmate.job.schema import Job, Nic
 from checkmate.output.consoles import waiting
 from checkmate.planner.capacity import report
 from checkmate.planner.capacity.misfits import checks
-from checkmate.planner.capacity.plan import Capacity, Limits, SwitchUse
+from checkmate.planner.capacity.plan import Capacity, CapacityLimits, SwitchUse
 from checkmate.planner.demand import Demand
 from checkmate.planner.models.named import Model, load_model, sharded, stages_of
 from checkmate.planner.models.optimizers import NamedOptimizer
@@ -100,15 +100,15 @@ def _stages(job: Job, names: Sequence[str], dtype: str | None) -> list[Model]:
     return [chunk for chunk in chunks for _ in range(groups // job.mesh.pp)]
 
 
-def _limits(iteration_time: str | None, node_memory: str | None, nic_rate: str) -> Limits:
+def _limits(iteration_time: str | None, node_memory: str | None, nic_rate: str) -> CapacityLimits:
     iteration = quantity("--iteration-time", iteration_time, seconds) if iteration_time else None
     memory = int(quantity("--node-memory", node_memory, nbytes)) if node_memory else None
-    return Limits(quantity("--nic-rate", nic_rate, bits_per_second), iteration, memory)
+    return CapacityLimits(quantity("--nic-rate", nic_rate, bits_per_second), iteration, memory)
 
 
 def _with_profile(
-    limits: Limits, file: Path, cores: int | None, models: Sequence[Model], optimizer: str
-) -> Limits:
+    limits: CapacityLimits, file: Path, cores: int | None, models: Sequence[Model], optimizer: str
+) -> CapacityLimits:
     profile = read_profile(file)
     return replace(
         limits,

@@ -13,7 +13,7 @@ from checkmate.output.consoles import waiting
 
 if TYPE_CHECKING:
     from checkmate.planner.cost.inputs import CostInputs
-    from checkmate.planner.cost.report import Report, Scheme
+    from checkmate.planner.cost.report import CostReport, Scheme
 
 _File = Annotated[Path | None, typer.Argument(help="YAML file of these values; options override it.")]
 _Value = str | None
@@ -110,7 +110,7 @@ def cost(
         out.print(f"\nfigures: {plot}", markup=False, soft_wrap=True)
 
 
-def _report(inputs: CostInputs) -> Report:
+def _report(inputs: CostInputs) -> CostReport:
     from checkmate.planner.cost.failures import NeverDone  # noqa: PLC0415
     from checkmate.planner.cost.model import best_every_iterations, failures_per_interval  # noqa: PLC0415
     from checkmate.planner.cost.report import report  # noqa: PLC0415
@@ -144,7 +144,7 @@ def _draw(file: Path, inputs: CostInputs) -> None:
     draw(file, write)
 
 
-def _print(report: Report) -> None:
+def _print(report: CostReport) -> None:
     from checkmate.planner.cost.report import inputs_table, schemes_table, sentences  # noqa: PLC0415
 
     expected, *rest = sentences(report)

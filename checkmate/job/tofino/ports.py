@@ -19,7 +19,7 @@ from checkmate.job.fields import CPU_PORT
 from checkmate.job.placing import interfaces
 from checkmate.job.schema import Attachment, Nic, PanelPort, Stub, Switch
 from checkmate.job.tofino import chips
-from checkmate.job.valid_parts import Part, field_adapter, parts
+from checkmate.job.valid_parts import ValidPart, field_adapter, parts
 
 FEC: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -143,7 +143,7 @@ def resolve(raw: Any) -> list[Fault]:
     return faults
 
 
-def _attachments(raw: Any) -> Iterator[tuple[Part, dict[str, Any]]]:
+def _attachments(raw: Any) -> Iterator[tuple[ValidPart, dict[str, Any]]]:
     """Yield every mapping with `switch` and `port`, as its valid part and as data."""
     found = [
         *interfaces(raw),
@@ -196,7 +196,7 @@ def _is_default(key: str, value: object) -> bool:
         return False
 
 
-def _not_tofino(switch: Part, given: Mapping[str, Any], target: str) -> Iterator[Fault]:
+def _not_tofino(switch: ValidPart, given: Mapping[str, Any], target: str) -> Iterator[Fault]:
     for key in OF_TOFINO:
         if key in given and not _is_default(key, given[key]):
             yield Fault((*switch.path, key), f"is only for Tofinos, but the target is {target}; remove it")
@@ -206,14 +206,14 @@ def _not_tofino(switch: Part, given: Mapping[str, Any], target: str) -> Iterator
         )
 
 
-def _cpu_port(switch: Part, target: str) -> Iterator[Fault]:
+def _cpu_port(switch: ValidPart, target: str) -> Iterator[Fault]:
     port, chip = switch.fields.get("cpu_port"), chips.CHIPS[target]
     if port is not None and port not in chip.cpu_ports:
         ports = ", ".join(map(str, chip.cpu_ports))
         yield Fault((*switch.path, "cpu_port"), f"must be a CPU port of {target} ({ports}), not {port}")
 
 
-def _board(switch: Part, target: str) -> Iterator[Fault]:
+def _board(switch: ValidPart, target: str) -> Iterator[Fault]:
     if switch.fields.get("front_panel") is not None and target != "tofino":
         yield Fault(
             (*switch.path, "front_panel"),
@@ -247,7 +247,7 @@ def _no_front_port(number: int, target: str) -> str:
     )
 
 
-def _port_settings(switch: Part, target: str) -> Iterator[Fault]:
+def _port_settings(switch: ValidPart, target: str) -> Iterator[Fault]:
     """Yield faults of speed and FEC, of the switch and of ports with their own settings."""
     default, chip = switch.fields.get("speed"), chips.CHIPS[target]
     fields: list[tuple[Path, PanelPort]] = (
@@ -266,14 +266,14 @@ def _port_settings(switch: Part, target: str) -> Iterator[Fault]:
             yield Fault((*switch.path, *path, "fec"), f"a {speed} port's FEC is {there}, not {port.fec}")
 
 
-def _used_ports(switch: Part, target: str, used: list[Part]) -> Iterator[Fault]:
+def _used_ports(switch: ValidPart, target: str, used: list[ValidPart]) -> Iterator[Fault]:
     """Yield faults of a job's device ports: not on the front panel, or on the lanes of another."""
     chip, ports = chips.CHIPS[target], switch.get("front_panel", "ports", "speed")
     if ports is None:
         return
     board, own, default = ports
     known = {number: name for name, number in names(board, own).items()}
-    lanes: dict[int, dict[int, Part]] = defaultdict(dict)
+    lanes: dict[int, dict[int, ValidPart]] = defaultdict(dict)
     for part in used:
         number = part.fields.get("port")
         if number is None:

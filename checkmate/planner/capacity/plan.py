@@ -31,7 +31,7 @@ class SwitchUse:
 
 
 @dataclass(frozen=True)
-class Limits:
+class CapacityLimits:
     """Available resources; `None` if unknown and not checked.
 
     `receive_bytes_per_s` is the measured rate of a shadow node, by number of NICs.
@@ -50,7 +50,7 @@ class Capacity:
     """A job's demand and the available resources."""
 
     demand: Demand
-    limits: Limits
+    limits: CapacityLimits
     switches: tuple[SwitchUse, ...]
 
     @property

@@ -66,7 +66,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Report:
+class CostReport:
     """The complete result. `yours` has the user's checkpoint interval, if one is given."""
 
     inputs: CostInputs
@@ -119,13 +119,13 @@ class Report:
         }
 
 
-def report(inputs: CostInputs) -> Report:
+def report(inputs: CostInputs) -> CostReport:
     """Compute the report. Raise `failures.NeverDone` if the simulation cannot run."""
     best_every = model.best_every_iterations(inputs.training, inputs.stall_s)
     best = _conventional(inputs, "conventional, best", best_every)
     every = inputs.every_iterations
     yours = None if every is None else _conventional(inputs, "conventional, yours", every)
-    return Report(inputs, best, yours, _checkmate(inputs))
+    return CostReport(inputs, best, yours, _checkmate(inputs))
 
 
 def _conventional(inputs: CostInputs, name: str, every: int) -> Scheme:
@@ -198,7 +198,7 @@ def _simulated(inputs: CostInputs, spread: Spread, waste: Waste, node_dollars: f
     )
 
 
-def inputs_table(report: Report) -> FittedTable:
+def inputs_table(report: CostReport) -> FittedTable:
     """Return a table of the inputs, by option; assumed ones are marked."""
     table = FittedTable("", "input", "value", "", numbers=("value",))
     for key, shown in _values(report.inputs):
@@ -230,7 +230,7 @@ def _values(inputs: CostInputs) -> list[tuple[str, str]]:
     return [*shown, *(simulated if inputs.runs else [])]
 
 
-def schemes_table(report: Report) -> FittedTable:
+def schemes_table(report: CostReport) -> FittedTable:
     """Return a table of all schemes: the closed form, and the simulation if there is one."""
     names = [scheme.name.replace(", ", ",\n") for scheme in report.schemes]
     table = FittedTable("", "over the run", *names, numbers=names)
@@ -274,7 +274,7 @@ def _simulated_rows(found: Simulated, scheme: Scheme) -> list[tuple[str, str]]:
     ]
 
 
-def sentences(report: Report) -> Iterator[str]:
+def sentences(report: CostReport) -> Iterator[str]:
     """Yield conclusions from the closed form."""
     inputs, training = report.inputs, report.inputs.training
     yield f"{training.failures:,.1f} failures are expected in {show_seconds(inputs.duration)}."

@@ -28,7 +28,7 @@ class _Wait:
     first: bool
 
 
-class Admission:
+class WaitingCalls:
     """All calls that wait for their clients at the moment, by key."""
 
     def __init__(self) -> None:

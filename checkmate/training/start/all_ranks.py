@@ -26,7 +26,7 @@ class RestoreError(CheckmateError, RuntimeError):
     """No complete state is available to resume from. The message names the shards and nodes concerned."""
 
 
-class Told(Protocol):
+class FirstRanksFinding(Protocol):
     """What rank 0 finds out for all."""
 
     def message(self) -> Any:
@@ -37,10 +37,10 @@ class Told(Protocol):
         """Return what `message` has made. Raise `ValueError` if it is malformed."""
 
 
-A = TypeVar("A", bound=Told)
+A = TypeVar("A", bound=FirstRanksFinding)
 
 
-class Outcome(NamedTuple):
+class RankOutcome(NamedTuple):
     """What this rank's work had for a result, and how it went on all ranks."""
 
     result: Any
@@ -75,7 +75,7 @@ def agree(place: Membership, kind: type[A], make: Callable[[], A]) -> A:
         raise ExchangeError(f"rank 0 sent a malformed {kind.__name__}: {error}") from None
 
 
-def on_all(place: Membership, do: Callable[[], Any]) -> Outcome:
+def on_all(place: Membership, do: Callable[[], Any]) -> RankOutcome:
     """Do this rank's work, which must not wait for other ranks; return how it went on all ranks.
 
     Raise `RestoreError` on all ranks if the state of one is of other ranks: older state must not replace it.
@@ -96,4 +96,6 @@ def on_all(place: Membership, do: Callable[[], Any]) -> Outcome:
     failed = [(str(one), kind) for one, kind in told if one]
     if final := [one for one, kind in failed if kind == "final"]:
         raise RestoreError(final[0])
-    return Outcome(result, "; ".join(one for one, _ in failed), all(kind == "unread" for _, kind in failed))
+    return RankOutcome(
+        result, "; ".join(one for one, _ in failed), all(kind == "unread" for _, kind in failed)
+    )

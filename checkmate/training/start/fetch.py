@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
-from checkmate.nodes.reader import Asked, Reading, States, most_parts, read_shards, record_of
+from checkmate.nodes.reader import Asked, ShardReading, States, most_parts, read_shards, record_of
 from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
@@ -59,7 +59,7 @@ def fetch(
         FetchError: None of a shard's holders returns it, or buffers are missing, or the model differs.
         OtherRanks: The nodes hold other parts of the model.
     """
-    how = Reading(time.monotonic() + timeout, accept=partial(_check_model, layouts))
+    how = ShardReading(time.monotonic() + timeout, accept=partial(_check_model, layouts))
     try:
         order = {asked: spread(holders, place.rank) for asked, holders in wanted.items()}
         found = read_shards(stubs, order, how)

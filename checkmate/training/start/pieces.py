@@ -16,7 +16,7 @@ PACKED_BELOW: Final = 64 << 10
 """Tensors of fewer bytes are sent together, because each broadcast takes time. Larger ones are not copied."""
 
 
-class Piece:
+class SentPiece:
     """Bytes that are sent at once: a part of one tensor, or several small tensors."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
@@ -44,7 +44,7 @@ class TensorBytes:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._flats = [one.contiguous().reshape(-1).view(torch.uint8) for one in tensors if one.nbytes]
-        self.pieces = [Piece(views) for views in _cut(self._flats)]
+        self.pieces = [SentPiece(views) for views in _cut(self._flats)]
 
     def digest(self) -> str:
         """Return XXH3 of all bytes: it finds accidents."""

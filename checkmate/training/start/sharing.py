@@ -22,7 +22,7 @@ from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
 from checkmate.training.start.exchange import ExchangeError, Named
 from checkmate.training.start.membership import Membership
-from checkmate.training.start.pieces import PIECE_BYTES, Piece, TensorBytes
+from checkmate.training.start.pieces import PIECE_BYTES, SentPiece, TensorBytes
 from checkmate.wire.layout import Layout
 
 IN_FLIGHT: Final = 8
@@ -231,7 +231,7 @@ class Parts:
 
         The readers take turns, with several pieces under way, which uses all of their links.
         """
-        under_way: deque[tuple[dist.Work, torch.Tensor, int, Piece]] = deque()
+        under_way: deque[tuple[dist.Work, torch.Tensor, int, SentPiece]] = deque()
         for number, (at, piece) in enumerate(self._turns()):
             if len(under_way) == IN_FLIGHT:
                 self._finish(*under_way.popleft())
@@ -239,12 +239,12 @@ class Parts:
         while under_way:
             self._finish(*under_way.popleft())
 
-    def _turns(self) -> Iterator[tuple[int, Piece]]:
+    def _turns(self) -> Iterator[tuple[int, SentPiece]]:
         """Yield the pieces of all readers in turns, each with the reader's index."""
         for turn in zip_longest(*(part.pieces for part in self.parts)):
             yield from ((at, piece) for at, piece in enumerate(turn) if piece is not None)
 
-    def _begin(self, at: int, piece: Piece, slot: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
+    def _begin(self, at: int, piece: SentPiece, slot: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
         """Send or receive a piece of reader `at`; return the work, and the tensor that is on the way."""
         sent = piece.bytes if self.readers.device == _CPU else slot[: len(piece.bytes)]
         if at == self.readers.own:
@@ -256,7 +256,7 @@ class Parts:
         assert work is not None  # else this rank would not be in the group
         return work, sent
 
-    def _finish(self, work: dist.Work, sent: torch.Tensor, at: int, piece: Piece) -> None:
+    def _finish(self, work: dist.Work, sent: torch.Tensor, at: int, piece: SentPiece) -> None:
         work.wait()
         if at != self.readers.own:
             if sent is not piece.bytes:

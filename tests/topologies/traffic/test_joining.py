@@ -21,7 +21,7 @@ from topologies.lab import Lab
 from topologies.traffic import orders
 from topologies.traffic.digests import Tail
 from topologies.traffic.orders import Load
-from topologies.traffic.run import Outcome, Traffic, received_by
+from topologies.traffic.run import Traffic, TrafficOutcome, received_by
 
 pytestmark = [needs_root, needs_clang]
 
@@ -79,7 +79,7 @@ class Brake(threading.Thread):
         self.go()
 
 
-def gather_and(run: Traffic, change: Callable[[Member, Brake], None]) -> Outcome:
+def gather_and(run: Traffic, change: Callable[[Member, Brake], None]) -> TrafficOutcome:
     """Run the rings, and change the leaving node after the third iteration."""
     changed = False
     with Brake(run, 8) as brake:
@@ -100,7 +100,7 @@ def streams_of(result: dict[str, Any]) -> dict[Key, dict[str, Any]]:
     return {(s["boundary"], s["channel"], s["shadow_id"]): s for s in result["streams"]}
 
 
-def check_joined(run: Traffic, outcome: Outcome) -> None:
+def check_joined(run: Traffic, outcome: TrafficOutcome) -> None:
     """Check that the joined node has read all bytes that the ranks report as tagged from there on."""
     (joined,) = (run.result(member) for member in run.shadows if member.name == LEAVER)
     tagged = {key: s["tails"] for rank in outcome.ranks for key, s in streams_of(rank).items()}
@@ -119,7 +119,7 @@ def lost(crew: Crew) -> int:
     return int(switch["losses"]["not_connected"]["packets"])
 
 
-def check_stayer(outcome: Outcome) -> None:
+def check_stayer(outcome: TrafficOutcome) -> None:
     """Check that the remaining node has all bytes, from the first one."""
     assert [row.equal for row in outcome.verdict.rows if row.node == 1] == [True] * 4
     assert not outcome.faults

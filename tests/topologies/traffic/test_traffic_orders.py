@@ -22,7 +22,7 @@ from topologies.traffic import orders, verdict
 from topologies.traffic.orders import Load
 from topologies.traffic.rank import RingJob
 from topologies.traffic.sink import SinkJob
-from topologies.traffic.verdict import Digest, ReadKey, StreamKey, Verdict, compare
+from topologies.traffic.verdict import Digest, ReadKey, StreamKey, StreamsVerdict, compare
 
 
 @pytest.fixture(scope="module", params=["single_tor", "two_tor", "paper_testbed"])
@@ -50,8 +50,8 @@ def seen(job: Job) -> tuple[dict[StreamKey, Digest], dict[ReadKey, Digest]]:
     return tagged, read
 
 
-def judged(job: Job, tagged: dict[StreamKey, Digest], read: dict[ReadKey, Digest]) -> Verdict:
-    return Verdict(compare(job, tagged, read), 1.0, 10**6)
+def judged(job: Job, tagged: dict[StreamKey, Digest], read: dict[ReadKey, Digest]) -> StreamsVerdict:
+    return StreamsVerdict(compare(job, tagged, read), 1.0, 10**6)
 
 
 @settings(max_examples=50)
@@ -152,7 +152,7 @@ def test_steps_are_told_with_their_times() -> None:
     assert all(line.endswith("0.0 s") for line in lines)
 
 
-def _shown(result: Verdict) -> str:
+def _shown(result: StreamsVerdict) -> str:
     text = io.StringIO()
     Console(file=text, width=200).print(verdict.table(result))
     return text.getvalue()

@@ -142,7 +142,7 @@ def _damaged(rank: int, _: int, damaged: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", torch.zeros)
         if rank == damaged:
-            patch.setattr(pieces.Piece, "take", lambda _: None)
+            patch.setattr(pieces.SentPiece, "take", lambda _: None)
         try:
             _share({rank: _state(2)}, readers)
         except ExchangeError as error:
