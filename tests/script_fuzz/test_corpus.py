@@ -114,6 +114,11 @@ MORE_REFUSED = {
     "parameters through .data": ScriptPlan(deeds=(Deed("param-data", 2, "after-scheduler"),)),
 }
 NAMED = {
+    "an optimizer whose first step overflows": ScriptPlan(
+        loop=LoopPlan(overflows=(2,), scaler="given"),
+        deeds=(Deed("optimizer-replaced", 1, "after-step"),),
+        kills=(Kill(2, "after-backward", (1,), lone=True),),
+    ),
     "two steps in a turn": ScriptPlan(
         loop=LoopPlan(boundary="none"), deeds=(Deed("step-second", 1, "after-scheduler"),)
     ),

@@ -287,6 +287,10 @@ class Recorder:
         if self._open is not None and not self._marking:
             self._end_here(self._open)
 
+    def check_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `RefusedError` for another optimizer of protected parameters."""
+        self._before_any_step(optimizer, (), {})
+
     def check_gradients(self) -> None:
         """Raise `RefusedError` if gradients were changed in a way that the record can't express."""
         if self._open is not None:

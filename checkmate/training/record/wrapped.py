@@ -165,6 +165,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 class ScalerListener(Protocol):
     """The calls that a followed scaler causes."""
 
+    def check_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check another optimizer that the scaler is about to have step, or skip."""
+
     def check_gradients(self) -> None:
         """Check gradients before they are unscaled."""
 
@@ -207,6 +210,7 @@ class ScalerWatch:
     def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
         """Call `GradScaler.step` and note it. A fused optimizer unscales and skips by itself."""
         if optimizer is not self._optimizer or not self._scaler.is_enabled():
+            self._listener.check_foreign(optimizer)  # its own hook says nothing if the scaler skips it
             return self._step(optimizer, *arguments, **keywords)
         # From the scaler, because a script may unscale and then not step.
         self._unscaled = self._scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
