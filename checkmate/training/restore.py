@@ -21,6 +21,7 @@ from checkmate.events.kinds import (
 )
 from checkmate.events.saying import say, seconds_since
 from checkmate.nodes.stubs import Stubs
+from checkmate.optim.several import members_of
 from checkmate.training.checks import Optimizers, Scaler, Schedulers, watched_of
 from checkmate.training.default_log import show_log
 from checkmate.training.kept_events import keep_events
@@ -114,6 +115,8 @@ def restore(
         raise
     start.extra = RestoredTensors(extra)
     standing.restored(start, stubs, first=place.first)
+    if place.rank == 0:
+        standing.warn_if_unprotected(members_of(watched.optimizer))
     source = "nodes" if start.plan.kind == "nodes" else "disk" if start.next_iteration else "start"
     ended = RESTORE_ENDED(from_=source, iteration=start.next_iteration, seconds=seconds_since(began))
     say(logging.DEBUG, ended, "iteration %d comes next", start.next_iteration)

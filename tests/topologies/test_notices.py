@@ -126,3 +126,21 @@ def test_checkmate_is_heard() -> None:
     assert not notices.heard
     begin(notices, 0)
     assert notices.heard
+
+
+def test_a_script_that_does_not_fit_the_state_ends_the_second_time() -> None:
+    """Nodes that are away may be back later; another model stays another model."""
+    ended = "failed (exitcode: 1) local_rank: 0 (pid: 71) of binary: python"
+    for text, final in (
+        ("the shadow nodes hold another model: it has w [2] float32 in place of w [4] float32", True),
+        ("rank 0: the state has a scheduler, a StepLR: pass scheduler= to checkmate.restore", True),
+        ("no shadow node answers", False),
+    ):
+        notices = Notices()
+        for _ in range(2):
+            assert not notices.repeated
+            notices.of(error(f"[rank0]: checkmate.training.start.all_ranks.RestoreError: {text}"))
+            notices.of(error("[rank0]: x"))
+            notices.of(error(ended))
+        assert bool(notices.repeated) is final, text
+        assert notices.heard  # an error of Checkmate's is a line of Checkmate's

@@ -20,6 +20,8 @@ _OF_ANOTHER: Final = re.compile(
     r"|[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe"
 )
 """An error that the death of another rank causes."""
+_MISFIT: Final = re.compile(r"hold another model|the state('s| has| is)|doesn't fit the script")
+"""A `RestoreError` for which the script is another one than the state's."""
 _REFUSALS: Final = ("RefusedError", "StateError", "UnsupportedOptimizer")
 """Errors of Checkmate's that depend on the script alone, so that no restart ends them."""
 _FAILED: Final = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: \d+ \(pid: (?P<pid>\d+)\)")
@@ -57,6 +59,7 @@ class Notices:
         if found is None:
             return None
         kind, ours = found["kind"], found["module"].startswith("checkmate.")
+        self.heard |= ours
         error = f"{kind}: {found['text']}" if found["text"] else kind
         if not (ours or _KIND.search(kind)) or _OF_ANOTHER.search(kind if ours else error):
             return None
@@ -73,7 +76,8 @@ class Notices:
         error, ours = self._last.pop(node, ("", ""))
         before = self._ended_by.get((node, error))
         # Another error of Checkmate's is of nodes, switches or other ranks, which may be back later.
-        if error and before is not None and (ours in _REFUSALS if ours else before == self._begin):
+        no_restart_helps = ours in _REFUSALS or (ours == "RestoreError" and _MISFIT.search(error))
+        if error and before is not None and (no_restart_helps if ours else before == self._begin):
             self.repeated = error
         self._ended_by[node, error] = self._begin
         return None

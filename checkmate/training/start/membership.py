@@ -5,13 +5,16 @@ Also the standing of its model: restored, or protected.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Final
 
+import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.mesh import group_name
@@ -34,6 +37,8 @@ from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
 from checkmate.wire.shares import WHOLE, Share
 from checkmate.wording import counted
+
+_log: Final = logging.getLogger("checkmate")
 
 
 @dataclass(frozen=True)
@@ -264,6 +269,7 @@ class ModelStanding(AttachedData):
     def __init__(self) -> None:
         self._start: Start | None = None
         self._stubs: Stubs | None = None
+        self._hooks: list[RemovableHandle] = []
 
     @classmethod
     def of(cls, model: TrainedModel) -> ModelStanding:
@@ -294,8 +300,27 @@ class ModelStanding(AttachedData):
         else:
             stubs.close()
 
+    def warn_if_unprotected(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Log a warning if one of these steps before `protect` is called: a crash would repeat everything."""
+
+        def warn(*_: object) -> None:
+            self._end_hooks()
+            _log.warning(
+                "an optimizer steps after checkmate.restore, and checkmate.protect was not called: shadow "
+                "nodes do not follow, so nothing of this training is kept"
+            )
+
+        self._end_hooks()
+        self._hooks = [optimizer.register_step_pre_hook(warn) for optimizer in optimizers]
+
+    def _end_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
     def take_start(self) -> Start | None:
         """Return the outcome of the last `restore`, and forget it."""
+        self._end_hooks()
         start, self._start = self._start, None
         return start
 

@@ -158,3 +158,22 @@ def test_copies_of_a_protected_model_are_not_protected(
     listener.close()
     checkmate.clip_grad_norm_(parameters, 1.0)
     assert told == ["before", "after"]
+
+
+@pytest.mark.parametrize("protected", [False, True])
+def test_a_restored_model_that_trains_without_protect_is_named_once(
+    protected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newcomer forgot it, and learned so after the crash only."""
+    model = nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    standing = ModelStanding()
+    standing.warn_if_unprotected(optimizers)
+    if protected:
+        standing.take_start()
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert caplog.text.count("checkmate.protect was not called") == (not protected)
+    assert not any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers)
