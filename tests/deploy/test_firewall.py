@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from tests.support.labs.end_hosts import inside
 from tests.support.labs.live import needs_root
 from topologies.kernel import namespaces
-from topologies.kernel.links import add_cable, prepare
+from topologies.kernel.links import add_cable, prepare, set_address
 
 FIREWALL = Path(__file__).parents[2] / "deploy" / "firewall.nft"
 RENDEZVOUS, SSH = 29400, 22
@@ -36,7 +37,7 @@ def hosts() -> Iterator[tuple[str, str]]:
             add_cable(host, nic, others, nic, mtu=1500)
             for ip in ips:
                 at = host if ip in (HERE, ELSEWHERE) else others
-                subprocess.run(["ip", "-n", at, "address", "add", f"{ip}/24", "dev", nic], check=True)
+                set_address(at, nic, IPv4Address(ip), IPv4Network(f"{ip}/24", strict=False))
         yield host, others
     finally:
         for name in names:
@@ -61,16 +62,15 @@ def connects(hosts: tuple[str, str], source: str, port: int) -> bool:
 
 
 @needs_root
+@pytest.mark.skipif(shutil.which("nft") is None, reason="nft is not on PATH")
 def test_only_training_hosts_reach_the_rendezvous(hosts: tuple[str, str], tmp_path: Path) -> None:
-    nft = shutil.which("nft")
-    if nft is None:
-        pytest.skip("nft is not installed")
     rules = tmp_path / "firewall.nft"
     rules.write_text(FIREWALL.read_text().replace("192.168.0.1-192.168.0.8", f"{HERE}-{TRAINER}"))
     assert connects(hosts, STRANGER, RENDEZVOUS)
     assert connects(hosts, THERE, RENDEZVOUS)
     for _ in range(2):  # it may be loaded again
-        subprocess.run(["ip", "netns", "exec", hosts[0], nft, "-f", str(rules)], check=True)
+        with inside(hosts[0]):
+            subprocess.run(["nft", "-f", str(rules)], check=True)
     assert connects(hosts, TRAINER, RENDEZVOUS)
     assert not connects(hosts, STRANGER, RENDEZVOUS)
     assert not connects(hosts, THERE, RENDEZVOUS)  # by the training network
