@@ -19,12 +19,14 @@ from http.server import BaseHTTPRequestHandler
 from importlib.metadata import version
 from socketserver import ThreadingTCPServer
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Generic, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+T = TypeVar("T")
 
 _REQUESTS_MAX: Final = 8
 """Requests at a time; further connections are closed."""
@@ -70,7 +72,12 @@ class MetricsServer:
         registry = CollectorRegistry()
         registry.register(_Collected(collect))
         ProcessCollector(registry=registry)
-        parts = {"metrics": _Cached(registry), "readiness": _Readiness(not_ready)}
+        parts = {
+            "registry": registry,
+            "texts": _Fresh[bytes](),
+            "not_ready": staticmethod(not_ready),
+            "reasons": _Fresh[str](),
+        }
         handler = type("Handler", (_Handler,), parts)
         try:
             self._server = _Server(*host_and_port(address), handler)
@@ -115,41 +122,20 @@ class _Collected(Collector):
         yield from self._collect()
 
 
-class _Cached:
-    """The text of a registry, read at most once in `_FRESH_SECONDS` for each format."""
+class _Fresh(Generic[T]):
+    """Values by name, each read at most once in `_FRESH_SECONDS`."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._texts: dict[str, tuple[float, bytes]] = {}
+        self._values: dict[str, tuple[float, T]] = {}
 
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """Return the text in a format that the client accepts, and the format's name."""
-        encode, kind = choose_encoder(accept)
+    def get(self, name: str, read: Callable[[], T]) -> T:
+        """Return the value of a name, from `read` if it is old or not there."""
         with self._lock:
-            at, text = self._texts.get(kind, (float("-inf"), b""))
-            if time.monotonic() - at > _FRESH_SECONDS:
-                text = encode(self._registry)
-                self._texts[kind] = time.monotonic(), text
-            return text, kind
-
-
-class _Readiness:
-    """Why the process cannot do its work, read at most once in `_FRESH_SECONDS`."""
-
-    def __init__(self, not_ready: Callable[[], str]) -> None:
-        self._not_ready = not_ready
-        self._lock = threading.Lock()
-        self._at = float("-inf")
-        self._reason = ""
-
-    def reason(self) -> str:
-        """Return the reason, or ""."""
-        with self._lock:
-            if time.monotonic() - self._at > _FRESH_SECONDS:
-                self._reason = self._not_ready()
-                self._at = time.monotonic()
-            return self._reason
+            if name not in self._values or time.monotonic() - self._values[name][0] > _FRESH_SECONDS:
+                value = read()
+                self._values[name] = time.monotonic(), value
+            return self._values[name][1]
 
 
 class _Pace:
@@ -213,8 +199,10 @@ def _break(request: socket.socket) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    metrics: _Cached
-    readiness: _Readiness
+    registry: CollectorRegistry
+    texts: _Fresh[bytes]
+    not_ready: Callable[[], str]
+    reasons: _Fresh[str]
     server_version = "checkmate"
     sys_version = ""
     timeout = _REQUEST_SECONDS
@@ -227,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/healthz":
             self._answer(HTTPStatus.OK, b"ok\n")
         elif path == "/readyz":
-            reason = self.readiness.reason()
+            reason = self.reasons.get(path, self.not_ready)
             status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
             self._answer(status, f"{reason or 'ready'}\n".encode())
         else:
@@ -235,7 +223,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _metrics(self) -> None:
         try:
-            text, kind = self.metrics.text(self.headers.get("Accept", ""))
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            text = self.texts.get(kind, lambda: encode(self.registry))
         except Exception as error:  # noqa: BLE001 - it must not end what is measured
             LOG.error("metrics could not be read: %r", error)
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, b"metrics could not be read; see the log\n")

@@ -37,8 +37,7 @@ class LockError(Exception):
 
 def hashed(compiled: str) -> str:
     """Return uv's list of requirements without those that set-up installs without hashes. Pure."""
-    requirements = re.split(r"^(?=\S)", compiled, flags=re.MULTILINE)
-    return "".join(one for one in requirements if not _WITHOUT_HASHES.match(one))
+    return "".join(one for one in _requirements(compiled) if not _WITHOUT_HASHES.match(one))
 
 
 def listed(report: str, constraints: str) -> str:
@@ -47,12 +46,17 @@ def listed(report: str, constraints: str) -> str:
     Others that it names are left out: `pip check` misses them, if something needs them.
     """
     names = {_canonical(one["metadata"]["name"]) for one in json.loads(report)["install"]}
-    requirements = re.split(r"^(?=\S)", constraints, flags=re.MULTILINE)
-    return "".join(one for one in requirements if _canonical(one.partition("==")[0]) in names)
+    return "".join(one for one in _requirements(constraints) if _canonical(one.partition("==")[0]) in names)
+
+
+def _requirements(text: str) -> list[str]:
+    """Return the entries of a list, each with the lines of its hashes."""
+    return re.split(r"^(?=\S)", text, flags=re.MULTILINE)
 
 
 def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()  # PEP 503
+    """Return a name as PEP 503 writes it. An image of Python has no `packaging`, whose function this is."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _compile(source: str, known: Path, *more: str, given: str | None = None) -> str:

@@ -116,7 +116,7 @@ def consolidate(
                 saved = follow.take(nodes, to, kind.value, timeout, _warning)
             print_json(_data(saved)) if as_json else _say(saved)
             return
-        told = follow.FollowListener(
+        listener = follow.FollowListener(
             (lambda saved: print_json(_data(saved), line=True)) if as_json else _say,
             _waiting,
             _warning,
@@ -125,7 +125,9 @@ def consolidate(
         with (
             stopping() as stopped,
             SnapshotReader(loaded, stopped=stopped, reader=reader) as nodes,
-            nullcontext(told) if metrics is None else _counted(metrics, loaded.job, every, told) as heard,
+            nullcontext(listener)
+            if metrics is None
+            else _counted(metrics, loaded.job, every, listener) as heard,
         ):
             follow.follow(nodes, to, kind.value, timeout, every, keep, stopped, heard)
 
@@ -141,7 +143,7 @@ def _check_free(to: Path, kind: FormatChoice) -> None:
 
 
 @contextmanager
-def _counted(address: str, job: str, every: int, told: FollowListener) -> Iterator[FollowListener]:
+def _counted(address: str, job: str, every: int, listener: FollowListener) -> Iterator[FollowListener]:
     """Serve metrics of what is told, and tell it on."""
     from checkmate.consolidate.follow import FollowListener  # noqa: PLC0415
     from checkmate.consolidate.metrics import KeeperTally, families  # noqa: PLC0415 - an extra
@@ -151,18 +153,18 @@ def _counted(address: str, job: str, every: int, told: FollowListener) -> Iterat
 
     def saved(one: Saved) -> None:
         tally.saved(one, time.time())
-        told.saved(one)
+        listener.saved(one)
 
     def trouble(why: str) -> None:
         tally.failed(why)
-        told.trouble(why)
+        listener.trouble(why)
 
     def over() -> None:
         tally.over()
-        told.over()
+        listener.over()
 
     with MetricsServer(address, lambda: families(tally), tally.not_ready):
-        yield FollowListener(saved, trouble, told.left, over, tally.seen)
+        yield FollowListener(saved, trouble, listener.left, over, tally.seen)
 
 
 @contextmanager

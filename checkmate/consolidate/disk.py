@@ -223,8 +223,8 @@ def _sync(path: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what went wrong, in one line."""
-    cause = error.__cause__ or error.__context__
+    """Return what went wrong, in one line. An error that is raised `from None` has the reason itself."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if isinstance(cause, OSError) and not isinstance(error, OSError):
         error = cause
     if isinstance(error, OSError) and error.strerror:

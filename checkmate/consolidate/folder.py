@@ -250,14 +250,11 @@ def read(folder: Path, keys: set[str] | None = None, select: Select = everything
 def read_index(folder: Path) -> meta.Metadata:
     """Return a folder's index. Raise `FolderError` if it is not one that PyTorch writes, or lies."""
     path = folder / unfinished.INDEX
-    trouble, data = "", b""
     try:
         with open_file(path) as file:
             data = file.read(INDEX_MAX + 1)
     except OSError as error:
-        trouble = error.strerror or str(error)
-    if trouble:  # raised here, because of an error with a context that one is shown
-        raise FolderError(f"its index can't be opened: {trouble}")
+        raise FolderError(f"its index can't be opened: {error.strerror}") from None
     if len(data) > INDEX_MAX:
         raise FolderError(f"its index has more than the {INDEX_MAX} bytes that it may have")
     try:

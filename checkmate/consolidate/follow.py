@@ -65,7 +65,7 @@ def take(
 
 @dataclass(frozen=True)
 class FollowListener:
-    """Who is told what `follow` does."""
+    """What is called for what `follow` does."""
 
     saved: Callable[[Saved], None]
     """Called after each checkpoint."""
@@ -88,7 +88,7 @@ def follow(
     every: int,
     keep: int,
     stopped: threading.Event,
-    told: FollowListener,
+    listener: FollowListener,
 ) -> None:
     """Save every `every`th iteration and the last one of all, until stopped.
 
@@ -103,21 +103,21 @@ def follow(
         every: The number of iterations between checkpoints.
         keep: The number of checkpoints to keep, besides the last one of each generation.
         stopped: Set it to stop.
-        told: Who is told about each checkpoint, and what prevents one.
+        listener: Called for each checkpoint, and for what prevents one.
     """
-    trouble = told.trouble
-    waiting, shelf = _Waiting(nodes.job, trouble, told.over), _Shelf(folder, kind, told.left)
+    trouble = listener.trouble
+    waiting, shelf = _Waiting(nodes.job, trouble, listener.over), _Shelf(folder, kind, listener.left)
     due, reported = _Due(every), ""
     while not stopped.is_set():
         try:
             source = nodes.source()
-            told.seen(source.beginning.run, source.stepped)
+            listener.seen(source.beginning.run, source.stepped)
             if due.is_available(source):
                 start = time.monotonic()
                 one = shelf.put(nodes.read(timeout, at_least=due.iteration), start)
-                told.saved(one)
+                listener.saved(one)
                 due.saved(one)
-                _try(told.left, kept.tidy, folder, keep, one.path)
+                _try(listener.left, kept.tidy, folder, keep, one.path)
             reported = ""
             waiting.end()
         except disk.DiskError as error:

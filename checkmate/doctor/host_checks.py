@@ -114,13 +114,13 @@ def rendezvous(facts: Facts) -> Finding:
     name, port = "rendezvous", RENDEZVOUS_PORT
     if not any(theirs == port and not address.is_loopback for address, theirs in facts.listening):
         return ok(name, f"no process takes connections at port {port}, torchrun's default")
-    told = f"whoever reaches torchrun's rendezvous at port {port} runs code as its user"
+    risk = f"whoever reaches torchrun's rendezvous at port {port} runs code as its user"
     remedy = "admit the training hosts only, by a firewall (`checkmate docs security`)"
     if facts.firewall is None:
-        return warning(name, f"{told}, and only root can see the firewall's rules", remedy)
+        return warning(name, f"{risk}, and only root can see the firewall's rules", remedy)
     if _DROPS.search(facts.firewall):
         return ok(name, f"a rule of the firewall drops what comes to port {port}, torchrun's default")
-    return warning(name, f"{told}, and no rule of the firewall drops what comes to it", remedy)
+    return warning(name, f"{risk}, and no rule of the firewall drops what comes to it", remedy)
 
 
 def clock(role: Role, facts: Facts) -> Finding:

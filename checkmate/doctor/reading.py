@@ -174,11 +174,9 @@ def listening() -> Iterator[tuple[Address, int]]:
 
 def firewall() -> str | None:
     """Return the rules of nftables, or `None` if they can't be read: mostly, because this is not root."""
+    command = ["nft", "--numeric", "list", "ruleset"]
     with suppress(OSError, subprocess.SubprocessError):
-        asked = ["nft", "--numeric", "list", "ruleset"]
-        return subprocess.run(
-            asked, capture_output=True, text=True, check=True, timeout=_RULES_SECONDS
-        ).stdout
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=_RULES_SECONDS)
     return None
 
 

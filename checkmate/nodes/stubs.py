@@ -137,21 +137,18 @@ class Stubs(AbstractContextManager["Stubs"]):
 def checked(answer: R) -> R | str:
     """Return a node's answer with its texts cut, or in one sentence why it is none.
 
-    It can be of another version of Checkmate, or have numbers that no training reaches. Lines of events are
-    checked where they are read.
+    It can be of another version of Checkmate, or have numbers that no training reaches.
     """
+    wrong = ""
     if isinstance(answer, pb.NodeStatus):
         if different := mismatch(answer.protocol, "the node", "this host"):
             return different
         parts = sum(1 + max(one.last - one.first, 0) for held in answer.parts for one in held.ranges)
         if parts > PARTS_MAX:
-            return _NO_ANSWER % f"it reports {parts} parts of step records, and can have {PARTS_MAX}"
-    if isinstance(answer, Message) and not isinstance(answer, pb.EventsReply) and (wrong := bounded(answer)):
-        return _NO_ANSWER % wrong
+            wrong = f"it reports {parts} parts of step records, and can have {PARTS_MAX}"
+    if isinstance(answer, Message) and (wrong := wrong or bounded(answer)):
+        return f"its answer is not a shadow node's: {wrong}"
     return answer
-
-
-_NO_ANSWER: Final = "its answer is not a shadow node's: %s"
 
 
 _DETAIL_MAX: Final = 2000

@@ -69,16 +69,16 @@ def bounded(answer: Message) -> str:
         repeated = not isinstance(value, str | bytes | int | float | Message)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             continue  # the ranks of a mesh, by dimension: compared with the caller's, and not used
-        if field.type == FieldDescriptor.TYPE_STRING:
-            if repeated:
-                texts = [shortened(text, REFUSAL_MAX) for text in value[:_TEXTS_MAX]]
-                if left_out := len(value) - len(texts):
-                    texts.append(f"and {left_out} more")
-                value[:] = texts
-            else:
-                setattr(answer, field.name, shortened(value, REFUSAL_MAX))
         if field.type == FieldDescriptor.TYPE_UINT32 and repeated:
             continue  # ranks and parameters, which callers look up in the job and the layout
+        if field.type == FieldDescriptor.TYPE_STRING and repeated:
+            texts = [shortened(text, REFUSAL_MAX) for text in value[:_TEXTS_MAX]]
+            left_out = len(value) - len(texts)
+            value[:] = [*texts, f"and {left_out} more"] if left_out else texts
+            continue
+        if field.type == FieldDescriptor.TYPE_STRING:
+            setattr(answer, field.name, shortened(value, REFUSAL_MAX))
+            continue
         if repeated and len(value) > _MESSAGES_MAX:
             return f"{field.name} has {len(value)} entries, and may have {_MESSAGES_MAX}"
         for one in value if repeated else [value]:

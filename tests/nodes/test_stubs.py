@@ -94,6 +94,19 @@ def hold(**fields: object) -> pb.NodeStatus:
     return status
 
 
+def answer_of(status: pb.NodeStatus) -> pb.NodeStatus | str:
+    """Return what a caller has of a node's status."""
+    node = RecordingNode()
+    node.status = status
+    data = job_data(nodes=1)
+    data["shadow_nodes"][0]["mgmt"] = node.address
+    try:
+        with Stubs(of_data(Job, data), None) as stubs:
+            return stubs.statuses()[0]
+    finally:
+        node.stop()
+
+
 def ranges(last: int) -> pb.NodeStatus:
     return pb.NodeStatus(parts=[pb.PartsHeld(incarnation=3, ranges=[pb.PartRange(first=0, last=last)])])
 
@@ -115,45 +128,22 @@ def ranges(last: int) -> pb.NodeStatus:
 )
 def test_an_answer_that_no_training_explains_is_none(status: pb.NodeStatus, why: str) -> None:
     """`reset` would believe it, tell the others, and take iterations for those of years to come."""
-    node = RecordingNode()
-    node.status = status
-    data = job_data(nodes=1)
-    data["shadow_nodes"][0]["mgmt"] = node.address
-    try:
-        with Stubs(of_data(Job, data), None) as stubs:
-            answer = stubs.statuses()[0]
-        assert isinstance(answer, str)
-        assert answer.startswith(f"its answer is not a shadow node's: {why}")
-    finally:
-        node.stop()
+    answer = answer_of(status)
+    assert isinstance(answer, str)
+    assert answer.startswith(f"its answer is not a shadow node's: {why}")
 
 
 def test_texts_of_an_answer_are_cut_and_shown_in_one_line() -> None:
-    node = RecordingNode()
-    node.status = pb.NodeStatus(trouble=["\x1b[2Jforged\nline " + "x" * 5_000] * 700, torch="2\u202e.0")
-    data = job_data(nodes=1)
-    data["shadow_nodes"][0]["mgmt"] = node.address
-    try:
-        with Stubs(of_data(Job, data), None) as stubs:
-            answer = stubs.statuses()[0]
-        assert isinstance(answer, pb.NodeStatus)
-        assert len(answer.trouble) == 65
-        assert answer.trouble[-1] == "and 636 more"
-        assert all(text.isprintable() and len(text) <= 4096 for text in [*answer.trouble, answer.torch])
-    finally:
-        node.stop()
+    trouble = ["\x1b[2Jforged\nline " + "x" * 5_000] * 700
+    answer = answer_of(pb.NodeStatus(trouble=trouble, torch="2\u202e.0"))
+    assert isinstance(answer, pb.NodeStatus)
+    assert len(answer.trouble) == 65
+    assert answer.trouble[-1] == "and 636 more"
+    assert all(text.isprintable() and len(text) <= 4096 for text in [*answer.trouble, answer.torch])
 
 
 def test_an_answer_that_is_far_too_long_is_refused_by_its_length() -> None:
     """Receiving it took the whole timeout, in each command."""
-    node = RecordingNode()
-    node.status = pb.NodeStatus(trouble=["x" * 1_000_000] * 40)
-    data = job_data(nodes=1)
-    data["shadow_nodes"][0]["mgmt"] = node.address
-    try:
-        with Stubs(of_data(Job, data), None) as stubs:
-            answer = stubs.statuses()[0]
-        assert isinstance(answer, str)
-        assert answer.startswith("RESOURCE_EXHAUSTED")
-    finally:
-        node.stop()
+    answer = answer_of(pb.NodeStatus(trouble=["x" * 1_000_000] * 40))
+    assert isinstance(answer, str)
+    assert answer.startswith("RESOURCE_EXHAUSTED")

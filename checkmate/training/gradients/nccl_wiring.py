@@ -87,8 +87,8 @@ class NcclMaker:
             trouble = next(environment_troubles(os.environ, plugin, channels), "")
             if trouble:
                 return trouble
-            address = IPv4Address(self.place.ips[self.place.position])
-            interface = interface_of(address)
+            addresses = [IPv4Address(ip) for ip in self.place.ips]
+            interface = interface_of(addresses[self.place.position])
             library = NcclLibrary(plugin)
             key = access(self.place.job, Role.TRAINER).secret(Secret.RING)
             if self.place.side is not None:
@@ -102,11 +102,11 @@ class NcclMaker:
             NcclPlace(
                 self.place.position,
                 self.place.ranks,
-                address,
+                addresses[self.place.position],
                 interface,
                 speed_of(interface),
-                [IPv4Address(ip) for ip in self.place.ips],
-                key,
+                peers=addresses,
+                key=key,
             ),
             channels=channels,
             slicing=self.layout.slicing,

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import Version, slicing_of
+from checkmate.nccl.library import NcclPlace
 from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.nccl_runtime import Communicator
@@ -33,6 +35,12 @@ _TYPES: Final = {
     torch.float16: "ncclFloat16",
     torch.bfloat16: "ncclBfloat16",
 }
+
+
+def nccl_place(place: Membership, interface: str) -> NcclPlace:
+    """Return a rank's place as the plugin has it."""
+    addresses = [IPv4Address(ip) for ip in place.ips]
+    return NcclPlace(place.position, place.ranks, addresses[place.position], interface, peers=addresses)
 
 
 @dataclass(frozen=True)

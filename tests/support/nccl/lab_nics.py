@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from datetime import timedelta
-from ipaddress import IPv4Address
 from pathlib import Path
 
 import torch
@@ -15,10 +14,10 @@ import torch.distributed as dist
 from checkmate.job.files import read_job
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.interfaces import interface_of
-from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
+from checkmate.nccl.library import NcclBucket, NcclLibrary
 from checkmate.training.start.membership import Membership
 from checkmate.wire.nccl_slicing import NcclSlicing
-from tests.support.nccl.double import DoubleNccl
+from tests.support.nccl.double import DoubleNccl, nccl_place
 from topologies.kernel.links import MGMT_INTERFACE
 
 
@@ -48,13 +47,7 @@ def main() -> int:
     library, slicing = NcclLibrary(shared_object()), NcclSlicing(buffer=64 << 10)
     interface = interface_of(own.ip)
     library.begin(
-        NcclPlace(
-            place.position,
-            place.ranks,
-            own.ip,
-            interface,
-            peers=[IPv4Address(ip) for ip in place.ips],
-        ),
+        nccl_place(place, interface),
         channels=job.channels,
         slicing=slicing,
         incarnation=1,

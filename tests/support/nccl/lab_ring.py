@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from ipaddress import IPv4Address
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -22,14 +21,14 @@ from checkmate import state
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.nccl.building import shared_object
-from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
+from checkmate.nccl.library import NcclBucket, NcclLibrary
 from checkmate.tagger import Tagger
 from checkmate.training.start.membership import Membership
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import FIRST, LAST, stream_layout
-from tests.support.nccl.double import DoubleNccl
+from tests.support.nccl.double import DoubleNccl, nccl_place
 
 ITERATIONS: Final = 2
 SLICING: Final = NcclSlicing(buffer=64 << 10)
@@ -87,17 +86,11 @@ def expected_streams(job: Job) -> dict[StreamKey, bytes]:
 
 def run(place: Membership, interface: str, release: str, tagger: Tagger) -> None:
     """Reduce all buckets in all iterations, and check the results and the plugin's own counts."""
-    layout, own = layout_of(place.job), place.job.dp_groups[0].ranks[place.position]
+    layout = layout_of(place.job)
     tensors = gradients(layout, 0, place.position)
     library = NcclLibrary(shared_object())
     library.begin(
-        NcclPlace(
-            place.position,
-            place.ranks,
-            own.ip,
-            interface,
-            peers=[IPv4Address(ip) for ip in place.ips],
-        ),
+        nccl_place(place, interface),
         channels=place.job.channels,
         slicing=SLICING,
         incarnation=1,
