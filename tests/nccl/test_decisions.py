@@ -119,6 +119,19 @@ def test_sends_of_another_size_or_order_stop_tagging(make: Make) -> None:
         assert words in sender.library.trouble, (order, sender.library.trouble)
 
 
+def test_a_send_of_a_collective_whose_record_is_reused_stops_tagging(make: Make) -> None:
+    sender = make("2.30", 0, 2, 1)
+    sender.library.set_buckets([NcclBucket(address(0), 10_000, 4, 0)])
+    collective = TracedCollective(10_000, "ncclFloat32", 1)
+    (op,) = sender.collective(0, collective)
+    for _ in range(4096):
+        sender.collective(0, collective)
+    assert sender.library.trouble == ""
+    size = 4 * len(next(NcclSlicing().sends(range(10_000), 4, 2, 0)).where)
+    sender.send(0, size, sender.caller.proxy_step(op, 0))
+    assert "NCCL sends for collective 0, and has begun 4096 since" in sender.library.trouble
+
+
 def test_buckets_have_a_limit(tmp_path: Path) -> None:
     shutil.copy(shared_object(), tmp_path / "plugin.so")
     library = NcclLibrary(tmp_path / "plugin.so")

@@ -25,7 +25,7 @@ static uint64_t mix(uint64_t value)
 	return value ^ value >> 31;
 }
 
-/* The bits of an element. Of the two bits behind the sign, exactly one is set. So every floating-point type reads a
+/* The bits of an element. Of the two bits behind the sign, exactly counts is set. So every floating-point type reads a
  * normal number, which keeps its bits when zeros are added. */
 static uint64_t bits_of(uint32_t bucket, uint64_t element, uint32_t itemsize)
 {
@@ -58,22 +58,22 @@ static void predict(uint32_t bucket, uint64_t first, uint64_t count, uint32_t it
 
 int checkmate_nccl_predict(uint32_t bucket, uint64_t first, uint64_t count, void *out)
 {
-	struct nccl_bucket known;
+	struct nccl_bucket layout;
 
-	if (!job_copy_bucket(bucket, &known) || first > known.elements || count > known.elements - first)
+	if (!job_copy_bucket(bucket, &layout) || first > layout.elements || count > layout.elements - first)
 		return -1;
-	predict(bucket, first, count, known.itemsize, out);
+	predict(bucket, first, count, layout.itemsize, out);
 	return 0;
 }
 
 void checkmate_nccl_calibrate(int on)
 {
 	for (uint32_t i = 0; on && i < CHANNELS_MAX * SHADOW_IDS_MAX; i++) {
-		struct compared *one = &compared[i / SHADOW_IDS_MAX][i % SHADOW_IDS_MAX];
+		struct compared *counts = &compared[i / SHADOW_IDS_MAX][i % SHADOW_IDS_MAX];
 
-		atomic_store(&one->sends, 0);
-		atomic_store(&one->bytes, 0);
-		atomic_store(&one->mismatches, 0);
+		atomic_store(&counts->sends, 0);
+		atomic_store(&counts->bytes, 0);
+		atomic_store(&counts->mismatches, 0);
 	}
 	atomic_store(&runs, on);
 }
@@ -81,15 +81,15 @@ void checkmate_nccl_calibrate(int on)
 void checkmate_nccl_calibrated(uint32_t channel, uint32_t shadow_id, uint64_t *sends, uint64_t *bytes,
 			       uint64_t *mismatches)
 {
-	const struct compared *one;
+	const struct compared *counts;
 
 	*sends = *bytes = *mismatches = 0;
 	if (channel >= CHANNELS_MAX || shadow_id >= SHADOW_IDS_MAX)
 		return;
-	one = &compared[channel][shadow_id];
-	*bytes = atomic_load(&one->bytes); /* first, because it is added last */
-	*sends = atomic_load(&one->sends);
-	*mismatches = atomic_load(&one->mismatches);
+	counts = &compared[channel][shadow_id];
+	*bytes = atomic_load(&counts->bytes); /* first, because it is added last */
+	*sends = atomic_load(&counts->sends);
+	*mismatches = atomic_load(&counts->mismatches);
 }
 
 bool calibration_runs(void)
@@ -119,18 +119,18 @@ static uint64_t first_difference(uint32_t bucket, uint32_t itemsize, const struc
 void calibration_compare(uint32_t channel, uint32_t shadow_id, uint32_t bucket, uint32_t step, const struct sent *sent,
 			 const void *data)
 {
-	struct compared *one = &compared[channel][shadow_id];
-	struct nccl_bucket known;
+	struct compared *counts = &compared[channel][shadow_id];
+	struct nccl_bucket layout;
 	uint64_t different;
 
-	if (!job_copy_bucket(bucket, &known))
+	if (!job_copy_bucket(bucket, &layout))
 		return;
-	different = first_difference(bucket, known.itemsize, sent, data);
+	different = first_difference(bucket, layout.itemsize, sent, data);
 	if (different < sent->count) {
-		atomic_fetch_add(&one->mismatches, 1);
+		atomic_fetch_add(&counts->mismatches, 1);
 		job_fail("calibration: bucket %u, channel %u, step %u: element %llu differs from the prediction",
 			 bucket, channel, step, (unsigned long long)(sent->first + different));
 	}
-	atomic_fetch_add(&one->sends, 1);
-	atomic_fetch_add(&one->bytes, sent->count * known.itemsize);
+	atomic_fetch_add(&counts->sends, 1);
+	atomic_fetch_add(&counts->bytes, sent->count * layout.itemsize);
 }

@@ -36,6 +36,7 @@ struct event_step {
 struct event_op {
 	enum kind kind;
 	struct event_coll *coll;
+	uint64_t serial; /* of that collective: its record may be another's by now */
 	uint32_t channel;
 	bool sends;
 	struct event_step steps[STEPS_AHEAD];
@@ -57,14 +58,14 @@ static uint32_t itemsize_of(const char *datatype)
 	static const struct {
 		const char *name;
 		uint32_t bytes;
-	} known[] = {
+	} types[] = {
 		{"ncclFloat32", 4}, {"ncclFloat16", 2}, {"ncclBfloat16", 2}, {"ncclFloat64", 8}, {"ncclInt32", 4},
 		{"ncclUint32", 4},  {"ncclInt64", 8},	{"ncclUint64", 8},   {"ncclInt8", 1},
 	};
 
-	for (size_t i = 0; datatype && i < sizeof(known) / sizeof(*known); i++)
-		if (!strcmp(datatype, known[i].name))
-			return known[i].bytes;
+	for (size_t i = 0; datatype && i < sizeof(types) / sizeof(*types); i++)
+		if (!strcmp(datatype, types[i].name))
+			return types[i].bytes;
 	return 0;
 }
 
@@ -88,13 +89,13 @@ static struct slicing slicing_of(const struct nccl_bucket *bucket)
 	};
 }
 
-void *start_group(void)
+void *events_start_group(void)
 {
-	struct event_group *made = &groups[atomic_fetch_add(&groups_begun, 1) % GROUPS];
+	struct event_group *group = &groups[atomic_fetch_add(&groups_begun, 1) % GROUPS];
 
-	made->kind = KIND_GROUP;
-	atomic_store(&made->colls, 0);
-	return made;
+	group->kind = KIND_GROUP;
+	atomic_store(&group->colls, 0);
+	return group;
 }
 
 /* Count a collective in its group. Return whether it is the AllReduce of a bucket as it must be; name what is not
@@ -120,10 +121,10 @@ static bool claim(const struct profiler_coll *coll, void *group, int number, uin
 	return false;
 }
 
-void *start_coll(const struct profiler_coll *coll, void *group, bool channels_are_used)
+void *events_start_coll(const struct profiler_coll *coll, void *group, bool channels_are_used)
 {
 	struct nccl_bucket bucket = {.itemsize = 1};
-	struct event_coll *made;
+	struct event_coll *event;
 	struct slicing slicing;
 	uint64_t serial;
 	int number;
@@ -136,8 +137,8 @@ void *start_coll(const struct profiler_coll *coll, void *group, bool channels_ar
 		return NULL;
 	job_set_used(number, &bucket, slicing_used(&slicing));
 	serial = atomic_fetch_add(&colls_begun, 1);
-	made = &colls[serial % COLLS];
-	*made = (struct event_coll){
+	event = &colls[serial % COLLS];
+	*event = (struct event_coll){
 		.kind = KIND_COLL,
 		.bucket = number,
 		.serial = serial,
@@ -146,13 +147,13 @@ void *start_coll(const struct profiler_coll *coll, void *group, bool channels_ar
 		.shadow_id = bucket.shadow_id,
 		.slicing = slicing,
 	};
-	return made;
+	return event;
 }
 
-void *start_op(void *parent, const struct profiler_proxy_op *op)
+void *events_start_op(void *parent, const struct profiler_proxy_op *op)
 {
 	const struct nccl_job *job = job_now();
-	struct event_op *made;
+	struct event_op *event;
 
 	if (!is_a(parent, KIND_COLL))
 		return NULL;
@@ -162,33 +163,34 @@ void *start_op(void *parent, const struct profiler_proxy_op *op)
 			 op->channel, op->peer);
 		return NULL;
 	}
-	made = &ops[atomic_fetch_add(&ops_begun, 1) % OPS];
-	made->kind = KIND_OP;
-	made->coll = parent;
-	made->channel = op->channel;
-	made->sends = op->is_send;
-	return made;
+	event = &ops[atomic_fetch_add(&ops_begun, 1) % OPS];
+	event->kind = KIND_OP;
+	event->coll = parent;
+	event->serial = event->coll->serial;
+	event->channel = op->channel;
+	event->sends = op->is_send;
+	return event;
 }
 
-void *start_step(void *parent, int step)
+void *events_start_step(void *parent, int step)
 {
 	struct event_op *op = parent;
-	struct event_step *made;
+	struct event_step *event;
 
 	if (!is_a(parent, KIND_OP) || step < 0)
 		return NULL;
-	made = &op->steps[step % STEPS_AHEAD];
-	*made = (struct event_step){KIND_STEP, op, (uint32_t)step};
-	return made;
+	event = &op->steps[step % STEPS_AHEAD];
+	*event = (struct event_step){KIND_STEP, op, (uint32_t)step};
+	return event;
 }
 
-void start_net(void *parent, const struct profiler_net *net)
+void events_start_net(void *parent, const struct profiler_net *net)
 {
 	if (net->plugin == PLUGIN_ID && net->data && is_a(parent, KIND_STEP))
 		((struct send_mark *)net->data)->named = parent;
 }
 
-void announce_step(void *handle)
+void events_announce_step(void *handle)
 {
 	const struct event_step *step = handle;
 
@@ -196,18 +198,18 @@ void announce_step(void *handle)
 		announced = (struct send_mark){.op = step->op, .step = step->number};
 }
 
-void announce_op(void *handle, int step)
+void events_announce_op(void *handle, int step)
 {
 	if (is_a(handle, KIND_OP) && step >= 0)
 		announced = (struct send_mark){.op = handle, .step = (uint32_t)step, .by_op = true};
 }
 
-struct send_mark take_announced(void)
+struct send_mark events_take_announced(void)
 {
-	struct send_mark taken = announced;
+	struct send_mark mark = announced;
 
 	announced = (struct send_mark){0};
-	return taken;
+	return mark;
 }
 
 /* Return whether a send is the one that NCCL must make after the connection's last one. */
@@ -247,7 +249,8 @@ static bool is_tagged(int round)
 	return job->rank == job->ranks - 1 ? round >= 0 : job->rank == 0 && round == 0;
 }
 
-struct send_decision decide(const struct send_mark *mark, const void *data, size_t nbytes, struct send_order *order)
+struct send_decision events_decide(const struct send_mark *mark, const void *data, size_t nbytes,
+				   struct send_order *order)
 {
 	struct send_decision decision = {0};
 	const struct event_coll *coll;
@@ -258,6 +261,11 @@ struct send_decision decide(const struct send_mark *mark, const void *data, size
 	if (!mark->op || (!mark->by_op && !mark->named) || !mark->op->sends || !job_tags())
 		return decision;
 	coll = mark->op->coll;
+	if (coll->serial != mark->op->serial) {
+		job_fail("NCCL sends for collective %llu, and has begun %d since", (unsigned long long)mark->op->serial,
+			 COLLS);
+		return decision;
+	}
 	if (coll->epoch != job_epoch() || !foreseen(mark, nbytes, order, &sent))
 		return decision;
 	*order = (struct send_order){coll->serial, mark->step, true};

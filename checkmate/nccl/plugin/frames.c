@@ -17,16 +17,16 @@ struct header {
 static int send_all(int fd, struct tagging *tagging, const void *data, size_t size, int flags)
 {
 	const char *at = data;
-	size_t left = size;
+	size_t remaining = size;
 
-	while (left) {
-		ssize_t sent = send(fd, at, left, flags | MSG_NOSIGNAL);
+	while (remaining) {
+		ssize_t sent = send(fd, at, remaining, flags | MSG_NOSIGNAL);
 
 		if (sent < 0 && errno != EINTR)
 			return -errno;
 		if (sent > 0) {
 			at += sent;
-			left -= (size_t)sent;
+			remaining -= (size_t)sent;
 		}
 	}
 	tagging_wrote(tagging, size);
@@ -61,12 +61,12 @@ static const struct message *filled(const struct frame *frame, uint32_t at)
 }
 
 /* Return whether a tagged message continues another one in their stream. */
-static bool continues(const struct message *message, const struct message *other)
+static bool continues(const struct message *message, const struct message *earlier)
 {
-	const struct send_decision *a = &message->decision, *b = &other->decision;
+	const struct send_decision *a = &message->decision, *b = &earlier->decision;
 
 	return a->tagged && a->epoch == b->epoch && a->channel == b->channel && a->shadow_id == b->shadow_id &&
-	       b->position + other->size == a->position;
+	       b->position + earlier->size == a->position;
 }
 
 /* Return the bytes of the range that begins with a tagged message. */

@@ -11,13 +11,13 @@
 enum { UNKNOWN, OURS, DOUBTFUL };
 
 /* Jobs stay, because threads that have them end when NCCL closes their connections. A process has few. */
-struct known_job {
+struct begun_job {
 	struct nccl_job job;
-	const struct known_job *earlier;
+	const struct begun_job *earlier;
 };
 
-static const struct known_job no_job = {.job = {.sockets_map = -1}};
-static _Atomic(const struct known_job *) newest = &no_job;
+static const struct begun_job no_job = {.job = {.sockets_map = -1}};
+static _Atomic(const struct begun_job *) newest = &no_job;
 
 /* Of what follows. A thread that holds it takes no other lock; `list_lock` of stream.c comes before the lock of a
  * stream's tagging, and that before this one. */
@@ -26,30 +26,30 @@ static atomic_bool present, stopped;
 static _Atomic uint32_t epoch;
 static char trouble[TROUBLE_MAX], broken[TROUBLE_MAX];
 static struct nccl_bucket buckets[BUCKETS_MAX];
-static uint32_t bucket_count;
+static uint32_t bucket_count, next_bucket; /* collectives come in the order of buckets: the search begins there */
 static uint32_t peers[RANKS_MAX], peer_count;
 static _Atomic uint64_t tagged[CHANNELS_MAX][SHADOW_IDS_MAX], acknowledged[CHANNELS_MAX][SHADOW_IDS_MAX];
 static int expecting, standing;
 static uint64_t hash;
 static _Atomic(nccl_logger) log_to;
 
-int checkmate_nccl_begin(const struct nccl_job *given)
+int checkmate_nccl_begin(const struct nccl_job *values)
 {
-	const struct slicing_sizes *sizes = &given->sizes;
-	struct known_job *known;
+	const struct slicing_sizes *sizes = &values->sizes;
+	struct begun_job *begun;
 
-	if (!given->channels || given->channels > CHANNELS_MAX || !given->ranks || given->rank >= given->ranks ||
+	if (!values->channels || values->channels > CHANNELS_MAX || !values->ranks || values->rank >= values->ranks ||
 	    !sizes->cell || !sizes->grain || !sizes->alignment || !sizes->steps || !sizes->slice_steps ||
 	    sizes->chunk_steps < sizes->slice_steps ||
-	    strnlen(given->interface, sizeof(given->interface)) == sizeof(given->interface))
+	    strnlen(values->interface, sizeof(values->interface)) == sizeof(values->interface))
 		return -1;
-	known = malloc(sizeof(*known));
-	if (!known)
+	begun = malloc(sizeof(*begun));
+	if (!begun)
 		return -1;
 	pthread_mutex_lock(&lock);
-	*known = (struct known_job){.job = *given, .earlier = atomic_load(&newest)};
-	atomic_store(&newest, known);
-	bucket_count = peer_count = 0;
+	*begun = (struct begun_job){.job = *values, .earlier = atomic_load(&newest)};
+	atomic_store(&newest, begun);
+	bucket_count = next_bucket = peer_count = 0;
 	standing = UNKNOWN;
 	trouble[0] = broken[0] = 0;
 	for (uint32_t i = 0; i < CHANNELS_MAX * SHADOW_IDS_MAX; i++) {
@@ -63,16 +63,17 @@ int checkmate_nccl_begin(const struct nccl_job *given)
 	return 0;
 }
 
-int checkmate_nccl_buckets(const struct nccl_bucket *given, uint32_t count)
+int checkmate_nccl_buckets(const struct nccl_bucket *list, uint32_t count)
 {
 	if (count > BUCKETS_MAX)
 		return -1;
 	for (uint32_t i = 0; i < count; i++)
-		if (given[i].shadow_id >= SHADOW_IDS_MAX)
+		if (list[i].shadow_id >= SHADOW_IDS_MAX)
 			return -1;
 	pthread_mutex_lock(&lock);
-	memcpy(buckets, given, count * sizeof(*given));
+	memcpy(buckets, list, count * sizeof(*list));
 	bucket_count = count;
+	next_bucket = 0;
 	pthread_mutex_unlock(&lock);
 	return 0;
 }
@@ -88,11 +89,11 @@ int checkmate_nccl_peers(const uint32_t *addresses, uint32_t count)
 	return 0;
 }
 
-uint32_t checkmate_nccl_used(uint32_t bucket)
+uint32_t checkmate_nccl_used(uint32_t number)
 {
-	struct nccl_bucket known;
+	struct nccl_bucket copy;
 
-	return job_copy_bucket(bucket, &known) ? known.used : 0;
+	return job_copy_bucket(number, &copy) ? copy.used : 0;
 }
 
 void checkmate_nccl_expect(int expected)
@@ -149,14 +150,14 @@ bool job_present(void)
 
 bool job_has_peer(uint32_t address)
 {
-	bool known;
+	bool is_peer;
 
 	pthread_mutex_lock(&lock);
-	known = address == job_now()->address;
-	for (uint32_t i = 0; i < peer_count && !known; i++)
-		known = peers[i] == address;
+	is_peer = address == job_now()->address;
+	for (uint32_t i = 0; i < peer_count && !is_peer; i++)
+		is_peer = peers[i] == address;
 	pthread_mutex_unlock(&lock);
-	return known;
+	return is_peer;
 }
 
 bool job_tags(void)
@@ -169,13 +170,13 @@ uint32_t job_epoch(void)
 	return atomic_load(&epoch);
 }
 
-void job_break(uint32_t of, const char *why)
+void job_break(uint32_t job_number, const char *why)
 {
 	bool current;
 
 	job_log(NCCL_LOG_WARN, "%s", why);
 	pthread_mutex_lock(&lock);
-	current = of == atomic_load(&epoch);
+	current = job_number == atomic_load(&epoch);
 	if (current && !broken[0])
 		snprintf(broken, sizeof(broken), "%s", why);
 	pthread_mutex_unlock(&lock);
@@ -238,12 +239,12 @@ void job_meet(uint64_t comm_hash)
 
 bool job_is_ours(uint64_t comm_hash)
 {
-	bool ours;
+	bool is_ours;
 
 	pthread_mutex_lock(&lock);
-	ours = standing == OURS && hash == comm_hash;
+	is_ours = standing == OURS && hash == comm_hash;
 	pthread_mutex_unlock(&lock);
-	return ours;
+	return is_ours;
 }
 
 bool job_expects(void)
@@ -256,56 +257,61 @@ bool job_expects(void)
 	return expected;
 }
 
-int job_find_bucket(const void *buffer, uint64_t elements, struct nccl_bucket *copied)
+int job_find_bucket(const void *buffer, uint64_t elements, struct nccl_bucket *copy)
 {
-	int found = -1;
+	int number = -1;
 
 	pthread_mutex_lock(&lock);
-	for (uint32_t i = 0; i < bucket_count && found < 0; i++)
-		if (buckets[i].address == (uintptr_t)buffer && buckets[i].elements == elements)
-			found = (int)i;
-	if (found >= 0)
-		*copied = buckets[found];
+	for (uint32_t i = 0; i < bucket_count && number < 0; i++) {
+		uint32_t candidate = (next_bucket + i) % bucket_count;
+
+		if (buckets[candidate].address == (uintptr_t)buffer && buckets[candidate].elements == elements)
+			number = (int)candidate;
+	}
+	if (number >= 0) {
+		*copy = buckets[number];
+		next_bucket = (uint32_t)number + 1;
+	}
 	pthread_mutex_unlock(&lock);
-	return found;
+	return number;
 }
 
-bool job_copy_bucket(uint32_t number, struct nccl_bucket *copied)
+bool job_copy_bucket(uint32_t number, struct nccl_bucket *copy)
 {
-	bool known;
+	bool exists;
 
 	pthread_mutex_lock(&lock);
-	known = number < bucket_count;
-	if (known)
-		*copied = buckets[number];
+	exists = number < bucket_count;
+	if (exists)
+		*copy = buckets[number];
 	pthread_mutex_unlock(&lock);
-	return known;
+	return exists;
 }
 
-void job_set_used(int number, const struct nccl_bucket *found, uint32_t used)
+void job_set_used(int number, const struct nccl_bucket *copy, uint32_t used)
 {
 	pthread_mutex_lock(&lock);
-	if ((uint32_t)number < bucket_count && buckets[number].address == found->address)
+	if ((uint32_t)number < bucket_count && buckets[number].address == copy->address)
 		buckets[number].used = used;
 	pthread_mutex_unlock(&lock);
 }
 
-bool job_add_tagged(uint32_t of, uint32_t channel, uint32_t shadow_id, uint64_t nbytes, uint64_t *position)
+bool job_add_tagged(uint32_t job_number, uint32_t channel, uint32_t shadow_id, uint64_t nbytes, uint64_t *position)
 {
 	bool current;
 
 	pthread_mutex_lock(&lock);
-	current = of == atomic_load(&epoch);
+	current = job_number == atomic_load(&epoch);
 	if (current)
 		*position = atomic_fetch_add(&tagged[channel][shadow_id], nbytes);
 	pthread_mutex_unlock(&lock);
 	return current;
 }
 
-void job_set_acknowledged(uint32_t of, uint32_t channel, uint32_t shadow_id, uint64_t position)
+void job_set_acknowledged(uint32_t job_number, uint32_t channel, uint32_t shadow_id, uint64_t position)
 {
 	pthread_mutex_lock(&lock);
-	if (of == atomic_load(&epoch))
+	if (job_number == atomic_load(&epoch))
 		atomic_store(&acknowledged[channel][shadow_id], position);
 	pthread_mutex_unlock(&lock);
 }

@@ -47,12 +47,12 @@ const struct nccl_job *job_now(void);
 
 /* Begin with a job, in place of an earlier one. Connections of the earlier one are not tagged any more.
  * Return 0, or -1 if it has numbers that no job has, such as too many channels. */
-EXPORTED int checkmate_nccl_begin(const struct nccl_job *given);
+EXPORTED int checkmate_nccl_begin(const struct nccl_job *values);
 /* Set the buckets. Return 0, or -1 for too many of them or of shadow ids. */
-EXPORTED int checkmate_nccl_buckets(const struct nccl_bucket *buckets, uint32_t count);
+EXPORTED int checkmate_nccl_buckets(const struct nccl_bucket *list, uint32_t count);
 /* Set the addresses of all ranks, in network order: nobody else may connect. Return 0, or -1 for too many. */
 EXPORTED int checkmate_nccl_peers(const uint32_t *addresses, uint32_t count);
-EXPORTED uint32_t checkmate_nccl_used(uint32_t bucket);
+EXPORTED uint32_t checkmate_nccl_used(uint32_t number);
 /* Announce that this process creates the communicator of gradients until it is called with 0. */
 EXPORTED void checkmate_nccl_expect(int expected);
 /* Stop tagging for good, for a reason. */
@@ -77,7 +77,7 @@ uint32_t job_epoch(void);
 bool job_tags(void);
 void job_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Note that a connection of a job broke, for Python and the log. Tagging stops. */
-void job_break(uint32_t epoch, const char *why);
+void job_break(uint32_t job_number, const char *why);
 /* Log a line to NCCL's logger, with the place of the caller. */
 #define job_log(LEVEL, ...) job_log_from(__FILE__, __LINE__, LEVEL, __VA_ARGS__)
 void job_log_from(const char *file, int line, int level, const char *format, ...) __attribute__((format(printf, 4, 5)));
@@ -89,15 +89,15 @@ bool job_is_ours(uint64_t comm_hash);
 bool job_expects(void);
 
 /* Find the bucket of a collective by its address and size, and copy it. Return its number, or -1. */
-int job_find_bucket(const void *buffer, uint64_t elements, struct nccl_bucket *found);
-bool job_copy_bucket(uint32_t number, struct nccl_bucket *copied);
+int job_find_bucket(const void *buffer, uint64_t elements, struct nccl_bucket *copy);
+bool job_copy_bucket(uint32_t number, struct nccl_bucket *copy);
 /* Note how many channels carry a bucket, unless the buckets have been replaced since it was found. */
-void job_set_used(int number, const struct nccl_bucket *found, uint32_t used);
+void job_set_used(int number, const struct nccl_bucket *copy, uint32_t used);
 /* Count tagged bytes of a job, and set the stream's position before them. Return false for an earlier job, whose bytes
  * do not count. */
-bool job_add_tagged(uint32_t epoch, uint32_t channel, uint32_t shadow_id, uint64_t nbytes, uint64_t *position);
+bool job_add_tagged(uint32_t job_number, uint32_t channel, uint32_t shadow_id, uint64_t nbytes, uint64_t *position);
 uint64_t job_tagged(uint32_t channel, uint32_t shadow_id);
 uint64_t job_acknowledged(uint32_t channel, uint32_t shadow_id);
-void job_set_acknowledged(uint32_t epoch, uint32_t channel, uint32_t shadow_id, uint64_t position);
+void job_set_acknowledged(uint32_t job_number, uint32_t channel, uint32_t shadow_id, uint64_t position);
 
 #endif

@@ -62,9 +62,9 @@ static time_t now(void)
 	return time.tv_sec;
 }
 
-static int fail(const char *what)
+static int fail(const char *fault)
 {
-	job_log(NCCL_LOG_WARN, "%s: %m", what);
+	job_log(NCCL_LOG_WARN, "%s: %m", fault);
 	return NCCL_SYSTEM_ERROR;
 }
 
@@ -89,11 +89,11 @@ static void keep_to_nic(int fd)
 
 static void set_up(int fd)
 {
-	int one = 1, milliseconds = VANISHED_SECONDS * 1000, third = VANISHED_SECONDS / 3, probes = 2;
+	int on = 1, milliseconds = VANISHED_SECONDS * 1000, third = VANISHED_SECONDS / 3, probes = 2;
 
 	set_up_congestion_control(fd);
-	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
-	setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof(one));
+	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+	setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
 	setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &third, sizeof(third));
 	setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &third, sizeof(third));
 	setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes));
@@ -138,7 +138,7 @@ static enum progress receive_rest(int fd, void *place, size_t size, size_t *have
 	return *have == size ? DONE : GOING_ON;
 }
 
-int meeting_listen(void *place, struct listening **made)
+int meeting_listen(void *place, struct listening **result)
 {
 	struct handle *handle = place;
 	struct listening *listening = calloc(1, sizeof(*listening));
@@ -156,41 +156,42 @@ int meeting_listen(void *place, struct listening **made)
 	if (listening->fd < 0 || bind(listening->fd, (struct sockaddr *)&handle->address, size) ||
 	    listen(listening->fd, BACKLOG) || getsockname(listening->fd, (struct sockaddr *)&handle->address, &size) ||
 	    !proof_random(handle->random, KEY_BYTES)) {
-		int result = fail("cannot listen at the NIC of the job file");
+		int error = fail("cannot listen at the NIC of the job file");
 
 		meeting_close(listening);
-		return result;
+		return error;
 	}
 	make_key(listening->key, handle->random);
-	*made = listening;
+	*result = listening;
 	return NCCL_SUCCESS;
 }
 
-static int begin_connecting(struct handle *handle, bool ours)
+static int begin_connecting(struct handle *handle, bool may_tag)
 {
-	struct sockaddr_in own = {.sin_family = AF_INET, .sin_addr.s_addr = job_now()->address};
-	struct connecting *made = calloc(1, sizeof(*made));
+	struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = job_now()->address};
+	struct connecting *connecting = calloc(1, sizeof(*connecting));
 
-	if (!made)
+	if (!connecting)
 		return NCCL_SYSTEM_ERROR;
-	handle->connecting = made;
-	made->since = now();
-	make_key(made->proof.key, handle->random);
-	made->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-	keep_to_nic(made->fd);
-	if (made->fd < 0 || bind(made->fd, (struct sockaddr *)&own, sizeof(own)))
+	handle->connecting = connecting;
+	connecting->since = now();
+	make_key(connecting->proof.key, handle->random);
+	connecting->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+	keep_to_nic(connecting->fd);
+	if (connecting->fd < 0 || bind(connecting->fd, (struct sockaddr *)&address, sizeof(address)))
 		return fail("cannot use the NIC of the job file");
-	set_up(made->fd);
-	tagging_begin(&made->tagging, made->fd);
-	if (ours && job_tags()) {
-		int error = tagging_prepare(&made->tagging);
+	set_up(connecting->fd);
+	tagging_begin(&connecting->tagging, connecting->fd);
+	if (may_tag && job_tags()) {
+		int error = tagging_prepare(&connecting->tagging);
 
 		if (error) {
 			errno = -error;
 			job_fail("the kernel refuses to prepare a socket for tags: %m");
 		}
 	}
-	if (connect(made->fd, (struct sockaddr *)&handle->address, sizeof(handle->address)) && errno != EINPROGRESS)
+	if (connect(connecting->fd, (struct sockaddr *)&handle->address, sizeof(handle->address)) &&
+	    errno != EINPROGRESS)
 		return fail("cannot connect to the next rank");
 	return NCCL_SUCCESS;
 }
@@ -236,7 +237,7 @@ static enum progress greet(struct connecting *connecting)
 	return DONE;
 }
 
-int meeting_connect(void *place, bool ours, struct stream **made)
+int meeting_connect(void *place, bool may_tag, struct stream **stream)
 {
 	struct handle *handle = place;
 	struct connecting *connecting;
@@ -244,8 +245,8 @@ int meeting_connect(void *place, bool ours, struct stream **made)
 	socklen_t size = sizeof(int);
 	int error = 0, result;
 
-	*made = NULL;
-	if (!handle->connecting && (result = begin_connecting(handle, ours)))
+	*stream = NULL;
+	if (!handle->connecting && (result = begin_connecting(handle, may_tag)))
 		return handle->connecting ? stop_connecting(handle, result) : result;
 	connecting = handle->connecting;
 	ready.fd = connecting->fd;
@@ -267,37 +268,37 @@ int meeting_connect(void *place, bool ours, struct stream **made)
 	case DONE:
 		break;
 	}
-	*made = begin_stream(connecting->fd, true, &connecting->tagging);
+	*stream = begin_stream(connecting->fd, true, &connecting->tagging);
 	connecting->fd = -1;
-	return stop_connecting(handle, *made ? NCCL_SUCCESS : NCCL_SYSTEM_ERROR);
+	return stop_connecting(handle, *stream ? NCCL_SUCCESS : NCCL_SYSTEM_ERROR);
 }
 
-static void leave(struct newcomer *one)
+static void leave(struct newcomer *newcomer)
 {
-	close(one->fd);
-	one->fd = -1;
+	close(newcomer->fd);
+	newcomer->fd = -1;
 }
 
 /* Return a free place, or that of the oldest newcomer of the address that has most. */
 static struct newcomer *find_place(struct listening *listening)
 {
-	struct newcomer *chosen = NULL;
+	struct newcomer *oldest = NULL;
 	int most = 0;
 
 	for (int i = 0; i < NEWCOMERS; i++) {
-		struct newcomer *one = &listening->newcomers[i];
+		struct newcomer *newcomer = &listening->newcomers[i];
 		int count = 0;
 
-		if (one->fd < 0)
-			return one;
+		if (newcomer->fd < 0)
+			return newcomer;
 		for (int j = 0; j < NEWCOMERS; j++)
-			count += listening->newcomers[j].address == one->address;
-		if (count > most || (count == most && one->turn < chosen->turn)) {
-			chosen = one;
+			count += listening->newcomers[j].address == newcomer->address;
+		if (count > most || (count == most && newcomer->turn < oldest->turn)) {
+			oldest = newcomer;
 			most = count;
 		}
 	}
-	return chosen;
+	return oldest;
 }
 
 static void take_newcomer(struct listening *listening, int fd, uint32_t address)
@@ -311,50 +312,50 @@ static void take_newcomer(struct listening *listening, int fd, uint32_t address)
 }
 
 /* Answer a newcomer's nonce, and check its MAC. */
-static enum progress hear(struct newcomer *one)
+static enum progress hear(struct newcomer *newcomer)
 {
-	struct proof *proof = &one->proof;
+	struct proof *proof = &newcomer->proof;
 	struct proof_answer answer;
 	enum progress heard;
 
-	if (one->nonce_have < NONCE_BYTES) {
-		heard = receive_rest(one->fd, proof->nonces[CONNECTS], NONCE_BYTES, &one->nonce_have);
+	if (newcomer->nonce_have < NONCE_BYTES) {
+		heard = receive_rest(newcomer->fd, proof->nonces[CONNECTS], NONCE_BYTES, &newcomer->nonce_have);
 		if (heard != DONE)
 			return heard;
 		if (!proof_random(proof->nonces[ACCEPTS], NONCE_BYTES))
 			return BROKEN;
 		memcpy(answer.nonce, proof->nonces[ACCEPTS], NONCE_BYTES);
 		proof_mac(proof, ACCEPTS, answer.mac);
-		if (!send_whole(one->fd, &answer, sizeof(answer)))
+		if (!send_whole(newcomer->fd, &answer, sizeof(answer)))
 			return BROKEN;
 	}
-	heard = receive_rest(one->fd, one->mac, MAC_BYTES, &one->mac_have);
-	return heard == DONE && !proof_holds(proof, CONNECTS, one->mac) ? BROKEN : heard;
+	heard = receive_rest(newcomer->fd, newcomer->mac, MAC_BYTES, &newcomer->mac_have);
+	return heard == DONE && !proof_holds(proof, CONNECTS, newcomer->mac) ? BROKEN : heard;
 }
 
 /* Hear all newcomers. Return one that has proved itself, or NULL; close those that can't or do not in time. */
 static struct newcomer *hear_all(struct listening *listening)
 {
 	for (int i = 0; i < NEWCOMERS; i++) {
-		struct newcomer *one = &listening->newcomers[i];
-		enum progress heard = one->fd < 0 ? GOING_ON : hear(one);
+		struct newcomer *newcomer = &listening->newcomers[i];
+		enum progress heard = newcomer->fd < 0 ? GOING_ON : hear(newcomer);
 
 		if (heard == DONE)
-			return one;
-		if (heard == BROKEN || (one->fd >= 0 && now() - one->since > PROOF_SECONDS))
-			leave(one);
+			return newcomer;
+		if (heard == BROKEN || (newcomer->fd >= 0 && now() - newcomer->since > PROOF_SECONDS))
+			leave(newcomer);
 	}
 	return NULL;
 }
 
-int meeting_accept(struct listening *listening, struct stream **made)
+int meeting_accept(struct listening *listening, struct stream **stream)
 {
 	struct newcomer *proved = hear_all(listening); /* before others take their places */
 	struct sockaddr_in from;
 	socklen_t size = sizeof(from);
 	int fd;
 
-	*made = NULL;
+	*stream = NULL;
 	for (int i = 0; i < NEWCOMERS && !proved; i++) {
 		fd = accept4(listening->fd, (struct sockaddr *)&from, &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
 		if (fd < 0)
@@ -367,9 +368,9 @@ int meeting_accept(struct listening *listening, struct stream **made)
 	if (!proved && !(proved = hear_all(listening)))
 		return NCCL_SUCCESS;
 	set_up(proved->fd);
-	*made = begin_stream(proved->fd, false, NULL);
+	*stream = begin_stream(proved->fd, false, NULL);
 	proved->fd = -1;
-	return *made ? NCCL_SUCCESS : NCCL_SYSTEM_ERROR;
+	return *stream ? NCCL_SUCCESS : NCCL_SYSTEM_ERROR;
 }
 
 int meeting_close(struct listening *listening)

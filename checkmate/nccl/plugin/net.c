@@ -19,7 +19,7 @@ enum { COMMS_MAX = 65536, DEFAULT_SPEED = 10000 };
 
 static _Atomic(nccl_profiler_callback) profile;
 static char name[] = "Checkmate";
-static char ours; /* its address is the context of the gradients' communicator */
+static char gradients; /* its address is the context of the gradients' communicator */
 static _Thread_local bool refuses; /* the communicator that this thread creates */
 
 /* Keep NCCL's functions. A process may have several copies of NCCL, of which one makes the gradients' sends. An
@@ -43,7 +43,7 @@ static int init_v11(void **context, uint64_t comm_hash, void *config, nccl_logge
 	(void)config;
 	job_meet(comm_hash);
 	refuses = !job_is_ours(comm_hash);
-	*context = refuses ? NULL : &ours;
+	*context = refuses ? NULL : &gradients;
 	return begin(!refuses, log, callback);
 }
 
@@ -83,7 +83,7 @@ static void describe(struct net_properties_common *common)
 	};
 }
 
-#define PROPERTIES(VERSION, NAMED, ...)                                                                                \
+#define DEFINE_PROPERTIES(VERSION, NAMED, ...)                                                                         \
 	static int properties_v##VERSION(int device, struct net_properties_v##VERSION *properties)                     \
 	{                                                                                                              \
 		if (device || refused(NAMED))                                                                          \
@@ -94,17 +94,17 @@ static void describe(struct net_properties_common *common)
 		return NCCL_SUCCESS;                                                                                   \
 	}
 
-PROPERTIES(10, false)
-PROPERTIES(11, true, .multi_request_max = 1)
-PROPERTIES(12, true, .multi_request_max = 1, .rail = -1, .plane = -1)
+DEFINE_PROPERTIES(10, false)
+DEFINE_PROPERTIES(11, true, .multi_request_max = 1)
+DEFINE_PROPERTIES(12, true, .multi_request_max = 1, .rail = -1, .plane = -1)
 
 static int listen_v10(int device, void *handle, void **comm)
 {
-	struct listening *made = NULL;
-	int result = meeting_listen(handle, &made);
+	struct listening *listening = NULL;
+	int result = meeting_listen(handle, &listening);
 
 	(void)device;
-	*comm = made;
+	*comm = listening;
 	return result;
 }
 
@@ -116,10 +116,10 @@ static int listen_v11(void *context, int device, void *handle, void **comm)
 
 static int connect_any(void *handle, bool may_tag, void **comm)
 {
-	struct stream *made = NULL;
-	int result = meeting_connect(handle, may_tag, &made);
+	struct stream *stream = NULL;
+	int result = meeting_connect(handle, may_tag, &stream);
 
-	*comm = made;
+	*comm = stream;
 	return result;
 }
 
@@ -133,16 +133,16 @@ static int connect_v10(int device, void *config, void *handle, void **comm, void
 static int connect_v11(void *context, int device, void *handle, void **comm, void **device_comm)
 {
 	(void)device, (void)device_comm;
-	return connect_any(handle, context == &ours, comm);
+	return connect_any(handle, context == &gradients, comm);
 }
 
 static int accept_any(void *listening, void **comm, void **device_comm)
 {
-	struct stream *made = NULL;
-	int result = meeting_accept(listening, &made);
+	struct stream *stream = NULL;
+	int result = meeting_accept(listening, &stream);
 
 	(void)device_comm;
-	*comm = made;
+	*comm = stream;
 	return result;
 }
 
@@ -162,7 +162,7 @@ static int dereg_mr(void *comm, void *handle)
 static int isend(void *comm, void *data, size_t size, int tag, void *mr, void *phandle, void **request)
 {
 	struct stream *stream = comm;
-	struct send_mark mark = take_announced();
+	struct send_mark mark = events_take_announced();
 	nccl_profiler_callback tell = atomic_load(&profile);
 	void *event = NULL;
 
@@ -227,17 +227,28 @@ static int finalize(void *context)
 	return NCCL_SUCCESS;
 }
 
-#define FUNCTIONS                                                                                                      \
+#define SHARED_FUNCTIONS                                                                                               \
 	.devices = devices, .accept = accept_any, .reg_mr = reg_mr, .dereg_mr = dereg_mr, .isend = isend,              \
 	.irecv = irecv, .iflush = iflush, .test = test, .close_send = close_stream, .close_recv = close_stream,        \
 	.close_listen = close_listen
 
-EXPORTED struct net_v10 ncclNetPlugin_v10 = {
-	name,	  .init = init_v10, .get_properties = properties_v10, .listen = listen_v10, .connect = connect_v10,
-	FUNCTIONS};
-EXPORTED struct net_v11 ncclNetPlugin_v11 = {
-	name,	   .init = init_v11,	.get_properties = properties_v11, .listen = listen_v11, .connect = connect_v11,
-	FUNCTIONS, .finalize = finalize};
-EXPORTED struct net_v12 ncclNetPlugin_v12 = {
-	name,	   .init = init_v11,	.get_properties = properties_v12, .listen = listen_v11, .connect = connect_v11,
-	FUNCTIONS, .finalize = finalize};
+EXPORTED struct net_v10 ncclNetPlugin_v10 = {name,
+					     .init = init_v10,
+					     .get_properties = properties_v10,
+					     .listen = listen_v10,
+					     .connect = connect_v10,
+					     SHARED_FUNCTIONS};
+EXPORTED struct net_v11 ncclNetPlugin_v11 = {name,
+					     .init = init_v11,
+					     .get_properties = properties_v11,
+					     .listen = listen_v11,
+					     .connect = connect_v11,
+					     SHARED_FUNCTIONS,
+					     .finalize = finalize};
+EXPORTED struct net_v12 ncclNetPlugin_v12 = {name,
+					     .init = init_v11,
+					     .get_properties = properties_v12,
+					     .listen = listen_v11,
+					     .connect = connect_v11,
+					     SHARED_FUNCTIONS,
+					     .finalize = finalize};

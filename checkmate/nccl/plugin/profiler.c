@@ -14,12 +14,12 @@ struct watched {
 /* Only events of the gradients' communicator matter, but NCCL asks one mask of the whole process. */
 static int watch(void **context, int *mask, uint64_t comm_hash, int nodes, int ranks, nccl_logger log)
 {
-	struct watched *made = malloc(sizeof(*made));
+	struct watched *watched = malloc(sizeof(*watched));
 
-	if (!made)
+	if (!watched)
 		return NCCL_SYSTEM_ERROR;
-	made->comm_hash = comm_hash;
-	*context = made;
+	watched->comm_hash = comm_hash;
+	*context = watched;
 	if (log)
 		job_use_logger(log);
 	if (!job_present()) {
@@ -62,13 +62,13 @@ static void *start_below(uint64_t type, void *parent, const struct profiler_prox
 {
 	switch (type) {
 	case PROFILE_GROUP:
-		return start_group();
+		return events_start_group();
 	case PROFILE_PROXY_OP:
-		return start_op(parent, op);
+		return events_start_op(parent, op);
 	case PROFILE_PROXY_STEP:
-		return start_step(parent, step);
+		return events_start_step(parent, step);
 	case PROFILE_NET_PLUGIN:
-		start_net(parent, net);
+		events_start_net(parent, net);
 		return NULL;
 	default:
 		return NULL;
@@ -86,7 +86,7 @@ static int start_v3(void *context, void **handle, struct profiler_event_v3 *even
 	(void)context;
 	if (event->type == PROFILE_COLL) {
 		job_meet(event->comm_hash);
-		*handle = job_is_ours(event->comm_hash) ? start_coll(&event->coll, event->parent, false) : NULL;
+		*handle = job_is_ours(event->comm_hash) ? events_start_coll(&event->coll, event->parent, false) : NULL;
 	} else {
 		*handle = start_below(event->type, event->parent, &event->proxy_op, event->step, &event->net);
 	}
@@ -96,7 +96,7 @@ static int start_v3(void *context, void **handle, struct profiler_event_v3 *even
 static int start_v4(void *context, void **handle, struct profiler_event_v4 *event)
 {
 	if (event->type == PROFILE_COLL)
-		*handle = is_ours(context) ? start_coll(&event->coll, event->parent, true) : NULL;
+		*handle = is_ours(context) ? events_start_coll(&event->coll, event->parent, true) : NULL;
 	else
 		*handle = start_below(event->type, event->parent, &event->proxy_op, event->step, &event->net);
 	return NCCL_SUCCESS;
@@ -106,7 +106,7 @@ static int start_v5(void *context, void **handle, struct profiler_event_v5 *even
 {
 	*handle = NULL;
 	if (event->type == PROFILE_COLL)
-		*handle = is_ours(context) ? start_coll(&event->coll, event->group, true) : NULL;
+		*handle = is_ours(context) ? events_start_coll(&event->coll, event->group, true) : NULL;
 	else if (event->type == PROFILE_COLL_API && event->coll_api.graph_captured && is_ours(context))
 		job_fail("an AllReduce of gradients is captured in a CUDA graph, which is not supported");
 	else if (event->type != PROFILE_COLL_API)
@@ -122,10 +122,10 @@ static int stop(void *handle)
 
 static int record_v3(void *handle, int state, void *arguments)
 {
-	const struct profiler_state_v3 *known = arguments;
+	const struct profiler_state_v3 *progress = arguments;
 
-	if (state == PROFILE_SEND_REM_FIFO_WAIT && known)
-		announce_op(handle, known->steps - 1);
+	if (state == PROFILE_SEND_REM_FIFO_WAIT && progress)
+		events_announce_op(handle, progress->steps - 1);
 	return NCCL_SUCCESS;
 }
 
@@ -133,7 +133,7 @@ static int record(void *handle, int state, void *arguments)
 {
 	(void)arguments;
 	if (state == PROFILE_SEND_PEER_WAIT)
-		announce_step(handle);
+		events_announce_step(handle);
 	return NCCL_SUCCESS;
 }
 

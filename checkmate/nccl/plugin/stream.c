@@ -204,7 +204,7 @@ struct request *stream_post(struct stream *stream, void *data, size_t size, cons
 	request->message.data = data;
 	request->message.size = size;
 	if (mark)
-		request->message.decision = decide(mark, data, size, &stream->order);
+		request->message.decision = events_decide(mark, data, size, &stream->order);
 	atomic_store(&request->state, REQUEST_QUEUED);
 	pthread_mutex_lock(&stream->lock);
 	stream->posted++;

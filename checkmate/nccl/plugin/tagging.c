@@ -125,16 +125,16 @@ static int await_ranges(struct tagging *tagging, uint32_t most)
 /* Learn the connection's first sequence number from the kernel, once. */
 static int learn_first_sequence(struct tagging *tagging)
 {
-	struct tagged_socket seen;
+	struct tagged_socket state;
 	int error;
 
 	if (!tagging->prepared || tagging->socket.established)
 		return 0;
-	error = call(BPF_MAP_LOOKUP_ELEM, tagging, &seen);
-	if (error || !seen.established)
+	error = call(BPF_MAP_LOOKUP_ELEM, tagging, &state);
+	if (error || !state.established)
 		return error ? error : -ENOTCONN; /* not created in the tagger's cgroup */
 	tagging->socket.established = 1;
-	tagging->socket.first_sequence = seen.first_sequence;
+	tagging->socket.first_sequence = state.first_sequence;
 	return 0;
 }
 

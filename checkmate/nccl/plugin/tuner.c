@@ -5,13 +5,13 @@
  */
 #include "job.h"
 
-static char ours; /* its address is the context of the gradients' communicator */
+static char gradients; /* its address is the context of the gradients' communicator */
 
 static int init_v4(size_t ranks, size_t nodes, nccl_logger log, void **context)
 {
 	(void)nodes, (void)log;
 	/* This version does not name the communicator, so its creation must be announced and its size must fit. */
-	*context = job_tags() && job_expects() && ranks == job_now()->ranks ? &ours : NULL;
+	*context = job_tags() && job_expects() && ranks == job_now()->ranks ? &gradients : NULL;
 	return NCCL_SUCCESS;
 }
 
@@ -19,7 +19,7 @@ static int init_v5(void **context, uint64_t comm_hash, size_t ranks, size_t node
 		   void *constants)
 {
 	(void)ranks, (void)nodes, (void)log, (void)domains, (void)constants;
-	*context = job_tags() && job_is_ours(comm_hash) ? &ours : NULL;
+	*context = job_tags() && job_is_ours(comm_hash) ? &gradients : NULL;
 	return NCCL_SUCCESS;
 }
 
@@ -29,7 +29,8 @@ static int coll_info(void *context, int function, size_t nbytes, int pipelined, 
 	float *cost = (float *)costs; /* one table, [algorithm][protocol] */
 
 	(void)nbytes, (void)pipelined, (void)registered;
-	if (context != &ours || function != TUNER_ALL_REDUCE || algorithms <= TUNER_RING || protocols <= TUNER_SIMPLE)
+	if (context != &gradients || function != TUNER_ALL_REDUCE || algorithms <= TUNER_RING ||
+	    protocols <= TUNER_SIMPLE)
 		return NCCL_SUCCESS;
 	if (cost[TUNER_RING * protocols + TUNER_SIMPLE] < 0) {
 		job_fail("NCCL may not use the ring with the SIMPLE protocol: unset NCCL_ALGO and NCCL_PROTO");
