@@ -53,11 +53,11 @@ class Member:
         """Whether it is still running."""
         return self.process.poll() is None
 
-    def said(self) -> str:
+    def output_text(self) -> str:
         """Return its standard output since it was last started."""
         return _text(self.output, self._output_from)
 
-    def complaints(self) -> str:
+    def error_text(self) -> str:
         """Return its standard error since it was last started."""
         return _text(self.errors, self._errors_from)
 
@@ -71,12 +71,12 @@ class Member:
 
     def last_words(self) -> str:
         """Return the end of its standard error, or of its output, for an error message."""
-        return processes.last_lines(self.complaints() or self.said())
+        return processes.last_lines(self.error_text() or self.output_text())
 
-    def spoke(self) -> int:
+    def wrote_at(self) -> int:
         """Return the time of its last write, in ns."""
-        spoke_up = self.errors.stat().st_size > self._errors_from
-        return (self.errors if spoke_up else self.output).stat().st_mtime_ns
+        has_errors = self.errors.stat().st_size > self._errors_from
+        return (self.errors if has_errors else self.output).stat().st_mtime_ns
 
 
 class Crew(contextlib.AbstractContextManager["Crew"]):
@@ -122,11 +122,11 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
             file.touch()
         temporary = self.lab.directory / TEMPORARY
         temporary.mkdir(exist_ok=True)
-        given = {"TMPDIR": str(temporary), **(environment or {})}
+        variables = {"TMPDIR": str(temporary), **(environment or {})}
 
         def launch() -> subprocess.Popen[bytes]:
             with output.open("ab") as out, errors.open("ab") as err:
-                return self.lab.start(node, argv, stdout=out, stderr=err, cpus=cpus, environment=given)
+                return self.lab.start(node, argv, stdout=out, stderr=err, cpus=cpus, environment=variables)
 
         member = Member(name, output, errors, launch, launch(), good)
         self._members.append(member)
@@ -158,15 +158,15 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
         """Run a command to its end and return its output; raise `LabError` if it fails or times out."""
         member = self.start(name, node, argv)
         self.finish([member], seconds)
-        return member.said()
+        return member.output_text()
 
-    def wait(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
+    def wait(self, condition: Callable[[], bool], subject: str, seconds: float) -> None:
         """Wait for a condition; raise `LabError` on timeout, or if a process fails meanwhile."""
         deadline = time.monotonic() + seconds
         while not condition():
             self._check()
             if time.monotonic() > deadline:
-                raise LabError(f"{what}: not within {seconds:g} s")
+                raise LabError(f"{subject}: not within {seconds:g} s")
             time.sleep(_POLL_SECONDS)
 
     def finish(
@@ -174,11 +174,11 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
     ) -> None:
         """Wait until these processes have ended with status 0; call `tick` meanwhile."""
 
-        def ended() -> bool:
+        def have_ended() -> bool:
             tick()
             return not any(member.running for member in members)
 
-        self.wait(ended, f"{', '.join(m.name for m in members)} to end", seconds)
+        self.wait(have_ended, f"{', '.join(m.name for m in members)} to end", seconds)
         self._check()
         for member in members:
             self._forget(member)
@@ -207,7 +207,7 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
             return
         self._await_aftermath()
         # Order by last output: a failing process reports before its clean-up, which may outlast its victims.
-        failed = sorted(self._failed(), key=Member.spoke)
+        failed = sorted(self._failed(), key=Member.wrote_at)
         quoted = "; then ".join(member.obituary() for member in failed[:_QUOTED])
         more = len(failed) - _QUOTED
         raise LabError(f"{quoted}; then {more} more" if more > 0 else quoted)
@@ -285,7 +285,7 @@ class LabController:
 
     def _await_serving(self) -> None:
         self.crew.wait(
-            lambda: "serving" in self.member.said() or self._needless(),
+            lambda: "serving" in self.member.output_text() or self._needless(),
             "controller to serve",
             _START_SECONDS,
         )

@@ -23,10 +23,10 @@ class NoCommand(LabError):
 
 def check_node(lab: Lab, node: str) -> str:
     """Return a node's name; raise `BadDescription`, with the lab's nodes, if the lab has no such node."""
-    known = lab.topology.nodes
-    if node not in known:
-        hint = did_you_mean(node, known)
-        raise BadDescription(f"lab {lab.name} has no node {node!r} (its nodes are {', '.join(known)}){hint}")
+    nodes = lab.topology.nodes
+    if node not in nodes:
+        hint = did_you_mean(node, nodes)
+        raise BadDescription(f"lab {lab.name} has no node {node!r} (its nodes are {', '.join(nodes)}){hint}")
     return node
 
 

@@ -80,7 +80,7 @@ class Lab:
         self._progress = progress
         self._lock = contextlib.ExitStack()
         self._cgroup: str | None = None
-        self._made = False
+        self._is_up = False
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @classmethod
@@ -137,7 +137,7 @@ class Lab:
                 raise LabError(
                     f"lab {self.name} already exists; remove it with: checkmate lab down {self.name}"
                 )
-            self._made = True
+            self._is_up = True
             self._make()
         except BaseException:
             self.down()
@@ -147,15 +147,15 @@ class Lab:
         """End the lab's processes and remove it; signals are held back meanwhile."""
         with undisturbed():
             try:
-                if self._made:
+                if self._is_up:
                     self._progress("removing the lab")
             finally:  # even if the report fails, as on a closed terminal
-                if self._made:
+                if self._is_up:
                     state.remove(self.name)
                     for process in self._processes.values():
                         process.wait()
                     self._processes.clear()
-                    self._made = False
+                    self._is_up = False
                 self.release()
 
     def release(self) -> None:
@@ -203,10 +203,10 @@ class Lab:
 
     def environment(self, node: str) -> dict[str, str]:
         """Return the environment of a node's processes: ours, and what job, torchrun and NCCL need there."""
-        ours = {**torchrun.DEFAULTS, **processes.environment(), **torchrun.ENVIRONMENT}
-        ours.pop(INSECURE, None)  # a lab has keys
-        ours |= torchrun.nccl_environment(f"{self.name} {node}")
-        return ours | {"CHECKMATE_JOB": str(self.job_file_at(node))}
+        variables = {**torchrun.DEFAULTS, **processes.environment(), **torchrun.ENVIRONMENT}
+        variables.pop(INSECURE, None)  # a lab has keys
+        variables |= torchrun.nccl_environment(f"{self.name} {node}")
+        return variables | {"CHECKMATE_JOB": str(self.job_file_at(node))}
 
     def job_file_at(self, node: str) -> Path:
         """Return the path of the job file of a host's job; for other nodes, of the lab's."""
@@ -217,9 +217,9 @@ class Lab:
         """Return the cgroup of a node's processes, which exists; `None` without cgroup v2."""
         if self._cgroup is None:
             return None
-        found = Path(self._cgroup, node)
-        found.mkdir(exist_ok=True)
-        return found
+        folder = Path(self._cgroup, node)
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def stop_switch(self, name: str) -> None:
         """Kill a switch's process with SIGKILL: its entries are lost, its ports stay."""
@@ -230,7 +230,9 @@ class Lab:
 
     def dead_switches(self) -> list[str]:
         """Return the names of switches that do not run."""
-        return [one.name for one in self.switches if not namespaces.processes([self.namespace(one.name)])]
+        return [
+            switch.name for switch in self.switches if not namespaces.processes([self.namespace(switch.name)])
+        ]
 
     def restart_switch(self, name: str) -> None:
         """Kill a switch if it runs, start it without entries, and wait until it listens."""
@@ -255,15 +257,17 @@ class Lab:
             Path(cgroup).mkdir(exist_ok=True)
         self._cgroup = cgroup
         self._write_job()
-        cut = bool(self.jitter)
-        for node in (*self.topology.nodes, *([CABLES] if cut else [])):
+        has_cables = bool(self.jitter)
+        for node in (*self.topology.nodes, *([CABLES] if has_cables else [])):
             namespaces.create(self.namespace(node))
             links.prepare(self.namespace(node))
         links.connect_management(self.name, self.topology)
-        links.connect_training(self.name, self.topology, self.mtu, cut=cut, offload=self.offloads)
+        links.connect_training(
+            self.name, self.topology, self.mtu, has_cables=has_cables, offload=self.offloads
+        )
         if self.loss:
             self.loss_by = links.lose(self.name, self.topology, self.loss)
-        if cut:
+        if has_cables:
             self._join_cables()
         for switch in self.topology.switches:
             self._progress(f"switch {switch.name} ({self.target})")

@@ -33,7 +33,7 @@ class LabLogs:
         """Open files, at the first byte that has not been shown."""
 
     @property
-    def found(self) -> bool:
+    def has_logs(self) -> bool:
         """Whether there are logs."""
         return bool(self._files)
 
@@ -48,14 +48,14 @@ class LabLogs:
                     yield LogLine(node, name == process, text)
 
     def _lines(self, file: Path, whole: bool) -> list[str]:
-        found = _rest(self._files[file], whole) if file in self._files else []
+        lines = _rest(self._files[file], whole) if file in self._files else []
         with contextlib.suppress(FileNotFoundError):  # the lab is being removed
             if file not in self._files or not _same(self._files[file], file):  # a new process has a new log
                 if file in self._files:
                     self._files[file].close()
                 self._files[file] = file.open("rb")
-                found += _rest(self._files[file], whole)
-        return found
+                lines += _rest(self._files[file], whole)
+        return lines
 
 
 def _same(log: BinaryIO, file: Path) -> bool:
@@ -67,9 +67,11 @@ def _rest(log: BinaryIO, whole: bool) -> list[str]:
     data = log.read()
     lines = data[: data.rfind(b"\n") + 1] if whole else data
     log.seek(len(lines) - len(data), os.SEEK_CUR)
-    return [_shown(line) for line in lines.decode(errors="replace").removesuffix("\n").split("\n") if lines]
+    return [
+        _as_shown(line) for line in lines.decode(errors="replace").removesuffix("\n").split("\n") if lines
+    ]
 
 
-def _shown(line: str) -> str:
+def _as_shown(line: str) -> str:
     """Return what a terminal would show: carriage returns overwrite."""
     return line.rstrip("\r").rpartition("\r")[2]

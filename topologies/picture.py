@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,11 +46,11 @@ def picture(topology: Topology) -> str:
 
 def show(topology: Topology, console: Console) -> None:
     """Print the picture, unless the terminal is too narrow for it."""
-    drawn = picture(topology)
-    width = max(map(len, drawn.splitlines()))
+    text = picture(topology)
+    width = max(map(len, text.splitlines()))
     if width > console.width:
-        drawn = f"(a picture of this lab needs {width} columns)"
-    console.print(drawn, highlight=False, markup=False, soft_wrap=True)
+        text = f"(a picture of this lab needs {width} columns)"
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _block(topology: Topology, switch: SwitchNode) -> str:
@@ -107,9 +108,9 @@ def host_table(topology: Topology, lab: str) -> FittedTable:
     table = FittedTable(f"lab {lab}: {topology.title}", *columns)
     for host in topology.hosts:
         for i, nic in enumerate(host.interfaces):
-            named = name_of(lab, host.name) if i == 0 else ""
+            namespace = name_of(lab, host.name) if i == 0 else ""
             mgmt = str(host.mgmt) if i == 0 else ""
-            table.add_row(named, nic.name, str(nic.ip), f"{nic.switch} {nic.port}", mgmt)
+            table.add_row(namespace, nic.name, str(nic.ip), f"{nic.switch} {nic.port}", mgmt)
     for switch in topology.switches:
         stub = f"{switch.stub_ip} (stub)"
         table.add_row(name_of(lab, switch.name), f"port1-{switch.ports}", stub, "", str(switch.mgmt))
@@ -118,13 +119,20 @@ def host_table(topology: Topology, lab: str) -> FittedTable:
 
 
 def next_steps(topology: Topology, lab: str, job_file: object) -> str:
-    """Return commands to try in a lab that is up, in this order; they work in any directory."""
-    here = Path(sys.executable).with_name("checkmate")
-    checkmate = shlex.join([str(here)] if here.exists() else [sys.executable, "-m", "checkmate.cli.entry"])
-    inside, job = f"{checkmate} lab exec {lab}", shlex.quote(str(job_file))
+    """Return commands to try in a lab that is up, in this order; they work in any directory.
+
+    `lab exec` has this installation's commands on PATH, and the lab's job in CHECKMATE_JOB.
+    """
+    installed = Path(sys.executable).with_name("checkmate")
+    if not installed.exists():
+        checkmate = here = shlex.join([sys.executable, "-m", "checkmate.cli.entry"])
+    else:
+        checkmate, on_path = "checkmate", shutil.which("checkmate")
+        here = checkmate if on_path and Path(on_path).samefile(installed) else shlex.quote(str(installed))
+    inside = f"{here} lab exec {lab}"
     control = f"{inside} {CONTROLLER} -- {checkmate}"
     shadows = [
-        f"  {inside} {host.name} -- {checkmate} shadow {job} --id {number}"
+        f"  {inside} {host.name} -- {checkmate} shadow --id {number}"
         for number, host in enumerate(topology.shadow_nodes)
     ]
     if len(shadows) > SHADOWS_SHOWN:
@@ -137,17 +145,17 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
         [
             f"job: {job_file}",
             "next steps: train in the lab, with all that this needs, until Ctrl-C; then look at the logs",
-            f"  {checkmate} lab train {lab}{'' if topology.script else OWN_SCRIPT}",
-            f"  {checkmate} lab logs {lab} {topology.shadow_nodes[0].name}",
+            f"  {here} lab train {lab}{'' if topology.script else OWN_SCRIPT}",
+            f"  {here} lab logs {lab} {topology.shadow_nodes[0].name}",
             "or by hand (run and each shadow occupy a terminal until Ctrl-C):",
-            f"  {control} run {job}",
+            f"  {control} run",
             *shadows,
             f"  {torchrun.loop(topology, inside, script)}",
             f"  {inside} {topology.trainers[-1].name} -- {kill}   # training resumes",
-            f"  {control} status {job}",
-            f"  {control} consolidate {job} --out checkpoint/",
-            f"  {control} remove {job}   # after run has stopped",
+            f"  {control} status",
+            f"  {control} consolidate --out checkpoint/",
+            f"  {control} remove   # after run has stopped",
             f"  {inside} {topology.trainers[0].name}   # a shell on a host",
-            f"  {checkmate} lab down {lab}",
+            f"  {here} lab down {lab}",
         ]
     )

@@ -9,7 +9,7 @@ from rich.progress import TaskID
 
 from checkmate.output.consoles import folding, has_cursor, progress
 
-_SAID_EVERY = 10.0
+_PRINT_SECONDS = 10.0
 
 
 class StepProgress:
@@ -21,30 +21,30 @@ class StepProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._text = ""
-        self._began = self._said = 0.0
+        self._began = self._printed_at = 0.0
         self._live = progress(console, folding("{task.fields[amount]}"))
         self._task: TaskID | None = None
 
     def __call__(self, text: str) -> None:
         """Begin a step; the previous one is done."""
-        self._done()
+        self._end_step()
         self._text = text
-        self._began = self._said = time.monotonic()
+        self._began = self._printed_at = time.monotonic()
         self._task = self._live.add_task(text, total=None, amount="")
 
-    def moved(self, done: int, total: int) -> None:
+    def moved(self, received: int, total: int) -> None:
         """Report the step's progress in bytes."""
-        self.advanced(done, total, f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB at the shadow nodes")
+        self.advanced(received, total, f"{received / 1e6:,.0f} of {total / 1e6:,.0f} MB at the shadow nodes")
 
-    def advanced(self, done: int, total: int, amount: str) -> None:
+    def advanced(self, completed: int, total: int, amount: str) -> None:
         """Report the step's progress, described by `amount`."""
-        if not has_cursor(self._console) and time.monotonic() - self._said > _SAID_EVERY:
-            self._said = time.monotonic()
+        if not has_cursor(self._console) and time.monotonic() - self._printed_at > _PRINT_SECONDS:
+            self._printed_at = time.monotonic()
             self._console.print(f"  {amount}", highlight=False, markup=False)
         if self._task is not None:
-            self._live.update(self._task, completed=done, total=total, amount=amount)
+            self._live.update(self._task, completed=completed, total=total, amount=amount)
 
-    def _done(self) -> None:
+    def _end_step(self) -> None:
         if self._task is not None:
             seconds = time.monotonic() - self._began
             room = max(1, min(60, self._console.width - 10))
@@ -58,5 +58,5 @@ class StepProgress:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._done()
+            self._end_step()
         self._live.stop()

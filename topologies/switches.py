@@ -51,15 +51,15 @@ def command(
         return tofino_model.command(switch, folder / switch.name)
     ports = [part for port in range(1, switch.ports + 1) for part in ("-i", f"{port}@port{port}")]
     general = ["--no-p4", "--device-id", str(switch.device_id), *ports]
-    own = ["--grpc-server-addr", switch.address, "--cpu-port", str(CPU_PORT)]
+    target_options = ["--grpc-server-addr", switch.address, "--cpu-port", str(CPU_PORT)]
     if target == "bmv2":
         if notifications is not None:
             general += ["--notifications-addr", f"ipc://{notifications}"]
-        return [BMV2, *general, "--", *own]
+        return [BMV2, *general, "--", *target_options]
     stats = [] if statistics is None else ["--stats-file", str(statistics)]
     # The management network ends at the namespaces of the lab, so nobody else reaches the switch.
-    served = ["--metrics", f"{switch.mgmt}:{METRICS_PORT}"] if metrics else []
-    return [*PYTHON, "-m", "softswitch", *general, *own, "--insecure", *stats, *served]
+    metrics_options = ["--metrics", f"{switch.mgmt}:{METRICS_PORT}"] if metrics else []
+    return [*PYTHON, "-m", "softswitch", *general, *target_options, "--insecure", *stats, *metrics_options]
 
 
 def statistics_file(folder: Path, switch: SwitchNode) -> Path:
@@ -82,8 +82,8 @@ def check_target(target: Target, switches: Sequence[SwitchNode]) -> None:
 
 def has_notifications() -> bool:
     """Return whether BMv2 was built with nanomsg."""
-    done = subprocess.run([BMV2, "--help"], capture_output=True, text=True, check=False)
-    return "--notifications-addr" in done.stdout + done.stderr
+    result = subprocess.run([BMV2, "--help"], capture_output=True, text=True, check=False)
+    return "--notifications-addr" in result.stdout + result.stderr
 
 
 def wait_listening(

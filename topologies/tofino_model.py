@@ -66,9 +66,9 @@ def check_installed() -> None:
 
 def installation() -> Path:
     """Return the SDE's installation, which has the drivers on PATH."""
-    found = shutil.which(DRIVERS)
-    assert found is not None, "checked when the lab was made"
-    return Path(found).resolve().parent.parent
+    drivers = shutil.which(DRIVERS)
+    assert drivers is not None, "checked when the lab was made"
+    return Path(drivers).resolve().parent.parent
 
 
 def check_ports(switches: Sequence[SwitchNode]) -> None:
@@ -188,9 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="for files and the processes' own logs")
     parser.add_argument("--ports", type=int, required=True, help="number of ports")
     parser.add_argument("--address", required=True, help="of the P4Runtime server")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        print(run(chosen.folder, chosen.ports, chosen.address), flush=True)
+        print(run(options.folder, options.ports, options.address), flush=True)
     except LabError as error:
         print(error, flush=True)
     return 1

@@ -108,6 +108,6 @@ def loop(topology: Topology, inside: str, script: Sequence[str | Path]) -> str:
         f"--rdzv-conf=is_host={int(True)}": "--rdzv-conf=is_host=$((r == 0))",
         f"--local-addr={hosts[0].mgmt}": f"--local-addr={base}.$((r + {last}))",
     }
-    started = " ".join(replaced.get(word, word) for word in words)
+    command_line = " ".join(replaced.get(word, word) for word in words)
     name = hosts[0].name.rstrip("0")
-    return f"for r in $(seq 0 {len(hosts) - 1}); do {inside} {name}$r -- {started} & done; wait"
+    return f"for r in $(seq 0 {len(hosts) - 1}); do {inside} {name}$r -- {command_line} & done; wait"

@@ -44,7 +44,7 @@ def measure() -> list[Result]:
                 argv = [sys.executable, "-m", "benchmarks.training.allreduce_rank", *own, *common]
                 members.append(crew.start(name, name, argv))
             crew.finish(members, _SECONDS, lambda: bar.advance(task))
-            said = [json.loads(member.said()) for member in members]
+            said = [json.loads(member.output_text()) for member in members]
     return figures(said)
 
 

@@ -42,7 +42,7 @@ def measure() -> list[Result]:
                 argv = [sys.executable, "-m", "benchmarks.training.nccl_speed_rank", *own, *common]
                 members.append(crew.start(name, name, argv))
             crew.finish(members, _SECONDS, lambda: bar.advance(task))
-            said = json.loads(members[1].said())
+            said = json.loads(members[1].output_text())
     return figures(said)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from topologies.training.in_rank import Driven
+from topologies.training.in_rank import RankHooks
 
 FOLDER: Final = "CHECKMATE_SAVE_TO"
 
@@ -25,8 +25,8 @@ FOLDER: Final = "CHECKMATE_SAVE_TO"
 class Saver:
     """Periodic checkpoints of parameters and optimizer state."""
 
-    def __init__(self, driven: Driven, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
-        self._driven = driven
+    def __init__(self, hooks: RankHooks, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+        self._driven = hooks
         self._model, self._optimizer = ddp.module, optimizer
         self._folder = Path(os.environ[FOLDER])
         self._group = dist.new_group(backend="gloo")
@@ -61,7 +61,7 @@ class Saver:
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
 
-def install(driven: Driven, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+def install(hooks: RankHooks, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
     """Save from now on."""
-    saver = Saver(driven, ddp, optimizer)
+    saver = Saver(hooks, ddp, optimizer)
     optimizer.register_step_post_hook(lambda *_: saver.after_step())

@@ -68,7 +68,7 @@ def logs(
             out.print(Text.assemble(prefix, line.text), soft_wrap=True)
 
     show(whole=follow)
-    if not reader.found:
+    if not reader.has_logs:
         err.print("nothing yet; what is started by hand writes to its own terminal", soft_wrap=True)
     while follow and attached.directory.exists():
         time.sleep(_LOOK_SECONDS)

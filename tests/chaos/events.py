@@ -95,7 +95,7 @@ class Schedule:
         """Check for shadow nodes that are live again, and for a controller that serves again."""
         world = self._world
         member = world.controller.member
-        if world.controller_is_down and member in world.crew and "serving" in member.said():
+        if world.controller_is_down and member in world.crew and "serving" in member.output_text():
             world.controller_is_down = False
             self._again.discard("ctl")
         self.watch.look(lambda node: f"shadow{node}" in self._again)

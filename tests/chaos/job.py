@@ -90,7 +90,7 @@ class JobWorld:
     def await_shadow_nodes(self) -> None:
         """Wait until all shadow nodes serve."""
         members = self.shadows.values()
-        self.crew.wait(lambda: all("ready" in m.said() for m in members), "shadow nodes to serve", 60)
+        self.crew.wait(lambda: all("ready" in m.output_text() for m in members), "shadow nodes to serve", 60)
 
     def start_ranks(self, *, fresh: bool) -> None:
         """Start all ranks."""
@@ -115,7 +115,7 @@ class JobWorld:
 
     def is_live(self, node: int) -> tuple[int, bool]:
         """Return the number of a node's statuses since its start, and whether all holds are live now."""
-        text = self.shadows[node].said()
+        text = self.shadows[node].output_text()
         said = [line for line in text[: text.rfind("\n") + 1].splitlines() if '"holds"' in line]
         holds = json.loads(said[-1])["holds"] if said else []
         return len(said), bool(holds) and all(hold["live"] for hold in holds)

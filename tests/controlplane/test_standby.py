@@ -100,17 +100,17 @@ def stand_by(crew: Crew, name: str, *files: Path) -> Member:
 
 
 def serves(crew: Crew, member: Member) -> None:
-    crew.wait(lambda: "serving" in member.said(), f"{member.name} to serve", 20)
+    crew.wait(lambda: "serving" in member.output_text(), f"{member.name} to serve", 20)
 
 
 def waits(crew: Crew, member: Member) -> None:
-    crew.wait(lambda: "standing by" in member.said(), f"{member.name} to stand by", 20)
+    crew.wait(lambda: "standing by" in member.output_text(), f"{member.name} to stand by", 20)
     time.sleep(0.5)  # it has looked at the switches
-    assert "serving" not in member.said()
+    assert "serving" not in member.output_text()
 
 
 def said_back(member: Member, times: int) -> bool:
-    return member.complaints().count("is back:") == times
+    return member.error_text().count("is back:") == times
 
 
 def stream(job: Job, number: int, incarnation: int = INCARNATION) -> tuple[str, Nic, Hello]:
@@ -195,7 +195,7 @@ def test_a_standby_takes_over_while_streams_connect(live: LiveSwitch, crew: Crew
     crew.stop(second, seconds=20)
     serves(crew, third)
     assert len(live.connected()) == len(late) + 1, "whoever takes over takes over the streams"
-    assert "taking over" in third.complaints() and "0 updates written" in third.said()
+    assert "taking over" in third.error_text() and "0 updates written" in third.output_text()
     crew.stop(third, seconds=20)
 
 
@@ -214,7 +214,7 @@ def test_a_switch_that_restarts_gets_its_streams_back_beside_a_standby(live: Liv
         live.restart_switch()
         crew.wait(partial(said_back, first, number + 1), "the primary to be back", 20)
         assert len(live.connected()) == len(connected)
-        assert "serving" not in second.said()
+        assert "serving" not in second.output_text()
         time.sleep(1)
     for one in connected:
         one.close()
@@ -261,12 +261,12 @@ def test_a_controller_that_is_killed_in_the_middle_of_a_batch_leaves_nothing_beh
 
 
 def _gone(member: Member) -> Callable[[], bool]:
-    return lambda: "job removed" in member.complaints()
+    return lambda: "job removed" in member.error_text()
 
 
 def written(member: Member) -> int:
     """Return the number of updates that a controller has written when it took over."""
-    (line,) = (line for line in member.said().splitlines() if " written in " in line)
+    (line,) = (line for line in member.output_text().splitlines() if " written in " in line)
     return int(line.partition(": ")[2].split()[0].replace(",", ""))
 
 
@@ -313,15 +313,15 @@ def test_a_standby_with_other_job_files_waits_until_they_are_the_same(
     first = stand_by(crew, "first")
     serves(crew, first)
     second = stand_by(crew, "second", mine)
-    crew.wait(lambda: "has, or had, other job files" in second.complaints(), "the difference", 20)
+    crew.wait(lambda: "has, or had, other job files" in second.error_text(), "the difference", 20)
     crew.kill(first)
     time.sleep(1.5)
-    assert "serving" not in second.said()
+    assert "serving" not in second.output_text()
     shutil.copy(mine, tmp_path / "new.yaml")
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(data))
     (tmp_path / "new.yaml").replace(mine)
     serves(crew, second)
-    assert ": 0 updates written" in second.said()
+    assert ": 0 updates written" in second.output_text()
     crew.stop(second, seconds=20)
 
 

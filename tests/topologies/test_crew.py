@@ -57,7 +57,7 @@ def test_a_process_is_pinned_and_finds_the_job(lab: Lab, crew: Crew) -> None:
             "one", "rank0", [sys.executable, "-c", code], cpus={cpu}, environment={"MINE": "yes"}
         )
         crew.finish([one], 20)
-        assert one.said().split() == [f"[{cpu}]", str(lab.job_file), "yes"]
+        assert one.output_text().split() == [f"[{cpu}]", str(lab.job_file), "yes"]
     assert os.sched_getaffinity(0) == before
     with pytest.raises(BadDescription, match=r"CPUs \[9999\]: only"):
         crew.start("two", "rank0", ["true"], cpus={9999})
@@ -66,7 +66,7 @@ def test_a_process_is_pinned_and_finds_the_job(lab: Lab, crew: Crew) -> None:
 def test_what_a_process_leaves_in_its_temporary_folder_goes_with_the_lab(lab: Lab, crew: Crew) -> None:
     one = crew.start("one", "rank0", [sys.executable, "-c", "import tempfile; print(tempfile.mkdtemp())"])
     crew.finish([one], 20)
-    left = Path(one.said().strip())
+    left = Path(one.output_text().strip())
     assert left.is_dir() and left.is_relative_to(lab.directory)
 
 
@@ -87,7 +87,7 @@ def test_pinned_switches_go_first_as_far_as_that_is_permitted(lab: Lab, crew: Cr
 
 def test_a_killed_process_takes_what_it_started_with_it(crew: Crew) -> None:
     member = crew.start("supervisor", "rank1", ["sh", "-c", SUPERVISOR])
-    crew.wait(lambda: "up" in member.said(), "child to start", 10)
+    crew.wait(lambda: "up" in member.output_text(), "child to start", 10)
     tree = [member.process.pid, *member.children()]
     assert len(tree) >= 3
     crew.kill(member)
@@ -99,10 +99,10 @@ def test_a_killed_process_takes_what_it_started_with_it(crew: Crew) -> None:
 
 def test_children_are_killed_and_their_parent_lives(crew: Crew) -> None:
     member = crew.start("supervisor", "rank1", ["sh", "-c", SUPERVISOR])
-    crew.wait(lambda: "up" in member.said(), "child to start", 10)
+    crew.wait(lambda: "up" in member.output_text(), "child to start", 10)
     killed = crew.kill_children(member)
     await_end(killed)
-    crew.wait(lambda: member.said().count("up") == 2, "child to start again", 10)
+    crew.wait(lambda: member.output_text().count("up") == 2, "child to start again", 10)
     assert member.running
     assert set(member.children()).isdisjoint(killed)
 
@@ -112,14 +112,14 @@ def test_a_restarted_process_is_as_before_and_its_logs_go_on(crew: Crew) -> None
     cpu = min(os.sched_getaffinity(0))
     argv = [sys.executable, "-c", code]
     member = crew.start("node", "shadow0", argv, cpus={cpu}, environment={"MINE": "a"})
-    crew.wait(lambda: "\n" in member.said(), "first start", 10)
-    first = member.said()
+    crew.wait(lambda: "\n" in member.output_text(), "first start", 10)
+    first = member.output_text()
     crew.restart(member)  # it still runs
-    crew.wait(lambda: "\n" in member.said(), "second start", 10)
-    assert member.said().split()[0] == "a"
-    assert member.said() != first
+    crew.wait(lambda: "\n" in member.output_text(), "second start", 10)
+    assert member.output_text().split()[0] == "a"
+    assert member.output_text() != first
     assert os.sched_getaffinity(member.process.pid) == {cpu}
-    assert member.output.read_text() == first + member.said()
+    assert member.output.read_text() == first + member.output_text()
     await_end([int(first.split()[1])])
 
 
@@ -161,20 +161,20 @@ def test_of_many_that_fail_the_first_are_quoted(crew: Crew, tmp_path: Path) -> N
 def test_nothing_stays_of_a_crew(lab: Lab) -> None:
     with Crew(lab) as crew:
         member = crew.start("supervisor", "rank1", ["sh", "-c", SUPERVISOR])
-        crew.wait(lambda: "up" in member.said(), "child to start", 10)
+        crew.wait(lambda: "up" in member.output_text(), "child to start", 10)
         tree = [member.process.pid, *member.children()]
     await_end(tree)
 
 
 def test_the_controller_is_killed_and_serves_again(crew: Crew) -> None:
     with serving(crew) as controller:
-        assert "updates written" in controller.member.said()
+        assert "updates written" in controller.member.output_text()
         pid = controller.member.process.pid
         controller.kill()
         await_end([pid])
         assert [switch["switch"] for switch in status(crew)] == ["tor"]
         controller.restart()
-        assert ": 0 updates" in controller.member.said()
+        assert ": 0 updates" in controller.member.output_text()
     assert not controller.member.running
 
 
@@ -195,9 +195,9 @@ def test_the_switch_stops_and_comes_back_empty(lab: Lab, crew: Crew) -> None:
         lab.stop_switch("tor")
         await_end([pid])
         assert lab.switch_pids == {}
-        crew.wait(lambda: "tor" in controller.member.complaints(), "controller to notice", 20)
+        crew.wait(lambda: "tor" in controller.member.error_text(), "controller to notice", 20)
         lab.restart_switch("tor")
-        crew.wait(lambda: "is back: " in controller.member.complaints(), "reconciliation", 20)
+        crew.wait(lambda: "is back: " in controller.member.error_text(), "reconciliation", 20)
         (switch,) = status(crew)
         assert not any(stream["connected"] for stream in switch["streams"])
         lab.restart_switch("tor")  # also while it runs
@@ -234,7 +234,7 @@ def test_torchrun_starts_the_job_again_when_a_rank_is_killed(lab: Lab, crew: Cre
         )
         for host in lab.topology.trainers
     ]
-    crew.wait(lambda: all("sum" in m.said() for m in members), "ranks to gather", 60)
+    crew.wait(lambda: all("sum" in m.output_text() for m in members), "ranks to gather", 60)
     workers = {m.name: m.children() for m in members}
     assert len(crew.kill_children(members[2])) == 1
     crew.wait(
@@ -242,14 +242,16 @@ def test_torchrun_starts_the_job_again_when_a_rank_is_killed(lab: Lab, crew: Cre
         "all workers to start again",
         60,
     )
-    before = [len(m.said()) for m in members]
+    before = [len(m.output_text()) for m in members]
     crew.wait(
-        lambda: all(len(m.said()) > size for m, size in zip(members, before, strict=True)), "gathering", 60
+        lambda: all(len(m.output_text()) > size for m, size in zip(members, before, strict=True)),
+        "gathering",
+        60,
     )
     flag.touch()
     crew.finish(members, 60)
     for rank, member in enumerate(members):
-        lines = set(member.said().splitlines())
+        lines = set(member.output_text().splitlines())
         assert lines == {f"rank {rank} sum 6.0"}
     assert descendants(members[0].process.pid) == []
 

@@ -244,13 +244,13 @@ def test_what_to_try_leads_to_a_protected_training(name: str) -> None:
     text = "\n".join(lines[5:])
     for number in range(len(topology.shadow_nodes)):
         assert f"lab exec mine shadow{number} -- " in text
-        assert f"shadow /jobs/job.yaml --id {number}\n" in text
+        assert f"shadow --id {number}\n" in text
     order = [
-        " run ",
+        " run\n",
         " shadow ",
         "torch.distributed.run",
         "pkill -9",
-        " status ",
+        " status\n",
         " consolidate ",
         " remove ",
         " lab down",
@@ -272,15 +272,18 @@ def test_what_to_try_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     place = tmp_path / "a checkout" / "bin"
     place.mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(place / "python"))
-    for command in ([str(place / "python"), "-m", "checkmate.cli.entry"], [str(place / "checkmate")]):
-        if len(command) == 1:
-            (place / "checkmate").touch()
+    module = [str(place / "python"), "-m", "checkmate.cli.entry"]
+    for here, inside in ((module, module), ([str(place / "checkmate")], ["checkmate"])):
+        if here != module:
+            (place / "checkmate").touch(mode=0o755)
         lines = picture.next_steps(load("single_tor"), "mine", "/run/a b/job.yaml").splitlines()
-        inside = [*command, "lab", "exec", "mine"]
-        expected = [*inside, "ctl", "--", *command, "run", "/run/a b/job.yaml"]
+        execute = [*here, "lab", "exec", "mine"]
+        expected = [*execute, "ctl", "--", *inside, "run"]
         assert [shlex.split(line) for line in lines].count(expected) == 1
         (loop,) = [line for line in lines if line.startswith("  for r in")]
-        assert shlex.split(loop)[7 : 7 + len(inside)] == inside
+        assert shlex.split(loop)[7 : 7 + len(execute)] == execute
+    monkeypatch.setenv("PATH", str(place))
+    assert "  checkmate lab train mine" in picture.next_steps(load("single_tor"), "mine", "job").splitlines()
 
 
 @settings(max_examples=60)

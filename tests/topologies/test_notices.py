@@ -123,9 +123,9 @@ def test_errors_that_a_script_survives_end_nothing() -> None:
 def test_checkmate_is_heard() -> None:
     notices = Notices()
     notices.of(LogLine("host0", False, "iteration 1: loss 2"))
-    assert not notices.heard
+    assert not notices.has_checkmates_lines
     begin(notices, 0)
-    assert notices.heard
+    assert notices.has_checkmates_lines
 
 
 def test_a_script_that_does_not_fit_the_state_ends_the_second_time() -> None:
@@ -143,4 +143,4 @@ def test_a_script_that_does_not_fit_the_state_ends_the_second_time() -> None:
             notices.of(error("[rank0]: x"))
             notices.of(error(ended))
         assert bool(notices.repeated) is final, text
-        assert notices.heard  # an error of Checkmate's is a line of Checkmate's
+        assert notices.has_checkmates_lines  # an error of Checkmate's is a line of Checkmate's

@@ -57,18 +57,20 @@ class Followed:
     """A training in a lab that is only files: what is shown and told of it."""
 
     def __init__(self, folder: Path, topology: str) -> None:
-        lab = SimpleNamespace(directory=folder, topology=load(topology), dead_switches=list)
+        lab = SimpleNamespace(name="mine", directory=folder, topology=load(topology), dead_switches=list)
         self.folder = folder
         self.shown: list[str] = []
         self.alarms: list[str] = []
+        self.news: list[str] = []
         self.ticks: list[list[tuple[str, str, str]]] = []
-        job: Any = SimpleNamespace(crew=SimpleNamespace(lab=lab), finish=self._finish)
+        ranks = {"rank0": SimpleNamespace(children=lambda: [4711])}
+        job: Any = SimpleNamespace(crew=SimpleNamespace(lab=lab), ranks=ranks, finish=self._finish)
         self.training = LabTraining(job)
 
     def run(self, *ticks: list[tuple[str, str, str]]) -> None:
         """Follow a training that writes some tracebacks (host, prefix, error), a list at a time."""
         self.ticks += ticks
-        self.training.follow(self._show, lambda text: None, self.alarms.append)
+        self.training.follow(self._show, self.news.append, self.alarms.append)
 
     def _show(self, line: LogLine) -> None:
         self.shown.append(line.text)
@@ -114,6 +116,21 @@ def test_ranks_of_a_host_are_told_apart_and_an_error_is_not_shown_twice(tmp_path
     assert lab.shown == ["2026-11-23 00:02:16 checkmate: a line of the log"]
 
 
+FOLLOWED = "2026-11-23 00:02:16 checkmate: shadow nodes follow, from iteration 3 on\n"
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_process_to_kill_is_named_unless_it_has_failed_and_the_end_is_told(
+    tmp_path: Path, failed: bool
+) -> None:
+    lab = Followed(tmp_path, "single_tor")
+    (tmp_path / "rank0.log").write_text(FOLLOWED)
+    lab.run([("rank1", "[rank1]: ", REFUSED)] if failed else [])
+    *processes, end = lab.news
+    assert end == "training has ended; the lab stays, until `checkmate lab down mine`"
+    assert processes == ([] if failed else ["rank0 is process 4711; after kill -9 4711, training resumes"])
+
+
 LOST = "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes"
 
 
@@ -132,7 +149,7 @@ def test_the_final_message_has_what_caused_the_others(errors: tuple[list[str], .
     job.shadows = {}
     job.ranks = {
         f"rank{number}": SimpleNamespace(  # type: ignore[misc]
-            complaints=lambda own=own: "".join(TRACEBACK.format(error) for error in own),
+            error_text=lambda own=own: "".join(TRACEBACK.format(error) for error in own),
             process=SimpleNamespace(poll=lambda: 1),
         )
         for number, own in enumerate(errors)

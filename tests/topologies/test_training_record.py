@@ -144,7 +144,7 @@ def test_promises_are_kept_by_equal_runs() -> None:
     found = promises(
         run(10, 1.0), run(10, 1.0), 10, 0, {"one": state, "other": {"model": {"w": torch.ones(3)}}}
     )
-    assert [promise.kept for promise in found] == [True] * 5
+    assert [promise.is_kept for promise in found] == [True] * 5
 
 
 def test_promises_that_are_broken_are_told() -> None:
@@ -155,10 +155,10 @@ def test_promises_that_are_broken_are_told() -> None:
     )
     states = {"one": {"w": torch.zeros(2)}, "other": {"w": torch.tensor([0.0, 1e-30])}}
     found = promises(other, broken, 10, 0, states)
-    assert [promise.kept for promise in found] == [False] * 4 + [True]
-    assert found[0].seen.startswith("19 of 20")
-    assert found[2].seen == "other differs at w"
-    assert found[3].seen == "repeated: 9, in 0 crashes"
+    assert [promise.is_kept for promise in found] == [False] * 4 + [True]
+    assert found[0].observation.startswith("19 of 20")
+    assert found[2].observation == "other differs at w"
+    assert found[3].observation == "repeated: 9, in 0 crashes"
 
 
 def test_differences_names_what_differs() -> None:

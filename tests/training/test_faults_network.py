@@ -63,7 +63,7 @@ def test_a_shadow_stream_has_a_gap(name: str, tmp_path: Path) -> None:
         run.train(10)
         lose_nothing(run.lab.namespace("tor"), "port5")
         run.until(lambda: not run.live(0), "shadow0 to notice")
-        assert "not come" in run.training.shadows["shadow0"].complaints()
+        assert "not come" in run.training.shadows["shadow0"].error_text()
         at = run.training.next_iteration()
         while not run.live(0):
             at += 1

@@ -56,7 +56,7 @@ def trained(
             job.finish(200, lambda: None)
         finally:
             job.keep_logs()
-        assert not any("not tagged" in rank.complaints() for rank in job.ranks.values())
+        assert not any("not tagged" in rank.error_text() for rank in job.ranks.values())
         return job.record(), torch.load(folder / "final.pt", map_location="cpu")["model"]
 
 
@@ -107,4 +107,4 @@ def test_a_loss_scaler_is_restored(collective: str, tmp_path: Path) -> None:
             assert equal(found[part], expected[part])
         for name, tensor in expected["model"].items():
             torch.testing.assert_close(found["model"][name], tensor, rtol=1e-2, atol=1e-3)
-        assert all("not tagged" not in rank.complaints() for rank in lab.ranks)
+        assert all("not tagged" not in rank.error_text() for rank in lab.ranks)

@@ -106,7 +106,7 @@ def test_hosts_with_two_ranks_each_are_killed(tmp_path: Path, nics: int) -> None
         }
         assert all(stream["bytes"] > 0 for stream in streams)
         for node in lab.shadows.values():
-            assert "differ" not in node.complaints()
+            assert "differ" not in node.error_text()
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_all_ranks_of_several_hosts_train_one_model(
     with training_lab(TWO_HOSTS | {"hosts": [["tor"]] * hosts, "dp_groups": groups}) as lab:
         kill_and_resume(lab, tmp_path, 4, iterations=8, together=True, **options)
         for node in lab.shadows.values():
-            assert "differ" not in node.complaints()
+            assert "differ" not in node.error_text()
         file = tmp_path / "checkpoint.pt"
         lab.consolidate("--format", "torch", "--out", file)
     found, state = torch.load(file, weights_only=True), LabRun(tmp_path / "killed", hosts * local).state(0)
@@ -143,9 +143,9 @@ def test_all_ranks_are_killed_under_a_double_of_nccl(tmp_path: Path) -> None:
         lab.use_nccl()
         kill_and_resume(lab, tmp_path, 4, iterations=8, turned=TURNED, nccl="2.29", width=400)
         for node in lab.shadows.values():
-            assert "differ" not in node.complaints()
-            assert "is lost" not in node.complaints()
-        assert all("not tagged" not in rank.complaints() for rank in lab.ranks)
+            assert "differ" not in node.error_text()
+            assert "is lost" not in node.error_text()
+        assert all("not tagged" not in rank.error_text() for rank in lab.ranks)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_a_memory_format_that_has_changed_since_is_taken(tmp_path: Path) -> None
         lab.consolidate("--format", "torch", "--out", file)
         assert equal(torch.load(file, weights_only=True)["model"], again.state(0)["model"])
         for node in lab.shadows.values():
-            assert "differ" not in node.complaints()
+            assert "differ" not in node.error_text()
 
 
 def optimizer(kind: str, implementation: str) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def test_shadow_nodes_have_what_trainers_have(case: LabCase, tmp_path: Path) -> 
         file = tmp_path / "checkpoint.pt"
         lab.consolidate("--format", "torch", "--out", file)
         for number in range(case.nodes):
-            assert "differ" not in lab.shadows[number].complaints()
+            assert "differ" not in lab.shadows[number].error_text()
     found = torch.load(file, weights_only=True)
     trained = run.state(0)
     assert found["iteration"] == 6
@@ -258,12 +258,12 @@ def test_a_finished_run_names_the_command_after_which_training_begins_again(tmp_
     with training_lab(TWO_RANKS) as lab:
         first = lab.train(ScriptOrders(str(tmp_path / "first"), iterations=4))
         assert lab.train(ScriptOrders(str(tmp_path / "second"), iterations=4)).resumed() == 4
-        said = lab.ranks[0].complaints()
+        said = lab.ranks[0].error_text()
         assert "training had ended with iteration 3: `checkmate reset JOB` has the next start begin" in said
         discarded = checkmate(lab.crew, "reset", lab.lab.job_file, "--yes")
         assert "iteration 3 and all before it are discarded. The next start of training begins" in discarded
         third = lab.train(ScriptOrders(str(tmp_path / "third"), iterations=4))
-        assert "`checkmate reset` has discarded what was trained" in lab.ranks[0].complaints()
+        assert "`checkmate reset` has discarded what was trained" in lab.ranks[0].error_text()
         assert same_training(third, first)
         assert lab.train(ScriptOrders(str(tmp_path / "third"), iterations=6)).resumed() == 4
 
@@ -310,9 +310,9 @@ def test_a_sharded_model_resumes_with_all_its_shards(options: dict[str, Any], tm
         if "nccl" in options:
             lab.use_nccl()
         kill_and_resume(lab, tmp_path, 5, **{"iterations": 10, "sharded": True, "width": 33, **options})
-        assert all("not tagged" not in rank.complaints() for rank in lab.ranks)
+        assert all("not tagged" not in rank.error_text() for rank in lab.ranks)
         for node in lab.shadows.values():
-            assert "differ" not in node.complaints()
+            assert "differ" not in node.error_text()
         file = tmp_path / "checkpoint.pt"
         lab.consolidate("--format", "torch", "--out", file)
     check_whole(torch.load(file, weights_only=True), LabRun(tmp_path / "killed", 4).states())
@@ -369,7 +369,7 @@ def test_other_replicas_and_shards_go_on_from_a_checkpoint_on_disk(tmp_path: Pat
             check_whole({**states, "extra": None}, parts.states("restored." if sharded else ""))
         assert train(True, 9).resumed() == 9
         for node in lab.shadows.values():
-            assert "differ" not in node.complaints()
+            assert "differ" not in node.error_text()
 
 
 @pytest.mark.slow
@@ -379,7 +379,7 @@ def test_a_model_split_by_tensor_parallelism_resumes_with_all_its_parts(tmp_path
         more = {"sharded": True, "tensor": True, "width": 33, "batch_norm": False, "accumulate": 2}
         kill_and_resume(lab, tmp_path, 5, iterations=10, **more)
         for node in lab.shadows.values():
-            assert "differ" not in node.complaints()
+            assert "differ" not in node.error_text()
         file = tmp_path / "checkpoint.pt"
         lab.consolidate("--format", "torch", "--out", file)
     found = torch.load(file, weights_only=True)["model"]
@@ -424,7 +424,7 @@ def test_training_goes_on_without_any_shadow_node(tmp_path: Path) -> None:
     with training_lab(TWO_RANKS, shadow_nodes=False) as lab:
         run = lab.start(ScriptOrders(str(tmp_path / "run"), restore=False, open_end=True, pause=0.1, wait=1))
         lab.await_iteration(run, 5)
-        assert "training begins without all shadow nodes" in lab.ranks[0].complaints()
+        assert "training begins without all shadow nodes" in lab.ranks[0].error_text()
         lab.start_shadow_nodes()
         lab.await_live(0)
         lab.await_live(1)
@@ -432,7 +432,7 @@ def test_training_goes_on_without_any_shadow_node(tmp_path: Path) -> None:
             lab.crew.kill(node)
         lab.await_iteration(run, max(run.losses(0)) + 5)
         lab.end(run)
-        assert lab.ranks[0].complaints().count("training continues") == 4  # each node, twice
+        assert lab.ranks[0].error_text().count("training continues") == 4  # each node, twice
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def go_on_while_it_runs(run: Faulty, *command: str | Path) -> None:
         run.training.let(at)
         run.pause(0.4)
     run.train(at)
-    assert member.process.returncode == 0, member.complaints()
+    assert member.process.returncode == 0, member.error_text()
     assert before < run.training.next_iteration() < ITERATIONS - 4
 
 
@@ -59,13 +59,13 @@ def test_the_switchs_program_is_loaded_again_without_a_gap(name: str, tmp_path: 
     with faulty.job(name, tmp_path, gated=True) as run:
         run.train(5)
         shadows = run.training.shadows.values()
-        before = [node.complaints() for node in shadows]
+        before = [node.error_text() for node in shadows]
         run.controller.stop()
         go_on_while_it_runs(run, "run", "--once", "--load", "--no-view", run.lab.job_file)
         run.controller.restart()
         at = run.training.next_iteration()
         run.until(lambda: all(run.stepped(node) >= at - 1 for node in (0, 1)), "nodes to have followed")
-        assert [node.complaints() for node in shadows] == before, "a node has lost copies, for example"
+        assert [node.error_text() for node in shadows] == before, "a node has lost copies, for example"
         run.crew.kill_children(run.training.ranks["rank2"])
         run.until(lambda: len(restored(run)) == 2, "training to resume")
         assert restored(run)[-1] >= at - 1

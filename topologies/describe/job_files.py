@@ -42,14 +42,14 @@ def files(topology: Topology, lab: str, target: Target) -> dict[str, str]:
         FABRIC_FILE: fabric(topology, target),
         TOPOLOGY_FILE: topology_data(topology),
         JOB_FILE: job(topology, lab),
-        **{file_beside(other): job(other, other.name) for other in topology.beside},
+        **{file_beside(beside): job(beside, beside.name) for beside in topology.beside},
     }
     return {name: as_yaml(content, title) for name, content in data.items()}
 
 
-def file_beside(other: Topology) -> str:
+def file_beside(topology: Topology) -> str:
     """Return the name of the job file of a job beside the lab's."""
-    return f"{other.name}.yaml"
+    return f"{topology.name}.yaml"
 
 
 def fabric(topology: Topology, target: Target) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def read(raw: object, reserved: Collection[str]) -> tuple[LabFile | None, list[F
         reserved: Names that switches cannot have.
     """
     lab, faults = validated(LabFile, raw, _WORDS)
-    told = {fault.path for fault in faults}
+    paths = {fault.path for fault in faults}
     if isinstance(raw, dict):
-        faults += [fault for fault in _between(raw, reserved) if fault.path not in told]
+        faults += [fault for fault in _between(raw, reserved) if fault.path not in paths]
     return (None, faults) if faults else (lab, [])
 
 
@@ -104,16 +104,16 @@ def _between(raw: dict[str, Any], reserved: Collection[str]) -> Iterator[Fault]:
     nodes = raw.get("shadow_nodes")
     if isinstance(nodes, list) and nodes:
         for group in parts(raw, GroupFile, "dp_groups"):
-            listed = group.fields.get("shadow_nodes", ())
-            yield from _shadow_list(group.path, listed, len(nodes), top.fields.get("replicas", 1))
+            nodes_of_group = group.fields.get("shadow_nodes", ())
+            yield from _shadow_list(group.path, nodes_of_group, len(nodes), top.fields.get("replicas", 1))
 
 
 def _names(switches: Sequence[str], reserved: Collection[str]) -> Iterator[Fault]:
     for index, name in enumerate(switches):
         path: Path = ("switches", index)
         if (first := switches.index(name)) < index:
-            taken = show_path(("switches", first))
-            yield Fault(path, f"{name!r} is {taken} already; each switch needs a name of its own")
+            place = show_path(("switches", first))
+            yield Fault(path, f"{name!r} is {place} already; each switch needs a name of its own")
         if name in reserved or name.rstrip("0123456789") in ("rank", "host", "shadow"):
             yield Fault(path, f"{name!r} is a name that the lab gives itself; use another, such as tor")
 
@@ -170,9 +170,9 @@ def _apart(switches: Sequence[str], links: Sequence[tuple[str, str]] | None) -> 
 
 def _too_many_ranks(raw: dict[str, Any]) -> Iterator[Fault]:
     groups = [group.fields for group in parts(raw, GroupFile, "dp_groups")]
-    listed = [group.get(key) or () for group in groups for key in ("ranks", "hosts")]
-    made = [group["ranks"] for group in lab_mesh.groups_of(raw)[0]]
-    for key, members in (("dp_groups", listed), ("mesh", made)):
+    from_groups = [group.get(key) or () for group in groups for key in ("ranks", "hosts")]
+    from_mesh = [group["ranks"] for group in lab_mesh.groups_of(raw)[0]]
+    for key, members in (("dp_groups", from_groups), ("mesh", from_mesh)):
         if (ranks := sum(map(len, members))) > _RANKS_MAX:
             yield Fault((key,), f"a lab has at most {_RANKS_MAX} ranks in all groups together, not {ranks}")
 
@@ -213,25 +213,25 @@ def _placed(raw: dict[str, Any], hosts: int) -> Iterator[Fault]:
 def _descending(raw: dict[str, Any]) -> Iterator[Fault]:
     """Yield hosts that NCCL would connect in another order."""
     for group in parts(raw, GroupFile, "dp_groups"):
-        listed = list(group.fields.get("hosts") or ())
-        if listed != sorted(listed):
+        hosts = list(group.fields.get("hosts") or ())
+        if hosts != sorted(hosts):
             yield Fault((*group.path, "hosts"), "with collective: nccl, list hosts in ascending order")
 
 
-def _shadow_list(group: Path, listed: Sequence[int] | None, nodes: int, replicas: int) -> Iterator[Fault]:
+def _shadow_list(group: Path, members: Sequence[int] | None, nodes: int, replicas: int) -> Iterator[Fault]:
     """Yield faults in a group's list of shadow nodes. `None` means all nodes; an invalid list is empty."""
     path: Path = (*group, "shadow_nodes")
-    for position, node in enumerate(listed or ()):
+    for position, node in enumerate(members or ()):
         if node >= nodes:
             there = f"their numbers are 0 to {nodes - 1}" if nodes > 1 else "the only one's number is 0"
             yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; {there}")
-        if node in (listed or ())[:position]:
+        if node in (members or ())[:position]:
             yield Fault((*path, position), f"shadow node {node} is listed twice; each holds one shard")
-    holders = nodes if listed is None else len(set(listed))
+    holders = nodes if members is None else len(set(members))
     if holders and replicas > holders:
         has = f"{show_path(group)} has {holders}"
         yield Fault(("replicas",), f"{counted(replicas, 'replica')} need as many shadow nodes; {has}")
-    if listed is None and nodes > _SHARDS_MAX:
+    if members is None and nodes > _SHARDS_MAX:
         yield Fault(
             path, f"a DP group has at most {_SHARDS_MAX} shadow nodes, not {nodes}; list the ones it uses"
         )

@@ -24,7 +24,7 @@ def groups_of(raw: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Fault]
     if isinstance(nodes, list):
         job["shadow_nodes"] = [{"id": number} for number in range(len(nodes))]
     faults = mesh_groups.expand(job)
-    made = [] if faults else job.get("dp_groups", [])
-    for rank in (rank for group in made for rank in group["ranks"]):
+    groups = [] if faults else job.get("dp_groups", [])
+    for rank in (rank for group in groups for rank in group["ranks"]):
         rank["host"] = int(rank["host"].removeprefix("host"))
-    return made, faults
+    return groups, faults

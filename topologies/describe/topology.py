@@ -193,7 +193,7 @@ class Topology:
     def links_at(self, switch: str) -> list[tuple[int, str, int]]:
         """Return the links of a switch: its own port, the other switch, and the port there."""
         ends = [pair for link in self.links for pair in ((link.a, link.b), (link.b, link.a))]
-        return [(port, other, there) for (near, port), (other, there) in ends if near == switch]
+        return [(port, far, there) for (near, port), (far, there) in ends if near == switch]
 
     def host(self, name: str) -> LabHost:
         """Return the host of that name; raise `KeyError` if there is none."""
@@ -217,7 +217,7 @@ def load(name: str) -> Topology:
         document = read_document(file, "title: and switches:")
     except JobError as error:
         raise BadTopology(error.faults) from None
-    return _Builder(_checked(document.data, document.locate)).build(file.stem)
+    return _Builder(_validated(document.data, document.locate)).build(file.stem)
 
 
 def build(name: str, data: object) -> Topology:
@@ -231,14 +231,14 @@ def together(jobs: Mapping[str, Mapping[str, Any]]) -> Topology:
     `jobs` are data of YAML. Only the first has `switches` and `links`. Names of the second one's hosts begin
     with `b_`, of the third one's with `c_`. Raises `BadTopology` with every fault in one of them.
     """
-    (name, first), *others = jobs.items()
+    (name, first), *beside = jobs.items()
     shared = {key: first[key] for key in ("switches", "links") if key in first}
-    made = [_Builder(_read(name, first))]
-    topologies = [made[0].build(name)]
-    for number, (name, data) in enumerate(others, start=1):
+    main = [_Builder(_read(name, first))]
+    topologies = [main[0].build(name)]
+    for number, (name, data) in enumerate(beside, start=1):
         earlier = tuple(host for topology in topologies for host in topology.hosts)
         prefix = f"{chr(ord('a') + number)}_"
-        builder = _Builder(_read(name, {**data, **shared}), made[0].used, earlier, prefix)
+        builder = _Builder(_read(name, {**data, **shared}), main[0].used, earlier, prefix)
         topologies.append(builder.build(name, cabled=topologies[0].links))
     switches = topologies[-1].switches
     whole = [replace(topology, switches=switches) for topology in topologies]
@@ -246,10 +246,10 @@ def together(jobs: Mapping[str, Mapping[str, Any]]) -> Topology:
 
 
 def _read(name: str, data: object) -> LabFile:
-    return _checked(data, lambda fault: Located(Path(name), 0, show_path(fault.path), fault.message))
+    return _validated(data, lambda fault: Located(Path(name), 0, show_path(fault.path), fault.message))
 
 
-def _checked(data: object, locate: Callable[[Fault], Located]) -> LabFile:
+def _validated(data: object, locate: Callable[[Fault], Located]) -> LabFile:
     lab, faults = lab_file.read(data, reserved=(CONTROLLER, CABLES))
     if lab is None:
         raise BadTopology(sorted(map(locate, faults), key=lambda fault: fault.line))
@@ -323,21 +323,21 @@ class _Builder:
     def placed(self) -> Iterator[LabGroup]:
         """Yield groups with ranks on the lab's hosts. Each host has the same number of ranks, in sequence."""
         hosts = self.hosts()
-        each = sum(len(group.hosts or ()) for group in self.lab.dp_groups) // len(hosts)
+        per_host = sum(len(group.hosts or ()) for group in self.lab.dp_groups) // len(hosts)
         local = Counter[int]()
         for group in self.lab.dp_groups:
             ranks = []
             for number in group.hosts or ():
-                nic = local[number] * len(hosts[number].interfaces) // each
-                ranks.append(LabRank(number * each + local[number], hosts[number], nic))
+                nic = local[number] * len(hosts[number].interfaces) // per_host
+                ranks.append(LabRank(number * per_host + local[number], hosts[number], nic))
                 local[number] += 1
             yield LabGroup(tuple(ranks), group.shadow_nodes)
 
     def meshed(self) -> Iterator[LabGroup]:
         """Yield the groups of the lab's mesh."""
         hosts = self.hosts()
-        made, _ = lab_mesh.groups_of(data_of(self.lab, exclude_defaults=True))
-        for group in made:
+        groups, _ = lab_mesh.groups_of(data_of(self.lab, exclude_defaults=True))
+        for group in groups:
             ranks = [LabRank(rank["rank"], hosts[rank["host"]], rank["nic"]) for rank in group["ranks"]]
             yield LabGroup(tuple(ranks), tuple(group["shadow_nodes"]))
 

@@ -18,7 +18,7 @@ from topologies.describe.topology import LabError
 from topologies.kernel import processes
 
 _POLL_SECONDS = 0.01
-_NAMED = 4
+_LISTED = 4
 
 
 def place(lab: str) -> str | None:
@@ -27,24 +27,24 @@ def place(lab: str) -> str | None:
     The ranks create theirs below it, so that those of killed ranks are removed with the lab.
     """
     try:
-        own = open_own_cgroup()
+        directory = open_own_cgroup()
     except TaggerUnavailable:
         return None  # the tagger, which needs it, reports a missing one
     try:
-        path = Path(os.readlink(f"/proc/self/fd/{own}"))
+        path = Path(os.readlink(f"/proc/self/fd/{directory}"))
     finally:
-        os.close(own)
+        os.close(directory)
     # A hidden mount has no path.
     return str(path / f"checkmate-lab-{lab}") if (path / "cgroup.procs").exists() else None
 
 
 def members(path: str) -> list[int]:
     """Return the processes in a cgroup and below, including dying but not dead ones."""
-    found: list[int] = []
+    pids: list[int] = []
     for directory, _, _ in os.walk(path):
         with contextlib.suppress(OSError):  # already removed
-            found += map(int, Path(directory, "cgroup.procs").read_text().split())
-    return found
+            pids += map(int, Path(directory, "cgroup.procs").read_text().split())
+    return pids
 
 
 def kill(path: str | None) -> None:
@@ -52,8 +52,8 @@ def kill(path: str | None) -> None:
     if path is None:
         return
     with contextlib.suppress(FileNotFoundError):  # the cgroup no longer exists
-        if (every := Path(path, "cgroup.kill")).exists():
-            every.write_text("1")
+        if (switch_file := Path(path, "cgroup.kill")).exists():
+            switch_file.write_text("1")
         else:  # before Linux 5.14
             Path(path, "cgroup.freeze").write_text(
                 "1"
@@ -92,8 +92,8 @@ def remove(path: str | None, seconds: float = 60.0) -> None:
 
 def inhabitants(path: str) -> str:
     """Return a description of the processes in a cgroup and below."""
-    found = [process for pid in members(path) if (process := processes.described(pid)) is not None]
-    if not found:
+    described = [process for pid in members(path) if (process := processes.described(pid)) is not None]
+    if not described:
         return "no process is visible in it"
-    more = len(found) - _NAMED
-    return f"still in it {', '.join(found[:_NAMED])}" + (f" and {more} more" if more > 0 else "")
+    more = len(described) - _LISTED
+    return f"still in it {', '.join(described[:_LISTED])}" + (f" and {more} more" if more > 0 else "")

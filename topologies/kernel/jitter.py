@@ -58,7 +58,7 @@ class Way:
     def __init__(self, source: socket.socket, destination: socket.socket, seconds: float) -> None:
         self._source, self._destination = source, destination
         self._seconds = seconds
-        self._delay, self._drawn = 0.0, -math.inf
+        self._delay, self._drawn_at = 0.0, -math.inf
         self._frames: deque[tuple[float, bytes]] = deque()
 
     @property
@@ -68,8 +68,8 @@ class Way:
 
     def take(self, now: float) -> None:
         """Receive the frames that have arrived."""
-        if now - self._drawn >= self._seconds:
-            self._delay, self._drawn = random.uniform(0, self._seconds), now
+        if now - self._drawn_at >= self._seconds:
+            self._delay, self._drawn_at = random.uniform(0, self._seconds), now
         due = max(now + self._delay, self._frames[-1][0] if self._frames else 0.0)
         with contextlib.suppress(BlockingIOError):
             for _ in range(_BATCH):
@@ -89,13 +89,13 @@ class Cables:
         """Open the interfaces; the longest delay is `seconds`."""
         self._ways: dict[socket.socket, Way] = {}
         for names in pairs:
-            one, other = map(_open, names)
-            self._ways |= {one: Way(one, other, seconds), other: Way(other, one, seconds)}
+            first, second = map(_open, names)
+            self._ways |= {first: Way(first, second, seconds), second: Way(second, first, seconds)}
 
     def run_once(self) -> None:
         """Wait until a frame arrives or is due; receive new frames, and send those that are due."""
-        due = min(way.due for way in self._ways.values())
-        pause = None if due == math.inf else max(0.0, due - time.monotonic())
+        next_frame = min(way.due for way in self._ways.values())
+        pause = None if next_frame == math.inf else max(0.0, next_frame - time.monotonic())
         ready, _, _ = select.select(self._ways, (), (), pause)
         now = time.monotonic()
         for source in ready:
@@ -106,13 +106,13 @@ class Cables:
 
 def _open(name: str) -> socket.socket:
     """Return a packet socket with virtio-net headers, which are sent as they were received."""
-    opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     for option in (_PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING):
-        opened.setsockopt(_SOL_PACKET, option, 1)
-    opened.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, _BUFFER)
-    opened.bind((name, _ETH_P_ALL))
-    opened.setblocking(False)
-    return opened
+        packets.setsockopt(_SOL_PACKET, option, 1)
+    packets.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, _BUFFER)
+    packets.bind((name, _ETH_P_ALL))
+    packets.setblocking(False)
+    return packets
 
 
 def main() -> int:
@@ -129,7 +129,7 @@ def main() -> int:
     if any(len(pair) != 2 for pair in pairs) or arguments.seconds < 0:
         parser.error("specify pairs of interfaces as NAME:NAME, and a delay of 0 or more")
     try:
-        cables = Cables([(one, other) for one, other in pairs], arguments.seconds)
+        cables = Cables([(first, second) for first, second in pairs], arguments.seconds)
     except OSError as error:
         print(f"no cable: {error}", file=sys.stderr)
         return 1

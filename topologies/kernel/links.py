@@ -144,23 +144,23 @@ def connect_management(lab: str, topology: Topology) -> None:
 
 
 def connect_training(
-    lab: str, topology: Topology, mtu: int, *, cut: bool = False, offload: bool = True
+    lab: str, topology: Topology, mtu: int, *, has_cables: bool = False, offload: bool = True
 ) -> None:
     """Connect each NIC to its switch, and the switches to each other; without `offload`, offloads are off.
 
-    With `cut`, each rank's cable has two pieces, both of which end in the namespace of the cables.
+    With `has_cables`, each rank's cable has two pieces, both of which end in the namespace of the cables.
     """
     connect = partial(add_cable, mtu=mtu, offload=offload)
     for host in topology.hosts:
-        own = name_of(lab, host.name)
+        namespace = name_of(lab, host.name)
         for index, nic in enumerate(host.interfaces):
             there, port = name_of(lab, nic.switch), f"port{nic.port}"
-            if cut and host.role == "rank":
+            if has_cables and host.role == "rank":
                 inside, (near, far) = name_of(lab, CABLES), cut_ends(host)[index]
                 connect(inside, far, there, port)
                 there, port = inside, near
-            connect(there, port, own, nic.name, far_mac=nic.mac)
-            set_address(own, nic.name, nic.ip, DATA_NET)
+            connect(there, port, namespace, nic.name, far_mac=nic.mac)
+            set_address(namespace, nic.name, nic.ip, DATA_NET)
     for link in topology.links:
         (a, a_port), (b, b_port) = link.a, link.b
         connect(name_of(lab, a), f"port{a_port}", name_of(lab, b), f"port{b_port}")

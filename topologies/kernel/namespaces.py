@@ -95,10 +95,10 @@ def end_processes(names: Iterable[str], kill_more: Callable[[], None] = lambda: 
 
     `kill_more` is called before SIGKILL, for processes that start others faster than they can be found.
     """
-    chosen = list(names)
-    signal_each(lambda: processes(chosen), signal.SIGTERM, _TERM_SECONDS)
+    namespaces = list(names)
+    signal_each(lambda: processes(namespaces), signal.SIGTERM, _TERM_SECONDS)
     kill_more()
-    kill_all(lambda: processes(chosen), _KILL_SECONDS)
+    kill_all(lambda: processes(namespaces), _KILL_SECONDS)
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -27,13 +27,13 @@ def all_processes() -> list[int]:
 def descendants(pid: int) -> list[int]:
     """Return a process's descendants, parents first."""
     children: dict[int, list[int]] = {}
-    for one in all_processes():
-        if (parent := _parent(one)) is not None:
-            children.setdefault(parent, []).append(one)
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found[1:]
+    for process in all_processes():
+        if (parent := _parent(process)) is not None:
+            children.setdefault(parent, []).append(process)
+    family = [pid]
+    for process in family:
+        family += children.get(process, [])
+    return family[1:]
 
 
 def kill_tree(pid: int) -> None:
@@ -65,16 +65,16 @@ def signal_each(find: Callable[[], Collection[int]], number: signal.Signals, sec
     """
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
-        held: dict[int, int] = {}
+        descriptors: dict[int, int] = {}
         for pid in find():
             with contextlib.suppress(ProcessLookupError):
-                held[pid] = os.pidfd_open(pid)
-                stack.callback(os.close, held[pid])
-        chosen = [held[pid] for pid in find() if pid in held]
-        for fd in chosen:
+                descriptors[pid] = os.pidfd_open(pid)
+                stack.callback(os.close, descriptors[pid])
+        targets = [descriptors[pid] for pid in find() if pid in descriptors]
+        for fd in targets:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, number)
-        for fd in chosen:  # one at a time, because a pidfd stays readable
+        for fd in targets:  # one at a time, because a pidfd stays readable
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
@@ -83,9 +83,9 @@ def signal_each(find: Callable[[], Collection[int]], number: signal.Signals, sec
 def kill_all(find: Callable[[], Collection[int]], seconds: float) -> None:
     """Send SIGKILL to what `find` returns until that is nothing. Raise `LabError` if some processes stay."""
     deadline = time.monotonic() + seconds
-    while left := find():
+    while survivors := find():
         if time.monotonic() > deadline:
-            raise LabError(f"processes {', '.join(map(str, left))} do not end, even after SIGKILL")
+            raise LabError(f"processes {', '.join(map(str, survivors))} do not end, even after SIGKILL")
         signal_each(find, signal.SIGKILL, seconds)
 
 
@@ -156,7 +156,9 @@ def last_lines(log: str) -> str:
 
 def environment() -> dict[str, str]:
     """Return our environment, for this same package and its commands; a lab has no way out to a proxy."""
-    kept = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
-    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    kept["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return kept
+    variables = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    variables["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    )
+    variables["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return variables

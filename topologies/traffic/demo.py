@@ -53,10 +53,10 @@ def show(outcome: TrafficOutcome, lab: Lab, console: Console) -> None:
 def _switch_line(switch: dict[str, Any]) -> str:
     packets = sum(stream["packets"] for stream in switch["streams"])
     nbytes = sum(stream["bytes"] for stream in switch["streams"])
-    lost = ", ".join(f"{n['packets']:,} {name.replace('_', ' ')}" for name, n in switch["losses"].items())
+    losses = ", ".join(f"{n['packets']:,} {name.replace('_', ' ')}" for name, n in switch["losses"].items())
     return (
         f"switch {switch['switch']}: {packets:,} copies sent ({nbytes:,} bytes with headers); "
-        f"copies lost: {lost}; plain ACKs dropped: {switch['acks_dropped']:,}"
+        f"copies lost: {losses}; plain ACKs dropped: {switch['acks_dropped']:,}"
     )
 
 
@@ -76,10 +76,9 @@ def _sentence(outcome: TrafficOutcome) -> str:
             f"[bold green]All {equal} shadow streams equal the tagged bytes[/bold green]: "
             f"{result.tagged:,} bytes, each tagged once, SHA-256 taken at both ends."
         )
-    said = f"; the tagger failed at: {', '.join(sorted(outcome.faults))}" if outcome.faults else ""
-    return (
-        f"[bold red]{len(result.rows) - equal} of {len(result.rows)} shadow streams differ[/bold red]{said}"
-    )
+    tagger_faults = f"; the tagger failed at: {', '.join(sorted(outcome.faults))}" if outcome.faults else ""
+    differing = f"{len(result.rows) - equal} of {len(result.rows)} shadow streams differ"
+    return f"[bold red]{differing}[/bold red]{tagger_faults}"
 
 
 def perform(lab: Lab, load: Load, *, as_json: bool) -> bool:

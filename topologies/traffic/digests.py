@@ -100,12 +100,12 @@ class Digests:
         self._boundary, self._side = boundary, side
         self._hashing = hashing
         self._tails = tails if hashing else ()
-        self._seen: dict[tuple[int, int], list[memoryview]] = {}
+        self._views: dict[tuple[int, int], list[memoryview]] = {}
         self._digests: dict[tuple[int, int], list[StreamDigest]] = {}
 
     def expect(self, channel: int, shadow_id: int) -> None:
         """Add a stream beforehand, so that an empty one is reported and threads add no streams."""
-        self._seen[channel, shadow_id] = []
+        self._views[channel, shadow_id] = []
         self._digests[channel, shadow_id] = [StreamDigest(self._hashing)]
 
     def begin(self, iteration: int) -> None:
@@ -117,11 +117,11 @@ class Digests:
 
     def take(self, channel: int, shadow_id: int, view: memoryview) -> None:
         """Take a view of bytes that are tagged now; they must not change before `hash_taken`."""
-        self._seen[channel, shadow_id].append(view)
+        self._views[channel, shadow_id].append(view)
 
     def hash_taken(self) -> None:
         """Hash the views taken since the last call."""
-        for stream, views in self._seen.items():
+        for stream, views in self._views.items():
             for view in views:
                 at = self._digests[stream][0].bytes
                 for digest in self._digests[stream]:

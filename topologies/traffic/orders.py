@@ -53,11 +53,11 @@ def buckets(job: Job, group: int, load: Load) -> list[Bucket]:
     share = -(-load.nbytes // (load.iterations * len(job.dp_groups) * shards))
     per_shard = -(-share // BUCKET_BYTES)
     sizes = list(_DTYPES)
-    found = []
+    layout = []
     for number in range(per_shard * shards):
         size = sizes[number % len(sizes)]
-        found.append(Bucket(-(-share // (per_shard * size)) + 3 * number + 1, size, number % shards))
-    return found
+        layout.append(Bucket(-(-share // (per_shard * size)) + 3 * number + 1, size, number % shards))
+    return layout
 
 
 def gathered(job: Job, load: Load) -> int:
@@ -113,7 +113,7 @@ def sinks(job: Job, topology: Topology, load: Load, joining: Tail | None = None)
     """
     network = Network([job])
     devices = {nic.ip: nic.name for host in topology.shadow_nodes for nic in host.interfaces}
-    found: dict[str, dict[str, Any]] = {
+    configurations: dict[str, dict[str, Any]] = {
         host.name: {
             "streams": [],
             "idle_timeout": load.seconds,
@@ -125,7 +125,7 @@ def sinks(job: Job, topology: Topology, load: Load, joining: Tail | None = None)
     for stream in network.streams:
         stub = network.switches[stream.boundary.switch].stub
         key = (stream.boundary.number, stream.channel, stream.shadow_id)
-        found[f"shadow{stream.node.id}"]["streams"].append(
+        configurations[f"shadow{stream.node.id}"]["streams"].append(
             {
                 "boundary": stream.boundary.number,
                 "channel": stream.channel,
@@ -138,4 +138,4 @@ def sinks(job: Job, topology: Topology, load: Load, joining: Tail | None = None)
                 "base": base(job, load, *key, joining) if joining else 0,
             }
         )
-    return {host: sink for host, sink in found.items() if sink["streams"]}
+    return {host: sink for host, sink in configurations.items() if sink["streams"]}

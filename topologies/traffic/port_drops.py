@@ -42,8 +42,8 @@ class PortDrops:
             (self.disconnected, "while it was not connected"),
             (self.unsendable, "that could not be sent"),
         )
-        said = " and ".join(f"{counted(number, 'frame')} {why}" for number, why in reasons if number)
-        return f"switch {self.switch} dropped at port {self.port} ({self.neighbour}): {said}"
+        counts = " and ".join(f"{counted(number, 'frame')} {why}" for number, why in reasons if number)
+        return f"switch {self.switch} dropped at port {self.port} ({self.neighbour}): {counts}"
 
 
 def port_drops(lab: Lab, seconds: float = _FRESH_SECONDS, since: float | None = None) -> list[PortDrops]:
@@ -94,14 +94,14 @@ def _neighbours(topology: Topology, switch: str) -> dict[int, str]:
         for nic in host.interfaces
         if nic.switch == switch
     }
-    return hosts | {port: f"{other} port{there}" for port, other, there in topology.links_at(switch)}
+    return hosts | {port: f"{neighbour} port{there}" for port, neighbour, there in topology.links_at(switch)}
 
 
 def _statistics(lab: Lab, switch: SwitchNode, since: float, deadline: float) -> Mapping[str, Any]:
     file = switches.statistics_file(lab.directory, switch)
     while time.monotonic() < deadline:
-        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"time": 0}
-        if found["time"] >= since:
-            return found
+        statistics: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"time": 0}
+        if statistics["time"] >= since:
+            return statistics
         time.sleep(_POLL_SECONDS)
     raise LabError(f"switch {switch.name} no longer writes statistics; see {lab.log(switch.name)}")

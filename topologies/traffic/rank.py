@@ -156,15 +156,15 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
         ring.drain(job.timeout)
         ring.barrier()  # no rank leaves before all are complete
         per_channel = (sender_bytes(job, buckets, rank, channel) for channel in range(job.channels))
-        sent = sum(per_channel) * job.iterations
+        sent_bytes = sum(per_channel) * job.iterations
         return RankResult(
             rank=rank,
             iterations=job.iterations,
             bytes_per_iteration=sum(bucket.nbytes for bucket in buckets),
             verified={"each": job.iterations, "last": 1, "none": 0}[job.verify],
             seconds=seconds,
-            sent_bytes=sent,
-            goodput_bits_per_second=8 * sent / sum(seconds),
+            sent_bytes=sent_bytes,
+            goodput_bits_per_second=8 * sent_bytes / sum(seconds),
             retransmitted_segments=ring.retransmitted(),
             faults=tagger.faults() if tagger else {},
             streams=digests.results(),
@@ -181,7 +181,7 @@ def _iterate(
 ) -> list[float]:
     """Run all iterations; return the seconds of each one's AllGather."""
     contents = Contents(job.seed)
-    taken = []
+    durations = []
     for iteration in range(job.iterations):
         _fill_own(contents, ring.place, buckets, tensors, iteration)
         time.sleep(job.pause)
@@ -189,11 +189,11 @@ def _iterate(
         ring.barrier()
         start = time.perf_counter()
         gather.run(tensors, digests.take if job.tag else None)
-        taken.append(time.perf_counter() - start)
+        durations.append(time.perf_counter() - start)
         digests.hash_taken()
         if job.verify == "each" or (job.verify == "last" and iteration == job.iterations - 1):
             _verify(contents, ring.place.rank, tensors, iteration)
-    return taken
+    return durations
 
 
 def _fill_own(
@@ -204,10 +204,10 @@ def _fill_own(
     iteration: int,
 ) -> None:
     """Fill this rank's own chunks; all others still have the last iteration's contents."""
-    own = chunk_sent(place.ranks, place.rank, 0)
+    chunk = chunk_sent(place.ranks, place.rank, 0)
     for index, (bucket, tensor) in enumerate(zip(buckets, tensors, strict=True)):
         for channel in range(place.channels):
-            where = chunk_slice(bucket.elements, place.channels, channel, place.ranks, own)
+            where = chunk_slice(bucket.elements, place.channels, channel, place.ranks, chunk)
             start, stop = where.start * bucket.itemsize, where.stop * bucket.itemsize
             contents.fill(tensor, start, stop, bucket=index, iteration=iteration)
 
@@ -222,7 +222,7 @@ def sender_bytes(job: RingJob, buckets: Sequence[Bucket], rank: int, channel: in
     """Return the number of bytes that a rank sends on a channel in one iteration."""
     at = Position(rank, len(job.ips), channel, job.channels)
     steps = [_STEPS[job.operation](bucket, at, job.slice_bytes) for bucket in buckets]
-    return sum(send.stop - send.start for one in steps for send in one.sends)
+    return sum(send.stop - send.start for step_list in steps for send in step_list.sends)
 
 
 def _place(job: RingJob, rank: int) -> RingPlace:
@@ -254,8 +254,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a lab's ranks share one machine
     try:
-        found = run_rank(read_config(arguments.config, RingJob), arguments.rank)
-        result = found.model_dump_json(indent=1) + "\n"
+        rank_result = run_rank(read_config(arguments.config, RingJob), arguments.rank)
+        result = rank_result.model_dump_json(indent=1) + "\n"
         if arguments.result:
             arguments.result.write_text(result)
         else:

@@ -66,13 +66,13 @@ class TrafficOutcome:
 
     def goodput(self) -> float:
         """Return each rank's goodput in Gbit/s, without the first iteration, in which TCP windows open."""
-        each = self.ranks[0]["sent_bytes"] / len(self.seconds)
-        return float(8e-9 * each * len(self.seconds[1:]) / sum(self.seconds[1:]))
+        nbytes = self.ranks[0]["sent_bytes"] / len(self.seconds)
+        return float(8e-9 * nbytes * len(self.seconds[1:]) / sum(self.seconds[1:]))
 
     def data(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
-        kept = ("rank", "goodput_bits_per_second", "retransmitted_segments", "verified", "faults")
-        ranks = [{key: rank[key] for key in kept} for rank in self.ranks]
+        keys = ("rank", "goodput_bits_per_second", "retransmitted_segments", "verified", "faults")
+        ranks = [{key: rank[key] for key in keys} for rank in self.ranks]
         drops = [asdict(drop) for drop in self.port_drops]
         more = {"ranks": ranks, "switches": self.switches, "port_drops": drops}
         return {"version": JSON_VERSION, "good": self.good} | self.verdict.data() | more
@@ -124,21 +124,21 @@ class Traffic:
                 )
 
         def look() -> None:
-            received = self.received()
-            self._steps.moved(received, self.copies)
-            tick(received)
+            nbytes = self.received()
+            self._steps.moved(nbytes, self.copies)
+            tick(nbytes)
 
         self.crew.finish(self.ranks, self.load.seconds, look if self.shadows else lambda: None)
 
-    def join(self, left: Member, place: Tail) -> Member:
+    def join(self, member: Member, place: Tail) -> Member:
         """Replace a shadow node that has ended by one that joins its streams at a position ahead.
 
         The verdict on these streams is then not equal; their tails are in the ranks' results.
         """
-        sink = orders.sinks(self.job, self.lab.topology, self.load, place)[left.name]
+        sink = orders.sinks(self.job, self.lab.topology, self.load, place)[member.name]
         self.copies -= sum(stream["base"] for stream in sink["streams"])
-        joined = self._start_sink(left.name, sink)
-        self.shadows[self.shadows.index(left)] = joined
+        joined = self._start_sink(member.name, sink)
+        self.shadows[self.shadows.index(member)] = joined
         self.await_ready([joined])
         return joined
 
@@ -148,16 +148,16 @@ class Traffic:
         It stops waiting for missing copies `quiet` seconds after the last copy.
         """
         status: list[dict[str, Any]] = []
-        ended = time.time()
+        end = time.time()
         if self.shadows:
             self._steps("shadow nodes read to the end")
             self._await_end(quiet)
-            ended = time.time()
+            end = time.time()
             status = read_status(self.crew)  # counters are removed with the streams
         for member in self.shadows:
             self.crew.stop(member)
         ranks = [self.result(member) for member in self.ranks]
-        return TrafficOutcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=ended))
+        return TrafficOutcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=end))
 
     def _start_sink(self, host: str, config: dict[str, Any]) -> Member:
         return self.start_process(host, host, "sink", config, "--job", str(self.lab.job_file))
@@ -173,7 +173,7 @@ class Traffic:
     def await_ready(self, shadows: Sequence[Member]) -> None:
         """Wait until these sinks report that their streams are connected."""
         self.crew.wait(
-            lambda: all("ready" in member.said() for member in shadows),
+            lambda: all("ready" in member.output_text() for member in shadows),
             "shadow nodes to connect their streams",
             _CONNECT_SECONDS,
         )
@@ -181,10 +181,10 @@ class Traffic:
     def result(self, member: Member) -> dict[str, Any]:
         """Return the result of a rank or a sink that has ended."""
         try:
-            found: dict[str, Any] = json.loads(self._result_file(member.name).read_text())
+            result: dict[str, Any] = json.loads(self._result_file(member.name).read_text())
         except FileNotFoundError:
             raise LabError(f"{member.name} ended without a result: {member.last_words()}") from None
-        return found
+        return result
 
     def received(self) -> int:
         """Return the number of bytes that the shadow nodes have read so far."""
@@ -197,13 +197,13 @@ class Traffic:
         """Wait until all copies are read, or none arrives; the switch has received everything by now."""
         read, since = -1, time.monotonic()
 
-        def ended() -> bool:
+        def are_read() -> bool:
             nonlocal read, since
             if (now := self.received()) != read:
                 read, since = now, time.monotonic()
             return read >= self.copies or time.monotonic() - since > quiet
 
-        self.crew.wait(ended, "shadow nodes to read to the end", self.load.seconds)
+        self.crew.wait(are_read, "shadow nodes to read to the end", self.load.seconds)
 
     def _judge(self, ranks: Sequence[dict[str, Any]]) -> StreamsVerdict:
         tagged = dict(pair for rank in ranks for pair in _digests(rank))
@@ -226,6 +226,6 @@ def _digests(result: dict[str, Any]) -> Iterator[tuple[StreamKey, Digest]]:
 
 def received_by(sink: Member) -> int:
     """Return the number of bytes in a sink's last report."""
-    whole = sink.said().rpartition("\n")[0]  # complete lines only: the last may be incomplete
-    said = [line for line in whole.splitlines() if line.startswith("received ")]
-    return int(said[-1].split()[1]) if said else 0
+    whole = sink.output_text().rpartition("\n")[0]  # complete lines only: the last may be incomplete
+    reports = [line for line in whole.splitlines() if line.startswith("received ")]
+    return int(reports[-1].split()[1]) if reports else 0

@@ -225,12 +225,12 @@ def _run(sink: Sink, result_file: Path) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sink.stop())
     print(f"ready: {len(sink.streams)} streams connected in {time.monotonic() - start:.1f} s", flush=True)
-    shown = 0
+    reported = 0
 
     def tick(total: int) -> None:
-        nonlocal shown
-        if total != shown:
-            shown = total
+        nonlocal reported
+        if total != reported:
+            reported = total
             print(f"received {total}", flush=True)
 
     result = sink.run(tick)

@@ -87,9 +87,9 @@ def compare(
         key = (stream.boundary.number, stream.channel, stream.shadow_id)
         nic, node = str(stream.nic.ip), stream.node.id
         rows.append(StreamRow(*key, node, nic, tagged.get(key), read.get((*key, node)), stream.shard))
-    known = {(row.boundary, row.channel, row.shadow_id, row.node) for row in rows}
+    keys = {(row.boundary, row.channel, row.shadow_id, row.node) for row in rows}
     rows += [
-        StreamRow(*key, "not of this job", None, digest) for key, digest in read.items() if key not in known
+        StreamRow(*key, "not of this job", None, digest) for key, digest in read.items() if key not in keys
     ]
     return tuple(sorted(rows, key=lambda row: (row.boundary, row.channel, row.shadow_id, row.node)))
 
@@ -97,9 +97,9 @@ def compare(
 def table(verdict: StreamsVerdict) -> FittedTable:
     """Return the verdict as a table, with the first ten digits of each SHA-256."""
     columns = ("group", "side", "ch", "shard", "node", "NIC", "bytes", "tagged", "read", "equal")
-    shown = FittedTable("shadow streams", *columns, numbers=("bytes",))
+    streams_table = FittedTable("shadow streams", *columns, numbers=("bytes",))
     for row in verdict.rows:
-        shown.add_row(
+        streams_table.add_row(
             str(row.boundary // 2),
             SIDES[row.boundary % 2],
             str(row.channel),
@@ -111,7 +111,7 @@ def table(verdict: StreamsVerdict) -> FittedTable:
             _short(row.read),
             Text("yes", "green") if row.equal else Text("NO", "bold red"),
         )
-    return shown
+    return streams_table
 
 
 def _bytes(row: StreamRow) -> str:

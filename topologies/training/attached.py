@@ -49,7 +49,7 @@ class LabTraining:
         self._first = names[0]
         self._logs = LabLogs(self._lab.directory, names)
         self._notices = Notices()
-        self._told = 0
+        self._announced = 0
         """The process that was told last."""
         self._dead: frozenset[str] = frozenset()
         """Switches that do not run."""
@@ -59,11 +59,12 @@ class LabTraining:
     def follow(
         self, show: Callable[[LogLine], None], tell: Callable[[str], None], alarm: Callable[[str], None]
     ) -> None:
-        """Train to the end; raise `LabError` if training fails.
+        """Train to the end, and say so; raise `LabError` if training fails.
 
         Args:
             show: Called with each line that rank 0 writes, except for tracebacks, which restarts cause.
-            tell: Called with the process number of the last rank's script, once shadow nodes follow.
+            tell: Called with the process number of the last rank's script, once shadow nodes follow, and with
+                the end.
             alarm: Called with each error that a rank's script ends with, as soon as it is written, and not
                 again for all ranks, without those that the death of another rank causes. Also with the death
                 of a rank or a switch, and if the script does not call Checkmate.
@@ -72,11 +73,11 @@ class LabTraining:
         def tick() -> None:
             if self._show(show, alarm, whole=True):
                 name, member = list(self._job.ranks.items())[-1]
-                who = name if name.startswith("rank") else f"a rank on {name}"
+                rank_name = name if name.startswith("rank") else f"a rank on {name}"
                 for worker in member.children()[:1]:
-                    if worker != self._told:  # rank 0's host may follow several DP groups
-                        tell(f"{who} is process {worker}; after kill -9 {worker}, training resumes")
-                    self._told = worker
+                    if worker != self._announced:  # rank 0's host may follow several DP groups
+                        tell(f"{rank_name} is process {worker}; after kill -9 {worker}, training resumes")
+                    self._announced = worker
             if self._notices.repeated:
                 raise LabError(f"the script has failed twice in the same way: {self._notices.repeated}")
             self._look(alarm)
@@ -85,11 +86,12 @@ class LabTraining:
             self._job.finish(math.inf, tick)
         finally:
             self._show(show, alarm, whole=False)
-        if not self._notices.heard:
+        if not self._notices.has_checkmates_lines:
             alarm(
                 "the script has ended, and no rank has logged a line of Checkmate's: did it call "
                 "checkmate.protect?"
             )
+        tell(f"training has ended; the lab stays, until `checkmate lab down {self._lab.name}`")
 
     def await_output(self) -> None:
         """Wait until rank 0 has written something."""
@@ -100,7 +102,7 @@ class LabTraining:
     def _look(self, alarm: Callable[[str], None]) -> None:
         """Look at what no rank writes about: switches that do not run, and a script without Checkmate."""
         now = time.monotonic()
-        if not self._notices.heard and now > self._silent_since + _SILENCE_SECONDS:
+        if not self._notices.has_checkmates_lines and now > self._silent_since + _SILENCE_SECONDS:
             self._silent_since = math.inf
             alarm(
                 f"no line of Checkmate's in {_SILENCE_SECONDS:g} s: does the script call checkmate.restore "
@@ -120,11 +122,12 @@ class LabTraining:
         self._dead = dead
 
     def _show(self, show: Callable[[LogLine], None], alarm: Callable[[str], None], *, whole: bool) -> bool:
-        """Show new lines. Return whether shadow nodes have begun to follow."""
+        """Show new lines. Return whether shadow nodes have begun to follow, and no rank has failed since."""
         followed = False
         for line in self._logs.new(whole=whole):
             notice = self._notices.of(line)
             if notice:
+                followed = False
                 alarm(notice)
             if line.node != self._first or notice is not None:
                 continue
@@ -173,17 +176,19 @@ def training_in(
 
 
 def _wrote(member: Member) -> bool:
-    return not member.running or bool(member.said() or member.complaints())
+    return not member.running or bool(member.output_text() or member.error_text())
 
 
 def _end_remains(lab: Lab) -> None:
     """End what a `lab train` that was killed has left, but nothing that a user has started in the lab."""
     names, temporary = namespaces.of_lab(lab.name), str(lab.directory / TEMPORARY)
 
-    def left() -> list[int]:
-        return [one for one in namespaces.processes(names) if has_variable(one, "TMPDIR", temporary)]
+    def remains() -> list[int]:
+        return [
+            process for process in namespaces.processes(names) if has_variable(process, "TMPDIR", temporary)
+        ]
 
-    kill_all(left, _END_SECONDS)
+    kill_all(remains, _END_SECONDS)
 
 
 def _serves(lab: Lab, host: LabHost) -> bool:

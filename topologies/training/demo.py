@@ -61,7 +61,7 @@ class Ending:
     @property
     def good(self) -> bool:
         """Whether every promise was kept."""
-        return all(promise.kept for promise in self.promises)
+        return all(promise.is_kept for promise in self.promises)
 
     def data(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
@@ -110,9 +110,11 @@ def _train(story: Story, reference: TrainingJob, protected: TrainingJob, steps: 
     killed = story.kill.iteration
     steps(f"both train in turns; kill -9 of rank {story.kill.rank} in iteration {killed}")
 
-    def tick(done: int) -> None:
-        loss = protected.record().curve[done - 1]
-        steps.advanced(done, story.iterations, f"iteration {done} of {story.iterations}, loss {loss:.3f}")
+    def tick(completed: int) -> None:
+        loss = protected.record().curve[completed - 1]
+        steps.advanced(
+            completed, story.iterations, f"iteration {completed} of {story.iterations}, loss {loss:.3f}"
+        )
 
     take_turns((reference, protected), story.iterations, _BLOCK, tick)
     for training in (reference, protected):
@@ -151,32 +153,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _story(chosen: argparse.Namespace) -> Story:
+def _story(options: argparse.Namespace) -> Story:
     topology = describe.load("single_tor")
-    rank, _, rest = chosen.kill.partition(":")
+    rank, _, rest = options.kill.partition(":")
     iteration, _, phase = rest.partition(":")
     ranks = len(topology.ranks)
     if not (rank.isdigit() and iteration.isdigit() and phase in PHASES and int(rank) < ranks):
         raise describe.BadDescription(
-            f"--kill {chosen.kill!r}: use RANK:ITERATION:PHASE, such as 2:38:all-gather; "
+            f"--kill {options.kill!r}: use RANK:ITERATION:PHASE, such as 2:38:all-gather; "
             f"ranks are 0 to {ranks - 1}, phases {', '.join(PHASES)}"
         )
-    if chosen.iterations < 4 * _BLOCK or not 0 < int(iteration) < chosen.iterations:
+    if options.iterations < 4 * _BLOCK or not 0 < int(iteration) < options.iterations:
         raise describe.BadDescription(
-            f"--iterations {chosen.iterations} with a kill in {iteration}: "
+            f"--iterations {options.iterations} with a kill in {iteration}: "
             f"use at least {4 * _BLOCK} iterations, and a kill after the first and before the last"
         )
     when: Phase = phase
     kill = Kill(int(rank), int(iteration), when)
-    return Story(topology, target_of(chosen.target), chosen.iterations, kill, chosen.out.resolve())
+    return Story(topology, target_of(options.target), options.iterations, kill, options.out.resolve())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if every promise was kept, 1 if not, 2 for an invalid command line."""
     use_plain_streams()
-    chosen = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        story = _story(chosen)
+        story = _story(options)
         for name in ("demo_uninterrupted", "demo_protected"):
             lab.down(name)  # left by a demo that was killed
         ending = perform(story, text_console(stderr=True))
@@ -185,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    if chosen.json:
+    if options.json:
         print(json.dumps(ending.data(), indent=2))
     else:
         report.show(ending.reference, ending.protected, ending.promises, ending.cost, text_console())

@@ -34,7 +34,7 @@ from topologies.training.verdict import digest
 _POLL_SECONDS: Final = 0.005
 
 
-class Driven:
+class RankHooks:
     """Hooks on one rank's training."""
 
     def __init__(self, orders: Orders) -> None:
@@ -47,15 +47,15 @@ class Driven:
         self.iteration = -1
         """The iteration that began last."""
         self._began: float | None = None
-        self._used = 0.0
-        self._accumulates, self._over = False, True
+        self._processor_at = 0.0
+        self._accumulates, self._has_stepped = False, True
         self._state: Callable[[], object] = dict
 
     def note(self, event: str, **more: object) -> None:
         """Record an event with the current time."""
-        said = {"event": event, "attempt": self.attempt, "pid": os.getpid(), "at": time.monotonic(), **more}
+        record = {"event": event, "attempt": self.attempt, "pid": os.getpid(), "at": time.monotonic(), **more}
         with self._file.open("a") as file:
-            print(json.dumps(said), file=file)
+            print(json.dumps(record), file=file)
 
     def install(self) -> None:
         """Wrap `checkmate.restore` and `checkmate.protect`."""
@@ -97,27 +97,27 @@ class Driven:
 
         checkmate.restore, checkmate.protect = restoring, protecting
 
-    def ended(self) -> None:
+    def note_end(self) -> None:
         """Record the end of the script, with a digest of the trained state."""
         self._note_iteration()
         self.note("ended", digest=digest(self._state()).hex())
 
     def _stepped(self) -> None:
-        self._over = True
+        self._has_stepped = True
 
     def _before_forward(self) -> None:
         """End the previous iteration, with all that the script does in it, and begin the next.
 
         A forward before the optimizer's step is a further micro-batch of the same iteration.
         """
-        if self._accumulates and not self._over:
+        if self._accumulates and not self._has_stepped:
             return
-        self._over = False
+        self._has_stepped = False
         self._note_iteration()
         while not self._may_begin():
             time.sleep(_POLL_SECONDS)
         self.iteration += 1
-        self._began, self._used = time.monotonic(), time.process_time()
+        self._began, self._processor_at = time.monotonic(), time.process_time()
 
     def _may_begin(self) -> bool:
         if self._gate is None:
@@ -127,8 +127,8 @@ class Driven:
 
     def _note_iteration(self) -> None:
         if self._began is not None:
-            used = time.process_time() - self._used  # of all threads
-            self.note("iteration", iteration=self.iteration, began=self._began, processor=used)
+            processor = time.process_time() - self._processor_at  # of all threads
+            self.note("iteration", iteration=self.iteration, began=self._began, processor=processor)
 
     def _kills(self, *phases: str) -> list[Kill]:
         """Return the kills of this rank in this start of the job."""
@@ -146,17 +146,17 @@ def main() -> None:
     """Run the script in the orders, like `python -m`."""
     orders = read(Path(sys.argv[1]).read_text())
     os.environ["RANK"] = str(int(os.environ["RANK"]) + sum(map(int, sys.argv[2:])))
-    driven = Driven(orders)
-    driven.note("started", process=_process_start(), torch=imports.TORCH_AT, checkmate=imports.CHECKMATE_AT)
-    driven.install()
+    hooks = RankHooks(orders)
+    hooks.note("started", process=_process_start(), torch=imports.TORCH_AT, checkmate=imports.CHECKMATE_AT)
+    hooks.install()
     sys.argv = [orders.module, *orders.arguments]
     runpy.run_module(orders.module, run_name="__main__", alter_sys=True)
-    driven.ended()
+    hooks.note_end()
 
 
 def _ring_size(rank: int) -> int:
     """Return the number of ranks in a rank's DP group."""
-    groups = ([one.rank for one in group.ranks] for group in named_job().dp_groups)
+    groups = ([rank_of_group.rank for rank_of_group in group.ranks] for group in named_job().dp_groups)
     return next(len(ranks) for ranks in groups if rank in ranks)
 
 

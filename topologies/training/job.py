@@ -73,8 +73,8 @@ class TrainingJob(JobProcesses):
         self._cpus = cpus
         self._gate = folder / "gate"
         folder.mkdir(parents=True, exist_ok=True)
-        for left in (*folder.glob("rank*.*"), folder / "final.pt"):
-            left.unlink(missing_ok=True)
+        for remnant in (*folder.glob("rank*.*"), folder / "final.pt"):
+            remnant.unlink(missing_ok=True)
 
     def start(self) -> None:
         """Start the ranks. If the plan is gated, iterations begin only after `let`."""
@@ -123,8 +123,8 @@ class TrainingJob(JobProcesses):
 
     def statuses(self, node: int) -> list[dict[str, Any]]:
         """Return a shadow node's statuses so far (`checkmate shadow --json`, once a second)."""
-        said = self.shadows[f"shadow{node}"].said().rpartition("\n")[0]
-        return [json.loads(line) for line in said.splitlines()]
+        output = self.shadows[f"shadow{node}"].output_text().rpartition("\n")[0]
+        return [json.loads(line) for line in output.splitlines()]
 
     def status(self, node: int) -> dict[str, Any]:
         """Return a shadow node's last status."""
@@ -158,10 +158,12 @@ class TrainingJob(JobProcesses):
         """
         file = self.folder / "checkpoint.pt"
         checkmate(self.crew, "consolidate", self.crew.lab.job_file, "--out", file, "--format", "torch")
-        found = torch.load(file, weights_only=True)
-        if found["iteration"] != iteration:
-            raise LabError(f"the shadow nodes' newest iteration is {found['iteration']}, not {iteration}")
-        return {key: found[key] for key in ("model", "optimizer")}
+        checkpoint = torch.load(file, weights_only=True)
+        if checkpoint["iteration"] != iteration:
+            raise LabError(
+                f"the shadow nodes' newest iteration is {checkpoint['iteration']}, not {iteration}"
+            )
+        return {key: checkpoint[key] for key in ("model", "optimizer")}
 
     def _last_iteration(self, rank: LabRank) -> int:
         lines = _lines(self.folder / f"rank{rank.number}.jsonl")
@@ -193,10 +195,10 @@ def training_lab(
     If `pinned`, trainers share one CPU, and all else shares another, if this machine has two for us.
     """
     usable = sorted(os.sched_getaffinity(0))
-    trainers, others = ({usable[0]}, {usable[1]}) if pinned and len(usable) > 1 else (None, None)
-    lab = Lab(topology, target, name=name, switch_cpus=others, progress=progress)
-    with lab, Crew(lab) as crew, serving(crew, cpus=others):
-        training = TrainingJob(crew, plan, folder, cpus=trainers, shadow_cpus=others)
+    trainers, other_cpus = ({usable[0]}, {usable[1]}) if pinned and len(usable) > 1 else (None, None)
+    lab = Lab(topology, target, name=name, switch_cpus=other_cpus, progress=progress)
+    with lab, Crew(lab) as crew, serving(crew, cpus=other_cpus):
+        training = TrainingJob(crew, plan, folder, cpus=trainers, shadow_cpus=other_cpus)
         try:
             if plan.reduce == "checkmate":
                 progress("shadow nodes")
@@ -223,8 +225,8 @@ def take_turns(
 
     `tick` is called with the number of iterations that both have completed.
     """
-    for number, done in enumerate(range(0, iterations, block)):
-        until = min(done + block, iterations)
+    for number, begin in enumerate(range(0, iterations, block)):
+        until = min(begin + block, iterations)
         for training in trainings if number % 2 == 0 else trainings[::-1]:
             training.let(until)
             training.await_iterations(until, _TURN_SECONDS)

@@ -60,7 +60,7 @@ class JobProcesses:
     def await_shadow_nodes(self) -> None:
         """Wait until each shadow node serves."""
         self.crew.wait(
-            lambda: all("ready" in member.said() for member in self.shadows.values()),
+            lambda: all("ready" in member.output_text() for member in self.shadows.values()),
             "shadow nodes to serve",
             _READY_SECONDS,
         )
@@ -112,19 +112,23 @@ class JobProcesses:
         except LabError as error:
             ranks: dict[str, list[str]] = {}
             for name, member in self.ranks.items():
-                for found in likely_cause(script_errors(member.complaints())):
-                    ranks.setdefault(found, []).append(name)
-            ended = {name for name, member in self.ranks.items() if member.process.poll()}
-            ours = {
-                found: names
-                for found, names in ranks.items()
-                if _OF_CHECKMATE.match(found) and not _OF_RING.match(found) and ended.intersection(names)
+                for error_line in likely_cause(script_errors(member.error_text())):
+                    ranks.setdefault(error_line, []).append(name)
+            failed_hosts = {name for name, member in self.ranks.items() if member.process.poll()}
+            from_checkmate = {
+                error_line: names
+                for error_line, names in ranks.items()
+                if _OF_CHECKMATE.match(error_line)
+                and not _OF_RING.match(error_line)
+                and failed_hosts.intersection(names)
             }
-            causes = {found: names for found, names in ranks.items() if not _OF_RING.match(found)}
-            ranks = ours or causes or ranks
-            words = [f"{', '.join(names)} failed with: {found}" for found, names in ranks.items()]
-            others = any(not member.running for member in self.shadows.values())
-            failed = words and (len(ended) == len(self.ranks) or (ours and not others))
+            causes = {
+                error_line: names for error_line, names in ranks.items() if not _OF_RING.match(error_line)
+            }
+            ranks = from_checkmate or causes or ranks
+            words = [f"{', '.join(names)} failed with: {error_line}" for error_line, names in ranks.items()]
+            shadow_ended = any(not member.running for member in self.shadows.values())
+            failed = words and (len(failed_hosts) == len(self.ranks) or (from_checkmate and not shadow_ended))
             raise LabError("; ".join(words if failed else [str(error), *words])) from None
 
     def options_of(self, node: int) -> tuple[str, ...]:
@@ -137,9 +141,9 @@ class JobProcesses:
         self.shadows[host.name] = self.crew.start(host.name, host.name, argv, cpus=self._shadow_cpus)
 
 
-def script_errors(complaints: str) -> list[str]:
+def script_errors(errors: str) -> list[str]:
     """Return the errors in a script's standard error, in which tracebacks end."""
-    return _SCRIPT_ERROR.findall(complaints)
+    return _SCRIPT_ERROR.findall(errors)
 
 
 def likely_cause(errors: Sequence[str]) -> Sequence[str]:

@@ -56,17 +56,17 @@ def _watch_ring(
 ) -> None:
     """Kill this process in the middle of a write of these chunks, as counted on one ring connection."""
     watched: list[object] = []
-    begun = -1
+    chunk = -1
 
     def begin(sock: Any, length: int, shadow_id: int | None, original: Callable[..., None]) -> None:
-        nonlocal begun
+        nonlocal chunk
         if iteration() == when and watched[:1] in ([], [sock]):
             watched[:] = [sock]
-            begun += 1
+            chunk += 1
         original(sock, length, shadow_id)
 
     def write(sock: Any, piece: memoryview | bytes, original: Callable[..., None]) -> None:
-        if watched[:1] == [sock] and begun in chunks[1:]:
+        if watched[:1] == [sock] and chunk in chunks[1:]:
             original(sock, piece[: len(piece) // 2])
             die(last_words)
         original(sock, piece)

@@ -27,7 +27,7 @@ _REFUSALS: Final = ("RefusedError", "StateError", "UnsupportedOptimizer")
 _FAILED: Final = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: \d+ \(pid: (?P<pid>\d+)\)")
 """In torchrun's log, once for a start of training on a host."""
 _RESUMED: Final = re.compile(r"iteration (\d+) comes next")
-_OURS: Final = re.compile(r"\bcheckmate: ")
+_CHECKMATES: Final = re.compile(r"\bcheckmate: ")
 
 
 class Notices:
@@ -43,41 +43,41 @@ class Notices:
         self._begin = ""
         self.repeated = ""
         """Why no further start of training will help: an error that has ended two, if one has."""
-        self.heard = False
+        self.has_checkmates_lines = False
         """Whether a rank has logged anything of Checkmate's."""
 
     def of(self, line: LogLine) -> str | None:
         """Return what to tell about a line, nothing if it was told already; `None` for other lines."""
-        self.heard |= bool(_OURS.search(line.text))
+        self.has_checkmates_lines |= bool(_CHECKMATES.search(line.text))
         if resumed := _RESUMED.search(line.text):
             self._begin = resumed[1]
         if not line.error:
             return None
         if failed := _FAILED.search(line.text):
             return self._of_failure(line.node, int(failed["code"]), failed["pid"])
-        found = _ERROR.match(line.text)
-        if found is None:
+        error_match = _ERROR.match(line.text)
+        if error_match is None:
             return None
-        kind, ours = found["kind"], found["module"].startswith("checkmate.")
-        self.heard |= ours
-        error = f"{kind}: {found['text']}" if found["text"] else kind
-        if not (ours or _KIND.search(kind)) or _OF_ANOTHER.search(kind if ours else error):
+        kind, is_checkmates = error_match["kind"], error_match["module"].startswith("checkmate.")
+        self.has_checkmates_lines |= is_checkmates
+        error = f"{kind}: {error_match['text']}" if error_match["text"] else kind
+        if not (is_checkmates or _KIND.search(kind)) or _OF_ANOTHER.search(kind if is_checkmates else error):
             return None
-        self._last[line.node] = error, kind if ours else ""
-        return self._of_error(error, kind, found["rank"] or line.node)
+        self._last[line.node] = error, kind if is_checkmates else ""
+        return self._of_error(error, kind, error_match["rank"] or line.node)
 
     def _of_failure(self, node: str, code: int, pid: str) -> str | None:
         """Return what to tell of a script's end on a node."""
         if code < 0:
             self._last.pop(node, None)
-            known = -code in {one.value for one in signal.Signals}
-            by = signal.Signals(-code).name if known else f"signal {-code}"
+            is_known = -code in {number.value for number in signal.Signals}
+            by = signal.Signals(-code).name if is_known else f"signal {-code}"
             return f"{_spaced(node)}: process {pid} was ended by {by}"
-        error, ours = self._last.pop(node, ("", ""))
+        error, kind = self._last.pop(node, ("", ""))
         before = self._ended_by.get((node, error))
         # Another error of Checkmate's is of nodes, switches or other ranks, which may be back later.
-        no_restart_helps = ours in _REFUSALS or (ours == "RestoreError" and _MISFIT.search(error))
-        if error and before is not None and (no_restart_helps if ours else before == self._begin):
+        no_restart_helps = kind in _REFUSALS or (kind == "RestoreError" and _MISFIT.search(error))
+        if error and before is not None and (no_restart_helps if kind else before == self._begin):
             self.repeated = error
         self._ended_by[node, error] = self._begin
         return None
@@ -86,12 +86,12 @@ class Notices:
         counts = self._counts.setdefault(error, Counter())
         before = max(counts.values(), default=0)
         counts[name] += 1
-        if counts[name] <= before or counts[name] not in _TOLD:
+        if counts[name] <= before or counts[name] not in _REPORTED_COUNTS:
             return ""
         return f"{_spaced(name)}: {f'{kind} as above, {counts[name]} times so far' if before else error}"
 
 
-_TOLD: Final = (1, 2, 10, 100)
+_REPORTED_COUNTS: Final = (1, 2, 10, 100)
 
 
 def _spaced(name: str) -> str:

@@ -37,7 +37,7 @@ class Orders:
         gate: A file with the number of the first iteration that may not begin yet, and a mode.
         events: A folder for `rank{r}.events.jsonl`.
         cpus: The CPUs to use once everything is set up.
-        extension: A module whose `install(driven, ddp, optimizer)` is called at that time; `driven` has
+        extension: A module whose `install(hooks, ddp, optimizer)` is called at that time; `hooks` has
             iteration and mode.
     """
 

@@ -73,33 +73,35 @@ class JobRecord:
     @cached_property
     def losses(self) -> dict[int, dict[int, float]]:
         """The loss by rank and iteration; the last one if an iteration was repeated."""
-        return {rank: dict(each) for rank, each in self.completed.items()}
+        return {rank: dict(losses) for rank, losses in self.completed.items()}
 
     @property
     def curve(self) -> dict[int, float]:
         """The mean loss of the iterations that all ranks have completed."""
-        common = set.intersection(*(set(each) for each in self.losses.values()))
+        common = set.intersection(*(set(losses) for losses in self.losses.values()))
         ranks = self.losses.values()
-        return {one: statistics.fmean(each[one] for each in ranks) for one in sorted(common)}
+        return {
+            iteration: statistics.fmean(losses[iteration] for losses in ranks) for iteration in sorted(common)
+        }
 
     @property
     def repeated(self) -> dict[int, int]:
         """Iterations that a rank has completed more than once, with the highest count."""
         counts: Counter[int] = Counter()
-        for each in self.completed.values():
-            counts |= Counter(iteration for iteration, _ in each)  # the greater counts
+        for iterations in self.completed.values():
+            counts |= Counter(iteration for iteration, _ in iterations)  # the greater counts
         return {iteration: count for iteration, count in sorted(counts.items()) if count > 1}
 
     @property
     def changed_when_repeated(self) -> list[tuple[int, int]]:
         """(rank, iteration) of repeated iterations whose loss changed."""
-        found = []
-        for rank, each in self.completed.items():
+        changes = []
+        for rank, iterations in self.completed.items():
             first: dict[int, float] = {}
-            for iteration, loss in each:
+            for iteration, loss in iterations:
                 if first.setdefault(iteration, loss) != loss:
-                    found.append((rank, iteration))
-        return found
+                    changes.append((rank, iteration))
+        return changes
 
     @property
     def digests(self) -> dict[int, str]:
@@ -114,21 +116,23 @@ class JobRecord:
     @cached_property
     def timed(self) -> dict[int, list[Timed]]:
         """Timings by iteration, one of each rank; the last ones if an iteration was repeated."""
-        found: dict[int, dict[int, Timed]] = {}
+        timings: dict[int, dict[int, Timed]] = {}
         for rank, events in self.events.items():
             for event in events:
                 if event.name == "iteration":
-                    said = Timed(event.more["began"], event.at, event.more["processor"])
-                    found.setdefault(event.more["iteration"], {})[rank] = said
-        return {one: [ranks[rank] for rank in sorted(ranks)] for one, ranks in sorted(found.items())}
+                    timing = Timed(event.more["began"], event.at, event.more["processor"])
+                    timings.setdefault(event.more["iteration"], {})[rank] = timing
+        return {
+            iteration: [ranks[rank] for rank in sorted(ranks)] for iteration, ranks in sorted(timings.items())
+        }
 
     def block(self, first: int, stop: int) -> TimedBlock | None:
         """Return the means over iterations [first, stop); `None` if not all are timed on all ranks."""
-        if any(len(self.timed.get(one, [])) != len(self.events) for one in range(first, stop)):
+        if any(len(self.timed.get(iteration, [])) != len(self.events) for iteration in range(first, stop)):
             return None
         spans = zip(self.timed[first], self.timed[stop - 1], strict=True)
         seconds = statistics.fmean(last.ended - begin.began for begin, last in spans)
-        processor = sum(rank.processor for one in range(first, stop) for rank in self.timed[one])
+        processor = sum(rank.processor for iteration in range(first, stop) for rank in self.timed[iteration])
         return TimedBlock(seconds / (stop - first), processor / (stop - first))
 
     def recoveries(self) -> list[RecoveryTime]:
@@ -139,23 +143,23 @@ class JobRecord:
             for event in events
             if event.name == "killed"
         ]
-        found = (self._recovery(*kill) for kill in sorted(kills))
-        return [recovery for recovery in found if recovery is not None]
+        recoveries = (self._recovery(*kill) for kill in sorted(kills))
+        return [recovery for recovery in recoveries if recovery is not None]
 
     def _recovery(self, at: float, rank: int, iteration: int, phase: str) -> RecoveryTime | None:
         """Return the recovery, or `None` if another kill came first."""
         marks = {name: self._marks(name, at) for name in ("started", "group_ready", "restored", "protected")}
-        ended = [
+        ends = [
             next((e.at for e in events if e.name in ("iteration", "ended") and e.at > at), None)
             for events in self.events.values()
         ]
-        if not all(marks.values()) or None in ended:
+        if not all(marks.values()) or None in ends:
             return None
         times = [
             at,
             *(max(float(event.more[name]) for event in marks["started"]) for name in _IN_STARTED),
             *(max(event.at for event in marks[name]) for name in ("group_ready", "restored", "protected")),
-            max(end for end in ended if end is not None),
+            max(end for end in ends if end is not None),
         ]
         names = (
             "torchrun notices, and restarts the processes",
@@ -172,28 +176,28 @@ class JobRecord:
 
     def _marks(self, name: str, after: float) -> list[RankEvent]:
         """Return each rank's first such event after a time; empty if a rank has none."""
-        found = [
+        marks = [
             next((e for e in events if e.name == name and e.at > after), None)
             for events in self.events.values()
         ]
-        return [event for event in found if event] if None not in found else []
+        return [event for event in marks if event] if None not in marks else []
 
 
 def read_events(lines: Iterable[str]) -> list[RankEvent]:
     """Return the events in a file's lines, without incomplete ones."""
-    found = []
+    events = []
     for line in lines:
         if line.endswith("\n"):
-            said = json.loads(line)
-            name, attempt, pid, at = (said.pop(key) for key in ("event", "attempt", "pid", "at"))
-            found.append(RankEvent(name, attempt, pid, at, said))
-    return found
+            record = json.loads(line)
+            name, attempt, pid, at = (record.pop(key) for key in ("event", "attempt", "pid", "at"))
+            events.append(RankEvent(name, attempt, pid, at, record))
+    return events
 
 
 def read_losses(lines: Iterable[str]) -> list[Loss]:
     """Return the losses in a file's lines, without incomplete ones."""
-    said = (json.loads(line) for line in lines if line.endswith("\n"))
-    return [(int(one["iteration"]), float(one["loss"])) for one in said]
+    records = (json.loads(line) for line in lines if line.endswith("\n"))
+    return [(int(record["iteration"]), float(record["loss"])) for record in records]
 
 
 @dataclass(frozen=True)

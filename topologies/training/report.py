@@ -27,25 +27,27 @@ def show(
         console.print(parts(recovery))
     console.print(costs(cost))
     for promise in promises:
-        mark = "[bold green]yes[/bold green]" if promise.kept else "[bold red]NO [/bold red]"
-        console.print(f"{mark}  {promise.what}\n     {promise.seen}", highlight=False)
+        mark = "[bold green]yes[/bold green]" if promise.is_kept else "[bold red]NO [/bold red]"
+        console.print(f"{mark}  {promise.text}\n     {promise.observation}", highlight=False)
 
 
 def losses(reference: JobRecord, protected: JobRecord) -> FittedTable:
     """Return a table of losses at regular iterations, and around crashes."""
     numbers = ("iteration", "uninterrupted", "protected", "equal")
     table = FittedTable("loss, mean of all ranks", *numbers, "", numbers=numbers, folds=("",))
-    ours, theirs = protected.curve, reference.curve
+    protected_curve, reference_curve = protected.curve, reference.curve
     notes = {}
     for r in protected.recoveries():
         notes[r.iteration] = f"kill -9 of rank {r.rank}"
         notes[r.resumed_with] = f"{notes.get(r.resumed_with, '')}; resumed here".lstrip("; ")
-    step = max(len(theirs) // _ROWS, 1)
-    for i in sorted({*range(0, len(theirs), step), *notes, len(theirs) - 1} & set(theirs)):
-        ours_i = ours.get(i)
-        shown = "-" if ours_i is None else f"{ours_i:.9f}"
-        equal = "yes" if ours_i == theirs[i] else "NO"
-        table.add_row(str(i), f"{theirs[i]:.9f}", shown, equal, notes.get(i, ""))
+    step = max(len(reference_curve) // _ROWS, 1)
+    for i in sorted(
+        {*range(0, len(reference_curve), step), *notes, len(reference_curve) - 1} & set(reference_curve)
+    ):
+        protected_loss = protected_curve.get(i)
+        loss = "-" if protected_loss is None else f"{protected_loss:.9f}"
+        equal = "yes" if protected_loss == reference_curve[i] else "NO"
+        table.add_row(str(i), f"{reference_curve[i]:.9f}", loss, equal, notes.get(i, ""))
     return table
 
 
@@ -70,14 +72,14 @@ def costs(cost: Cost) -> FittedTable | str:
     )
     numbers = ("untagged", "protected: more", "more, %")
     table = FittedTable(title, "", *numbers, numbers=numbers)
-    for name, found in (("time", cost.seconds), ("processor", cost.processor)):
-        row = (_milliseconds(found.difference), _percent(found.ratio))
-        table.add_row(name, f"{1e3 * statistics.fmean(found.reference):.0f}", *row)
+    for name, paired in (("time", cost.seconds), ("processor", cost.processor)):
+        row = (_milliseconds(paired.difference), _percent(paired.ratio))
+        table.add_row(name, f"{1e3 * statistics.fmean(paired.reference):.0f}", *row)
     return table
 
 
-def _milliseconds(found: Interval) -> str:
-    return f"{1e3 * found.mean:+.1f} ({1e3 * found.low:+.1f} to {1e3 * found.high:+.1f})"
+def _milliseconds(interval: Interval) -> str:
+    return f"{1e3 * interval.mean:+.1f} ({1e3 * interval.low:+.1f} to {1e3 * interval.high:+.1f})"
 
 
 def _percent(ratio: Interval) -> str:
@@ -99,10 +101,10 @@ def draw_losses(
         *_points(protected), "o", color="C0", markersize=3.5, label="protected by Checkmate, a rank killed"
     )
     for recovery in recoveries:
-        said = f"rank {recovery.rank}: kill -9 in {recovery.phase}\nresumed after {recovery.seconds:.1f} s"
+        event = f"rank {recovery.rank}: kill -9 in {recovery.phase}\nresumed after {recovery.seconds:.1f} s"
         axes.axvline(recovery.iteration, color="C3", linewidth=1)
         axes.annotate(
-            f"{said}, at iteration {recovery.resumed_with}",
+            f"{event}, at iteration {recovery.resumed_with}",
             (recovery.iteration, 0.97),
             xycoords=("data", "axes fraction"),
             xytext=(-6, 0),

@@ -18,9 +18,9 @@ from topologies.training.record import Interval, JobRecord, TimedBlock, interval
 class Promise:
     """A promise, whether it was kept, and the observation."""
 
-    what: str
-    kept: bool
-    seen: str
+    text: str
+    is_kept: bool
+    observation: str
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Pairs:
     def data(self) -> dict[str, Any]:
         """Return plain data, with the intervals if there are enough pairs."""
         enough = len(self.reference) > 1
-        found = {"difference": asdict(self.difference), "ratio": asdict(self.ratio)} if enough else {}
-        return {**asdict(self), **found}
+        intervals = {"difference": asdict(self.difference), "ratio": asdict(self.ratio)} if enough else {}
+        return {**asdict(self), **intervals}
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,11 @@ def cost(reference: JobRecord, protected: JobRecord, iterations: int, block: int
     pairs: list[tuple[TimedBlock, TimedBlock]] = []
     for first in range(block, iterations - block, block):
         if broken.isdisjoint(range(first, first + block)):
-            ours, theirs = (run.block(first + 1, first + block) for run in (protected, reference))
-            if ours is not None and theirs is not None:
-                pairs.append((theirs, ours))
+            protected_block, reference_block = (
+                run.block(first + 1, first + block) for run in (protected, reference)
+            )
+            if protected_block is not None and reference_block is not None:
+                pairs.append((reference_block, protected_block))
     return Cost(
         Pairs(tuple(a.seconds for a, _ in pairs), tuple(b.seconds for _, b in pairs)),
         Pairs(tuple(a.processor for a, _ in pairs), tuple(b.processor for _, b in pairs)),
@@ -102,45 +104,53 @@ def _losses(reference: JobRecord, protected: JobRecord, iterations: int) -> Prom
         for i in range(iterations)
     ]
     equal = sum(a is not None and a == b for a, b in pairs)
-    changed = protected.changed_when_repeated
-    again = f"; changed when repeated: {changed}" if changed else ""
-    what = "the losses of every iteration are bit-identical to the uninterrupted run's, on each rank"
-    seen = f"{equal} of {len(pairs)} ({iterations} iterations on {len(reference.losses)} ranks){again}"
-    return Promise(what, equal == len(pairs) > 0 and not changed, seen)
+    changes = protected.changed_when_repeated
+    again = f"; changed when repeated: {changes}" if changes else ""
+    promise = "the losses of every iteration are bit-identical to the uninterrupted run's, on each rank"
+    observation = f"{equal} of {len(pairs)} ({iterations} iterations on {len(reference.losses)} ranks){again}"
+    return Promise(promise, equal == len(pairs) > 0 and not changes, observation)
 
 
 def _digests(reference: JobRecord, protected: JobRecord) -> Promise:
-    found = [*reference.digests.values(), *protected.digests.values()]
+    digests = [*reference.digests.values(), *protected.digests.values()]
     expected = len(reference.events) + len(protected.events)
-    what = "each rank of both runs ends with the same parameters and optimizer state"
-    different = sorted(set(found))
-    seen = f"{counted(len(different), 'digest')} on {len(found)} of {expected} ranks: {', '.join(different)}"
-    return Promise(what, len(found) == expected and len(different) == 1, seen)
+    promise = "each rank of both runs ends with the same parameters and optimizer state"
+    different = sorted(set(digests))
+    observation = (
+        f"{counted(len(different), 'digest')} on {len(digests)} of {expected} ranks: {', '.join(different)}"
+    )
+    return Promise(promise, len(digests) == expected and len(different) == 1, observation)
 
 
 def _states(states: Mapping[str, object]) -> Promise:
-    (_, one), *others = states.items()
-    unequal = {name: differences(one, other) for name, other in others}
-    what = f"parameters and optimizer state of {', '.join(states)}: torch.equal, tensor by tensor"
+    (_, reference), *compared = states.items()
+    unequal = {name: differences(reference, state) for name, state in compared}
+    promise = f"parameters and optimizer state of {', '.join(states)}: torch.equal, tensor by tensor"
     wrong = "; ".join(f"{name} differs at {', '.join(at[:3])}" for name, at in unequal.items() if at)
-    seen = wrong or f"{len(list(leaves(one)))} tensors equal"
-    return Promise(what, not wrong and bool(others) and any(True for _ in leaves(one)), seen)
+    observation = wrong or f"{len(list(leaves(reference)))} tensors equal"
+    return Promise(
+        promise, not wrong and bool(compared) and any(True for _ in leaves(reference)), observation
+    )
 
 
 def _repeated(protected: JobRecord, kills: int) -> Promise:
     repeated = protected.repeated
     worst = sum(count - 1 for count in repeated.values())
-    what = "a crash repeats at most one iteration that was completed"
-    said = ", ".join(map(str, repeated)) or "none"
-    return Promise(what, worst <= kills, f"repeated: {said}, in {counted(kills, 'crash', 'crashes')}")
+    promise = "a crash repeats at most one iteration that was completed"
+    iterations = ", ".join(map(str, repeated)) or "none"
+    return Promise(
+        promise, worst <= kills, f"repeated: {iterations}, in {counted(kills, 'crash', 'crashes')}"
+    )
 
 
 def _resumed(protected: JobRecord, kills: int) -> Promise:
-    found = protected.recoveries()
-    what = "training resumes from the shadow nodes, not from the start"
-    seen = "; ".join(f"killed in iteration {r.iteration}, resumed with {r.resumed_with}" for r in found)
-    kept = len(found) == kills and all(r.resumed_with >= r.iteration - 1 for r in found)
-    return Promise(what, kept, seen or "no rank resumed")
+    recoveries = protected.recoveries()
+    promise = "training resumes from the shadow nodes, not from the start"
+    observation = "; ".join(
+        f"killed in iteration {r.iteration}, resumed with {r.resumed_with}" for r in recoveries
+    )
+    is_kept = len(recoveries) == kills and all(r.resumed_with >= r.iteration - 1 for r in recoveries)
+    return Promise(promise, is_kept, observation or "no rank resumed")
 
 
 def leaves(state: object, path: str = "") -> Sequence[tuple[str, object]]:
@@ -148,17 +158,23 @@ def leaves(state: object, path: str = "") -> Sequence[tuple[str, object]]:
     if isinstance(state, Mapping):
         return [leaf for key in state for leaf in leaves(state[key], f"{path}.{key}".lstrip("."))]
     if isinstance(state, list | tuple):
-        return [leaf for i, one in enumerate(state) for leaf in leaves(one, f"{path}.{i}".lstrip("."))]
+        return [
+            leaf
+            for i, leaf_or_tree in enumerate(state)
+            for leaf in leaves(leaf_or_tree, f"{path}.{i}".lstrip("."))
+        ]
     return [(path, state)]
 
 
-def differences(one: object, other: object) -> list[str]:
+def differences(state: object, reference: object) -> list[str]:
     """Return the paths at which two states differ."""
-    ours, theirs = dict(leaves(one)), dict(leaves(other))
+    leaves_of_state, leaves_of_reference = dict(leaves(state)), dict(leaves(reference))
     return [
         key
-        for key in {**ours, **theirs}
-        if key not in ours or key not in theirs or not _equal(ours[key], theirs[key])
+        for key in {**leaves_of_state, **leaves_of_reference}
+        if key not in leaves_of_state
+        or key not in leaves_of_reference
+        or not _equal(leaves_of_state[key], leaves_of_reference[key])
     ]
 
 
@@ -167,12 +183,12 @@ def digest(state: object) -> bytes:
 
     Of a sharded tensor, this rank's part counts.
     """
-    made = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for path, leaf in leaves(state):
         for part in (path.encode(), _bits(leaf)):
-            made.update(len(part).to_bytes(8, "big"))
-            made.update(part)
-    return made.digest()
+            hasher.update(len(part).to_bytes(8, "big"))
+            hasher.update(part)
+    return hasher.digest()
 
 
 def _equal(a: Any, b: Any) -> bool:

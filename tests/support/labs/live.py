@@ -88,7 +88,7 @@ class LiveSwitch:
         if self._controller is None:
             return ""
         member = self._controller.member
-        return member.said() + member.complaints()
+        return member.output_text() + member.error_text()
 
     def status(self, *files: Path) -> dict[str, Any]:
         """Return the only switch's `checkmate status --json`."""

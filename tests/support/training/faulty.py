@@ -83,7 +83,7 @@ class Faulty:
     def await_stopped(self, node: int) -> None:
         """Wait until a `dying_shadow` has stopped at its point."""
         member = self.training.shadows[f"shadow{node}"]
-        self.until(lambda: STOPPED in member.said(), f"shadow{node} to stop")
+        self.until(lambda: STOPPED in member.output_text(), f"shadow{node} to stop")
 
     def starts(self, rank: int) -> int:
         """Return the number of starts of a rank."""

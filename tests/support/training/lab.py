@@ -102,14 +102,16 @@ class TrainingLab:
 
     def await_ready(self, members: Sequence[Member]) -> None:
         """Wait until these shadow nodes serve."""
-        self.crew.wait(lambda: all("ready" in m.said() for m in members), "shadow nodes to serve", _SECONDS)
+        self.crew.wait(
+            lambda: all("ready" in m.output_text() for m in members), "shadow nodes to serve", _SECONDS
+        )
 
     def await_live(self, number: int) -> None:
         """Wait until all of a shadow node's holds are live since its last start."""
         member = self.shadows[number]
-        shards = member.complaints().count("begins at iteration") or 1
+        shards = member.error_text().count("begins at iteration") or 1
         self.crew.wait(
-            lambda: member.complaints().count(": live ") >= shards,
+            lambda: member.error_text().count(": live ") >= shards,
             f"shadow node {number} to be live",
             _SECONDS,
         )
@@ -183,7 +185,7 @@ class TrainingLab:
 
     def status(self) -> dict[int, dict[str, Any]]:
         """Return the last status of each running shadow node that was started with --json."""
-        return {number: json.loads(m.said().splitlines()[-1]) for number, m in self.shadows.items()}
+        return {number: json.loads(m.output_text().splitlines()[-1]) for number, m in self.shadows.items()}
 
     def stop_shadow_nodes(self) -> None:
         """Stop the shadow nodes as Ctrl-C does."""
