@@ -59,10 +59,10 @@ def checked_ip(value: object) -> IPv4Address:
 
 def checked_host_port(value: str) -> str:
     """Return `host:port`. Raise `ValueError` if it is something else."""
-    found = _HOST_PORT.fullmatch(value)
-    if not found or not 0 < int(found["port"]) < 65536:
+    match = _HOST_PORT.fullmatch(value)
+    if not match or not 0 < int(match["port"]) < 65536:
         raise ValueError("must be host:port such as 192.168.0.5:7000")
-    checked_host(found["host"].strip("[]"))
+    checked_host(match["host"].strip("[]"))
     return value
 
 

@@ -76,12 +76,12 @@ def first_shadow_ids(job: Job) -> tuple[int, ...]:
     shadow id identify a boundary. All others begin with 0.
     """
     free: dict[AddressPair, int] = {}
-    found = []
+    connections = []
     for index, sides in enumerate(_sides(job)):
         pairs = [(source.ip, destination.ip) for source, destination in sides]
-        found.append(max(free.get(pair, 0) for pair in pairs))
-        free |= dict.fromkeys(pairs, found[-1] + job.shards(index))
-    return tuple(found)
+        connections.append(max(free.get(pair, 0) for pair in pairs))
+        free |= dict.fromkeys(pairs, connections[-1] + job.shards(index))
+    return tuple(connections)
 
 
 def _sides(job: Job) -> Iterator[tuple[tuple[Rank, Rank], tuple[Rank, Rank]]]:

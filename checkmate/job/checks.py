@@ -17,13 +17,12 @@ from checkmate.job.fields import NODE_IDS_LAST
 from checkmate.job.placing import interfaces, is_placed
 from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch, TrainingHost
 from checkmate.job.tofino.ports import tofino_faults
-from checkmate.job.valid_parts import ValidPart, addresses_of, parts, served_at
-from checkmate.job.validation import validated
+from checkmate.job.validation import ValidPart, addresses_of, parts, served_at, validated
 from checkmate.wire.tag import NCCL_SHADOW_IDS, SHARDS_MAX
 from checkmate.wording import counted, in_ranges
 
 PORTS_MOST: Final = 65535
-_SHOWN: Final = 16
+MAX_LISTED: Final = 16
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
 
 _REPLACED: Final[Mapping[Path, str]] = {
@@ -70,10 +69,10 @@ def within_job(raw: Any) -> list[Fault]:
 
 def _loopbacks(hosts: Sequence[ValidPart]) -> Iterator[Fault]:
     """Yield loopback addresses among others of ranks: if all are, the job is of processes on one host."""
-    known = [(part, part.fields["ip"]) for part in hosts if "ip" in part.fields]
-    if all(address.is_loopback for _, address in known):
+    addressed = [(part, part.fields["ip"]) for part in hosts if "ip" in part.fields]
+    if all(address.is_loopback for _, address in addressed):
         return
-    for part, address in known:
+    for part, address in addressed:
         if address.is_loopback:
             yield Fault(
                 (*part.path, "ip"), f"{address} is on the host's own loopback, which no switch reaches"
@@ -86,19 +85,19 @@ def _served_twice(nodes: Sequence[ValidPart]) -> Iterator[Fault]:
     for node in nodes:
         for field, address in served_at(node):
             path = (*node.path, field)
-            what = f"{field} address" if address == node.fields.get(field) else RECORDS_PORT
+            subject = f"{field} address" if address == node.fields.get(field) else RECORDS_PORT
             if int(address.rpartition(":")[2]) > PORTS_MOST:
                 yield Fault(path, f"{RECORDS_PORT} {address} does not exist: set records")
             elif address in first:
-                taken = f"{what} {address} is taken already by {show_path(first[address])}"
-                yield Fault(path, f"{taken}; each needs its own")
+                clash = f"{subject} {address} is taken already by {show_path(first[address])}"
+                yield Fault(path, f"{clash}; each needs its own")
                 break
             else:
                 first[address] = path
 
 
 def _duplicates(
-    among: Sequence[ValidPart], field: str, what: str, alike: tuple[str, ...] | None = None
+    among: Sequence[ValidPart], field: str, subject: str, alike: tuple[str, ...] | None = None
 ) -> Iterator[Fault]:
     """Yield parts that have the same `field`, or all fields `alike`, as an earlier part."""
     first: dict[object, Path] = {}
@@ -110,7 +109,7 @@ def _duplicates(
             text = (", device " if field == "address" else " ").join(str(value) for value in values)
             yield Fault(
                 (*part.path, field),
-                f"{what} {text} is taken already by {show_path(first[values])}; each needs its own",
+                f"{subject} {text} is taken already by {show_path(first[values])}; each needs its own",
             )
         else:
             first[values] = part.path
@@ -119,11 +118,11 @@ def _duplicates(
 def _same_addresses(hosts: Sequence[ValidPart]) -> Iterator[Fault]:
     """Yield IP addresses that are taken already; those of `ip` come first."""
     first: dict[IPv4Address, Path] = {}
-    found = [each for host in hosts for each in addresses_of(host)]
-    for path, address in sorted(found, key=lambda each: "addresses" in each[0]):
+    addresses = [address_at for host in hosts for address_at in addresses_of(host)]
+    for path, address in sorted(addresses, key=lambda address_at: "addresses" in address_at[0]):
         if address in first:
-            taken = f"IP address {address} is taken already by {show_path(first[address])}"
-            yield Fault(path, f"{taken}; each needs its own")
+            clash = f"IP address {address} is taken already by {show_path(first[address])}"
+            yield Fault(path, f"{clash}; each needs its own")
         else:
             first[address] = path
 
@@ -176,12 +175,12 @@ def _unreachable(
 def _link_pairs(raw: Any, links: Sequence[ValidPart]) -> set[tuple[str, str]] | None:
     """Return linked pairs of switches, in both directions, or `None` if a link is faulty."""
     fabric = raw.get("fabric") if isinstance(raw, dict) else None
-    listed = fabric.get("links", []) if isinstance(fabric, dict) else []
+    listed_links = fabric.get("links", []) if isinstance(fabric, dict) else []
     by_link: dict[Path, list[Any]] = defaultdict(list)
     for end in links:
         by_link[end.path[:-1]].append(end.fields.get("switch"))
     ends = list(by_link.values())
-    if not isinstance(listed, list) or len(ends) != len(listed):
+    if not isinstance(listed_links, list) or len(ends) != len(listed_links):
         return None
     if any(len(pair) != 2 or None in pair for pair in ends):
         return None
@@ -193,25 +192,27 @@ def _shadow_lists(raw: Any, nodes: Sequence[ValidPart]) -> Iterator[Fault]:
     groups = raw.get("dp_groups") if isinstance(raw, dict) else None
     replicas = raw.get("replicas", 1) if isinstance(raw, dict) else 1
     replicas = replicas if _is_number(replicas, SHARDS_MAX) else 0
-    every = len(ids) if isinstance(raw, dict) and isinstance(raw.get("shadow_nodes"), list) else 0
+    node_count = len(ids) if isinstance(raw, dict) and isinstance(raw.get("shadow_nodes"), list) else 0
     for index, group in enumerate(groups if isinstance(groups, list) else []):
-        listed = group.get("shadow_nodes") if isinstance(group, dict) else None
+        group_nodes = group.get("shadow_nodes") if isinstance(group, dict) else None
         path: Path = ("dp_groups", index, "shadow_nodes")
-        for position, node in enumerate(listed if isinstance(listed, list) else []):
+        for position, node in enumerate(group_nodes if isinstance(group_nodes, list) else []):
             if not _is_number(node, NODE_IDS_LAST):
                 continue  # reported with the file's structure
             if ids and None not in ids and node not in ids:
-                known = ", ".join(map(str, ids))
-                yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; its ids are {known}")
-            if node in (listed or [])[:position]:
+                id_list = ", ".join(map(str, ids))
+                yield Fault(
+                    (*path, position), f"no shadow node {node} in shadow_nodes; its ids are {id_list}"
+                )
+            if node in (group_nodes or [])[:position]:
                 yield Fault((*path, position), f"shadow node {node} is listed twice; each holds one shard")
-        holders = len(listed) if isinstance(listed, list) else every
+        holders = len(group_nodes) if isinstance(group_nodes, list) else node_count
         if 0 < holders < replicas:
             yield Fault(
                 ("replicas",),
                 f"{replicas} replicas need as many shadow nodes; dp_groups[{index}] has {holders}",
             )
-        if holders > SHARDS_MAX and not isinstance(listed, list):
+        if holders > SHARDS_MAX and not isinstance(group_nodes, list):
             most = f"a DP group has at most {SHARDS_MAX} shadow nodes, not {holders}"
             yield Fault(path, f"{most}; list the ones it uses")
 
@@ -221,12 +222,12 @@ def _together(ranks: Sequence[ValidPart]) -> Iterator[Fault]:
     first: dict[tuple[object, object], ValidPart] = {}
     for rank in ranks:
         if is_placed(rank) and (host := rank.fields.get("host")) is not None:
-            other = first.setdefault((rank.path[1], host), rank)
-            if other is not rank:
+            earlier = first.setdefault((rank.path[1], host), rank)
+            if earlier is not rank:
                 yield Fault(
                     (*rank.path, "host"),
-                    f"{host!r} is the host of {show_path(other.path)} already; the ranks of a DP group need "
-                    "a host each, because a switch copies what passes between hosts",
+                    f"{host!r} is the host of {show_path(earlier.path)} already; the ranks of a DP group "
+                    "need a host each, because a switch copies what passes between hosts",
                 )
 
 
@@ -247,13 +248,13 @@ def _misplaced_for_nccl(raw: Any, ranks: Sequence[ValidPart]) -> Iterator[Fault]
         before[rank.path[1]] = max(number or 0, before.get(rank.path[1], 0))
         if host is None:
             continue
-        other = first.setdefault((rank.path[1], host), rank)
-        told = is_placed(rank) and rank.fields.get("host") == other.fields.get("host")
-        if other is not rank and not told:
+        earlier = first.setdefault((rank.path[1], host), rank)
+        is_reported = is_placed(rank) and rank.fields.get("host") == earlier.fields.get("host")
+        if earlier is not rank and not is_reported:
             yield Fault(
                 (*rank.path, "mgmt"),
-                f"{host} is the host of {show_path(other.path)} already; with collective: nccl, each rank of "
-                "a DP group needs a host of its own (one GPU for each, as in HSDP's replicate groups)",
+                f"{host} is the host of {show_path(earlier.path)} already; with collective: nccl, each rank "
+                "of a DP group needs a host of its own (one GPU for each, as in HSDP's replicate groups)",
             )
 
 
@@ -261,13 +262,13 @@ def notes(job: Job) -> Iterator[str]:
     """Yield what a valid job may not be meant to have, or what will be refused of it for some scripts."""
     numbers = sorted(rank.rank for group in job.dp_groups for rank in group.ranks)
     if missing := sorted(set(range(numbers[-1])) - set(numbers)):
-        some = in_ranges(missing[:_SHOWN]) + (" and so on" if len(missing) > _SHOWN else "")
+        gaps = in_ranges(missing[:MAX_LISTED]) + (" and so on" if len(missing) > MAX_LISTED else "")
         yield (
-            f"{job.job}: no DP group has rank {some}, although the last one is {numbers[-1]}: torch numbers "
+            f"{job.job}: no DP group has rank {gaps}, although the last one is {numbers[-1]}: torch numbers "
             f"{counted(len(numbers), 'rank')} from 0 to {len(numbers) - 1}"
         )
-    used = {node for index in job.groups for node in job.shadow_list(index)}
-    if idle := [node.id for node in job.shadow_nodes if node.id not in used]:
+    holding = {node for index in job.groups for node in job.shadow_list(index)}
+    if idle := [node.id for node in job.shadow_nodes if node.id not in holding]:
         yield (
             f"{job.job}: no DP group lists {'shadow nodes' if len(idle) > 1 else 'shadow node'} "
             f"{in_ranges(idle)}, so that nothing is held there (shadow_nodes of dp_groups)"
@@ -276,10 +277,10 @@ def notes(job: Job) -> Iterator[str]:
         return
     for groups in job.groups_by_hosts():
         if len(groups) > 1:
-            named = " and ".join(show_path(("dp_groups", index)) for index in groups[:2])
+            pair = " and ".join(show_path(("dp_groups", index)) for index in groups[:2])
             more = " and so on" if groups[2:] else ""
             yield (
-                f"{job.job}: if DDP averages over the ranks of {named}{more}, which share hosts, then "
+                f"{job.job}: if DDP averages over the ranks of {pair}{more}, which share hosts, then "
                 "checkmate.restore and checkmate.protect refuse it with collective: nccl, because NCCL can't "
                 "sum within hosts yet: use collective: ring for that. Shards (HSDP) and stages are trained"
             )

@@ -1,5 +1,6 @@
 """Rules between jobs that run side by side: exclusive and shared resources.
 
+Exclusive is what a job claims for itself alone: addresses, switch ports, and where its shadow nodes serve.
 Like `checks`, this works on the valid parts of each file.
 """
 
@@ -7,13 +8,76 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from checkmate.job.claims import Claim, claims
 from checkmate.job.faults import Fault, Path, show_path
-from checkmate.job.schema import SWITCH_KEYS, Attachment, Switch
+from checkmate.job.placing import interfaces
+from checkmate.job.schema import SWITCH_KEYS, Attachment, Nic, ShadowNode, Stub, Switch
 from checkmate.job.tofino.ports import effective
-from checkmate.job.valid_parts import ValidPart, parts
+from checkmate.job.validation import ValidPart, addresses_of, parts, served_at
+
+Kind = Literal["ip", "mac", "port", "service"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job's claim on an exclusive resource. `value` of a port: its switch and number; else a text."""
+
+    kind: Kind
+    subject: str
+    value: object
+    path: Path
+    switch: str | None = None
+    """The switch of a stub or a link, which jobs on that switch share."""
+
+    @property
+    def key(self) -> object:
+        """Identity of the resource. Hosts and NICs share one address space."""
+        return self.value if self.kind != "port" else ("port", self.value)
+
+    @property
+    def text(self) -> str:
+        """The resource as messages name it."""
+        return " ".join(map(str, self.value)) if isinstance(self.value, tuple) else str(self.value)
+
+
+def claims(raw: Any) -> Iterator[Claim]:
+    """Yield a job's claims: hosts, shadow NICs, their switch ports, and the addresses of stubs."""
+    names = {switch.path: switch.fields.get("name") for switch in parts(raw, Switch, "fabric", "switches")}
+    for stub in parts(raw, Stub, "fabric", "switches", "stub"):
+        if (name := names.get(stub.path[:-1])) is not None:
+            yield from _addresses("stub", stub, name)
+    for end in parts(raw, Attachment, "fabric", "links"):
+        yield from _port(end, end.fields.get("switch"))
+    yield from own_claims(raw)
+
+
+def own_claims(raw: Any) -> Iterator[Claim]:
+    """Yield those of a job's claims that are not of the fabric."""
+    for interface in interfaces(raw):
+        yield from _addresses("host", interface)
+        yield from _port(interface)
+    for node in parts(raw, ShadowNode, "shadow_nodes"):
+        for field, address in served_at(node):
+            yield Claim("service", "shadow node management address", address, (*node.path, field))
+    for nic in parts(raw, Nic, "shadow_nodes", "nics"):
+        yield from _addresses("shadow NIC", nic)
+        yield from _port(nic)
+
+
+def _addresses(subject: str, part: ValidPart, switch: str | None = None) -> Iterator[Claim]:
+    for path, address in addresses_of(part):
+        yield Claim("ip", f"{subject} address", str(address), path, switch)
+    if "mac" in part.fields:
+        yield Claim("mac", f"{subject} address", str(part.fields["mac"]), (*part.path, "mac"), switch)
+
+
+def _port(part: ValidPart, switch: str | None = None) -> Iterator[Claim]:
+    place = part.get("switch", "port")
+    if place is not None:
+        yield Claim("port", "switch port", place, (*part.path, "port"), switch)
+
 
 Faults = Iterator[tuple[int, Fault]]
 
@@ -42,19 +106,19 @@ def _same_names(names: Sequence[Any], files: Sequence[str]) -> Faults:
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if isinstance(name, str) and (before := first.setdefault(name, index)) != index:
-            other = files[before] if files else "another file"
+            file = files[before] if files else "another file"
             remedy = "remove one of both if it is a copy, or name its job otherwise"
-            yield index, Fault(("job",), f"{other} has a job {name!r}, too: {remedy}")
+            yield index, Fault(("job",), f"{file} has a job {name!r}, too: {remedy}")
 
 
 def _same_claims(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
-    taken: dict[object, tuple[int, Claim]] = {}
+    owners_of: dict[object, tuple[int, Claim]] = {}
     for index, raw in enumerate(jobs):
         for claim in claims(raw):
-            owner, first = taken.setdefault(claim.key, (index, claim))
+            owner, first = owners_of.setdefault(claim.key, (index, claim))
             if owner != index and not (claim.switch and claim.switch == first.switch):
-                other = f"{owners[owner]} ({show_path(first.path)})"
-                yield index, Fault(claim.path, f"{claim.what} {claim.text} is claimed already by {other}")
+                place = f"{owners[owner]} ({show_path(first.path)})"
+                yield index, Fault(claim.path, f"{claim.subject} {claim.text} is claimed already by {place}")
 
 
 def _same_switches(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
@@ -66,14 +130,14 @@ def _same_switches(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
             if name is None:
                 continue
             if server is not None:
-                owner, known = at.setdefault(server, (index, name))
-                if known != name and owner != index:
-                    message = f"{owners[owner]} calls the switch at {server[0]} {known!r}"
+                owner, known_name = at.setdefault(server, (index, name))
+                if known_name != name and owner != index:
+                    message = f"{owners[owner]} calls the switch at {server[0]} {known_name!r}"
                     yield index, Fault((*switch.path, "name"), f"{message}; a switch has one name")
-            owner, seen = described.setdefault(name, (index, switch))
-            ours, theirs = effective(switch.fields), effective(seen.fields)
-            both = theirs.keys() & ours.keys()
-            differing = [f for f in SWITCH_KEYS if f in both and theirs[f] != ours[f]]
+            owner, earlier = described.setdefault(name, (index, switch))
+            settings, earlier_settings = effective(switch.fields), effective(earlier.fields)
+            both = earlier_settings.keys() & settings.keys()
+            differing = [f for f in SWITCH_KEYS if f in both and earlier_settings[f] != settings[f]]
             if differing and owner != index:
                 message = f"{owners[owner]} describes switch {name!r} differently ({', '.join(differing)})"
                 yield index, Fault(switch.path, f"{message}; use one fabric file for both")
@@ -84,8 +148,8 @@ def _same_links(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
     for index, raw in enumerate(jobs):
         for path, a, b in links(raw):
             for near, far in ((a, b), (b, a)):
-                owner, seen = ends.setdefault(near, (index, far))
-                if seen != far and owner != index:
+                owner, linked = ends.setdefault(near, (index, far))
+                if linked != far and owner != index:
                     message = f"{owners[owner]} has another link at {near[0]} port {near[1]}"
                     yield index, Fault(path, f"{message}; use one fabric file for both")
 

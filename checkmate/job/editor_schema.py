@@ -37,9 +37,12 @@ def of_job() -> dict[str, Any]:
     """Return the JSON Schema of job files."""
     schema = _with_ports(of_model(Job))
     rank = schema["$defs"][Rank.__name__]
-    needed = [name for name in rank.pop("required") if name != "rank"]
+    own_keys = [name for name in rank.pop("required") if name != "rank"]
     rank["required"] = ["rank"]
-    rank["oneOf"] = [{"required": ["host"], **_without(OF_HOST)}, {"required": needed, **_without(("host",))}]
+    rank["oneOf"] = [
+        {"required": ["host"], **_without(OF_HOST)},
+        {"required": own_keys, **_without(("host",))},
+    ]
     path = {"type": "string", "minLength": 1, "description": "The path of a fabric file."}
     schema["required"].remove("dp_groups")
     schema["oneOf"] = [{"required": ["dp_groups"]}, {"required": ["mesh", "hosts", "gpus_per_host"]}]
@@ -60,8 +63,8 @@ def _with_ports(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with front-panel names of ports, which `tofino.ports` resolves, beside numbers."""
     defined = schema["$defs"]
     for model in (Attachment, Host, Nic, Rank):
-        if (found := defined.get(model.__name__)) is not None:
-            found["properties"]["port"] = {"anyOf": [found["properties"]["port"], _PORT_NAME]}
+        if (definition := defined.get(model.__name__)) is not None:
+            definition["properties"]["port"] = {"anyOf": [definition["properties"]["port"], _PORT_NAME]}
     number = {"type": "integer", "minimum": 0}
     ports = defined[Switch.__name__]["properties"]["ports"]
     ports["patternProperties"] = {

@@ -18,9 +18,8 @@ from checkmate.job.faults import Path as YamlPath
 from checkmate.job.kept import CheckedJob
 from checkmate.job.placing import Placing, place
 from checkmate.job.schema import Job
-from checkmate.job.tls_paths import beside, resolve_tls
 from checkmate.job.tofino import ports
-from checkmate.job.yaml_lines import Document, JobError, Located
+from checkmate.job.yaml_lines import Document, JobError, Located, beside, resolve_tls
 
 if TYPE_CHECKING:
     from checkmate.job.fabric_file import Granted
@@ -108,16 +107,16 @@ def read_job(file: Path) -> Job:
 
 def read_checked(file: Path) -> CheckedJob:
     """Read one job file, as `read_job` does, with the fingerprints of all files that were read."""
-    found: dict[Path, str | None] = {}
+    fingerprints: dict[Path, str | None] = {}
 
     @cache
-    def read(one: Path) -> Document:
-        document = yaml_lines.read_document(one)
-        found[one] = document.fingerprint
+    def read(file_read: Path) -> Document:
+        document = yaml_lines.read_document(file_read)
+        fingerprints[file_read] = document.fingerprint
         return document
 
     (job,) = read_set([file], read).require()
-    return CheckedJob(job, found)
+    return CheckedJob(job, fingerprints)
 
 
 def read_jobs(files: Sequence[Path]) -> list[Job]:
@@ -157,17 +156,22 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
     order: list[Path] = []
     for file in files:
         order.append(file)
-        source, found = _source(file, read, granted)
-        faults += found
+        source, source_faults = _source(file, read, granted)
+        faults += source_faults
         if source is None:
             continue
         if source.fabric is not None and granted is None:
             order.append(source.fabric.file)
         job, structural = checks.structure(source.raw)
-        said = {fault.path for fault in source.unnamed}
+        reported = {fault.path for fault in source.unnamed}
         placing = source.placing
-        wrong = [fault for fault in placing.told(structural) if fault.path not in said]
-        wrong = [*source.unnamed, *placing.faults, *wrong, *placing.told(checks.within_job(source.raw))]
+        wrong = [fault for fault in placing.located_faults(structural) if fault.path not in reported]
+        wrong = [
+            *source.unnamed,
+            *placing.faults,
+            *wrong,
+            *placing.located_faults(checks.within_job(source.raw)),
+        ]
         if job is not None and not wrong:
             wrong = list(checks.beyond_the_plugin(job))
         wrong = list(dict.fromkeys(wrong))
@@ -175,11 +179,11 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
             wrong = structural  # a file is a job, or has a fault
         if granted is not None:
             wrong += _beyond_grants(source, job, wrong, granted)
-        if found:  # the fabric can't be read, which is reported already
+        if source_faults:  # the fabric can't be read, which is reported already
             wrong = [fault for fault in wrong if fault.path != ("fabric",)]
         faults += [source.locate(fault) for fault in wrong]
         sources.append(source)
-        jobs.append(None if found or wrong else job)
+        jobs.append(None if source_faults or wrong else job)
     operators = None
     if granted is not None:  # jobs that claim what is another's are no reason to refuse that one
         sources = [source for source, job in zip(sources, jobs, strict=True) if job is not None]
@@ -198,15 +202,17 @@ def _beyond_grants(source: _Source, job: Job | None, wrong: Sequence[Fault], gra
     """Return what a job claims beyond its grant. What is faulty already is not said twice."""
     from checkmate.job import grants  # noqa: PLC0415 - trainers have none, and imports take time
 
-    said = {fault.path for fault in wrong}
-    found = [
-        each for each in grants.refusals(source.raw, source.document.file, granted) if each.path not in said
+    reported = {fault.path for fault in wrong}
+    faults = [
+        fault
+        for fault in grants.refusals(source.raw, source.document.file, granted)
+        if fault.path not in reported
     ]
-    if job is not None and not found:
-        found += grants.not_covered(job, granted)
+    if job is not None and not faults:
+        faults += grants.not_covered(job, granted)
     if job is not None and job.job in granted.grants:
-        found += grants.too_many_streams(job, granted)
-    return found
+        faults += grants.too_many_streams(job, granted)
+    return faults
 
 
 def _compared(raw: Any, granted: Granted | None) -> Any:
@@ -220,8 +226,8 @@ def locate(file: Path, path: YamlPath, granted: Granted | None = None) -> tuple[
     source, faults = _source(file, regular, granted)
     if source is None:
         raise JobError(faults)
-    found = source.locate(Fault(path, ""))
-    return found.file, found.line
+    located = source.locate(Fault(path, ""))
+    return located.file, located.line
 
 
 def is_fabric(data: Any) -> bool:
@@ -266,14 +272,14 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> No
         raw["keys"] = str(beside(folder, keys))
 
 
-def _fabric_document(document: Document, named: str, read: ReadYaml) -> Document:
+def _fabric_document(document: Document, name: str, read: ReadYaml) -> Document:
     """Read the fabric file that a job names, relative to the job's folder."""
-    if "\0" in named:
+    if "\0" in name:
         raise JobError([document.locate(Fault(("fabric",), "must be the path of a file"))])
     try:
-        return read(beside(document.file.parent, named))
+        return read(beside(document.file.parent, name))
     except JobError as error:
         if error.faults[0].path == "(file)":
-            message = f"the fabric file {named} {error.faults[0].message}"
+            message = f"the fabric file {name} {error.faults[0].message}"
             raise JobError([document.locate(Fault(("fabric",), message))]) from None
         raise

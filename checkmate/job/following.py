@@ -91,19 +91,19 @@ class FaultLog:
         present = set(faults)
         self._logged &= present
         queue = [fault for fault in self._queue if fault in present]
-        known = self._logged.union(queue)
-        queue += dict.fromkeys(fault for fault in faults if fault not in known)
+        reported = self._logged.union(queue)
+        queue += dict.fromkeys(fault for fault in faults if fault not in reported)
         by_file: Counter[Path] = Counter()
-        shown: list[Located] = []
+        new_faults: list[Located] = []
         for fault in queue:
             by_file[fault.file] += 1
-            if by_file[fault.file] <= _FAULTS_OF_FILE and len(shown) < _FAULTS_SHOWN:
-                shown.append(fault)
-        self._logged.update(shown)
+            if by_file[fault.file] <= _FAULTS_OF_FILE and len(new_faults) < _FAULTS_SHOWN:
+                new_faults.append(fault)
+        self._logged.update(new_faults)
         self._queue = [fault for fault in queue if fault not in self._logged]
-        lines = [shortened(str(fault), TEXT_MAX) for fault in shown]
-        if shown and (others := len(present) - len(shown)):
-            lines.append(f"and {counted(others, 'other fault')}; `checkmate validate` shows all")
+        lines = [shortened(str(fault), TEXT_MAX) for fault in new_faults]
+        if new_faults and (omitted := len(present) - len(new_faults)):
+            lines.append(f"and {counted(omitted, 'other fault')}; `checkmate validate` shows all")
         return "\n".join(lines)
 
 
@@ -154,24 +154,24 @@ class JobFiles:
         files = [file for file in files if first or os.path.lexists(file)]
         away = self._awaited(files, read)
         documents |= {file: self._documents[file] for file in away if file in self._documents}
-        found = self._checked([*away, *files], read)  # others have the fault if they claim the same
-        known = self._documents | documents  # of a file with a fault, what it was before
-        self._documents = {file: known[file] for file in (*files, *away) if file in known}
-        self._read = (*found.files, *(file for _, job in found.sound for file in self._beside(job)))
+        jobs = self._checked([*away, *files], read)  # others have the fault if they claim the same
+        documents_now = self._documents | documents  # of a file with a fault, what it was before
+        self._documents = {file: documents_now[file] for file in (*files, *away) if file in documents_now}
+        self._read = (*jobs.files, *(file for _, job in jobs.sound for file in self._beside(job)))
         now = self._signature()
         self._seen = now | {file: before[file] for file in before.keys() & now}  # written meanwhile: changed
-        return found
+        return jobs
 
     def _awaited(self, files: Iterable[Path], read: ReadYaml) -> list[Path]:
         """Return the files of served jobs that are gone, but not for long. Log each once.
 
         A job that another file has now was moved: its old file is not awaited.
         """
-        gone = [file for file in self._served.by_file if not os.path.lexists(file)]
-        names = {_job_name(file, read) for file in files} if gone else set()
-        gone = [file for file in gone if self._served.by_file[file].job not in names]
+        absent = [file for file in self._served.by_file if not os.path.lexists(file)]
+        names = {_job_name(file, read) for file in files} if absent else set()
+        absent = [file for file in absent if self._served.by_file[file].job not in names]
         now = time.monotonic()
-        for file in self._absences.note(gone, now):
+        for file in self._absences.note(absent, now):
             name, seconds = printable(str(file)), ABSENCE_SECONDS
             LOG.warning("%s: gone; unless it comes back in %g s, its job ends", name, seconds)
         return self._absences.awaited(now)
@@ -185,30 +185,30 @@ class JobFiles:
             JobError: A file has a fault, and there is one owner; or the fabric file has one, or has changed
                 while a job's file is faulty, so that nobody knows whether what is served is still granted.
         """
-        found = self.read()
+        job_set = self.read()
         if not self.several_owners:  # then unusable keys are found when they are used
-            found.require()
-            return Wanted(dict(found.sound), files=found.files)
-        if found.granted is None:
-            raise JobError(found.faults)
-        faults, data = list(found.faults), found.granted.document.data
-        sound = dict(found.sound)
-        for file, job in found.sound:
+            job_set.require()
+            return Wanted(dict(job_set.sound), files=job_set.files)
+        if job_set.granted is None:
+            raise JobError(job_set.faults)
+        faults, data = list(job_set.faults), job_set.granted.document.data
+        sound = dict(job_set.sound)
+        for file, job in job_set.sound:
             if why := unusable(job):
-                faults.append(found.located(file, ("keys",), why))
+                faults.append(job_set.located(file, ("keys",), why))
                 del sound[file]
-        stay = {file: job for file, job in self._served.by_file.items() if file in found.files}
-        kept = {file: job for file, job in stay.items() if file not in sound}
-        owners = {job.job: file for file, job in kept.items()}
+        stay = {file: job for file, job in self._served.by_file.items() if file in job_set.files}
+        unread = {file: job for file, job in stay.items() if file not in sound}
+        owners = {job.job: file for file, job in unread.items()}
         for file, job in list(sound.items()):
             if (served := owners.get(job.job)) is not None:  # the file that is served stays, with its fault
-                faults.append(found.located(file, ("job",), f"{served} has this job, and is served"))
+                faults.append(job_set.located(file, ("job",), f"{served} has this job, and is served"))
                 del sound[file]
         by_file = {**stay, **sound}
         names = {job.job for job in by_file.values()}
-        if len(names) < len(by_file) or (kept and data != self._served.fabric):
+        if len(names) < len(by_file) or (unread and data != self._served.fabric):
             raise JobError(faults)
-        return Wanted(by_file, tuple(faults), found.files if found.jobs_read else (), data)
+        return Wanted(by_file, tuple(faults), job_set.files if job_set.jobs_read else (), data)
 
     def served(self, wanted: Wanted) -> None:
         """Take note that these jobs are served now."""
@@ -232,12 +232,14 @@ class JobFiles:
 
     def _signature(self) -> Signature:
         """Return name, time and size of all files in the folders, and of those that count."""
-        named = (_yaml_files(one) if _is_folder(one) else [one] for one in self._arguments)
-        found: Signature = {}
-        for file in {*self._read, *(file for files in named for file in files)}:
+        files_named = (
+            _yaml_files(argument) if _is_folder(argument) else [argument] for argument in self._arguments
+        )
+        signature: Signature = {}
+        for file in {*self._read, *(file for files in files_named for file in files)}:
             if stamp := _stamp(file):
-                found[file] = stamp
-        return found
+                signature[file] = stamp
+        return signature
 
 
 class Absences:
@@ -250,10 +252,10 @@ class Absences:
         self._since: dict[Path, float] = {}
         self._awaited: list[Path] = []
 
-    def note(self, gone: Collection[Path], now: float) -> list[Path]:
+    def note(self, absent: Collection[Path], now: float) -> list[Path]:
         """Note the files that are gone now; return those that were not when this was last called."""
-        new = [file for file in gone if file not in self._since]
-        self._since = {file: self._since.get(file, now) for file in gone}
+        new = [file for file in absent if file not in self._since]
+        self._since = {file: self._since.get(file, now) for file in absent}
         return new
 
     def awaited(self, now: float) -> list[Path]:
@@ -277,10 +279,10 @@ def _job_name(file: Path, read: ReadYaml) -> object:
 def _stamp(file: Path) -> Stamp | None:
     """Return what changes if a file does; `None` if it was removed, or no file can have the name."""
     try:
-        found = file.stat()
+        status = file.stat()
     except (OSError, ValueError):
         return None
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
 def _is_folder(path: Path) -> bool:
@@ -294,12 +296,12 @@ def _is_folder(path: Path) -> bool:
 
 def _yaml_files(folder: Path) -> Iterator[Path]:
     try:
-        found = sorted(folder.iterdir())
+        files = sorted(folder.iterdir())
     except OSError:
         return  # removed meanwhile
-    named = (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
+    candidates = (file for file in files if file.suffix in SUFFIXES and not file.name.startswith("."))
     yield from (
-        file for file in named if os.path.isfile(file) or not os.path.exists(file)
+        file for file in candidates if os.path.isfile(file) or not os.path.exists(file)
     )  # a FIFO would block
 
 

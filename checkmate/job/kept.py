@@ -3,6 +3,9 @@
 To check a job of thousands of ranks takes a second, and what checks it takes as long to import as the rest of
 Checkmate. A kept job is used only if each file that it was read from has the same contents, and if the same
 code would check it. Only the user can write to it, as to Python's own compiled files.
+
+In JSON, each object has one key, which says what its value is: `{"Stub": [{"ip": 167772161}, "02:...",
+7010]}` has the values of a stub's fields, in order. Nothing else than what a job consists of can be made.
 """
 
 from __future__ import annotations
@@ -14,24 +17,25 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
 from importlib.util import find_spec
+from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from checkmate.cache import WRITTEN_BY_OTHERS, cache_folder
-from checkmate.job.limits import FILE_BYTES
-from checkmate.job.plain_form import of_json, to_json
-from checkmate.job.schema import Job
+from checkmate.job import schema
+from checkmate.job.fields import FILE_BYTES
+from checkmate.job.schema import Frozen, Job
 
 JOBS_MOST: Final = 64
 """Jobs that are kept; the one that was kept longest ago goes first."""
 _BYTES_MOST: Final = 64 << 20
 _FOLDER: Final = "jobs"
-_KEPT: Final = re.compile(r"[0-9a-f]{32}\.job")
+_CACHED: Final = re.compile(r"[0-9a-f]{32}\.job")
 _PART: Final = re.compile(r"[0-9a-f]{16}\.part")
 """The name of a file that is being written."""
 _ABANDONED_SECONDS: Final = 3600.0
@@ -54,8 +58,8 @@ def fingerprint(file: Path) -> str | None:
     try:
         if not file.is_file():
             return None
-        with file.open("rb") as opened:
-            content = opened.read(FILE_BYTES + 1)
+        with file.open("rb") as stream:
+            content = stream.read(FILE_BYTES + 1)
     except (OSError, ValueError):
         return None
     return hashlib.sha256(content).hexdigest() if len(content) <= FILE_BYTES else None
@@ -66,12 +70,12 @@ def read_kept(file: Path) -> CheckedJob | None:
     try:
         with _folder() as folder:
             head, _, body = _content(folder, _name(file)).partition(b"\n")
-        said = json.loads(head)
-        files = {Path(name): str(was) for name, was in said["files"].items()}
-        if file not in files or said["job"] != hashlib.sha256(body).hexdigest():
+        head_values = json.loads(head)
+        files = {Path(name): str(was) for name, was in head_values["files"].items()}
+        if file not in files or head_values["job"] != hashlib.sha256(body).hexdigest():
             return None
-        found = CheckedJob(of_json(body), files)
-        return found if found.is_current() else None
+        checked = CheckedJob(of_json(body), files)
+        return checked if checked.is_current() else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # absent, of another, or damaged
         return None
 
@@ -82,7 +86,7 @@ def keep(file: Path, checked: CheckedJob) -> bool:
         return False
     body = to_json(checked.job).encode()
     head = {
-        "files": {str(one): was for one, was in checked.files.items()},
+        "files": {str(file_read): was for file_read, was in checked.files.items()},
         "job": hashlib.sha256(body).hexdigest(),
     }
     content = json.dumps(head).encode() + b"\n" + body
@@ -92,7 +96,7 @@ def keep(file: Path, checked: CheckedJob) -> bool:
             name = _name(file)
             _remove_abandoned(folder)
             if not _has(folder, name, content):  # else a process that shares this home was first
-                _put(folder, name, content)
+                _write_file(folder, name, content)
                 _remove_oldest(folder, name)
     except OSError:
         return False
@@ -128,8 +132,8 @@ def _content(folder: int, name: str) -> bytes:
     try:
         if not stat.S_ISREG(_check_own(number).st_mode):
             raise OSError(f"{name} is not a file")
-        with open(number, "rb", closefd=False) as opened:
-            return opened.read(_BYTES_MOST)
+        with open(number, "rb", closefd=False) as stream:
+            return stream.read(_BYTES_MOST)
     finally:
         os.close(number)
 
@@ -141,13 +145,13 @@ def _has(folder: int, name: str, content: bytes) -> bool:
         return False
 
 
-def _put(folder: int, name: str, content: bytes) -> None:
+def _write_file(folder: int, name: str, content: bytes) -> None:
     """Write a file whole, in the place of one with its name."""
     part = f"{os.urandom(8).hex()}.part"
     number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:
-        with open(number, "wb") as opened:
-            opened.write(content)
+        with open(number, "wb") as stream:
+            stream.write(content)
         os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with suppress(OSError):  # else it would take the place of an interrupt
@@ -158,19 +162,19 @@ def _put(folder: int, name: str, content: bytes) -> None:
 def _remove_abandoned(folder: int) -> None:
     """Remove what processes that were killed have left."""
     now = time.time()
-    for name, at in _written(folder, _PART):
+    for name, at in _write_times(folder, _PART):
         if abs(now - at) > _ABANDONED_SECONDS:
             _remove(folder, name)
 
 
 def _remove_oldest(folder: int, newest: str) -> None:
     """Remove kept jobs that are too many, but not the `newest`, whatever the clock says."""
-    others = [(at, name) for name, at in _written(folder, _KEPT) if name != newest]
-    for _, name in sorted(others)[: max(len(others) - JOBS_MOST + 1, 0)]:
+    older = [(at, name) for name, at in _write_times(folder, _CACHED) if name != newest]
+    for _, name in sorted(older)[: max(len(older) - JOBS_MOST + 1, 0)]:
         _remove(folder, name)
 
 
-def _written(folder: int, names: re.Pattern[str]) -> Iterator[tuple[str, float]]:
+def _write_times(folder: int, names: re.Pattern[str]) -> Iterator[tuple[str, float]]:
     """Yield files by name, and when each was written."""
     for name in filter(names.fullmatch, os.listdir(folder)):
         with suppress(FileNotFoundError):  # another process was first
@@ -188,14 +192,14 @@ def checked_by(package: Path) -> bytes:
 
     `package`: the folder of `checkmate`, with its source files.
     """
-    found = hashlib.sha256(sys.version.encode())
-    needed = [package / "wording.py", package / "job" / "checks.py", package / "wire" / "tag.py"]
+    digest = hashlib.sha256(sys.version.encode())
+    required = [package / "wording.py", package / "job" / "checks.py", package / "wire" / "tag.py"]
     libraries = [_library("pydantic") / "version.py", _library("yaml") / "__init__.py"]
-    all_there = {*package.glob("job/**/*.py"), *package.glob("wire/*.py")}
-    others = sorted(one for one in all_there - set(needed) if one.is_file())  # an editor's lock is not
-    for source in [*needed, *libraries, *others]:
-        found.update(source.name.encode() + b"\0" + source.read_bytes())
-    return found.digest()
+    sources = {*package.glob("job/**/*.py"), *package.glob("wire/*.py")}
+    optional = sorted(file for file in sources - set(required) if file.is_file())  # an editor's lock is not
+    for source in [*required, *libraries, *optional]:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.digest()
 
 
 def _library(name: str) -> Path:
@@ -207,3 +211,60 @@ def _library(name: str) -> Path:
     if spec is None or spec.origin is None:
         raise FileNotFoundError(name)
     return Path(spec.origin).parent
+
+
+def to_json(job: Job) -> str:
+    """Return a job as JSON."""
+    return json.dumps(_plain(job), separators=(",", ":"))
+
+
+def of_json(text: str | bytes) -> Job:
+    """Return the job of `to_json`. Raise `ValueError` if it is something else."""
+    try:
+        job = json.loads(text, object_hook=_part_of)
+    except (TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"not a job: {error!r}") from None
+    if not isinstance(job, Job):
+        raise ValueError("not a job")
+    return job
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case IPv4Address():
+            return {"ip": int(value)}
+        case Path():
+            return {"path": str(value)}
+        case tuple():
+            return {"tuple": [_plain(item) for item in value]}
+        case Mapping():
+            return {"map": [[key, _plain(item)] for key, item in value.items()]}
+        case Frozen():
+            return {type(value).__name__: [_plain(getattr(value, name)) for name in _NAMES[type(value)]]}
+        case _:
+            return value
+
+
+def _object(kind: type, values: Any) -> Any:
+    """Return an object of a part of a file, without its constructor, which would be slower."""
+    part: Any = object.__new__(kind)
+    part.__dict__.update(zip(_NAMES[kind], values, strict=True))
+    return part
+
+
+def _part_of(pair: Any) -> Any:
+    ((kind, value),) = pair.items()
+    return _MAKERS[kind](value)
+
+
+_PARTS: Final = [
+    member for member in vars(schema).values() if is_dataclass(member) and isinstance(member, type)
+]
+_NAMES: Final[Mapping[type, list[str]]] = {kind: [member.name for member in fields(kind)] for kind in _PARTS}
+_MAKERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "ip": IPv4Address,
+    "map": dict,
+    "path": Path,
+    "tuple": tuple,
+    **{kind.__name__: partial(_object, kind) for kind in _PARTS},
+}

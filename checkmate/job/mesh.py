@@ -83,30 +83,30 @@ def dimensions(job: Job) -> dict[str, int]:
     """Return the sizes of the dimensions that number DP groups; empty for a job without a mesh."""
     if job.mesh is None:
         return {}
-    found = {name: getattr(job.mesh, name) for name in _OF_GROUPS}
+    sizes = {name: getattr(job.mesh, name) for name in _OF_GROUPS}
     local = replicas_on_a_host(job.mesh, job.gpus_per_host or 1)
-    return {**found, LOCAL: local} if local > 1 else found
+    return {**sizes, LOCAL: local} if local > 1 else sizes
 
 
 def coordinates(job: Job, group: int) -> dict[str, int]:
     """Return a DP group's place in the mesh, by dimension; empty for a job without a mesh."""
-    found = {}
+    place = {}
     for name, size in reversed(dimensions(job).items()):
-        group, found[name] = divmod(group, size)
-    return dict(reversed(found.items()))
+        group, place[name] = divmod(group, size)
+    return dict(reversed(place.items()))
 
 
 def group_name(job: Job, group: int) -> str:
     """Return a DP group's name in messages: `11 (pp 1, dp_shard 3)`; without dimensions of size 1."""
-    known = dimensions(job)
-    shown = [f"{name} {at}" for name, at in coordinates(job, group).items() if known[name] > 1]
-    return f"{group} ({', '.join(shown)})" if shown else str(group)
+    sizes = dimensions(job)
+    parts = [f"{name} {at}" for name, at in coordinates(job, group).items() if sizes[name] > 1]
+    return f"{group} ({', '.join(parts)})" if parts else str(group)
 
 
 def sizes(job: Job) -> str:
     """Return the dimensions over which DP groups are counted, as ` (pp 2 x dp_shard 8)`; or an empty text."""
-    shown = [f"{name} {size}" for name, size in dimensions(job).items() if size > 1]
-    return f" ({' x '.join(shown)})" if shown else ""
+    parts = [f"{name} {size}" for name, size in dimensions(job).items() if size > 1]
+    return f" ({' x '.join(parts)})" if parts else ""
 
 
 def groups_key(job: Job) -> str:

@@ -16,7 +16,7 @@ from checkmate.job.faults import Fault
 from checkmate.job.fields import GPUS_MOST
 from checkmate.job.mesh import KEY, impossible, replicas_on_a_host
 from checkmate.job.schema import Mesh, ShadowNode, TrainingHost
-from checkmate.job.valid_parts import parts
+from checkmate.job.validation import parts
 from checkmate.wire.tag import SHARDS_MAX
 
 RULE: Final = (
@@ -31,13 +31,13 @@ def expand(raw: Any) -> list[Fault]:
         return [Fault(("dp_groups",), "is what mesh describes already: remove one of them")]
     faults = [
         Fault((key,), f"is {'empty' if key in raw else 'missing'}; a mesh needs it: {why}")
-        for key, why in ((KEY, "its sizes, such as {dp_replicate: 4, dp_shard: 8}"), *_NEEDED)
+        for key, why in ((KEY, "its sizes, such as {dp_replicate: 4, dp_shard: 8}"), *_REQUIRED)
         if raw.get(key) is None
     ]
     described, hosts = parts(raw, Mesh, KEY), parts(raw, TrainingHost, "hosts")
     gpus = raw.get("gpus_per_host")
-    known = {one.name for one in fields(Mesh)}
-    whole = [one for one in described if one.fields.keys() == known and one.raw.keys() <= known]
+    sizes = {spec.name for spec in fields(Mesh)}
+    whole = [part for part in described if part.fields.keys() == sizes and part.raw.keys() <= sizes]
     if not faults and len(whole) == 1 and _is_number(gpus, GPUS_MOST):
         mesh = Mesh(**whole[0].fields)
         names = list(dict.fromkeys(host.fields["name"] for host in hosts if "name" in host.fields))
@@ -49,7 +49,7 @@ def expand(raw: Any) -> list[Fault]:
     return faults
 
 
-_NEEDED: Final = (
+_REQUIRED: Final = (
     ("hosts", "list them, in the order of ranks"),
     ("gpus_per_host", "the number of ranks on each host"),
 )
@@ -63,9 +63,9 @@ def _too_few_nodes(raw: Mapping[str, Any]) -> Iterator[Fault]:
 
 def _nodes(raw: Any) -> list[int]:
     """Return the ids of the job's shadow nodes; none if one is unknown."""
-    found = [node.fields.get("id") for node in parts(raw, ShadowNode, "shadow_nodes")]
-    ids = [number for number in found if number is not None]
-    return ids if len(ids) == len(found) else []
+    known_ids = [node.fields.get("id") for node in parts(raw, ShadowNode, "shadow_nodes")]
+    ids = [number for number in known_ids if number is not None]
+    return ids if len(ids) == len(known_ids) else []
 
 
 def _groups(
@@ -77,11 +77,11 @@ def _groups(
     for group, (stage, place) in enumerate(product(range(mesh.pp), range(apart))):
         first = stage * mesh.dp_replicate * apart // local + place
         ranks = range(first, first + mesh.dp_replicate * apart // local, apart)
-        made: dict[str, Any] = {"ranks": [_rank(number, hosts, gpus) for number in ranks]}
+        entry: dict[str, Any] = {"ranks": [_rank(number, hosts, gpus) for number in ranks]}
         if nodes:
-            each = replicas if _is_number(replicas, SHARDS_MAX) else 1
-            made["shadow_nodes"] = [nodes[i] for i in serving(group, mesh.pp * apart, len(nodes), each)]
-        yield made
+            holders = replicas if _is_number(replicas, SHARDS_MAX) else 1
+            entry["shadow_nodes"] = [nodes[i] for i in serving(group, mesh.pp * apart, len(nodes), holders)]
+        yield entry
 
 
 def _rank(number: int, hosts: list[tuple[str, int]], gpus: int) -> dict[str, Any]:

@@ -17,7 +17,10 @@ from checkmate.job.fields import (
     DSCP_BITS,
     GPUS_MOST,
     RANKS_LAST,
+    After,
+    Before,
     Collective,
+    Described,
     Fec,
     FilePath,
     HostName,
@@ -32,10 +35,12 @@ from checkmate.job.fields import (
     Size,
     Speed,
     TcpPort,
+    ValueLimits,
     checked_dscp_bit,
     device_port,
+    items,
+    whole,
 )
-from checkmate.job.limits import After, Before, Described, ValueLimits, items, whole
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
 
@@ -135,7 +140,7 @@ class Switch(Frozen):
         return chips.cpu_port(self.target, self.front_panel) if self.is_tofino else CPU_PORT
 
 
-SWITCH_KEYS: Final = tuple(one.name for one in fields(Switch))
+SWITCH_KEYS: Final = tuple(member.name for member in fields(Switch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,11 +287,11 @@ class Job(Frozen):
 
     def groups_by_hosts(self) -> list[list[int]]:
         """Return the DP groups; those whose ranks are on the same hosts of `hosts` are together."""
-        found: dict[object, list[int]] = {}
+        by_hosts: dict[object, list[int]] = {}
         for index, group in enumerate(self.dp_groups):
             hosts = frozenset(rank.host for rank in group.ranks)
-            found.setdefault(index if None in hosts else hosts, []).append(index)
-        return list(found.values())
+            by_hosts.setdefault(index if None in hosts else hosts, []).append(index)
+        return list(by_hosts.values())
 
     def shadow_list(self, group: int) -> tuple[int, ...]:
         """Return the ids of the shadow nodes that hold a DP group's shards, in the order of shards."""

@@ -44,34 +44,34 @@ class JobStart:
     keys: str
 
     @property
-    def named(self) -> bool:
+    def has_front_panel(self) -> bool:
         """Whether ports are front-panel names."""
         return self.target.startswith("tofino")
 
 
-def hosts(text: str, what: str, least: int = 1) -> list[str]:
+def hosts(text: str, prefix: str, least: int = 1) -> list[str]:
     """Return hosts that are given as names with commas, or as a number.
 
     Raise `ValueError` for neither, and for fewer than `least`.
     """
     if text.isascii() and text.isdecimal() and least <= int(text) <= _HOSTS_MAX:
-        return [f"{what}{number}" for number in range(int(text))]
-    named = [name.strip() for name in text.split(",")]
-    if text.lstrip("-").isdecimal() or not all(named) or not least <= len(named) <= _HOSTS_MAX:
+        return [f"{prefix}{number}" for number in range(int(text))]
+    names = [name.strip() for name in text.split(",")]
+    if text.lstrip("-").isdecimal() or not all(names) or not least <= len(names) <= _HOSTS_MAX:
         raise ValueError(
             f"must be a number from {least} to {_HOSTS_MAX}, as the ports of one switch hold, or hosts "
-            f"such as {what}0,{what}1. For more switches, copy the one of the file (`checkmate docs job`)"
+            f"such as {prefix}0,{prefix}1. For more switches, copy the one of the file (`checkmate docs job`)"
         )
-    lower = [name.lower() for name in named]  # as DNS has it
-    if again := list(dict.fromkeys(name for name in named if lower.count(name.lower()) > 1)):
+    lower = [name.lower() for name in names]  # as DNS has it
+    if again := list(dict.fromkeys(name for name in names if lower.count(name.lower()) > 1)):
         raise ValueError(f"has {', '.join(again)} more than once: each must be a host of its own")
-    return named
+    return names
 
 
 def text(start: JobStart, file: str) -> str:
     """Return the content of a job file with that name. Raise `ValueError` if one switch has too few ports."""
     nics = len(start.shadow_nodes) * start.nics
-    if (ports := len(start.ranks) + nics) > _PORTS and not start.named:
+    if (ports := len(start.ranks) + nics) > _PORTS and not start.has_front_panel:
         raise ValueError(
             f"{counted(len(start.ranks), 'host')} of ranks and {counted(nics, 'NIC')} of shadow nodes need "
             f"{ports:,} ports, and one switch has {_PORTS}. For more switches, write a file with fewer, and "
@@ -104,10 +104,10 @@ def _ranks(start: JobStart) -> Iterator[str]:
 
 
 def _mesh(start: JobStart) -> Iterator[str]:
-    every = len(start.ranks) * start.gpus_per_host
+    ranks = len(start.ranks) * start.gpus_per_host
     yield "# Each host has the ranks of one replica, sharded by FSDP2. Other meshes: `checkmate docs job`."
     if start.collective == "ring":
-        yield f"# Plain DDP over all ranks has `mesh: {{dp_replicate: {every}}}` instead."
+        yield f"# Plain DDP over all ranks has `mesh: {{dp_replicate: {ranks}}}` instead."
     yield f"mesh: {{dp_replicate: {len(start.ranks)}, dp_shard: {start.gpus_per_host}}}"
     yield f"gpus_per_host: {start.gpus_per_host}"
     yield "# Trainers, in the order of ranks. mgmt: on the management network."
@@ -142,10 +142,10 @@ def _fabric(start: JobStart) -> Iterator[str]:
     yield f"      target: {start.target}"
     if start.target == "tofino":
         yield "      front_panel: wedge100bf-32x-odd  # the board (*)"
-    elif start.named:
+    elif start.has_front_panel:
         yield "      ports:  # the device port of each port (*)"
-        every = len(start.ranks) + len(start.shadow_nodes) * start.nics
-        yield from (f"        {number + 1}/0: {_device_port(number)}" for number in range(every))
+        ports = len(start.ranks) + len(start.shadow_nodes) * start.nics
+        yield from (f"        {number + 1}/0: {_device_port(number)}" for number in range(ports))
     yield f"      address: {_quoted(start.switch)}  # of its P4Runtime server"
     stub = f"ip: {start.network[_STUB + 1]}, mac: {_mac(_STUB + 1)}, port: 7471"
     yield "      # An unused address of the training network, to which shadow nodes connect (*)."
@@ -161,7 +161,7 @@ def _device_port(connector: int) -> int:
 
 
 def _nic(start: JobStart, address: int, port: int) -> str:
-    at = f'"{port}/0"' if start.named else str(port)
+    at = f'"{port}/0"' if start.has_front_panel else str(port)
     return f"ip: {start.network[address]}, mac: {_mac(address)}, switch: tor, port: {at}"
 
 

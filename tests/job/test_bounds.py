@@ -12,9 +12,9 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from checkmate.job import yaml_lines, yaml_words
+from checkmate.job import yaml_lines
+from checkmate.job.fields import FILE_BYTES
 from checkmate.job.files import JobError, read_job
-from checkmate.job.limits import FILE_BYTES
 from checkmate.job.schema import Job
 from checkmate.job.validation import FAULTS_MOST
 from checkmate.job.yaml_lines import SCALAR_CHARACTERS, Located
@@ -217,7 +217,7 @@ tokens = st.lists(TOKENS, max_size=14).map("".join)
 @fuzz(250, text=changed() | documents | tokens | st.text(st.characters(exclude_categories=[]), max_size=60))
 def test_libyaml_reads_what_python_reads(text: str) -> None:
     """Faults are always told by the parser in Python, which may accept what libyaml does not."""
-    if yaml_words.control_character(text) is not None or yaml_lines._DIFFERENT.search(text):
+    if yaml_lines.control_character(text) is not None or yaml_lines._DIFFERENT.search(text):
         return
     fast = parsed(yaml_lines._fast, text)
     if fast is not None:

@@ -14,10 +14,15 @@ from hypothesis import strategies as st
 
 from checkmate.job import following
 from checkmate.job.boundaries import streams
-from checkmate.job.claims import own_claims
-from checkmate.job.conflicts import between_jobs
-from checkmate.job.extents import address_extent, mac_extent, port_range, service_extent
-from checkmate.job.fabric_file import STREAMS, read_fabric
+from checkmate.job.conflicts import between_jobs, own_claims
+from checkmate.job.fabric_file import (
+    STREAMS,
+    address_extent,
+    mac_extent,
+    port_range,
+    read_fabric,
+    service_extent,
+)
 from checkmate.job.files import JobError, JobSet, read_set
 from checkmate.job.following import JobFiles, Wanted
 from checkmate.job.grants import not_covered, refusals, too_many_streams

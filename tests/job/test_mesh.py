@@ -147,7 +147,7 @@ def test_no_broken_value_ends_with_an_exception(data: st.DataObject) -> None:
     at[key] = data.draw(st.sampled_from([None, 5, 2.5, "x", [], {}, [[]], [{}], True, -1, 10**30]))
     placing = place(made)
     _, wrong = checks.structure(made)
-    assert all(fault.path for fault in placing.told([*wrong, *checks.within_job(made)]))
+    assert all(fault.path for fault in placing.located_faults([*wrong, *checks.within_job(made)]))
 
 
 def test_commands_name_groups_by_their_place_in_the_mesh(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_no_broken_value_ends_with_an_exception(data: st.DataObject) -> None:
     at[key] = data.draw(st.sampled_from([None, 5, "x", [], {}, [[]], [{}], True, -1]))
     placing = place(made)
     _, wrong = checks.structure(made)
-    assert all(fault.path for fault in placing.told([*wrong, *checks.within_job(made)]))
+    assert all(fault.path for fault in placing.located_faults([*wrong, *checks.within_job(made)]))
 
 
 def test_with_nccl_hosts_of_two_names_may_not_be_one_machine(tmp_path: Path) -> None:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from checkmate.job.faults import Fault, Path, show_path
-from checkmate.job.fields import GPUS_MOST, Collective
-from checkmate.job.limits import ValueLimits, at_most, items, whole
+from checkmate.job.fields import GPUS_MOST, Collective, ValueLimits, at_most, items, whole
 from checkmate.job.schema import Frozen, Mesh
-from checkmate.job.valid_parts import parts
-from checkmate.job.validation import validated
+from checkmate.job.validation import parts, validated
 from checkmate.wording import counted
 from topologies.describe import lab_mesh
 

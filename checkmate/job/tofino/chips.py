@@ -94,21 +94,21 @@ def pipe_of(device_port: int) -> int:
 def _half(odd: bool) -> dict[int, int]:
     """Map MAC blocks to device ports of the two-pipe chips, whose even or odd blocks are fused off."""
     first, second = (56, 4) if odd else (60, 0)
-    found = {}
+    device_ports = {}
     for mac in range(32):
         pipe, place = divmod(mac, 16)
         within = first - 8 * place if place < 8 else second + 8 * (place - 8)
-        found[mac] = pipe * _PORTS_PER_PIPE + within
-    return found
+        device_ports[mac] = pipe * _PORTS_PER_PIPE + within
+    return device_ports
 
 
 def _full() -> dict[int, int]:
     """Map MAC blocks to device ports of the four-pipe chip, whose pipes 0 and 2 count downwards."""
-    found = {}
+    device_ports = {}
     for mac in range(64):
         pipe, place = divmod(mac, 16)
-        found[mac] = pipe * _PORTS_PER_PIPE + 4 * (place if pipe % 2 else 15 - place)
-    return found
+        device_ports[mac] = pipe * _PORTS_PER_PIPE + 4 * (place if pipe % 2 else 15 - place)
+    return device_ports
 
 
 _WEDGE_32X = (*range(23, -1, -1), 31, 30, 29, 28, 26, 27, 24, 25)

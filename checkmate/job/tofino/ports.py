@@ -19,7 +19,7 @@ from checkmate.job.fields import CPU_PORT
 from checkmate.job.placing import interfaces
 from checkmate.job.schema import Attachment, Nic, PanelPort, Stub, Switch
 from checkmate.job.tofino import chips
-from checkmate.job.valid_parts import ValidPart, field_adapter, parts
+from checkmate.job.validation import ValidPart, field_adapter, parts
 
 FEC: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -48,21 +48,21 @@ class PortSettings:
 
 def names(front_panel: str | None, ports: Mapping[str, PanelPort]) -> dict[str, int]:
     """Return device ports by front-panel name: the board's map, overridden by the switch's `ports`."""
-    found = chips.front_panel(front_panel) if front_panel else {}
-    return found | {name: port.device_port for name, port in ports.items() if port.device_port is not None}
+    panel = chips.front_panel(front_panel) if front_panel else {}
+    return panel | {name: port.device_port for name, port in ports.items() if port.device_port is not None}
 
 
 def port_settings(switch: Switch, device_port: int) -> PortSettings:
     """Return a port's settings, by default those of its switch. A port without a name has its number."""
     by_port = {port: name for name, port in names(switch.front_panel, switch.ports).items()}
     name = by_port.get(device_port)
-    own = (switch.ports.get(name) if name else None) or PanelPort()
-    speed = own.speed or switch.speed
-    fec = own.fec or (switch.fec if own.speed is None else None) or FEC[speed][0]
-    return PortSettings(name or str(device_port), device_port, speed, fec, own.cable or switch.cable)
+    settings = (switch.ports.get(name) if name else None) or PanelPort()
+    speed = settings.speed or switch.speed
+    fec = settings.fec or (switch.fec if settings.speed is None else None) or FEC[speed][0]
+    return PortSettings(name or str(device_port), device_port, speed, fec, settings.cable or switch.cable)
 
 
-_NEEDED: Mapping[str, frozenset[str]] = MappingProxyType(
+_BASIS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "cpu_port": frozenset({"target", "front_panel"}),
         "fec": frozenset({"target", "speed"}),
@@ -87,22 +87,22 @@ def effective(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Fields that depend on a faulty field are left out.
     """
-    found = {key: value for key, value in fields.items() if _NEEDED.get(key, set()) <= fields.keys()}
-    switch = Switch(**{**_REQUIRED, **found})
-    if "cpu_port" in found:
-        found["cpu_port"] = switch.packet_port
-    if "target" not in found or not switch.is_tofino:
-        return found
-    if "pfc" in found and switch.pfc.cells is None:
-        found["pfc"] = replace(switch.pfc, cells=chips.CHIPS[switch.target].free_cells)
-    if "fec" in found:
-        found["fec"] = switch.fec or FEC[switch.speed][0]
-    if "ports" in found:
-        found["ports"] = {name: own for name in switch.ports if (own := _own(switch, name))}
-    return found
+    settings = {key: value for key, value in fields.items() if _BASIS.get(key, set()) <= fields.keys()}
+    switch = Switch(**{**_REQUIRED, **settings})
+    if "cpu_port" in settings:
+        settings["cpu_port"] = switch.packet_port
+    if "target" not in settings or not switch.is_tofino:
+        return settings
+    if "pfc" in settings and switch.pfc.cells is None:
+        settings["pfc"] = replace(switch.pfc, cells=chips.CHIPS[switch.target].free_cells)
+    if "fec" in settings:
+        settings["fec"] = switch.fec or FEC[switch.speed][0]
+    if "ports" in settings:
+        settings["ports"] = {name: port for name in switch.ports if (port := _own_settings(switch, name))}
+    return settings
 
 
-def _own(switch: Switch, name: str) -> dict[str, object]:
+def _own_settings(switch: Switch, name: str) -> dict[str, object]:
     """Return the settings of a port that differ from its board and switch."""
     port = switch.ports[name]
     board = chips.front_panel(switch.front_panel) if switch.front_panel else {}
@@ -113,8 +113,8 @@ def _own(switch: Switch, name: str) -> dict[str, object]:
         "cable": switch.cable,
     }
     derived = {"fec": FEC[port.speed][0]} if port.speed is not None else {}
-    said = {key: value for key, value in vars(port).items() if value is not None}
-    return {key: value for key, value in (derived | said).items() if value != usual[key]}
+    settings = {key: value for key, value in vars(port).items() if value is not None}
+    return {key: value for key, value in (derived | settings).items() if value != usual[key]}
 
 
 OF_TOFINO = ("p4runtime", "front_panel", "ports", "speed", "fec", "cable", "mtu", "pfc")
@@ -135,22 +135,22 @@ def resolve(raw: Any) -> list[Fault]:
             message = "cannot be checked while front_panel or ports of its switch is faulty"
             faults.append(Fault((*path, "port"), message))
             continue
-        known = names(*panel)
-        if port in known:
-            place["port"] = known[port]
+        device_ports = names(*panel)
+        if port in device_ports:
+            place["port"] = device_ports[port]
         else:
-            faults.append(Fault((*path, "port"), _unknown(port, str(switch.fields["name"]), known)))
+            faults.append(Fault((*path, "port"), _unknown(port, str(switch.fields["name"]), device_ports)))
     return faults
 
 
 def _attachments(raw: Any) -> Iterator[tuple[ValidPart, dict[str, Any]]]:
     """Yield every mapping with `switch` and `port`, as its valid part and as data."""
-    found = [
+    attachments = [
         *interfaces(raw),
         *parts(raw, Nic, "shadow_nodes", "nics"),
         *parts(raw, Attachment, "fabric", "links"),
     ]
-    for part in found:
+    for part in attachments:
         if isinstance(at := _at(raw, part.path), dict):
             yield part, at
 
@@ -161,10 +161,10 @@ def _at(raw: Any, path: Path) -> Any:
     return raw
 
 
-def _unknown(port: str, switch: str, known: Mapping[str, int]) -> str:
-    if known:
-        listed = f"its ports are {next(iter(known))} to {list(known)[-1]}"
-        return f"switch {switch!r} has no port {port!r}; {listed}; or use a device port's number"
+def _unknown(port: str, switch: str, device_ports: Mapping[str, int]) -> str:
+    if device_ports:
+        range_of_names = f"its ports are {next(iter(device_ports))} to {list(device_ports)[-1]}"
+        return f"switch {switch!r} has no port {port!r}; {range_of_names}; or use a device port's number"
     boards = ", ".join(chips.FRONT_PANELS)
     return (
         f"the device port of {port!r} on switch {switch!r} is unknown; specify its board in front_panel "
@@ -176,10 +176,10 @@ def tofino_faults(raw: Any) -> Iterator[Fault]:
     """Yield faults that concern Tofinos: of switches, and of the ports that jobs use."""
     attached = [part for part, _ in _attachments(raw)]
     for switch in parts(raw, Switch, "fabric", "switches"):
-        target, given = switch.fields.get("target"), _at(raw, switch.path)
+        target, data = switch.fields.get("target"), _at(raw, switch.path)
         if target not in chips.TARGETS:
-            if target is not None and isinstance(given, dict):
-                yield from _not_tofino(switch, given, target)
+            if target is not None and isinstance(data, dict):
+                yield from _not_tofino(switch, data, target)
             continue
         yield from _cpu_port(switch, str(target))
         yield from _board(switch, str(target))
@@ -196,9 +196,9 @@ def _is_default(key: str, value: object) -> bool:
         return False
 
 
-def _not_tofino(switch: ValidPart, given: Mapping[str, Any], target: str) -> Iterator[Fault]:
+def _not_tofino(switch: ValidPart, data: Mapping[str, Any], target: str) -> Iterator[Fault]:
     for key in OF_TOFINO:
-        if key in given and not _is_default(key, given[key]):
+        if key in data and not _is_default(key, data[key]):
             yield Fault((*switch.path, key), f"is only for Tofinos, but the target is {target}; remove it")
     if switch.fields.get("cpu_port") not in (None, CPU_PORT):
         yield Fault(
@@ -240,9 +240,9 @@ def _board(switch: ValidPart, target: str) -> Iterator[Fault]:
 def _no_front_port(number: int, target: str) -> str:
     chip = chips.CHIPS[target]
     kind = chips.use(chip, number)
-    what = "does not exist" if kind == "nothing" else f"is {'the' if kind == 'CPU' else 'a'} {kind} port"
+    fault = "does not exist" if kind == "nothing" else f"is {'the' if kind == 'CPU' else 'a'} {kind} port"
     return (
-        f"device port {number} of {target} {what}; the front panel has {chip.first_front} to "
+        f"device port {number} of {target} {fault}; the front panel has {chip.first_front} to "
         f"{chip.last_front} in pipe 0, and 128 more in each next of {chips.PIPES} pipes"
     )
 
@@ -266,15 +266,15 @@ def _port_settings(switch: ValidPart, target: str) -> Iterator[Fault]:
             yield Fault((*switch.path, *path, "fec"), f"a {speed} port's FEC is {there}, not {port.fec}")
 
 
-def _used_ports(switch: ValidPart, target: str, used: list[ValidPart]) -> Iterator[Fault]:
+def _used_ports(switch: ValidPart, target: str, attachments: list[ValidPart]) -> Iterator[Fault]:
     """Yield faults of a job's device ports: not on the front panel, or on the lanes of another."""
     chip, ports = chips.CHIPS[target], switch.get("front_panel", "ports", "speed")
     if ports is None:
         return
-    board, own, default = ports
-    known = {number: name for name, number in names(board, own).items()}
+    board, port_settings, default = ports
+    names_by_number = {number: name for name, number in names(board, port_settings).items()}
     lanes: dict[int, dict[int, ValidPart]] = defaultdict(dict)
-    for part in used:
+    for part in attachments:
         number = part.fields.get("port")
         if number is None:
             continue
@@ -282,18 +282,18 @@ def _used_ports(switch: ValidPart, target: str, used: list[ValidPart]) -> Iterat
         if chips.use(chip, number) != "front panel":
             yield Fault(path, _no_front_port(number, target))
             continue
-        if board is not None and number not in known:
+        if board is not None and number not in names_by_number:
             yield Fault(path, f"device port {number} is not on the front panel of a {board}")
             continue
-        name = known.get(number, str(number))
-        speed = (own[name].speed if name in own else None) or default
+        name = names_by_number.get(number, str(number))
+        speed = (port_settings[name].speed if name in port_settings else None) or default
         width, lane = chip.speeds.get(speed, 0), number % chip.lanes
         if width and lane % width:
             yield Fault(path, f"a {speed} port takes {width} lanes and cannot begin at {name}, lane {lane}")
             continue
-        taken = lanes[number - lane]
-        for one in range(lane, lane + max(width, 1)):
-            other = taken.setdefault(one, part)
-            if other is not part and other.fields["port"] != number:
-                yield Fault(path, f"{name} at {speed} shares a lane with device port {other.fields['port']}")
+        lane_users = lanes[number - lane]
+        for lane_number in range(lane, lane + max(width, 1)):
+            user = lane_users.setdefault(lane_number, part)
+            if user is not part and user.fields["port"] != number:
+                yield Fault(path, f"{name} at {speed} shares a lane with device port {user.fields['port']}")
                 break
