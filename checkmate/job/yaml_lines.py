@@ -218,7 +218,7 @@ class _Bounded(Composer, SafeConstructor, Resolver):
 
 
 class Loader(_Bounded, yaml.SafeLoader):
-    """Parses in Python. Its faults are those that `yaml_words` knows."""
+    """Parses in Python. Its faults are those that `in_words` knows."""
 
     def __init__(self, text: str) -> None:
         yaml.SafeLoader.__init__(self, text)
