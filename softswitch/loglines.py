@@ -43,4 +43,4 @@ class LineLimit(logging.Filter):
 
 def _plain(line: str) -> str:
     """Return a line without what steers a terminal: some of it is what strangers have sent."""
-    return "".join(one if one.isprintable() else "?" for one in line)
+    return "".join(character if character.isprintable() else "?" for character in line)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-_OF_PORT: Final = {
+_PORT_METRICS: Final = {
     "received_bytes": ("rx_bytes", "Bytes received."),
     "received_packets": ("rx_packets", "Frames received."),
     "received_dropped_packets": ("rx_dropped", "Received frames that were dropped before the switch."),
@@ -19,7 +19,7 @@ _OF_PORT: Final = {
     "unsendable_packets": ("unsendable", "Copies lost because their checksum could not be completed."),
     "oversized_packets": ("oversized", "Frames too large to enter the switch."),
 }
-_OF_SWITCH: Final = {
+_SWITCH_METRICS: Final = {
     "unknown_port_packets": ("unknown_port", "Copies to ports that do not exist."),
     "packet_in_dropped_packets": ("packet_in_dropped", "Frames that a controller did not read in time."),
     "packet_in_unheard_packets": ("packet_in_unheard", "Frames for the controller while there was none."),
@@ -29,14 +29,14 @@ _OF_SWITCH: Final = {
 def families(statistics: Mapping[str, Any], device_id: int, primaries: int) -> Iterator[Metric]:
     """Yield what `process.statistics` returned as metrics `checkmate_softswitch_*`."""
     device = str(device_id)
-    for name, (key, text) in _OF_PORT.items():
+    for name, (key, text) in _PORT_METRICS.items():
         port = CounterMetricFamily(
             f"checkmate_softswitch_port_{name}", text, labels=("device", "port", "interface")
         )
-        for number, counted in statistics["ports"].items():
-            port.add_metric((device, number, counted["interface"]), counted[key])
+        for number, counts in statistics["ports"].items():
+            port.add_metric((device, number, counts["interface"]), counts[key])
         yield port
-    for name, (key, text) in _OF_SWITCH.items():
+    for name, (key, text) in _SWITCH_METRICS.items():
         whole = CounterMetricFamily(f"checkmate_softswitch_{name}", text, labels=("device",))
         whole.add_metric((device,), statistics[key])
         yield whole

@@ -47,7 +47,7 @@ class Options:
     stats_file: Path | None
     tls: ServerTls | None
     exposed: bool
-    """Whether other hosts may reach `address` without TLS."""
+    """Other hosts may reach `address` without TLS."""
     thrift_port: int | None
     metrics: str | None
     """HOST:PORT at which metrics are served."""
@@ -144,40 +144,40 @@ def parse(arguments: Sequence[str]) -> Options:
     Raises:
         UsageError: The command line is invalid.
     """
-    given = _parser().parse_args([each for each in arguments if each != "--"])
-    if given.no_p4 == (given.config is not None):
+    options = _parser().parse_args([argument for argument in arguments if argument != "--"])
+    if options.no_p4 == (options.config is not None):
         raise UsageError("specify either --no-p4 or the path of a program's JSON")
-    if given.device_id < 0:
-        raise UsageError(f"--device-id {given.device_id}: must not be negative")
-    host = _host(given.grpc_server_addr, "--grpc-server-addr", DEFAULT_ADDRESS)
-    if given.metrics is not None:
-        _host(given.metrics, "--metrics", METRICS_ADDRESS)
-    tls = _tls(given)
+    if options.device_id < 0:
+        raise UsageError(f"--device-id {options.device_id}: must not be negative")
+    host = _host(options.grpc_server_addr, "--grpc-server-addr", DEFAULT_ADDRESS)
+    if options.metrics is not None:
+        _host(options.metrics, "--metrics", METRICS_ADDRESS)
+    tls = _tls(options)
     exposed = tls is None and not is_loopback(host)
-    if exposed and not given.insecure:
+    if exposed and not options.insecure:
         raise UsageError(
-            f"--grpc-server-addr {given.grpc_server_addr}: an address that is not loopback needs "
+            f"--grpc-server-addr {options.grpc_server_addr}: an address that is not loopback needs "
             "--grpc-server-ssl, or --insecure if nobody else reaches it"
         )
-    interfaces = _interfaces(given.interface)
-    cpu_port = given.cpu_port
+    interfaces = _interfaces(options.interface)
+    cpu_port = options.cpu_port
     if cpu_port is not None and cpu_port <= 0:
         raise UsageError(f"--cpu-port {cpu_port}: must be positive")
     if cpu_port in interfaces:
         raise UsageError(f"--cpu-port {cpu_port} is also the port of {interfaces[cpu_port]}")
     return Options(
         interfaces=interfaces,
-        device_id=given.device_id,
+        device_id=options.device_id,
         cpu_port=cpu_port,
-        address=given.grpc_server_addr,
-        config=given.config,
-        trace=given.trace,
-        verbose=given.log_console,
-        stats_file=given.stats_file,
+        address=options.grpc_server_addr,
+        config=options.config,
+        trace=options.trace,
+        verbose=options.log_console,
+        stats_file=options.stats_file,
         tls=tls,
         exposed=exposed,
-        thrift_port=given.thrift_port,
-        metrics=given.metrics,
+        thrift_port=options.thrift_port,
+        metrics=options.metrics,
     )
 
 
@@ -189,34 +189,34 @@ def _host(address: str, option: str, example: str) -> str:
     return host
 
 
-def _interfaces(given: list[str]) -> dict[int, str]:
+def _interfaces(arguments: list[str]) -> dict[int, str]:
     interfaces: dict[int, str] = {}
-    for each in given:
-        number, _, name = each.partition("@")
+    for argument in arguments:
+        number, _, name = argument.partition("@")
         if not number.isdecimal() or not name:
-            raise UsageError(f"-i {each}: must be NUMBER@INTERFACE, such as 1@veth0")
+            raise UsageError(f"-i {argument}: must be NUMBER@INTERFACE, such as 1@veth0")
         if int(number) in interfaces:
-            raise UsageError(f"-i {each}: port {number} is already {interfaces[int(number)]}")
+            raise UsageError(f"-i {argument}: port {number} is already {interfaces[int(number)]}")
         if name in interfaces.values():
-            raise UsageError(f"-i {each}: {name} is already a port")
+            raise UsageError(f"-i {argument}: {name} is already a port")
         interfaces[int(number)] = name
     return interfaces
 
 
-def _tls(given: argparse.Namespace) -> ServerTls | None:
-    if not given.grpc_server_ssl:
-        if given.grpc_server_cert or given.grpc_server_key or given.grpc_server_cacert:
+def _tls(options: argparse.Namespace) -> ServerTls | None:
+    if not options.grpc_server_ssl:
+        if options.grpc_server_cert or options.grpc_server_key or options.grpc_server_cacert:
             raise UsageError("certificates need --grpc-server-ssl")
-        if given.grpc_server_with_client_auth:
+        if options.grpc_server_with_client_auth:
             raise UsageError("--grpc-server-with-client-auth needs --grpc-server-ssl")
         return None
-    if given.grpc_server_cert is None or given.grpc_server_key is None:
+    if options.grpc_server_cert is None or options.grpc_server_key is None:
         raise UsageError("--grpc-server-ssl needs --grpc-server-cert and --grpc-server-key")
-    if given.grpc_server_cacert is None:
+    if options.grpc_server_cacert is None:
         raise UsageError("--grpc-server-ssl needs --grpc-server-cacert, the clients' authority")
-    if given.insecure:
+    if options.insecure:
         raise UsageError("specify either --grpc-server-ssl or --insecure")
-    return ServerTls(given.grpc_server_cert, given.grpc_server_key, given.grpc_server_cacert)
+    return ServerTls(options.grpc_server_cert, options.grpc_server_key, options.grpc_server_cacert)
 
 
 def is_loopback(host: str) -> bool:

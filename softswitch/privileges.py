@@ -36,14 +36,14 @@ def keep(capabilities: Collection[int]) -> None:
     header, sets = _Header(_VERSION_3, 0), (_Set * 2)()
     _check(libc.capget(ctypes.byref(header), sets))
     if sets[0].effective >> CAP_SETPCAP & 1:
-        for each in set(range(_ALL)) - set(capabilities):
-            if libc.prctl(_PR_CAPBSET_READ, each, 0, 0, 0) == 1:
-                _check(libc.prctl(_PR_CAPBSET_DROP, each, 0, 0, 0))
+        for capability in set(range(_ALL)) - set(capabilities):
+            if libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) == 1:
+                _check(libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0))
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    kept = sum(1 << each for each in capabilities)
-    for part, one in enumerate(sets):
-        one.permitted &= kept >> 32 * part
-        one.effective, one.inheritable = one.permitted, 0
+    mask = sum(1 << capability for capability in capabilities)
+    for part, capability_set in enumerate(sets):
+        capability_set.permitted &= mask >> 32 * part
+        capability_set.effective, capability_set.inheritable = capability_set.permitted, 0
     _check(libc.capset(ctypes.byref(header), sets))
 
 

@@ -120,14 +120,14 @@ def drop_privileges(options: Options) -> None:
     Raises:
         UsageError: The kernel refuses, or other threads would keep their privileges.
     """
-    needed = {CAP_NET_RAW, CAP_NET_ADMIN} if options.interfaces else set()
+    capabilities = {CAP_NET_RAW, CAP_NET_ADMIN} if options.interfaces else set()
     addresses = [options.address, *([options.metrics] if options.metrics else [])]
-    if any(0 < int(each.rpartition(":")[2]) < PRIVILEGED_PORTS for each in addresses):
-        needed.add(CAP_NET_BIND_SERVICE)
+    if any(0 < int(address.rpartition(":")[2]) < PRIVILEGED_PORTS for address in addresses):
+        capabilities.add(CAP_NET_BIND_SERVICE)
     try:
         if (threads := len(os.listdir("/proc/self/task"))) > 1:
             raise UsageError(f"privileges could not be dropped: there are {threads} threads already")
-        keep(needed)
+        keep(capabilities)
     except OSError as error:
         raise UsageError(f"privileges could not be dropped: {error.strerror}") from None
 
@@ -152,7 +152,7 @@ def stats_file(path: Path, switch: SoftSwitch, service: P4RuntimeService) -> Ite
 
     Raise `UsageError` if it cannot be written at first. Later errors are logged.
     """
-    done = threading.Event()
+    stop = threading.Event()
 
     def write() -> None:
         unfinished = path.with_name(path.name + ".new")
@@ -162,7 +162,7 @@ def stats_file(path: Path, switch: SoftSwitch, service: P4RuntimeService) -> Ite
     def repeat() -> None:
         last = False
         while not last:
-            last = done.wait(STATS_INTERVAL_S)
+            last = stop.wait(STATS_INTERVAL_S)
             try:
                 write()
             except OSError as error:
@@ -177,7 +177,7 @@ def stats_file(path: Path, switch: SoftSwitch, service: P4RuntimeService) -> Ite
     try:
         yield
     finally:
-        done.set()
+        stop.set()
         thread.join()
 
 

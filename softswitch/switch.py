@@ -122,14 +122,14 @@ class SoftSwitch:
 
         So a sender's TCP retransmits segments for which a replica's port had no room (design, section 4).
         """
-        refused = 0
+        refused_group = 0
         for output in outputs:
-            if output.group and not output.instance and output.group == refused:
+            if output.group and not output.instance and output.group == refused_group:
                 port = self.ports.get(output.port)
                 if port is not None:
                     port.stats.withheld += 1
             elif not self._send(output, offload) and output.instance:
-                refused = output.group
+                refused_group = output.group
 
     def _send(self, output: Output, offload: Offload | None) -> bool:
         port = self.ports.get(output.port)
@@ -192,7 +192,7 @@ class SoftSwitch:
 
     def _refresh(self, poller: select.epoll, ready: dict[int, Port]) -> bool:
         """Look which ports are up; return whether that is known of all."""
-        known = True
+        all_known = True
         for port in self.ports.values():
             if not isinstance(port, PacketPort):
                 continue
@@ -200,13 +200,13 @@ class SoftSwitch:
             try:
                 port.refresh()
             except OSError as error:
-                known = False
+                all_known = False
                 log.warning("port %d (%s): its state is unknown: %s", port.number, port.name, error)
             if port.fileno() != before:
                 ready.pop(before, None)
                 ready[port.fileno()] = port
                 poller.register(port, select.EPOLLIN)
-        return known
+        return all_known
 
     def stop(self) -> None:
         """Let `run` return; may be called from a signal handler or another thread."""

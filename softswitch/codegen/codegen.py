@@ -51,10 +51,10 @@ def generate(plan: ProgramPlan, traced: bool) -> tuple[str, dict[str, Any]]:
         source = _module(emitter)
         if plan.config.problems:
             return "", {}
-        emitter.found.live = _names([source], ast.Load)
-        if emitter.found == facts:
+        emitter.findings.live = _names([source], ast.Load)
+        if emitter.findings == facts:
             break
-        facts = emitter.found
+        facts = emitter.findings
     return source, emitter.environment
 
 
@@ -72,18 +72,18 @@ def _module(emitter: Emitter) -> str:
     ingress = emitter.lines
     with emitter.function(PROCESS_HEAD):
         _forward(emitter, ())
-    known = {*emitter.variables}
-    reads = _names(egress, ast.Load) & (known | {"size"})
-    written = _names([*ingress, *emitter.lines[1:]], ast.Store) | {"size"}
-    handed = sorted(reads & written)
+    variables = {*emitter.variables}
+    reads = _names(egress, ast.Load) & (variables | {"size"})
+    writes = _names([*ingress, *emitter.lines[1:]], ast.Store) | {"size"}
+    parameters = sorted(reads & writes)
     with emitter.function(PROCESS_HEAD):
-        _forward(emitter, handed)
+        _forward(emitter, parameters)
     forward = emitter.lines
-    start = _start(emitter, _names([*ingress, *forward[1:]], ast.Load) & known)
-    own = _start(emitter, reads - written)
-    head = EGRESS_HEAD.format("".join(f", {name}" for name in handed))
+    start = _start(emitter, _names([*ingress, *forward[1:]], ast.Load) & variables)
+    egress_start = _start(emitter, reads - writes)
+    head = EGRESS_HEAD.format("".join(f", {name}" for name in parameters))
     process = [PROCESS_HEAD, "    size = len(frame)", *start, *ingress[1:], *forward[1:]]
-    return "\n".join([head, *own, *egress[1:], "", "", *process, ""])
+    return "\n".join([head, *egress_start, *egress[1:], "", "", *process, ""])
 
 
 def _names(lines: list[str], use: type[ast.expr_context]) -> set[str]:
@@ -110,8 +110,8 @@ def _set(emitter: Emitter, name: str, value: Value) -> None:
 
 def _set_time(emitter: Emitter, name: str) -> None:
     """Set a field to the microseconds since the program was loaded."""
-    started = time.monotonic_ns()
-    now = emitter.bind("microseconds", lambda: (time.monotonic_ns() - started) // 1000)
+    load_time = time.monotonic_ns()
+    now = emitter.bind("microseconds", lambda: (time.monotonic_ns() - load_time) // 1000)
     _set(emitter, name, Value(f"{now}()", 0, None))
 
 

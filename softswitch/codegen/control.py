@@ -165,14 +165,14 @@ class ControlEmitter:
         e.trace(
             "hit",
             table=self.emitter.text(table.name),
-            key=self._shown(json, table),
+            key=self._key_source(json, table),
             priority="entry.priority",
         )
 
     def _trace_miss(self, json: Json, table: Table) -> None:
-        self.emitter.trace("miss", table=self.emitter.text(table.name), key=self._shown(json, table))
+        self.emitter.trace("miss", table=self.emitter.text(table.name), key=self._key_source(json, table))
 
-    def _shown(self, json: Json, table: Table) -> str:
+    def _key_source(self, json: Json, table: Table) -> str:
         """Return the source of a packet's key as a dictionary, for the trace."""
         fields = zip(table.fields, json["key"], strict=True)
         items = (f"{self.emitter.text(field.name)}: {self._key(key['target']).code}" for field, key in fields)
@@ -199,7 +199,7 @@ class ControlEmitter:
         header, name = reference
         value = fit(e.load(reference), e.width(reference))
         facts = e.facts
-        settled = facts is not None and header not in facts.unset | facts.written
+        settled = facts is not None and header not in facts.unset | facts.modified
         if header not in e.plan.layouts or name == "$valid$" or settled:
             return value
         return Value(f"{value.code} if {e.flag(header, 'valid')} else 0", value.low, value.high, "if")
@@ -262,13 +262,13 @@ class ControlEmitter:
     def _run(self, name: str, choice: Choice, together: bool) -> None:
         """Emit one action, with the nodes after it unless they are the same for all actions."""
         e = self.emitter
-        names = [e.plan.names.of("arg", str(n)) for n in range(len(choice.action["runtime_data"]))]
+        names = [e.plan.names.identifier("arg", str(n)) for n in range(len(choice.action["runtime_data"]))]
         parameters = zip(names, choice.action["runtime_data"], strict=True)
         e.arguments = [variable(n, p["bitwidth"]) for n, p in parameters]
         if names and choice.action["primitives"]:
             e.line(f"{', '.join(names)}, = entry.params")
-        known = e.bind("names", [p["name"] for p in choice.action["runtime_data"]], choice.action["name"])
-        params = f"dict(zip({known}, entry.params))"
+        keys = e.bind("names", [p["name"] for p in choice.action["runtime_data"]], choice.action["name"])
+        params = f"dict(zip({keys}, entry.params))"
         e.trace("action", action=e.text(choice.action["name"]), params=params, default="entry.is_default")
         emit_action(e, choice.action["primitives"], choice.action)
         if not together:

@@ -26,13 +26,13 @@ class ProgramFacts:
 
     Attributes:
         live: Variables that are read.
-        written: Headers whose bytes may differ from the frame's.
+        modified: Headers whose bytes may differ from the frame's.
         unset: Headers that may become invalid.
         offsets: Start of each header in the frame; `None` if it varies.
     """
 
     live: set[str] = field(default_factory=set)
-    written: set[str] = field(default_factory=set)
+    modified: set[str] = field(default_factory=set)
     unset: set[str] = field(default_factory=set)
     offsets: dict[str, set[int | None]] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class ProgramPlan:
     layouts: dict[str, HeaderLayout]
 
     @classmethod
-    def of(cls, config: ProgramConfig, links: Links) -> ProgramPlan:
+    def from_config(cls, config: ProgramConfig, links: Links) -> ProgramPlan:
         """Lay out a program's headers."""
         names = Names()
         touched: dict[str, set[str]] = {}
@@ -71,7 +71,7 @@ class ProgramPlan:
             if owner in config.headers:
                 touched.setdefault(config.headers[owner].type, set()).add(name)
         layouts = {}
-        for header in (one for one in config.headers.values() if not one.metadata):
+        for header in (h for h in config.headers.values() if not h.metadata):
             if header.bits % 8:
                 config.problem(f"header {header.name} is {header.bits} bits wide, not whole bytes")
                 continue
@@ -87,7 +87,7 @@ class Emitter:
         self.config = plan_.config
         self.links = plan_.links
         self.facts = facts
-        self.found = ProgramFacts()
+        self.findings = ProgramFacts()
         self.traced = traced
         self.lines: list[str] = []
         self.depth = 0
@@ -118,10 +118,10 @@ class Emitter:
         self._marked.pop()
         self.depth -= 1
 
-    def trace(self, event: str, **what: str) -> None:
+    def trace(self, event: str, **sources: str) -> None:
         """Add an event to the trace, given the source of its fields; only in the traced variant."""
         if self.traced:
-            fields = "".join(f", {name}={code}" for name, code in what.items())
+            fields = "".join(f", {name}={code}" for name, code in sources.items())
             self.line(f"trace.add({self.text(event)}{fields})")
 
     def bind(self, kind: str, value: Any, *words: str) -> str:
@@ -129,7 +129,7 @@ class Emitter:
 
         `kind` and `words` tell it apart from all others.
         """
-        name = self.plan.names.of(kind, *words)
+        name = self.plan.names.identifier(kind, *words)
         self.environment[name] = value
         return name
 
@@ -154,19 +154,19 @@ class Emitter:
         if self.live(name):
             self.line(f"{name} = {code}")
 
-    def flag(self, header: str, what: str) -> str:
+    def flag(self, header: str, kind: str) -> str:
         """Return a header's variable `valid`, `dirty` (differs from the frame) or `at` (where it starts)."""
-        return self.declare(self.plan.names.of(what, self.config.headers[header].name))
+        return self.declare(self.plan.names.identifier(kind, self.config.headers[header].name))
 
     def mark_written(self, header: str) -> None:
         """Note that a header's bytes are no longer the frame's."""
-        self.found.written.add(header)
+        self.findings.modified.add(header)
         self.raise_flag(self.flag(header, "dirty"))
         self.mark_changed(header)
 
     def is_written(self, header: str) -> bool:
         """Return whether a header's bytes may differ from the frame's."""
-        return self.facts is None or header in self.facts.written
+        return self.facts is None or header in self.facts.modified
 
     def original(self, header: str) -> str:
         """Return the source of a header's bytes in the frame; empty if it is never extracted."""
@@ -174,8 +174,8 @@ class Emitter:
         if not starts:
             return ""
         size, at = self.plan.layouts[header].size, self.flag(header, "at")
-        known = next(iter(starts)) if len(starts) == 1 else None
-        return f"frame[{at}:{at} + {size}]" if known is None else f"frame[{known}:{known + size}]"
+        offset = next(iter(starts)) if len(starts) == 1 else None
+        return f"frame[{at}:{at} + {size}]" if offset is None else f"frame[{offset}:{offset + size}]"
 
     def mark_changed(self, header: str) -> None:
         """Note that the deparser's output for a header may differ from the frame."""
@@ -248,18 +248,18 @@ class Emitter:
         self.mark_written(header)
 
     def _metadata(self, header: str, name: str) -> str:
-        return self.plan.names.of("metadata", header, name)
+        return self.plan.names.identifier("metadata", header, name)
 
     # Expressions
 
     def value(self, item: Json, *at: Json) -> Value:
         """Return the value of a JSON expression or parameter; `at` are the enclosing objects, for errors."""
-        kind, what = item["type"], item["value"]
+        kind, operand = item["type"], item["value"]
         if kind not in VALUES:
             self.config.problem(f"operand of type {kind} is not supported", item, *at)
             return number(0)
-        found: Value = VALUES[kind](self, what, (item, *at))
-        return found
+        value: Value = VALUES[kind](self, operand, (item, *at))
+        return value
 
     def condition(self, item: Json, *at: Json) -> Value:
         """Return a JSON expression as a condition."""
@@ -267,15 +267,17 @@ class Emitter:
         return value if value.truth else OPERATORS["d2b"](value)
 
 
-def _expression(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> Value:
-    if "op" not in what:
-        return emitter.value(what, *at)
-    name = what["op"]
+def _expression(emitter: Emitter, expression: Json, at: tuple[Json, ...]) -> Value:
+    if "op" not in expression:
+        return emitter.value(expression, *at)
+    name = expression["op"]
     if name not in OPERATORS:
         emitter.config.problem(f"operator {name} is not supported", *at)
         return number(0)
     operands = [
-        emitter.value(what[side], *at) for side in ("cond", "left", "right") if what.get(side) is not None
+        emitter.value(expression[side], *at)
+        for side in ("cond", "left", "right")
+        if expression.get(side) is not None
     ]
     try:
         return OPERATORS[name](*operands)
@@ -290,10 +292,10 @@ def parse_hex(text: str) -> int:
 
 
 VALUES: dict[str, Any] = {
-    "field": lambda emitter, what, _: emitter.load(what),
-    "hexstr": lambda _emitter, what, _: number(parse_hex(what)),
-    "bool": lambda _emitter, what, _: truth("True" if what else "False"),
+    "field": lambda emitter, reference, _: emitter.load(reference),
+    "hexstr": lambda _emitter, text, _: number(parse_hex(text)),
+    "bool": lambda _emitter, value, _: truth("True" if value else "False"),
     "expression": _expression,
-    **dict.fromkeys(("local", "runtime_data"), lambda emitter, what, _: emitter.arguments[what]),
+    **dict.fromkeys(("local", "runtime_data"), lambda emitter, position, _: emitter.arguments[position]),
 }
 """Translation of each kind of operand in the JSON to a value."""

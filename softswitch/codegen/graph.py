@@ -54,9 +54,9 @@ class Graph:
         depths: dict[str | None, int] = {None: 0}
         nexts = {name: [n for n in self.after(name) if n is not None] for name in self.numbers}
         for node in TopologicalSorter(nexts).static_order():
-            meet, *others = self.after(node)
-            for other in others:
-                a, b = meet, other
+            meet, *successors = self.after(node)
+            for successor in successors:
+                a, b = meet, successor
                 while a != b:
                     if a is not None and depths[a] >= depths[b]:
                         a = joins[a]

@@ -108,13 +108,13 @@ class _Run(NamedTuple):
 
 def calculation(emitter: Emitter, name: str, *at: Json) -> Value:
     """Return the result of a calculation in the JSON, over the packet at this point of the code."""
-    what = emitter.config.calculations[name]
-    if what["algo"] not in ALGORITHMS:
-        emitter.config.problem(f"hash algorithm {what['algo']} is not supported", *at, what)
+    spec = emitter.config.calculations[name]
+    if spec["algo"] not in ALGORITHMS:
+        emitter.config.problem(f"hash algorithm {spec['algo']} is not supported", *at, spec)
         return number(0)
-    function, width = ALGORITHMS[what["algo"]]
-    runs = _runs(emitter, what, at)
-    payload = any(item["type"] == "payload" for item in what["input"])
+    function, width = ALGORITHMS[spec["algo"]]
+    runs = _runs(emitter, spec, at)
+    payload = any(item["type"] == "payload" for item in spec["input"])
     if function is csum16 and _word_aligned(runs, payload):
         return _inline_sum(emitter, runs, payload)
     items = "".join(f"({_present(emitter, run)}, {run.value.code}, {run.width}), " for run in runs)
@@ -122,12 +122,12 @@ def calculation(emitter: Emitter, name: str, *at: Json) -> Value:
     if payload:
         data = f"{data} + frame[at:]"
         emitter.declare("at")
-    return Value(f"{emitter.bind('hash', function, what['algo'])}({data})", 0, (1 << width) - 1)
+    return Value(f"{emitter.bind('hash', function, spec['algo'])}({data})", 0, (1 << width) - 1)
 
 
-def _runs(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> list[_Run]:
+def _runs(emitter: Emitter, spec: Json, at: tuple[Json, ...]) -> list[_Run]:
     runs: list[_Run] = []
-    for header, value, width in _merged(emitter, what, at):
+    for header, value, width in _merged(emitter, spec, at):
         if runs and runs[-1].header == header and header is not None:
             wider = OPERATORS["|"](OPERATORS["<<"](runs[-1].value, number(width)), value)
             runs[-1] = _Run(header, wider, runs[-1].width + width)
@@ -136,10 +136,10 @@ def _runs(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> list[_Run]:
     return runs
 
 
-def _merged(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> list[tuple[str | None, Value, int]]:
+def _merged(emitter: Emitter, spec: Json, at: tuple[Json, ...]) -> list[tuple[str | None, Value, int]]:
     """Return fields and constants in order; fields that are adjacent in their header are merged."""
     spans: list[tuple[str, int, int] | tuple[Value, int]] = []
-    for item in what["input"]:
+    for item in spec["input"]:
         if item["type"] == "hexstr":
             spans.append((number(parse_hex(item["value"])), item["bitwidth"]))
         elif item["type"] == "field" and item["value"][0] in emitter.plan.layouts:
@@ -155,7 +155,7 @@ def _merged(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> list[tuple[st
             width = emitter.width(item["value"])
             spans.append((fit(emitter.load(item["value"]), width), width))
         elif item["type"] != "payload":
-            emitter.config.problem(f"checksum or hash over a {item['type']} is not supported", *at, what)
+            emitter.config.problem(f"checksum or hash over a {item['type']} is not supported", *at, spec)
     return [(s[0], _read(emitter, *s), s[2]) if len(s) == 3 else (None, s[0], s[1]) for s in spans]
 
 

@@ -23,11 +23,11 @@ class Names:
     """Identifiers by number, so that no name of the P4 program reaches the generated code."""
 
     def __init__(self) -> None:
-        self._given: dict[tuple[str, ...], str] = {}
+        self._identifiers: dict[tuple[str, ...], str] = {}
 
-    def of(self, kind: str, *words: str) -> str:
+    def identifier(self, kind: str, *words: str) -> str:
         """Return the identifier for these words; it is the same for the same words of the same kind."""
-        return self._given.setdefault((kind, *words), f"{kind}_{len(self._given) + 1}")
+        return self._identifiers.setdefault((kind, *words), f"{kind}_{len(self._identifiers) + 1}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class HeaderChunk:
         """The source of its value in a header of zeros."""
         return f"bytes({self.width // 8})" if self.raw else "0"
 
-    def code(self, used: bool = True) -> str:
+    def code(self, is_used: bool = True) -> str:
         """Return its `struct` format; padding if it is not used."""
         size = self.width // 8
-        if not used:
+        if not is_used:
             return f"{size}x"
         return f"{size}s" if self.raw else _CODES[size]
 
@@ -142,10 +142,10 @@ def plan(header: Header, touched: set[str], names: Names) -> HeaderLayout:
     for start, end, members in runs:
         if not touched.intersection(members):
             first = chunks.pop().start if chunks and chunks[-1].raw else start
-            chunks.append(HeaderChunk(names.of("raw", header.name, str(first)), first, end, raw=True))
+            chunks.append(HeaderChunk(names.identifier("raw", header.name, str(first)), first, end, raw=True))
             continue
         for low, high in _pieces(start, end):
-            chunks.append(HeaderChunk(names.of("chunk", header.name, str(low)), low, high, raw=False))
+            chunks.append(HeaderChunk(names.identifier("chunk", header.name, str(low)), low, high, raw=False))
     return HeaderLayout(header, tuple(chunks), spans)
 
 

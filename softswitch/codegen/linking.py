@@ -18,7 +18,7 @@ from softswitch.program.schema import FormatError
 from softswitch.program.state import CounterCell, Entry, State, Table
 
 CELLS_MAX: Final = 1 << 20
-"""Of all indexed counters, meters and registers: each takes 8 bytes or more."""
+"""Cells of all indexed counters, meters and registers: each takes 8 bytes or more."""
 ArrayT = TypeVar("ArrayT", p4i.Counter, p4i.Meter, p4i.Register)
 
 # p4c writes optional keys as ternary.
@@ -60,10 +60,10 @@ def link(config: ProgramConfig, p4info: p4i.P4Info, clock: Clock) -> Links:
             raise _mismatch(f"the JSON has a table {json['name']} that the P4Info lacks")
     for json in config.actions.values():
         action_id = links.actions.get(json["name"])
-        given = [(p["name"], p["bitwidth"]) for p in json["runtime_data"]]
-        if action_id is not None and arities[action_id] != given:
+        parameters = [(p["name"], p["bitwidth"]) for p in json["runtime_data"]]
+        if action_id is not None and arities[action_id] != parameters:
             raise _mismatch(
-                f"action {json['name']} has parameters {given} in the JSON, not {arities[action_id]}"
+                f"action {json['name']} has parameters {parameters} in the JSON, not {arities[action_id]}"
             )
     return links
 
@@ -86,32 +86,32 @@ def _mismatch(text: str) -> ValueError:
 def _check_meters(config: ProgramConfig, p4info: p4i.P4Info) -> None:
     """Raise `ValueError` unless each meter has the same unit in both, and each direct one the same table."""
     tables = {table.preamble.id: table.preamble.name for table in p4info.tables}
-    known = {each.preamble.name: (each.spec, "") for each in p4info.meters}
-    for each in p4info.direct_meters:
-        known[each.preamble.name] = each.spec, tables.get(each.direct_table_id, "")
+    meters = {meter.preamble.name: (meter.spec, "") for meter in p4info.meters}
+    for meter in p4info.direct_meters:
+        meters[meter.preamble.name] = meter.spec, tables.get(meter.direct_table_id, "")
     for json in config.raw["meter_arrays"]:
-        spec, table = known.pop(json["name"], (p4i.MeterSpec(), ""))
+        spec, table = meters.pop(json["name"], (p4i.MeterSpec(), ""))
         kind = p4i.MeterSpec.Unit.Name(spec.unit).lower(), table
         if kind != (json["type"], json.get("binding", "")):
             raise _mismatch(f"meter {json['name']} has another unit or table in the P4Info")
         if json["rate_count"] != 2 or spec.type != p4i.MeterSpec.TWO_RATE_THREE_COLOR:
             config.problem(f"meter {json['name']} must have two rates and three colors", json)
-    for name in known:
+    for name in meters:
         raise _mismatch(f"the P4Info has a meter {name} that the JSON lacks")
 
 
-def _arrays(arrays: list[Json], infos: Iterable[ArrayT], what: str) -> Iterator[tuple[str, ArrayT]]:
+def _arrays(arrays: list[Json], infos: Iterable[ArrayT], kind: str) -> Iterator[tuple[str, ArrayT]]:
     """Yield name and P4Info of each array of the JSON; raise `ValueError` if these differ."""
-    known = {info.preamble.name: info for info in infos}
+    infos_by_name = {info.preamble.name: info for info in infos}
     for json in arrays:
         if json.get("is_direct"):
             continue
-        info = known.pop(json["name"], None)
+        info = infos_by_name.pop(json["name"], None)
         if info is None or info.size != json["size"]:
-            raise _mismatch(f"{what} {json['name']} of size {json['size']} is not in the P4Info")
+            raise _mismatch(f"{kind} {json['name']} of size {json['size']} is not in the P4Info")
         yield json["name"], info
-    for name in known:
-        raise _mismatch(f"the P4Info has a {what} {name} that the JSON lacks")
+    for name in infos_by_name:
+        raise _mismatch(f"the P4Info has a {kind} {name} that the JSON lacks")
 
 
 def _link_table(config: ProgramConfig, json: Json, info: p4i.Table, links: Links) -> None:
@@ -143,15 +143,18 @@ def _link_table(config: ProgramConfig, json: Json, info: p4i.Table, links: Links
 
 def _match_field(config: ProgramConfig, json: Json, f: p4i.MatchField) -> MatchField:
     target = next((key["target"] for key in json["key"] if key["name"] == f.name), None)
-    most = 1 if target is None or target[1] == "$valid$" else config.field(target).width
-    if not 0 < f.bitwidth <= most:
+    max_width = 1 if target is None or target[1] == "$valid$" else config.field(target).width
+    if not 0 < f.bitwidth <= max_width:
         raise _mismatch(
-            f"key {f.name} of table {json['name']} has {f.bitwidth} bits in the P4Info, {most} in the JSON"
+            f"key {f.name} of table {json['name']} has {f.bitwidth} bits in the P4Info, "
+            f"{max_width} in the JSON"
         )
     kind = p4i.MatchField.MatchType.Name(f.match_type)
     if kind not in MatchKind.__members__:
-        what = f.other_match_type or kind
-        config.problem(f"match kind {what} of key {f.name} of table {json['name']} is not supported", json)
+        kind_name = f.other_match_type or kind
+        config.problem(
+            f"match kind {kind_name} of key {f.name} of table {json['name']} is not supported", json
+        )
         raise UnsupportedProgramError(config.problems)
     return MatchField(f.id, f.name, f.bitwidth, MatchKind[kind])
 

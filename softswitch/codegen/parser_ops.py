@@ -22,19 +22,19 @@ BYTE = 8
 class ParserPlace:
     """Position of the parser: a known byte, or (`None`) the variable `at`; and the extracted headers."""
 
-    known: int | None
+    offset: int | None
     extracted: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:
         """The source of the byte's number."""
-        return "at" if self.known is None else str(self.known)
+        return "at" if self.offset is None else str(self.offset)
 
     def plus(self, count: int | str) -> str:
         """Return the source of the number of a later byte, a constant or itself source."""
-        if self.known is None or isinstance(count, str):
+        if self.offset is None or isinstance(count, str):
             return f"{self.code} + {count}"
-        return str(self.known + count)
+        return str(self.offset + count)
 
 
 class ParserBase:
@@ -49,7 +49,7 @@ class ParserBase:
     def stop(self, place: ParserPlace) -> Iterator[None]:
         """Yield a block that ends parsing at its position."""
         yield
-        if place.known is not None:
+        if place.offset is not None:
             self.emitter.assign("at", place.code)
         self.emitter.line("break")
 
@@ -89,13 +89,13 @@ class ParserBase:
             )
         return fit(OPERATORS[">>"](whole, number(end * BYTE - offset - width)), width)
 
-    def moved(self, place: ParserPlace, count: int, header: str | None = None) -> ParserPlace:
+    def advance(self, place: ParserPlace, count: int, header: str | None = None) -> ParserPlace:
         """Return the place after `count` bytes."""
-        if place.known is None:
+        if place.offset is None:
             self.emitter.line(f"at += {count}")
             return place
         extracted = place.extracted + ((header,) if header else ())
-        return ParserPlace(place.known + count, extracted)
+        return ParserPlace(place.offset + count, extracted)
 
 
 def _extract(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json) -> ParserPlace:
@@ -112,12 +112,12 @@ def _extract(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json
         e.line(f"{', '.join(chunk.name for chunk in live)}, = {reader}(frame, {place.code})")
     e.assign(e.flag(header, "valid"), "1")
     e.assign(e.flag(header, "at"), place.code)
-    e.found.offsets.setdefault(header, set()).add(place.known)
-    if header in place.extracted or place.known is None:
+    e.findings.offsets.setdefault(header, set()).add(place.offset)
+    if header in place.extracted or place.offset is None:
         e.mark_clean(header)
     if not _in_order(p.order, (*place.extracted, header)):
         e.raise_flag("changed")
-    return p.moved(place, layout.size, header)
+    return p.advance(place, layout.size, header)
 
 
 def _in_order(order: list[str], extracted: tuple[str, ...]) -> bool:
@@ -147,7 +147,7 @@ def _shift(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json) 
     count = int(parameters[0]) if isinstance(parameters[0], int) else int(parameters[0]["value"])
     p.need(place, count)
     p.emitter.raise_flag("changed")
-    return p.moved(place, count)
+    return p.advance(place, count)
 
 
 def _advance(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json) -> ParserPlace:
@@ -161,7 +161,7 @@ def _advance(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json
             p.fail_unless(truth("False"), invalid, place)
             return place
         p.need(place, bits.constant // BYTE)
-        return p.moved(place, bits.constant // BYTE)
+        return p.advance(place, bits.constant // BYTE)
     e.line(f"_bits = {bits.code}")
     p.fail_unless(truth("_bits % 8 == 0"), invalid, place)
     p.need(place, "_bits // 8")

@@ -40,12 +40,12 @@ class ParserEmitter(ParserBase):
 
     def _fits(self, initial: str) -> bool:
         """Return whether the states can be nested."""
-        seen = 0
+        visits = 0
         stack: list[tuple[str, int]] = [(initial, 1)]
         while stack:
             name, depth = stack.pop()
-            seen += 1
-            if seen > MAX_NESTED_STATES or depth > MAX_NESTING:
+            visits += 1
+            if visits > MAX_NESTED_STATES or depth > MAX_NESTING:
                 return False
             nexts = {t["next_state"] for t in self.states[name]["transitions"]}
             stack.extend((n, depth + 1) for n in nexts if n is not None)
@@ -116,7 +116,7 @@ class ParserEmitter(ParserBase):
         if self.looped:
             self.emitter.line(f"_state = {self.numbers[target] if target else 0}")
         elif target is None:
-            if place.known is not None:
+            if place.offset is not None:
                 self.emitter.assign("at", place.code)
         else:
             self._state(target, place)
@@ -147,12 +147,12 @@ def _tests(keys: list[tuple[Value, int]], transition: Json) -> list[str] | None:
     total = sum((width + 7) // 8 * 8 for _, width in keys)
     mask = (1 << total) - 1 if transition["mask"] is None else parse_hex(transition["mask"])
     tests = []
-    left = total
+    shift = total
     for key, width in keys:
-        left -= (width + 7) // 8 * 8
+        shift -= (width + 7) // 8 * 8
         full = (1 << (width + 7) // 8 * 8) - 1
-        key_mask = mask >> left & full
-        key_value = value >> left & key_mask
+        key_mask = mask >> shift & full
+        key_value = value >> shift & key_mask
         bits = (1 << width) - 1
         if key_value & ~bits:
             return None

@@ -27,12 +27,12 @@ def check_actions(config: ProgramConfig) -> None:
 
 
 def _supported(config: ProgramConfig, primitive: Json, action: Json) -> bool:
-    known = primitive["op"] in PRIMITIVES
-    if not known:
+    is_supported = primitive["op"] in PRIMITIVES
+    if not is_supported:
         text = fragment(primitive)
-        what = f"primitive {primitive['op']} is not supported"
-        config.problem(f"{what} ({text})" if text else what, primitive, action)
-    return known
+        problem = f"primitive {primitive['op']} is not supported"
+        config.problem(f"{problem} ({text})" if text else problem, primitive, action)
+    return is_supported
 
 
 def emit_action(emitter: Emitter, primitives: list[Json], action: Json) -> None:
@@ -109,7 +109,7 @@ def _add_header(emitter: Emitter, parameters: list[Json], _: Json) -> None:
 def _remove_header(emitter: Emitter, parameters: list[Json], _: Json) -> None:
     header = parameters[0]["value"]
     valid = emitter.flag(header, "valid")
-    emitter.found.unset.add(header)
+    emitter.findings.unset.add(header)
     with emitter.block(f"if {valid}:"):
         emitter.assign(valid, "0")
         resize(emitter, f"-= {emitter.plan.layouts[header].size}")
@@ -118,7 +118,7 @@ def _remove_header(emitter: Emitter, parameters: list[Json], _: Json) -> None:
 
 def _assign_header(emitter: Emitter, parameters: list[Json], _: Json) -> None:
     target, source = (parameter["value"] for parameter in parameters)
-    emitter.found.unset.add(target)
+    emitter.findings.unset.add(target)
     with emitter.block(f"if {emitter.flag(source, 'valid')}:"):
         emitter.assign(emitter.flag(target, "valid"), "1")
         pairs = zip(emitter.plan.layouts[target].chunks, emitter.plan.layouts[source].chunks, strict=True)

@@ -18,7 +18,7 @@ from softswitch.codegen.primitives import check_actions
 from softswitch.program import bmv2
 from softswitch.program.bmv2 import UnsupportedProgramError
 from softswitch.program.meters import Clock
-from softswitch.program.notation import Notations, notations_of
+from softswitch.program.notation import Notations, program_notations
 from softswitch.program.trace import Trace
 
 __all__ = ["Output", "Program", "UnsupportedProgramError", "load"]
@@ -44,7 +44,7 @@ class Program:
     @cached_property
     def notations(self) -> Notations:
         """Notation of its keys and parameters in traces."""
-        return notations_of(self._plan.config)
+        return program_notations(self._plan.config)
 
     def process(self, port: int, frame: bytes, trace: Trace | None = None) -> list[Output]:
         """Return the outputs for a frame received at `port`, in the order of admission.
@@ -69,7 +69,7 @@ def load(config_json: bytes, p4info: p4i.P4Info, clock: Clock = time.monotonic_n
     with bmv2.consistent():
         links = link(config, p4info, clock)
         check_actions(config)
-        plan = ProgramPlan.of(config, links)
+        plan = ProgramPlan.from_config(config, links)
         if any(not header.metadata and header.name not in plan.layouts for header in config.headers.values()):
             raise UnsupportedProgramError(config.problems)
         return Program(p4info, plan)

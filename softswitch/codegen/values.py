@@ -15,7 +15,7 @@ MAX_SHIFT = 4096
 
 
 MAX_BITS = 4 * MAX_SHIFT
-"""Of a value that is not truncated: a chain of multiplications takes seconds for each packet."""
+"""Bits of a value that is not truncated: a chain of multiplications takes seconds for each packet."""
 
 
 class OperatorError(Exception):
@@ -76,7 +76,7 @@ def paren(value: Value) -> str:
 
 def chain(op: str, left: Value, right: Value, low: int | None = None, high: int | None = None) -> Value:
     """Return `left op right`; chains of one associative operator stay flat."""
-    if any(bound is not None and bound.bit_length() > MAX_BITS for bound in (low, high)):
+    if any(limit is not None and limit.bit_length() > MAX_BITS for limit in (low, high)):
         raise OperatorError(
             f"a value of more than {MAX_BITS:,} bits, before it is truncated, is not supported"
         )
@@ -142,7 +142,7 @@ def _shift_left(left: Value, right: Value) -> Value:
         right = Value(f"min({right.code}, {MAX_SHIFT})", min(right.low, MAX_SHIFT), MAX_SHIFT)
     assert right.low is not None
     assert right.high is not None
-    ends = [bound << by for bound in (left.low, left.high) for by in (right.low, right.high)]
+    ends = [limit << by for limit in (left.low, left.high) for by in (right.low, right.high)]
     return chain("<<", left, right, min(ends), max(ends))
 
 
@@ -188,7 +188,7 @@ def _merge(op: str, left: Value, right: Value) -> Value:
     if right.constant == 0:
         return left
     bounds = (left.low, left.high, right.low, right.high)
-    bits = max((bound.bit_length() for bound in bounds if bound is not None), default=0)
+    bits = max((limit.bit_length() for limit in bounds if limit is not None), default=0)
     low = 0 if _unsigned(left) and _unsigned(right) else None if None in bounds else -(1 << bits)
     return chain(op, left, right, low, None if None in bounds else (1 << bits) - 1)
 

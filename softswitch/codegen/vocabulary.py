@@ -56,15 +56,15 @@ def check(tree: ast.AST) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.arg):
             word = node.id if isinstance(node, ast.Name) else node.arg
-            known = bool(
+            is_allowed = bool(
                 word in BUILTINS | VARIABLES or _NUMBERED.fullmatch(word) or _SCRATCH.fullmatch(word)
             )
         elif isinstance(node, ast.Attribute):
-            word, known = node.attr, node.attr in ATTRIBUTES
+            word, is_allowed = node.attr, node.attr in ATTRIBUTES
         elif isinstance(node, ast.Constant):
-            word, plain = repr(node.value), isinstance(node.value, int | None)
-            known = plain or node.value in CONSTANTS
+            word, is_plain = repr(node.value), isinstance(node.value, int | None)
+            is_allowed = is_plain or node.value in CONSTANTS
         else:
-            word, known = type(node).__name__, not isinstance(node, _FOREIGN)
-        if not known:
+            word, is_allowed = type(node).__name__, not isinstance(node, _FOREIGN)
+        if not is_allowed:
             raise ForeignCodeError(f"generated code contains {word[:60]}")

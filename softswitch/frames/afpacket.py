@@ -166,14 +166,14 @@ class PacketPort:
         except OSError as error:
             return self._not_sent(error)
         if not connection.healthy:
-            connection.accepted()
+            connection.note_accepted()
         stats.tx_packets += 1
         stats.tx_bytes += len(frame)
         stats.tx_segments += 1 if offload is None else offload.segments()
         return True
 
     def _not_sent(self, error: OSError) -> bool:
-        if error.errno in _FULL and self.connection.refused():
+        if error.errno in _FULL and self.connection.note_refused():
             self.stats.refused += 1
             return False
         if error.errno in _DOWN:
@@ -194,29 +194,31 @@ class PacketPort:
 
 def _open(name: str) -> socket.socket:
     # Protocol 0 receives no frames until bind, when the options are set.
-    opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    packet_socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     try:
         index = socket.if_nametoindex(name)
         for option in (PACKET_VNET_HDR, PACKET_AUXDATA, PACKET_IGNORE_OUTGOING):
-            opened.setsockopt(SOL_PACKET, option, 1)
-        opened.setsockopt(
+            packet_socket.setsockopt(SOL_PACKET, option, 1)
+        packet_socket.setsockopt(
             SOL_PACKET, PACKET_ADD_MEMBERSHIP, struct.pack("iHH8s", index, PACKET_MR_PROMISC, 0, b"")
         )
-        opened.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
-        opened.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SEND_BUFFER)
-        opened.bind((name, ETH_P_ALL))
-        opened.setblocking(False)
+        packet_socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
+        packet_socket.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SEND_BUFFER)
+        packet_socket.bind((name, ETH_P_ALL))
+        packet_socket.setblocking(False)
     except OSError:
-        opened.close()
+        packet_socket.close()
         raise
-    return opened
+    return packet_socket
 
 
-def _has_link(opened: socket.socket, name: str) -> bool:
+def _has_link(packet_socket: socket.socket, name: str) -> bool:
     # Not IFF_RUNNING, which the kernel sets up to a second after the carrier is there.
     answer = array.array("I", (ETHTOOL_GLINK, 0))
     try:
-        fcntl.ioctl(opened, SIOCETHTOOL, struct.pack("16sP16x", name.encode(), answer.buffer_info()[0]))
+        fcntl.ioctl(
+            packet_socket, SIOCETHTOOL, struct.pack("16sP16x", name.encode(), answer.buffer_info()[0])
+        )
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise

@@ -94,15 +94,15 @@ def locate(frame: bytes) -> Transport | None:
     kind = int.from_bytes(frame[at : at + 2])
     at += 2
     if kind == IPV4:
-        found = _ipv4(frame, at)
+        segment = _ipv4(frame, at)
     elif kind == IPV6:
-        found = _ipv6(frame, at)
+        segment = _ipv6(frame, at)
     else:
         return None
-    if found is None or found.end > size:
+    if segment is None or segment.end > size:
         return None
-    header = 20 if found.protocol == TCP else UDP_HEADER
-    return found if found.end - found.start >= header else None
+    header = 20 if segment.protocol == TCP else UDP_HEADER
+    return segment if segment.end - segment.start >= header else None
 
 
 def _ipv4(frame: bytes, at: int) -> Transport | None:

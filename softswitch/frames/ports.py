@@ -84,7 +84,7 @@ class PortConnection:
         self._port = port
         self.up = True
         self.healthy = True
-        """Whether it is up and accepted the last copy, so that copies can be sent without a check."""
+        """True if the port is up and accepted the last copy, so that copies need no check."""
         self._since = 0.0
         self._retry = 0.0
         """Time of the next attempt if the port counts as not connected, else 0."""
@@ -101,14 +101,14 @@ class PortConnection:
         self._retry = now + RETRY_S
         return True
 
-    def accepted(self) -> None:
+    def note_accepted(self) -> None:
         """Note that the port accepted a copy."""
         if self._retry:
             log.warning("%s accepts frames again, and counts as connected", self._port)
         self._since = self._retry = 0.0
         self.healthy = self.up
 
-    def refused(self) -> bool:
+    def note_refused(self) -> bool:
         """Note that the port refused a copy; return whether that withholds the original."""
         now = time.monotonic()
         self.healthy = False

@@ -51,7 +51,7 @@ class Arbitration:
         """Handle a controller's arbitration message, and notify all controllers but a new primary.
 
         Returns:
-            A new primary, to be notified (`tell`) after the previous primary's writes.
+            A new primary, to be notified (`notify`) after the previous primary's writes.
 
         Raises:
             StatusError: The status with which its stream ends.
@@ -63,16 +63,16 @@ class Arbitration:
         if election_id is not None and (role.highest is None or election_id >= role.highest):
             role.highest = election_id
             role.primary = controller
-            for other in role.live:
-                if other is not controller:
-                    self.tell(other)
+            for client in role.live:
+                if client is not controller:
+                    self.notify(client)
             return controller
         if was_primary:
             role.primary = None
-            for each in role.live:
-                self.tell(each)
+            for client in role.live:
+                self.notify(client)
         else:
-            self.tell(controller)
+            self.notify(controller)
         return None
 
     def _admit(
@@ -92,7 +92,7 @@ class Arbitration:
             raise invalid(f"a role's name has at most {ROLE_NAME_MAX} characters")
         role = self.roles.get(message.role.name) or ArbitratedRole(message.role.name)
         if election_id is not None and any(
-            other.election_id == election_id for other in role.live if other is not controller
+            client.election_id == election_id for client in role.live if client is not controller
         ):
             raise invalid(f"election id {election_id} is already used by another controller of this role")
         if controller.role is None:
@@ -109,15 +109,15 @@ class Arbitration:
         role.live.remove(controller)
         if role.primary is controller:
             role.primary = None
-            for each in role.live:
-                self.tell(each)
+            for client in role.live:
+                self.notify(client)
         if role.name and not role.live:
             self.roles[role.name] = self.roles.pop(role.name)  # the last to be forgotten
-            empty = [name for name, each in self.roles.items() if name and not each.live]
+            empty = [name for name, role in self.roles.items() if name and not role.live]
             for name in empty[:-EMPTY_ROLES_MAX]:
                 del self.roles[name]
 
-    def tell(self, controller: Client) -> None:
+    def notify(self, controller: Client) -> None:
         """Notify a controller of the state of its role (specification, section 5.4)."""
         assert controller.role is not None
         role = self.roles[controller.role]

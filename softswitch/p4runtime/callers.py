@@ -1,4 +1,4 @@
-"""Who may call the switch: controllers, by the URIs in their certificates. No I/O."""
+"""Authorization of callers: the URI in a certificate must be a controller's. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from softswitch.program.state import StatusError
 
 SCHEME = "checkmate:"
 CONTROLLER = re.compile(r"checkmate:[^/]+/controller")
-SHOWN = 100
+MAX_LISTING = 100
 """Characters of a stranger's text in a message."""
 
 
@@ -22,11 +22,11 @@ def check_controller(auth: Mapping[str, Any]) -> None:
     Raises:
         StatusError: UNAUTHENTICATED. The certificate has no URI of Checkmate, another one, or several.
     """
-    uris = [each.decode("ascii", "replace") for each in auth.get("peer_uri", ())]
-    found = [uri for uri in uris if uri.startswith(SCHEME)]
-    if len(found) != 1 or not CONTROLLER.fullmatch(found[0]):
-        shown = ", ".join(found)[:SHOWN] or f"no URI that begins with {SCHEME}"
+    uris = [uri.decode("ascii", "replace") for uri in auth.get("peer_uri", ())]
+    checkmate_uris = [uri for uri in uris if uri.startswith(SCHEME)]
+    if len(checkmate_uris) != 1 or not CONTROLLER.fullmatch(checkmate_uris[0]):
+        listing = ", ".join(checkmate_uris)[:MAX_LISTING] or f"no URI that begins with {SCHEME}"
         raise StatusError(
             "UNAUTHENTICATED",
-            f"the client's certificate has {shown}; it must have one, checkmate:JOB/controller",
+            f"the client's certificate has {listing}; it must have one, checkmate:JOB/controller",
         )

@@ -63,13 +63,13 @@ class TableCodec:
         info: p4i.Table,
         table: Table,
         actions: dict[int, ActionCodec],
-        counted: bool,
+        has_counter: bool,
         meter: p4i.DirectMeter | None,
     ) -> None:
         self.info = info
         self.table = table
         self.name = name_of(info.preamble)
-        self.counted = counted
+        self.has_counter = has_counter
         self.meter = meter
         self.fields = table.fields
         self.by_id = {
@@ -88,10 +88,10 @@ class TableCodec:
                 raise invalid(
                     f"table {self.name} has no match field {message.field_id}; it has {sorted(by_id)}"
                 )
-            position, field, what = by_id[message.field_id]
+            position, field, label = by_id[message.field_id]
             if keys[position] is not None:
-                raise invalid(f"{what} comes twice")
-            keys[position] = decode_match(message, field, what)
+                raise invalid(f"{label} comes twice")
+            keys[position] = decode_match(message, field, label)
         for field, key in zip(self.fields, keys, strict=True):
             if key is None and field.kind is MatchKind.EXACT:
                 raise invalid(f"table {self.name}: exact match field {field.name} is missing")
@@ -120,7 +120,7 @@ class TableCodec:
             raise invalid(f"table {self.name} is direct, so its entries need a plain action")
         codec = self.actions.get(action.action.action_id)
         if codec is None:
-            names = ", ".join(f"{each.name} ({each.id})" for each in self.actions.values())
+            names = ", ".join(f"{allowed.name} ({allowed.id})" for allowed in self.actions.values())
             raise invalid(f"table {self.name} has no action {action.action.action_id}; it has {names}")
         if codec.id not in (self.table.default_actions if default else self.table.entry_actions):
             where = "as default action" if default else "in an entry"
@@ -146,7 +146,7 @@ class TableCodec:
             raise invalid(f"table {self.name}: is_const may not be set in a write")
         if message.is_default_action and (message.match or message.priority):
             raise invalid(f"table {self.name}: the default entry has no match and no priority")
-        if message.HasField("counter_data") and not self.counted:
+        if message.HasField("counter_data") and not self.has_counter:
             raise invalid(f"table {self.name} has no direct counter")
         if message.HasField("meter_counter_data"):
             raise StatusError("UNIMPLEMENTED", "counters of meters are not supported by this target")
@@ -185,25 +185,25 @@ class TableCodec:
         message.controller_metadata = entry.controller_metadata
         if meters:
             encode_meter(entry.meter, message, "meter_config")
-        if counters and self.counted:
+        if counters and self.has_counter:
             encode_count(entry.count, message.counter_data)
 
     def select(self, query: p4r.TableEntry) -> Iterator[Entry]:
         """Yield the entries that match a read (specification, section 9.1.6)."""
         table = self.table
         if query.is_default_action:
-            found = [] if table.default is None else [table.default]
+            candidates = [] if table.default is None else [table.default]
         elif query.match:
             match = self.match(query.match)
             if self.prioritised and not query.priority:
-                found = [entry for key, entry in table.entries.items() if key[0] == match]
+                candidates = [entry for key, entry in table.entries.items() if key[0] == match]
             else:
-                one = table.entries.get((match, query.priority))
-                found = [] if one is None else [one]
+                candidate = table.entries.get((match, query.priority))
+                candidates = [] if candidate is None else [candidate]
         else:
-            found = list(table.entries.values())
+            candidates = list(table.entries.values())
         action = query.action.action.action_id
-        for entry in found:
+        for entry in candidates:
             if (
                 (not action or entry.action == action)
                 and (not query.priority or entry.priority == query.priority)
@@ -234,18 +234,18 @@ def encode_meter(cell: MeterCell | None, message: Metered, name: Literal["config
         getattr(message, name).MergeFrom(p4r.MeterConfig(**cell.rates._asdict()))
 
 
-def decode_meter(message: Metered, name: Literal["config", "meter_config"], what: str) -> MeterCell | None:
+def decode_meter(message: Metered, name: Literal["config", "meter_config"], label: str) -> MeterCell | None:
     """Return a new cell for a message's field, `None` if it is not set; refuse impossible rates."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return None
     config: p4r.MeterConfig = getattr(message, name)
     rates = MeterRates(config.cir, config.cburst, config.pir, config.pburst)
     if min(rates) < 0:
-        raise invalid(f"{what}: rates and bursts must not be negative: {rates}")
+        raise invalid(f"{label}: rates and bursts must not be negative: {rates}")
     if rates.cir > rates.pir:
-        raise invalid(f"{what}: the committed rate {rates.cir} is above the peak rate {rates.pir}")
+        raise invalid(f"{label}: the committed rate {rates.cir} is above the peak rate {rates.pir}")
     if config.eburst:
-        raise invalid(f"{what}: eburst is for meters with a single rate")
+        raise invalid(f"{label}: eburst is for meters with a single rate")
     return MeterCell(rates)
 
 
@@ -269,9 +269,11 @@ def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, Tabl
                     f"the P4Info has no action {ref.id}, which table {name_of(table.preamble)} names"
                 )
     meters = {meter.direct_table_id: meter for meter in p4info.direct_meters}
-    counted = {counter.direct_table_id for counter in p4info.direct_counters}
+    table_ids_with_counter = {counter.direct_table_id for counter in p4info.direct_counters}
     return {
-        number: TableCodec(info, tables[number], actions, number in counted, meters.get(number))
+        number: TableCodec(
+            info, tables[number], actions, number in table_ids_with_counter, meters.get(number)
+        )
         for info in p4info.tables
         if (number := info.preamble.id) in tables
     }

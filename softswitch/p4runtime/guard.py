@@ -67,15 +67,15 @@ class WaitGuard:
             StatusError: It was ended.
         """
         with self._lock:
-            ended = self._waits.begin(context, host_of(context), time.monotonic())
-        if ended is not None:
-            ended.cancel()
+            crowding_call = self._waits.begin(context, host_of(context), time.monotonic())
+        if crowding_call is not None:
+            crowding_call.cancel()
         in_time = False
         try:
             yield
         finally:
             with self._lock:
-                in_time = self._waits.done(context)
+                in_time = self._waits.end(context)
         if not in_time:
             raise StatusError(
                 "DEADLINE_EXCEEDED", f"the client kept the call waiting, for {PATIENCE_S:g} s at most"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from finsy.proto import p4i, p4r
 
-from softswitch.p4runtime.fieldcodecs import invalid, shown, to_bytes
+from softswitch.p4runtime.fieldcodecs import format_number, invalid, to_bytes
 
 WIDTH_MAX = 2048
 
@@ -35,12 +35,12 @@ class ControllerHeader:
 
     def encode(self, packet: p4r.PacketOut) -> bytes:
         """Return the program's frame for a PacketOut; raise `StatusError` for wrong metadata."""
-        values = {each.metadata_id: each.value for each in packet.metadata}
-        known = {field.id for field in self.fields}
+        values = {metadata.metadata_id: metadata.value for metadata in packet.metadata}
+        field_ids = {field.id for field in self.fields}
         if len(values) != len(packet.metadata):
             raise invalid("a metadata id comes twice")
-        for number in values.keys() - known:
-            raise invalid(f"unknown metadata id {number}; {self.name} has {sorted(known)}")
+        for number in values.keys() - field_ids:
+            raise invalid(f"unknown metadata id {number}; {self.name} has {sorted(field_ids)}")
         bits = 0
         for field in self.fields:
             value = values.get(field.id, b"")
@@ -48,7 +48,9 @@ class ControllerHeader:
                 raise invalid(f'metadata "{field.name}" (id {field.id}) is missing or empty')
             number = int.from_bytes(value)
             if number >> field.bitwidth:
-                raise invalid(f'metadata "{field.name}" is {shown(number)}: more than {field.bitwidth} bits')
+                raise invalid(
+                    f'metadata "{field.name}" is {format_number(number)}: more than {field.bitwidth} bits'
+                )
             bits = bits << field.bitwidth | number
         return bits.to_bytes(self.length) + packet.payload
 
@@ -56,9 +58,9 @@ class ControllerHeader:
         """Return the PacketIn for a frame from the program to the CPU port."""
         packet = p4r.PacketIn(payload=frame[self.length :])
         bits = int.from_bytes(frame[: self.length])
-        left = self.length * 8
+        shift = self.length * 8
         for field in self.fields:
-            left -= field.bitwidth
-            value = bits >> left & (1 << field.bitwidth) - 1
+            shift -= field.bitwidth
+            value = bits >> shift & (1 << field.bitwidth) - 1
             packet.metadata.add(metadata_id=field.id, value=to_bytes(value))
         return packet

@@ -60,7 +60,7 @@ class Pipeline:
     packet_in: ControllerHeader
     packet_out: ControllerHeader
     sums_payload: bool
-    """Whether the program sums payloads, so that it needs complete checksums."""
+    """The program sums payloads, so it needs complete checksums."""
     groups: dict[int, p4r.MulticastGroupEntry] = field(default_factory=dict)
     """Multicast groups as written by the controller; the program's own form is in its state."""
 
@@ -81,16 +81,16 @@ def build(config: p4r.ForwardingPipelineConfig) -> Pipeline:
         config,
         table_codecs(p4info, program.state.tables),
         {
-            each.preamble.id: ArrayInfo(each.preamble.id, name_of(each.preamble), each.size)
-            for each in p4info.counters
+            info.preamble.id: ArrayInfo(info.preamble.id, name_of(info.preamble), info.size)
+            for info in p4info.counters
         },
         {
-            each.preamble.id: ArrayInfo(
-                each.preamble.id, name_of(each.preamble), each.size, unit=each.spec.unit
+            info.preamble.id: ArrayInfo(
+                info.preamble.id, name_of(info.preamble), info.size, unit=info.spec.unit
             )
-            for each in p4info.meters
+            for info in p4info.meters
         },
-        {each.preamble.id: _register(each) for each in p4info.registers},
+        {info.preamble.id: _register(info) for info in p4info.registers},
         ControllerHeader(p4info, "packet_in"),
         ControllerHeader(p4info, "packet_out"),
         _sums_payload(config.p4_device_config),
@@ -99,7 +99,7 @@ def build(config: p4r.ForwardingPipelineConfig) -> Pipeline:
 
 def _sums_payload(device_config: bytes) -> bool:
     calculations = json.loads(device_config).get("calculations", [])
-    return any(part["type"] == "payload" for each in calculations for part in each["input"])
+    return any(part["type"] == "payload" for calculation in calculations for part in calculation["input"])
 
 
 def _register(info: p4i.Register) -> ArrayInfo:
@@ -110,10 +110,10 @@ def _register(info: p4i.Register) -> ArrayInfo:
     return ArrayInfo(info.preamble.id, name_of(info.preamble), info.size, width, truth, signed)
 
 
-def find(things: dict[int, T], number: int, what: str) -> T:
+def find(things: dict[int, T], number: int, kind: str) -> T:
     """Return a thing of a pipeline by its id; raise `StatusError` NOT_FOUND."""
     if number not in things:
-        raise StatusError("NOT_FOUND", f"{what} {number} does not exist")
+        raise StatusError("NOT_FOUND", f"{kind} {number} does not exist")
     return things[number]
 
 
@@ -157,8 +157,8 @@ def _take_table(old: TableCodec, new: TableCodec | None) -> None:
         raise invalid(f"table {old.name} is not there, or has another key, in the new pipeline")
     if new.meter != old.meter and any(entry.meter for entry in entries):
         raise invalid(f"table {old.name}: its meter has no place in the new pipeline")
-    used = {entry.action for entry in entries} | ({default.action} if default is not None else set())
-    for action in used:
+    actions = {entry.action for entry in entries} | ({default.action} if default is not None else set())
+    for action in actions:
         if new.actions.get(action) != old.actions[action]:
             raise invalid(f"table {old.name}: action {old.actions[action].name} is not the same")
     if default is not None:

@@ -31,57 +31,57 @@ def read(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     reader(pipeline, query, add)
 
 
-def _selected(things: dict[int, T], number: int, what: str) -> list[T]:
+def _selected(things: dict[int, T], number: int, kind: str) -> list[T]:
     """Return the thing with an id, or all of them for 0."""
-    return [find(things, number, what)] if number else list(things.values())
+    return [find(things, number, kind)] if number else list(things.values())
 
 
 def _table_entries(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
-    wanted = query.table_entry
-    if not wanted.table_id and (wanted.match or wanted.priority or wanted.HasField("action")):
+    pattern = query.table_entry
+    if not pattern.table_id and (pattern.match or pattern.priority or pattern.HasField("action")):
         raise invalid("a query for all tables must not have a match, priority or action")
-    counters, meters = wanted.HasField("counter_data"), wanted.HasField("meter_config")
-    for codec in _selected(pipeline.tables, wanted.table_id, "table"):
-        for entry in codec.select(wanted):
+    counters, meters = pattern.HasField("counter_data"), pattern.HasField("meter_config")
+    for codec in _selected(pipeline.tables, pattern.table_id, "table"):
+        for entry in codec.select(pattern):
             codec.encode(entry, add().table_entry, counters, meters)
 
 
 def _direct_counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
-    wanted = query.direct_counter_entry.table_entry
-    for codec, entry in _directs(pipeline, wanted, "counter", lambda codec: codec.counted):
+    pattern = query.direct_counter_entry.table_entry
+    for codec, entry in _directs(pipeline, pattern, "counter", lambda codec: codec.has_counter):
         message = add().direct_counter_entry
         codec.encode_key(entry, message.table_entry)
         encode_count(entry.count, message.data)
 
 
 def _direct_meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
-    wanted = query.direct_meter_entry.table_entry
-    for codec, entry in _directs(pipeline, wanted, "meter", lambda codec: codec.meter is not None):
+    pattern = query.direct_meter_entry.table_entry
+    for codec, entry in _directs(pipeline, pattern, "meter", lambda codec: codec.meter is not None):
         message = add().direct_meter_entry
         codec.encode_key(entry, message.table_entry)
         encode_meter(entry.meter, message, "config")
 
 
 def _directs(
-    pipeline: Pipeline, wanted: p4r.TableEntry, what: str, has: Callable[[TableCodec], bool]
+    pipeline: Pipeline, pattern: p4r.TableEntry, kind: str, has: Callable[[TableCodec], bool]
 ) -> Iterator[tuple[TableCodec, Entry]]:
     """Yield the entries that a query for direct counters or meters selects."""
-    for codec in _selected(pipeline.tables, wanted.table_id, "table"):
+    for codec in _selected(pipeline.tables, pattern.table_id, "table"):
         if not has(codec):
-            if wanted.table_id:
-                raise invalid(f"table {codec.name} has no direct {what}")
+            if pattern.table_id:
+                raise invalid(f"table {codec.name} has no direct {kind}")
             continue
-        found = list(codec.select(wanted))
-        if not found and wanted.match:
+        entries = list(codec.select(pattern))
+        if not entries and pattern.match:
             raise StatusError("NOT_FOUND", f"table {codec.name} has no such entry")
-        for entry in found:
+        for entry in entries:
             yield codec, entry
 
 
 def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
-    wanted = query.counter_entry
-    index = wanted.index if wanted.counter_id and wanted.HasField("index") else None
-    for info in _selected(pipeline.counters, wanted.counter_id, "counter"):
+    pattern = query.counter_entry
+    index = pattern.index if pattern.counter_id and pattern.HasField("index") else None
+    for info in _selected(pipeline.counters, pattern.counter_id, "counter"):
         cells = pipeline.program.state.counters[info.id]
         for at in info.cells(index):
             message = add().counter_entry
@@ -91,9 +91,9 @@ def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
 
 
 def _meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
-    wanted = query.meter_entry
-    index = wanted.index if wanted.meter_id and wanted.HasField("index") else None
-    for info in _selected(pipeline.meters, wanted.meter_id, "meter"):
+    pattern = query.meter_entry
+    index = pattern.index if pattern.meter_id and pattern.HasField("index") else None
+    for info in _selected(pipeline.meters, pattern.meter_id, "meter"):
         cells = pipeline.program.state.meters[info.id]
         for at in info.cells(index):
             message = add().meter_entry
@@ -103,9 +103,9 @@ def _meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
 
 
 def _registers(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
-    wanted = query.register_entry
-    index = wanted.index if wanted.register_id and wanted.HasField("index") else None
-    for info in _selected(pipeline.registers, wanted.register_id, "register"):
+    pattern = query.register_entry
+    index = pattern.index if pattern.register_id and pattern.HasField("index") else None
+    for info in _selected(pipeline.registers, pattern.register_id, "register"):
         values = pipeline.program.state.registers[info.id]
         for at in info.cells(index):
             message = add().register_entry
@@ -126,13 +126,13 @@ def _encode_register(info: ArrayInfo, value: int, data: p4d.P4Data) -> None:
 
 
 def _groups(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
-    wanted = query.packet_replication_engine_entry
-    if wanted.WhichOneof("type") == "clone_session_entry":
+    pattern = query.packet_replication_engine_entry
+    if pattern.WhichOneof("type") == "clone_session_entry":
         # There are none, so only a read of all of them is possible.
-        if wanted.clone_session_entry.session_id:
+        if pattern.clone_session_entry.session_id:
             raise StatusError("UNIMPLEMENTED", "clone sessions are not supported by this target")
         return
-    number = wanted.multicast_group_entry.multicast_group_id
+    number = pattern.multicast_group_entry.multicast_group_id
     for group in _selected(pipeline.groups, number, "multicast group"):
         add().packet_replication_engine_entry.multicast_group_entry.CopyFrom(group)
 

@@ -47,25 +47,25 @@ class P4RuntimeService:
         self.switch = switch
         self.arbitration = Arbitration(device_id)
         self._control = threading.RLock()
-        self._committed: Pipeline | None = None
-        self._saved: Pipeline | None = None
+        self._committed_pipeline: Pipeline | None = None
+        self._saved_pipeline: Pipeline | None = None
         self.sessions = Sessions(self.arbitration, self._control, self._packet_out)
         switch.on_packet_in = self._packet_in
 
     def commit(self, pipeline: Pipeline) -> None:
         """Run a pipeline from the next packet on."""
         with self._control:
-            self._committed, self._saved = pipeline, None
+            self._committed_pipeline, self._saved_pipeline = pipeline, None
             self.switch.install(pipeline.program, pipeline.packet_in.length, pipeline.sums_payload)
         log.info("pipeline set, cookie %#x", pipeline.config.cookie.cookie)
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether a program is running."""
-        return self._committed is not None
+        """True if a program is running."""
+        return self._committed_pipeline is not None
 
     def _pipeline(self) -> Pipeline:
-        pipeline = self._saved or self._committed
+        pipeline = self._saved_pipeline or self._committed_pipeline
         if pipeline is None:
             raise StatusError("FAILED_PRECONDITION", "No forwarding pipeline config is set")
         return pipeline
@@ -73,12 +73,12 @@ class P4RuntimeService:
     # Packets
 
     def _packet_in(self, frame: bytes) -> None:
-        pipeline = self._committed
+        pipeline = self._committed_pipeline
         if pipeline is not None:
             self.sessions.packet_in(pipeline.packet_in, frame)
 
     def _packet_out(self, packet: p4r.PacketOut) -> None:
-        pipeline = self._committed
+        pipeline = self._committed_pipeline
         if pipeline is None:
             raise StatusError("FAILED_PRECONDITION", "no pipeline is set")
         if self.switch.cpu_port is None:
@@ -176,9 +176,9 @@ class P4RuntimeService:
         if action == Action.COMMIT:
             if request.HasField("config"):
                 raise invalid("COMMIT must not have a config: it commits the saved one")
-            if self._saved is None:
+            if self._saved_pipeline is None:
                 raise StatusError("NOT_FOUND", "no config is saved; use VERIFY_AND_SAVE first")
-            self.commit(self._saved)
+            self.commit(self._saved_pipeline)
             return
         if action not in _WITH_CONFIG:
             raise invalid("the action is unspecified")
@@ -189,13 +189,13 @@ class P4RuntimeService:
         except ValueError as error:
             raise invalid(str(error)) from None
         if action == Action.VERIFY_AND_SAVE:
-            self._saved = pipeline
+            self._saved_pipeline = pipeline
         elif action == Action.VERIFY_AND_COMMIT:
             self.commit(pipeline)
         elif action == Action.RECONCILE_AND_COMMIT:
-            if self._committed is not None:
+            if self._committed_pipeline is not None:
                 with self.switch.turn():
-                    reconcile(self._committed, pipeline)
+                    reconcile(self._committed_pipeline, pipeline)
             self.commit(pipeline)
 
     def GetForwardingPipelineConfig(
@@ -207,7 +207,7 @@ class P4RuntimeService:
         response = p4r.GetForwardingPipelineConfigResponse()
         with self._control:
             self.arbitration.check_device(request.device_id)
-            pipeline = self._saved or self._committed
+            pipeline = self._saved_pipeline or self._committed_pipeline
             if pipeline is not None:
                 response.config.CopyFrom(pipeline.config)
                 for part in _LEFT_OUT.get(request.response_type, ()):
@@ -243,17 +243,17 @@ _LEFT_OUT: dict[int, tuple[Literal["p4info", "p4_device_config"], ...]] = {
 @contextmanager
 def _turns(switch: SoftSwitch, piece: int) -> Iterator[Callable[[], None]]:
     """Yield a function that takes the switch's turn for a step, and releases it after every `piece` steps."""
-    left = 0
+    steps_left = 0
     with ExitStack() as turn:
 
         def step() -> None:
-            nonlocal left
-            if not left:
+            nonlocal steps_left
+            if not steps_left:
                 turn.close()
                 switch.let_packets_pass()
                 turn.enter_context(switch.turn())
-                left = piece
-            left -= 1
+                steps_left = piece
+            steps_left -= 1
 
         yield step
 

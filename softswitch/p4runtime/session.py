@@ -31,13 +31,13 @@ HOST_STREAMS_MAX = 24
 
 
 class ControllerStream(Client):
-    """The outgoing side of one stream, of which `cut` ends the call."""
+    """The outgoing side of one stream, of which `cut_off` ends the call."""
 
-    def __init__(self, host: str, cut: Callable[[], object]) -> None:
+    def __init__(self, host: str, cut_off: Callable[[], object]) -> None:
         self.host = host
         self.dropped = 0
-        self._cut = cut
-        self._changed = threading.Condition()
+        self._cut_off = cut_off
+        self._condition = threading.Condition()
         self._messages: deque[p4r.StreamMessageResponse] = deque()
         self._packets: deque[tuple[ControllerHeader, bytes]] = deque()
         self._packet_bytes = 0
@@ -46,24 +46,24 @@ class ControllerStream(Client):
 
     def send(self, message: p4r.StreamMessageResponse) -> None:
         """Queue a message for the controller, or end its stream if it does not read."""
-        with self._changed:
+        with self._condition:
             if len(self._messages) < MESSAGES_MAX:
                 self._messages.append(message)
             elif not self._closed:
                 log.warning("a controller at %s is cut off: it does not read its messages", self.host)
                 self._closed = True
-                self._cut()
-            self._changed.notify()
+                self._cut_off()
+            self._condition.notify()
 
     def packet_in(self, header: ControllerHeader, frame: bytes) -> None:
         """Queue a frame for the controller."""
-        with self._changed:
+        with self._condition:
             if len(self._packets) >= PACKETS_MAX or self._packet_bytes >= PACKET_BYTES_MAX:
                 self.dropped += 1
             else:
                 self._packets.append((header, frame))
                 self._packet_bytes += len(frame)
-                self._changed.notify()
+                self._condition.notify()
 
     def report(self, error: StatusError, packet: p4r.PacketOut | None) -> None:
         """Queue a StreamError, unless too many of them are waiting."""
@@ -74,24 +74,24 @@ class ControllerStream(Client):
             response.error.other.SetInParent()
         else:
             response.error.packet_out.packet_out.CopyFrom(packet)
-        with self._changed:
+        with self._condition:
             if len(self._messages) < ERRORS_MAX:
                 self._messages.append(response)
-                self._changed.notify()
+                self._condition.notify()
 
     def close(self, error: StatusError | None = None) -> None:
         """End `responses`, with `error` if there is one."""
-        with self._changed:
+        with self._condition:
             self._closed = True
             self._error = self._error or error
-            self._changed.notify()
+            self._condition.notify()
 
     def responses(self) -> Iterator[p4r.StreamMessageResponse]:
         """Yield messages to send as they are queued; raise the error that ends the stream."""
         while True:
-            with self._changed:
+            with self._condition:
                 while not (self._messages or self._packets or self._closed):
-                    self._changed.wait()
+                    self._condition.wait()
                 if self._error is not None:
                     raise self._error
                 message = self._messages.popleft() if self._messages else None
@@ -159,14 +159,14 @@ class Sessions:
 
     def _enter(self, session: ControllerStream) -> None:
         with self._lock:
-            of_host = sum(each.host == session.host for each in self._sessions)
-            for count, most, whose in (
+            host_streams = sum(stream.host == session.host for stream in self._sessions)
+            for count, limit, owner in (
                 (len(self._sessions), STREAMS_MAX, "the switch"),
-                (of_host, HOST_STREAMS_MAX, f"host {session.host}"),
+                (host_streams, HOST_STREAMS_MAX, f"host {session.host}"),
             ):
-                if count >= most:
+                if count >= limit:
                     raise StatusError(
-                        "RESOURCE_EXHAUSTED", f"{whose} has {count} streams; {most} are the limit"
+                        "RESOURCE_EXHAUSTED", f"{owner} has {count} streams; {limit} are the limit"
                     )
             self._sessions.add(session)
 
@@ -220,7 +220,7 @@ class Sessions:
         if primary is not None:
             with self._control, self._lock:
                 if session in self._sessions:
-                    self._arbitration.tell(primary)
+                    self._arbitration.notify(primary)
 
     def _packet(self, session: ControllerStream, packet: p4r.PacketOut) -> None:
         try:

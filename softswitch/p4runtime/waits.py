@@ -34,19 +34,19 @@ class Waits(Generic[K]):
             crowd = host
         elif len(self._waits) >= TOTAL_MAX:
             ((crowd, _),) = counts.most_common(1)
-        ended = next((key for key, (host, _) in self._waits.items() if host == crowd), None)
-        if ended is not None:
-            del self._waits[ended]
+        crowding_key = next((key for key, (host, _) in self._waits.items() if host == crowd), None)
+        if crowding_key is not None:
+            del self._waits[crowding_key]
         self._waits[key] = host, now
-        return ended
+        return crowding_key
 
-    def done(self, key: K) -> bool:
+    def end(self, key: K) -> bool:
         """Record that a call does not wait any more; return false if it had to end."""
         return self._waits.pop(key, None) is not None
 
     def late(self, now: float) -> list[K]:
         """Return, and forget, the calls that have waited too long."""
-        found = [key for key, (_, since) in self._waits.items() if now - since > PATIENCE_S]
-        for key in found:
+        late_keys = [key for key, (_, since) in self._waits.items() if now - since > PATIENCE_S]
+        for key in late_keys:
             del self._waits[key]
-        return found
+        return late_keys

@@ -84,9 +84,9 @@ def _modify(codec: TableCodec, message: p4r.TableEntry, undo: Undo) -> None:
             _set_meter(old, meter, undo)
         return
     undo.append(partial(codec.table.modify, replace(old)))
-    changed = Entry(old.match, action, params, old.priority, message.metadata, message.controller_metadata)
-    changed.meter = meter
-    codec.table.modify(changed)
+    new = Entry(old.match, action, params, old.priority, message.metadata, message.controller_metadata)
+    new.meter = meter
+    codec.table.modify(new)
 
 
 def _default_entry(codec: TableCodec, kind: int, message: p4r.TableEntry, undo: Undo) -> None:
@@ -116,16 +116,16 @@ def _set_meter(entry: Entry, meter: MeterCell | None, undo: Undo) -> None:
     entry.meter = meter
 
 
-def _only_modify(update: p4r.Update, what: str) -> None:
+def _only_modify(update: p4r.Update, kind: str) -> None:
     if update.type != p4r.Update.MODIFY:
-        raise invalid(f"{what} can only be modified")
+        raise invalid(f"{kind} can only be modified")
 
 
 def _direct_counter(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     message = update.entity.direct_counter_entry
     _only_modify(update, "a direct counter entry")
     codec = _codec(pipeline, message.table_entry.table_id)
-    if not codec.counted:
+    if not codec.has_counter:
         raise invalid(f"table {codec.name} has no direct counter")
     entry = _existing(codec, message.table_entry)
     if message.HasField("data"):
@@ -157,10 +157,10 @@ def _meter(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     _only_modify(update, "a meter entry")
     _no_meter_counters(message)
     info = find(pipeline.meters, message.meter_id, "meter")
-    chosen = info.cells(message.index if message.HasField("index") else None)
+    indices = info.cells(message.index if message.HasField("index") else None)
     cells = pipeline.program.state.meters[info.id]
-    new = [decode_meter(message, "config", f"meter {info.name}") for _ in chosen]
-    whole = slice(chosen.start, chosen.stop)
+    new = [decode_meter(message, "config", f"meter {info.name}") for _ in indices]
+    whole = slice(indices.start, indices.stop)
     undo.append(partial(cells.__setitem__, whole, cells[whole]))
     cells[whole] = new
 
@@ -175,25 +175,25 @@ def _counter(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     _only_modify(update, "a counter entry")
     info = find(pipeline.counters, message.counter_id, "counter")
     cells = pipeline.program.state.counters[info.id]
-    chosen = info.cells(message.index if message.HasField("index") else None)
+    indices = info.cells(message.index if message.HasField("index") else None)
     if message.HasField("data"):
-        for at in chosen:
+        for at in indices:
             _set_count(cells[at], message.data, undo)
 
 
 def register_value(info: ArrayInfo, data: p4d.P4Data) -> int:
     """Return the cell's value in a P4Data; raise `StatusError` INVALID_ARGUMENT if it is wrong."""
-    wanted = "bool" if info.truth else "bitstring"
-    if data.WhichOneof("data") != wanted:
-        raise invalid(f"register {info.name} takes a {wanted}, not {data.WhichOneof('data')}")
+    kind = "bool" if info.truth else "bitstring"
+    if data.WhichOneof("data") != kind:
+        raise invalid(f"register {info.name} takes a {kind}, not {data.WhichOneof('data')}")
     if info.truth:
         return int(data.bool)
-    what = f"register {info.name}: the value"
+    label = f"register {info.name}: the value"
     if not info.signed:
-        return parse(data.bitstring, info.width, what)
+        return parse(data.bitstring, info.width, label)
     value = int.from_bytes(data.bitstring, signed=True)
     if not data.bitstring or not -(1 << info.width - 1) <= value < 1 << info.width - 1:
-        raise invalid(f"{what} does not fit in {info.width} bits, signed")
+        raise invalid(f"{label} does not fit in {info.width} bits, signed")
     return value
 
 
@@ -201,13 +201,13 @@ def _register(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     message = update.entity.register_entry
     _only_modify(update, "a register entry")
     info = find(pipeline.registers, message.register_id, "register")
-    chosen = info.cells(message.index if message.HasField("index") else None)
+    indices = info.cells(message.index if message.HasField("index") else None)
     value = register_value(info, message.data)
     values = pipeline.program.state.registers[info.id]
     undo.append(
-        partial(values.__setitem__, slice(chosen.start, chosen.stop), values[chosen.start : chosen.stop])
+        partial(values.__setitem__, slice(indices.start, indices.stop), values[indices.start : indices.stop])
     )
-    values[chosen.start : chosen.stop] = [value] * len(chosen)
+    values[indices.start : indices.stop] = [value] * len(indices)
 
 
 def _group(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
@@ -231,16 +231,16 @@ def _group(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     if update.type == p4r.Update.DELETE:
         del groups[number], programmed[number]
     else:
-        kept = p4r.MulticastGroupEntry()
-        kept.CopyFrom(message.multicast_group_entry)
-        groups[number], programmed[number] = kept, _replicas(kept)
+        entry = p4r.MulticastGroupEntry()
+        entry.CopyFrom(message.multicast_group_entry)
+        groups[number], programmed[number] = entry, _replicas(entry)
 
 
 def _replicas(entry: p4r.MulticastGroupEntry) -> tuple[GroupReplica, ...]:
     """Return a group's copies; give the entry, for later reads, ports as the shortest byte strings."""
     group = entry.multicast_group_id
     replicas = []
-    seen = set()
+    copies = set()
     for message in entry.replicas:
         if message.backup_replicas:
             raise StatusError("UNIMPLEMENTED", f"multicast group {group}: no backup replicas on this target")
@@ -250,9 +250,9 @@ def _replicas(entry: p4r.MulticastGroupEntry) -> tuple[GroupReplica, ...]:
             message.port = to_bytes(port)
         if instance > INSTANCE_MAX:
             raise invalid(f"multicast group {group}: instance {instance} is above {INSTANCE_MAX}")
-        if (port, instance) in seen:
+        if (port, instance) in copies:
             raise invalid(f"multicast group {group}: port {port}, instance {instance} comes twice")
-        seen.add((port, instance))
+        copies.add((port, instance))
         replicas.append(GroupReplica(port, instance))
     return tuple(replicas)
 

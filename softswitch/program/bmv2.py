@@ -13,7 +13,7 @@ from graphlib import CycleError
 from typing import Any, Final
 
 from softswitch.program.parts import PROGRAM
-from softswitch.program.schema import FormatError, shown
+from softswitch.program.schema import FormatError, describe
 
 Json = dict[str, Any]
 
@@ -66,9 +66,9 @@ class ProgramConfig:
     errors: dict[int, str]
     problems: list[str] = field(default_factory=list)
 
-    def problem(self, what: str, *at: Json) -> None:
+    def problem(self, description: str, *at: Json) -> None:
         """Note an unsupported feature, with the source line of the first of `at` that has one."""
-        text = located(what, *at)
+        text = located(description, *at)
         if text not in self.problems:
             self.problems.append(text)
 
@@ -86,10 +86,10 @@ class ProgramConfig:
         raise FormatError(f"header {header} has no field {name}")
 
 
-def located(what: str, *at: Json) -> str:
+def located(description: str, *at: Json) -> str:
     """Return a problem with the source line of the first of `at` that has one."""
     line = next((place for place in map(where, at) if place), "")
-    return f"{line}: {what}" if line else what
+    return f"{line}: {description}" if line else description
 
 
 def where(item: Json) -> str:
@@ -158,7 +158,7 @@ def read(text: bytes) -> ProgramConfig:
             PROGRAM(raw, "device config")
         except FormatError:
             # What refers to a header stack or a union has shapes of its own, which nothing here uses.
-            if problems := [located(what, item) for what, item in _unsupported(raw)]:
+            if problems := [located(description, item) for description, item in _unsupported(raw)]:
                 raise UnsupportedProgramError(problems) from None
             raise
         return _config(raw)
@@ -166,11 +166,11 @@ def read(text: bytes) -> ProgramConfig:
 
 def _unsupported(raw: Json) -> Iterator[tuple[str, Json]]:
     """Yield what is not supported of the parts that a program has by name, each with its part of the JSON."""
-    for key, what in _UNSUPPORTED_LISTS.items():
+    for key, feature in _UNSUPPORTED_LISTS.items():
         items = raw.get(key)
         for item in items if isinstance(items, list) else ():
             if isinstance(item, dict):
-                yield f"{what} {shown(item.get('name', ''))[1:-1]} is not supported", item
+                yield f"{feature} {describe(item.get('name', ''))[1:-1]} is not supported", item
 
 
 @contextmanager
@@ -179,9 +179,9 @@ def consistent() -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, CycleError) as error:
-        raise FormatError(f"the device config is not consistent: {shown(error)}") from error
+        raise FormatError(f"the device config is not consistent: {describe(error)}") from error
     except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:  # of the compiler of Python
-        raise FormatError(f"the device config is nested too deep, or too large: {shown(error)}") from error
+        raise FormatError(f"the device config is nested too deep, or too large: {describe(error)}") from error
 
 
 def _config(raw: Json) -> ProgramConfig:
@@ -195,8 +195,8 @@ def _config(raw: Json) -> ProgramConfig:
         deparser=raw["deparsers"][0],
         errors={code: name for name, code in raw["errors"]},
     )
-    for what, item in _unsupported(raw):
-        config.problem(what, item)
+    for description, item in _unsupported(raw):
+        config.problem(description, item)
     types = {kind["name"]: _fields(kind, config) for kind in raw["header_types"]}
     for header in raw["headers"]:
         kind = header["header_type"]
@@ -207,9 +207,9 @@ def _config(raw: Json) -> ProgramConfig:
     for name in ("ingress", "egress"):
         if name not in config.pipelines:
             raise FormatError(f"the device config has no pipeline '{name}': it is not compiled for v1model")
-    given = {field.name: field.width for field in config.headers["standard_metadata"].fields}
+    widths = {field.name: field.width for field in config.headers["standard_metadata"].fields}
     for name, width in _STANDARD_METADATA.items():
-        if given.get(name) != width:
+        if widths.get(name) != width:
             raise FormatError(
                 f"the device config's standard_metadata has no field {name} of {width} bits: "
                 "it is not compiled for v1model"
@@ -231,7 +231,7 @@ def _fields(kind: Json, config: ProgramConfig) -> tuple[Field, ...]:
 
 def references(item: Any) -> set[tuple[str, str]]:
     """Return every (header, field) that a part of the JSON refers to."""
-    found: set[tuple[str, str]] = set()
+    fields: set[tuple[str, str]] = set()
     stack = [item]
     while stack:
         item = stack.pop()
@@ -239,8 +239,8 @@ def references(item: Any) -> set[tuple[str, str]]:
             stack.extend(item)
         elif isinstance(item, dict):
             if item.get("type") == "field":
-                found.add(tuple(item["value"]))
+                fields.add(tuple(item["value"]))
             if "target" in item:
-                found.add(tuple(item["target"]))
+                fields.add(tuple(item["target"]))
             stack.extend(item.values())
-    return found
+    return fields

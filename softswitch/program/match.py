@@ -86,19 +86,19 @@ class MatchIndex(Generic[T]):
 
     def insert(self, match: tuple[Key, ...], priority: int, item: T) -> None:
         """Add a new entry."""
-        asked = self._rules(match)
-        rank = (-priority, -sum(r.prefix for r in asked), next(self.serial))
-        row = _Row(rank, [(r.low, r.high) for r in asked], match, item)
-        insort(self._bucket(asked), row, key=lambda r: r.rank)
+        rules = self._rules(match)
+        rank = (-priority, -sum(rule.prefix for rule in rules), next(self.serial))
+        row = _Row(rank, [(r.low, r.high) for r in rules], match, item)
+        insort(self._bucket(rules), row, key=lambda r: r.rank)
 
     def delete(self, match: tuple[Key, ...], priority: int) -> None:
         """Remove the entry with this match and priority."""
-        asked = self._rules(match)
-        bucket = self._bucket(asked)
+        rules = self._rules(match)
+        bucket = self._bucket(rules)
         bucket[:] = [row for row in bucket if row.match != match or row.rank[0] != -priority]
         if not bucket:
-            masks = tuple(r.mask for r in asked)
-            del self.groups[masks][tuple(r.bits for r in asked)]
+            masks = tuple(r.mask for r in rules)
+            del self.groups[masks][tuple(r.bits for r in rules)]
             if not self.groups[masks]:
                 del self.groups[masks]
 
@@ -117,6 +117,6 @@ class MatchIndex(Generic[T]):
     def _rules(self, match: tuple[Key, ...]) -> list[Rule]:
         return [_rule(f.kind, key, f.width) for f, key in zip(self.fields, match, strict=True)]
 
-    def _bucket(self, asked: list[Rule]) -> list[_Row[T]]:
-        buckets = self.groups.setdefault(tuple(r.mask for r in asked), {})
-        return buckets.setdefault(tuple(r.bits for r in asked), [])
+    def _bucket(self, rules: list[Rule]) -> list[_Row[T]]:
+        buckets = self.groups.setdefault(tuple(r.mask for r in rules), {})
+        return buckets.setdefault(tuple(r.bits for r in rules), [])

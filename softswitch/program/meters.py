@@ -41,9 +41,9 @@ class MeterCell:
         """Return the color of a packet of `amount` packets or bytes, and take its tokens."""
         cir, cburst, pir, pburst = self.rates
         if self.updated is not None:
-            passed = now - self.updated
-            self.committed = min(self.committed + cir * passed, cburst * SECOND)
-            self.peak = min(self.peak + pir * passed, pburst * SECOND)
+            elapsed = now - self.updated
+            self.committed = min(self.committed + cir * elapsed, cburst * SECOND)
+            self.peak = min(self.peak + pir * elapsed, pburst * SECOND)
         self.updated = now
         amount *= SECOND
         if self.peak < amount:

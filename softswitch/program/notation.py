@@ -49,20 +49,24 @@ def notation(width: int, name: str, header: str = "", header_type: str = "") -> 
     return hex
 
 
-def notations_of(config: ProgramConfig) -> Notations:
+def program_notations(config: ProgramConfig) -> Notations:
     """Return the notation of every table key and action parameter of a program."""
-    found: Notations = {}
+    notations: Notations = {}
     for pipeline in config.pipelines.values():
         for table in pipeline["tables"]:
             for key in table["key"]:
-                found["table", table["name"], key["name"]] = _of_field(config, key["target"], key["name"])
+                notations["table", table["name"], key["name"]] = _field_notation(
+                    config, key["target"], key["name"]
+                )
     for action in config.actions.values():
         for number, param in enumerate(action["runtime_data"]):
-            found["action", action["name"], param["name"]] = _of_param(config, action, number, param)
-    return found
+            notations["action", action["name"], param["name"]] = _param_notation(
+                config, action, number, param
+            )
+    return notations
 
 
-def _of_field(config: ProgramConfig, reference: list[str], name: str = "") -> Notation:
+def _field_notation(config: ProgramConfig, reference: list[str], name: str = "") -> Notation:
     """Return the notation of a field, which may have another `name` in a table."""
     header = config.headers[reference[0]]
     if reference[1] == "$valid$":
@@ -74,7 +78,7 @@ def _of_field(config: ProgramConfig, reference: list[str], name: str = "") -> No
     return by_name if by_name is not hex else notation(width, reference[1], header.name, header.type)
 
 
-def _of_param(config: ProgramConfig, action: Json, number: int, param: Json) -> Notation:
+def _param_notation(config: ProgramConfig, action: Json, number: int, param: Json) -> Notation:
     """Return a parameter's notation: that of the packet's field it is assigned to, else by its own name."""
     for primitive in action["primitives"]:
         if primitive["op"] != "assign":
@@ -84,5 +88,5 @@ def _of_param(config: ProgramConfig, action: Json, number: int, param: Json) -> 
             continue
         header, _ = target["value"]
         if not config.headers[header].metadata and config.field(target["value"]).width == param["bitwidth"]:
-            return _of_field(config, target["value"])
+            return _field_notation(config, target["value"])
     return notation(param["bitwidth"], param["name"])

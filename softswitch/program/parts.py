@@ -23,7 +23,7 @@ from softswitch.program.schema import (
 )
 
 SIZE: Final = number(0, SIZE_MAX)
-NAMED: Final = record(name=text)
+NAMED_OBJECT: Final = record(name=text)
 
 
 def _field(value: Any, at: str) -> None:
@@ -83,7 +83,7 @@ _PIPELINE = record(
     init_table=maybe(text),
     tables=many(_TABLE),
     conditionals=many(_CONDITION),
-    optional={"action_profiles": maybe(many(NAMED)), "action_calls": maybe(many(NAMED))},
+    optional={"action_profiles": maybe(many(NAMED_OBJECT)), "action_calls": maybe(many(NAMED_OBJECT))},
 )
 _TRANSITION = record(
     type=text, next_state=maybe(text), optional={"value": maybe(text), "mask": maybe(hexstr)}

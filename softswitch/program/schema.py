@@ -26,10 +26,12 @@ class FormatError(ValueError):
 
 def _expect(holds: bool, value: Any, at: str, right: str) -> None:
     if not holds:
-        raise FormatError(f"the device config is not BMv2 JSON: {at} is {shown(value)}; it must be {right}")
+        raise FormatError(
+            f"the device config is not BMv2 JSON: {at} is {describe(value)}; it must be {right}"
+        )
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return a value as text for a message, at most 60 characters long."""
     text = f"{type(value).__name__} of {len(value)}" if isinstance(value, (dict, list)) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -85,23 +87,23 @@ def row(*inner: Check) -> Check:
 
     def check(value: Any, at: str) -> None:
         _expect(isinstance(value, list) and len(value) == len(inner), value, at, f"a list of {len(inner)}")
-        for place, (item, each) in enumerate(zip(value, inner, strict=True)):
-            each(item, f"{at}[{place}]")
+        for place, (item, check_item) in enumerate(zip(value, inner, strict=True)):
+            check_item(item, f"{at}[{place}]")
 
     return check
 
 
 def record(*, optional: dict[str, Check] | None = None, **required: Check) -> Check:
     """Return the check of an object."""
-    known = required | (optional or {}) | {"source_info": maybe(_source_info)}
+    members = required | (optional or {}) | {"source_info": maybe(_source_info)}
 
     def check(value: Any, at: str) -> None:
         _expect(isinstance(value, dict), value, at, "an object")
         for name in required:
             _expect(name in value, value, at, f"an object with '{name}'")
-        for name, each in known.items():
+        for name, check_member in members.items():
             if name in value:
-                each(value[name], f"{at}.{name}")
+                check_member(value[name], f"{at}.{name}")
 
     return check
 

@@ -68,7 +68,7 @@ class Table:
     entries: dict[tuple[tuple[Key, ...], int], Entry] = field(default_factory=dict)
     default: Entry | None = None
     const_entries: bool = False
-    """Whether the table has only the program's own entries."""
+    """The table has only the program's own entries."""
     entry_actions: set[int] = field(default_factory=set)
     """Actions that entries may have."""
     default_actions: set[int] = field(default_factory=set)
@@ -81,7 +81,7 @@ class Table:
 
     @property
     def exact(self) -> bool:
-        """Whether every field is exact, so that `index` is enough for lookups."""
+        """True if every field is exact, so that `index` is enough for lookups."""
         return all(f.kind is MatchKind.EXACT for f in self.fields)
 
     def insert(self, entry: Entry) -> None:
@@ -106,12 +106,12 @@ class Table:
     def modify(self, entry: Entry) -> None:
         """Change the entry with this match and priority, but not its count; raise `StatusError` NOT_FOUND."""
         self._check_writable()
-        found = self.entries.get((entry.match, entry.priority))
-        if found is None:
+        current = self.entries.get((entry.match, entry.priority))
+        if current is None:
             raise StatusError("NOT_FOUND", f"table {self.name} has no such entry")
-        found.action, found.params = entry.action, entry.params
-        found.metadata, found.controller_metadata = entry.metadata, entry.controller_metadata
-        found.meter = entry.meter
+        current.action, current.params = entry.action, entry.params
+        current.metadata, current.controller_metadata = entry.metadata, entry.controller_metadata
+        current.meter = entry.meter
 
     def delete(self, match: tuple[Key, ...], priority: int) -> Entry:
         """Remove an entry and return it; raise `StatusError` NOT_FOUND."""
@@ -136,9 +136,9 @@ class Table:
             return self.index.get(key)
         if len(self.index) >= MAX_CACHED:
             self.index.clear()
-        found = self.masked.find(key if isinstance(key, tuple) else (key,))
-        self.index[key] = found
-        return found
+        winner = self.masked.find(key if isinstance(key, tuple) else (key,))
+        self.index[key] = winner
+        return winner
 
     def _lookup_key(self, match: tuple[Key, ...]) -> LookupKey:
         values = tuple(key for key in match if isinstance(key, int))

@@ -29,9 +29,9 @@ class Trace:
             ("  " if place else "") + self._line(event) for place, event in enumerate(self._events)
         )
 
-    def add(self, event: str, **what: Any) -> None:
-        """Add an event of a packet; `what` are its fields."""
-        self._events.append({"event": event, **what})
+    def add(self, event: str, **fields: Any) -> None:
+        """Add an event of a packet; `fields` are its fields."""
+        self._events.append({"event": event, **fields})
 
     def _line(self, event: Event) -> str:
         kind = event["event"]

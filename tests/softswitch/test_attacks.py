@@ -1,4 +1,4 @@
-"""What strangers try on a running switch: connections, calls and messages that do not end."""
+"""Attacks of strangers on a running switch: connections, calls and messages that do not end."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_random_traffic_has_the_same_outcome() -> None:
 
 @pytest.mark.parametrize(("rate", "burst"), [(200, 40), (800, 300)])
 def test_meters_pass_as_much(rate: int, burst: int) -> None:
-    """Of a flood, both pass as much, but for what the rate allows in the delay from sending to metering.
+    """Both pass the same part of a flood, but for what the rate allows in the delay from sending to metering.
 
     A bucket that is empty after the burst passes what its clock adds. Our clock has the time at which a
     batch is sent. BMv2 meters the batch up to `delay` later, and adds for whole microseconds only.

@@ -154,14 +154,14 @@ def test_a_sender_that_backs_off_is_not_held_back_for_ever(monkeypatch: pytest.M
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     connection = PortConnection()
-    assert connection.refused()
+    assert connection.note_refused()
     now[0] += 10  # nothing was accepted meanwhile
-    assert not connection.refused()
-    connection.accepted()
+    assert not connection.note_refused()
+    connection.note_accepted()
     now[0] += 0.9
-    assert connection.refused()
+    assert connection.note_refused()
     now[0] += 1
-    assert not connection.refused()
+    assert not connection.note_refused()
     assert not connection.usable()
     now[0] += ports.RETRY_S
     assert connection.usable()
@@ -169,7 +169,7 @@ def test_a_sender_that_backs_off_is_not_held_back_for_ever(monkeypatch: pytest.M
     # Once it counts as not connected, only an accepted copy makes it connected again.
     now[0] += 10
     assert connection.usable()
-    assert not connection.refused()
+    assert not connection.note_refused()
 
 
 def test_control_plane_gets_its_turn_under_load(running: Running, primary: Client) -> None:

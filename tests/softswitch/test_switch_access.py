@@ -46,7 +46,7 @@ def check_privileges(pid: int, capabilities: int) -> None:
 
 @needs_root
 def test_privileges_are_dropped(wires: Wires) -> None:
-    """What remains opens an interface that was replaced."""
+    """The remaining capabilities open an interface that was replaced."""
     with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (running, address):
         client = Client(address)
         client.arbitration()

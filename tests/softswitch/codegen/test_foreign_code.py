@@ -191,7 +191,7 @@ def test_any_p4info_gives_a_refusal_or_a_program_in_the_same_words(data: st.Data
 
 
 def test_a_truth_value_is_no_source_and_a_name_no_comment(tmp_path: Path) -> None:
-    """What executed code as the switch's user: text of a truth value, and the end of a comment."""
+    """Two inputs that once ran code as the switch's user: text of a truth value, and the end of a comment."""
     config, p4info = files(EXAMPLES / "counter")
     mark = tmp_path / "executed"
     attack = f"open({str(mark)!r}, 'w').close()"

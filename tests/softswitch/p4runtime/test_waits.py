@@ -1,4 +1,4 @@
-"""Which calls that wait for their clients must end."""
+"""Limits of calls that wait for their clients: too many of them, or too long a wait."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def test_a_crowd_of_one_host_ends_its_oldest_call() -> None:
     assert [waits.begin(each, "a", 1.0) for each in range(HOST_MAX)] == [None] * HOST_MAX
     assert waits.begin(HOST_MAX, "a", 2.0) == 0
     assert waits.begin(101, "b", 2.0) is None
-    assert not waits.done(0)
-    assert waits.done(1)
+    assert not waits.end(0)
+    assert waits.end(1)
     assert waits.begin(HOST_MAX + 1, "a", 3.0) is None
 
 
@@ -31,5 +31,5 @@ def test_calls_that_wait_for_long_end() -> None:
     assert waits.late(PATIENCE_S) == []
     assert waits.late(PATIENCE_S + 0.5) == ["first"]
     assert waits.late(PATIENCE_S + 0.5) == []
-    assert not waits.done("first")
-    assert waits.done("second")
+    assert not waits.end("first")
+    assert waits.end("second")

@@ -54,12 +54,12 @@ class MemoryPort:
             stats.disconnected += 1
             return True
         if self.refusing or len(self.sent) >= self.capacity:
-            if self.connection.refused():
+            if self.connection.note_refused():
                 stats.refused += 1
                 return False
             stats.disconnected += 1
             return True
-        self.connection.accepted()
+        self.connection.note_accepted()
         whole = frame if offload is None else complete(frame)
         if whole is None:
             stats.unsendable += 1
