@@ -22,9 +22,8 @@ from controlplane.p4runtime.codec import Codec
 from p4src import artifacts
 from p4src.compile import HALVES
 from softswitch.codegen.program import Output, Program, load
-from softswitch.program.notation import Notations
 from softswitch.program.state import CounterCell, State
-from softswitch.program.trace import Trace
+from softswitch.program.trace import Notations, Trace
 
 _BEFORE_INGRESS = 16
 """Bytes of intrinsic and port metadata before a frame."""

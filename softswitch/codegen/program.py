@@ -11,15 +11,14 @@ from typing import Any
 from finsy.proto import p4i
 
 from softswitch.codegen import vocabulary
-from softswitch.codegen.codegen import Output, generate
 from softswitch.codegen.emitter import ProgramPlan
+from softswitch.codegen.functions import Output, generate
 from softswitch.codegen.linking import link
 from softswitch.codegen.primitives import check_actions
 from softswitch.program import bmv2
 from softswitch.program.bmv2 import UnsupportedProgramError
 from softswitch.program.meters import Clock
-from softswitch.program.notation import Notations, program_notations
-from softswitch.program.trace import Trace
+from softswitch.program.trace import Notations, Trace, program_notations
 
 __all__ = ["Output", "Program", "UnsupportedProgramError", "load"]
 

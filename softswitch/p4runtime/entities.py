@@ -68,7 +68,7 @@ class TableCodec:
     ) -> None:
         self.info = info
         self.table = table
-        self.name = name_of(info.preamble)
+        self.name = short_name(info.preamble)
         self.has_counter = has_counter
         self.meter = meter
         self.fields = table.fields
@@ -213,7 +213,7 @@ class TableCodec:
                 yield entry
 
 
-def name_of(preamble: p4i.Preamble) -> str:
+def short_name(preamble: p4i.Preamble) -> str:
     """Return the short name of a P4Info object."""
     return preamble.alias or preamble.name
 
@@ -254,7 +254,7 @@ def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, Tabl
     actions = {
         action.preamble.id: ActionCodec(
             action.preamble.id,
-            name_of(action.preamble),
+            short_name(action.preamble),
             {
                 param.id: (position, param.name, param.bitwidth)
                 for position, param in enumerate(action.params)
@@ -266,7 +266,7 @@ def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, Tabl
         for ref in table.action_refs:
             if ref.id not in actions:
                 raise ValueError(
-                    f"the P4Info has no action {ref.id}, which table {name_of(table.preamble)} names"
+                    f"the P4Info has no action {ref.id}, which table {short_name(table.preamble)} names"
                 )
     meters = {meter.direct_table_id: meter for meter in p4info.direct_meters}
     table_ids_with_counter = {counter.direct_table_id for counter in p4info.direct_counters}

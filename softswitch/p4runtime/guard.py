@@ -1,4 +1,4 @@
-"""Bounds of what a client can hold: workers with calls that do not go on, and memory with messages.
+"""Admission of calls: certificates, and bounds of the workers and the memory that a client can hold.
 
 Messages reach it as bytes, because grpcio keeps about 20 KB for each one for which a deserialiser raises. A
 write is parsed only once its head has shown that its sender is primary.
@@ -7,9 +7,10 @@ write is parsed only once its head has shown that its sender is primary.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -19,18 +20,38 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError, Message
 
-from softswitch.p4runtime.callers import check_controller
 from softswitch.p4runtime.fieldcodecs import invalid
 from softswitch.p4runtime.waits import PATIENCE_S, Waits
 from softswitch.program.state import StatusError
 
 log = logging.getLogger(__name__)
 
+SCHEME = "checkmate:"
+CONTROLLER = re.compile(r"checkmate:[^/]+/controller")
+MAX_LISTING = 100
+"""Characters of a stranger's text in a message."""
 TICK_S = 0.1
 HEAD = ("device_id", "election_id", "role")
 """Fields by which a request names its sender."""
-
 Call = Callable[[Any, grpc.ServicerContext], Any]
+
+
+def check_controller(auth: Mapping[str, Any]) -> None:
+    """Check that a certificate is one of role controller, of any job.
+
+    `auth` is the result of `auth_context` of gRPC's servicer context, whose values are sequences of bytes.
+
+    Raises:
+        StatusError: UNAUTHENTICATED. The certificate has no URI of Checkmate, another one, or several.
+    """
+    uris = [uri.decode("ascii", "replace") for uri in auth.get("peer_uri", ())]
+    checkmate_uris = [uri for uri in uris if uri.startswith(SCHEME)]
+    if len(checkmate_uris) != 1 or not CONTROLLER.fullmatch(checkmate_uris[0]):
+        listing = ", ".join(checkmate_uris)[:MAX_LISTING] or f"no URI that begins with {SCHEME}"
+        raise StatusError(
+            "UNAUTHENTICATED",
+            f"the client's certificate has {listing}; it must have one, checkmate:JOB/controller",
+        )
 
 
 class WaitGuard:
@@ -67,7 +88,7 @@ class WaitGuard:
             StatusError: It was ended.
         """
         with self._lock:
-            crowding_call = self._waits.begin(context, host_of(context), time.monotonic())
+            crowding_call = self._waits.begin(context, client_host(context), time.monotonic())
         if crowding_call is not None:
             crowding_call.cancel()
         in_time = False
@@ -87,7 +108,7 @@ class WaitGuard:
             try:
                 check_controller(context.auth_context())
             except StatusError as error:
-                log.warning("a call from %s was refused: %s", host_of(context), error)
+                log.warning("a call from %s was refused: %s", client_host(context), error)
                 raise
         with self.waiting(context):
             data = next(requests, None)
@@ -135,7 +156,7 @@ def status(context: grpc.ServicerContext) -> Iterator[None]:
         context.abort(grpc.StatusCode[error.code], str(error))
 
 
-def host_of(context: grpc.ServicerContext) -> str:
+def client_host(context: grpc.ServicerContext) -> str:
     """Return a client's IP address."""
     return unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
 
@@ -151,7 +172,7 @@ def parser(
         check: Gets the message's head before the rest is parsed, and raises `StatusError` to refuse it.
     """
     name = kind.DESCRIPTOR.name
-    head = _head_of(kind) if check else None
+    head = _head_type(kind) if check else None
 
     def parse(data: bytes) -> Any:
         if len(data) > most:
@@ -166,7 +187,7 @@ def parser(
     return parse
 
 
-def _head_of(kind: type[Message]) -> type[Message]:
+def _head_type(kind: type[Message]) -> type[Message]:
     """Return the type of a request's head: what else the request has is skipped, as unknown fields are."""
     whole = kind.DESCRIPTOR
     name = f"{whole.name}Head"

@@ -10,7 +10,7 @@ from typing import TypeVar
 from finsy.proto import p4i, p4r
 
 from softswitch.codegen.program import Program, UnsupportedProgramError, load
-from softswitch.p4runtime.entities import TableCodec, name_of, table_codecs
+from softswitch.p4runtime.entities import TableCodec, short_name, table_codecs
 from softswitch.p4runtime.fieldcodecs import invalid
 from softswitch.p4runtime.packetio import ControllerHeader
 from softswitch.program.state import StatusError
@@ -81,12 +81,12 @@ def build(config: p4r.ForwardingPipelineConfig) -> Pipeline:
         config,
         table_codecs(p4info, program.state.tables),
         {
-            info.preamble.id: ArrayInfo(info.preamble.id, name_of(info.preamble), info.size)
+            info.preamble.id: ArrayInfo(info.preamble.id, short_name(info.preamble), info.size)
             for info in p4info.counters
         },
         {
             info.preamble.id: ArrayInfo(
-                info.preamble.id, name_of(info.preamble), info.size, unit=info.spec.unit
+                info.preamble.id, short_name(info.preamble), info.size, unit=info.spec.unit
             )
             for info in p4info.meters
         },
@@ -107,7 +107,7 @@ def _register(info: p4i.Register) -> ArrayInfo:
     signed = bits.WhichOneof("type_spec") == "int"
     width = bits.int.bitwidth if signed else bits.bit.bitwidth
     truth = info.type_spec.WhichOneof("type_spec") == "bool"
-    return ArrayInfo(info.preamble.id, name_of(info.preamble), info.size, width, truth, signed)
+    return ArrayInfo(info.preamble.id, short_name(info.preamble), info.size, width, truth, signed)
 
 
 def find(things: dict[int, T], number: int, kind: str) -> T:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from graphlib import CycleError
 from typing import Any, Final
 
-from softswitch.program.parts import PROGRAM
-from softswitch.program.schema import FormatError, describe
+from softswitch.program.schema import PROGRAM, FormatError, describe
 
 Json = dict[str, Any]
 

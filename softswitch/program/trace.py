@@ -1,13 +1,95 @@
-"""The trace of a packet, as text and as data.
+"""The trace of a packet, as text and as data, and the notation of addresses in it.
 
 The traced variant of the generated code adds events; the plain variant does not.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
-from softswitch.program.notation import Notations
+from softswitch.program.bmv2 import Json, ProgramConfig
+
+Notation = Callable[[int], str]
+Notations = dict[tuple[str, str, str], Notation]
+"""Notations by ("table", its name, key) and ("action", its name, parameter); all others are hexadecimal."""
+
+_MAC_BITS, _IPV4_BITS, _IPV6_BITS = 48, 32, 128
+_MAC_NAME = re.compile(r"addr|(^|[_.])mac($|[_.\d])", re.IGNORECASE)
+_IP_NAME = re.compile(r"addr|(^|[_.])ip(v?[46])?($|[_.])", re.IGNORECASE)
+
+
+def mac(value: int) -> str:
+    """Return a value like `02:00:00:00:00:01`."""
+    return value.to_bytes(6, "big").hex(":")
+
+
+def ipv4(value: int) -> str:
+    """Return a value like `10.0.0.1`."""
+    return str(IPv4Address(value))
+
+
+def ipv6(value: int) -> str:
+    """Return a value like `fe80::1`."""
+    return str(IPv6Address(value))
+
+
+def notation(width: int, name: str, header: str = "", header_type: str = "") -> Notation:
+    """Return the notation of a value of `width` bits; `header` is empty outside of packet headers."""
+    if width == _MAC_BITS and (header or _MAC_NAME.search(name)):
+        return mac
+    kinds = (header.rpartition(".")[2], header_type)
+    if width == _IPV4_BITS and (_IP_NAME.search(name) or any(kind.startswith("ipv4") for kind in kinds)):
+        return ipv4
+    if width == _IPV6_BITS and (_IP_NAME.search(name) or any(kind.startswith("ipv6") for kind in kinds)):
+        return ipv6
+    return hex
+
+
+def program_notations(config: ProgramConfig) -> Notations:
+    """Return the notation of every table key and action parameter of a program."""
+    notations: Notations = {}
+    for pipeline in config.pipelines.values():
+        for table in pipeline["tables"]:
+            for key in table["key"]:
+                notations["table", table["name"], key["name"]] = _field_notation(
+                    config, key["target"], key["name"]
+                )
+    for action in config.actions.values():
+        for number, param in enumerate(action["runtime_data"]):
+            notations["action", action["name"], param["name"]] = _param_notation(
+                config, action, number, param
+            )
+    return notations
+
+
+def _field_notation(config: ProgramConfig, reference: list[str], name: str = "") -> Notation:
+    """Return the notation of a field, which may have another `name` in a table."""
+    header = config.headers[reference[0]]
+    if reference[1] == "$valid$":
+        return hex
+    width = config.field(reference).width
+    if header.metadata:
+        return notation(width, name or reference[1])
+    by_name = notation(width, name)
+    return by_name if by_name is not hex else notation(width, reference[1], header.name, header.type)
+
+
+def _param_notation(config: ProgramConfig, action: Json, number: int, param: Json) -> Notation:
+    """Return a parameter's notation: that of the packet's field it is assigned to, else by its own name."""
+    for primitive in action["primitives"]:
+        if primitive["op"] != "assign":
+            continue
+        target, source = primitive["parameters"]
+        if target["type"] != "field" or source != {"type": "runtime_data", "value": number}:
+            continue
+        header, _ = target["value"]
+        if not config.headers[header].metadata and config.field(target["value"]).width == param["bitwidth"]:
+            return _field_notation(config, target["value"])
+    return notation(param["bitwidth"], param["name"])
+
 
 Event = dict[str, Any]
 

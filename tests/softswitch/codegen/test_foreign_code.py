@@ -15,7 +15,7 @@ from finsy.proto import p4i
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
-from softswitch.codegen import codegen, vocabulary
+from softswitch.codegen import functions, vocabulary
 from softswitch.codegen.program import Program, UnsupportedProgramError, _compile, load
 from softswitch.program.trace import Trace
 from tests.softswitch.support.scenarios import CHECKMATE, EXAMPLES, ROOT, files
@@ -102,7 +102,7 @@ def original(name: str) -> tuple[Any, p4i.P4Info]:
 @pytest.fixture(autouse=True)
 def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generate once, without omissions: all code that any round has."""
-    monkeypatch.setattr(codegen, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(functions, "MAX_ROUNDS", 1)
 
 
 def verdict(name: str, place: Place, value: Any, expected: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Code generation: parser, controls, checksums and deparser of a program become two Python functions.
+"""The generated functions: parser, controls, checksums and deparser of a program become two Python functions.
 
 `process(port, frame, trace)` parses, runs ingress and decides on copies. `egress(...)` is called for each
 copy with the variables that it reads, so that every copy has its own headers and metadata. It returns the
