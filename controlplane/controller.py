@@ -37,7 +37,7 @@ LOG = logging.getLogger("checkmate")
 RECONNECT_SECONDS = 0.5
 ANSWERS_AT_ONCE = 256
 IDLE_SECONDS = 0.0005
-"""If no frame comes in this time, none that the switch has sent is waiting."""
+"""Time without a frame after which none that the switch has sent is waiting."""
 SILENCE_SECONDS = 60.0
 DRAIN_SECONDS = 0.05
 """Longest time for reading frames before some are answered."""
@@ -59,9 +59,9 @@ class SwitchController(ReconciledSwitch):
         self._waiting = asyncio.Event()
         self._notes = StrangerLog()
         self._closures = {
-            how: GatheredLog(logging.INFO, closures_line, _closed) for how in ("closed", "reset")
+            how: GatheredLog(logging.INFO, closures_line, _closure_event) for how in ("closed", "reset")
         }
-        self._admissions = GatheredLog[str](logging.DEBUG, self._admissions_line, self._admitted)
+        self._admissions = GatheredLog[str](logging.DEBUG, self._admissions_line, self._admission_event)
 
     async def close(self) -> None:
         """End the session. The switch keeps its entries."""
@@ -78,32 +78,32 @@ class SwitchController(ReconciledSwitch):
         while True:
             try:
                 if self.session is None:
-                    done = await self.connect()
-                    name, updates = self.switch.name, done.updates
-                    back = SWITCH_BACK(switch=name, updates=updates)
+                    report = await self.connect()
+                    name, updates = self.switch.name, report.updates
+                    return_event = SWITCH_BACK(switch=name, updates=updates)
                     say(
                         logging.WARNING,
-                        back,
+                        return_event,
                         "switch %s is back: %s written",
                         name,
                         counted(updates, "update"),
                     )
                 assert self.session is not None
                 await self._serve_session(self.session)
-            except (SwitchUnreachable, WriteRefused) as gone:
-                if self.session is not None or isinstance(gone, WriteRefused):
-                    lost = SWITCH_LOST(switch=self.switch.name, why=str(gone))
-                    say(logging.WARNING, lost, "%s; trying again until it is back", gone)
+            except (SwitchUnreachable, WriteRefused) as error:
+                if self.session is not None or isinstance(error, WriteRefused):
+                    event = SWITCH_LOST(switch=self.switch.name, why=str(error))
+                    say(logging.WARNING, event, "%s; trying again until it is back", error)
                 await self.close()
                 await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _serve_session(self, session: SwitchSession) -> None:
-        self._lost.clear()
+        self._must_reconnect.clear()
         await until_first(
             self._answer_queued(session),
             self._fill_queue(session),
             session.heartbeat(),
-            self._lost.wait(),
+            self._must_reconnect.wait(),
             self._name_silence(),
         )
         raise SwitchUnreachable(f"switch {self.switch.name} must be read again")
@@ -116,7 +116,7 @@ class SwitchController(ReconciledSwitch):
             await asyncio.sleep(SILENCE_SECONDS)
             if network is not self.network or network is judged:
                 continue
-            connected = self.held is not None and any(True for _ in self.held.table("streams"))
+            connected = self.holdings is not None and any(True for _ in self.holdings.table("streams"))
             copies = any(boundary.switch == self.switch.name for boundary in network.boundaries)
             if copies and not connected and self._frames_read == before:
                 LOG.warning("%s", silence(self.switch))
@@ -134,18 +134,18 @@ class SwitchController(ReconciledSwitch):
         while True:
             await self._waiting.wait()
             while self._queue:
-                await self._drained()
+                await self._drain()
                 batch = self._queue.take(ANSWERS_AT_ONCE)
                 async with self._writing:
                     try:
                         await self._answer(session, batch)
                     except WriteRefused:
-                        for one in batch if len(batch) > 1 else ():
+                        for arrival in batch if len(batch) > 1 else ():
                             with suppress(WriteRefused):
-                                await self._answer(session, [one])
+                                await self._answer(session, [arrival])
             self._waiting.clear()
 
-    async def _drained(self) -> None:
+    async def _drain(self) -> None:
         """Read the frames that the switch has sent, so that known NICs' are answered before a flood."""
         deadline = time.monotonic() + DRAIN_SECONDS
         before = -1
@@ -161,9 +161,9 @@ class SwitchController(ReconciledSwitch):
         now = time.time_ns() // 1000
         answers: list[tuple[int, Answer]] = []
         for segment, port in batch:
-            found = answer(segment, port, self._view, now)
-            memory.take(found, changes)
-            answers.append((port, found))
+            reply = answer(segment, port, self._view, now)
+            memory.take(reply, changes)
+            answers.append((port, reply))
         updates = changes.updates
         try:
             if updates:
@@ -171,32 +171,32 @@ class SwitchController(ReconciledSwitch):
         except (WriteRefused, SwitchUnreachable) as error:
             memory.forget(changes)
             if isinstance(error, Unsure):
-                self._lost.set()
+                self._must_reconnect.set()
             LOG.warning("%s", error)
             raise
-        for port, found in answers:
-            if found.note:
-                self._notes.line(f"switch {self.switch.name}: {found.note}", self._note)
-            if found.admission is not None:
-                self._admissions.add(str(IPv4Address(found.admission.put[0]["shadow_ip"])))
-            if found.closure is not None:
-                self._closures[found.closure.how].add(found.closure)
-            if found.frame is not None:
-                await session.send_packet(port, found.frame)
+        for port, reply in answers:
+            if reply.note:
+                self._notes.line(f"switch {self.switch.name}: {reply.note}", self._refusal_event)
+            if reply.admission is not None:
+                self._admissions.add(str(IPv4Address(reply.admission.puts[0]["shadow_ip"])))
+            if reply.closure is not None:
+                self._closures[reply.closure.how].add(reply.closure)
+            if reply.frame is not None:
+                await session.send_packet(port, reply.frame)
 
-    def _note(self, words: str, count: int) -> Happened:
+    def _refusal_event(self, words: str, count: int) -> Happened:
         return STREAM_REFUSED(switch=self.switch.name, count=count, why=words)
 
-    def _admitted(self, nics: Sequence[str]) -> Happened:
+    def _admission_event(self, nics: Sequence[str]) -> Happened:
         return STREAM_ADMITTED(switch=self.switch.name, count=len(nics), nics=list(dict.fromkeys(nics)))
 
     def _admissions_line(self, nics: Sequence[str]) -> str:
         return f"switch {self.switch.name}: {counted(len(nics), 'stream is', 'streams are')} admitted"
 
 
-def _closed(found: Sequence[Closure]) -> Happened:
-    first, nics = found[0], list(dict.fromkeys(one.nic for one in found))
-    return STREAM_CLOSED(switch=first.switch, how=first.how, count=len(found), nics=nics)
+def _closure_event(closures: Sequence[Closure]) -> Happened:
+    first, nics = closures[0], list(dict.fromkeys(closure.nic for closure in closures))
+    return STREAM_CLOSED(switch=first.switch, how=first.how, count=len(closures), nics=nics)
 
 
 def silence(switch: Switch) -> str:

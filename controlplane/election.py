@@ -1,12 +1,13 @@
-"""Who is primary among controllers: election ids, and the rules for claiming switches. Pure.
+"""Election of the primary controller: election ids, and the rules for claiming switches. Pure.
 
 A switch's server knows its primary, and refuses everybody else's writes (P4Runtime specification, section 5).
 Controllers of the same job files take turns by these rules:
 
 - A controller claims switches in the order of their names. It writes to none before it has the first one that
   it can reach.
-- Who has that one may displace the primaries of those after it, if they have the same job files.
-- Who loses a switch to another controller gives all up.
+- A controller that holds that switch may displace the primaries of those after it, if they have the same job
+  files.
+- A controller that loses one switch to another controller releases all of them.
 
 An election id names the job files, so that controllers can compare them without talking to each other.
 """
@@ -27,7 +28,7 @@ from checkmate.job.validation import data_of
 _JOBS_BITS: Final = 48
 _CONTROLLER_BITS: Final = 16
 _OWN_PATHS: Final[Any] = {"keys": True, "fabric": {"switches": {"__all__": {"tls"}}}}
-"""What differs between two machines with the same job files: where each has its keys."""
+"""Fields that differ between two machines with the same job files: the paths of their keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ElectionId:
     Attributes:
         term: Counted up at each change of the primary; 0 for a controller that waits.
         jobs: The digest of the primary's job files; 0 is unknown.
-        controller: What tells this process from others.
+        controller: A number that tells this process from others.
     """
 
     term: int
@@ -52,8 +53,8 @@ class ElectionId:
         return (self.term << _JOBS_BITS | self.jobs) << _CONTROLLER_BITS | self.controller
 
     @classmethod
-    def of(cls, number: int) -> ElectionId:
-        """Return what `number` was made of. Only a primary's names job files."""
+    def from_number(cls, number: int) -> ElectionId:
+        """Return the parts of `number`. Only a primary's names job files."""
         rest, controller = divmod(number, 1 << _CONTROLLER_BITS)
         term, jobs = divmod(rest, 1 << _JOBS_BITS)
         return cls(term, jobs, controller) if term else cls(0, 0, number)
@@ -72,7 +73,7 @@ def jobs_digest(jobs: Iterable[Job]) -> int:
 
 
 class Primary(enum.Enum):
-    """Who is a switch's primary, as its server says."""
+    """The primary of a switch, as its server says."""
 
     THIS = "this controller"
     ANOTHER = "another controller"
@@ -88,14 +89,14 @@ class ServerStanding:
 
     @property
     def led(self) -> bool:
-        """Whether another controller serves; one that waits, or a shell, is only in the way."""
+        """True if another controller serves; a primary that waits, or a shell, does not count."""
         waits = self.highest is not None and not self.highest.term
         return self.primary is Primary.ANOTHER and not waits
 
 
 @dataclass(frozen=True, slots=True)
 class Candidacy:
-    """What a controller claims a switch with.
+    """A controller's claim to a switch.
 
     Attributes:
         controller: Its own number (`new_controller`).
@@ -113,11 +114,11 @@ class Candidacy:
         """Return the election id to become primary with, or `None` if another controller is to stay."""
         highest = standing.highest
         if highest is not None and highest.jobs:
-            same, own = highest.jobs == self.jobs, highest.controller == self.controller
+            has_same_jobs, is_own_id = highest.jobs == self.jobs, highest.controller == self.controller
             # Its own is of a connection that has broken, and that the server has not given up yet.
-            if standing.led and not (same and (self.displaces or own)):
+            if standing.led and not (has_same_jobs and (self.displaces or is_own_id)):
                 return None
-            if self.returns and not (same or own):
+            if self.returns and not (has_same_jobs or is_own_id):
                 return None  # another one has brought newer job files meanwhile
         elif standing.led:
             return None
@@ -125,7 +126,7 @@ class Candidacy:
 
 
 class StandbyVerdict(enum.Enum):
-    """What a standby does."""
+    """The next action of a standby."""
 
     WAIT = "wait"
     CLAIM = "claim"
@@ -133,7 +134,7 @@ class StandbyVerdict(enum.Enum):
 
 
 class SwitchWatch:
-    """What a standby sees of its switches, and what follows."""
+    """The switches as a standby sees them, and its verdict."""
 
     def __init__(self, switches: Iterable[str], digest: int, earlier: Iterable[int] = ()) -> None:
         """Watch some switches.
@@ -145,7 +146,7 @@ class SwitchWatch:
         """
         self._names = sorted(switches)
         self._digest, self._digests = digest, {digest, *earlier}
-        self._seen: dict[str, ServerStanding | None] = {}
+        self._standings: dict[str, ServerStanding | None] = {}
         self._back: set[str] = set()
         self._jobs: dict[str, int] = {}
 
@@ -153,30 +154,30 @@ class SwitchWatch:
         """Take a switch's answer; `None` if it is unreachable."""
         if standing is None or standing.led:
             self._back.discard(switch)
-        elif self._seen.get(switch, standing) is None:
+        elif self._standings.get(switch, standing) is None:
             self._back.add(switch)
-        self._seen[switch] = standing
+        self._standings[switch] = standing
         if standing is not None and standing.highest is not None and standing.highest.jobs:
             self._jobs[switch] = standing.highest.jobs
 
     @property
     def reachable(self) -> list[str]:
         """The switches that can be reached, in the order in which they are claimed."""
-        return [name for name in self._names if self._seen.get(name) is not None]
+        return [name for name in self._names if self._standings.get(name) is not None]
 
     @property
     def first(self) -> str | None:
         """The switch that decides: the first reachable one; `None` as long as that is not known."""
         for name in self._names:
-            if name not in self._seen:
+            if name not in self._standings:
                 return None
-            if self._seen[name] is not None:
+            if self._standings[name] is not None:
                 return name
         return None
 
     @property
     def is_back(self) -> bool:
-        """Whether the switch that decides was away, and nobody has served it since.
+        """True if the switch that decides was away, and nobody has served it since.
 
         It may have lost its entries, and only the controller that served it knows the connected streams.
         """
@@ -184,8 +185,8 @@ class SwitchWatch:
 
     @property
     def verdict(self) -> StandbyVerdict:
-        """Whether to claim the switches now."""
-        standing = self._seen[self.first] if self.first is not None else None
+        """The decision whether to claim the switches now."""
+        standing = self._standings[self.first] if self.first is not None else None
         if standing is None:
             return StandbyVerdict.WAIT
         jobs = self._jobs.get(self.first or "", 0)
@@ -194,7 +195,11 @@ class SwitchWatch:
         if standing.led:
             return StandbyVerdict.WAIT
         # A primary that has not read the new job files yet may serve other switches of theirs.
-        led = (self._jobs.get(name, 0) for name, one in self._seen.items() if one is not None and one.led)
+        led = (
+            self._jobs.get(name, 0)
+            for name, standing in self._standings.items()
+            if standing is not None and standing.led
+        )
         return (
             StandbyVerdict.OTHER_JOBS
             if any(jobs not in (0, self._digest) for jobs in led)
@@ -202,6 +207,6 @@ class SwitchWatch:
         )
 
 
-def before(name: str, names: Iterable[str]) -> Sequence[str]:
+def earlier_switches(name: str, names: Iterable[str]) -> Sequence[str]:
     """Return the switches that are claimed before one."""
-    return [other for other in sorted(names) if other < name]
+    return [earlier for earlier in sorted(names) if earlier < name]

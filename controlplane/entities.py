@@ -76,8 +76,8 @@ class TableEntry:
     def __getitem__(self, name: str) -> int:
         """Return a parameter or an exact key field by name."""
         for pairs in (self.match, self.params):
-            for found, value in pairs:
-                if found == name and isinstance(value, int):
+            for key, value in pairs:
+                if key == name and isinstance(value, int):
                     return value
         raise KeyError(name)
 
@@ -151,11 +151,11 @@ class Holdings:
     rates: dict[tuple[str, int], PortRate] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, entities: Iterable[Entity]) -> Holdings:
-        held = cls()
+    def from_entities(cls, entities: Iterable[Entity]) -> Holdings:
+        holdings = cls()
         for entity in entities:
-            held.put(entity)
-        return held
+            holdings.put(entity)
+        return holdings
 
     def __iter__(self) -> Iterator[Entity]:
         yield from self.entries.values()
@@ -168,13 +168,13 @@ class Holdings:
 
     def put(self, entity: Entity) -> None:
         """Add `entity`, or replace the one with the same key."""
-        self._of(entity)[entity.key] = entity
+        self._mapping_for(entity)[entity.key] = entity
 
     def drop(self, entity: Entity) -> None:
         """Remove the entity with the key of `entity`, if there is one."""
-        self._of(entity).pop(entity.key, None)
+        self._mapping_for(entity).pop(entity.key, None)
 
-    def _of(self, entity: Entity) -> dict[Any, Any]:
+    def _mapping_for(self, entity: Entity) -> dict[Any, Any]:
         if isinstance(entity, MulticastGroup):
             return self.groups
         return self.rates if isinstance(entity, PortRate) else self.entries
@@ -237,10 +237,10 @@ def _unknown(entity: Entity | None) -> bool:
     return isinstance(entity, PortRate) and entity.rate is None
 
 
-def difference(held: Holdings, wanted: Holdings) -> list[Update]:
-    """Return the updates from `held` to `wanted`, in order. An unknown rate is replaced, but never wanted."""
-    have = {entity.key: entity for entity in held}
-    want = {entity.key: entity for entity in wanted}
+def difference(current: Holdings, target: Holdings) -> list[Update]:
+    """Return the updates from `current` to `target`, in order. An unknown rate is replaced, never set."""
+    have = {entity.key: entity for entity in current}
+    want = {entity.key: entity for entity in target}
     puts = [
         Update(have.get(key), entity)
         for key, entity in want.items()
@@ -258,8 +258,8 @@ def batches(updates: Iterable[Update], size: int) -> list[list[Update]]:
 
     P4Runtime does not define the order within a batch (specification, section 12.2).
     """
-    cut: list[list[Update]] = []
+    pieces: list[list[Update]] = []
     for _, run in groupby(updates, key=lambda update: (update.entity.feature, update.new is None)):
         alike = list(run)
-        cut += [alike[at : at + size] for at in range(0, len(alike), size)]
-    return cut
+        pieces += [alike[at : at + size] for at in range(0, len(alike), size)]
+    return pieces

@@ -41,10 +41,10 @@ def entries(network: Network, switch: str) -> Iterator[TableEntry | MulticastGro
             yield forward(host.mac, port)
         if host.switch == switch:
             ports.add(host.port)
-    for name, other in network.switches.items():
+    for name, peer in network.switches.items():
         if name == switch:
             # Frames that the feature `stub` does not handle, such as a ping, have no port to leave by.
-            yield discard(other.stub.mac)
+            yield discard(peer.stub.mac)
         elif (port := network.port_to_switch(switch, name)) is not None:
-            yield forward(other.stub.mac, port)
+            yield forward(peer.stub.mac, port)
     yield flood_group(ports)

@@ -49,11 +49,11 @@ def entries(network: Network, switch: str) -> Iterator[TableEntry]:
             yield host_port(host.port)
     for port in network.links(switch):
         yield link_port(port)
-    for name, other in network.switches.items():
-        yield refuse(other.stub.ip, from_link=False)
-        yield refuse(other.stub.ip, from_link=True)
+    for name, peer in network.switches.items():
+        yield refuse(peer.stub.ip, from_link=False)
+        yield refuse(peer.stub.ip, from_link=True)
         for port in network.stub_ports(switch, name):
-            yield permit(port, other.stub.ip)
+            yield permit(port, peer.stub.ip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Refusal:
     switch: str
     port: int | None
     address: str
-    """Of the host at the port; or the source of the packets."""
+    """The addresses of the host at the port; or the source of the packets."""
     host: str
     packets: int
     """Since the guard's entry was written, as a job was installed; the counter never goes back."""
@@ -71,12 +71,12 @@ class Refusal:
 
     @property
     def place(self) -> tuple[int | None, str]:
-        """Where it was counted."""
+        """The port and the address of the count."""
         return (self.port, self.address)
 
     @property
     def trouble(self) -> str:
-        """What was refused, and where."""
+        """The refused packets and their place, in words."""
         many = counted(self.packets, "packet")
         if self.port is None:
             return (
@@ -86,7 +86,7 @@ class Refusal:
 
     @property
     def remedy(self) -> str:
-        """What would be right."""
+        """Advice for the operator."""
         if self.port is None:
             return "correct a cable, or its port in the job file, unless another machine has its address"
         return "give its interface that address, or name the others in the job file (addresses)"
@@ -113,14 +113,14 @@ def refusals(network: Network, switch: str, counts: Iterable[Counts]) -> Iterato
                 at_port.setdefault(host.port, {})[name] = host
             for address in host.sources:
                 names.setdefault(int(address), {})[name] = None
-    for other in network.switches.values():
-        names.setdefault(int(other.stub.ip), {})[f"the stub of switch {other.name}"] = None
+    for peer in network.switches.values():
+        names.setdefault(int(peer.stub.ip), {})[f"the stub of switch {peer.name}"] = None
     for match, packets, nbytes in counts:
         port = match.get("port")
         if port is None:
-            if packets and (whose := names.get(int(match["address"]))):
+            if packets and (owners := names.get(int(match["address"]))):
                 source = str(IPv4Address(match["address"]))
-                yield Refusal(switch, None, source, ", ".join(whose), packets, nbytes)
+                yield Refusal(switch, None, source, ", ".join(owners), packets, nbytes)
         elif port in at_port:
-            own = dict.fromkeys(str(ip) for host in at_port[port].values() for ip in host.sources)
-            yield Refusal(switch, port, ", ".join(own), ", ".join(at_port[port]), packets, nbytes)
+            sources = dict.fromkeys(str(ip) for host in at_port[port].values() for ip in host.sources)
+            yield Refusal(switch, port, ", ".join(sources), ", ".join(at_port[port]), packets, nbytes)

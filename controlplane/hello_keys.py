@@ -24,11 +24,11 @@ class HelloKeys:
         self._remember = remember
         self._served: dict[str, tuple[Job, bytes]] = {}
 
-    def of(self, jobs: Iterable[Job]) -> dict[str, bytes]:
+    def secrets(self, jobs: Iterable[Job]) -> dict[str, bytes]:
         """Return the secret of each job, by name. Raise `KeysError` if one can't be used."""
-        return {job.job: self._one(job) for job in jobs}
+        return {job.job: self._secret(job) for job in jobs}
 
-    def served(self, jobs: Iterable[Job], keys: Mapping[str, bytes]) -> None:
+    def note_served(self, jobs: Iterable[Job], keys: Mapping[str, bytes]) -> None:
         """Remember the secrets of the jobs that are served now."""
         if self._remember:
             self._served = {job.job: (job, keys[job.job]) for job in jobs}
@@ -36,7 +36,7 @@ class HelloKeys:
     def unusable(self, job: Job) -> str | None:
         """Return why a job's keys can't be used, if so."""
         try:
-            self._one(job)
+            self._secret(job)
         except KeysError as error:
             return str(error)
         return None
@@ -48,7 +48,7 @@ class HelloKeys:
         folder = role_folder(job.keys, job.job, Role.CONTROLLER)
         return [folder, *(folder / name for name in (CA_FILE, CERT_FILE, KEY_FILE, Secret.HELLO))]
 
-    def _one(self, job: Job) -> bytes:
+    def _secret(self, job: Job) -> bytes:
         try:
             return access(job, Role.CONTROLLER, insecure=self._insecure).secret(Secret.HELLO)
         except KeysError:

@@ -30,8 +30,8 @@ class Network:
     @cached_property
     def hosts(self) -> tuple[Host, ...]:
         """Every interface on the training network: those of training hosts, then shadow NICs."""
-        found = [interface for job in self.jobs for _, interface in job.interfaces()]
-        return tuple(sorted(found, key=lambda one: isinstance(one, Nic)))
+        interfaces = [interface for job in self.jobs for _, interface in job.interfaces()]
+        return tuple(sorted(interfaces, key=lambda host: isinstance(host, Nic)))
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
@@ -76,27 +76,27 @@ class Network:
             here = far.switch
             yield here, far.port
 
-    def stub_ports(self, switch: str, other: str) -> Set[int]:
-        """Return the link ports of `switch` at which frames from the stub of `other` may arrive.
+    def stub_ports(self, switch: str, origin: str) -> Set[int]:
+        """Return the link ports of `switch` at which frames from the stub of `origin` may arrive.
 
         A stub answers by the port of the request, so each link to its own switch is among them.
         """
-        return self._stub_ports.get((switch, other), frozenset())
+        return self._stub_ports.get((switch, origin), frozenset())
 
     @cached_property
     def _stub_ports(self) -> dict[tuple[str, str], set[int]]:
-        found: dict[tuple[str, str], set[int]] = {}
+        ports: dict[tuple[str, str], set[int]] = {}
         for origin in self.switches:
             for end in self.switches:
                 for here, port in self._hops(origin, end):
-                    found.setdefault((here, origin), set()).add(port)
+                    ports.setdefault((here, origin), set()).add(port)
             for far in self._links[origin].values():
-                found.setdefault((far.switch, origin), set()).add(far.port)
-        return found
+                ports.setdefault((far.switch, origin), set()).add(far.port)
+        return ports
 
-    def port_to_switch(self, switch: str, other: str) -> int | None:
-        """Return the port of `switch` on a shortest path to `other`: the lowest if there are several."""
-        distance = self._distances[other]
+    def port_to_switch(self, switch: str, destination: str) -> int | None:
+        """Return the port of `switch` on a shortest path to `destination`: the lowest of several."""
+        distance = self._distances[destination]
         if switch not in distance:
             return None
         return min(
@@ -109,14 +109,14 @@ class Network:
         return {switch: self._distances_to(switch) for switch in self.switches}
 
     def _distances_to(self, root: str) -> dict[str, int]:
-        found = {root: 0}
+        distances = {root: 0}
         queue = [root]
         for here in queue:  # it grows
             for far in self.links(here).values():
-                if far not in found:
-                    found[far] = found[here] + 1
+                if far not in distances:
+                    distances[far] = distances[here] + 1
                     queue.append(far)
-        return found
+        return distances
 
     def tree_ports(self, switch: str) -> set[int]:
         """Return the link ports that flooding uses: those of a spanning tree, to prevent broadcast storms.

@@ -61,14 +61,14 @@ class SwitchPlan:
 
     def usage(self) -> dict[str, int]:
         """Return the number of entries per table, with every stream connected, of groups and of PRE nodes."""
-        used = Counter(entry.table for entry in self.holdings.entries.values())
-        used["streams"] = len(self.streams)
-        used["incarnations"] = len({key[0] for key in self.streams})
-        used["multicast groups"] = len(self.holdings.groups)
-        used["multicast nodes"] = sum(
+        counts = Counter(entry.table for entry in self.holdings.entries.values())
+        counts["streams"] = len(self.streams)
+        counts["incarnations"] = len({key[0] for key in self.streams})
+        counts["multicast groups"] = len(self.holdings.groups)
+        counts["multicast nodes"] = sum(
             len({instance for _, instance in group.replicas}) for group in self.holdings.groups.values()
         )
-        return dict(used)
+        return dict(counts)
 
 
 @dataclass(frozen=True)
@@ -77,45 +77,49 @@ class Excess:
 
     switch: str
     target: str
-    what: str
-    needed: int
+    resource: str
+    demand: int
     limit: int
-    others: int = 0
-    """How many more switches of the target need as many."""
+    other_switches: int = 0
+    """Further switches of the target with the same demand."""
 
     def __str__(self) -> str:
-        advice = ADVICE[self.what.removesuffix(" entries")]
-        switch = f"{self.switch} and {counted(self.others, 'other')}" if self.others else self.switch
+        advice = ADVICE[self.resource.removesuffix(" entries")]
+        switch = (
+            f"{self.switch} and {counted(self.other_switches, 'other')}"
+            if self.other_switches
+            else self.switch
+        )
         return (
-            f"switch {switch} ({self.target}): {self.needed} {self.what} needed, it holds {self.limit}; "
+            f"switch {switch} ({self.target}): {self.demand} {self.resource} needed, it holds {self.limit}; "
             f"{advice}"
         )
 
 
-def plan_switch(network: Network, switch: str, held: Holdings) -> SwitchPlan:
+def plan_switch(network: Network, switch: str, current: Holdings) -> SwitchPlan:
     """Return the plan of `switch` for the network's jobs, given its entries.
 
-    Ids of boundaries and groups stay as in `held`, and so do the connected streams. The plan of a switch that
-    no job names is empty.
+    Ids of boundaries and groups stay as in `current`, and so do the connected streams. The plan of a switch
+    that no job names is empty.
     """
     if switch not in network.switches:
         return SwitchPlan(switch, Holdings(), {}, {})
-    boundary_ids = replication.boundary_ids(network, switch, held)
-    wanted = Holdings.of(
+    boundary_ids = replication.boundary_ids(network, switch, current)
+    holdings = Holdings.from_entities(
         [
-            *streams.entries(network, switch, boundary_ids, held),
-            *replication.entries(network, switch, boundary_ids, held),
+            *streams.entries(network, switch, boundary_ids, current),
+            *replication.entries(network, switch, boundary_ids, current),
             *stub.entries(network, switch),
             *guard.entries(network, switch),
             *forwarding.entries(network, switch),
         ]
     )
-    return SwitchPlan(switch, wanted, boundary_ids, streams.streams_of(network, switch, boundary_ids))
+    return SwitchPlan(switch, holdings, boundary_ids, streams.planned_streams(network, switch, boundary_ids))
 
 
 def fabric_excesses(network: Network) -> list[Excess]:
     """Return limits that a fabric's size exceeds at every switch of a target, before entries are made."""
-    needed = {
+    demands = {
         "forwarding": len({host.mac for host in network.hosts}) + len(network.switches),
         "guarded_addresses": len({ip for host in network.hosts for ip in host.sources})
         + 2 * len(network.switches),
@@ -124,10 +128,10 @@ def fabric_excesses(network: Network) -> list[Excess]:
     for name, switch in network.switches.items():
         targets.setdefault(switch.target, []).append(name)
     return [
-        Excess(first, target, f"{what} entries", count, limits(target)[what], len(others))
-        for target, (first, *others) in targets.items()
-        for what, count in sorted(needed.items())
-        if count > limits(target)[what]
+        Excess(first, target, f"{table} entries", count, limits(target)[table], len(other_switches))
+        for target, (first, *other_switches) in targets.items()
+        for table, count in sorted(demands.items())
+        if count > limits(target)[table]
     ]
 
 
@@ -144,10 +148,16 @@ def limits(target: str) -> Mapping[str, int]:
     return {**table_sizes(target), **pre}
 
 
-def excesses(plan: SwitchPlan, target: str, held: Mapping[str, int]) -> list[Excess]:
-    """Return those of the limits `held` that a plan exceeds."""
+def excesses(plan: SwitchPlan, target: str, capacity: Mapping[str, int]) -> list[Excess]:
+    """Return the limits of `capacity` that a plan exceeds."""
     return [
-        Excess(plan.switch, target, what if " " in what else f"{what} entries", used, held[what])
-        for what, used in sorted(plan.usage().items())
-        if used > held[what]
+        Excess(
+            plan.switch,
+            target,
+            resource if " " in resource else f"{resource} entries",
+            demand,
+            capacity[resource],
+        )
+        for resource, demand in sorted(plan.usage().items())
+        if demand > capacity[resource]
     ]

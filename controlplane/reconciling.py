@@ -14,14 +14,14 @@ from checkmate.job.schema import Switch
 from controlplane import forwarding
 from controlplane import plan as planning
 from controlplane.election import Candidacy
-from controlplane.endpoint.endpoint import Connected, View
+from controlplane.endpoint.endpoint import ConnectedStreams, View
 from controlplane.entities import Holdings, Update, difference
 from controlplane.errors import ControlError, SwitchUnreachable, TooMuch, Unsure, WriteRefused
 from controlplane.memory import SwitchMemory
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
-from controlplane.p4runtime.vacating import Vacated, resume, vacate
+from controlplane.p4runtime.vacating import VacatedState, resume, vacate
 from controlplane.plan import SwitchPlan
 
 _log = logging.getLogger("checkmate")
@@ -31,12 +31,12 @@ ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Reconciled:
+class Reconciliation:
     """The result of one reconciliation: updates written, entities held, seconds."""
 
     switch: str
     updates: int
-    held: int
+    entities: int
     seconds: float
     loaded: bool = False
 
@@ -67,38 +67,38 @@ class ReconciledSwitch:
         self._memory: SwitchMemory | None = None
         self.plan = SwitchPlan(switch.name, Holdings(), {}, {})
         self.session: SwitchSession | None = None
-        self._opened = AsyncExitStack()
-        self._checked: tuple[Network, Holdings, SwitchPlan] | None = None
-        self._view = View.of(network, switch.name, {}, Connected(), {}, hello_keys)
+        self._exit_stack = AsyncExitStack()
+        self._last_check: tuple[Network, Holdings, SwitchPlan] | None = None
+        self._view = View.from_network(network, switch.name, {}, ConnectedStreams(), {}, hello_keys)
         self._writing = asyncio.Lock()
-        self._lost = asyncio.Event()
-        self._found = Holdings()
+        self._must_reconnect = asyncio.Event()
+        self._initial_holdings = Holdings()
         self._loaded = False
         self._restoring = False
-        self.vacated: Vacated | None = None
-        """What `open` has stopped, to replace the program."""
+        self.vacated: VacatedState | None = None
+        """The state that `open` has stopped, to replace the program."""
         self.term = 0
-        """Of its last election id; 0 before the first."""
-        self.refused: Counter[str] = Counter()
+        """The term of its last election id; 0 before the first."""
+        self.write_errors: Counter[str] = Counter()
         """Writes that failed, by error."""
         self.reconciled = 0
         self.reconcile_seconds = 0.0
 
     @property
-    def held(self) -> Holdings | None:
-        """What the switch should hold, as the controller remembers it; `None` before the first `write`."""
-        return self._memory.held if self._memory is not None else None
+    def holdings(self) -> Holdings | None:
+        """The entities that the switch should hold, as remembered; `None` before the first `write`."""
+        return self._memory.holdings if self._memory is not None else None
 
     def check(self, network: Network) -> SwitchPlan:
         """Return the plan for `network`, checked against the switch's limits. Raises `TooMuch`."""
-        held = self.held or Holdings()
-        if self._checked is not None and self._checked[:2] == (network, held):
-            return self._checked[2]
-        plan = planning.plan_switch(network, self.switch.name, held)
-        found = planning.excesses(plan, self.switch.target, planning.limits(self.switch.target))
-        if found:
-            raise TooMuch("\n".join(map(str, found)))
-        self._checked = network, held.copy(), plan  # what is held changes as streams connect
+        holdings = self.holdings or Holdings()
+        if self._last_check is not None and self._last_check[:2] == (network, holdings):
+            return self._last_check[2]
+        plan = planning.plan_switch(network, self.switch.name, holdings)
+        excesses = planning.excesses(plan, self.switch.target, planning.limits(self.switch.target))
+        if excesses:
+            raise TooMuch("\n".join(map(str, excesses)))
+        self._last_check = network, holdings.copy(), plan  # what is held changes as streams connect
         return plan
 
     async def open(self, *, replace: bool = False) -> None:
@@ -109,16 +109,20 @@ class ReconciledSwitch:
         self.check(self.network)
         if replace:
             self.codec.pipeline_config()  # raises without the compiler's output, before anything stops
-        async with AsyncExitStack() as opened:
+        async with AsyncExitStack() as stack:
             session = SwitchSession(self.switch, self.codec, candidacy=self._candidacy())
-            await opened.enter_async_context(session)
+            await stack.enter_async_context(session)
             if replace:
                 self.vacated = await vacate(session, forwarding.shadow_macs(self.network))
             else:
                 self._loaded = await session.ensure_pipeline()
-                self._found = await session.read()
-            self._opened = opened.pop_all()
-        if session.found is not None and session.found.term > self.term and self._memory is not None:
+                self._initial_holdings = await session.read()
+            self._exit_stack = stack.pop_all()
+        if (
+            session.earlier_election is not None
+            and session.earlier_election.term > self.term
+            and self._memory is not None
+        ):
             # Another controller has served meanwhile: what this one remembers is old.
             self._memory, self._restoring = None, False
         self.session, self.term = session, session.term
@@ -127,7 +131,7 @@ class ReconciledSwitch:
         """Replace the program. The new one gets the connected streams of the old one, if it can have them."""
         assert self.session is not None
         if self.vacated is not None:
-            self._memory = SwitchMemory(self.vacated.held.copy())
+            self._memory = SwitchMemory(self.vacated.holdings.copy())
             try:
                 for entity in self.check(self.network).holdings:
                     self.codec.encode(entity)
@@ -137,7 +141,7 @@ class ReconciledSwitch:
                 )
                 self._memory = None
         self._loaded = await self.session.ensure_pipeline(replace=True)
-        self._found = await self.session.read()
+        self._initial_holdings = await self.session.read()
 
     async def resume(self) -> None:
         """Have a switch whose program should have been replaced forward again, as far as it can."""
@@ -146,13 +150,13 @@ class ReconciledSwitch:
             return
         try:
             if self._loaded:
-                await session.write(difference(await session.read(), vacated.held))
+                await session.write(difference(await session.read(), vacated.holdings))
             else:
                 await resume(session, vacated, self.check(self.network).holdings)
         except (ControlError, LookupError, ValueError) as error:
             _log.error("switch %s may not forward: start a controller for it; %s", self.switch.name, error)
 
-    async def write(self, progress: Callable[[int, int], None] | None = None) -> Reconciled:
+    async def write(self, progress: Callable[[int, int], None] | None = None) -> Reconciliation:
         """Write the difference between what `open` read and what the jobs need, until a read shows none.
 
         A controller that was killed may have left a batch that the switch still applies. If the switch has
@@ -163,29 +167,29 @@ class ReconciledSwitch:
         """
         start = time.monotonic()
         assert self.session is not None
-        written = 0
+        update_count = 0
         async with self._writing:
-            network, read = self.network, self._found
+            network, read = self.network, self._initial_holdings
             for _ in range(ROUNDS):
                 self._remember(read)
                 plan = self.check(network)
                 updates = difference(read, plan.holdings)
                 if not updates:
                     break
-                done, total = written, written + len(updates)
+                progress_count, total = update_count, update_count + len(updates)
 
                 def count(more: int, total: int = total) -> None:
-                    nonlocal done
-                    done += more
+                    nonlocal progress_count
+                    progress_count += more
                     if progress is not None:
-                        progress(done, total)
+                        progress(progress_count, total)
 
-                refused = await self._try(updates, count)
+                refusal = await self._try(updates, count)
                 before, read = read, await self.session.read()
-                if refused is None:
-                    written = total
+                if refusal is None:
+                    update_count = total
                 elif read == before:
-                    raise refused  # nothing that has come late is the reason
+                    raise refusal  # nothing that has come late is the reason
             else:
                 raise Unsure(f"switch {self.switch.name} differs from what was written to it {ROUNDS} times")
             self._restoring = False
@@ -193,7 +197,9 @@ class ReconciledSwitch:
         seconds = time.monotonic() - start
         self.reconciled += 1
         self.reconcile_seconds += seconds
-        return Reconciled(self.switch.name, written, len(self._found), seconds, self._loaded)
+        return Reconciliation(
+            self.switch.name, update_count, len(self._initial_holdings), seconds, self._loaded
+        )
 
     async def _try(self, updates: Sequence[Update], count: Callable[[int], None]) -> WriteRefused | None:
         """Write; return a refusal that was undone."""
@@ -201,8 +207,8 @@ class ReconciledSwitch:
             await self._put(updates, count)
         except Unsure:
             raise
-        except WriteRefused as refused:
-            return refused
+        except WriteRefused as refusal:
+            return refusal
         return None
 
     async def _put(self, updates: Sequence[Update], count: Callable[[int], None] | None = None) -> None:
@@ -211,7 +217,7 @@ class ReconciledSwitch:
         try:
             await self.session.write(updates, count)
         except ControlError as error:
-            self.refused[type(error).__name__] += 1
+            self.write_errors[type(error).__name__] += 1
             raise
 
     def _remember(self, read: Holdings) -> None:
@@ -223,14 +229,14 @@ class ReconciledSwitch:
         if before is not None and not read.entries:
             self._restoring = True
         if before is None or not self._restoring:
-            self._memory = SwitchMemory(read.copy(), before.accepted if before is not None else None)
+            self._memory = SwitchMemory(read.copy(), before.hello_times if before is not None else None)
 
     async def revert(self) -> None:
         """Undo what `write` wrote."""
         assert self.session is not None
-        await self.session.write(difference(self.plan.holdings, self._found))
+        await self.session.write(difference(self.plan.holdings, self._initial_holdings))
 
-    async def connect(self) -> Reconciled:
+    async def connect(self) -> Reconciliation:
         """Do `open` and `write`. Close the session if either fails."""
         await self.open()
         try:
@@ -242,29 +248,29 @@ class ReconciledSwitch:
     async def close(self) -> None:
         """End the session. The switch keeps its entries."""
         self.session = None
-        await self._opened.aclose()
+        await self._exit_stack.aclose()
 
-    async def apply(self, network: Network) -> Reconciled:
+    async def apply(self, network: Network) -> Reconciliation:
         """Change this switch to another set of jobs.
 
         A switch that is unreachable is reconciled when it returns.
         """
         start = time.monotonic()
-        written = 0
+        update_count = 0
         async with self._writing:
             plan = self.check(network)
-            updates = difference(self.held or Holdings(), plan.holdings)
+            updates = difference(self.holdings or Holdings(), plan.holdings)
             if self.session is not None:
                 try:
                     await self._put(updates)
-                    written = len(updates)
+                    update_count = len(updates)
                 except SwitchUnreachable:
-                    self._lost.set()
+                    self._must_reconnect.set()
                 except Unsure:
-                    self._lost.set()
+                    self._must_reconnect.set()
                     raise
             self._adopt(network, plan)
-        return Reconciled(self.switch.name, written, len(plan.holdings), time.monotonic() - start)
+        return Reconciliation(self.switch.name, update_count, len(plan.holdings), time.monotonic() - start)
 
     async def renew(self) -> None:
         """Have the switch's primary, which is this controller, stand for the job files as they are now."""
@@ -274,24 +280,24 @@ class ReconciledSwitch:
                     await self.session.renew(self._candidacy())
                     self.term = self.session.term
                 except SwitchUnreachable:
-                    self._lost.set()
+                    self._must_reconnect.set()
 
     def _adopt(self, network: Network, plan: SwitchPlan) -> None:
         self.network, self.plan = network, plan
         ids = set(plan.boundary_ids.values())
-        before = self._memory.accepted if self._memory is not None else {}
-        accepted = {key: time for key, time in before.items() if key[0] in ids}
-        self._memory = memory = SwitchMemory(plan.holdings.copy(), accepted)
-        self._view = View.of(
+        before = self._memory.hello_times if self._memory is not None else {}
+        hello_times = {key: time for key, time in before.items() if key[0] in ids}
+        self._memory = memory = SwitchMemory(plan.holdings.copy(), hello_times)
+        self._view = View.from_network(
             network,
             self.switch.name,
             plan.boundary_ids,
             memory.connected,
-            memory.accepted,
+            memory.hello_times,
             self._hello_keys,
         )
 
     @property
-    def connected(self) -> Connected:
+    def connected(self) -> ConnectedStreams:
         """The streams that are connected now."""
         return self._view.connected

@@ -20,34 +20,34 @@ from controlplane.errors import ControlError
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
-from controlplane.reconciling import Reconciled
+from controlplane.reconciling import Reconciliation
 from controlplane.serve import CONTROLLER
 
-_OF_BOUNDARIES = ("replication", "streams", "lost", "incarnations")
-_OF_HOSTS = ("sources", "guarded_addresses", "clients")
+_BOUNDARY_TABLES = ("replication", "streams", "lost", "incarnations")
+_HOST_TABLES = ("sources", "guarded_addresses", "clients")
 
 
-def without(held: Holdings, network: Network, switch: str) -> Holdings:
+def holdings_without(current: Holdings, network: Network, switch: str) -> Holdings:
     """Return the entries of `switch` that remain without the network's jobs. Pure.
 
     A boundary is identified by its source address, so the ids of the jobs' boundaries are read from
     `boundaries`. The result is empty if no job is left.
     """
     sources = {int(boundary.source.ip) for boundary in network.boundaries}
-    ours = {entry["boundary"] for entry in held.table("boundaries") if entry["source"] in sources}
+    boundaries = {entry["boundary"] for entry in current.table("boundaries") if entry["source"] in sources}
     macs = {mac_number(host.mac) for host in network.hosts}
     addresses = {int(source) for host in network.hosts for source in host.sources}
-    rest = Holdings(rates=dict(held.rates))
-    for entry in held.entries.values():
-        gone = (
+    rest = Holdings(rates=dict(current.rates))
+    for entry in current.entries.values():
+        is_removed = (
             (entry.table == "boundaries" and entry["source"] in sources)
-            or (entry.table in _OF_BOUNDARIES and entry["boundary"] in ours)
+            or (entry.table in _BOUNDARY_TABLES and entry["boundary"] in boundaries)
             or (entry.table == "forwarding" and entry["mac"] in macs)
-            or (entry.table in _OF_HOSTS and entry["address"] in addresses)
+            or (entry.table in _HOST_TABLES and entry["address"] in addresses)
         )
-        if not gone:
+        if not is_removed:
             rest.put(entry)
-    stubs = {mac_number(one.stub.mac) for one in network.switches.values()}
+    stubs = {mac_number(peer.stub.mac) for peer in network.switches.values()}
     if not any(entry.action == "forward" and entry["mac"] not in stubs for entry in rest.table("forwarding")):
         return Holdings()  # no host of another job is left
     if not rest.table("replication"):
@@ -57,41 +57,41 @@ def without(held: Holdings, network: Network, switch: str) -> Holdings:
     for entry in rest.table("guarded_ports"):
         if entry.action == "host_port" and entry["port"] not in guarded:
             rest.drop(entry)
-    used = {entry["group"] for entry in rest.table("replication")}
+    groups = {entry["group"] for entry in rest.table("replication")}
     ports = {host.port for host in network.hosts if host.switch == switch}
-    for group in held.groups.values():
+    for group in current.groups.values():
         if group.id == FLOOD_GROUP:
             rest.put(MulticastGroup(group.id, frozenset(r for r in group.replicas if r[0] not in ports)))
-        elif group.id < FIRST_JOB_GROUP or group.id in used:
+        elif group.id < FIRST_JOB_GROUP or group.id in groups:
             rest.put(group)
     return rest
 
 
-async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:
+async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciliation]:
     """Remove `jobs` from all of their switches.
 
     All switches are reached before the first write. If one refuses, the entries of the others are restored.
     """
     network = Network(jobs)
     changes: list[tuple[SwitchSession, Holdings, Holdings]] = []
-    done: list[Reconciled] = []
+    reports: list[Reconciliation] = []
     async with AsyncExitStack() as stack:
         for name, switch in network.switches.items():
             session = await stack.enter_async_context(
                 SwitchSession(switch, Codec.for_switch(switch), candidacy=Candidacy(CONTROLLER))
             )
             await session.check_pipeline()
-            held = await session.read()
-            changes.append((session, held, without(held, network, name)))
+            current = await session.read()
+            changes.append((session, current, holdings_without(current, network, name)))
         try:
-            for session, held, rest in changes:
+            for session, current, rest in changes:
                 start = time.monotonic()
-                updates = difference(held, rest)
+                updates = difference(current, rest)
                 await session.write(updates)
                 seconds = time.monotonic() - start
-                done.append(Reconciled(session.switch.name, len(updates), len(rest), seconds))
+                reports.append(Reconciliation(session.switch.name, len(updates), len(rest), seconds))
         except ControlError:
-            for session, held, rest in changes[: len(done)]:
-                await session.write(difference(rest, held))
+            for session, current, rest in changes[: len(reports)]:
+                await session.write(difference(rest, current))
             raise
-    return done
+    return reports

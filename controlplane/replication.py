@@ -46,29 +46,29 @@ def replicate(boundary: int, shadow_id: int, channel: int, *, group: int) -> Tab
     )
 
 
-def boundary_ids(network: Network, switch: str, held: Holdings) -> dict[tuple[str, int], int]:
+def boundary_ids(network: Network, switch: str, holdings: Holdings) -> dict[tuple[str, int], int]:
     """Return each boundary's id on the switch, by (job, boundary number).
 
     Boundaries with the same pair of addresses have one id, because their shadow ids differ. A pair keeps its
     id on the switch. A new pair gets the id of a pair of the same source that is gone, or else a free one.
     """
     here = [boundary for boundary in network.boundaries if boundary.switch == switch]
-    wanted = {boundary.pair for boundary in here}
-    held_pairs = held.table("boundaries")
-    taken = {entry["boundary"] for entry in held_pairs}
+    pairs = {boundary.pair for boundary in here}
+    entries = holdings.table("boundaries")
+    used_ids = {entry["boundary"] for entry in entries}
     ids: dict[AddressPair, int] = {}
-    gone: dict[IPv4Address, int] = {}
-    for entry in held_pairs:
+    stale_ids: dict[IPv4Address, int] = {}
+    for entry in entries:
         pair = IPv4Address(entry["source"]), IPv4Address(entry["destination"])
-        if pair in wanted:
+        if pair in pairs:
             ids[pair] = entry["boundary"]
         else:
-            gone[pair[0]] = entry["boundary"]
-    free = (number for number in range(BOUNDARY_IDS) if number not in taken)
+            stale_ids[pair[0]] = entry["boundary"]
+    free = (number for number in range(BOUNDARY_IDS) if number not in used_ids)
     for boundary in here:
         if boundary.pair not in ids:
             source = boundary.pair[0]
-            ids[boundary.pair] = gone.pop(source) if source in gone else next(free)
+            ids[boundary.pair] = stale_ids.pop(source) if source in stale_ids else next(free)
     return {(boundary.job, boundary.number): ids[boundary.pair] for boundary in here}
 
 
@@ -92,12 +92,14 @@ def _port(network: Network, switch: str, place: Attachment) -> int:
     return port
 
 
-def group_ids(contents: Iterable[Replicas], held: Holdings) -> dict[Replicas, int]:
+def group_ids(contents: Iterable[Replicas], holdings: Holdings) -> dict[Replicas, int]:
     """Return a group id for each distinct content: its id on the switch if it has one, else a free one."""
     ids = {
-        group.replicas: number for number, group in sorted(held.groups.items()) if number >= FIRST_JOB_GROUP
+        group.replicas: number
+        for number, group in sorted(holdings.groups.items())
+        if number >= FIRST_JOB_GROUP
     }
-    free = (number for number in count(FIRST_JOB_GROUP) if number not in held.groups)
+    free = (number for number in count(FIRST_JOB_GROUP) if number not in holdings.groups)
     return {
         content: ids[content] if content in ids else next(free)
         for content in sorted(set(contents), key=sorted)
@@ -105,11 +107,11 @@ def group_ids(contents: Iterable[Replicas], held: Holdings) -> dict[Replicas, in
 
 
 def entries(
-    network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int], held: Holdings
+    network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int], holdings: Holdings
 ) -> Iterator[TableEntry | MulticastGroup]:
     """Yield the switch's multicast groups, and the entries that use them."""
     contents = group_contents(network, switch)
-    ids = group_ids(contents.values(), held)
+    ids = group_ids(contents.values(), holdings)
     for content, number in ids.items():
         yield MulticastGroup(number, content)
     for boundary in network.boundaries:

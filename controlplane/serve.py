@@ -15,12 +15,12 @@ from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
 from checkmate.wording import counted
 from controlplane.controller import LOG, SwitchController
-from controlplane.election import Candidacy, before, jobs_digest, new_controller
+from controlplane.election import Candidacy, earlier_switches, jobs_digest, new_controller
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
 from controlplane.hello_keys import HelloKeys
 from controlplane.network import Network
 from controlplane.p4runtime import vacating
-from controlplane.reconciling import Reconciled
+from controlplane.reconciling import Reconciliation
 from controlplane.status import SwitchStatus, read_status
 
 POLL_SECONDS = 0.5
@@ -48,7 +48,7 @@ class Fleet:
         replace: bool = False,
         now: Collection[str] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
-    ) -> list[Reconciled]:
+    ) -> list[Reconciliation]:
         """Connect to every switch by order of names, check all plans, and only then write what is missing.
 
         With `now`, only those switches must be there, and `serve` connects to the others once they are.
@@ -58,9 +58,9 @@ class Fleet:
             ControlError: A switch is unreachable or refuses.
         """
         self.prepare(jobs)
-        done: list[Reconciled] = []
+        reports: list[Reconciliation] = []
         try:
-            claimed = [each for name, each in self.controllers.items() if now is None or name in now]
+            claimed = [self.controllers[name] for name in self.controllers if now is None or name in now]
             for controller in claimed:
                 await controller.open(replace=replace)
             if any(controller.vacated is not None for controller in claimed):
@@ -68,22 +68,22 @@ class Fleet:
             for controller in claimed:
                 if replace:
                     await controller.load()
-                report = None if progress is None else partial(progress, controller.switch.name)
-                done.append(await controller.write(report))
+                on_progress = None if progress is None else partial(progress, controller.switch.name)
+                reports.append(await controller.write(on_progress))
         except BaseException as error:
             if isinstance(error, ControlError) and now is None and not replace:
-                for report_done in done:
-                    await self.controllers[report_done.switch].revert()
+                for report in reports:
+                    await self.controllers[report.switch].revert()
             for controller in self.controllers.values():
                 await controller.resume()
             await self.stop()
             raise
-        return done
+        return reports
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Read keys and check all plans, without a switch. Raise what `start` raises for these."""
-        self._hello_keys.update(self._keys.of(jobs))
-        self._keys.served(jobs, self._hello_keys)
+        self._hello_keys.update(self._keys.secrets(jobs))
+        self._keys.note_served(jobs, self._hello_keys)
         self._digest = jobs_digest(jobs)
         self.network = Network(jobs)
         self.controllers = {
@@ -97,52 +97,56 @@ class Fleet:
         return SwitchController(network.switches[name], network, self._hello_keys, candidacy)
 
     def _candidacy(self, name: str) -> Candidacy:
-        """Return what to claim a switch with. Who has an earlier one goes for the others."""
-        earlier = (self.controllers[other] for other in before(name, self.controllers))
+        """Return a candidacy for a switch. The holder of an earlier switch also claims the others."""
+        earlier = (
+            self.controllers[earlier_name] for earlier_name in earlier_switches(name, self.controllers)
+        )
         displaces = any(controller.session is not None for controller in earlier)
-        own = self.controllers.get(name)
-        return Candidacy(CONTROLLER, self._digest, displaces, returns=own is not None and own.term > 0)
+        current = self.controllers.get(name)
+        return Candidacy(
+            CONTROLLER, self._digest, displaces, returns=current is not None and current.term > 0
+        )
 
-    async def change(self, jobs: Sequence[Job]) -> list[Reconciled]:
+    async def change(self, jobs: Sequence[Job]) -> list[Reconciliation]:
         """Change to another set of jobs. If a switch refuses, revert all of them and raise its error."""
-        keys, keys_before = self._keys.of(jobs), dict(self._hello_keys)
+        keys, keys_before = self._keys.secrets(jobs), dict(self._hello_keys)
         network, network_before, digest_before = Network(jobs), self.network, self._digest
         for controller in self.controllers.values():
             controller.check(network)
-        added = {
+        new_controllers = {
             name: self._controller(name, network)
             for name in sorted(network.switches)
             if name not in self.controllers
         }
-        changed: list[SwitchController] = []
-        done: list[Reconciled] = []
+        changed_controllers: list[SwitchController] = []
+        reports: list[Reconciliation] = []
         self._hello_keys.update(keys)
         self._digest = jobs_digest(jobs)
         try:
             for controller in self.controllers.values():
                 _same_switch(controller, network)
-                done.append(await controller.apply(network))
-                changed.append(controller)
-            for controller in added.values():
-                done.append(await controller.connect())
+                reports.append(await controller.apply(network))
+                changed_controllers.append(controller)
+            for controller in new_controllers.values():
+                reports.append(await controller.connect())
         except ControlError:
             self._hello_keys.update(keys_before)
             self._digest = digest_before
-            for controller in changed:
+            for controller in changed_controllers:
                 await controller.apply(network_before)
-            for controller in added.values():
+            for controller in new_controllers.values():
                 if controller.session is not None:
                     await controller.apply(Network([]))
                     await controller.close()
             raise
         self.network = network
-        self._keys.served(jobs, keys)
+        self._keys.note_served(jobs, keys)
         for controller in self.controllers.values():
             await controller.renew()
-        self.controllers |= added
+        self.controllers |= new_controllers
         for name in [name for name in self.controllers if name not in network.switches]:
             await self._leave(name)
-        return done
+        return reports
 
     async def _leave(self, name: str) -> None:
         """Stop serving a switch that has no jobs any more. It is empty by now, unless it was unreachable."""
@@ -188,7 +192,7 @@ async def status_now(controller: SwitchController) -> SwitchStatus | None:
     if session is None or controller.switch.name not in network.switches:
         return None
     try:
-        return await read_status(session, network, controller.held)
+        return await read_status(session, network, controller.holdings)
     except SwitchUnreachable:
         return None  # `serve` logs it, and reconnects
     except asyncio.CancelledError:
@@ -200,21 +204,21 @@ async def status_now(controller: SwitchController) -> SwitchStatus | None:
 
 def _same_switch(controller: SwitchController, network: Network) -> None:
     """Raise `SwitchUnreachable` if a switch is described differently: its session can't change."""
-    wanted = network.switches.get(controller.switch.name)
-    if wanted is not None and wanted != controller.switch:
+    switch = network.switches.get(controller.switch.name)
+    if switch is not None and switch != controller.switch:
         raise SwitchUnreachable(
-            f"switch {wanted.name} has changed in the job files since `checkmate run` began; "
+            f"switch {switch.name} has changed in the job files since `checkmate run` began; "
             "stop `checkmate run` and start it again"
         )
 
 
-def refuse(files: JobFiles, wanted: Wanted) -> None:
+def log_refusals(files: JobFiles, job_set: Wanted) -> None:
     """Log new faults of files whose jobs stay as they are, or are left out."""
-    if why := files.fault_log.news(wanted.faults):
+    if why := files.fault_log.news(job_set.faults):
         say(logging.ERROR, JOBS_REFUSED(why=why), "refused; what is served of these files stays:\n%s", why)
 
 
-def unchanged(files: JobFiles, error: Exception) -> None:
+def log_unchanged(files: JobFiles, error: Exception) -> None:
     """Log why the jobs stay as they are."""
     if isinstance(error, JobError):
         why = files.fault_log.news(error.faults) or f"{counted(len(error.faults), 'fault')} as before"
@@ -229,33 +233,33 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
 
     If a switch is away, or another controller has it, try again.
     """
-    again, told = 0.0, ""  # `again`: seconds until another try; 0: at a change only
+    retry_seconds, last_error = 0.0, ""  # `again`: seconds until another try; 0: at a change only
     while True:
-        await asyncio.sleep(again or POLL_SECONDS)
-        changed = files.changed()
-        if not (changed or again):
+        await asyncio.sleep(retry_seconds or POLL_SECONDS)
+        has_changed = files.changed()
+        if not (has_changed or retry_seconds):
             continue
         await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
         before = {job.job for job in fleet.network.jobs}
         try:
-            wanted = await asyncio.to_thread(files.wanted, unusable)  # streams connect meanwhile
-            jobs = wanted.jobs
-            refuse(files, wanted)
-            done = await fleet.change(jobs)
+            job_set = await asyncio.to_thread(files.wanted, unusable)  # streams connect meanwhile
+            jobs = job_set.jobs
+            log_refusals(files, job_set)
+            reports = await fleet.change(jobs)
         except Exception as error:  # noqa: BLE001 - the jobs of other owners are served on
-            again = AGAIN_SECONDS if isinstance(error, AnotherPrimary | SwitchUnreachable) else 0.0
+            retry_seconds = AGAIN_SECONDS if isinstance(error, AnotherPrimary | SwitchUnreachable) else 0.0
             if not isinstance(error, JobError | ControlError | KeysError):
                 LOG.exception("a defect of Checkmate")
-            if changed or str(error) != told:  # a switch that is away is named once
-                unchanged(files, error)
-            told = str(error)
+            if has_changed or str(error) != last_error:  # a switch that is away is named once
+                log_unchanged(files, error)
+            last_error = str(error)
             continue
-        again, told = 0.0, ""
-        files.served(wanted)
+        retry_seconds, last_error = 0.0, ""
+        files.served(job_set)
         now = {job.job for job in jobs}
-        written = sum(report.updates for report in done)
+        update_count = sum(report.updates for report in reports)
         for verb, names in (("added", now - before), ("removed", before - now)):
             if names:
                 LOG.info("%s %s: %s", "job" if len(names) == 1 else "jobs", verb, ", ".join(sorted(names)))
-        event = JOBS_CHANGED(added=sorted(now - before), removed=sorted(before - now), updates=written)
-        say(logging.INFO, event, "job files or keys changed: %s written", counted(written, "update"))
+        event = JOBS_CHANGED(added=sorted(now - before), removed=sorted(before - now), updates=update_count)
+        say(logging.INFO, event, "job files or keys changed: %s written", counted(update_count, "update"))

@@ -19,7 +19,7 @@ from controlplane.errors import ControlError, RefusalLost
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
-from controlplane.serve import POLL_SECONDS, refuse, unchanged
+from controlplane.serve import POLL_SECONDS, log_refusals, log_unchanged
 from controlplane.tasks import until_first
 
 
@@ -29,7 +29,7 @@ class Standby:
     def __init__(
         self,
         files: JobFiles,
-        wanted: Wanted,
+        job_set: Wanted,
         check: Callable[[Sequence[Job]], object],
         unusable: Unusable,
     ) -> None:
@@ -38,7 +38,7 @@ class Standby:
         `unusable`: as for `JobFiles.wanted`.
         """
         self._files, self._check, self._unusable = files, check, unusable
-        self.jobs = wanted.jobs
+        self.jobs = job_set.jobs
         """The jobs as the files are now, or were when they last had no fault."""
         self._digests: set[int] = set()
 
@@ -50,26 +50,26 @@ class Standby:
         while True:
             switches, digest = Network(self.jobs).switches, jobs_digest(self.jobs)
             self._digests.add(digest)
-            watch, changed = SwitchWatch(switches, digest, self._digests), asyncio.Event()
-            looks = (_look(one, watch, changed) for one in switches.values())
-            await until_first(_until_free(watch, changed), self._changed(), *looks)
+            watch, change = SwitchWatch(switches, digest, self._digests), asyncio.Event()
+            looks = (_look(switch, watch, change) for switch in switches.values())
+            await until_first(_until_free(watch, change), self._wait_for_change(), *looks)
             if watch.verdict is StandbyVerdict.CLAIM and digest == jobs_digest(self.jobs):
                 return watch.reachable
 
     def read_again(self) -> bool:
         """Read the job files; return whether they have no fault."""
         try:
-            wanted = self._files.wanted(self._unusable)
-            self._check(wanted.jobs)
+            job_set = self._files.wanted(self._unusable)
+            self._check(job_set.jobs)
         except (JobError, ControlError, KeysError) as error:
-            unchanged(self._files, error)
+            log_unchanged(self._files, error)
             return False
-        refuse(self._files, wanted)
-        self._files.served(wanted)
-        self.jobs = wanted.jobs
+        log_refusals(self._files, job_set)
+        self._files.served(job_set)
+        self.jobs = job_set.jobs
         return True
 
-    async def _changed(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Return once the job files were changed, and have no fault."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
@@ -83,64 +83,64 @@ HEAD_START_SECONDS: Final = 4.0
 """For the primary of a switch that was away: it tries to connect in intervals of up to half that."""
 
 
-async def _until_free(watch: SwitchWatch, changed: asyncio.Event) -> None:
+async def _until_free(watch: SwitchWatch, change: asyncio.Event) -> None:
     """Wait until the switches are to be claimed. Log what keeps this controller from it."""
-    told = None
-    while (verdict := watch.verdict) is not StandbyVerdict.CLAIM or await _primary_returns(watch, changed):
+    last_verdict = None
+    while (verdict := watch.verdict) is not StandbyVerdict.CLAIM or await _primary_returns(watch, change):
         if verdict is StandbyVerdict.CLAIM:
             continue  # that primary may have other job files
-        if verdict is StandbyVerdict.OTHER_JOBS and told is not verdict:
+        if verdict is StandbyVerdict.OTHER_JOBS and last_verdict is not verdict:
             LOG.error(
                 "the controller of switch %s has, or had, other job files: "
                 "this one takes over only once they are the same; "
                 "to begin with these files, start a controller without --standby",
                 watch.first,
             )
-        told = verdict
-        changed.clear()
-        await changed.wait()
+        last_verdict = verdict
+        change.clear()
+        await change.wait()
     claims = CONTROLLER_CLAIMS(switch=watch.first)
     say(logging.WARNING, claims, "switch %s has no primary controller: taking over", watch.first)
 
 
-async def _primary_returns(watch: SwitchWatch, changed: asyncio.Event) -> bool:
+async def _primary_returns(watch: SwitchWatch, change: asyncio.Event) -> bool:
     """Wait for the primary of a switch that is back. Return whether it was first."""
     deadline = asyncio.get_running_loop().time() + HEAD_START_SECONDS
     while watch.is_back and watch.verdict is StandbyVerdict.CLAIM:
-        changed.clear()
-        left = deadline - asyncio.get_running_loop().time()
+        change.clear()
+        seconds_left = deadline - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait_for(changed.wait(), max(left, 0.0))
+            await asyncio.wait_for(change.wait(), max(seconds_left, 0.0))
         except TimeoutError:
             return False
     return watch.verdict is not StandbyVerdict.CLAIM
 
 
-async def _look(switch: Switch, watch: SwitchWatch, changed: asyncio.Event) -> None:
+async def _look(switch: Switch, watch: SwitchWatch, change: asyncio.Event) -> None:
     """Tell the watch what a switch says, for ever."""
-    told, again = "", False
+    last_error, is_retry = "", False
 
     def see(standing: ServerStanding) -> None:
-        nonlocal again
-        again = False
+        nonlocal is_retry
+        is_retry = False
         watch.see(switch.name, standing)
-        changed.set()
+        change.set()
 
     while True:
         try:
             async with SwitchSession(switch, Codec.for_switch(switch)) as session:
-                told = ""
+                last_error = ""
                 await until_first(_listen(session, see), session.heartbeat(), session.ask_again())
-        except ControlError as gone:
-            again = isinstance(gone, RefusalLost) and not again
-            if again:
+        except ControlError as error:
+            is_retry = isinstance(error, RefusalLost) and not is_retry
+            if is_retry:
                 continue
-            if str(gone) != told:
-                lost = SWITCH_LOST(switch=switch.name, why=str(gone))
-                say(logging.WARNING, lost, "%s; trying again until it is back", gone)
-            told = str(gone)
+            if str(error) != last_error:
+                event = SWITCH_LOST(switch=switch.name, why=str(error))
+                say(logging.WARNING, event, "%s; trying again until it is back", error)
+            last_error = str(error)
         watch.see(switch.name, None)
-        changed.set()
+        change.set()
         await asyncio.sleep(RECONNECT_SECONDS)
 
 

@@ -77,12 +77,12 @@ def lose(key: StreamKey) -> TableEntry:
     )
 
 
-def key_of(entry: TableEntry | Mapping[str, int]) -> StreamKey:
+def stream_key(entry: TableEntry | Mapping[str, int]) -> StreamKey:
     """Return the stream that an entry of `streams` or `lost`, or its match fields, belongs to."""
     return (entry["boundary"], entry["channel"], entry["shadow_id"], entry["replication_id"])
 
 
-def streams_of(
+def planned_streams(
     network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int]
 ) -> dict[StreamKey, Stream]:
     """Return every stream that may connect to `switch`, by its key there."""
@@ -110,19 +110,19 @@ def belongs(entry: TableEntry, nic: Nic, stub: Stub) -> bool:
 
 
 def entries(
-    network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int], held: Holdings
+    network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int], holdings: Holdings
 ) -> Iterator[TableEntry]:
-    """Yield a loss counter for each stream, and the connected streams in `held` that a job still has."""
-    streams = streams_of(network, switch, boundary_id)
+    """Yield a loss counter for each stream, and the connected streams in `holdings` that a job still has."""
+    streams = planned_streams(network, switch, boundary_id)
     for key in streams:
         yield lose(key)
     stub = network.switches[switch].stub
-    for entry in held.table("streams"):
-        stream = streams.get(key_of(entry))
+    for entry in holdings.table("streams"):
+        stream = streams.get(stream_key(entry))
         if stream is not None and belongs(entry, stream.nic, stub):
             yield entry
     ids = {key[0] for key in streams}
-    for entry in held.table("incarnations"):
+    for entry in holdings.table("incarnations"):
         if entry["boundary"] in ids:
             yield entry
 
@@ -136,8 +136,8 @@ class StreamAdmission:
 
     key: StreamKey
     time: int
-    put: tuple[TableEntry, ...]
-    drop: tuple[TableEntry, ...]
+    puts: tuple[TableEntry, ...]
+    drops: tuple[TableEntry, ...]
 
 
 class StreamRefused(Exception):
@@ -152,7 +152,7 @@ def admit(
     network: Network,
     switch: str,
     boundary_id: Mapping[tuple[str, int], int],
-    held: Mapping[StreamKey, TableEntry],
+    connected: Mapping[StreamKey, TableEntry],
 ) -> StreamAdmission:
     """Check that this node and NIC may have the stream that `hello` names (design, section 4).
 
@@ -163,7 +163,7 @@ def admit(
         network: The jobs and where they are.
         switch: The switch that received the hello.
         boundary_id: Boundary ids on the switch, by (job, boundary number).
-        held: Entries of the connected streams.
+        connected: Entries of the connected streams.
 
     Raises:
         StreamRefused: It may not have the stream.
@@ -188,6 +188,6 @@ def admit(
         raise StreamRefused(f"{connection.ip} has {nic.mac} in the job, not {connection.mac}")
     key = (boundary, hello.channel, hello.shadow_id, replication_id)
     entry = rewrite(key, hello.incarnation, connection, network.switches[switch].stub)
-    old = held.get(key)
+    old = connected.get(key)
     drop = (old,) if old is not None and old.key != entry.key else ()
     return StreamAdmission(key, hello.time, (entry, expect(boundary, hello.incarnation)), drop)

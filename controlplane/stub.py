@@ -16,9 +16,9 @@ from controlplane.network import Network
 PORTS: Final = 512
 """Cells of the meter `stranger_rate` (`PORTS` in the P4 source)."""
 STRANGER_RATE: Final = Rate(packets=50, burst=100)
-"""Of all strangers of a port together: enough to report a misconfigured node."""
+"""Rate of all strangers of a port together: enough to report a misconfigured node."""
 CLIENT_RATE: Final = Rate(packets=500, burst=2_000)
-"""Of one shadow NIC, which may open many streams at once: each takes three packets.
+"""Rate of one shadow NIC, which may open many streams at once: each takes three packets.
 
 It leaves the controller time for other NICs, if this one floods.
 """

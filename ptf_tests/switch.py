@@ -183,7 +183,7 @@ class PtfSwitch:
     def holdings(self) -> Holdings:
         """Return all table entries and multicast groups that the switch holds."""
         found = self.codec.decode_all(self._read(self.codec.read_all()))
-        return Holdings.of(_renumbered(entity, self._tests_ports) for entity in found)
+        return Holdings.from_entities(_renumbered(entity, self._tests_ports) for entity in found)
 
     def _there(self, update: Update) -> Update:
         """Return an update with the switch's own port numbers."""

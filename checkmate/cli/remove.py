@@ -38,8 +38,8 @@ def remove(jobs: JobArguments, fabric: FabricOption = None, as_json: AsJson = Fa
             "that it serves, and it removes the job itself"
         ) from None
     if as_json:
-        print_json({"switches": {r.switch: {"updates": r.updates, "entities": r.held} for r in reports}})
+        print_json({"switches": {r.switch: {"updates": r.updates, "entities": r.entities} for r in reports}})
         return
     for report in reports:
-        stay = counted(report.held, "entity stays", "entities stay")
+        stay = counted(report.entities, "entity stays", "entities stay")
         out.print(f"switch {report.switch}: {counted(report.updates, 'update')} written, {stay}")

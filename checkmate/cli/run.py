@@ -56,7 +56,7 @@ from checkmate.privileges import keep_only, to_listen, to_read
 from checkmate.wording import counted
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
 from controlplane.hello_keys import HelloKeys
-from controlplane.serve import Fleet, follow, refuse, status_now
+from controlplane.serve import Fleet, follow, log_refusals, status_now
 from controlplane.standby import Standby
 from controlplane.status import SwitchStatus
 from controlplane.tasks import until_first
@@ -122,7 +122,7 @@ def run(
     logging.getLogger("finsy").setLevel(logging.ERROR)
     controller = _Controller(files, keys, load=load, live=live)
     with kept_events("controller", "", events), _said(first):
-        refuse(files, wanted)
+        log_refusals(files, wanted)
         asyncio.run(_until_stopped(controller.work(wanted, standby=standby, once=once, metrics=metrics)))
 
 

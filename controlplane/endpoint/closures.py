@@ -15,7 +15,7 @@ _WHY: Final[Mapping[str, str]] = MappingProxyType(
         "reset": "the node died, or its connection broke",
     }
 )
-_SHOWN: Final = 3
+MAX_LISTED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,18 @@ class Closure:
     shadow_id: int
 
 
-def closures_line(found: Sequence[Closure]) -> str:
+def closures_line(closures: Sequence[Closure]) -> str:
     """Return one log line for closures, of one switch and one kind, that came together."""
-    first = found[0]
-    nics = list(dict.fromkeys(one.nic for one in found))
-    if len(found) == 1:
-        who = f"shadow NIC {first.nic}:{first.port}"
-        what = f"its stream of channel {first.channel}, shadow id {first.shadow_id}"
+    first = closures[0]
+    nics = list(dict.fromkeys(closure.nic for closure in closures))
+    if len(closures) == 1:
+        subject = f"shadow NIC {first.nic}:{first.port}"
+        streams = f"its stream of channel {first.channel}, shadow id {first.shadow_id}"
     else:
-        more = f" and {len(nics) - _SHOWN:,} more" if len(nics) > _SHOWN else ""
-        who = f"{'shadow NIC' if len(nics) == 1 else 'shadow NICs'} {', '.join(nics[:_SHOWN])}{more}"
-        what = counted(len(found), "stream")
+        more = f" and {len(nics) - MAX_LISTED:,} more" if len(nics) > MAX_LISTED else ""
+        subject = f"{'shadow NIC' if len(nics) == 1 else 'shadow NICs'} {', '.join(nics[:MAX_LISTED])}{more}"
+        streams = counted(len(closures), "stream")
     return (
-        f"switch {first.switch}: {who} {first.how} {what}: {_WHY[first.how]}; no copies go there "
+        f"switch {first.switch}: {subject} {first.how} {streams}: {_WHY[first.how]}; no copies go there "
         "until the node connects: by itself while training runs, else once training has started"
     )

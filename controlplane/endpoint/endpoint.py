@@ -25,7 +25,7 @@ CLOCK_WINDOW = 60_000_000
 """Microseconds by which a node's clock may differ from the controller's."""
 
 
-class Connected:
+class ConnectedStreams:
     """The connected streams' entries, by stream and by the shadow node's (address, port)."""
 
     def __init__(self, entries: Iterable[TableEntry] = ()) -> None:
@@ -35,18 +35,18 @@ class Connected:
             self.put(entry)
 
     def put(self, entry: TableEntry) -> None:
-        self.drop(self.by_stream.get(streams.key_of(entry)))
-        self.by_stream[streams.key_of(entry)] = entry
+        self.drop(self.by_stream.get(streams.stream_key(entry)))
+        self.by_stream[streams.stream_key(entry)] = entry
         self._by_peer[(entry["shadow_ip"], entry["shadow_port"])] = entry
 
     def drop(self, entry: TableEntry | None) -> None:
-        if entry is not None and self.by_stream.get(streams.key_of(entry)) == entry:
-            del self.by_stream[streams.key_of(entry)]
+        if entry is not None and self.by_stream.get(streams.stream_key(entry)) == entry:
+            del self.by_stream[streams.stream_key(entry)]
             peer = (entry["shadow_ip"], entry["shadow_port"])
             if self._by_peer.get(peer) == entry:
                 del self._by_peer[peer]
 
-    def of_peer(self, segment: Segment) -> TableEntry | None:
+    def find_peer(self, segment: Segment) -> TableEntry | None:
         """Return the connection that a segment names."""
         return self._by_peer.get((int(segment.ip), segment.port))
 
@@ -67,21 +67,21 @@ class View:
     network: Network
     switch: str
     boundary_ids: Mapping[tuple[str, int], int]
-    connected: Connected
-    accepted: Mapping[StreamKey, int]
+    connected: ConnectedStreams
+    hello_times: Mapping[StreamKey, int]
     """The time of the last hello that was accepted for each stream, since the controller's start."""
     hello_keys: Mapping[str, bytes] = field(repr=False)
     """The secret `hello.key` of each job."""
     nics: Mapping[IPv4Address, KnownNic]
 
     @classmethod
-    def of(
+    def from_network(
         cls,
         network: Network,
         switch: str,
         boundary_ids: Mapping[tuple[str, int], int],
-        connected: Connected,
-        accepted: Mapping[StreamKey, int],
+        connected: ConnectedStreams,
+        hello_times: Mapping[StreamKey, int],
         hello_keys: Mapping[str, bytes],
     ) -> View:
         nics = {
@@ -91,18 +91,18 @@ class View:
             for nic in node.nics
             if (port := network.arrival_port(switch, nic)) is not None
         }
-        return cls(network, switch, boundary_ids, connected, accepted, hello_keys, nics)
+        return cls(network, switch, boundary_ids, connected, hello_times, hello_keys, nics)
 
-    def known(self, segment: Segment, port: int) -> KnownNic | None:
+    def known_nic(self, segment: Segment, port: int) -> KnownNic | None:
         """Return the shadow NIC that a segment comes from: its MAC address, at its port."""
-        found = self.nics.get(segment.ip)
-        if found is None or found.port != port or found.nic.mac != segment.mac:
+        nic = self.nics.get(segment.ip)
+        if nic is None or nic.port != port or nic.nic.mac != segment.mac:
             return None
-        return found
+        return nic
 
     def knows(self, segment: Segment, port: int) -> bool:
         """Return whether a segment comes from a job's shadow NIC."""
-        return self.known(segment, port) is not None
+        return self.known_nic(segment, port) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,10 @@ def answer(segment: Segment, port: int, view: View, now: int) -> Answer:
                 return Answer(frames.syn_ack(here, segment))
             return Answer(frames.reset(here, segment), note=f"refused a SYN from {segment.ip} at port {port}")
         case SegmentKind.RST:
-            entry = _named(segment, port, view)
+            entry = _connection_of(segment, port, view)
             return Answer(drop=entry, closure=_closure(segment, entry, view, "reset") if entry else None)
         case SegmentKind.FIN:
-            entry = _named(segment, port, view)
+            entry = _connection_of(segment, port, view)
             if entry is not None:
                 closure = _closure(segment, entry, view, "closed")
                 return Answer(frames.finish(here, segment), drop=entry, closure=closure)
@@ -152,13 +152,15 @@ def _closure(segment: Segment, entry: TableEntry, view: View, how: str) -> Closu
     return Closure(view.switch, how, nic, port, entry["channel"], entry["shadow_id"])
 
 
-def _named(segment: Segment, port: int, view: View, *, behind: tuple[int, ...] = (0,)) -> TableEntry | None:
+def _connection_of(
+    segment: Segment, port: int, view: View, *, behind: tuple[int, ...] = (0,)
+) -> TableEntry | None:
     """Return the connection that a segment belongs to, if its sequence number is acceptable now.
 
     Args:
         behind: How far the sequence number may be below the next one.
     """
-    entry = view.connected.of_peer(segment) if view.knows(segment, port) else None
+    entry = view.connected.find_peer(segment) if view.knows(segment, port) else None
     if entry is not None and (entry["acknowledgement"] - segment.sequence) % tag.MODULUS in behind:
         return entry
     return None
@@ -171,44 +173,44 @@ def _hello(segment: Segment, port: int, view: View, now: int) -> Answer:
     except StreamRefused as refusal:
         return Answer(
             frames.reset(here, segment),
-            drop=_named(segment, port, view, behind=(0, tag.HELLO_LENGTH)),
+            drop=_connection_of(segment, port, view, behind=(0, tag.HELLO_LENGTH)),
             note=f"refused a hello from {segment.ip}:{segment.port}: {refusal}",
         )
-    stale = view.connected.of_peer(segment)
-    if admission is not None and stale is not None and streams.key_of(stale) != admission.key:
+    stale = view.connected.find_peer(segment)
+    if admission is not None and stale is not None and streams.stream_key(stale) != admission.key:
         # The node reuses this address and port, so it no longer has the older stream.
-        admission = replace(admission, drop=(*admission.drop, stale))
+        admission = replace(admission, drops=(*admission.drops, stale))
     return Answer(frames.acknowledge(here, segment), admission)
 
 
 def _admission(segment: Segment, port: int, view: View, now: int) -> StreamAdmission | None:
     """Return what a hello changes, or `None` for a repeated one. Raise `StreamRefused`."""
     here = view.network.switches[view.switch].stub
-    known = view.known(segment, port)
-    if known is None or segment.stub_port != here.port:
+    nic = view.known_nic(segment, port)
+    if nic is None or segment.stub_port != here.port:
         raise StreamRefused(f"{segment.ip} at port {port} is not a shadow NIC of any job")
     try:
         hello, mac = tag.Hello.unpack(segment.payload)
     except ValueError as error:
         raise StreamRefused(str(error)) from None
     ends = tag.Ends(segment.ip, segment.port, here.ip, segment.stub_port)
-    if not is_hello_authentic(view.hello_keys[known.job.job], hello.covered(ends), mac):
+    if not is_hello_authentic(view.hello_keys[nic.job.job], hello.covered(ends), mac):
         raise StreamRefused(
-            f"its MAC is wrong: the node's hello.key is not this controller's of job {known.job.job}"
+            f"its MAC is wrong: the node's hello.key is not this controller's of job {nic.job.job}"
         )
     isn = (segment.sequence - 1) % tag.MODULUS
     admission = streams.admit(
         hello,
         StreamConnection(segment.ip, segment.mac, segment.port, isn, hello.base),
-        job=known.job,
+        job=nic.job,
         network=view.network,
         switch=view.switch,
         boundary_id=view.boundary_ids,
-        held=view.connected.by_stream,
+        connected=view.connected.by_stream,
     )
-    if view.connected.by_stream.get(admission.key) == admission.put[0]:
+    if view.connected.by_stream.get(admission.key) == admission.puts[0]:
         return None  # the acknowledgement was lost; the entry is known even after a controller's restart
-    _check_time(hello.time, view.accepted.get(admission.key), now)
+    _check_time(hello.time, view.hello_times.get(admission.key), now)
     return admission
 
 

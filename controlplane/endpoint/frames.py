@@ -22,7 +22,7 @@ _ARP_ETHERNET = (1, _IPV4, 6, 4)
 _ARP_REQUEST, _ARP_REPLY = 1, 2
 _MSS_OPTION = struct.pack("!BBH", 2, 4, MSS)
 _WINDOW_SCALE_OPTION = bytes((1, 3, 3, WINDOW_SCALE))
-"""With a NOP before it, so that options have whole words."""
+"""The window scale option, after a NOP, so that options have whole words."""
 
 
 class SegmentKind(Enum):
@@ -132,9 +132,9 @@ def _has_window_scale(options: bytes) -> bool:
 
 def arp_reply(stub: Stub, request: Segment) -> bytes:
     """Return the ARP reply with the stub's hardware address."""
-    asker, own = _mac_bytes(request.mac), _mac_bytes(stub.mac)
-    return _ETHERNET.pack(asker, own, _ARP_TYPE) + _ARP.pack(
-        *_ARP_ETHERNET, _ARP_REPLY, own, stub.ip.packed, asker, request.ip.packed
+    asker, stub_mac = _mac_bytes(request.mac), _mac_bytes(stub.mac)
+    return _ETHERNET.pack(asker, stub_mac, _ARP_TYPE) + _ARP.pack(
+        *_ARP_ETHERNET, _ARP_REPLY, stub_mac, stub.ip.packed, asker, request.ip.packed
     )
 
 

@@ -43,7 +43,7 @@ class WaitingSegments:
 
     def __init__(self, rate: Rate = STRANGER_RATE) -> None:
         self._rate = rate
-        self._known: dict[IPv4Address, deque[tuple[Segment, int]]] = {}
+        self._known_nics: dict[IPv4Address, deque[tuple[Segment, int]]] = {}
         self._strangers: deque[tuple[Segment, int]] = deque()
         self._buckets: dict[int, TokenBucket] = {}
         self.dropped = 0
@@ -57,10 +57,10 @@ class WaitingSegments:
             view: The present state of the switch.
             now: The time in seconds, of a clock that never goes back.
         """
-        if segment.kind is SegmentKind.RST and view.connected.of_peer(segment) is None:
+        if segment.kind is SegmentKind.RST and view.connected.find_peer(segment) is None:
             return  # of no connection: there is nothing to do
         if view.knows(segment, port):
-            queue = self._known.setdefault(segment.ip, deque())
+            queue = self._known_nics.setdefault(segment.ip, deque())
             fits = len(queue) < KNOWN_DEPTH
         else:
             queue = self._strangers
@@ -73,18 +73,18 @@ class WaitingSegments:
         else:
             self.dropped += 1
 
-    def take(self, most: int) -> list[tuple[Segment, int]]:
+    def take(self, limit: int) -> list[tuple[Segment, int]]:
         """Take up to `most` segments: one from each known NIC in turn, then strangers'."""
-        taken: list[tuple[Segment, int]] = []
-        while self._known and len(taken) < most:
-            source = next(iter(self._known))
-            queue = self._known.pop(source)
-            taken.append(queue.popleft())
+        batch: list[tuple[Segment, int]] = []
+        while self._known_nics and len(batch) < limit:
+            source = next(iter(self._known_nics))
+            queue = self._known_nics.pop(source)
+            batch.append(queue.popleft())
             if queue:
-                self._known[source] = queue  # now the last in turn
-        while self._strangers and len(taken) < most:
-            taken.append(self._strangers.popleft())
-        return taken
+                self._known_nics[source] = queue  # now the last in turn
+        while self._strangers and len(batch) < limit:
+            batch.append(self._strangers.popleft())
+        return batch
 
     def __bool__(self) -> bool:
-        return bool(self._known or self._strangers)
+        return bool(self._known_nics or self._strangers)

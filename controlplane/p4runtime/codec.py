@@ -110,7 +110,7 @@ class Codec:
         """Return the codec of a switch's program."""
         return cls.for_target(switch.target, switch.p4runtime, switch.packet_port)
 
-    def of_program(self, p4info: p4i.P4Info) -> Codec:
+    def for_program(self, p4info: p4i.P4Info) -> Codec:
         """Return the codec of another program that the same server runs."""
         return Codec(P4Schema(p4info), server=self._server)
 
@@ -190,17 +190,17 @@ class Codec:
 
     def decode_entries(self, answers: Iterable[p4r.Entity]) -> Holdings:
         """Return what a switch holds, from the answers to `read_tables`."""
-        return Holdings.of(entity for entity in map(self.decode, answers) if entity is not None)
+        return Holdings.from_entities(entity for entity in map(self.decode, answers) if entity is not None)
 
     def decode_all(self, answers: Iterable[p4r.Entity]) -> Holdings:
         """Return what a switch holds, from the answers to `read_all`."""
-        held = self.decode_entries(answers)
+        holdings = self.decode_entries(answers)
         if self._server == "pi":
             for port in range(self.schema.meters[STRANGER_METER].size):
-                held.put(PortRate(port, None))
-        return held
+                holdings.put(PortRate(port, None))
+        return holdings
 
-    def read_direct_counters(self, table: str, held: Iterable[TableEntry]) -> list[p4r.Entity]:
+    def read_direct_counters(self, table: str, entries: Iterable[TableEntry]) -> list[p4r.Entity]:
         """Return the reads of a table's direct counters, if it holds these entries.
 
         A Tofino's Stratum returns all of them only with the entries (`BfrtTableManager::ReadTableEntry`).
@@ -212,16 +212,16 @@ class Codec:
         if self._server == "pi":
             keys = [
                 P4TableEntry(table, match=P4TableMatch(entry.match), priority=entry.priority)
-                for entry in held
+                for entry in entries
             ]
         return [P4DirectCounterEntry(table_entry=key).encode(self.schema) for key in keys]
 
     def decode_direct_counter(self, message: p4r.Entity) -> tuple[dict[str, Any], int, int]:
         """Return match fields by name, packets and bytes in an answer to `read_direct_counters`."""
         if message.HasField("table_entry"):
-            found = P4TableEntry.decode(message, self.schema)
-            data = found.counter_data or P4CounterData()
-            return dict(found.match or {}), data.packet_count, data.byte_count
+            table_entry = P4TableEntry.decode(message, self.schema)
+            data = table_entry.counter_data or P4CounterData()
+            return dict(table_entry.match or {}), data.packet_count, data.byte_count
         entry = P4DirectCounterEntry.decode(message, self.schema)
         assert entry.table_entry is not None
         return dict(entry.table_entry.match or {}), entry.packet_count, entry.byte_count

@@ -32,11 +32,11 @@ _PRIMARY: Final = {
     GRPCStatusCode.ALREADY_EXISTS: Primary.ANOTHER,
     GRPCStatusCode.NOT_FOUND: Primary.NOBODY,
 }
-_LOST: Final = (GRPCStatusCode.INTERNAL, "Internal error from Core")
-"""What gRPC's asyncio client says if the server has refused a call while the call was being opened."""
+_LOST_REFUSAL: Final = (GRPCStatusCode.INTERNAL, "Internal error from Core")
+"""The error of gRPC's asyncio client if the server refused a call while the call was being opened."""
 NO_DEVICE: Final = "Error when trying to assign device"
 """BMv2 takes any device id in the arbitration, and says this when a program is loaded."""
-GONE: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
+GONE_CODES: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
 
 
 class SwitchConnection:
@@ -50,7 +50,7 @@ class SwitchConnection:
     ) -> None:
         self.switch = switch
         self._candidacy = candidacy
-        self.found: ElectionId | None = None
+        self.earlier_election: ElectionId | None = None
         """The highest election id that the server knew before this connection."""
         self._timeout = REACH_SECONDS if timeout is None else timeout
         self._client = self._new_client()
@@ -104,7 +104,7 @@ class SwitchConnection:
     async def _become_primary(self, candidacy: Candidacy) -> None:
         """Ask who is primary, and bid; raise `AnotherPrimary` if that is not to be displaced."""
         standing = await self.ask()
-        self.found = standing.highest
+        self.earlier_election = standing.highest
         for _ in range(_BIDS):
             bid = candidacy.bid(standing)
             if bid is None:
@@ -156,9 +156,9 @@ class SwitchConnection:
             message = await self._client.receive()
             if not message.HasField("arbitration"):
                 continue
-            standing = standing_of(message.arbitration)
-            known = standing.highest is not None and standing.highest.number >= (election or 0)
-            if election is None or standing.primary is Primary.THIS or known:
+            standing = parse_standing(message.arbitration)
+            is_newer = standing.highest is not None and standing.highest.number >= (election or 0)
+            if election is None or standing.primary is Primary.THIS or is_newer:
                 return standing
 
     def _open(self) -> None:
@@ -172,9 +172,9 @@ class SwitchConnection:
             "one `checkmate run` serves all jobs of a switch, and another one waits with --standby"
         )
 
-    def _failed(self, what: str, error: P4ClientError) -> Exception:
-        if error.code in GONE:
-            return SwitchUnreachable(f"{self._name} went away during {what}: {error.message}")
+    def _failed(self, operation: str, error: P4ClientError) -> Exception:
+        if error.code in GONE_CODES:
+            return SwitchUnreachable(f"{self._name} went away during {operation}: {error.message}")
         if error.code == GRPCStatusCode.PERMISSION_DENIED:
             return self._another_primary()
         if error.code == GRPCStatusCode.UNIMPLEMENTED:
@@ -182,7 +182,7 @@ class SwitchConnection:
                 f"the server of {self._name} is not a P4Runtime server ({error.message}); "
                 "a lab's switches can be reached only from the controller's namespace"
             )
-        if error.message == NO_DEVICE or (error.code, what) == (
+        if error.message == NO_DEVICE or (error.code, operation) == (
             GRPCStatusCode.NOT_FOUND,
             "arbitration",
         ):
@@ -193,8 +193,8 @@ class SwitchConnection:
                     f"start it with --device-id {number}, or {remedy}. By default, it is device 0, in jobs 1"
                 )
             return SwitchUnreachable(f"{self._name} has no device {number} ({error.message}): {remedy}")
-        refused = RefusalLost if (error.code, error.message) == _LOST else WriteRefused
-        return refused(f"{self._name} refused {what}: {error.code.name}: {error.message}")
+        refusal = RefusalLost if (error.code, error.message) == _LOST_REFUSAL else WriteRefused
+        return refusal(f"{self._name} refused {operation}: {error.code.name}: {error.message}")
 
 
 def _credentials(tls: Tls | None) -> GRPCCredentialsTLS | None:
@@ -208,7 +208,9 @@ def _credentials(tls: Tls | None) -> GRPCCredentialsTLS | None:
     return GRPCCredentialsTLS(cacert=tls.ca, cert=tls.cert, private_key=tls.key)
 
 
-def standing_of(reply: p4r.MasterArbitrationUpdate) -> ServerStanding:
+def parse_standing(reply: p4r.MasterArbitrationUpdate) -> ServerStanding:
     """Return what a server's message says about its primary."""
-    highest = ElectionId.of(U128.decode(reply.election_id)) if reply.HasField("election_id") else None
+    highest = (
+        ElectionId.from_number(U128.decode(reply.election_id)) if reply.HasField("election_id") else None
+    )
     return ServerStanding(_PRIMARY.get(P4RpcStatus.from_status(reply.status).code, Primary.ANOTHER), highest)

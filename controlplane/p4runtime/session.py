@@ -27,7 +27,7 @@ from controlplane.errors import (
     WrongPipeline,
 )
 from controlplane.p4runtime.codec import Codec
-from controlplane.p4runtime.connection import GONE, NO_DEVICE, SwitchConnection, standing_of
+from controlplane.p4runtime.connection import GONE_CODES, NO_DEVICE, SwitchConnection, parse_standing
 
 BATCH = 250
 """Updates in a Write request. A refusal has 100 to 200 bytes of details for each update in gRPC's trailing
@@ -88,7 +88,7 @@ class SwitchSession(SwitchConnection):
         try:
             await self._load(request)
         except P4ClientError as error:
-            if error.code in (*GONE, GRPCStatusCode.PERMISSION_DENIED) or error.message == NO_DEVICE:
+            if error.code in (*GONE_CODES, GRPCStatusCode.PERMISSION_DENIED) or error.message == NO_DEVICE:
                 raise self._failed("loading the program", error) from None
             raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
         return True
@@ -133,12 +133,14 @@ class SwitchSession(SwitchConnection):
 
     async def _pipeline(
         self,
-        what: p4r.GetForwardingPipelineConfigRequest.ResponseType.ValueType = (
+        response_type: p4r.GetForwardingPipelineConfigRequest.ResponseType.ValueType = (
             p4r.GetForwardingPipelineConfigRequest.P4INFO_AND_COOKIE
         ),
     ) -> p4r.ForwardingPipelineConfig | None:
         self._open()
-        request = p4r.GetForwardingPipelineConfigRequest(device_id=self.switch.device_id, response_type=what)
+        request = p4r.GetForwardingPipelineConfigRequest(
+            device_id=self.switch.device_id, response_type=response_type
+        )
         try:
             reply = await self._client.request(request)
         except P4ClientError as error:
@@ -150,14 +152,14 @@ class SwitchSession(SwitchConnection):
     async def read(self, tables: Sequence[str] = ()) -> Holdings:
         """Return all that the switch holds, or only what is in some tables."""
         if tables:
-            asked = self.codec.read_tables(tables)
-            return self.codec.decode_entries([entity async for entity in self.read_entities(asked)])
+            reads = self.codec.read_tables(tables)
+            return self.codec.decode_entries([entity async for entity in self.read_entities(reads)])
         return self.codec.decode_all([entity async for entity in self.read_entities(self.codec.read_all())])
 
-    async def read_entities(self, asked: Sequence[p4r.Entity]) -> AsyncIterator[p4r.Entity]:
+    async def read_entities(self, reads: Sequence[p4r.Entity]) -> AsyncIterator[p4r.Entity]:
         """Yield P4Runtime's own messages for the entities in `asked`, wildcards expanded."""
         self._open()
-        request = p4r.ReadRequest(device_id=self.switch.device_id, entities=asked)
+        request = p4r.ReadRequest(device_id=self.switch.device_id, entities=reads)
         try:
             async for reply in self._client.request_iter(request):
                 for entity in reply.entities:
@@ -178,10 +180,10 @@ class SwitchSession(SwitchConnection):
         """
         applied: list[Update] = []
         for batch in batches(updates, BATCH):
-            refused = await self._write_batch(batch)
-            applied += [update for index, update in enumerate(batch) if index not in refused]
-            if refused:
-                await self._undo(batch, refused, applied)
+            refusals = await self._write_batch(batch)
+            applied += [update for index, update in enumerate(batch) if index not in refusals]
+            if refusals:
+                await self._undo(batch, refusals, applied)
             if progress is not None:
                 progress(len(batch))
 
@@ -206,15 +208,15 @@ class SwitchSession(SwitchConnection):
         return {}
 
     async def _undo(
-        self, batch: Sequence[Update], refused: dict[int, str], applied: Sequence[Update]
+        self, batch: Sequence[Update], refusals: dict[int, str], applied: Sequence[Update]
     ) -> NoReturn:
-        index, words = next(iter(refused.items()))
-        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        index, words = next(iter(refusals.items()))
+        more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
         message = f"{self._name} refuses to {batch[index]}{more}: {words}"
         failed = 0
         try:
-            for back in batches([update.undone() for update in reversed(applied)], BATCH):
-                failed += len(await self._write_batch(back))
+            for undo_batch in batches([update.undone() for update in reversed(applied)], BATCH):
+                failed += len(await self._write_batch(undo_batch))
         except ControlError as error:
             raise Unsure(f"{message}; undoing what was applied before it failed: {error}") from None
         if failed:
@@ -238,7 +240,7 @@ class SwitchSession(SwitchConnection):
                 packet = P4PacketIn.decode(message, self.codec.schema)
                 yield int(packet["ingress_port"]), packet.payload
             elif message.HasField("arbitration"):
-                self._take(standing_of(message.arbitration))
+                self._take(parse_standing(message.arbitration))
 
     async def standings(self) -> AsyncIterator[ServerStanding]:
         """Yield who is primary, now and after each change. For a session that waits, without a candidacy."""
@@ -246,14 +248,14 @@ class SwitchSession(SwitchConnection):
         while True:
             message = await self._receive("waiting")
             if message.HasField("arbitration"):
-                yield standing_of(message.arbitration)
+                yield parse_standing(message.arbitration)
 
-    async def _receive(self, what: str) -> p4r.StreamMessageResponse:
+    async def _receive(self, operation: str) -> p4r.StreamMessageResponse:
         self._open()
         try:
             return await self._client.receive()
         except P4ClientError as error:
-            raise self._failed(what, error) from None
+            raise self._failed(operation, error) from None
         except RuntimeError as error:  # finsy's error for the regular end of the stream
             raise SwitchUnreachable(f"{self._name} closed the session: {error}") from None
 

@@ -28,14 +28,14 @@ _log: Final = logging.getLogger("checkmate")
 
 
 @dataclass(frozen=True)
-class Vacated:
-    """What a switch held before training was stopped there, and the codec of its program."""
+class VacatedState:
+    """The holdings of a switch before training was stopped there, and the codec of its program."""
 
-    held: Holdings
+    holdings: Holdings
     codec: Codec
 
 
-async def vacate(session: SwitchSession, keep: Collection[int]) -> Vacated | None:
+async def vacate(session: SwitchSession, keep: Collection[int]) -> VacatedState | None:
     """Stop training on a switch that runs a version of our program.
 
     Args:
@@ -49,18 +49,20 @@ async def vacate(session: SwitchSession, keep: Collection[int]) -> Vacated | Non
     program = await session.program()
     if program is None or not is_ours(program):
         return None
-    theirs = session.codec.of_program(program)
+    old_codec = session.codec.for_program(program)
     try:
-        with _speaking(session, theirs):
-            vacated = Vacated(await session.read(), theirs)
+        with _speaking(session, old_codec):
+            vacated = VacatedState(await session.read(), old_codec)
     except (LookupError, ValueError) as error:  # a table or field of ours that it does not have
         _log.warning("switch %s: its program differs, so streams end: %s", session.switch.name, error)
         return None
-    if not vacated.held.entries:
+    if not vacated.holdings.entries:
         return None
     try:
-        with _speaking(session, theirs):
-            await session.write([one for one in _forwarding(vacated.held) if not _is_for(one, keep)])
+        with _speaking(session, old_codec):
+            await session.write(
+                [update for update in _forwarding(vacated.holdings) if not _is_for(update, keep)]
+            )
     except BaseException:
         with contextlib.suppress(SwitchUnreachable):
             await resume(session, vacated, Holdings())
@@ -68,17 +70,17 @@ async def vacate(session: SwitchSession, keep: Collection[int]) -> Vacated | Non
     return vacated
 
 
-async def resume(session: SwitchSession, vacated: Vacated, planned: Holdings) -> None:
+async def resume(session: SwitchSession, vacated: VacatedState, planned: Holdings) -> None:
     """Have a switch whose program was not replaced forward as before, and as planned.
 
     An earlier attempt that was killed may have stopped it.
     """
-    wanted = planned.copy()
-    for entity in vacated.held:
-        wanted.put(entity)
+    target = planned.copy()
+    for entity in vacated.holdings:
+        target.put(entity)
     with _speaking(session, vacated.codec):
-        missing = difference(await session.read(), wanted)
-        await session.write([one for one in missing if one.new is not None and _forwards(one)])
+        missing = difference(await session.read(), target)
+        await session.write([update for update in missing if update.new is not None and _forwards(update)])
 
 
 def is_ours(program: p4i.P4Info) -> bool:
@@ -86,8 +88,8 @@ def is_ours(program: p4i.P4Info) -> bool:
     return any(table.preamble.alias == "streams" for table in program.tables)
 
 
-def _forwarding(held: Holdings) -> list[Update]:
-    return [one for one in difference(held, Holdings()) if _forwards(one)]
+def _forwarding(holdings: Holdings) -> list[Update]:
+    return [update for update in difference(holdings, Holdings()) if _forwards(update)]
 
 
 def _forwards(update: Update) -> bool:
@@ -101,8 +103,8 @@ def _is_for(update: Update, macs: Collection[int]) -> bool:
 
 @contextlib.contextmanager
 def _speaking(session: SwitchSession, codec: Codec) -> Iterator[None]:
-    ours, session.codec = session.codec, codec
+    new_codec, session.codec = session.codec, codec
     try:
         yield
     finally:
-        session.codec = ours
+        session.codec = new_codec

@@ -109,11 +109,11 @@ TM.pool.app_pfc.mod(pool="IG_APP_POOL_1", cos=0, pfc_limit_cells={plan.ingress_p
 
 # Ports at which training traffic arrives: device port, pipe, PPG, headroom in cells.
 SENDERS = ["""
-    used = dict.fromkeys(range(chips.PIPES), 0)
+    ppgs = dict.fromkeys(range(chips.PIPES), 0)
     for sender in plan.senders:
         pipe = chips.pipe_of(sender.port.device_port)
-        used[pipe] += 1
-        yield _row(sender.port.device_port, pipe, used[pipe], sender.headroom.cells)
+        ppgs[pipe] += 1
+        yield _row(sender.port.device_port, pipe, ppgs[pipe], sender.headroom.cells)
     yield "]"
     yield """\
 for device_port, pipe, ppg, headroom in SENDERS:

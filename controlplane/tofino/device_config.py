@@ -82,12 +82,12 @@ def _parse(conf: Mapping[str, Any], root: Path) -> PackedProgram:
     (program,) = device["p4_programs"]
     pipelines = tuple(
         PackedPipeline(
-            one["p4_pipeline_name"],
-            (root / one["config"]).read_bytes(),
-            (root / one["context"]).read_bytes(),
-            tuple(int(pipe) for pipe in one["pipe_scope"]),
+            pipeline["p4_pipeline_name"],
+            (root / pipeline["config"]).read_bytes(),
+            (root / pipeline["context"]).read_bytes(),
+            tuple(int(pipe) for pipe in pipeline["pipe_scope"]),
         )
-        for one in program["p4_pipelines"]
+        for pipeline in program["p4_pipelines"]
     )
     if not pipelines:
         raise ValueError("no p4_pipelines")
@@ -158,5 +158,5 @@ def stratum_message() -> Any:
             field.type_name = ".checkmate.tofino.BfPipelineConfig.Profile"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    found = pool.FindMessageTypeByName("checkmate.tofino.BfPipelineConfig")
-    return message_factory.GetMessageClass(found)()
+    descriptor = pool.FindMessageTypeByName("checkmate.tofino.BfPipelineConfig")
+    return message_factory.GetMessageClass(descriptor)()

@@ -82,7 +82,7 @@ def headroom(speed: str, cable: float, mtu: int, chip: Chip) -> Headroom:
     return Headroom(*parts, cells=_round_up(sum(parts) * cells, wire))
 
 
-def cells_of(frame: int, chip: Chip) -> int:
+def frame_cells(frame: int, chip: Chip) -> int:
     """Return the number of cells for one frame of `frame` bytes, FCS included."""
     return _round_up(frame + BRIDGED, chip.cell_bytes)
 

@@ -24,7 +24,7 @@ from checkmate.job.tofino.ports import PortSettings, port_settings
 from controlplane.entities import MulticastGroup
 from controlplane.network import Network
 from controlplane.plan import SwitchPlan
-from controlplane.tofino.headroom import ETHERNET, Headroom, cells_of, headroom
+from controlplane.tofino.headroom import ETHERNET, Headroom, frame_cells, headroom
 
 UNIT = 8
 """Cells; thresholds are multiples of it."""
@@ -93,7 +93,7 @@ class PfcPlan:
 def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) -> PfcPlan:
     """Return the settings of `switch` for the network's jobs; raise `NoRoom` if its buffer is too small."""
     chip = chips.CHIPS[switch.target]
-    peers, shadows = peers_of(network, switch.name)
+    peers, shadows = port_peers(network, switch.name)
     links = network.links(switch.name)
     copies = copies_by_port(network, plan)
     senders = tuple(
@@ -105,7 +105,7 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
         for port in (port_settings(switch, number),)
     )
     available = switch.pfc.cells or chip.free_cells
-    two_frames = LEAST_FRAMES * cells_of(switch.mtu + ETHERNET, chip)
+    two_frames = LEAST_FRAMES * frame_cells(switch.mtu + ETHERNET, chip)
     threshold = _threshold(switch, senders, available, two_frames)
     admitted = {sender.port.device_port: sender.admitted(threshold) for sender in senders}
     queues = tuple(
@@ -132,24 +132,24 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
     )
 
 
-def peers_of(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]], set[int]]:
+def port_peers(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]], set[int]]:
     """Return the names of each used port's peers, and the ports that lead to a shadow NIC."""
-    found: dict[int, tuple[str, ...]] = {
+    peers: dict[int, tuple[str, ...]] = {
         port: (f"switch {far}",) for port, far in network.links(switch).items()
     }
     here = [(name, host) for job in network.jobs for name, host in job.interfaces() if host.switch == switch]
-    found |= {host.port: (name,) for name, host in here}
-    return found, {host.port for _, host in here if isinstance(host, Nic)}
+    peers |= {host.port: (name,) for name, host in here}
+    return peers, {host.port for _, host in here if isinstance(host, Nic)}
 
 
 def copies_by_port(network: Network, plan: SwitchPlan) -> dict[int, list[MulticastGroup]]:
     """Return the multicast groups for frames from each port."""
     ports = {entry["boundary"]: entry["port"] for entry in plan.holdings.table("boundaries")}
-    found: dict[int, dict[int, MulticastGroup]] = {}
+    groups_by_port: dict[int, dict[int, MulticastGroup]] = {}
     for entry in plan.holdings.table("replication"):
         port = ports[entry["boundary"]]
-        found.setdefault(port, {})[entry["group"]] = plan.holdings.groups[entry["group"]]
-    return {port: list(groups.values()) for port, groups in found.items()}
+        groups_by_port.setdefault(port, {})[entry["group"]] = plan.holdings.groups[entry["group"]]
+    return {port: list(groups.values()) for port, groups in groups_by_port.items()}
 
 
 def _most(copies: Mapping[int, Sequence[MulticastGroup]], port: int) -> int:
@@ -158,15 +158,16 @@ def _most(copies: Mapping[int, Sequence[MulticastGroup]], port: int) -> int:
 
 def _threshold(switch: Switch, senders: Sequence[PausingPort], available: int, least: int) -> int:
     """Return T: the largest threshold for which egress has room for all that ingress may admit."""
-    kept = sum(sender.headroom.cells * sender.copies for sender in senders)
+    headroom_cells = sum(sender.headroom.cells * sender.copies for sender in senders)
     shares = sum(sender.copies for sender in senders)
-    threshold = (available - kept) // shares // UNIT * UNIT if senders else 0
+    threshold = (available - headroom_cells) // shares // UNIT * UNIT if senders else 0
     if senders and threshold < least:
         largest = max(senders, key=lambda sender: sender.headroom.cells)
         terms = " + ".join(f"{s.headroom.cells} x {s.copies} ({s.port.name})" for s in senders)
         raise NoRoom(
             f"switch {switch.name} ({switch.target}): no headroom left. Headroom of each port x copies: "
-            f"{terms} = {kept} cells of the {available} available to PFC; the rest is {available - kept}, "
+            f"{terms} = {headroom_cells} cells of the {available} available to PFC; "
+            f"the rest is {available - headroom_cells}, "
             f"for {shares} thresholds of at least {least} cells ({LEAST_FRAMES} frames). Headroom of "
             f"{largest.port.name}: {largest.headroom.arithmetic()}. Use shorter cables, a smaller mtu, fewer "
             "replicas or ranks on this switch, or a larger pfc.cells"
@@ -199,7 +200,7 @@ def _spreads(
             admitted[port] * len(group.replicas),
         )
         for port, groups in sorted(copies.items())
-        for group in sorted(groups, key=lambda one: one.id)
+        for group in sorted(groups, key=lambda group: group.id)
     ]
 
 
@@ -209,20 +210,20 @@ def priority_clashes(jobs: Sequence[Job]) -> dict[str, str]:
     A switch's hosts map each DSCP to one priority. A connection's plain and tagged segments have DSCP 0 and
     `dscp_bit`; both need the same priority, or they would overtake each other.
     """
-    found: dict[str, str] = {}
+    clashes: dict[str, str] = {}
     owners: dict[tuple[str, int], Job] = {}
     for job in jobs:
         for switch in job.fabric.switches:
             for dscp in (0, job.tag.dscp_bit):
                 first = owners.setdefault((switch.name, dscp), job)
                 if first.tag.priority != job.tag.priority:
-                    found.setdefault(
+                    clashes.setdefault(
                         job.job,
                         f"DSCP {dscp} would have priority {job.tag.priority} here and "
                         f"{first.tag.priority} in job {first.job!r}, on switch {switch.name!r} of both; "
                         "jobs that share a switch must have the same priority",
                     )
-    return found
+    return clashes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from controlplane.election import (
     ServerStanding,
     StandbyVerdict,
     SwitchWatch,
-    before,
+    earlier_switches,
     jobs_digest,
 )
 from testbed.jobs import job as some_job
@@ -36,8 +36,8 @@ def test_a_higher_term_wins_whatever_the_jobs_are() -> None:
         ElectionId(2, 1, 0).number > ElectionId(1, most, 9).number > ElectionId(1, most, 8).number > 1 << 64
     )
     assert ElectionId(1 << 63, most, 3).number < 1 << 128
-    assert ElectionId.of(ElectionId(7, OTHERS, 9).number) == ElectionId(7, OTHERS, 9)
-    assert ElectionId.of(1 << 40) == ElectionId(0, 0, 1 << 40), (
+    assert ElectionId.from_number(ElectionId(7, OTHERS, 9).number) == ElectionId(7, OTHERS, 9)
+    assert ElectionId.from_number(1 << 40) == ElectionId(0, 0, 1 << 40), (
         "a controller that waits says nothing of its jobs"
     )
 
@@ -63,12 +63,12 @@ def test_a_bid_is_above_the_highest_and_displaces_only_its_own_jobs_primary() ->
     assert Candidacy(9, OTHERS, displaces=True).bid(LED) is None
     shell = ServerStanding(Primary.ANOTHER, ElectionId(1 << 32, 0, 0))
     assert Candidacy(9, 0, displaces=True).bid(shell) is None, "0 is not the name of any jobs"
-    promoted = ServerStanding(Primary.THIS, ElectionId.of(77))
+    promoted = ServerStanding(Primary.THIS, ElectionId.from_number(77))
     assert Candidacy(9, JOBS).bid(promoted) == ElectionId(1, JOBS, 9), "BMv2's server promotes unasked"
 
 
 def test_a_controller_that_waits_or_a_shell_is_only_in_the_way() -> None:
-    promoted = ServerStanding(Primary.ANOTHER, ElectionId.of(77))
+    promoted = ServerStanding(Primary.ANOTHER, ElectionId.from_number(77))
     assert Candidacy(9, JOBS).bid(promoted) == ElectionId(1, JOBS, 9), (
         "BMv2's server has promoted another standby"
     )
@@ -139,7 +139,7 @@ def test_the_first_reachable_switch_decides() -> None:
     assert watch(None, FREE, LED).verdict is StandbyVerdict.CLAIM
     assert watch(None, FREE, LED).reachable == ["b", "c"]
     assert watch(None, None, None).verdict is StandbyVerdict.WAIT
-    assert [*before("b", "cab")] == ["a"]
+    assert [*earlier_switches("b", "cab")] == ["a"]
 
 
 def test_a_new_switch_is_left_to_the_primary_that_has_not_read_the_files_yet() -> None:
@@ -156,7 +156,7 @@ def test_jobs_that_are_not_the_primarys_are_not_installed() -> None:
         "its files were the primary's before"
     )
     unknown = watch(LED, digests=(OTHERS,))
-    unknown.see("a", ServerStanding(Primary.THIS, ElectionId.of(77)))
+    unknown.see("a", ServerStanding(Primary.THIS, ElectionId.from_number(77)))
     assert unknown.verdict is StandbyVerdict.OTHER_JOBS, (
         "a server that promotes unasked forgets the last primary"
     )
@@ -205,7 +205,7 @@ class Server:
 
     def standing(self, stream: str) -> ServerStanding:
         who = Primary.THIS if self.first == stream else Primary.ANOTHER if self.first else Primary.NOBODY
-        return ServerStanding(who, None if self.highest is None else ElectionId.of(self.highest))
+        return ServerStanding(who, None if self.highest is None else ElectionId.from_number(self.highest))
 
 
 @dataclass
@@ -256,7 +256,7 @@ class Controller:
 
     def _claim(self, switch: str) -> bool:
         server, stream = self.servers[switch], f"{self.name} serves"
-        earlier = any(other in self.held for other in before(switch, self.servers))
+        earlier = any(other in self.held for other in earlier_switches(switch, self.servers))
         candidacy = Candidacy(ord(self.name), JOBS, displaces=earlier)
         try:
             standing = server.arbitrate(stream, next(self.numbers) if server.bmv2 else None)

@@ -18,7 +18,7 @@ from checkmate.wire import tag
 from checkmate.wire.tag import Ends, Hello
 from controlplane.endpoint import frames
 from controlplane.endpoint.closures import Closure, closures_line
-from controlplane.endpoint.endpoint import Answer, Connected, View, answer
+from controlplane.endpoint.endpoint import Answer, ConnectedStreams, View, answer
 from controlplane.entities import Holdings
 from controlplane.memory import Changes, SwitchMemory
 from controlplane.network import Network
@@ -69,11 +69,11 @@ def connect(at: View, hello: Hello, **fields: Any) -> Answer:
     """Ask, and do with the answer what a controller does."""
     found = ask(hello_frame(hello, **fields), at)
     if found.admission is not None:
-        for entry in found.admission.put:
+        for entry in found.admission.puts:
             if entry.table == "streams":
                 at.connected.put(entry)
-        assert isinstance(at.accepted, dict)
-        at.accepted[found.admission.key] = found.admission.time
+        assert isinstance(at.hello_times, dict)
+        at.hello_times[found.admission.key] = found.admission.time
     return found
 
 
@@ -119,7 +119,7 @@ def test_a_hello_is_admitted_and_acknowledged_after() -> None:
     at = view()
     found = connect(at, HELLO)
     assert found.admission is not None
-    rewrite, expect = found.admission.put
+    rewrite, expect = found.admission.puts
     assert rewrite["acknowledgement"] == (ISN + 41) % tag.MODULUS
     assert rewrite["minus_base"] == tag.MODULUS - 5
     assert (rewrite["shadow_ip"], rewrite["shadow_port"]) == (int(NIC.ip), 5000)
@@ -262,7 +262,7 @@ def test_a_port_that_a_node_has_anew_is_not_in_two_streams() -> None:
         hello_frame(hello_of(boundary=1, channel=1)), at
     )  # another stream of this NIC, from the same port
     assert other.admission is not None
-    assert old in other.admission.drop
+    assert old in other.admission.drops
 
 
 def test_hellos_over_parallel_links_come_in_by_the_port_that_they_are_sent_to() -> None:
@@ -283,11 +283,11 @@ def test_a_new_connection_replaces_the_old_whatever_the_incarnations() -> None:
     (old,) = at.connected.by_stream.values()
     same = connect(at, hello_of(base=5, after=1), sport=5001).admission
     assert same is not None
-    assert same.drop == ()  # the same key: the entry is modified
+    assert same.drops == ()  # the same key: the entry is modified
     (old,) = at.connected.by_stream.values()
     other = connect(at, hello_of(incarnation=8, after=2), sport=5002).admission
     assert other is not None
-    assert other.drop == (old,)
+    assert other.drops == (old,)
     (now,) = at.connected.by_stream.values()
     assert (now["incarnation"], now["shadow_port"]) == (8, 5002)
     assert ask(segment("R", seq=(ISN + 41) % tag.MODULUS, sport=5000), at).drop is None
@@ -304,7 +304,7 @@ def test_a_repeated_hello_gets_the_same_answer_from_a_restarted_controller() -> 
     """The switch has the entry; the controller's memory of times is empty, and its clock may be anywhere."""
     at = view()
     first = connect(at, HELLO)
-    restarted = replace(view(), connected=Connected(at.connected.by_stream.values()))
+    restarted = replace(view(), connected=ConnectedStreams(at.connected.by_stream.values()))
     for now in (NOW, NOW + 10**9):
         again = ask(hello_frame(HELLO), restarted, now=now)
         assert (again.admission, again.frame) == (None, first.frame)
@@ -365,16 +365,18 @@ def test_a_refused_hello_leaves_no_trace_in_the_memory() -> None:
     """If the switch refuses the entries, the same hello, sent again, is not a replay."""
     memory = SwitchMemory(Holdings())
     plan = plan_switch(NETWORK, "tor0", Holdings())
-    at = View.of(NETWORK, "tor0", plan.boundary_ids, memory.connected, memory.accepted, {JOB.job: KEY})
+    at = View.from_network(
+        NETWORK, "tor0", plan.boundary_ids, memory.connected, memory.hello_times, {JOB.job: KEY}
+    )
     for number in (1, 2):
         frame = hello_frame(hello_of(after=number), sport=5000 + number)
         found = ask(frame, at)
-        before = dict(memory.accepted)
+        before = dict(memory.hello_times)
         refused = Changes()
         memory.take(found, refused)
-        assert memory.accepted != before
+        assert memory.hello_times != before
         assert len(memory.connected.by_stream) == 1
         memory.forget(refused)
-        assert memory.accepted == before
+        assert memory.hello_times == before
         assert ask(frame, at).admission == found.admission
         memory.take(found, Changes())

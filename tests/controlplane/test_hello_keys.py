@@ -43,13 +43,13 @@ def test_keys_are_followed_like_the_job_files(tmp_path: Path) -> None:
     assert files.wanted(keys.unusable).jobs == [job]
     assert not files.changed()
 
-    first = keys.of([job])
-    keys.served([job], first)
+    first = keys.secrets([job])
+    keys.note_served([job], first)
     shutil.rmtree(tmp_path / "jobs" / "keys")
     made(job, tmp_path / "jobs" / "keys")
     assert files.changed()
     assert files.wanted(keys.unusable).faults == ()
-    assert keys.of([job]) != first, "a new secret counts although the job is the same"
+    assert keys.secrets([job]) != first, "a new secret counts although the job is the same"
 
 
 def test_keys_that_are_taken_away_stay_as_they_were(tmp_path: Path) -> None:
@@ -58,11 +58,11 @@ def test_keys_that_are_taken_away_stay_as_they_were(tmp_path: Path) -> None:
     made(job, tmp_path / "keys")
     kept, strict = HelloKeys(remember=True), HelloKeys()
     for keys in (kept, strict):
-        keys.served([job], keys.of([job]))
+        keys.note_served([job], keys.secrets([job]))
     (tmp_path / "keys" / "gpt" / "controller" / "hello.key").unlink()
-    assert kept.of([job])["gpt"] and kept.unusable(job) is None
+    assert kept.secrets([job])["gpt"] and kept.unusable(job) is None
     with pytest.raises(KeysError, match=r"hello\.key is missing"):
-        strict.of([job])
+        strict.secrets([job])
 
 
 def test_without_keys_no_file_is_followed(tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ def test_a_refused_copy_of_a_job_does_not_replace_what_is_remembered(tmp_path: P
         jobs.append(job)
     served, copy = jobs
     keys = HelloKeys(remember=True)
-    keys.served([served], known := keys.of([served]))
+    keys.note_served([served], known := keys.secrets([served]))
     assert keys.unusable(copy) is None
     shutil.rmtree(tmp_path / "a" / "keys")
-    assert keys.of([served]) == known
+    assert keys.secrets([served]) == known
     shutil.rmtree(tmp_path / "b" / "keys")
     assert keys.unusable(copy), "it is not served"
 

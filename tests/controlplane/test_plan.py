@@ -28,7 +28,7 @@ from controlplane.guard import Counts, refusals
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.plan import ADVICE, SwitchPlan, excesses, fabric_excesses, limits, plan_switch
-from controlplane.remove import without
+from controlplane.remove import holdings_without
 from testbed.jobs import job, job_data
 from tests.support.controlplane.planned import connect_all
 from tests.support.jobs import some_jobs
@@ -249,11 +249,11 @@ def test_a_job_comes_and_goes_without_touching_the_others(jobs: list[Job], data:
         removed = {update.old for update in updates if update.new is None}
         others = {key for key, stream in plan.streams.items() if stream.boundary.job != gone.job}
         for entry in held.table("streams"):
-            assert (entry in removed) == (streams.key_of(entry) not in others)
+            assert (entry in removed) == (streams.stream_key(entry) not in others)
         for entry in held.table("replication"):
             assert (entry in removed) == (entry["boundary"] not in {key[0] for key in others})
         if rest.jobs:
-            assert without(held, Network([gone]), name) == smaller
+            assert holdings_without(held, Network([gone]), name) == smaller
         back = plan_switch(Network(jobs), name, smaller).holdings
         assert all(u.old is None or isinstance(u.entity, MulticastGroup) for u in difference(smaller, back))
 
@@ -307,7 +307,7 @@ def test_a_moved_nic_loses_its_stream() -> None:
     moved = data_of(job())
     moved["shadow_nodes"][0]["nics"][0]["mac"] = "02:00:00:00:ff:ff"
     again = plan_switch(Network([of_data(Job, moved)]), "tor0", held)
-    kept = {streams.key_of(entry) for entry in again.holdings.table("streams")}
+    kept = {streams.stream_key(entry) for entry in again.holdings.table("streams")}
     ip = job().shadow_nodes[0].nics[0].ip
     assert kept == {key for key, stream in plan.streams.items() if stream.nic.ip != ip}
     assert len(kept) < len(plan.streams)
@@ -317,7 +317,7 @@ def test_more_than_a_switch_holds_is_refused_by_what_there_is_too_much_of() -> N
     plan = everything([job(groups=2, ranks=2, nodes=3, channels=3)])["tor0"]
     sizes = {**limits("softswitch"), "replication": 35, "streams": 36}
     (excess,) = excesses(plan, "softswitch", sizes)
-    assert (excess.what, excess.needed, excess.limit) == ("replication entries", 36, 35)
+    assert (excess.resource, excess.demand, excess.limit) == ("replication entries", 36, 35)
     assert "36 replication entries needed, it holds 35" in str(excess)
     assert str(excess).endswith(
         "use fewer channels or shadow nodes, or let DP groups begin and end with ranks at other switches"
@@ -327,7 +327,7 @@ def test_more_than_a_switch_holds_is_refused_by_what_there_is_too_much_of() -> N
 def test_more_addresses_than_a_switch_holds_are_refused_as_such() -> None:
     plan = everything([job(ranks=2, nodes=1, nics=1, further=2)])["tor0"]
     (excess,) = excesses(plan, "softswitch", {**limits("softswitch"), "sources": 8})
-    assert (excess.what, excess.needed, excess.limit) == ("sources entries", 9, 8)
+    assert (excess.resource, excess.demand, excess.limit) == ("sources entries", 9, 8)
     assert "use fewer addresses" in str(excess)
 
 
@@ -396,7 +396,7 @@ def test_a_fabric_that_is_too_large_is_refused_before_entries_are_made() -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "limits", lambda _: held)
         found = fabric_excesses(large)
-    assert [(one.what, one.needed, one.others) for one in found] == [
+    assert [(one.resource, one.demand, one.other_switches) for one in found] == [
         ("forwarding entries", plan.usage()["forwarding"], 3),
         ("guarded_addresses entries", plan.usage()["guarded_addresses"], 3),
     ]

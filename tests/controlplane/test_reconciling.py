@@ -36,7 +36,7 @@ class FakeSession:
     def __init__(self, held: Holdings, meanwhile: Callable[[Holdings, int], None]) -> None:
         self.held, self._meanwhile = held, meanwhile
         self.writes: list[list[Update]] = []
-        self.found: ElectionId | None = None
+        self.earlier_election: ElectionId | None = None
         self.term = 1
         self.late: list[TableEntry] = []
         """Entries that come between the first read and the first write."""
@@ -113,7 +113,7 @@ def test_an_entry_that_came_late_is_not_inserted_again(opened: Any) -> None:
     asyncio.run(controller.connect())
     assert len(switch.writes) == 2
     assert not difference(switch.held, controller.plan.holdings)
-    assert controller.refused == {"WriteRefused": 1}
+    assert controller.write_errors == {"WriteRefused": 1}
 
 
 def test_a_refusal_that_a_second_read_does_not_explain_is_told(opened: Any) -> None:
@@ -128,21 +128,21 @@ def test_a_refusal_that_a_second_read_does_not_explain_is_told(opened: Any) -> N
 
 
 def test_what_a_controller_remembers_is_old_once_another_one_has_served(opened: Any) -> None:
-    controller, switch = opened(Holdings.of([*PLAN.holdings, *connected(8)]))
+    controller, switch = opened(Holdings.from_entities([*PLAN.holdings, *connected(8)]))
     asyncio.run(controller.connect())
     switch.held = Holdings()  # by the other one's jobs
-    switch.found = ElectionId(2, 0xA, 5)
+    switch.earlier_election = ElectionId(2, 0xA, 5)
     asyncio.run(controller.connect())
     assert not set(connected(8)) & set(switch.held.entries.values())
 
 
 def test_its_own_renewed_id_is_not_another_controllers(opened: Any) -> None:
-    controller, switch = opened(Holdings.of([*PLAN.holdings, *connected(8)]))
+    controller, switch = opened(Holdings.from_entities([*PLAN.holdings, *connected(8)]))
 
     async def scenario() -> None:
         await controller.connect()
         await controller.renew()
-        switch.held, switch.found = Holdings(), ElectionId(switch.term, 0xA, 1)
+        switch.held, switch.earlier_election = Holdings(), ElectionId(switch.term, 0xA, 1)
         await controller.connect()
 
     asyncio.run(scenario())
@@ -167,7 +167,7 @@ def test_streams_that_another_controller_has_connected_stay(opened: Any) -> None
 
 
 def test_a_switch_that_has_lost_everything_gets_its_streams_back(opened: Any) -> None:
-    controller, switch = opened(Holdings.of([*PLAN.holdings, *connected(8)]))
+    controller, switch = opened(Holdings.from_entities([*PLAN.holdings, *connected(8)]))
     asyncio.run(controller.connect())
     switch.held = Holdings()
     asyncio.run(controller.connect())

@@ -85,7 +85,7 @@ def test_what_is_written_is_read_back(switch: Switch) -> None:
         ]
         async with opened(switch) as session:
             await session.write(inserts(*entities))
-            assert await session.read() == Holdings.of(entities)
+            assert await session.read() == Holdings.from_entities(entities)
             changed = forwarding.forward("02:00:00:00:00:01", 5)
             await session.write([Update(ONE, changed), Update(entities[1], None)])
             held = await session.read()
@@ -155,11 +155,11 @@ def test_training_stops_before_a_program_is_replaced_and_goes_on_if_it_is_not(sw
             await session.write(inserts(*held))
             found = await vacate(session, [TWO["mac"]])
             assert found is not None
-            assert found.held == Holdings.of(held)
-            assert await session.read() == Holdings.of([*held[:2], TWO]), "copies still reach TWO"
-            await resume(session, found, Holdings.of([forwarding.forward("02:00:00:00:00:09", 3)]))
+            assert found.holdings == Holdings.from_entities(held)
+            assert await session.read() == Holdings.from_entities([*held[:2], TWO]), "copies still reach TWO"
+            await resume(session, found, Holdings.from_entities([forwarding.forward("02:00:00:00:00:09", 3)]))
             more = forwarding.forward("02:00:00:00:00:09", 3)
-            assert await session.read() == Holdings.of([*held, more]), "what is planned, too"
+            assert await session.read() == Holdings.from_entities([*held, more]), "what is planned, too"
 
     LOOP.run_until_complete(scenario())
     assert forwarding.shadow_macs(network)

@@ -16,7 +16,7 @@ from checkmate.job.validation import of_data
 from controlplane import plan as planning
 from controlplane.network import Network
 from controlplane.tofino.bfrt import script
-from controlplane.tofino.pfc import PfcPlan, peers_of, pfc_plan
+from controlplane.tofino.pfc import PfcPlan, pfc_plan, port_peers
 from testbed.jobs import job_data, tofino_job_data
 from tests.support.controlplane.bfrt_recorder import RecordedTable, TableSchema, listed, of_sde, tree
 
@@ -33,7 +33,7 @@ def planned(target: str = "tofino", **kwargs: Any) -> tuple[Network, PfcPlan, st
     assert resolve(data) == []
     network = Network([of_data(Job, data)])
     plan = pfc_plan(network, network.switches["tor0"], planning.plan(network.jobs)["tor0"], 3)
-    return network, plan, script(network.switches["tor0"], peers_of(network, "tor0")[0], plan)
+    return network, plan, script(network.switches["tor0"], port_peers(network, "tor0")[0], plan)
 
 
 def run(
@@ -65,7 +65,7 @@ def test_it_sets_what_the_plan_says(target: str, capsys: pytest.CaptureFixture[s
     chip = CHIPS[target]
     network, plan, text = planned(target, ranks=3, nodes=2, replicas=2, channels=2)
     tables, _ = run(text, listed(chip), chip)
-    used, shadows = peers_of(network, "tor0")
+    used, shadows = port_peers(network, "tor0")
     ports = tables["port.port"].entries
     assert {port for port, _ in ports} == set(used)
     for settings in ports.values():
@@ -112,7 +112,7 @@ def test_a_port_that_only_receives_training_pauses_its_peer_too() -> None:
     network = Network([of_data(Job, data)])
     switch = network.switches["tor1"]
     plan = pfc_plan(network, switch, planning.plan(network.jobs)["tor1"], 3)
-    tables, _ = run(script(switch, peers_of(network, "tor1")[0], plan), listed("tf1"), "tf1")
+    tables, _ = run(script(switch, port_peers(network, "tor1")[0], plan), listed("tf1"), "tf1")
     controls = tables["tf1.tm.port.flowcontrol"].entries
     assert {port for port, _ in controls} == {8, 60}
     assert all(values[b"mode_tx"] == "PFC" for values in controls.values())
@@ -167,7 +167,7 @@ def test_the_watchdog_ignores_a_stuck_shadow_nodes_pfc_for_a_while() -> None:
     """With limits of 0 s, a port is stuck at the second check, and restored at the third."""
     network, plan, text = planned()
     tables, names = run(text, listed("tf1"), "tf1")
-    _, shadows = peers_of(network, "tor0")
+    _, shadows = port_peers(network, "tor0")
     stuck, *others = sorted(shadows)
     for queue in plan.queues:
         port = queue.port.device_port

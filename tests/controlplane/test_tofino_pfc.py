@@ -18,7 +18,7 @@ from checkmate.job.tofino.ports import resolve
 from checkmate.job.validation import of_data
 from controlplane import plan as planning
 from controlplane.network import Network
-from controlplane.tofino.headroom import BETWEEN_FRAMES, ETHERNET, RESPONSE_QUANTA, cells_of, headroom
+from controlplane.tofino.headroom import BETWEEN_FRAMES, ETHERNET, RESPONSE_QUANTA, frame_cells, headroom
 from controlplane.tofino.pfc import (
     LEAST_FRAMES,
     UNIT,
@@ -26,8 +26,8 @@ from controlplane.tofino.pfc import (
     PfcPlan,
     copies_by_port,
     host_commands,
-    peers_of,
     pfc_plan,
+    port_peers,
     priority_clashes,
 )
 from testbed.jobs import job_data, tofino_job_data
@@ -73,7 +73,7 @@ def test_no_frames_that_come_in_meanwhile_take_more_cells(
     wire = cells = turn = 0
     while wire + (frame := lengths[turn % len(lengths)]) + BETWEEN_FRAMES <= room.bytes:
         wire += frame + BETWEEN_FRAMES
-        cells += cells_of(frame, CHIP)
+        cells += frame_cells(frame, CHIP)
         turn += 1
     assert cells <= room.cells
 
@@ -105,7 +105,7 @@ jobs = st.builds(
 def test_whatever_ingress_admits_has_room(job: Job) -> None:
     network, plan = planned(job)
     switch_plan = planning.plan([job])["tor0"]
-    used, shadows = peers_of(network, "tor0")
+    used, shadows = port_peers(network, "tor0")
     groups = copies_by_port(network, switch_plan)
     admitted = {sender.port.device_port: sender.admitted(plan.threshold) for sender in plan.senders}
     assert set(admitted) == set(used) - shadows
@@ -144,7 +144,7 @@ def test_copies_that_come_over_a_link_have_room_too(middle: int) -> None:
     (shadow,) = [queue for queue in found[last].queues if queue.shadow]
     assert shadow.cells == link.admitted(found[last].threshold) <= found[last].egress_pool
     for name, plan in found.items():
-        used, _ = peers_of(network, name)
+        used, _ = port_peers(network, name)
         assert {queue.port.device_port for queue in plan.queues} == set(used) - (
             {16} if name == last else set()
         )
@@ -156,7 +156,7 @@ def test_too_small_a_buffer_is_refused_with_the_arithmetic(job: Job, cells: int)
     (switch,) = job.fabric.switches
     changed = replace(switch, pfc=replace(switch.pfc, cells=cells))
     job = replace(job, fabric=replace(job.fabric, switches=(changed,)))
-    least = LEAST_FRAMES * cells_of(switch.mtu + ETHERNET, CHIP)
+    least = LEAST_FRAMES * frame_cells(switch.mtu + ETHERNET, CHIP)
     try:
         _, plan = planned(job)
     except NoRoom as error:

@@ -84,7 +84,7 @@ def test_pis_unread_rates_are_written_again_and_removed() -> None:
     with softswitch("--no-p4") as switch:
 
         async def scenario() -> None:
-            wanted = Holdings.of([client, limited])
+            wanted = Holdings.from_entities([client, limited])
             async with SwitchSession(switch, unread, candidacy=WRITER) as session:
                 await session.ensure_pipeline()
                 held = await session.read()
@@ -109,7 +109,7 @@ def test_pis_unread_rates_are_written_again_and_removed() -> None:
 
 def test_an_unknown_rate_is_never_written() -> None:
     unknown, known = PortRate(5, None), PortRate(5, Rate(packets=50, burst=100))
-    assert difference(Holdings.of([known]), Holdings.of([unknown])) == []
+    assert difference(Holdings.from_entities([known]), Holdings.from_entities([unknown])) == []
     assert Update(unknown, known).undone() == Update(known, known)
     assert Codec.for_target("tofino", "pi").decode_all([]).rates[known.key] == unknown
     assert not Codec.for_target("tofino", "stratum").decode_all([]).rates

@@ -31,7 +31,7 @@ STATUS = SwitchStatus(
     {},
     refused=(Refusal("tor", 3, "10.0.1.1", "rank 0 of gpt", 4, 240),),
 )
-SEEN = of_controller.SwitchSeen("tor", 9, STATUS, {"WriteRefused": 3}, 2, 0.5)
+SEEN = of_controller.SwitchSample("tor", 9, STATUS, {"WriteRefused": 3}, 2, 0.5)
 STATISTICS = {
     "ports": {"7": {"interface": "veth7", "rx_dropped": 1} | asdict(PortStats(rx_bytes=12))},
     "unknown_port": 1,

@@ -20,8 +20,8 @@ from controlplane.tofino.pfc import (
     NoRoom,
     PfcPlan,
     host_commands,
-    peers_of,
     pfc_plan,
+    port_peers,
     priority_clashes,
 )
 
@@ -53,7 +53,7 @@ def show(
     planned = _planned(found, network, plans, _names(network, only))
     if bfrt:
         scripts = {
-            name: script(network.switches[name], peers_of(network, name)[0], plan)
+            name: script(network.switches[name], port_peers(network, name)[0], plan)
             for name, plan in planned.items()
         }
         if as_json:

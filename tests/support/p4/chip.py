@@ -123,7 +123,7 @@ def running(file: Path, held: Sequence[Entity], ports: Sequence[int]) -> Iterato
     switch = PtfSwitch(config.address, config.device_id, codec, config.device_ports)
     switch.connect(lambda: False)
     switch.take_over()
-    switch.reconcile(Holdings.of(held))
+    switch.reconcile(Holdings.from_entities(held))
     chip = Chip(switch, {port: config.ports[port].interface for port in ports})
     try:
         yield chip
