@@ -22,15 +22,13 @@ from checkmate.job.schema import Switch
 from checkmate.output.log_lines import GatheredLog, StrangerLog
 from checkmate.wording import counted
 from controlplane.election import Candidacy
-from controlplane.endpoint.closures import Closure, closures_line
-from controlplane.endpoint.endpoint import Answer, answer
+from controlplane.endpoint.endpoint import Answer, Closure, answer, closures_line
 from controlplane.endpoint.frames import Segment, parse
 from controlplane.endpoint.waiting import WaitingSegments
 from controlplane.errors import SwitchUnreachable, Unsure, WriteRefused
-from controlplane.memory import Changes
 from controlplane.network import Network
 from controlplane.p4runtime.session import SwitchSession
-from controlplane.reconciling import ReconciledSwitch
+from controlplane.reconciling import Changes, ReconciledSwitch
 from controlplane.tasks import until_first
 
 LOG = logging.getLogger("checkmate")

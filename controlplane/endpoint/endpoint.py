@@ -6,23 +6,61 @@ time in the controller's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address
+from types import MappingProxyType
+from typing import Final
 
 from checkmate.job.schema import Job, Nic
 from checkmate.keys.macs import is_hello_authentic
 from checkmate.wire import tag
+from checkmate.wording import counted
 from controlplane import streams
 from controlplane.endpoint import frames
-from controlplane.endpoint.closures import Closure
 from controlplane.endpoint.frames import Segment, SegmentKind
 from controlplane.entities import TableEntry
 from controlplane.network import Network
 from controlplane.streams import StreamAdmission, StreamConnection, StreamKey, StreamRefused
 
+_WHY: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "closed": "the node was stopped, training starts again, or the node joins again after a gap",
+        "reset": "the node died, or its connection broke",
+    }
+)
+MAX_LISTED: Final = 3
 CLOCK_WINDOW = 60_000_000
 """Microseconds by which a node's clock may differ from the controller's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closure:
+    """A stream that a shadow NIC has `closed` or `reset`."""
+
+    switch: str
+    how: str
+    nic: str
+    port: int
+    channel: int
+    shadow_id: int
+
+
+def closures_line(closures: Sequence[Closure]) -> str:
+    """Return one log line for closures, of one switch and one kind, that came together."""
+    first = closures[0]
+    nics = list(dict.fromkeys(closure.nic for closure in closures))
+    if len(closures) == 1:
+        subject = f"shadow NIC {first.nic}:{first.port}"
+        closed_streams = f"its stream of channel {first.channel}, shadow id {first.shadow_id}"
+    else:
+        more = f" and {len(nics) - MAX_LISTED:,} more" if len(nics) > MAX_LISTED else ""
+        subject = f"{'shadow NIC' if len(nics) == 1 else 'shadow NICs'} {', '.join(nics[:MAX_LISTED])}{more}"
+        closed_streams = counted(len(closures), "stream")
+    return (
+        f"switch {first.switch}: {subject} {first.how} {closed_streams}: {_WHY[first.how]}; no copies go "
+        "there until the node connects: by itself while training runs, else once training has started"
+    )
 
 
 class ConnectedStreams:

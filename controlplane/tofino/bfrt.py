@@ -15,8 +15,7 @@ from types import MappingProxyType
 from checkmate.job.schema import Switch
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import PortSettings, port_settings
-from controlplane.tofino.headroom import ETHERNET
-from controlplane.tofino.pfc import PfcPlan
+from controlplane.tofino.pfc import ETHERNET, PfcPlan
 
 _FEC = MappingProxyType(
     {"none": "BF_FEC_TYP_NONE", "firecode": "BF_FEC_TYP_FIRECODE", "rs": "BF_FEC_TYP_REED_SOLOMON"}

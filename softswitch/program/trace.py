@@ -1,6 +1,10 @@
 """The trace of a packet, as text and as data, and the notation of addresses in it.
 
 The traced variant of the generated code adds events; the plain variant does not.
+
+A program specifies a field's width and name, but not its meaning. So a packet header's field of 48 bits is
+assumed to be a MAC address, and one of 32 (128) bits an IPv4 (IPv6) address if its header has that name, or
+if its own name contains `ip` or `addr`. All other values are hexadecimal.
 """
 
 from __future__ import annotations

@@ -17,12 +17,11 @@ from checkmate.job.validation import of_data
 from checkmate.wire import tag
 from checkmate.wire.tag import Ends, Hello
 from controlplane.endpoint import frames
-from controlplane.endpoint.closures import Closure, closures_line
-from controlplane.endpoint.endpoint import Answer, ConnectedStreams, View, answer
+from controlplane.endpoint.endpoint import Answer, Closure, ConnectedStreams, View, answer, closures_line
 from controlplane.entities import Holdings
-from controlplane.memory import Changes, SwitchMemory
 from controlplane.network import Network
 from controlplane.plan import plan_switch
+from controlplane.reconciling import Changes, SwitchMemory
 from testbed.jobs import job, job_data
 from tests.support.controlplane.endpoint import empty_view
 from tests.support.controlplane.hellos import signed

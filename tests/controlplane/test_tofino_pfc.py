@@ -18,13 +18,17 @@ from checkmate.job.tofino.ports import resolve
 from checkmate.job.validation import of_data
 from controlplane import plan as planning
 from controlplane.network import Network
-from controlplane.tofino.headroom import BETWEEN_FRAMES, ETHERNET, RESPONSE_QUANTA, frame_cells, headroom
 from controlplane.tofino.pfc import (
+    BETWEEN_FRAMES,
+    ETHERNET,
     LEAST_FRAMES,
+    RESPONSE_QUANTA,
     UNIT,
     NoRoom,
     PfcPlan,
     copies_by_port,
+    frame_cells,
+    headroom,
     host_commands,
     pfc_plan,
     port_peers,

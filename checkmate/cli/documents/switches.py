@@ -8,8 +8,7 @@ from pydantic import create_model
 
 from checkmate.cli.documents.base import DocumentPart, JsonDocument
 from controlplane.status import SwitchStatus
-from controlplane.tofino.headroom import Headroom
-from controlplane.tofino.pfc import HostCommands, PausingPort, PfcPlan
+from controlplane.tofino.pfc import Headroom, HostCommands, PausingPort, PfcPlan
 from topologies.traffic.port_drops import PortDrops
 from topologies.traffic.verdict import StreamRow
 
