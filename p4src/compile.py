@@ -34,15 +34,15 @@ CPU_PORT = 510
 
 def sources(target: str = "bmv2") -> list[Path]:
     """Return the P4 source files of the program for `target`."""
-    own = [ROOT / f"{PROGRAM if target == 'bmv2' else tofino.PROGRAM}.p4"]
+    files = [ROOT / f"{PROGRAM if target == 'bmv2' else tofino.PROGRAM}.p4"]
     if target == "tna":
-        own += (ROOT / "tna_on_v1model").glob("*.p4")
-    return sorted([*own, *(ROOT / "include").glob("*.p4")])
+        files += (ROOT / "tna_on_v1model").glob("*.p4")
+    return sorted([*files, *(ROOT / "include").glob("*.p4")])
 
 
 def code_of(file: Path) -> str:
     """Return a source file without comments, empty lines and indentation, which change no program."""
-    text = _COMMENT.sub(lambda found: found["text"] or " ", file.read_text())
+    text = _COMMENT.sub(lambda match: match["text"] or " ", file.read_text())
     return "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
 
 
@@ -79,18 +79,18 @@ def find_compiler(target: str = "bmv2") -> str | None:
     """Return the path of the compiler for `target`, or `None` if it is not there."""
     if target in tofino.ARCHITECTURES:
         return tofino.driver(target)
-    named = os.environ.get("P4C")
-    return shutil.which(os.path.abspath(named) if named and "/" in named else named or COMPILER)
+    override = os.environ.get("P4C")
+    return shutil.which(os.path.abspath(override) if override and "/" in override else override or COMPILER)
 
 
 def compile_program(target: str = "bmv2") -> int:
     """Run p4c in the folder, so that the output has only relative paths; return its exit status."""
-    named, compiler = os.environ.get("P4C"), find_compiler(target)
+    override, compiler = os.environ.get("P4C"), find_compiler(target)
     if compiler is None:
         sys.stderr.write(
-            f"{named or COMPILER} is not {'found' if named else 'on PATH'}. It is part of p4c, the reference "
-            "compiler; see github.com/p4lang/p4c for its installation. P4C specifies another path, and "
-            "P4C_16_INCLUDE_PATH the folder of core.p4 if p4c does not find it.\n"
+            f"{override or COMPILER} is not {'found' if override else 'on PATH'}. It is part of p4c, the "
+            "reference compiler; see github.com/p4lang/p4c for its installation. P4C specifies another path, "
+            "and P4C_16_INCLUDE_PATH the folder of core.p4 if p4c does not find it.\n"
             "Nothing else needs it: the compiled program is in p4src/build.\n"
         )
         return 2
@@ -153,8 +153,8 @@ def _port(text: str) -> int:
 def _check() -> int:
     stale = [target for target in TARGETS if not is_current(target)]
     for target in stale:
-        own = f" {target}" if target in tofino.ARCHITECTURES else ""
-        command = f"python -m p4src.compile{own}"
+        argument = f" {target}" if target in tofino.ARCHITECTURES else ""
+        command = f"python -m p4src.compile{argument}"
         sys.stderr.write(f"p4src has changed since it was compiled for {target}; run `{command}`\n")
     return 1 if stale else 0
 

@@ -65,14 +65,14 @@ def read(target: str) -> list[Use]:
     containers = json.loads((folder / "phv.json").read_text())["containers"]
     summary = (folder / "table_summary.log").read_text()
     stages, parsers = resources["mau"]["mau_stages"], resources["parser"]["parsers"]
-    rows = {each["gress"]: each["states"] for each in parsers}
+    rows = {parser["gress"]: parser["states"] for parser in parsers}
     uses = [
         Use(f"{gress} stages", _last(rf"stages for {gress} table allocation: (\d+)", summary), chip.stages)
         for gress in GRESSES
     ]
     uses.append(Use("longest dependency chain, stages", _last(r"Critical path length .*: (\d+)", summary)))
-    uses.append(Use("SRAM blocks", sum(len(each["rams"]["srams"]) for each in stages), chip.srams))
-    uses.append(Use("TCAM blocks", sum(len(each["tcams"]["tcams"]) for each in stages), chip.tcams))
+    uses.append(Use("SRAM blocks", sum(len(stage["rams"]["srams"]) for stage in stages), chip.srams))
+    uses.append(Use("TCAM blocks", sum(len(stage["tcams"]["tcams"]) for stage in stages), chip.tcams))
     uses.append(Use("PHV bits", sum(map(_bits, containers)), chip.phv_bits))
     for gress in GRESSES:
         states = {row["previous_state_name"] for row in rows[gress]}
@@ -83,17 +83,17 @@ def read(target: str) -> list[Use]:
 
 def _last(pattern: str, text: str) -> int:
     """Return the number of the last round of table placement."""
-    found = re.findall(pattern, text)
-    if not found:
+    numbers = re.findall(pattern, text)
+    if not numbers:
         raise ValueError(f"table_summary.log has no line like {pattern!r}")
-    return int(found[-1])
+    return int(numbers[-1])
 
 
 def _bits(container: dict[str, Any]) -> int:
     """Return the number of bits of a container in match-action stages; others are not processed there."""
     if container["container_type"] == "tagalong":
         return 0
-    spans = [each["slice_info"] for each in container["slices"]]
+    spans = [part["slice_info"] for part in container["slices"]]
     return len({bit for span in spans for bit in range(span["lsb"], span["msb"] + 1)})
 
 

@@ -54,8 +54,8 @@ def configuration(target: str, sde: Path | None = None) -> Path:
 
 def driver(target: str) -> str | None:
     """Return the driver of a compiler for `target`: `P4C_TOFINO`, or one on PATH or in the SDE."""
-    if named := os.environ.get("P4C_TOFINO"):
-        return shutil.which(os.path.abspath(named))
+    if override := os.environ.get("P4C_TOFINO"):
+        return shutil.which(os.path.abspath(override))
     places = os.pathsep.join((os.environ.get("PATH", ""), str(sde_install() / "bin")))
     for name in DRIVERS:
         if path := shutil.which(name, path=places):
@@ -71,13 +71,13 @@ def compile_program(target: str, cpu_port: int | None = None) -> int:
     Committed files are replaced only at the end, because the drivers delete files in their output folder.
     """
     folder, committed, compiler = output_folder(target), artifacts(target), driver(target)
-    if wrong := _refused(target, folder, compiler):
+    if wrong := _check_inputs(target, folder, compiler):
         sys.stderr.write(wrong)
         return 2
     cpu_port = CPU_PORTS[target] if cpu_port is None else cpu_port
     try:
-        for each in (folder, committed, configuration(target).parent):
-            each.mkdir(parents=True, exist_ok=True)
+        for directory in (folder, committed, configuration(target).parent):
+            directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.stderr.write(f"{error.filename}: {error.strerror}; SDE_INSTALL specifies the output folder\n")
         return 2
@@ -85,8 +85,8 @@ def compile_program(target: str, cpu_port: int | None = None) -> int:
     command += ["-g", "-o", str(folder), "--bf-rt-schema", str(folder / "bf-rt.json")]
     command += ["--p4runtime-force-std-externs", "--p4runtime-files", str(folder / _P4INFO)]
     command += [f"-DCHECKMATE_CPU_PORT={cpu_port}"]
-    for made in (folder / PIPE / f"{target}.bin", configuration(target)):
-        made.unlink(missing_ok=True)
+    for output in (folder / PIPE / f"{target}.bin", configuration(target)):
+        output.unlink(missing_ok=True)
     status = subprocess.run([*command, f"{PROGRAM}.p4"], cwd=ROOT, check=False).returncode
     if status == 0 and (wrong := _wrong_output(folder, target)):
         sys.stderr.write(f"{command[0]}: {wrong}\n")
@@ -100,27 +100,29 @@ def compile_program(target: str, cpu_port: int | None = None) -> int:
     return status
 
 
-def _refused(target: str, folder: Path, compiler: str | None) -> str | None:
+def _check_inputs(target: str, folder: Path, compiler: str | None) -> str | None:
     if compiler is None:
-        if named := os.environ.get("P4C_TOFINO"):
-            return f"P4C_TOFINO={named}: not found; it must be the driver of a p4c with a Tofino backend\n"
+        if override := os.environ.get("P4C_TOFINO"):
+            return f"P4C_TOFINO={override}: not found; it must be the driver of a p4c with a Tofino backend\n"
         return _MISSING.format(target=target)
-    if found := [path for path in (folder, ROOT) if any(map(str.isspace, str(path)))]:
-        return f"{found[0]}: p4c's driver does not support spaces in paths, and would delete other files\n"
+    if bad_paths := [path for path in (folder, ROOT) if any(map(str.isspace, str(path)))]:
+        return (
+            f"{bad_paths[0]}: p4c's driver does not support spaces in paths, and would delete other files\n"
+        )
     return None
 
 
 def _wrong_output(folder: Path, target: str) -> str | None:
     """Return an error if a compiler that exited with 0 has not written everything."""
     pipe = (f"{target}.bin", "context.json", f"{PROGRAM}.bfa")
-    for name in (_P4INFO, "bf-rt.json", *(f"{PIPE}/{each}" for each in pipe)):
+    for name in (_P4INFO, "bf-rt.json", *(f"{PIPE}/{file}" for file in pipe)):
         if not (folder / name).is_file():
             return f"exited with 0, but has not written {folder / name}"
     assembly = (folder / PIPE / f"{PROGRAM}.bfa").read_text()
-    if lost := [value for value in _SELECTED if f" {value}:" not in assembly]:
+    if missing := [value for value in _SELECTED if f" {value}:" not in assembly]:
         return (
-            f"the parser does not select {', '.join(lost)}: p4c since 1.2.5.11 loses them (p4lang/p4c issue "
-            "5752), until pull request 5753"
+            f"the parser does not select {', '.join(missing)}: p4c since 1.2.5.11 loses them (p4lang/p4c "
+            "issue 5752), until pull request 5753"
         )
     return None
 

@@ -88,20 +88,20 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
 
     def check(
         self,
-        sent: tuple[int, bytes | Sequence[bytes]],
+        stimulus: tuple[int, bytes | Sequence[bytes]],
         out: Mapping[int, bytes | Sequence[bytes]],
         punted: Sequence[Punted] = (),
     ) -> None:
         """Send frames into a port; check that exactly `out` is sent, byte for byte, and `punted` punted."""
-        port, frames = sent
-        received, packet_ins = self.exchange(port, _listed(frames))
+        port, frames = stimulus
+        outputs, packet_ins = self.exchange(port, _frame_list(frames))
         for where in PORTS:
-            wrong = compare(self._as_seen(_listed(out.get(where, ()))), self._as_seen(received[where]))
+            wrong = compare(self._as_seen(_frame_list(out.get(where, ()))), self._as_seen(outputs[where]))
             if wrong:
                 self.fail(f"port {where}: {wrong}")
         self.assertEqual(
-            [(one.ingress_port, *self._as_seen([one.frame])) for one in punted],
-            [(one.ingress_port, *self._as_seen([one.frame])) for one in packet_ins],
+            [(packet.ingress_port, *self._as_seen([packet.frame])) for packet in punted],
+            [(packet.ingress_port, *self._as_seen([packet.frame])) for packet in packet_ins],
             "frames punted to the controller",
         )
 
@@ -111,30 +111,30 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
 
     def exchange(self, port: int, frames: Sequence[bytes]) -> tuple[dict[int, list[bytes]], list[Punted]]:
         """Send frames into a port, and return all outputs: by port, and to the controller."""
-        received: dict[int, list[bytes]] = {where: [] for where in PORTS}
+        outputs: dict[int, list[bytes]] = {where: [] for where in PORTS}
         punted: list[Punted] = []
         for start in range(0, max(len(frames), 1), _BURST):
             for frame in frames[start : start + _BURST]:
                 send_packet(self, port, frame)
-            came, packet_ins = self.drain(port)
+            burst_outputs, packet_ins = self.drain(port)
             for where in PORTS:
-                received[where] += came[where]
+                outputs[where] += burst_outputs[where]
             punted += packet_ins
-        return received, punted
+        return outputs, punted
 
     def drain(self, port: int) -> tuple[dict[int, list[bytes]], list[Punted]]:
         """Return all outputs of the frames sent into `port` before."""
-        received: dict[int, list[bytes]] = {where: [] for where in PORTS}
+        outputs: dict[int, list[bytes]] = {where: [] for where in PORTS}
         # Flooding omits the ingress port of a fence, so a second fence enters by another port.
         for origin in (port, PORTS[0] if port != PORTS[0] else PORTS[1]):
             fence = _fence(BROADCAST, IPv4Address(f"198.51.100.{next(_numbers) % 250}"))
             send_packet(self, origin, fence)
             for where in PORTS:
                 if where != origin:
-                    received[where] += self._until(where, fence)
+                    outputs[where] += self._until(where, fence)
         packet_ins = self._punted_before_fence(port)
         verify_no_other_packets(self)
-        return received, packet_ins
+        return outputs, packet_ins
 
     def _until(self, port: int, fence: bytes) -> list[bytes]:
         frames: list[bytes] = []
@@ -168,27 +168,27 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         self.check((PORTS[0], ()), {})
 
     @contextmanager
-    def counts(self, counter: str, *added: CounterValue) -> Iterator[None]:
+    def counts(self, counter: str, *increments: CounterValue) -> Iterator[None]:
         """Check that the block adds exactly this to the cells of an indexed counter."""
         before = self.switch.counts(counter)
         yield
         after = self.switch.counts(counter)
         grown = [now - then for now, then in zip(after, before, strict=True)]
-        self._check_counts(added, grown, f"counter {counter}")
+        self._check_counts(increments, grown, f"counter {counter}")
 
     def check_count(self, entry: TableEntry, *frames: bytes) -> None:
         """Check that an entry's direct counter has counted exactly these frames."""
         self._check_counts([count(*frames)], [self.switch.direct_count(entry)], str(entry))
 
     def _check_counts(
-        self, expected: Sequence[CounterValue], found: Sequence[CounterValue], what: str
+        self, expected: Sequence[CounterValue], actual: Sequence[CounterValue], label: str
     ) -> None:
         """Compare counters; only packets on a chip, whose bytes are not those of the frame."""
         if self.lab.hardware:
-            packets = [[each.packets for each in counts] for counts in (expected, found)]
-            self.assertEqual(*packets, what)
+            packets = [[count.packets for count in counts] for counts in (expected, actual)]
+            self.assertEqual(*packets, label)
         else:
-            self.assertEqual(list(expected), list(found), what)
+            self.assertEqual(list(expected), list(actual), label)
 
 
 ENTER = enter(TRAINER_PORT, TRAINER_IP, PEER_IP, boundary=BOUNDARY)
@@ -241,14 +241,14 @@ def count(*frames: bytes) -> CounterValue:
     return CounterValue(len(frames), sum(len(frame) for frame in frames))
 
 
-def _listed(frames: bytes | Sequence[bytes]) -> list[bytes]:
+def _frame_list(frames: bytes | Sequence[bytes]) -> list[bytes]:
     return [frames] if isinstance(frames, bytes) else list(frames)
 
 
-def _fence(to: str, asked: IPv4Address) -> bytes:
+def _fence(to: str, target: IPv4Address) -> bytes:
     number = next(_numbers)
     mac = (
         f"06:00:{number >> 24 & 255:02x}:{number >> 16 & 255:02x}:{number >> 8 & 255:02x}:{number & 255:02x}"
     )
-    fence = Ether(dst=to, src=mac) / ARP(op=1, hwsrc=mac, psrc=str(FENCE_SOURCE), pdst=str(asked))
+    fence = Ether(dst=to, src=mac) / ARP(op=1, hwsrc=mac, psrc=str(FENCE_SOURCE), pdst=str(target))
     return bytes(fence).ljust(_SHORTEST, b"\0")

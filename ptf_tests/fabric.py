@@ -22,8 +22,8 @@ Place = tuple[int, int]
 
 def interface_pairs() -> Iterator[tuple[str, str]]:
     """Yield the veth pairs of links and hosts."""
-    for one, other in LINKS:
-        yield _interface(one), _interface(other)
+    for near, far in LINKS:
+        yield _interface(near), _interface(far)
     for switch, port, interface in host_interfaces():
         yield interface, _interface((switch, port))
 
@@ -57,12 +57,12 @@ def mac(place: Place) -> str:
 
 def job(ranks: list[Place], shadow: Place, links: tuple[tuple[Place, Place], ...]) -> Job:
     """Return a job of one DP group whose ranks, in ring order, and shadow NIC are at these places."""
-    used = sorted({switch for link in links for switch, _ in link})
+    numbers = sorted({switch for link in links for switch, _ in link})
     return Job(
         job="loop",
         fabric=Fabric(
-            switches=tuple(_switch(number) for number in used),
-            links=tuple((_attachment(one), _attachment(other)) for one, other in links),
+            switches=tuple(_switch(number) for number in numbers),
+            links=tuple((_attachment(near), _attachment(far)) for near, far in links),
         ),
         dp_groups=(DpGroup(ranks=tuple(_rank(index, place) for index, place in enumerate(ranks))),),
         shadow_nodes=(ShadowNode(id=0, mgmt="192.0.2.1:7000", nics=(_nic(shadow),)),),

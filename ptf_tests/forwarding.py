@@ -22,7 +22,7 @@ from ptf_tests.packets import BROADCAST, PORTS, payload
 from ptf_tests.stage.namespace import frames_sent
 from ptf_tests.switch import PtfSwitch
 
-HOST, OTHER, STRANGER = "02:00:00:00:00:0a", "02:00:00:00:00:0b", "02:00:00:00:00:0c"
+HOST, NEIGHBOUR, STRANGER = "02:00:00:00:00:0a", "02:00:00:00:00:0b", "02:00:00:00:00:0c"
 
 
 def frame(to: str = HOST, *layers: Packet) -> bytes:
@@ -32,23 +32,23 @@ def frame(to: str = HOST, *layers: Packet) -> bytes:
         inside = layers[0]
         for layer in layers[1:]:
             inside /= layer
-    return bytes(Ether(dst=to, src=OTHER) / inside)
+    return bytes(Ether(dst=to, src=NEIGHBOUR) / inside)
 
 
 class Unicast(SwitchTest):
     def test_known(self) -> None:
         """a known destination: out of its port, and no other"""
-        self.put(forward(HOST, 2), forward(OTHER, 1))
+        self.put(forward(HOST, 2), forward(NEIGHBOUR, 1))
         self.check((1, frame(HOST)), {2: frame(HOST)})
         self.check((7, frame(HOST)), {2: frame(HOST)})
-        self.check((2, frame(OTHER)), {1: frame(OTHER)})
+        self.check((2, frame(NEIGHBOUR)), {1: frame(NEIGHBOUR)})
 
     def test_every_port(self) -> None:
         """every port is reached"""
         self.put(*(forward(f"02:00:00:00:01:{port:02x}", port) for port in PORTS))
         for port in PORTS:
-            sent = frame(f"02:00:00:00:01:{port:02x}")
-            self.check((1 if port != 1 else 2, sent), {port: sent})
+            packet = frame(f"02:00:00:00:01:{port:02x}")
+            self.check((1 if port != 1 else 2, packet), {port: packet})
 
     def test_never_back(self) -> None:
         """a known destination behind the port that the frame came in by: nowhere"""
@@ -58,8 +58,8 @@ class Unicast(SwitchTest):
     def test_order(self) -> None:
         """frames keep their order"""
         self.put(forward(HOST, 2))
-        sent = [frame(HOST, Raw(bytes([number]) * 80)) for number in range(45)]
-        self.check((1, sent), {2: sent})
+        packets = [frame(HOST, Raw(bytes([number]) * 80)) for number in range(45)]
+        self.check((1, packets), {2: packets})
 
     def test_moved(self) -> None:
         """a host that moves is found at its new port"""
@@ -77,9 +77,9 @@ class Unicast(SwitchTest):
 
 
 class Flooding(SwitchTest):
-    def _floods(self, sent: bytes) -> None:
+    def _floods(self, packet: bytes) -> None:
         for port in (1, 2, 18):
-            self.check((port, sent), {other: sent for other in PORTS if other != port})
+            self.check((port, packet), {output: packet for output in PORTS if output != port})
 
     def test_unknown(self) -> None:
         """an unknown destination: out of all ports but the one it came in by"""
@@ -97,23 +97,23 @@ class Flooding(SwitchTest):
 
     def test_group_only(self) -> None:
         """flooding spares the ports that are not in the flood group"""
-        sent = frame(BROADCAST)
+        packet = frame(BROADCAST)
         self.change(flood_group(set(PORTS)), flood_group({1, 2, 3}))
-        received = self._answers(1, sent, (2, 3))
+        outputs = self._answers(1, packet, (2, 3))
         self.change(flood_group({1, 2, 3}), flood_group(set(PORTS)))
-        self.assertEqual({2: [sent], 3: [sent]}, received)
+        self.assertEqual({2: [packet], 3: [packet]}, outputs)
         self.check((1, ()), {})
 
-    def _answers(self, port: int, sent: bytes, at: tuple[int, ...]) -> dict[int, list[bytes]]:
+    def _answers(self, port: int, packet: bytes, at: tuple[int, ...]) -> dict[int, list[bytes]]:
         """Return the outputs without a fence, which would need every port; `check` sees others later."""
-        send_packet(self, port, sent)
+        send_packet(self, port, packet)
         return {where: [dp_poll(self, port_number=where, timeout=5.0).packet] for where in at}
 
 
 class Frames(SwitchTest):
-    def _passes(self, sent: bytes) -> None:
+    def _passes(self, packet: bytes) -> None:
         self.put(forward(HOST, 2))
-        self.check((1, sent), {2: sent})
+        self.check((1, packet), {2: packet})
 
     def test_ipv6(self) -> None:
         """IPv6, byte for byte"""
@@ -125,21 +125,21 @@ class Frames(SwitchTest):
         self.put(forward(HOST, 2))
         inside = IP(src="10.9.0.1", dst="10.9.0.2", tos=0x80) / TCP() / Raw(payload(100))
         for tags in (Dot1Q(vlan=42, prio=5), Dot1AD(vlan=7) / Dot1Q(vlan=8)):
-            sent = frame(HOST, tags / inside)
+            packet = frame(HOST, tags / inside)
             with self.subTest(tags.summary()):
-                self.check((1, sent), {2: sent})
+                self.check((1, packet), {2: packet})
 
     def test_vlan_broadcast(self) -> None:
         """an 802.1Q broadcast floods, byte for byte"""
-        sent = frame(BROADCAST, Dot1Q(vlan=42), ARP(op=1, pdst="10.9.0.2"))
-        self.check((1, sent), {port: sent for port in PORTS if port != 1})
+        packet = frame(BROADCAST, Dot1Q(vlan=42), ARP(op=1, pdst="10.9.0.2"))
+        self.check((1, packet), {port: packet for port in PORTS if port != 1})
 
     def test_jumbo(self) -> None:
         """9,000-byte frames, byte for byte, known and flooded"""
         inside = IP(src="10.9.0.1", dst="10.9.0.2") / TCP() / Raw(payload(9000 - 14 - 40))
-        sent = frame(HOST, inside)
-        self.assertEqual(9000, len(sent))
-        self._passes(sent)
+        packet = frame(HOST, inside)
+        self.assertEqual(9000, len(packet))
+        self._passes(packet)
         flooded = frame(BROADCAST, inside)
         self.check((1, flooded), {port: flooded for port in PORTS if port != 1})
 
@@ -147,8 +147,8 @@ class Frames(SwitchTest):
         """frames shorter than 60 bytes get no padding"""
         self.put(forward(HOST, 2))
         for length in (1, 2, 19, 20, 45):
-            sent = frame(HOST, Raw(bytes(length)))
-            self.check((1, sent), {2: sent})
+            packet = frame(HOST, Raw(bytes(length)))
+            self.check((1, packet), {2: packet})
 
     def test_truncated(self) -> None:
         """IPv4, TCP and ARP cut off anywhere, byte for byte"""
@@ -157,13 +157,13 @@ class Frames(SwitchTest):
         request = frame(HOST, ARP(op=1, pdst="10.9.0.2"))
         whole = [segment[:length] for length in (15, 20, 33, 34, 35, 40, 53, 54)]
         self.check((1, whole), {2: whole})
-        cut = [request[:length] for length in (15, 20, 41)]
-        self.check((1, cut), {2: cut})
+        requests = [request[:length] for length in (15, 20, 41)]
+        self.check((1, requests), {2: requests})
 
     def test_damaged(self) -> None:
         """wrong checksums and lengths stay as they are"""
         self.put(forward(HOST, 2))
-        sent = [
+        packets = [
             frame(
                 HOST, IP(src="10.9.0.1", dst="10.9.0.2", chksum=0x1234) / TCP(chksum=0x4321) / Raw(b"x" * 40)
             ),
@@ -172,7 +172,7 @@ class Frames(SwitchTest):
             frame(HOST, IP(src="10.9.0.1", dst="10.9.0.2", len=0, ihl=3) / TCP(dataofs=2) / Raw(b"x" * 40)),
             frame(HOST, IP(src="10.9.0.1", dst="10.9.0.2") / TCP(dataofs=15) / Raw(b"x")),
         ]
-        self.check((1, sent), {2: sent})
+        self.check((1, packets), {2: packets})
 
 
 class Loops(BaseTest):  # type: ignore[misc]
@@ -183,9 +183,9 @@ class Loops(BaseTest):  # type: ignore[misc]
     @classmethod
     def setUpClass(cls) -> None:
         numbers = fabric.switch_ports()
-        started = SwitchTest.lab.start_switches(numbers)
-        cls.addClassCleanup(SwitchTest.lab.stop_switches, started)
-        cls.switches = {f"s{number}": switch for number, switch in zip(numbers, started, strict=True)}
+        switches = SwitchTest.lab.start_switches(numbers)
+        cls.addClassCleanup(SwitchTest.lab.stop_switches, switches)
+        cls.switches = {f"s{number}": switch for number, switch in zip(numbers, switches, strict=True)}
 
     def setUp(self) -> None:
         super().setUp()
@@ -205,11 +205,11 @@ class Loops(BaseTest):  # type: ignore[misc]
         for origin in hosts:
             for to in (BROADCAST, STRANGER):
                 before = sum(frames_sent(fabric.link_interfaces()).values())
-                sent = self._from(origin, to)
-                send_packet(self, origin, sent)
+                packet = self._from(origin, to)
+                send_packet(self, origin, packet)
                 for host in hosts:
                     if host != origin:
-                        self.assertEqual(sent, self._next(host, 5.0), f"from {origin} to {host}")
+                        self.assertEqual(packet, self._next(host, 5.0), f"from {origin} to {host}")
                 time.sleep(0.1)  # a storm would send thousands meanwhile
                 carried = sum(frames_sent(fabric.link_interfaces()).values()) - before
                 self.assertEqual(tree_links, carried, f"frames on links for one from {origin} to {to}")
@@ -230,9 +230,9 @@ class Loops(BaseTest):  # type: ignore[misc]
             for host in hosts:
                 if host == origin:
                     continue
-                sent = self._from(origin, fabric.mac(host))
-                send_packet(self, origin, sent)
-                self.assertEqual(sent, self._next(host, 5.0), f"from {origin} to {host}")
+                packet = self._from(origin, fabric.mac(host))
+                send_packet(self, origin, packet)
+                self.assertEqual(packet, self._next(host, 5.0), f"from {origin} to {host}")
         for switch, port, _ in fabric.host_interfaces():
             self.assertIsNone(self._next((switch, port), 0.0), f"one more at {(switch, port)}")
 

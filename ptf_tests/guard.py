@@ -57,10 +57,10 @@ class Guard(SwitchTest):
     def passes(self, port: int, source: IPv4Address) -> None:
         self.check((port, frames(source)), {PEER_PORT: frames(source)})
 
-    def refused(self, port: int, source: IPv4Address, counted: TableEntry) -> None:
+    def check_refused(self, port: int, source: IPv4Address, entry: TableEntry) -> None:
         """Check that frames are dropped, and counted by this entry alone."""
         self.check((port, frames(source)), {})
-        self.check_count(counted, *frames(source))
+        self.check_count(entry, *frames(source))
 
 
 class OwnAddresses(Guard):
@@ -75,7 +75,7 @@ class OwnAddresses(Guard):
         self.put(permit(TRAINER_PORT, FOREIGN), further)
         for source in (TRAINER_IP, FOREIGN):
             self.passes(TRAINER_PORT, source)
-        self.refused(OTHER_PORT, FOREIGN, further)
+        self.check_refused(OTHER_PORT, FOREIGN, further)
 
     def test_link(self) -> None:
         """at a link: the stub behind it, hosts of jobs, and addresses of no job"""
@@ -89,7 +89,7 @@ class OwnAddresses(Guard):
     def test_without_address(self) -> None:
         """frames without a source address to check: other protocols, VLANs, DHCP, and probes of RFC 5227"""
         header = Ether(dst=PEER_MAC, src=TRAINER_MAC)
-        sent = [
+        frames_ = [
             bytes(packet)
             for packet in (
                 header / IPv6(src="fe80::1", dst="fe80::2") / UDP(),
@@ -100,13 +100,13 @@ class OwnAddresses(Guard):
                 header / Dot1AD(vlan=7) / Dot1Q(vlan=0) / IP(src=str(STUB.ip), dst=str(PEER_IP)) / UDP(),
             )
         ]
-        self.check((TRAINER_PORT, sent), {PEER_PORT: sent})
+        self.check((TRAINER_PORT, frames_), {PEER_PORT: frames_})
 
 
 class OthersAddresses(Guard):
     def test_stub_from_host(self) -> None:
         """the stub's address at a host's port"""
-        self.refused(TRAINER_PORT, STUB.ip, self.host)
+        self.check_refused(TRAINER_PORT, STUB.ip, self.host)
 
     def test_foreign_from_host(self) -> None:
         """another host's address, and one of no job, at a host's port"""
@@ -116,29 +116,29 @@ class OthersAddresses(Guard):
 
     def test_link_local(self) -> None:
         """a link-local address at a host's port; it passes at a port of no job"""
-        self.refused(TRAINER_PORT, LINK_LOCAL, self.host)
+        self.check_refused(TRAINER_PORT, LINK_LOCAL, self.host)
         self.passes(OTHER_PORT, LINK_LOCAL)
 
     def test_stub_from_other_link(self) -> None:
         """the stub's address at a link that it is not behind"""
         self.put(link_port(OTHER_PORT))
-        self.refused(OTHER_PORT, STUB.ip, self.stub_addresses[1])
+        self.check_refused(OTHER_PORT, STUB.ip, self.stub_addresses[1])
 
     def test_stub_from_no_job(self) -> None:
         """the stub's address at a port of no job"""
-        self.refused(OTHER_PORT, STUB.ip, self.stub_addresses[0])
+        self.check_refused(OTHER_PORT, STUB.ip, self.stub_addresses[0])
 
     def test_host_from_no_job(self) -> None:
         """a host's address at a port of no job"""
-        self.refused(OTHER_PORT, TRAINER_IP, self.host_address)
+        self.check_refused(OTHER_PORT, TRAINER_IP, self.host_address)
 
     def test_vlan_zero(self) -> None:
         """any address in a frame with VLAN id 0, which a receiver takes for one without a VLAN"""
         inner = IP(src=str(TRAINER_IP), dst=str(PEER_IP)) / TCP() / Raw(b"forged")
         header = Ether(dst=PEER_MAC, src=TRAINER_MAC)
-        sent = [bytes(header / tag / inner) for tag in (Dot1Q(vlan=0, prio=3), Dot1AD(vlan=0))]
+        tagged_frames = [bytes(header / tag / inner) for tag in (Dot1Q(vlan=0, prio=3), Dot1AD(vlan=0))]
         for port in (TRAINER_PORT, LINK_PORT, OTHER_PORT):
-            with self.counts("hidden", count(*sent)):
-                self.check((port, sent), {})
+            with self.counts("hidden", count(*tagged_frames)):
+                self.check((port, tagged_frames), {})
         with self.counts("hidden", CounterValue()):
             self.passes(TRAINER_PORT, TRAINER_IP)

@@ -185,18 +185,18 @@ def payload(length: int, seed: int = 1) -> bytes:
 
 def describe(frame: bytes) -> str:
     """Return a frame field by field, and as hexadecimal digits (the first 128 bytes)."""
-    shown = str(Ether(frame).show(dump=True))
-    return f"{shown}{len(frame)} bytes: {frame[:128].hex(' ', 2)}\n"
+    fields = str(Ether(frame).show(dump=True))
+    return f"{fields}{len(frame)} bytes: {frame[:128].hex(' ', 2)}\n"
 
 
-def compare(expected: Sequence[bytes], received: Sequence[bytes]) -> str:
+def compare(expected: Sequence[bytes], actual: Sequence[bytes]) -> str:
     """Return the differences between frames, field by field; empty if they are equal."""
-    if list(expected) == list(received):
+    if list(expected) == list(actual):
         return ""
-    lines = [f"{len(expected)} frames expected, {len(received)} received"]
-    for place in range(max(len(expected), len(received))):
+    lines = [f"{len(expected)} frames expected, {len(actual)} received"]
+    for place in range(max(len(expected), len(actual))):
         want = describe(expected[place]) if place < len(expected) else ""
-        have = describe(received[place]) if place < len(received) else ""
+        have = describe(actual[place]) if place < len(actual) else ""
         if want != have:
             diff = difflib.unified_diff(
                 want.splitlines(), have.splitlines(), "expected", "received", lineterm="", n=1

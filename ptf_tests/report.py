@@ -29,11 +29,11 @@ class SuiteRow:
 class Rows(unittest.TestResult):
     """A row for each test of a suite; `ended` is called with each."""
 
-    def __init__(self, suite: str, ended: Callable[[SuiteRow], None] = lambda _: None) -> None:
+    def __init__(self, suite: str, on_end: Callable[[SuiteRow], None] = lambda _: None) -> None:
         super().__init__()
         self.rows: list[SuiteRow] = []
         self._suite = suite
-        self._ended = ended
+        self._on_end = on_end
         self._began = 0.0
 
     def startTest(self, test: unittest.TestCase) -> None:
@@ -45,7 +45,7 @@ class Rows(unittest.TestResult):
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
         self.rows[-1].seconds = round(time.monotonic() - self._began, 3)
-        self._ended(self.rows[-1])
+        self._on_end(self.rows[-1])
 
     def _note(self, outcome: str, why: str) -> None:
         row = self.rows[-1]
@@ -63,7 +63,7 @@ class Rows(unittest.TestResult):
             self._note("failed", why)
         else:  # such as an error in setUpClass, before any test
             self.rows.append(SuiteRow(self._suite, str(test), "", "failed", 0.0, why.strip()))
-            self._ended(self.rows[-1])
+            self._on_end(self.rows[-1])
 
     def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
         super().addSubTest(test, subtest, err)
@@ -98,12 +98,12 @@ class Teller:
         total = tests.countTestCases()
         self._status.update(f"{name}: 0 of {total} tests")
 
-        def ended(row: SuiteRow) -> None:
+        def on_end(row: SuiteRow) -> None:
             self._status.update(f"{name}: {len(result.rows)} of {total} tests")
             if self._verbose:
                 self._out.print(_line(row))
 
-        result = Rows(name, ended)
+        result = Rows(name, on_end)
         tests.run(result)
         self._out.print(suite_line(name, result.rows))
         for row in result.rows:
@@ -125,9 +125,9 @@ def suite_line(suite: str, rows: Sequence[SuiteRow]) -> str:
 
 def summary(rows: Sequence[SuiteRow]) -> str:
     """Return a summary such as `57 passed, 0 failed`."""
-    counted = {o: sum(row.outcome == o for row in rows) for o in ("passed", "failed", "skipped")}
-    skipped = f", {counted['skipped']} skipped" if counted["skipped"] else ""
-    return f"{counted['passed']} passed, {counted['failed']} failed{skipped}"
+    counts = {o: sum(row.outcome == o for row in rows) for o in ("passed", "failed", "skipped")}
+    skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
+    return f"{counts['passed']} passed, {counts['failed']} failed{skipped}"
 
 
 def _line(row: SuiteRow) -> str:

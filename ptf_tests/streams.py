@@ -9,13 +9,13 @@ from scapy.layers.l2 import Ether
 
 from controlplane.streams import expect, lose, rewrite
 from ptf_tests.base import StreamTest, count
-from ptf_tests.checksums import Checksums
 from ptf_tests.packets import (
     BOUNDARY,
     PEER_PORT,
     STUB,
     TRAINER_PORT,
     Shadow,
+    copy_packet,
     expected_copy,
     payload,
     stream_key,
@@ -23,8 +23,6 @@ from ptf_tests.packets import (
     tagged_segment,
 )
 from ptf_tests.switch import CounterValue
-
-__all__ = ["Checksums", "Incarnations", "NotConnected", "Rewrite", "Sequence", "TrainingTraffic"]
 
 SHADOW = Shadow(0)
 TAGGED = tagged_segment(tag(), sequence=0, payload=payload(200))
@@ -72,14 +70,14 @@ class Sequence(StreamTest):
         """one option for a whole chunk: each of its segments has its own position, across the wrap of both"""
         self.protect(SHADOW)
         sequence, anchor = TOP - 30_000, TOP - 10_000
-        sent, copies = [], []
+        frames, copies = [], []
         for start in range(0, 65_000, 1448):
             data = payload(min(1448, 65_000 - start), seed=start)
             option = tag(sequence, anchor)
             segment = tagged_segment(option, sequence=(anchor + start) % TOP, payload=data, timestamps=True)
-            sent.append(segment.frame())
+            frames.append(segment.frame())
             copies.append(expected_copy(segment, SHADOW, (sequence + start) % TOP))
-        self.check((TRAINER_PORT, sent), {PEER_PORT: sent, SHADOW.switch_port: copies})
+        self.check((TRAINER_PORT, frames), {PEER_PORT: frames, SHADOW.switch_port: copies})
 
     def test_retransmission(self) -> None:
         """a retransmission, segmented differently and with new timestamps, maps to the same bytes"""
@@ -156,9 +154,9 @@ class Rewrite(StreamTest):
         """bytes after the datagram stay after it, and have no effect"""
         self.protect(SHADOW)
         trailer = b"\xde\xad\xbe\xef\x01"
-        sent = TAGGED.frame() + trailer
+        frame = TAGGED.frame() + trailer
         copy = expected_copy(TAGGED, SHADOW, 0) + trailer
-        self.check((TRAINER_PORT, sent), {PEER_PORT: sent, SHADOW.switch_port: copy})
+        self.check((TRAINER_PORT, frame), {PEER_PORT: frame, SHADOW.switch_port: copy})
 
     def test_holders(self) -> None:
         """two holders: each copy is in its own stream"""
@@ -213,16 +211,16 @@ class TrainingTraffic(StreamTest):
                 )
                 packet = segment.packet()
                 packet[IP].chksum, packet[TCP].chksum = 0xBAD0, 0xBAD1
-                received, _ = self.exchange(TRAINER_PORT, [bytes(packet)])
-                self.assertEqual([bytes(packet)], received[PEER_PORT])
-                self.assertEqual(1, len(received[shadow.switch_port]))
+                outputs, _ = self.exchange(TRAINER_PORT, [bytes(packet)])
+                self.assertEqual([bytes(packet)], outputs[PEER_PORT])
+                self.assertEqual(1, len(outputs[shadow.switch_port]))
 
 
 class NotConnected(StreamTest):
     def setUp(self) -> None:
         super().setUp()
-        self.lost = [lose(stream_key(holder=holder)) for holder in (1, 2)]
-        self.put(*self.lost)
+        self.loss_entries = [lose(stream_key(holder=holder)) for holder in (1, 2)]
+        self.put(*self.loss_entries)
         self.frame = TAGGED.frame()
 
     def _loses(
@@ -235,8 +233,8 @@ class NotConnected(StreamTest):
         """no stream connected or expected: training gets its segment, the loss is counted by stream"""
         entry = self.replicate(SHADOW)
         self._loses((count(self.frame), CounterValue()))
-        self.check_count(self.lost[0], self.frame)
-        self.check_count(self.lost[1])
+        self.check_count(self.loss_entries[0], self.frame)
+        self.check_count(self.loss_entries[1])
         self.check_count(entry, self.frame)
 
     def test_current_incarnation(self) -> None:
@@ -244,7 +242,7 @@ class NotConnected(StreamTest):
         self.put(expect(BOUNDARY, 1))
         self.replicate(SHADOW)
         self._loses((count(self.frame), CounterValue()))
-        self.check_count(self.lost[0], self.frame)
+        self.check_count(self.loss_entries[0], self.frame)
 
     def test_old_incarnation(self) -> None:
         """not the current incarnation: counted separately, and not for the stream"""
@@ -252,7 +250,7 @@ class NotConnected(StreamTest):
         self.replicate(SHADOW)
         self.connect(SHADOW, incarnation=2)
         self._loses((CounterValue(), count(self.frame)))
-        self.check_count(self.lost[0])
+        self.check_count(self.loss_entries[0])
 
     def test_one_of_two_holders(self) -> None:
         """one of two holders connected: it gets its copy, the other copy is lost"""
@@ -261,19 +259,19 @@ class NotConnected(StreamTest):
         self.connect(second, holder=2)
         copy = expected_copy(TAGGED, second, 0)
         self._loses((count(self.frame), CounterValue()), {second.switch_port: copy})
-        self.check_count(self.lost[0], self.frame)
-        self.check_count(self.lost[1])
+        self.check_count(self.loss_entries[0], self.frame)
+        self.check_count(self.loss_entries[1])
 
     def test_neither_of_two_holders(self) -> None:
         """neither of two holders connected: two losses"""
         self.replicate(SHADOW, Shadow(7))
         self._loses((count(self.frame, self.frame), CounterValue()))
-        for entry in self.lost:
+        for entry in self.loss_entries:
             self.check_count(entry, self.frame)
 
     def test_without_counter_entry(self) -> None:
         """a loss without an entry of `lost` is still in the total"""
-        self.drop(*self.lost)
+        self.drop(*self.loss_entries)
         self.replicate(SHADOW)
         self._loses((count(self.frame), CounterValue()))
 
@@ -283,7 +281,103 @@ class NotConnected(StreamTest):
         self.replicate(SHADOW)
         copy = expected_copy(TAGGED, SHADOW, 0)
         self._loses((CounterValue(), CounterValue()), {SHADOW.switch_port: copy})
-        self.check_count(self.lost[0])
+        self.check_count(self.loss_entries[0])
         self.drop(entry)
         self._loses((count(self.frame), CounterValue()))
-        self.check_count(self.lost[0], self.frame)
+        self.check_count(self.loss_entries[0], self.frame)
+
+
+class Checksums(StreamTest):
+    def test_zero(self) -> None:
+        """checksums that are zero, in the copy or in the original"""
+        self.protect(SHADOW)
+        fields = {"payload": payload(198) + bytes(2), "identification": 0}
+        plain = replace(TAGGED, **fields)  # type: ignore[arg-type]
+        for packet in (plain.packet(), copy_packet(plain, SHADOW, 0)):
+            parsed = Ether(bytes(packet))
+            # A word with the value of the checksum without it makes the checksum zero.
+            segment = replace(
+                plain,
+                payload=payload(198) + parsed[TCP].chksum.to_bytes(2, "big"),
+                identification=parsed[IP].chksum,
+            )
+            both = Ether(segment.frame()), Ether(expected_copy(segment, SHADOW, 0))
+            self.assertIn((0, 0), [(packet_[IP].chksum, packet_[TCP].chksum) for packet_ in both])
+            self.check_copy(segment, SHADOW, 0)
+
+    def test_many(self) -> None:
+        """checksums are correct for 64 segments that differ in every field"""
+        self.protect(SHADOW)
+        frames, copies = [], []
+        for number in range(64):
+            mixed = number * 2654435761 % TOP
+            segment = tagged_segment(
+                tag(sequence=mixed, anchor=mixed * 3 % TOP),
+                timestamps=bool(number & 1),
+                sequence=mixed * 5 % TOP,
+                acknowledgement=mixed * 7 % TOP,
+                source_port=mixed & 0xFFFF,
+                destination_port=mixed >> 16,
+                window=mixed * 11 & 0xFFFF,
+                identification=mixed * 13 & 0xFFFF,
+                ttl=number + 1,
+                payload=payload(number * 3 + 1, seed=number),
+            )
+            frames.append(segment.frame())
+            copies.append(expected_copy(segment, SHADOW, (mixed + mixed * 5 - mixed * 3) % TOP))
+        self.check((TRAINER_PORT, frames), {PEER_PORT: frames, SHADOW.switch_port: copies})
+
+    def test_damage_stays(self) -> None:
+        """a damaged segment has a copy whose checksum has the same error"""
+        self.protect(SHADOW)
+        frame = bytearray(TAGGED.frame())
+        frame[-20] ^= 0x40
+        damaged = replace(TAGGED, payload=bytes(frame[-len(TAGGED.payload) :]))
+        damaged_packet, right = Ether(bytes(frame)), Ether(damaged.frame())
+        copy = copy_packet(damaged, SHADOW, 0)
+        right_copy = Ether(bytes(copy))[TCP].chksum
+        # Ones' complement (RFC 1071): the error is the difference of the sums; pseudo headers cancel out.
+        copy[TCP].chksum = (right_copy + damaged_packet[TCP].chksum - right[TCP].chksum) % 0xFFFF
+        self.assertNotEqual(right_copy, copy[TCP].chksum)
+        self.check((TRAINER_PORT, bytes(frame)), {PEER_PORT: bytes(frame), SHADOW.switch_port: bytes(copy)})
+
+    def test_damage_anywhere(self) -> None:
+        """a flipped bit in any field of the TCP header, the options or the payload stays detectable"""
+        self.protect(SHADOW)
+        whole = tagged_segment(tag(sequence=99, anchor=55), timestamps=True, payload=payload(60)).frame()
+        tcp = 34
+        fields = {
+            "ports": (0, 3), "sequence": (4, 7), "acknowledgement": (8, 11), "flags": (13, 13),
+            "window": (14, 15), "checksum": (16, 17), "urgent pointer": (18, 19),
+            "timestamps": (24, 31), "tag's sequence": (36, 39), "tag's anchor": (40, 43),
+            "payload": (48, 107),
+        }  # fmt: skip
+        for name, ends in fields.items():
+            for place in ends:
+                with self.subTest(name, place=place):
+                    frame = bytearray(whole)
+                    frame[tcp + place] ^= 0x08
+                    copy = self._copy_of(bytes(frame))
+                    self.assertNotEqual(_recomputed(copy)[TCP].chksum, copy[TCP].chksum)
+
+    def test_damaged_ip_header(self) -> None:
+        """a flipped bit in the IP header stays detectable in the copy's header checksum"""
+        self.protect(SHADOW)
+        for place in (15, 18, 20, 22, 24, 25):  # ECN, identification, DF, TTL, checksum
+            with self.subTest(place=place):
+                frame = bytearray(TAGGED.frame())
+                frame[place] ^= 0x02 if place != 20 else 0x40
+                copy = self._copy_of(bytes(frame))
+                self.assertNotEqual(_recomputed(copy)[IP].chksum, copy[IP].chksum)
+
+    def _copy_of(self, frame: bytes) -> Ether:
+        outputs, _ = self.exchange(TRAINER_PORT, [frame])
+        self.assertEqual([frame], outputs[PEER_PORT])
+        (copy,) = outputs[SHADOW.switch_port]
+        return Ether(copy)
+
+
+def _recomputed(packet: Ether) -> Ether:
+    again = packet.copy()
+    del again[IP].chksum, again[TCP].chksum
+    return Ether(bytes(again))

@@ -45,10 +45,10 @@ def segment(flags: str, data: bytes = b"", shadow: Shadow = SHADOW, **fields: An
     return bytes(packet / Raw(data) if data else packet)
 
 
-def arp(op: int, asked: str, to: str = BROADCAST, shadow: Shadow = SHADOW) -> bytes:
+def arp(op: int, target: str, to: str = BROADCAST, shadow: Shadow = SHADOW) -> bytes:
     """Return an ARP frame from a shadow node."""
     return bytes(
-        Ether(dst=to, src=shadow.mac) / ARP(op=op, hwsrc=shadow.mac, psrc=str(shadow.ip), pdst=asked)
+        Ether(dst=to, src=shadow.mac) / ARP(op=op, hwsrc=shadow.mac, psrc=str(shadow.ip), pdst=target)
     )
 
 
@@ -64,7 +64,7 @@ class StubTest(SwitchTest):
             self.check((port, frames), {}, [Punted(frame, port) for frame in frames])
 
     def floods(self, *frames: bytes, port: int = SHADOW.switch_port) -> None:
-        self.check((port, frames), {other: frames for other in PORTS if other != port})
+        self.check((port, frames), {output: frames for output in PORTS if output != port})
 
 
 class ToController(StubTest):
@@ -204,9 +204,9 @@ class Tagged(TaggedTest):
     def test_before_replication(self) -> None:
         """a tagged segment to the stub's address goes to the controller, and is not replicated"""
         self.put(*stub.punt(STUB.ip))
-        sent = tagged_segment(tag(), destination=STUB.ip).frame()
+        frame = tagged_segment(tag(), destination=STUB.ip).frame()
         with self.counts("passed", CounterValue(), CounterValue()):
-            self.check((TRAINER_PORT, sent), {}, [Punted(sent, TRAINER_PORT)])
+            self.check((TRAINER_PORT, frame), {}, [Punted(frame, TRAINER_PORT)])
 
 
 class PacketOut(StubTest):
@@ -280,18 +280,18 @@ class StubLimits(StubTest):
 
     def flood(self, shadow: Shadow, port: int, frames: int = 40) -> int:
         """Send SYNs; return the number that reaches the controller, and check that the rest is dropped."""
-        sent = [segment("S", shadow=shadow, seq=number) for number in range(frames)]
-        received, punted = self.exchange(port, sent)
-        self.assertFalse(any(received.values()), received)
+        syns = [segment("S", shadow=shadow, seq=number) for number in range(frames)]
+        outputs, punted = self.exchange(port, syns)
+        self.assertFalse(any(outputs.values()), outputs)
         return len(punted)
 
     def test_stranger(self) -> None:
         """a stranger's flood: about a burst of it reaches the controller, and the rest is counted"""
         self.limit(PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)))
         before = self.switch.counts("limited")[0].packets
-        passed = self.flood(self.stranger, SHADOW.switch_port)
-        self.assertTrue(8 <= passed <= 15, passed)
-        self.assertEqual(40 - passed, self.switch.counts("limited")[0].packets - before)
+        punt_count = self.flood(self.stranger, SHADOW.switch_port)
+        self.assertTrue(8 <= punt_count <= 15, punt_count)
+        self.assertEqual(40 - punt_count, self.switch.counts("limited")[0].packets - before)
 
     def test_client_beside_stranger(self) -> None:
         """a client, at the port of a stranger's flood"""
@@ -320,15 +320,15 @@ class StubLimits(StubTest):
         entry = replace(stub.client(SHADOW.switch_port, SHADOW.ip), rate=Rate(packets=1, burst=10))
         self.limit(entry)
         before = self.switch.counts("limited")[1].packets
-        passed = self.flood(SHADOW, SHADOW.switch_port)
-        self.assertTrue(8 <= passed <= 15, passed)
-        self.assertEqual(40 - passed, self.switch.counts("limited")[1].packets - before)
+        punt_count = self.flood(SHADOW, SHADOW.switch_port)
+        self.assertTrue(8 <= punt_count <= 15, punt_count)
+        self.assertEqual(40 - punt_count, self.switch.counts("limited")[1].packets - before)
 
     def test_arp(self) -> None:
         """ARP requests count like segments"""
         self.limit(PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)))
-        received, punted = self.exchange(
+        outputs, punted = self.exchange(
             SHADOW.switch_port, [arp(1, str(STUB.ip), shadow=self.stranger) for _ in range(40)]
         )
         self.assertTrue(8 <= len(punted) <= 15, len(punted))
-        self.assertFalse(any(received.values()), received)
+        self.assertFalse(any(outputs.values()), outputs)

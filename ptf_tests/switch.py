@@ -86,8 +86,8 @@ class PtfSwitch:
         self._arbitration: queue.SimpleQueue[p4r.MasterArbitrationUpdate] = queue.SimpleQueue()
         self._punted: queue.SimpleQueue[Punted] = queue.SimpleQueue()
 
-    def connect(self, gone: Callable[[], bool], timeout: float = 30.0) -> None:
-        """Become the primary controller (section 5); raise `SwitchError` on timeout, or if it is `gone`."""
+    def connect(self, has_ended: Callable[[], bool], timeout: float = 30.0) -> None:
+        """Become the primary controller (section 5); raise `SwitchError` on timeout, or if it `has_ended`."""
         ready = grpc.channel_ready_future(self._channel)
         deadline = time.monotonic() + timeout
         while True:
@@ -95,7 +95,7 @@ class PtfSwitch:
                 ready.result(timeout=0.1)
                 break
             except grpc.FutureTimeoutError:
-                if gone() or time.monotonic() > deadline:
+                if has_ended() or time.monotonic() > deadline:
                     raise SwitchError("its P4Runtime server does not start") from None
         threading.Thread(target=self._listen, name="p4runtime-stream", daemon=True).start()
         update = p4r.MasterArbitrationUpdate(
@@ -109,13 +109,13 @@ class PtfSwitch:
         if answer.status.code != 0:
             raise SwitchError(f"not the primary controller: {answer.status.message}")
 
-    def _sent(self) -> Iterator[p4r.StreamMessageRequest]:
+    def _next_request(self) -> Iterator[p4r.StreamMessageRequest]:
         while (request := self._requests.get()) is not None:
             yield request
 
     def _listen(self) -> None:
         try:
-            for response in self._stub.StreamChannel(self._sent()):
+            for response in self._stub.StreamChannel(self._next_request()):
                 if response.HasField("arbitration"):
                     self._arbitration.put(response.arbitration)
                 elif response.HasField("packet"):
@@ -162,9 +162,9 @@ class PtfSwitch:
         """Insert entities."""
         self.write(Update(None, entity) for entity in entities)
 
-    def reconcile(self, wanted: Holdings) -> int:
-        """Make the switch hold exactly `wanted`; return the number of updates."""
-        updates = difference(self.holdings(), wanted)
+    def reconcile(self, target: Holdings) -> int:
+        """Make the switch hold exactly `target`; return the number of updates."""
+        updates = difference(self.holdings(), target)
         self.write(updates)
         return len(updates)
 
@@ -182,12 +182,12 @@ class PtfSwitch:
 
     def holdings(self) -> Holdings:
         """Return all table entries and multicast groups that the switch holds."""
-        found = self.codec.decode_all(self._read(self.codec.read_all()))
-        return Holdings.from_entities(_renumbered(entity, self._tests_ports) for entity in found)
+        holdings = self.codec.decode_all(self._read(self.codec.read_all()))
+        return Holdings.from_entities(_renumbered(entity, self._tests_ports) for entity in holdings)
 
     def _there(self, update: Update) -> Update:
         """Return an update with the switch's own port numbers."""
-        old, new = (one and _renumbered(one, self._ports) for one in (update.old, update.new))
+        old, new = (entity and _renumbered(entity, self._ports) for entity in (update.old, update.new))
         return Update(old, new)
 
     def _read(self, entities: Iterable[p4r.Entity]) -> Iterator[p4r.Entity]:
@@ -200,17 +200,17 @@ class PtfSwitch:
         there = _renumbered(entry, self._ports)
         assert isinstance(there, TableEntry)
         key = P4TableEntry(there.table, match=P4TableMatch(there.match), priority=there.priority)
-        wanted = P4DirectCounterEntry(table_entry=key).encode(self.codec.schema)
-        (found,) = (e.direct_counter_entry.data for e in self._read([wanted]))
-        return CounterValue(found.packet_count, found.byte_count)
+        read = P4DirectCounterEntry(table_entry=key).encode(self.codec.schema)
+        (data,) = (e.direct_counter_entry.data for e in self._read([read]))
+        return CounterValue(data.packet_count, data.byte_count)
 
     def counts(self, counter: str) -> list[CounterValue]:
         """Return all cells of an indexed counter (section 9.3)."""
-        found = [
+        entries = [
             P4CounterEntry.decode(e, self.codec.schema)
             for e in self._read([self.codec.read_counter(counter)])
         ]
-        cells = {entry.index: CounterValue(entry.packet_count, entry.byte_count) for entry in found}
+        cells = {entry.index: CounterValue(entry.packet_count, entry.byte_count) for entry in entries}
         return [cells[index] for index in range(len(cells))]
 
     def packet_out(self, port: int, frame: bytes) -> None:

@@ -23,8 +23,8 @@ def local_job(**kwargs: Any) -> Job:
     data = job_data(**kwargs)
     for node in data["shadow_nodes"]:
         number = node["id"]
-        for what in ("mgmt", "records"):
-            node[what] = f"127.0.3.{number + 1}:{free_port()}"
+        for key in ("mgmt", "records"):
+            node[key] = f"127.0.3.{number + 1}:{free_port()}"
         for index, nic in enumerate(node["nics"]):
             nic["ip"] = f"127.0.{4 + index}.{number + 1}"
     for index, switch in enumerate(data["fabric"]["switches"]):
@@ -56,17 +56,17 @@ class Copies:
     def tagged(self, key: StreamKey, incarnation: int, position: int, data: bytes) -> None:
         """Send bytes of a stream, starting at `position`."""
         with self._lock:
-            found = [s for (k, _), s in self._streams.items() if k == key and s.incarnation == incarnation]
-        for stream in found:
+            streams = [s for (k, _), s in self._streams.items() if k == key and s.incarnation == incarnation]
+        for stream in streams:
             stream.send(position, data)
 
     def sends(self, key: StreamKey, ip: str, incarnation: int) -> bool:
         """Return whether a NIC gets the stream; a real stub acknowledges a hello only then."""
         with self._lock:
-            found = self._streams.get((key, ip))
-            return found is not None and found.incarnation == incarnation
+            stream = self._streams.get((key, ip))
+            return stream is not None and stream.incarnation == incarnation
 
-    def cut(self, node: int) -> None:
+    def disconnect(self, node: int) -> None:
         """Break all of a node's connections."""
         with self._lock:
             for (key, ip), stream in list(self._streams.items()):
@@ -123,9 +123,9 @@ class CopiedStream:
 
     def send(self, position: int, data: bytes) -> None:
         if self.lose:
-            lost = min(self.lose, len(data))
-            self.lose -= lost
-            position, data = position + lost, data[lost:]
+            skipped = min(self.lose, len(data))
+            self.lose -= skipped
+            position, data = position + skipped, data[skipped:]
         behind = (self.next - position) % (1 << 32)
         if behind >= 1 << 31 or not data:
             return  # after a gap, TCP waits for ever

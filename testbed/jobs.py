@@ -57,9 +57,9 @@ def job_data(
 
     def host(kind: int, index: int) -> dict[str, Any]:
         tail = f"{kind * 64 + index // 250}.{index % 250 + 1}"
-        own = {"ip": f"10.{number}.{tail}", "mac": mac(kind + 2 * number, index), **place(index)}
+        interface = {"ip": f"10.{number}.{tail}", "mac": mac(kind + 2 * number, index), **place(index)}
         addresses = [f"10.{number + 100 * (more + 1)}.{tail}" for more in range(further)]
-        return {**own, "addresses": addresses} if further else own
+        return {**interface, "addresses": addresses} if further else interface
 
     hosts = [host(0, index) for index in range(ranks if shared else groups * ranks)]
     dp_groups = [

@@ -22,18 +22,18 @@ class _Ports:
     def __init__(self) -> None:
         worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
         share = len(_PORTS) // _WORKERS
-        self._own = _PORTS[worker * share : (worker + 1) * share]
+        self._share = _PORTS[worker * share : (worker + 1) * share]
         self._at = _CHANCE.randrange(share)
         self._lock = threading.Lock()
 
     def take(self, count: int) -> range:
         """Return the next ports in a row."""
         with self._lock:
-            if self._at + count > len(self._own):
+            if self._at + count > len(self._share):
                 self._at = 0
-            taken = self._own[self._at : self._at + count]
+            ports = self._share[self._at : self._at + count]
             self._at += count
-            return taken
+            return ports
 
 
 _ports: Final = _Ports()
@@ -42,9 +42,9 @@ _ports: Final = _Ports()
 def free_port(count: int = 8) -> int:
     """Return the first of some ports in a row that are free on all addresses, given to nobody else here."""
     while True:
-        taken = _ports.take(count)
-        if all(_is_free(port) for port in taken):
-            return taken[0]
+        ports = _ports.take(count)
+        if all(_is_free(port) for port in ports):
+            return ports[0]
 
 
 def _is_free(port: int) -> bool:

@@ -15,7 +15,7 @@ def peak_resident(pid: int | None = None) -> int:
     return _status(pid, "VmHWM")
 
 
-def _status(pid: int | None, what: str) -> int:
+def _status(pid: int | None, name: str) -> int:
     lines = Path(f"/proc/{pid or 'self'}/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{what}:"))
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])

@@ -22,9 +22,9 @@ class RecordLine:
 
     def __init__(self, job: Job, node: int, keys: RoleKeys | None = None) -> None:
         self.replies: list[pb.RecordReply] = []
-        self.refused = ""
-        self.ended = threading.Event()
-        self._taken = 0
+        self.refusal = ""
+        self.closed = threading.Event()
+        self._replies_read = 0
         address = job.node(node).records_at
         self._socket = socket.create_connection(address, 10)
         if keys is not None:
@@ -40,18 +40,18 @@ class RecordLine:
         with contextlib.suppress(ConnectionError):  # the node has ended, as in many tests
             self._send_all(pack(part.SerializeToString() if part is not None else b"", flags))
 
-    def wanted(self) -> list[pb.SeedWanted]:
+    def new_seed_requests(self) -> list[pb.SeedWanted]:
         """Return the seeds that replies since the last call have asked for."""
-        replies = self.replies[self._taken :]
-        self._taken += len(replies)
-        return [wanted for reply in replies for wanted in reply.wanted]
+        replies = self.replies[self._replies_read :]
+        self._replies_read += len(replies)
+        return [request for reply in replies for request in reply.wanted]
 
     def answer(self, part: pb.RecordPart) -> pb.RecordReply:
         """Send a part, and return its reply."""
         count = len(self.replies)
         self.send(part)
         while len(self.replies) == count:
-            assert not self.ended.wait(0.01) or len(self.replies) > count
+            assert not self.closed.wait(0.01) or len(self.replies) > count
         return self.replies[count]
 
     def close(self) -> None:
@@ -85,6 +85,6 @@ class RecordLine:
             while (data := self._receive()) != b"":
                 for frame in unpacker.feed(data):
                     reply = pb.RecordReply.FromString(frame.data)
-                    self.refused = reply.refused
+                    self.refusal = reply.refused
                     self.replies.append(reply)
-        self.ended.set()
+        self.closed.set()

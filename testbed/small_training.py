@@ -76,7 +76,7 @@ class SmallTraining:
         self.continues = START
         """The start whose state `begin` keeps."""
         self.last = False
-        """Whether the next record announces the end of training."""
+        """The next record announces the end of training."""
         self.buffers: dict[str, torch.Tensor] = {}
         """Buffers in records; the next record has those whose names are in `saying`."""
         self.saying: list[str] = []
@@ -104,20 +104,20 @@ class SmallTraining:
     def holders(self, shard: int) -> list[int]:
         return [self.job.holder(self.group, shard, i + 1).id for i in range(self.job.replicas)]
 
-    def begin(self, nodes: Sequence[int], *, keep: bool = False, run: str = RUN, **other: Any) -> list[str]:
+    def begin(self, nodes: Sequence[int], *, keep: bool = False, run: str = RUN, **fields: Any) -> list[str]:
         """Begin on these nodes, and open connections for records; return the warnings."""
-        found: list[str] = []
+        warnings: list[str] = []
         self.run = run
-        self.start = other.get("start", self.start)
+        self.start = fields.get("start", self.start)
         for node in nodes:
             request = self.begin_request(keep=keep, run=run)
-            for name, value in other.items():
+            for name, value in fields.items():
                 setattr(request, name, value)
             # A channel to a node that was away would fail at once, until its next attempt to connect.
-            found += self.stubs[node].Begin(request, timeout=10, wait_for_ready=True).warnings
+            warnings += self.stubs[node].Begin(request, timeout=10, wait_for_ready=True).warnings
             for position in range(self.ranks):
                 self.lines[node, position] = RecordLine(self.job, node, self.keys)
-        return found
+        return warnings
 
     def begin_request(self, *, keep: bool = False, run: str = RUN) -> pb.BeginRequest:
         number = {parameter: i for i, parameter in enumerate(self.parameters)}
@@ -222,14 +222,14 @@ class SmallTraining:
         piece = bytes(state.bytes_of(self.states[self.iteration][number][0]))[:256]
         return [pb.Slice(parameter=number, offset=0, data=piece)]
 
-    def give_wanted(self) -> None:
+    def send_requested_seeds(self) -> None:
         """Send the seeds that the nodes have asked for in their replies."""
         for (node, position), line in list(self.lines.items()):
             if self.slices is not None and line.replies and line.replies[-1].suspects:
                 self.slices.look_first(line.replies[-1].suspects)
-            for wanted in line.wanted():
-                assert wanted.shard % self.ranks == position
-                self.seed(node, wanted.shard, wanted.parameters)
+            for request in line.new_seed_requests():
+                assert request.shard % self.ranks == position
+                self.seed(node, request.shard, request.parameters)
 
     def close(self) -> None:
         for line in self.lines.values():
@@ -237,16 +237,16 @@ class SmallTraining:
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 + self.iteration)
-        found = {}
+        gradients = {}
         for index, bucket in enumerate(self.layout.buckets):
             flat = torch.randn(bucket.elements, generator=generator)
-            found[index] = flat
+            gradients[index] = flat
             for place in bucket.places:
                 parameter = self.parameters[place.parameter]
-                known = self.layout.parameters[place.parameter]
-                run = flat[place.start : place.stop].view(known.memory_shape).clone()
-                parameter.grad, _ = state.from_held(known, run, {})
-        return found
+                place_parameter = self.layout.parameters[place.parameter]
+                run = flat[place.start : place.stop].view(place_parameter.memory_shape).clone()
+                parameter.grad, _ = state.from_held(place_parameter, run, {})
+        return gradients
 
     def _note(self) -> None:
         self.states[self.iteration] = {
@@ -270,12 +270,12 @@ class SmallTraining:
 
     def check(self, node: int, shard: int, iteration: int) -> pb.SeedHeader:
         """Check that a node's state of an iteration is the optimizer's; return its header."""
-        header, found = self.fetch(node, shard, iteration)
-        assert set(found) == set(self.layout.of_shard(shard))
-        for number, (tensor, values) in found.items():
-            expected, theirs = self.states[iteration][number]
+        header, tensors = self.fetch(node, shard, iteration)
+        assert set(tensors) == set(self.layout.of_shard(shard))
+        for number, (tensor, values) in tensors.items():
+            expected, expected_values = self.states[iteration][number]
             assert torch.equal(tensor, expected), f"parameter {number} after {iteration}"
-            assert set(values) == set(theirs)
+            assert set(values) == set(expected_values)
             for name, value in values.items():
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected_values[name])), name
         return header

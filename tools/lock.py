@@ -25,7 +25,7 @@ TORCH: Final = ROOT / "constraints-torch.txt"
 SHELL: Final = ROOT / "checkmate" / "cli" / "shell.txt"
 
 _SHELL_NEEDS: Final = ("p4runtime-shell==0.0.6", "protobuf==3.20.3", "setuptools<81")
-"""What `checkmate shell --install` installs; design.md, section 8, has the reason."""
+"""The list that `checkmate shell --install` installs; design.md, section 8, has the reason."""
 _OLDEST_PYTHON: Final = "3.11"
 _OPTIONS: Final = ("--universal", "--generate-hashes", "--no-annotate", "--no-header", "--quiet")
 _WITHOUT_HASHES: Final = re.compile(r"(torch|triton|(nvidia|cuda)-[a-z0-9-]+)==")
@@ -37,16 +37,22 @@ class LockError(Exception):
 
 def hashed(compiled: str) -> str:
     """Return uv's list of requirements without those that set-up installs without hashes. Pure."""
-    return "".join(one for one in _requirements(compiled) if not _WITHOUT_HASHES.match(one))
+    return "".join(
+        requirement for requirement in _requirements(compiled) if not _WITHOUT_HASHES.match(requirement)
+    )
 
 
-def listed(report: str, constraints: str) -> str:
+def filter_by_report(report: str, constraints: str) -> str:
     """Return those of a list of requirements that a report of pip's names. Pure.
 
     Others that it names are left out: `pip check` misses them, if something needs them.
     """
-    names = {_canonical(one["metadata"]["name"]) for one in json.loads(report)["install"]}
-    return "".join(one for one in _requirements(constraints) if _canonical(one.partition("==")[0]) in names)
+    names = {_canonical(package["metadata"]["name"]) for package in json.loads(report)["install"]}
+    return "".join(
+        requirement
+        for requirement in _requirements(constraints)
+        if _canonical(requirement.partition("==")[0]) in names
+    )
 
 
 def _requirements(text: str) -> list[str]:
@@ -59,21 +65,21 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _compile(source: str, known: Path, *more: str, given: str | None = None) -> str:
-    """Return what uv resolves; versions in `known` are preferred. Raise `LockError` if it fails."""
+def _compile(source: str, constraints: Path, *more: str, stdin: str | None = None) -> str:
+    """Return what uv resolves; versions in `constraints` are preferred. Raise `LockError` if it fails."""
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
         raise LockError("uv is not installed; install it with: pip install uv")
     index = {"UV_DEFAULT_INDEX": url} if (url := os.environ.get("PIP_INDEX_URL")) else {}
     command = [uv, "pip", "compile", source, "--python-version", _OLDEST_PYTHON, *_OPTIONS, *more]
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / known.name
-        output.write_text(known.read_text() if known.exists() else "")
+        output = Path(folder) / constraints.name
+        output.write_text(constraints.read_text() if constraints.exists() else "")
         command += ["--output-file", str(output)]
         environment = {**os.environ, **index}
-        done = subprocess.run(command, cwd=ROOT, env=environment, input=given, text=True, check=False)
-        if done.returncode:
-            raise LockError(f"nothing was renewed, because uv failed with status {done.returncode}")
+        result = subprocess.run(command, cwd=ROOT, env=environment, input=stdin, text=True, check=False)
+        if result.returncode:
+            raise LockError(f"nothing was renewed, because uv failed with status {result.returncode}")
         return output.read_text()
 
 
@@ -82,8 +88,8 @@ def renew(upgrade: bool) -> None:
     more = ("--upgrade",) if upgrade else ()
     extras = ("--extra", "test", "--extra", "docs", "--constraint", str(TORCH))
     project = hashed(_compile("setup.cfg", CONSTRAINTS, *extras, *more))
-    pip = _compile("-", PIP, *more, given="pip")
-    shell = _compile("-", SHELL, *more, given="\n".join(_SHELL_NEEDS))
+    pip = _compile("-", PIP, *more, stdin="pip")
+    shell = _compile("-", SHELL, *more, stdin="\n".join(_SHELL_NEEDS))
     PIP.write_text(pip)
     CONSTRAINTS.write_text(project)
     SHELL.write_text(shell)
@@ -94,12 +100,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.lock", description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     parser.add_argument("--of", type=Path, metavar="REPORT", help="print those that a report of pip's names")
-    said = parser.parse_args()
-    if said.of is not None:
-        print(listed(said.of.read_text(), CONSTRAINTS.read_text()), end="")
+    options = parser.parse_args()
+    if options.of is not None:
+        print(filter_by_report(options.of.read_text(), CONSTRAINTS.read_text()), end="")
         return 0
     try:
-        renew(said.upgrade)
+        renew(options.upgrade)
     except LockError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

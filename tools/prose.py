@@ -89,7 +89,7 @@ def _of_code(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 def files() -> list[str]:
     """Return the repository's own text files, relative to its root."""
-    known = subprocess.run(
+    paths = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
@@ -99,7 +99,7 @@ def files() -> list[str]:
     kinds = (".md", ".py", ".c", ".h", ".p4", ".proto", ".sh")
     return [
         name
-        for name in known
+        for name in paths
         if name.endswith(kinds)
         and (ROOT / name).is_file()
         and not name.startswith(
@@ -110,12 +110,12 @@ def files() -> list[str]:
 
 def main() -> int:
     """Print every finding; 1 if there is one."""
-    found = [one for name in files() for one in check(name, (ROOT / name).read_text())]
-    for one in found:
-        print(one)
-    if found:
-        print(f"{len(found)} findings")
-    return bool(found)
+    findings = [finding for name in files() for finding in check(name, (ROOT / name).read_text())]
+    for finding in findings:
+        print(finding)
+    if findings:
+        print(f"{len(findings)} findings")
+    return bool(findings)
 
 
 if __name__ == "__main__":

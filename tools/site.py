@@ -117,10 +117,10 @@ def linked(text: str, source: str) -> str:
         path = posixpath.normpath(posixpath.join(folder, target))
         if path not in FROM_ROOT and not path.startswith("docs/"):
             return words.lstrip("!")[1:-1]
-        found = f"{words}({posixpath.relpath(page_of(path), here)}{anchor})"
+        link_text = f"{words}({posixpath.relpath(page_of(path), here)}{anchor})"
         if path.endswith(".svg") and (ROOT / path.replace(".svg", "-tall.svg")).exists():
-            return f"{found}{{.wide}} {found.replace('.svg)', '-tall.svg)')}{{.tall}}"
-        return found
+            return f"{link_text}{{.wide}} {link_text.replace('.svg)', '-tall.svg)')}{{.tall}}"
+        return link_text
 
     return _LINK.sub(link, text)
 

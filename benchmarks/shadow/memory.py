@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.figures import Figure, Result, Skipped, number
 from testbed.copies import local_job
-from testbed.followed import followed
+from testbed.measured_node import train_with_node
 
 TITLE: Final = "Shadow node, memory: 25 million fp32 parameters, AdamW, 2 NICs, without readers"
 
@@ -22,7 +22,7 @@ def measure() -> list[Result]:
     """Measure one node once."""
     if os.geteuid() != 0:
         return [Skipped("shadow_memory", "needs root, for receive buffers")]
-    training, empty, peaks = followed(local_job(nodes=1, ranks=2))
+    training, empty, peaks = train_with_node(local_job(nodes=1, ranks=2))
     parameters = sum(parameter.nbytes for parameter in training.parameters)
     state = sum(
         value.nbytes
@@ -30,9 +30,9 @@ def measure() -> list[Result]:
         for value in values.values()
         if isinstance(value, torch.Tensor)
     )
-    needed = parameters + state + 2 * parameters
-    beyond = [100 * (peak - empty - needed) / needed for peak in peaks]
-    note = f"of {number(needed / 1e6, 'MB')}; an empty node takes {number(empty / 1e6, 'MB')}"
+    minimum = parameters + state + 2 * parameters
+    beyond = [100 * (peak - empty - minimum) / minimum for peak in peaks]
+    note = f"of {number(minimum / 1e6, 'MB')}; an empty node takes {number(empty / 1e6, 'MB')}"
     return [
         Figure(
             "beyond parameters, optimizer state and two iterations of gradients",

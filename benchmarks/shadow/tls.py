@@ -22,8 +22,8 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import RecordsGate
 from checkmate.shadow.inbox import Inbox
 from testbed.copies import Copies, local_job
-from testbed.followed import SHAPES, Forgetful, node
 from testbed.jobs import keys_of
+from testbed.measured_node import SHAPES, Forgetful, node
 from testbed.record_line import RecordLine
 from testbed.small_training import RUN, START
 from topologies.training.record import interval
@@ -70,10 +70,10 @@ def _sending(job: Job, stack: ExitStack) -> Timed:
     part = pb.RecordPart(job=job.job, rng=bytes(RECORD_BYTES))
 
     def send() -> float:
-        start, done = time.perf_counter(), len(line.replies) + RECORDS
+        start, total = time.perf_counter(), len(line.replies) + RECORDS
         for part.iteration in range(RECORDS):
             line.send(part)
-        while len(line.replies) < done:
+        while len(line.replies) < total:
             time.sleep(0.0005)
         return time.perf_counter() - start
 
@@ -119,10 +119,10 @@ def _compared(name: str, secure: Timed, plain: Timed) -> Figure:
     with_keys: list[float] = []
     without: list[float] = []
     for pair in range(PAIRS):
-        for one, times in ((secure, with_keys), (plain, without))[:: -1 if pair % 2 else 1]:
-            times.append(one())
-    found = ratios(with_keys, without)
-    mean = interval(list(found))
+        for act, times in ((secure, with_keys), (plain, without))[:: -1 if pair % 2 else 1]:
+            times.append(act())
+    pair_ratios = ratios(with_keys, without)
+    mean = interval(list(pair_ratios))
     absolute = " and ".join(number(1000 * statistics.median(times)) for times in (with_keys, without))
     note = f"mean {number(mean.mean)}, 95% interval {number(mean.low)} to {number(mean.high)}; {absolute} ms"
-    return Figure(name, found, "", smaller=True, note=note)
+    return Figure(name, pair_ratios, "", smaller=True, note=note)

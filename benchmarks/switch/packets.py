@@ -43,16 +43,16 @@ class Measured:
 def _packets_per_second(out: socket.socket, taps: list[socket.socket], frame: bytes, seconds: float) -> float:
     """Send `frame` repeatedly; it counts when it has arrived at every tap."""
     counts = [0] * len(taps)
-    sent = 0
+    sent_count = 0
     buffer = bytearray(2048)
     poller = select.poll()
     for tap in taps:
         poller.register(tap, select.POLLIN)
     start = now = time.monotonic()
     while (now := time.monotonic()) - start < seconds:
-        while sent - min(counts) < WINDOW:
+        while sent_count - min(counts) < WINDOW:
             out.send(frame)
-            sent += 1
+            sent_count += 1
         poller.poll(10)  # do not spin: the switch needs the processor
         for index, tap in enumerate(taps):
             counts[index] += _drain(tap, buffer)
@@ -79,7 +79,7 @@ def worker(target: str) -> None:
     try:
         switch = PtfSwitch(process.address, process.device_id, Codec.for_target(target))
         key = (packets.BOUNDARY, 0, 0, 1)
-        switch.connect(lambda: process.ended)
+        switch.connect(lambda: process.has_ended)
         switch.set_pipeline()
         entities: list[Entity] = [
             forwarding.forward(packets.PEER_MAC, peer),
@@ -97,8 +97,8 @@ def worker(target: str) -> None:
             "tagged": packets.TaggedSegment(options=packets.tag(), payload=bytes(1500 - 56)).frame(),
             "flooded": replace(plain, destination_mac=_UNKNOWN_MAC).frame(),
         }
-        found = _measure([_raw(f"host{port}") for port in ports], process.pid, frames)
-        json.dump({mode: asdict(one) for mode, one in found.items()}, sys.stdout)
+        measurements = _measure([_raw(f"host{port}") for port in ports], process.pid, frames)
+        json.dump({mode: asdict(measured) for mode, measured in measurements.items()}, sys.stdout)
     finally:
         process.stop()
 
@@ -106,18 +106,18 @@ def worker(target: str) -> None:
 def _measure(hosts: list[socket.socket], pid: int, frames: dict[str, bytes]) -> dict[str, Measured]:
     """Measure all modes in turn, in reverse order in every other round."""
     out, *taps = hosts
-    found = {mode: Measured() for mode in frames}
+    measurements = {mode: Measured() for mode in frames}
     for turn in range(-1, ROUNDS):
         for mode in list(frames)[:: -1 if turn % 2 else 1]:
-            used, start = -_processor_time(pid), time.monotonic()
+            processor_time, start = -_processor_time(pid), time.monotonic()
             rate = _packets_per_second(out, taps[: COPIES[mode]], frames[mode], SECONDS)
-            used += _processor_time(pid)
-            passed = time.monotonic() - start
+            processor_time += _processor_time(pid)
+            elapsed = time.monotonic() - start
             if turn >= 0:  # round 0 is the warm-up
-                found[mode].rates.append(rate)
-                found[mode].costs.append(used / (rate * passed) * 1e6)
+                measurements[mode].rates.append(rate)
+                measurements[mode].costs.append(processor_time / (rate * elapsed) * 1e6)
             _settle(taps)
-    return found
+    return measurements
 
 
 def _processor_time(pid: int) -> float:
@@ -127,10 +127,10 @@ def _processor_time(pid: int) -> float:
 
 
 def _raw(interface: str) -> socket.socket:
-    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-    made.bind((interface, 0))
-    made.setblocking(False)
-    return made
+    packet_socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    packet_socket.bind((interface, 0))
+    packet_socket.setblocking(False)
+    return packet_socket
 
 
 def _drain(tap: socket.socket, buffer: bytearray) -> int:
@@ -155,15 +155,15 @@ def measure() -> list[Result]:
     """Return every figure of this module."""
     if os.geteuid() != 0:
         return [Skipped("packets", "needs root, for a network namespace")]
-    found = {"softswitch": _run("softswitch")}
+    measurements = {"softswitch": _run("softswitch")}
     results: list[Result] = []
     if shutil.which("simple_switch_grpc"):
-        found["bmv2"] = _run("bmv2")
-        results += _shares(found["bmv2"])
+        measurements["bmv2"] = _run("bmv2")
+        results += _shares(measurements["bmv2"])
         results += [
             Figure(
                 f"softswitch / BMv2, {mode}",
-                ratios(found["softswitch"][mode].rates, found["bmv2"][mode].rates),
+                ratios(measurements["softswitch"][mode].rates, measurements["bmv2"][mode].rates),
                 "",
                 floor=0.2,
             )
@@ -171,20 +171,23 @@ def measure() -> list[Result]:
         ]
     else:
         results.append(Skipped("BMv2 beside it", "simple_switch_grpc is not on PATH"))
-    for target, modes in found.items():
-        results += [Figure(f"{target}, {mode}", tuple(one.rates), "packets/s") for mode, one in modes.items()]
+    for target, modes in measurements.items():
+        results += [
+            Figure(f"{target}, {mode}", tuple(measured.rates), "packets/s")
+            for mode, measured in modes.items()
+        ]
     return results
 
 
 def _shares(bmv2: dict[str, Measured]) -> list[Result]:
     """Return the rate of tagged frames relative to plain ones, counted at output and at input."""
     plain, tagged, flooded = (bmv2[mode] for mode in ("plain", "tagged", "flooded"))
-    received = ratios(tagged.rates, plain.rates)
+    received_share = ratios(tagged.rates, plain.rates)
     cost = ratios(plain.costs, tagged.costs)
     return [
-        Figure("BMv2, tagged / plain, packets sent", _doubled(received), "", 0.9, 0.7),
+        Figure("BMv2, tagged / plain, packets sent", _doubled(received_share), "", 0.9, 0.7),
         Figure("the same by the switch's processor time", _doubled(cost), ""),
-        Figure("BMv2, tagged / plain, packets received", received, "", note="each leaves twice"),
+        Figure("BMv2, tagged / plain, packets received", received_share, "", note="each leaves twice"),
         Figure(
             "BMv2, flooded / plain, packets received",
             ratios(flooded.rates, plain.rates),
@@ -199,15 +202,15 @@ def _doubled(shares: Sequence[float]) -> tuple[float, ...]:
 
 
 def _run(target: str) -> dict[str, Measured]:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "benchmarks.switch.packets", target],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise RuntimeError(f"the benchmark on {target} failed: {done.stderr}")
-    return {mode: Measured(**one) for mode, one in json.loads(done.stdout).items()}
+    if process.returncode:
+        raise RuntimeError(f"the benchmark on {target} failed: {process.stderr}")
+    return {mode: Measured(**fields) for mode, fields in json.loads(process.stdout).items()}
 
 
 if __name__ == "__main__":

@@ -56,9 +56,7 @@ def read_config(file: Path) -> StandingConfig:
         config = StandingConfig.model_validate(data)
         faults += _faults(config)
     except ValidationError as error:
-        faults += [
-            f"{'.'.join(map(str, one['loc'])) or '(top level)'}: {one['msg']}" for one in error.errors()
-        ]
+        faults += [f"{'.'.join(map(str, e['loc'])) or '(top level)'}: {e['msg']}" for e in error.errors()]
     if faults:
         raise ConfigError("\n".join(f"{file}: {fault}" for fault in faults))
     return config

@@ -33,7 +33,7 @@ class SwitchStage(ABC):
 
     target: str
     hardware: bool = False
-    """Whether it is a chip or its model: Ethernet pads short frames, and byte counts differ."""
+    """A chip or its model: Ethernet pads short frames, and byte counts differ."""
 
     @abstractmethod
     def start(self) -> PtfSwitch:
@@ -88,21 +88,21 @@ class NamespaceStage(SwitchStage):
 
     def start_switches(self, ports: Mapping[int, Mapping[int, str]]) -> list[PtfSwitch]:
         """Start switches by number, each with its ports' interfaces and the program loaded."""
-        started = []
+        pairs = []
         for number, interfaces in ports.items():
             process = SwitchProcess(self.target, number, interfaces)
             switch = PtfSwitch(process.address, process.device_id, self.codec)
             self._running.append((process, switch))
-            started.append((process, switch))
-        for process, switch in started:
+            pairs.append((process, switch))
+        for process, switch in pairs:
             try:
-                switch.connect(lambda process=process: process.ended)  # type: ignore[misc]
+                switch.connect(lambda process=process: process.has_ended)  # type: ignore[misc]
                 switch.set_pipeline()
             except (SwitchError, grpc.RpcError) as error:
-                said = process.output() or "(nothing)"
+                output = process.output() or "(nothing)"
                 why = error.details() if isinstance(error, grpc.Call) else error
-                raise TargetError(f"{self.target} doesn't start: {why}. It printed:\n{said}") from None
-        return [switch for _, switch in started]
+                raise TargetError(f"{self.target} doesn't start: {why}. It printed:\n{output}") from None
+        return [switch for _, switch in pairs]
 
     def stop_switches(self, switches: list[PtfSwitch]) -> None:
         """Stop some of the switches."""

@@ -40,9 +40,9 @@ def add_links(pairs: Iterable[tuple[str, str]]) -> None:
     """Create veth pairs with these names, and bring them up."""
     with IPRoute() as ip:
         names = []
-        for one, other in pairs:
-            ip.link("add", ifname=one, kind="veth", mtu=MTU, peer={"ifname": other, "mtu": MTU})
-            names += [one, other]
+        for near, far in pairs:
+            ip.link("add", ifname=near, kind="veth", mtu=MTU, peer={"ifname": far, "mtu": MTU})
+            names += [near, far]
         for name in names:
             ip.link("set", index=ip.link_lookup(ifname=name)[0], state="up")
 
@@ -58,11 +58,11 @@ def mtu(name: str) -> int | None:
 
 def frames_sent(names: Iterable[str]) -> dict[str, int]:
     """Return the number of frames that each interface has sent so far."""
-    wanted = set(names)
-    sent = {}
+    interfaces = set(names)
+    counts = {}
     with IPRoute() as ip:
         for link in ip.get_links():
             name = link.get_attr("IFLA_IFNAME")
-            if name in wanted:
-                sent[name] = int(link.get_attr("IFLA_STATS64")["tx_packets"])
-    return sent
+            if name in interfaces:
+                counts[name] = int(link.get_attr("IFLA_STATS64")["tx_packets"])
+    return counts

@@ -63,10 +63,10 @@ class StandingSwitch(SwitchStage):
 
 
 def _usable(interface: str) -> None:
-    found = mtu(interface)
-    if found is None:
+    length = mtu(interface)
+    if length is None:
         raise TargetError(f"this machine has no interface {interface}")
-    if found < LONGEST:
+    if length < LONGEST:
         raise TargetError(f"{interface} can't carry all frames: ip link set dev {interface} mtu {MTU}")
     ipv6 = Path("/proc/sys/net/ipv6/conf") / interface / "disable_ipv6"
     if ipv6.exists() and ipv6.read_text().strip() != "1":

@@ -31,13 +31,13 @@ def command(target: str) -> list[str]:
         return [sys.executable, "-m", "softswitch"]
     if target == "tna":
         return [sys.executable, "-m", "ptf_tests.stage.tna"]
-    found = shutil.which("simple_switch_grpc")
-    if found is None:
+    executable = shutil.which("simple_switch_grpc")
+    if executable is None:
         raise TargetError(
             "target bmv2 needs simple_switch_grpc on PATH: "
             "install BMv2 (github.com/p4lang/behavioral-model) or use --target softswitch"
         )
-    return [found]
+    return [executable]
 
 
 def tied_to(parent: int) -> list[str]:
@@ -75,7 +75,7 @@ class SwitchProcess:
         return self._process.pid
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     def output(self) -> str:

@@ -9,7 +9,7 @@ import subprocess
 from checkmate.extras import LIBRARIES
 from tests.support.environments import PROJECT
 from tests.test_lock import PINNED
-from tools.lock import CONSTRAINTS, ROOT, TORCH, listed
+from tools.lock import CONSTRAINTS, ROOT, TORCH, filter_by_report
 
 FILE = ROOT / "deploy" / "Dockerfile"
 STAGES = dict(re.findall(r"^FROM \S+ AS (\w+)\n((?:(?!^FROM).*\n)*)", FILE.read_text(), re.MULTILINE))
@@ -57,7 +57,7 @@ def test_only_torch_is_installed_without_the_hash_of_its_file() -> None:
 def test_the_list_of_an_image_has_what_pip_would_install_with_hashes() -> None:
     names = ["torch", "Typing_Extensions", "grpcio", "another"]
     report = json.dumps({"install": [{"metadata": {"name": name}} for name in names]})
-    found = [one["name"] for one in PINNED.finditer(listed(report, CONSTRAINTS.read_text()))]
+    found = [one["name"] for one in PINNED.finditer(filter_by_report(report, CONSTRAINTS.read_text()))]
     assert found == ["grpcio", "typing-extensions"]
 
 

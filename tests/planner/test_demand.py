@@ -21,8 +21,8 @@ from checkmate.planner.models.optimizers import NamedOptimizer, OptimizerError
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.wire.schedule import stream_layout
 from testbed.copies import local_job
-from testbed.followed import followed
 from testbed.jobs import job
+from testbed.measured_node import train_with_node
 from tests.support.jobs import some_jobs
 from tests.support.planner import LINE, SIZES, demand, model
 from tests.support.shadow.replicas import bytes_of_hold
@@ -179,7 +179,7 @@ def test_nodes_are_in_order() -> None:
 def test_a_shadow_nodes_process_takes_what_was_planned() -> None:
     """Return resident memory beyond that of an empty node, over some iterations."""
     made = local_job(nodes=1, ranks=2)
-    training, empty, peaks = followed(made)
+    training, empty, peaks = train_with_node(made)
     taken = [peak - empty for peak in peaks]
     optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
     model = Model("trained", training.layout.parameters)

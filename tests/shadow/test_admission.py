@@ -106,8 +106,8 @@ def attack(job: Job, keys: RoleKeys | None) -> list[str]:
         return done
     part = pb.RecordPart(job=job.job, incarnation=9, run="theirs", start=begin.start, iteration=0)
     line.send(part)
-    wait_until(lambda: bool(line.replies) or line.ended.is_set(), "an answer")
-    if line.replies and not line.refused:
+    wait_until(lambda: bool(line.replies) or line.closed.is_set(), "an answer")
+    if line.replies and not line.refusal:
         done.append("record")
     line.close()
     return done
@@ -162,8 +162,8 @@ def test_each_role_does_its_own_part_and_no_more(trained: SmallTraining, job: Jo
 def test_only_trainers_send_step_records(trained: SmallTraining, job: Job) -> None:
     for role in (Role.READER, Role.SHADOW, Role.CONTROLLER):
         line = RecordLine(job, 0, keys_of(job, role))
-        assert line.ended.wait(5)
-        assert line.refused == f"role {role} may not call step records, which is for trainer"
+        assert line.closed.wait(5)
+        assert line.refusal == f"role {role} may not call step records, which is for trainer"
         line.close()
     line = RecordLine(job, 0, keys_of(job, Role.TRAINER))
     assert not line.answer(trained.part(1)).refused
@@ -242,7 +242,7 @@ def test_half_open_handshakes_hold_neither_workers_nor_trainers(
         fence = pb.FenceRequest(protocol=PROTOCOL, job=job.job, timeout=1)
         with Stubs(job, keys_of(job, Role.TRAINER)) as stubs:
             assert isinstance(stubs.ask([0], lambda stub: stub.Fence, fence)[0], pb.NodeStatus)
-        assert "is not a start" in line.answer(pb.RecordPart(job=job.job)).refused or line.refused
+        assert "is not a start" in line.answer(pb.RecordPart(job=job.job)).refused or line.refusal
         assert time.monotonic() - before < 5
         threads = [one for one in threading.enumerate() if one.name.startswith("records of")]
         assert len(threads) <= 130

@@ -44,7 +44,7 @@ def upset(here: World, training: SmallTraining, pick: random.Random) -> None:
         case "lose":
             here.copies.lose(node, pick.choice([1, 100, 5000]))
         case "cut":
-            here.copies.cut(node)
+            here.copies.disconnect(node)
         case "restart":
             here.stop(node)
             time.sleep(pick.choice([0, 0.2]))

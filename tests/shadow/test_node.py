@@ -115,7 +115,7 @@ def test_streams_that_break_together_are_one_line(
     here = world(nodes=1, ranks=2, channels=8)
     here.started()
     here.copies.refusing = True
-    here.copies.cut(0)
+    here.copies.disconnect(0)
     wait_until(lambda: "; reconnecting" in caplog.text and "; retrying" in caplog.text)
     said = [line for line in caplog.messages if "; reconnecting" in line or "; retrying" in line]
     assert len(said) <= 6  # 2, unless the machine is too busy to end all streams within half a second

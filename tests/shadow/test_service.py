@@ -105,7 +105,7 @@ def said_of(job: Job, part: pb.RecordPart) -> pb.RecordReply:
     try:
         reply = line.answer(part)
         if reply.refused:
-            assert line.ended.wait(5)
+            assert line.closed.wait(5)
         return reply
     finally:
         line.close()
@@ -294,7 +294,7 @@ def test_two_starts_that_run_at_the_same_time_are_told_of_each_other(
         assert not said(newer, second, 0).also_training, "the older one may be dying"
         for iteration in range(3, 8):
             time.sleep(0.2)
-            assert (said(older, first, iteration).superseded, older.refused) == (True, "")
+            assert (said(older, first, iteration).superseded, older.refusal) == (True, "")
         reply = said(newer, second, 1)
         assert (reply.superseded, list(reply.also_training)) == (False, ["127.0.0.1"])
         (trouble,) = status(job, 0).trouble

@@ -32,7 +32,7 @@ def test_streams_that_break_between_iterations_go_on_where_they_stood(world: Cal
         training.iterate()
     here.stepped(1)
     before = len(here.copies.hellos)
-    here.copies.cut(0)
+    here.copies.disconnect(0)
     streams = len(here.nodes[0].node.plans[0].streams)
     wait_until(lambda: len(here.copies.hellos) == before + streams, "all streams again")
     for node, hello in here.copies.hellos[before:]:

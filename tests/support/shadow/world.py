@@ -108,7 +108,7 @@ def going_on(training: SmallTraining, *, seeds: bool = True) -> Iterator[None]:
             while not stop.wait(0.02):
                 training.iterate()
                 if seeds:
-                    training.give_wanted()
+                    training.send_requested_seeds()
         except BaseException as error:  # noqa: BLE001 - raised below
             failed.append(error)
 

@@ -38,7 +38,7 @@ class Forgetful(SmallTraining):
         super()._note()
 
 
-def followed(job: Job) -> tuple[Forgetful, int, list[int]]:
+def train_with_node(job: Job) -> tuple[Forgetful, int, list[int]]:
     """Train with node 0 following.
 
     Returns:
@@ -56,12 +56,12 @@ def followed(job: Job) -> tuple[Forgetful, int, list[int]]:
         for parameter in training.layout.of_shard(0):
             training.seed(0, 0, [parameter])
         wait(lambda: status(stub, job).holds[0].live)
-        taken = []
+        resident = []
         for iteration in track(range(ITERATIONS), "iterations", transient=True):
             training.iterate()
             wait(lambda: status(stub, job).holds[0].stepped == iteration)  # noqa: B023
-            taken.append(status(stub, job).memory_bytes)
-    return training, empty, taken
+            resident.append(status(stub, job).memory_bytes)
+    return training, empty, resident
 
 
 @contextlib.contextmanager
