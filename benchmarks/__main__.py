@@ -63,39 +63,39 @@ def main() -> int:
         parser.error(f"unknown benchmark {', '.join(unknown)}; known are {', '.join(SUITES)}")
     use_plain_streams()
     console = text_console(stderr=arguments.json)
-    found: dict[str, tuple[str, list[Result]]] = {}
+    results: dict[str, tuple[str, list[Result]]] = {}
     try:
         with unwinding():
-            ended = _measure_all(arguments.suite or SUITES, found, console)
+            interruption = _measure_all(arguments.suite or SUITES, results, console)
             with undisturbed():  # a second signal often follows the first
-                _keep(found, arguments)
-    except (KeyboardInterrupt, SystemExit) as late:
-        ended = late
-    if ended is not None:
+                _keep(results, arguments)
+    except (KeyboardInterrupt, SystemExit) as exit_error:
+        interruption = exit_error
+    if interruption is not None:
         with contextlib.suppress(OSError):  # the terminal may have gone away
-            print(f"interrupted; measured before: {', '.join(found) or 'nothing'}", file=sys.stderr)
-        sys.exit(ended.code if isinstance(ended, SystemExit) else 130)
-    return 1 if any(r.holds is False for _, rs in found.values() for r in rs if hasattr(r, "holds")) else 0
+            print(f"interrupted; measured before: {', '.join(results) or 'nothing'}", file=sys.stderr)
+        sys.exit(interruption.code if isinstance(interruption, SystemExit) else 130)
+    return 1 if any(r.holds is False for _, rs in results.values() for r in rs if hasattr(r, "holds")) else 0
 
 
 def _measure_all(
-    names: Iterable[str], found: dict[str, tuple[str, list[Result]]], console: Console
+    names: Iterable[str], measured: dict[str, tuple[str, list[Result]]], console: Console
 ) -> KeyboardInterrupt | SystemExit | None:
-    """Add what is measured to `found`; return what has ended it early: Ctrl-C, or another signal."""
+    """Add what is measured to `measured`; return what has ended it early: Ctrl-C, or another signal."""
     try:
         for name in names:
-            found[name] = _measure(name, console)
+            measured[name] = _measure(name, console)
     except (KeyboardInterrupt, SystemExit) as end:
         return end
     return None
 
 
-def _keep(found: dict[str, tuple[str, list[Result]]], arguments: argparse.Namespace) -> None:
+def _keep(measured: dict[str, tuple[str, list[Result]]], arguments: argparse.Namespace) -> None:
     """Write the page, and the data to standard output, as the command line says."""
-    if arguments.report and found:
-        report(arguments.report, found, datetime.datetime.now(datetime.UTC).date(), machine(), commit())
+    if arguments.report and measured:
+        report(arguments.report, measured, datetime.datetime.now(datetime.UTC).date(), machine(), commit())
     if arguments.json:
-        json.dump({name: data(results) for name, (_, results) in found.items()}, sys.stdout, indent=2)
+        json.dump({name: data(results) for name, (_, results) in measured.items()}, sys.stdout, indent=2)
 
 
 def _measure(name: str, console: Console) -> tuple[str, list[Result]]:
@@ -103,10 +103,10 @@ def _measure(name: str, console: Console) -> tuple[str, list[Result]]:
     module = importlib.import_module(f"benchmarks.{SUITES[name]}")
     console.print(f"[bold]{name}[/bold] ...")
     start = time.monotonic()
-    found = (module.TITLE, module.measure())
-    console.print(table(*found))
+    result = (module.TITLE, module.measure())
+    console.print(table(*result))
     console.print(f"({time.monotonic() - start:.0f} s)\n")
-    return found
+    return result
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ class Figure:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the floor is reached; `None` without a floor."""
+        """True if the floor is reached; `None` without a floor."""
         return None if self.floor is None else self._reaches(self.floor)
 
     @property
     def verdict(self) -> str:
-        """Whether the aim, or at least the floor, is reached, in words; "" without a floor."""
+        """The result in words: the aim, or at least the floor, is reached; "" without a floor."""
         if self.floor is None:
             return ""
         if self._reaches(self.floor if self.aim is None else self.aim):
@@ -63,9 +63,9 @@ class Skipped:
 Result = Figure | Skipped
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
+def ratios(values: Sequence[float], references: Sequence[float]) -> tuple[float, ...]:
     """Return the ratios pair by pair, which are robust against a machine that drifts."""
-    return tuple(a / b for a, b in zip(ours, theirs, strict=True))
+    return tuple(a / b for a, b in zip(values, references, strict=True))
 
 
 def spread95(samples: Sequence[float]) -> str:
@@ -98,12 +98,12 @@ def row(result: Result) -> tuple[str, str, str, str]:
     goal, digits = "", _DIGITS.start
     if result.floor is not None:
         aim = result.floor if result.aim is None else result.aim
-        bounds = {bound: number(bound) for bound in (aim, result.floor)}
+        limits = {limit: number(limit) for limit in (aim, result.floor)}
         if result.verdict != "reached":
             missed = aim if result.holds else result.floor
             digits = next(d for d in _DIGITS if number(result.median, digits=d) != number(missed, digits=d))
-            bounds[missed] = number(missed, digits=digits)
-        goal = f"{bounds[aim]} ({'at most' if result.smaller else 'at least'} {bounds[result.floor]})"
+            limits[missed] = number(missed, digits=digits)
+        goal = f"{limits[aim]} ({'at most' if result.smaller else 'at least'} {limits[result.floor]})"
     value = median_and_spread(result.samples, result.unit, digits)
     return result.name + (f"; {result.note}" if result.note else ""), value, goal, result.verdict
 
@@ -111,10 +111,10 @@ def row(result: Result) -> tuple[str, str, str, str]:
 def table(title: str, results: Sequence[Result]) -> FittedTable:
     """Return a table for a terminal."""
     columns = ("figure", "median (spread)", "aim", "")
-    made = FittedTable(title, *columns, folds=columns[:2])
+    fitted = FittedTable(title, *columns, folds=columns[:2])
     for result in results:
-        made.add_row(*row(result))
-    return made
+        fitted.add_row(*row(result))
+    return fitted
 
 
 def markdown(title: str, results: Sequence[Result]) -> str:
@@ -129,9 +129,9 @@ def data(results: Sequence[Result]) -> list[dict[str, Any]]:
     return [{"kind": type(result).__name__, **asdict(result)} for result in results]
 
 
-def from_data(found: Mapping[str, Any]) -> Result:
+def from_data(data: Mapping[str, Any]) -> Result:
     """Return a result from its JSON."""
-    fields = {name: value for name, value in found.items() if name != "kind"}
-    if found["kind"] == "Skipped":
+    fields = {name: value for name, value in data.items() if name != "kind"}
+    if data["kind"] == "Skipped":
         return Skipped(**fields)
     return Figure(**{**fields, "samples": tuple(fields["samples"])})

@@ -45,9 +45,9 @@ def machine() -> str:
 
 def commit() -> str:
     """Return the commit of this tree, with + if anything but documentation differs from it."""
-    said = _git("rev-parse", "--short", "HEAD")
-    changed = _git("status", "--porcelain", "--", ".", ":!docs", ":!*.md")
-    return said + "+" * bool(changed) if said else "unknown"
+    revision = _git("rev-parse", "--short", "HEAD")
+    changes = _git("status", "--porcelain", "--", ".", ":!docs", ":!*.md")
+    return revision + "+" * bool(changes) if revision else "unknown"
 
 
 def _git(*words: str) -> str:
@@ -55,41 +55,47 @@ def _git(*words: str) -> str:
 
 
 def report(
-    page: Path, found: Mapping[str, tuple[str, Sequence[Result]]], day: datetime.date, where: str, what: str
+    page: Path,
+    measured: Mapping[str, tuple[str, Sequence[Result]]],
+    day: datetime.date,
+    where: str,
+    commit_name: str,
 ) -> None:
-    """Write tables and plots of `found` to the page, and the data to a JSON file of the same name.
+    """Write tables and plots of `measured` to the page, and the data to a JSON file of the same name.
 
     Args:
         page: The Markdown file. It may be missing.
-        found: Title and results of each benchmark, by its name.
+        measured: Title and results of each benchmark, by its name.
         day: When they were measured.
         where: The machine, as from `machine`.
-        what: The commit, as from `commit`.
+        commit_name: The commit, as from `commit`.
     """
-    kept = page.with_suffix(".json")
-    everything = json.loads(kept.read_text()) if kept.exists() else {}
-    for name, (title, results) in found.items():
+    data_file = page.with_suffix(".json")
+    everything = json.loads(data_file.read_text()) if data_file.exists() else {}
+    for name, (title, results) in measured.items():
         everything[name] = {
             "title": title,
             "measured": day.isoformat(),
-            "commit": what,
+            "commit": commit_name,
             "machine": where,
             "results": data(results),
         }
         draw(page.parent / "pictures", name, everything[name]["results"])
     text = page.read_text() if page.exists() else "# Figures\n"
-    page.write_text(with_tables(text, {name: everything[name] for name in found}))
-    kept.write_text(json.dumps(everything, indent=2) + "\n")
+    page.write_text(with_tables(text, {name: everything[name] for name in measured}))
+    data_file.write_text(json.dumps(everything, indent=2) + "\n")
 
 
 def with_tables(text: str, everything: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a page with the tables of benchmarks, by name, from their data. Pure."""
-    for name, one in everything.items():
-        results = [from_data(result) for result in one["results"]]
-        measured = f"Measured on {one['measured']}, commit {one['commit']}: {one['machine']}."
-        table = f"{measured}\n{markdown(one['title'], results)}"
-        if _plotted(name, one["results"]):
-            table += f"\n![{one['title']}](pictures/figures-{name}.svg)\n"
+    for name, benchmark in everything.items():
+        results = [from_data(result) for result in benchmark["results"]]
+        measured = (
+            f"Measured on {benchmark['measured']}, commit {benchmark['commit']}: {benchmark['machine']}."
+        )
+        table = f"{measured}\n{markdown(benchmark['title'], results)}"
+        if _plotted(name, benchmark["results"]):
+            table += f"\n![{benchmark['title']}](pictures/figures-{name}.svg)\n"
         text = replaced(text, name, table)
     return text
 
@@ -98,24 +104,24 @@ def replaced(text: str, name: str, table: str) -> str:
     """Return a page with what is between a name's comments replaced; they are added if there are none."""
     opening, closing = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
     pattern = re.compile(f"{re.escape(opening)}.*?{re.escape(closing)}", re.DOTALL)
-    made = f"{opening}{table}{closing}"
-    return pattern.sub(lambda _: made, text) if pattern.search(text) else f"{text}\n{made}"
+    block = f"{opening}{table}{closing}"
+    return pattern.sub(lambda _: block, text) if pattern.search(text) else f"{text}\n{block}"
 
 
 def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> None:
     """Draw a benchmark's medians and spreads, if it has a plot."""
-    shown = _plotted(name, results)
-    if not shown:
+    plotted = _plotted(name, results)
+    if not plotted:
         return
     unit, label = PLOTTED[name]
     with matplotlib.rc_context({"svg.hashsalt": "checkmate", "svg.fonttype": "none"}):
-        picture = Picture(figsize=(8, 0.8 + 0.42 * len(shown)), layout="constrained")
+        picture = Picture(figsize=(8, 0.8 + 0.42 * len(plotted)), layout="constrained")
         axes = picture.add_subplot()
-        for row, one in enumerate(shown):
-            least, median, most = spread(one)
+        for row, result in enumerate(plotted):
+            least, median, most = spread(result)
             axes.barh(row, median, color="#9ecae1")
             axes.errorbar(median, row, xerr=[[median - least], [most - median]], color="#08306b", capsize=3)
-        axes.set_yticks(range(len(shown)), [one["name"] for one in shown])
+        axes.set_yticks(range(len(plotted)), [result["name"] for result in plotted])
         axes.invert_yaxis()
         axes.set_xlim(left=0)
         if not unit:
@@ -129,7 +135,9 @@ def _plotted(name: str, results: Sequence[Mapping[str, Any]]) -> list[Mapping[st
     """Return the figures that a benchmark's plot shows; none if it has no plot."""
     if name not in PLOTTED:
         return []
-    return [one for one in results if one["kind"] != "Skipped" and one["unit"] == PLOTTED[name][0]]
+    return [
+        result for result in results if result["kind"] != "Skipped" and result["unit"] == PLOTTED[name][0]
+    ]
 
 
 def spread(result: Mapping[str, Any]) -> tuple[float, float, float]:
@@ -143,8 +151,8 @@ def main() -> None:
     page = Path(sys.argv[1])
     everything = json.loads(page.with_suffix(".json").read_text())
     page.write_text(with_tables(page.read_text(), everything))
-    for name, one in everything.items():
-        draw(page.parent / "pictures", name, one["results"])
+    for name, benchmark in everything.items():
+        draw(page.parent / "pictures", name, benchmark["results"])
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class ConcurrentCheckpoints(CheckpointSystem):
         super().attach(ddp, optimizer)
         self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._unused = [*range(self._in_progress + 1)]
-        self._kept: _Slot | None = None
+        self._newest_slot: _Slot | None = None
         self._newest = -1
         self._lock = threading.Lock()
         self._copied: list[Future[None]] = []
@@ -66,14 +66,14 @@ class ConcurrentCheckpoints(CheckpointSystem):
 
     def after_step(self, iteration: int) -> None:
         """Begin a checkpoint on rank 0, once fewer than N are in progress."""
-        if self.rank or not self.due(iteration):
+        if self.rank or not self.is_due(iteration):
             return
         self._permits.acquire()
         flat = flatten(self.steady_state())
         slot = self._slot(flat.nbytes)
         copied: Future[None] = Future()
         self._copied.append(copied)
-        self._saving = [one for one in self._saving if not one.done() or one.result() is not None]
+        self._saving = [save for save in self._saving if not save.done() or save.result() is not None]
         self._saving.append(self._directors.submit(self._save, iteration, flat, slot, copied))
 
     def recover(self) -> int:
@@ -90,13 +90,13 @@ class ConcurrentCheckpoints(CheckpointSystem):
         self.install(restored(flat))
         self._newest = int(newest["iteration"])
         self._unused.remove(newest["slot"])
-        self._kept = _Slot(newest["slot"], torch.empty(flat.nbytes, dtype=torch.uint8))
+        self._newest_slot = _Slot(newest["slot"], torch.empty(flat.nbytes, dtype=torch.uint8))
         return self._newest + 1
 
     def finish(self) -> None:
         """Wait until all that have begun are complete. Raise the first error."""
-        for one in self._saving:
-            one.result()
+        for save in self._saving:
+            save.result()
         self._saving.clear()
 
     def close(self) -> None:
@@ -147,8 +147,8 @@ class ConcurrentCheckpoints(CheckpointSystem):
             flat.read(start, chunk)
             chunks.append(self._writers.submit(_write_all, file, start, chunk))
         copied.set_result(None)
-        for one in chunks:
-            one.result()
+        for write in chunks:
+            write.result()
 
     def _commit(self, iteration: int, slot: _Slot) -> None:
         """Make this the newest checkpoint, unless a newer one was faster."""
@@ -161,17 +161,17 @@ class ConcurrentCheckpoints(CheckpointSystem):
             temporary.write_text(json.dumps({"iteration": iteration, "slot": slot.number}))
             _sync(temporary)
             temporary.replace(self.place.disk / _NEWEST)
-            if self._kept is not None:
-                self._free.put(self._kept)
-            self._kept = slot
+            if self._newest_slot is not None:
+                self._free.put(self._newest_slot)
+            self._newest_slot = slot
 
 
 def _write_all(file: int, start: int, chunk: torch.Tensor) -> None:
     """Write a chunk at its place in a file."""
-    left = memoryview(chunk.numpy().data)
-    while left:
-        written = os.pwrite(file, left, start)
-        left, start = left[written:], start + written
+    remainder = memoryview(chunk.numpy().data)
+    while remainder:
+        count = os.pwrite(file, remainder, start)
+        remainder, start = remainder[count:], start + count
 
 
 def _sync(path: Path) -> None:

@@ -75,16 +75,16 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _find(described: Any, found: dict[int, tuple[list[int], str]]) -> None:
+def _find(described: Any, tensors: dict[int, tuple[list[int], str]]) -> None:
     if isinstance(described, tuple):
         _, number, shape, dtype = described
-        found[number] = shape, dtype
+        tensors[number] = shape, dtype
     elif isinstance(described, dict):
         for item in described.values():
-            _find(item, found)
+            _find(item, tensors)
     elif isinstance(described, list):
         for item in described[1]:
-            _find(item, found)
+            _find(item, tensors)
 
 
 def _filled(described: Any, tensors: Sequence[torch.Tensor]) -> Any:

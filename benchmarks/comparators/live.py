@@ -28,7 +28,7 @@ _GLOO_SECONDS: Final = timedelta(seconds=5)
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a rank meets the others.
+    """The addresses at which a rank meets the others.
 
     Attributes:
         lighthouse: The lighthouse's URL.
@@ -99,9 +99,9 @@ class LiveRecovery:
         def state() -> dict[str, Any]:
             return {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
 
-        def install(found: dict[str, Any]) -> None:
-            ddp.module.load_state_dict(found["model"])
-            optimizer.load_state_dict(found["optimizer"])
+        def install(received_state: dict[str, Any]) -> None:
+            ddp.module.load_state_dict(received_state["model"])
+            optimizer.load_state_dict(received_state["optimizer"])
 
         self._manager.register_state_dict_fn("job", install, state)
         return OptimizerWrapper(self._manager, optimizer)

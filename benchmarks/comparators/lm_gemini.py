@@ -17,7 +17,7 @@ from lm_resiliency.checkpointing import InMemoryCheckpointManager, InMemoryCkptC
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparators.flat import FlatState, empty, flatten, restored
-from benchmarks.comparators.parted import PartedState
+from benchmarks.comparators.system import PartedState
 
 _RUN = "evaluation"
 
@@ -45,21 +45,21 @@ class LmResiliency(PartedState):
 
     def after_step(self, iteration: int) -> None:
         """Copy this rank's part, and begin to send it, once the checkpoint before has arrived."""
-        if not self.due(iteration):
+        if not self.is_due(iteration):
             return
         flat = flatten(self.state())
         described = io.BytesIO()
         torch.save(flat.described, described)
-        mine = [flat.tensors[number] for number in self._shares(flat)[self.rank]]
+        tensors = [flat.tensors[number] for number in self._shares(flat)[self.rank]]
         # It counts from 1, as iterations that are complete.
-        self._manager.save_tensors(mine, iteration + 1, extra={"described": described.getvalue().hex()})
+        self._manager.save_tensors(tensors, iteration + 1, extra={"described": described.getvalue().hex()})
 
     def recover(self) -> int:
         """Install the newest checkpoint of which each rank finds its part; ranks send parts to all."""
-        found = self._manager.load_tensors()
-        if found is None:
+        checkpoint = self._manager.load_tensors()
+        if checkpoint is None:
             return 0
-        tensors, completed, extra = found
+        tensors, completed, extra = checkpoint
         assert extra is not None
         described = io.BytesIO(bytes.fromhex(extra["described"]))
         flat = empty(torch.load(described, weights_only=True))
@@ -96,10 +96,10 @@ def shares(sizes: Sequence[int], ranks: int, first: int) -> list[list[int]]:
     Returns:
         Each rank's tensors by number, in order.
     """
-    found: list[list[int]] = [[*range(first)], *([] for _ in range(ranks - 1))]
-    loads = [sum(sizes[number] for number in one) for one in found]
+    rank_shares: list[list[int]] = [[*range(first)], *([] for _ in range(ranks - 1))]
+    loads = [sum(sizes[number] for number in share) for share in rank_shares]
     for number in sorted(range(first, len(sizes)), key=lambda number: -sizes[number]):
         rank = loads.index(min(loads))
-        found[rank].append(number)
+        rank_shares[rank].append(number)
         loads[rank] += sizes[number]
-    return [sorted(one) for one in found]
+    return [sorted(share) for share in rank_shares]

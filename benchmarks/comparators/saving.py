@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from benchmarks.comparators.system import CheckpointSystem, agreed
 
-_KEPT: Final = 2
+_MAX_CHECKPOINTS: Final = 2
 """Checkpoints that are kept: a failure may come while the newest is being written."""
 _ITERATION: Final = "iteration"
 
@@ -30,7 +30,7 @@ def write(state: dict[str, Any], iteration: int, folder: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / f"{iteration}.pt")
-    for old in numbered(folder)[:-_KEPT]:
+    for old in numbered(folder)[:-_MAX_CHECKPOINTS]:
         (folder / f"{old}.pt").unlink()
 
 
@@ -45,8 +45,8 @@ def read_newest(folder: Path) -> dict[str, Any] | None:
     newest = agreed(numbered(folder)[-1:])
     if not newest:
         return None
-    found: dict[str, Any] = torch.load(folder / f"{newest[0]}.pt", weights_only=True)
-    return found
+    state: dict[str, Any] = torch.load(folder / f"{newest[0]}.pt", weights_only=True)
+    return state
 
 
 class SavedFiles(CheckpointSystem):
@@ -54,11 +54,11 @@ class SavedFiles(CheckpointSystem):
 
     def recover(self) -> int:
         """Load the newest checkpoint."""
-        found = read_newest(self.place.disk)
-        if found is None:
+        state = read_newest(self.place.disk)
+        if state is None:
             return 0
-        iteration = int(found.pop(_ITERATION))
-        self.install(found)
+        iteration = int(state.pop(_ITERATION))
+        self.install(state)
         return iteration + 1
 
 
@@ -69,7 +69,7 @@ class TorchSave(SavedFiles):
 
     def after_step(self, iteration: int) -> None:
         """Save on rank 0."""
-        if self.due(iteration) and self.rank == 0:
+        if self.is_due(iteration) and self.rank == 0:
             write(self.state(), iteration, self.place.disk)
 
 
@@ -80,7 +80,7 @@ class DcpSave(CheckpointSystem):
 
     def after_step(self, iteration: int) -> None:
         """Save on all ranks."""
-        if self.due(iteration):
+        if self.is_due(iteration):
             save(self._part(), checkpoint_id=self._folder(iteration))
             self._prune()
 
@@ -101,8 +101,8 @@ class DcpSave(CheckpointSystem):
 
     def install(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
-        said = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self._ddp, self._optimizer, **said)
+        state_dicts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self._ddp, self._optimizer, **state_dicts)
 
     def _part(self) -> dict[str, Any]:
         """Return what this rank may save: DCP divides the state, but DDP takes all buffers from rank 0."""
@@ -121,7 +121,7 @@ class DcpSave(CheckpointSystem):
 
     def _prune(self) -> None:
         if self.rank == 0:
-            for old in self._complete()[:-_KEPT]:
+            for old in self._complete()[:-_MAX_CHECKPOINTS]:
                 shutil.rmtree(self._folder(old))
 
 
@@ -138,7 +138,7 @@ class DcpAsyncSave(DcpSave):
 
     def after_step(self, iteration: int) -> None:
         """Wait for the checkpoint before, and begin this one."""
-        if not self.due(iteration):
+        if not self.is_due(iteration):
             return
         self.finish()
         pending = async_save(self._part(), checkpoint_id=self._folder(iteration), process_group=self._group)

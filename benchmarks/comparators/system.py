@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank keeps checkpoints, and how often.
+    """The folders of a rank's checkpoints, and their interval.
 
     Attributes:
         disk: A folder that all ranks share.
@@ -35,7 +35,7 @@ class CheckpointSystem(ABC):
 
     name: ClassVar[str]
     switchable: ClassVar[bool] = True
-    """Whether a job without calls of `after_step` is like one without the system."""
+    """A job without calls of `after_step` is like one without the system."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -50,7 +50,7 @@ class CheckpointSystem(ABC):
         """The number of iterations from one checkpoint to the next, now."""
         return self.place.interval
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Return whether a checkpoint follows an iteration."""
         return (iteration + 1) % self.place.interval == 0
 
@@ -78,11 +78,11 @@ class CheckpointSystem(ABC):
 
         The next forward changes buffers, and does not wait for a copy in the background.
         """
-        found = self.state()
+        state = self.state()
         for name, buffer in self._ddp.module.named_buffers():
-            if name in found["model"]:
-                found["model"][name] = buffer.clone()
-        return found
+            if name in state["model"]:
+                state["model"][name] = buffer.clone()
+        return state
 
     def install(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
@@ -105,6 +105,28 @@ class NoCheckpoints(CheckpointSystem):
 
 def agreed(value: Any) -> Any:
     """Return rank 0's value on all ranks."""
-    told = [value]
-    dist.broadcast_object_list(told)
-    return told[0]
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+class PartedState(CheckpointSystem):
+    """Its state has buffers first: ranks have different ones, and DDP takes rank 0's."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to save, by name. The tensors are the job's own, not copies."""
+        return {
+            "buffers": dict(self._ddp.module.named_buffers()),
+            "parameters": dict(self._ddp.module.named_parameters()),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def install(self, state: dict[str, Any]) -> None:
+        """Load what `state` returned."""
+        super().install(
+            {"model": {**state["buffers"], **state["parameters"]}, "optimizer": state["optimizer"]}
+        )
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the tensors that are rank 0's part."""
+        return list(self._ddp.module.buffers())

@@ -45,7 +45,7 @@ def main() -> int:
     use_plain_streams()
     extent = QUICK if options.quick else WHOLE
     try:
-        cells = _wanted(matrix(extent), options.only)
+        cells = _select(matrix(extent), options.only)
         cache = Cache(options.raw, extent)
         failed = 0 if options.page_only else _all(cells, extent, cache, options.scratch)
     except (Unusable, LabError) as error:
@@ -62,19 +62,19 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _wanted(cells: Sequence[Cell], words: Sequence[str]) -> list[Cell]:
+def _select(cells: Sequence[Cell], words: Sequence[str]) -> list[Cell]:
     """Return the cells that have each word in their name, as it is or as tables have it."""
-    found = [
+    matches = [
         cell for cell in cells if all(word in f"{cell.key}\n{cell.kind}\n{cell.system}" for word in words)
     ]
-    if not found:
+    if not matches:
         systems = ", ".join(sorted({cell.system for cell in cells}))
         raise Unusable(
             f"no cell has all of {', '.join(map(repr, words))} in its name; a name has a kind (throughput, "
             f"failures, losses), a model ({', '.join(sorted({cell.workload for cell in cells}))}), "
             f"and a system: {systems}"
         )
-    return found
+    return matches
 
 
 def _all(cells: Sequence[Cell], extent: MeasuredExtent, cache: Cache, scratch: Path) -> int:
@@ -106,14 +106,14 @@ def _measure(cells: Sequence[Cell], extent: MeasuredExtent, cache: Cache, here: 
         for cell in cells:
             began = time.monotonic()
             try:
-                found = measure(cell, extent, here, lambda text: bar.update(task, description=text))
+                record = measure(cell, extent, here, lambda text: bar.update(task, description=text))
             except LabError as error:
                 failed.append(True)
                 logs = here.failed / cell.key
                 print(f"{cell.key} failed: {error}; its logs are in {logs}", file=sys.stderr)
             else:
                 failed.append(False)
-                cache.put(cell, found)
+                cache.put(cell, record)
                 bar.console.print(f"{cell.key}: {time.monotonic() - began:.0f} s")
             if all(failed[-_FAILURES_MAX:]) and len(failed) >= _FAILURES_MAX:
                 raise Unusable(f"the last {_FAILURES_MAX} cells have failed")
@@ -124,27 +124,27 @@ def _measure(cells: Sequence[Cell], extent: MeasuredExtent, cache: Cache, here: 
 
 
 def parse() -> argparse.Namespace:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.evaluation",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--quick", action="store_true", help="few cells, measured once")
-    made.add_argument(
+    parser.add_argument("--quick", action="store_true", help="few cells, measured once")
+    parser.add_argument(
         "--only", action="append", default=[], metavar="WORD", help="cells whose name has this word"
     )
-    made.add_argument(
+    parser.add_argument(
         "--raw", type=_file, default=Path("out/evaluation.jsonl"), help="file of raw data, which may be new"
     )
-    made.add_argument("--page", type=_file, metavar="PAGE.md", help="write tables, plots and CSV")
-    made.add_argument("--page-only", action="store_true", help="measure nothing")
-    made.add_argument(
+    parser.add_argument("--page", type=_file, metavar="PAGE.md", help="write tables, plots and CSV")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    parser.add_argument(
         "--scratch",
         type=_folder,
         default=Path(tempfile.gettempdir()),
         help="folder on the file system to which checkpoints are written",
     )
-    return made.parse_args()
+    return parser.parse_args()
 
 
 def _file(text: str) -> Path:

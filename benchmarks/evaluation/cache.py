@@ -49,11 +49,11 @@ class Cache:
         """
         rounds = {cell.round for cell in cells}
         for cell in (cell for cell in matrix(self._extent) if cell in self and cell.round in rounds):
-            for what in CONDITIONS:
-                old, new = getattr(self._records[self._key(cell)], what), getattr(record, what)
+            for condition in CONDITIONS:
+                old, new = getattr(self._records[self._key(cell)], condition), getattr(record, condition)
                 if old != new:
                     raise Unusable(
-                        f"{self._file} has cells of another {what.replace('_', ' ')}: {cell.key} is of "
+                        f"{self._file} has cells of another {condition.replace('_', ' ')}: {cell.key} is of "
                         f"{old}, this is {new}; remove that start's lines, or measure with --raw in "
                         "another file"
                     )
@@ -73,9 +73,9 @@ class Cache:
             os.fsync(out.fileno())
         temporary.replace(self._file)
 
-    def records(self, wanted: Iterable[Cell]) -> dict[Cell, Record]:
+    def records(self, cells: Iterable[Cell]) -> dict[Cell, Record]:
         """Return those that are there."""
-        return {cell: self._records[self._key(cell)] for cell in wanted if cell in self}
+        return {cell: self._records[self._key(cell)] for cell in cells if cell in self}
 
     def _key(self, cell: Cell) -> str:
         return f"{self._extent.name}/{cell.key}"

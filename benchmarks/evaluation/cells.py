@@ -74,12 +74,12 @@ def matrix(extent: MeasuredExtent) -> list[Cell]:
 
     Each start has every system once, in a random order, so that a machine that drifts is fair to all.
     """
-    found: list[Cell] = []
+    cells: list[Cell] = []
     for start in range(extent.starts):
-        found += _shuffled(_throughput(extent, start), start)
+        cells += _shuffled(_throughput(extent, start), start)
     for start in range(extent.failing_starts):
-        found += _shuffled(_failures(extent, start), start)
-    return found + [Cell("losses", "gpt", system, 1, 0) for system in extent.losses]
+        cells += _shuffled(_failures(extent, start), start)
+    return cells + [Cell("losses", "gpt", system, 1, 0) for system in extent.losses]
 
 
 def _throughput(extent: MeasuredExtent, start: int) -> Iterator[Cell]:
@@ -105,6 +105,6 @@ def _failures(extent: MeasuredExtent, start: int) -> Iterator[Cell]:
 
 
 def _shuffled(cells: Iterator[Cell], start: int) -> list[Cell]:
-    found = list(cells)
-    random.Random(start).shuffle(found)
-    return found
+    shuffled = list(cells)
+    random.Random(start).shuffle(shuffled)
+    return shuffled

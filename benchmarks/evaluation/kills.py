@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.evaluation.cells import Cell, MeasuredExtent
-from benchmarks.evaluation.record import Log, log_of, regained, said, steps_of
+from benchmarks.evaluation.record import Log, log_of, parse_line, regained, steps_of
 from topologies.describe.topology import LabError
 from topologies.training.job import TrainingJob
 
@@ -20,7 +20,7 @@ SECONDS: Final = 1800.0
 """Time for a job to end."""
 _REGAINED_SECONDS: Final = 240.0
 _TAIL_BYTES: Final = 4096
-_STARTED: Final = '"event": "started"'
+_START_EVENT: Final = '"event": "started"'
 _ITERATION: Final = '"iteration":'
 
 Progress = Callable[[str], None]
@@ -31,35 +31,39 @@ def fail_at_random(job: TrainingJob, cell: Cell, extent: MeasuredExtent, progres
 
     A rank that is being started again is killed as soon as it has a process.
     """
-    drawn = random.Random(f"{cell.start} kills")
+    generator = random.Random(f"{cell.start} kills")
     end = time.monotonic() + extent.seconds
     kills: list[float] = []
-    due = time.monotonic() + drawn.expovariate(1 / extent.mtbf)
-    rank = drawn.randrange(len(job.ranks))
+    next_kill = time.monotonic() + generator.expovariate(1 / extent.mtbf)
+    rank = generator.randrange(len(job.ranks))
     while time.monotonic() < end:
         _check(job, kills)
         progress(f"iteration {reached(job)}, {len(kills)} kills")
-        if time.monotonic() >= due and _kill(job, rank):
+        if time.monotonic() >= next_kill and _kill(job, rank):
             kills.append(time.monotonic())
-            due += drawn.expovariate(1 / extent.mtbf)
-            rank = drawn.randrange(len(job.ranks))
-        time.sleep(min(0.2, max(due - time.monotonic(), 0.02)))
+            next_kill += generator.expovariate(1 / extent.mtbf)
+            rank = generator.randrange(len(job.ranks))
+        time.sleep(min(0.2, max(next_kill - time.monotonic(), 0.02)))
     return kills
 
 
 def fail_every_second_iteration(job: TrainingJob, progress: Progress) -> list[float]:
     """Kill a rank after every second iteration until the job ends; return when."""
     kills: list[float] = []
-    due = 2
+    next_iteration = 2
     deadline = time.monotonic() + SECONDS
     while any(member.running for member in job.ranks.values()):
         _check(job, kills)
         if time.monotonic() > deadline:
             raise LabError(f"the job has not ended within {SECONDS:g} s")
         progress(f"iteration {reached(job)}, {len(kills)} kills")
-        if due < LOSSES and reached(job) >= due and _kill(job, len(kills) % len(job.ranks)):
+        if (
+            next_iteration < LOSSES
+            and reached(job) >= next_iteration
+            and _kill(job, len(kills) % len(job.ranks))
+        ):
             kills.append(time.monotonic())
-            due += 2
+            next_iteration += 2
         time.sleep(0.02)
     job.finish(1.0)
     return kills
@@ -72,7 +76,7 @@ def _kill(job: TrainingJob, rank: int) -> bool:
 
 def _check(job: TrainingJob, kills: list[float]) -> None:
     """Raise `LabError` if ranks end by themselves, which torchrun would hide by starting them again."""
-    starts = max(file.read_text().count(_STARTED) for file in job.folder.glob("rank*.events.jsonl"))
+    starts = max(file.read_text().count(_START_EVENT) for file in job.folder.glob("rank*.events.jsonl"))
     if starts > 2 * (len(kills) + 1) + 1:
         with job.explained():
             raise LabError(f"ranks were started {starts} times for {len(kills)} kills")
@@ -94,8 +98,8 @@ def _newest(file: Path) -> int:
     with file.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = log.read().decode().splitlines()
-    found = (said(line) for line in reversed(lines) if _ITERATION in line)
-    return next((int(line["iteration"]) for line in found if line is not None), -1)
+    parsed_lines = (parse_line(line) for line in reversed(lines) if _ITERATION in line)
+    return next((int(line["iteration"]) for line in parsed_lines if line is not None), -1)
 
 
 def logs_in(folder: Path) -> list[Log]:

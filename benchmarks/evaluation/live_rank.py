@@ -30,8 +30,8 @@ def main() -> None:
     """Train to the end."""
     options = parse()
     rank = int(os.environ["RANK"])
-    ranks = [one for group in named_job().dp_groups for one in group.ranks]
-    place = next(one for one in ranks if one.rank == rank)
+    ranks = [host for group in named_job().dp_groups for host in group.ranks]
+    place = next(host for host in ranks if host.rank == rank)
     # torchft has groups of its own. This one is for the twin with which it takes turns, or for nothing.
     if options.timed:
         store = FileStore(str(options.out / "group"), len(ranks))
@@ -57,10 +57,10 @@ def main() -> None:
 def _train(live: LiveRecovery, workload: Workload, log: RankLog, iterations: int, ranks: int) -> None:
     """Train to the end, whoever takes part. A rank that comes back trains once for nothing."""
     while (iteration := live.recover()) < iterations:
-        said = log.train(workload, iteration)
-        done = live.recover()
-        if done > iteration:
-            log.say(**said | {"iteration": done - 1, "share": live.taking_part() / ranks})
+        line = log.train(workload, iteration)
+        next_iteration = live.recover()
+        if next_iteration > iteration:
+            log.say(**line | {"iteration": next_iteration - 1, "share": live.taking_part() / ranks})
 
 
 def _await_all(folder: Path, ranks: int) -> None:

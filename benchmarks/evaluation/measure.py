@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.comparators import packages
-from benchmarks.comparators.frequency import PROFILED
+from benchmarks.comparators.checkfreq import PROFILED
 from benchmarks.evaluation.cells import Cell, MeasuredExtent
 from benchmarks.evaluation.kills import (
     LOSSES,
@@ -62,7 +62,7 @@ _LIGHTHOUSE: Final = (
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a cell's job writes: checkpoints to `disk`, and to a tmpfs, its own records to `out`."""
+    """Folders of a cell's job: for checkpoints `disk`, and one in a tmpfs; for its own records `out`."""
 
     disk: Path
     memory: Path
@@ -71,7 +71,7 @@ class Folders:
 
 @dataclass(frozen=True)
 class Here:
-    """What all cells of a run have in common.
+    """The conditions that all cells of a run have in common.
 
     Attributes:
         commit: That of this tree.
@@ -94,18 +94,18 @@ def measure(cell: Cell, extent: MeasuredExtent, here: Here, progress: Progress) 
         tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=here.scratch) as disk,
         tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir="/dev/shm") as memory,
         tempfile.TemporaryDirectory(prefix=_TEMPORARY) as out,
-        _kept(Path(out), here.failed / cell.key),
+        _saving_failures(Path(out), here.failed / cell.key),
     ):
         folders = Folders(Path(disk), Path(memory), Path(out))
         plan = _plan(cell, folders)
         with training_lab(load(_TOPOLOGY), "softswitch", _LAB, plan, folders.out) as job:
             if cell.system == LIVE:
-                others = {max(os.sched_getaffinity(0))}
-                found = {"PYTHONPATH": str(packages.FOLDER)}
-                job.crew.start("lighthouse", CONTROLLER, _LIGHTHOUSE, cpus=others, environment=found)
+                cpus = {max(os.sched_getaffinity(0))}
+                environment = {"PYTHONPATH": str(packages.FOLDER)}
+                job.crew.start("lighthouse", CONTROLLER, _LIGHTHOUSE, cpus=cpus, environment=environment)
             start_all([job])
             began = time.monotonic()
-            kills, ended = _run(job, cell, extent, progress)
+            kills, end = _run(job, cell, extent, progress)
             helpers = tuple(peak_resident(member.process.pid) for member in job.shadows.values())
         logs = logs_in(folders.out)
     timed, failing = cell.kind == "throughput", cell.kind == "failures"
@@ -117,7 +117,7 @@ def measure(cell: Cell, extent: MeasuredExtent, here: Here, progress: Progress) 
         steps=() if timed else steps_of(logs, began, alone=cell.system == LIVE),
         interval=interval_of(logs),
         kills=since(kills, began),
-        ended=round(ended - began, 4),
+        ended=round(end - began, 4),
         losses=() if failing else losses_of(logs, LOSSES),
         system=blocks_of(logs) if timed else (),
         plain=plain_of(logs) if timed else 0.0,
@@ -127,7 +127,7 @@ def measure(cell: Cell, extent: MeasuredExtent, here: Here, progress: Progress) 
 
 
 @contextmanager
-def _kept(folder: Path, target: Path) -> Iterator[None]:
+def _saving_failures(folder: Path, target: Path) -> Iterator[None]:
     """Copy a folder to `target` if the block raises `LabError`."""
     try:
         yield
@@ -149,9 +149,9 @@ def _run(
     kills: list[float] = []
     if cell.kind == "failures":
         kills = fail_at_random(job, cell, extent, progress)
-        ended = time.monotonic()
+        end = time.monotonic()
         await_regained(job, kills, alone=cell.system == LIVE)
-        return kills, ended
+        return kills, end
     if cell.kind == "losses":
         kills = fail_every_second_iteration(job, progress)
     else:
@@ -196,5 +196,5 @@ def clear(scratch: Path) -> None:
     """Remove what a killed measurement has left. Raise `LabInUse` if one is under way."""
     down(_LAB)
     for place in (scratch, Path("/dev/shm"), Path(tempfile.gettempdir())):
-        for left in place.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        for leftover in place.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()

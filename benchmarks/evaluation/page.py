@@ -40,7 +40,7 @@ def write(page: Path, records: Mapping[Cell, Record], extent: MeasuredExtent) ->
     """
     compared = comparable(records, matrix(extent))
     undisturbed = throughputs(compared)
-    disturbed, changed = failures(compared, extent.seconds), losses(records)
+    disturbed, differences = failures(compared, extent.seconds), losses(records)
     text = page.read_text() if page.exists() else "# Evaluation\n"
     for name, table in (
         ("short", _table(*_short_rows(undisturbed, disturbed))),
@@ -48,24 +48,27 @@ def write(page: Path, records: Mapping[Cell, Record], extent: MeasuredExtent) ->
         ("throughput", _table(*_throughput_rows(undisturbed)) + _plot(page, undisturbed)),
         ("failures", _table(*_failure_rows(disturbed))),
         ("resources", _table(*_resource_rows(undisturbed))),
-        ("losses", _table(*_loss_rows(changed))),
+        ("losses", _table(*_loss_rows(differences))),
     ):
         text = replaced(text, name, table)
     beside = page.with_name("figures.json")
     if beside.exists():
         text = _with_figures(text, json.loads(beside.read_text()))
     page.write_text(text)
-    _write_csv(page.with_suffix(".csv"), undisturbed, disturbed, changed)
+    _write_csv(page.with_suffix(".csv"), undisturbed, disturbed, differences)
 
 
 def _with_figures(text: str, everything: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page with those figures of `benchmarks.report` that the paper's evaluation has, too."""
-    chosen = {
-        name: {**everything[name], "results": [one for one in everything[name]["results"] if wanted(one)]}
-        for name, wanted in _ALSO.items()
+    selection = {
+        name: {
+            **everything[name],
+            "results": [result for result in everything[name]["results"] if is_wanted(result)],
+        }
+        for name, is_wanted in _ALSO.items()
         if name in everything
     }
-    return with_tables(text, chosen)
+    return with_tables(text, selection)
 
 
 def _of_allreduce(result: Mapping[str, Any]) -> bool:
@@ -89,15 +92,17 @@ def _short_rows(undisturbed: Sequence[Throughput], disturbed: Sequence[Failures]
         "to the next trained iteration, s",
         "useful iterations an hour, with kills",
     )
-    known = {(one.system, one.interval): one for one in disturbed}
+    failures_by_system = {(row.system, row.interval): row for row in disturbed}
     rows = []
-    for one in undisturbed:
-        if one.workload != "gpt" or one.own or one.interval > 1:
+    for row in undisturbed:
+        if row.workload != "gpt" or row.has_own_interval or row.interval > 1:
             continue
-        killed = known.get((one.system, one.interval))
+        killed = failures_by_system.get((row.system, row.interval))
         of_kills = () if killed is None else (killed.repeated, killed.next_trained, killed.useful)
-        values = [number(statistics.median(each)) if each else "none" for each in (one.relative, *of_kills)]
-        rows.append((one.system, *values, *[""] * (len(head) - 1 - len(values))))
+        values = [
+            number(statistics.median(samples)) if samples else "none" for samples in (row.relative, *of_kills)
+        ]
+        rows.append((row.system, *values, *[""] * (len(head) - 1 - len(values))))
     return head, rows
 
 
@@ -117,7 +122,7 @@ def _condition_rows(records: Mapping[Cell, Record]) -> _Rows:
     """Return by which commit and where the cells were measured. All of a round are alike."""
     alike: dict[tuple[str, ...], list[Cell]] = defaultdict(list)
     for cell in sorted(records):
-        alike[tuple(getattr(records[cell], what) for what in CONDITIONS)].append(cell)
+        alike[tuple(getattr(records[cell], condition) for condition in CONDITIONS)].append(cell)
     rows = [
         (
             "; ".join(_starts(cells, kind) for kind in dict.fromkeys(cell.kind for cell in cells)),
@@ -147,16 +152,16 @@ def _missing(cells: Sequence[Cell]) -> str:
     return lines
 
 
-def _throughput_rows(found: Sequence[Throughput]) -> _Rows:
+def _throughput_rows(throughputs: Sequence[Throughput]) -> _Rows:
     head = ("model", "system", "interval", "throughput, to none", "an iteration, s")
     rows = [
-        (one.workload, one.system, _interval_of(one), _spread(one.relative), _spread(one.seconds))
-        for one in found
+        (item.workload, item.system, _interval_of(item), _spread(item.relative), _spread(item.seconds))
+        for item in throughputs
     ]
     return head, rows
 
 
-def _failure_rows(found: Sequence[Failures]) -> _Rows:
+def _failure_rows(failures: Sequence[Failures]) -> _Rows:
     head = (
         "system",
         "interval",
@@ -168,17 +173,17 @@ def _failure_rows(found: Sequence[Failures]) -> _Rows:
     )
     rows = [
         (
-            one.system,
-            _interval(one.interval),
-            str(one.kills),
-            *(_spread(each) for each in (one.repeated, one.next_trained, one.regained, one.useful)),
+            item.system,
+            _interval(item.interval),
+            str(item.kills),
+            *(_spread(samples) for samples in (item.repeated, item.next_trained, item.regained, item.useful)),
         )
-        for one in found
+        for item in failures
     ]
     return head, rows
 
 
-def _resource_rows(found: Sequence[Throughput]) -> _Rows:
+def _resource_rows(throughputs: Sequence[Throughput]) -> _Rows:
     head = (
         "model",
         "system",
@@ -190,18 +195,24 @@ def _resource_rows(found: Sequence[Throughput]) -> _Rows:
     )
     rows = [
         (
-            one.workload,
-            one.system,
-            _interval_of(one),
-            *(number(each / _MB, "MB") for each in (one.trainers, one.helpers, one.written, one.sent)),
+            item.workload,
+            item.system,
+            _interval_of(item),
+            *(
+                number(nbytes / _MB, "MB")
+                for nbytes in (item.trainers, item.helpers, item.written_bytes, item.sent_bytes)
+            ),
         )
-        for one in found
+        for item in throughputs
     ]
     return head, rows
 
 
-def _loss_rows(found: Mapping[str, float]) -> _Rows:
-    rows = [(system, "the same bits" if not most else f"{most:.3g}") for system, most in found.items()]
+def _loss_rows(differences: Mapping[str, float]) -> _Rows:
+    rows = [
+        (system, "the same bits" if not greatest else f"{greatest:.3g}")
+        for system, greatest in differences.items()
+    ]
     return ("system", "greatest difference of a loss"), rows
 
 
@@ -218,33 +229,33 @@ def _spread(samples: Sequence[float]) -> str:
     return median_and_spread(samples) + " (n=1)" * (len(samples) == 1)
 
 
-def _interval_of(one: Throughput) -> str:
-    return _interval(one.interval) + ", its own" * one.own
+def _interval_of(throughput: Throughput) -> str:
+    return _interval(throughput.interval) + ", its own" * throughput.has_own_interval
 
 
 def _interval(interval: int) -> str:
     return str(interval) if interval else "never"
 
 
-def _plot(page: Path, found: Sequence[Throughput]) -> str:
+def _plot(page: Path, throughputs: Sequence[Throughput]) -> str:
     """Draw throughput beside frequency, for each model; return the page's links."""
     links = ""
-    regular = [one for one in found if one.checkpoints and not one.own]
-    places = sorted({one.checkpoints for one in regular})
-    for workload in dict.fromkeys(one.workload for one in regular):
+    regular = [item for item in throughputs if item.checkpoints and not item.has_own_interval]
+    places = sorted({item.checkpoints for item in regular})
+    for workload in dict.fromkeys(item.workload for item in regular):
         picture = Picture(figsize=(8, 4.5), layout="constrained")
         axes = picture.add_subplot()
-        for system in dict.fromkeys(one.system for one in regular):
-            ours = [one for one in regular if (one.workload, one.system) == (workload, system)]
-            if ours:
-                ours.sort(key=lambda one: one.checkpoints)
-                middle = [statistics.median(one.relative) for one in ours]
-                below = [at - min(one.relative) for at, one in zip(middle, ours, strict=True)]
-                above = [max(one.relative) - at for at, one in zip(middle, ours, strict=True)]
-                places_of = [one.checkpoints for one in ours]
+        for system in dict.fromkeys(item.system for item in regular):
+            series = [item for item in regular if (item.workload, item.system) == (workload, system)]
+            if series:
+                series.sort(key=lambda item: item.checkpoints)
+                middle = [statistics.median(item.relative) for item in series]
+                below = [at - min(item.relative) for at, item in zip(middle, series, strict=True)]
+                above = [max(item.relative) - at for at, item in zip(middle, series, strict=True)]
+                places_of = [item.checkpoints for item in series]
                 axes.errorbar(places_of, middle, (below, above), marker="o", capsize=3, label=system)
         axes.axhline(1, color="0.4", linewidth=1, linestyle="--")
-        for live in (one for one in found if (one.workload, one.system) == (workload, LIVE)):
+        for live in (item for item in throughputs if (item.workload, item.system) == (workload, LIVE)):
             label = f"{LIVE}, no checkpoints"
             axes.axhline(statistics.median(live.relative), color="0.6", linestyle=":", label=label)
         axes.set(
@@ -253,7 +264,7 @@ def _plot(page: Path, found: Sequence[Throughput]) -> str:
             ylabel="throughput, to none",
             ylim=(0, None),
         )
-        axes.set_xticks(places, [number(one) for one in places], minor=False)
+        axes.set_xticks(places, [number(item) for item in places], minor=False)
         axes.set_xticks([], minor=True)
         axes.legend(fontsize="small")
         file = page.parent / "pictures" / f"evaluation-{workload}.svg"
@@ -265,35 +276,38 @@ def _plot(page: Path, found: Sequence[Throughput]) -> str:
 
 
 def _write_csv(
-    file: Path, undisturbed: Sequence[Throughput], disturbed: Sequence[Failures], changed: Mapping[str, float]
+    file: Path,
+    undisturbed: Sequence[Throughput],
+    disturbed: Sequence[Failures],
+    differences: Mapping[str, float],
 ) -> None:
     """Write every sample behind the tables."""
     with file.open("w", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(_COLUMNS)
-        for one in undisturbed:
-            where = ("throughput", one.workload, one.system, one.interval)
+        for throughput in undisturbed:
+            where = ("throughput", throughput.workload, throughput.system, throughput.interval)
             for name, unit, samples in (
-                ("throughput, to none", "", one.relative),
-                ("an iteration", "s", one.seconds),
-                ("trainer's memory", "B", (one.trainers,)),
-                ("helpers' memory", "B", (one.helpers,)),
-                ("written in an iteration", "B", (one.written,)),
-                ("sent in an iteration", "B", (one.sent,)),
+                ("throughput, to none", "", throughput.relative),
+                ("an iteration", "s", throughput.seconds),
+                ("trainer's memory", "B", (throughput.trainers,)),
+                ("helpers' memory", "B", (throughput.helpers,)),
+                ("written in an iteration", "B", (throughput.written_bytes,)),
+                ("sent in an iteration", "B", (throughput.sent_bytes,)),
             ):
                 writer.writerow([*where, name, unit, _samples(samples)])
-        for each in disturbed:
-            where = ("failures", "gpt", each.system, each.interval)
+        for failure in disturbed:
+            where = ("failures", "gpt", failure.system, failure.interval)
             for name, unit, samples in (
-                ("iterations repeated", "", each.repeated),
-                ("to the next trained iteration", "s", each.next_trained),
-                ("to where training was", "s", each.regained),
-                ("useful iterations an hour", "", each.useful),
+                ("iterations repeated", "", failure.repeated),
+                ("to the next trained iteration", "s", failure.next_trained),
+                ("to where training was", "s", failure.regained),
+                ("useful iterations an hour", "", failure.useful),
             ):
                 writer.writerow([*where, name, unit, _samples(samples)])
-        for system, most in changed.items():
-            writer.writerow(["losses", "gpt", system, 1, "greatest difference of a loss", "", repr(most)])
+        for system, greatest in differences.items():
+            writer.writerow(["losses", "gpt", system, 1, "greatest difference of a loss", "", repr(greatest)])
 
 
 def _samples(samples: Sequence[float]) -> str:
-    return " ".join(f"{one:.6g}" for one in samples)
+    return " ".join(f"{sample:.6g}" for sample in samples)

@@ -1,4 +1,4 @@
-"""What both kinds of ranks of an evaluated job share: options, and a log, `steps{r}.jsonl`."""
+"""Options and the log `steps{r}.jsonl` of both kinds of ranks of an evaluated job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NICS = ("data0:", "mgmt0:")
 
 
 @dataclass(frozen=True)
-class Used:
-    """What this process has used since its start: `peak` resident bytes, bytes written to disk, and sent."""
+class ResourceUse:
+    """Resource use of a process since its start: `peak` resident bytes, bytes written to disk, and sent."""
 
     peak: int
-    written: int
-    sent: int
+    written_bytes: int
+    sent_bytes: int
 
 
 class RankLog:
@@ -45,37 +45,37 @@ class RankLog:
         loss = workload.step(iteration, self._rank)
         return {"iteration": iteration, "loss": loss, "began": began}
 
-    def say(self, **said: Any) -> None:
+    def say(self, **fields: Any) -> None:
         """Append a line, with the time."""
-        print(json.dumps({"at": time.monotonic(), **said}), file=self._file, flush=True)
+        print(json.dumps({"at": time.monotonic(), **fields}), file=self._file, flush=True)
 
 
-def used() -> Used:
-    """Return what this process has used."""
-    written = next(
+def resource_use() -> ResourceUse:
+    """Return the resources that this process has used."""
+    written_bytes = next(
         int(line.split()[1])
         for line in Path("/proc/self/io").read_text().splitlines()
         if line.startswith("write_bytes:")
     )
-    sent = sum(
+    sent_bytes = sum(
         int(line.split()[9])
         for line in Path("/proc/self/net/dev").read_text().splitlines()
         if line.split()[0] in _NICS
     )
-    return Used(peak_resident(), written, sent)
+    return ResourceUse(peak_resident(), written_bytes, sent_bytes)
 
 
 def parse() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description="A rank of an evaluated job")
-    made.add_argument("--workload", required=True)
-    made.add_argument("--system", required=True)
-    made.add_argument("--interval", type=int, required=True)
-    made.add_argument("--iterations", type=int, required=True)
-    made.add_argument("--disk", type=Path, required=True)
-    made.add_argument("--memory", type=Path, required=True)
-    made.add_argument("--timed", action="store_true", help="train a block with the system, and one without")
-    made.add_argument("--plain-first", action="store_true", help="in the opposite order")
-    made.add_argument("--warm-up", type=int, default=0, help="iterations that are not timed")
-    made.add_argument("--lighthouse", default="", help="the URL of torchft's")
-    made.add_argument("--out", type=Path, required=True)
-    return made.parse_args()
+    parser = argparse.ArgumentParser(description="A rank of an evaluated job")
+    parser.add_argument("--workload", required=True)
+    parser.add_argument("--system", required=True)
+    parser.add_argument("--interval", type=int, required=True)
+    parser.add_argument("--iterations", type=int, required=True)
+    parser.add_argument("--disk", type=Path, required=True)
+    parser.add_argument("--memory", type=Path, required=True)
+    parser.add_argument("--timed", action="store_true", help="train a block with the system, and one without")
+    parser.add_argument("--plain-first", action="store_true", help="in the opposite order")
+    parser.add_argument("--warm-up", type=int, default=0, help="iterations that are not timed")
+    parser.add_argument("--lighthouse", default="", help="the URL of torchft's")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()

@@ -16,7 +16,7 @@ _DIGITS: Final = 4
 CONDITIONS: Final = ("commit", "machine", "file_system")
 """The attributes of a record that are the same for all systems of a round."""
 Log = Sequence[Mapping[str, Any]]
-"""What a rank has appended to its file."""
+"""The lines that a rank has appended to its file."""
 
 
 class TrainedStep(NamedTuple):
@@ -85,8 +85,8 @@ def steps_of(logs: Sequence[Log], origin: float, *, alone: bool) -> tuple[Traine
     for log in logs:
         for line in _trained(log):
             step = _step(line, origin)
-            known = earliest.get(step.iteration)
-            if known is None or step.ended < known.ended:
+            earlier = earliest.get(step.iteration)
+            if earlier is None or step.ended < earlier.ended:
                 earliest[step.iteration] = step
     return tuple(earliest[iteration] for iteration in sorted(earliest))
 
@@ -106,19 +106,19 @@ def regained(kills: Iterable[float], steps: Sequence[TrainedStep]) -> bool:
 
 def losses_of(logs: Sequence[Log], iterations: int) -> tuple[tuple[float, ...], ...]:
     """Return the last loss of each of the first iterations, by rank."""
-    found = []
+    losses = []
     for log in logs:
         last = {line["iteration"]: line["loss"] for line in _trained(log)}
-        found.append(tuple(last[one] for one in sorted(last) if one < iterations))
-    return tuple(found)
+        losses.append(tuple(last[iteration] for iteration in sorted(last) if iteration < iterations))
+    return tuple(losses)
 
 
 def blocks_of(logs: Sequence[Log]) -> tuple[MeasuredBlock, ...]:
     """Return each rank's block with the system."""
-    found = [line for log in logs for line in log if line.get("block") == "system"]
+    lines = [line for log in logs for line in log if line.get("block") == "system"]
     return tuple(
-        MeasuredBlock(round(one["seconds"], _DIGITS), round(one["written"]), round(one["sent"]))
-        for one in found
+        MeasuredBlock(round(line_["seconds"], _DIGITS), round(line_["written"]), round(line_["sent"]))
+        for line_ in lines
     )
 
 
@@ -139,16 +139,16 @@ def interval_of(logs: Sequence[Log]) -> int:
 
 def log_of(text: str) -> Log:
     """Return the lines of a rank's file. A rank that is killed may leave a part of one."""
-    return [found for line in text.splitlines() if (found := said(line)) is not None]
+    return [data for line in text.splitlines() if (data := parse_line(line)) is not None]
 
 
-def said(line: str) -> dict[str, Any] | None:
+def parse_line(line: str) -> dict[str, Any] | None:
     """Return a line of a rank's file, or `None` if it is not a whole one."""
     try:
-        found: dict[str, Any] = json.loads(line)
+        data: dict[str, Any] = json.loads(line)
     except ValueError:
         return None
-    return found
+    return data
 
 
 def since(times: Iterable[float], origin: float) -> tuple[float, ...]:
@@ -161,5 +161,5 @@ def _trained(log: Log) -> list[Mapping[str, Any]]:
 
 
 def _step(line: Mapping[str, Any], origin: float) -> TrainedStep:
-    began, ended = since((line["began"], line["at"]), origin)
-    return TrainedStep(line["iteration"], began, ended, line.get("share", 1.0))
+    began, end = since((line["began"], line["at"]), origin)
+    return TrainedStep(line["iteration"], began, end, line.get("share", 1.0))

@@ -1,4 +1,4 @@
-"""What the records of cells say: samples of each system. Pure."""
+"""Summaries of the records of cells: samples of each system. Pure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Throughput:
     workload: str
     system: str
     interval: int
-    own: bool
+    has_own_interval: bool
     relative: Samples
     seconds: Samples
-    written: float
-    sent: float
+    written_bytes: float
+    sent_bytes: float
     trainers: float
     helpers: float
 
@@ -60,13 +60,13 @@ class Failures:
     useful: Samples
 
 
-def comparable(records: Records, wanted: Iterable[Cell]) -> Records:
+def comparable(records: Records, planned: Iterable[Cell]) -> Records:
     """Return the cells of starts that have all systems, because starts differ more than systems do.
 
     If no start of a model is whole, all of them are kept. Systems without any cell are not missed.
     """
     systems = {cell.system for cell in records}
-    cells = [cell for cell in wanted if cell.system in systems]
+    cells = [cell for cell in planned if cell.system in systems]
     missing = {(cell.kind, cell.workload, cell.start) for cell in cells if cell not in records}
     whole = {
         (cell.kind, cell.workload) for cell in cells if (cell.kind, cell.workload, cell.start) not in missing
@@ -84,16 +84,16 @@ def throughputs(records: Records) -> list[Throughput]:
     for cell, record in sorted(records.items()):
         if cell.kind == "throughput":
             groups[cell.workload, cell.system, cell.interval].append(record)
-    found = []
+    results = []
     for (workload, system, interval), starts in groups.items():
-        own = not interval and system not in (GLOO, RING, LIVE)
+        own_interval = not interval and system not in (GLOO, RING, LIVE)
         seconds = tuple(record.system[0].seconds for record in starts)
-        found.append(
+        results.append(
             Throughput(
                 workload,
                 system,
-                round(statistics.median(record.interval for record in starts)) if own else interval,
-                own,
+                round(statistics.median(record.interval for record in starts)) if own_interval else interval,
+                own_interval,
                 tuple(record.plain / took for record, took in zip(starts, seconds, strict=True)),
                 seconds,
                 statistics.fmean(sum(block.written for block in record.system) for record in starts),
@@ -102,7 +102,9 @@ def throughputs(records: Records) -> list[Throughput]:
                 statistics.fmean(sum(record.helpers) for record in starts),
             )
         )
-    return sorted(found, key=lambda one: (one.workload, _rank(one.system), one.system, one.interval))
+    return sorted(
+        results, key=lambda result: (result.workload, _rank(result.system), result.system, result.interval)
+    )
 
 
 def failures(records: Records, seconds: float) -> list[Failures]:
@@ -111,29 +113,29 @@ def failures(records: Records, seconds: float) -> list[Failures]:
     for cell, record in sorted(records.items()):
         if cell.kind == "failures":
             groups[cell.system, cell.interval].append(record)
-    found = []
+    results = []
     for (system, interval), starts in groups.items():
         killed = [record for record in starts if record.kills]
-        times = [each for record in killed for each in recoveries(record)]
+        times = [recovery for record in killed for recovery in recoveries(record)]
         after, regained = zip(*times, strict=True) if times else ((), ())
         hourly = tuple(3600 / seconds * useful(record) for record in starts)
         again = tuple(repeated(record) for record in killed)
         kills = sum(len(record.kills) for record in starts)
-        found.append(Failures(system, interval, kills, again, after, regained, hourly))
-    return sorted(found, key=lambda one: (_rank(one.system), one.system, one.interval))
+        results.append(Failures(system, interval, kills, again, after, regained, hourly))
+    return sorted(results, key=lambda result: (_rank(result.system), result.system, result.interval))
 
 
 def losses(records: Records) -> dict[str, float]:
     """Return, by system, the greatest difference of a loss after restores from that of an undisturbed run."""
-    found = {}
+    differences = {}
     for cell, record in records.items():
         base = Cell("throughput", cell.workload, GLOO if cell.system != CHECKMATE else RING, 0, 0)
         if cell.kind == "losses" and base in records:
             pairs = zip(record.losses, records[base].losses, strict=True)
-            found[cell.system] = max(
-                abs(ours - theirs) for rank in pairs for ours, theirs in zip(*rank, strict=True)
+            differences[cell.system] = max(
+                abs(loss - base_loss) for rank in pairs for loss, base_loss in zip(*rank, strict=True)
             )
-    return found
+    return differences
 
 
 def recoveries(record: Record) -> list[tuple[float, float]]:
@@ -141,19 +143,19 @@ def recoveries(record: Record) -> list[tuple[float, float]]:
 
     That is an iteration that began after the kill.
     """
-    found = []
+    times = []
     for kill in record.kills:
         missing = missing_after(kill, record.steps)
         trained = [step for step in record.steps if step.began > kill]
         back = next(step.ended for step in trained if step.iteration >= missing)
-        found.append((trained[0].ended - kill, back - kill))
-    return found
+        times.append((trained[0].ended - kill, back - kill))
+    return times
 
 
 def repeated(record: Record) -> float:
     """Return how many iterations were completed again, for each kill."""
-    done = [step.iteration for step in record.steps]
-    return (len(done) - len(set(done))) / len(record.kills)
+    iterations = [step.iteration for step in record.steps]
+    return (len(iterations) - len(set(iterations))) / len(record.kills)
 
 
 def useful(record: Record) -> float:
@@ -161,12 +163,12 @@ def useful(record: Record) -> float:
 
     An iteration is lost once it or an earlier one is trained again, also after the period.
     """
-    kept: list[TrainedStep] = []
+    steps: list[TrainedStep] = []
     for step in record.steps:
-        while kept and kept[-1].iteration >= step.iteration:
-            kept.pop()
-        kept.append(step)
-    return sum(step.share for step in kept if step.ended <= record.ended)
+        while steps and steps[-1].iteration >= step.iteration:
+            steps.pop()
+        steps.append(step)
+    return sum(step.share for step in steps if step.ended <= record.ended)
 
 
 def _rank(system: str) -> int:

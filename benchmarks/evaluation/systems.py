@@ -24,20 +24,20 @@ OWN_FREQUENCY: Final = CheckFreq.name
 """The system that chooses its own interval."""
 _LM: Final = "lm-resiliency"
 
-_OURS: Final[Mapping[str, type[CheckpointSystem]]] = {
+_CLASSES: Final[Mapping[str, type[CheckpointSystem]]] = {
     system.name: system
     for system in (TorchSave, DcpSave, DcpAsyncSave, CheckFreq, ConcurrentCheckpoints, Gemini, GeminiBlocking)
 }
-COMPARATORS: Final = (*_OURS, _LM)
+COMPARATORS: Final = (*_CLASSES, _LM)
 """Those that make checkpoints."""
 _PACKAGES: Final[Mapping[str, str]] = {LIVE: "torchft", _LM: "lm_resiliency"}
-"""What they need of `packages`."""
+"""Their distributions in `packages`."""
 
 
 def reduce_of(system: str) -> Reduce:
     """Return how the gradients of a job with this system are reduced."""
-    known: dict[str, Reduce] = {CHECKMATE: "checkmate", RING: "untagged"}
-    return known.get(system, "gloo")
+    reductions: dict[str, Reduce] = {CHECKMATE: "checkmate", RING: "untagged"}
+    return reductions.get(system, "gloo")
 
 
 def installed(system: str) -> bool:
@@ -52,4 +52,4 @@ def system_of(name: str, place: Place) -> CheckpointSystem:
         from benchmarks.comparators.lm_gemini import LmResiliency  # noqa: PLC0415 - it may be missing
 
         return LmResiliency(place)
-    return _OURS.get(name, NoCheckpoints)(place)
+    return _CLASSES.get(name, NoCheckpoints)(place)

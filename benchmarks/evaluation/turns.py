@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.evaluation.rank_log import RankLog, used
+from benchmarks.evaluation.rank_log import RankLog, resource_use
 from benchmarks.evaluation.workloads import Workload
 
 BLOCK: Final = 20
 """Iterations of a block: a multiple of each interval that is specified."""
 _PHASE: Final = 12
-"""Where in intervals blocks begin, so that no checkpoint is begun at their end."""
+"""The place in intervals at which blocks begin, so that no checkpoint is begun at their end."""
 _LEAD_IN: Final = 5
 """Iterations with the system before its block, if the block without it came first."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What a rank trains in turns.
+    """The two workloads that a rank trains in turns.
 
     `after` follows each iteration of the system's, and `finish` waits for what it has begun, before a block
     without it. Without `twin`, the same workload is trained without `after`.
@@ -46,7 +46,9 @@ def first_of(warm_up: int, *, before: int = 0) -> int:
 
     With `before`, it is this many iterations before the place where blocks with a system begin.
     """
-    return next(one for one in range(warm_up, warm_up + BLOCK) if (one + before) % BLOCK == _PHASE)
+    return next(
+        iteration for iteration in range(warm_up, warm_up + BLOCK) if (iteration + before) % BLOCK == _PHASE
+    )
 
 
 def train(turns: Turns, log: RankLog, *, warm_up: int, plain_first: bool) -> None:
@@ -56,19 +58,19 @@ def train(turns: Turns, log: RankLog, *, warm_up: int, plain_first: bool) -> Non
     if plain_first:
         _plain(turns, log, numbers)
         _block(turns, log, numbers, _LEAD_IN)
-    began, before = time.monotonic(), used()
+    began, before = time.monotonic(), resource_use()
     _block(turns, log, numbers, BLOCK)
-    after = used()
+    after = resource_use()
     log.say(
         block="system",
         seconds=(time.monotonic() - began) / BLOCK,
-        written=(after.written - before.written) / BLOCK,
-        sent=(after.sent - before.sent) / BLOCK,
+        written=(after.written_bytes - before.written_bytes) / BLOCK,
+        sent=(after.sent_bytes - before.sent_bytes) / BLOCK,
     )
     if not plain_first:
         _plain(turns, log, numbers)
     if turns.twin is None:
-        log.say(peak=used().peak)
+        log.say(peak=resource_use().peak)
 
 
 def _block(turns: Turns, log: RankLog, numbers: Iterator[int], count: int) -> None:
@@ -83,7 +85,7 @@ def _plain(turns: Turns, log: RankLog, numbers: Iterator[int]) -> None:
     turns.finish()
     workload, steps = turns.workload, numbers
     if turns.twin is not None:
-        log.say(peak=used().peak)
+        log.say(peak=resource_use().peak)
         workload, steps = turns.twin(), iter(range(1 << 30))
         for _ in range(first_of(0)):
             log.train(workload, next(steps))

@@ -45,9 +45,9 @@ def measure() -> list[Result]:
     """Return every figure of this module, and write the plot."""
     if os.geteuid() != 0:
         return [Skipped("batches", "needs root, for network namespaces")]
-    found = {batch: _times(batch) for batch in track(BATCHES, "batches", transient=True)}
-    draw(PICTURE, found)
-    return [result for batch, times in found.items() for result in _figures(batch, times)]
+    times_by_batch = {batch: _times(batch) for batch in track(BATCHES, "batches", transient=True)}
+    draw(PICTURE, times_by_batch)
+    return [result for batch, times in times_by_batch.items() for result in _figures(batch, times)]
 
 
 def _times(batch: int) -> Times:
@@ -63,12 +63,17 @@ def _times(batch: int) -> Times:
         _train(job, _WARM_UP + _TIMED)
         record = job.record()
         iterations = [
-            max(rank.ended for rank in record.timed[one]) - min(rank.began for rank in record.timed[one])
-            for one in range(_WARM_UP, _WARM_UP + _TIMED - 1)
+            max(rank.ended for rank in record.timed[iteration])
+            - min(rank.began for rank in record.timed[iteration])
+            for iteration in range(_WARM_UP, _WARM_UP + _TIMED - 1)
         ]
         # One per second: the first may still be of the warm-up.
-        found = [said for node in nodes for said in job.statuses(node)[before[node] + 1 :]]
-    return Times(iterations, [one["pull_seconds"] for one in found], [one["step_seconds"] for one in found])
+        statuses = [status for node in nodes for status in job.statuses(node)[before[node] + 1 :]]
+    return Times(
+        iterations,
+        [status["pull_seconds"] for status in statuses],
+        [status["step_seconds"] for status in statuses],
+    )
 
 
 def _train(job: TrainingJob, until: int) -> None:
@@ -79,18 +84,18 @@ def _train(job: TrainingJob, until: int) -> None:
 def _figures(batch: int, times: Times) -> list[Result]:
     iteration = statistics.median(times.iterations)
     busy = tuple((pull + step) / iteration for pull, step in zip(times.pulls, times.steps, strict=True))
-    shown = {"iteration": times.iterations, "pull": times.pulls, "step": times.steps}
-    note = ", ".join(f"{name} {1e3 * statistics.median(each):.0f} ms" for name, each in shown.items())
+    parts = {"iteration": times.iterations, "pull": times.pulls, "step": times.steps}
+    note = ", ".join(f"{name} {1e3 * statistics.median(seconds):.0f} ms" for name, seconds in parts.items())
     return [Figure(f"batch {batch}: (pull + step) / iteration", busy, "", note=note)]
 
 
-def draw(file: Path, found: Mapping[int, Times]) -> None:
+def draw(file: Path, times_by_batch: Mapping[int, Times]) -> None:
     """Write a PNG like the paper's: iteration solid, pull dashed, the step shaded above it."""
     picture = Picture(figsize=(7, 4), layout="constrained")
     axes = picture.add_subplot()
-    batches = list(found)
+    batches = list(times_by_batch)
     iteration, pull, step = (
-        [1e3 * statistics.median(getattr(times, name)) for times in found.values()]
+        [1e3 * statistics.median(getattr(times, name)) for times in times_by_batch.values()]
         for name in ("iterations", "pulls", "steps")
     )
     busy = [a + b for a, b in zip(pull, step, strict=True)]

@@ -32,22 +32,22 @@ def measure() -> list[Result]:
     """Return every figure of this module."""
     cores = len(os.sched_getaffinity(0))
     threads = [1 << power for power in range(cores.bit_length()) if 1 << power <= cores]
-    found: list[Result] = []
+    results: list[Result] = []
     with Progress(transient=True) as bar:
         task = bar.add_task("steps", total=len(MODELS) * ROUNDS)
         for name in MODELS:
-            taken: dict[int, list[float]] = defaultdict(list)
+            times: dict[int, list[float]] = defaultdict(list)
             for number in range(ROUNDS):
                 for count, seconds in _round(name, threads if number % 2 else threads[::-1]):
-                    taken[count].append(seconds)
+                    times[count].append(seconds)
                 bar.advance(task)
             for count in threads:
-                what = f"{name}: {counted(count, 'thread')}"
+                label = f"{name}: {counted(count, 'thread')}"
                 if count > 1:
-                    speed = ratios(taken[1], taken[count])
-                    found.append(Figure(f"{what}, times as fast as one", speed, ""))
-                found.append(Figure(f"{what}, a step", tuple(taken[count]), "s"))
-    return found
+                    speed = ratios(times[1], times[count])
+                    results.append(Figure(f"{label}, times as fast as one", speed, ""))
+                results.append(Figure(f"{label}, a step", tuple(times[count]), "s"))
+    return results
 
 
 def _round(name: str, threads: Sequence[int]) -> list[tuple[int, float]]:

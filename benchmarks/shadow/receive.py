@@ -40,19 +40,21 @@ def measure() -> list[Result]:
     """Measure with one NIC and with two."""
     if os.geteuid() != 0:
         return [Skipped("shadow_receive", "needs root, for network namespaces")]
-    found: list[Result] = []
+    results: list[Result] = []
     for nics in NICS:
         with link(), connections(nics) as socks:
-            bare, ours = [], []
+            bare, buckets = [], []
             sets = touched(socks)
             for _ in track(range(PAIRS), f"{nics} NIC", transient=True):
                 bare.append(bare_loop(socks, SECONDS))
-                ours.append(into_buckets(socks, SECONDS, sets))
+                buckets.append(into_buckets(socks, SECONDS, sets))
         words = "1 stream, 1 thread" if nics == 1 else f"{nics} streams, {nics} threads"
-        middle = [sorted(rates)[PAIRS // 2] * 8e-9 for rates in (ours, bare)]
+        middle = [sorted(rates)[PAIRS // 2] * 8e-9 for rates in (buckets, bare)]
         note = f"{middle[0]:.3g} / {middle[1]:.3g} Gbit/s"
-        found.append(Figure(f"buckets / bare loop, {words}", ratios(ours, bare), "", 0.9, 0.7, note=note))
-    return found
+        results.append(
+            Figure(f"buckets / bare loop, {words}", ratios(buckets, bare), "", 0.9, 0.7, note=note)
+        )
+    return results
 
 
 @contextmanager

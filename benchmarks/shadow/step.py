@@ -36,12 +36,12 @@ FLAGS: Mapping[str, dict[str, Any]] = {"": {}, "foreach": {"foreach": True}, "fu
 
 def shapes() -> list[tuple[int, ...]]:
     """Return a GPT's parameters: embeddings, attention, MLPs, norms and biases."""
-    found: list[tuple[int, ...]] = [(WORDS, WIDTH), (LENGTH, WIDTH)]
+    result: list[tuple[int, ...]] = [(WORDS, WIDTH), (LENGTH, WIDTH)]
     for _ in range(BLOCKS):
         for rows in (3, 1, 4):
-            found += [(rows * WIDTH, WIDTH), (rows * WIDTH,)]
-        found += [(WIDTH, 4 * WIDTH), (WIDTH,), (WIDTH,), (WIDTH,), (WIDTH,), (WIDTH,)]
-    return found
+            result += [(rows * WIDTH, WIDTH), (rows * WIDTH,)]
+        result += [(WIDTH, 4 * WIDTH), (WIDTH,), (WIDTH,), (WIDTH,), (WIDTH,), (WIDTH,)]
+    return result
 
 
 class SteppedShard:
@@ -50,8 +50,8 @@ class SteppedShard:
     def __init__(self, kind: str, flags: str) -> None:
         torch.manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes()]
-        known = [Parameter(f"p{i}", tuple(p.shape), "float32") for i, p in enumerate(self.parameters)]
-        self.layout: Layout = make_layout(known, 1)
+        parameters = [Parameter(f"p{i}", tuple(p.shape), "float32") for i, p in enumerate(self.parameters)]
+        self.layout: Layout = make_layout(parameters, 1)
         self.optimizer = KINDS[kind](self.parameters, **FLAGS[flags])
         spec = spec_of(self.optimizer, {p: i for i, p in enumerate(self.parameters)})
         self.replica = Replica(self.layout, 0, spec, exact=True)
@@ -88,11 +88,11 @@ class SteppedShard:
 
 def measure() -> list[Result]:
     """Return every figure of this module."""
-    found: list[Result] = []
+    results: list[Result] = []
     for kind in KINDS:
         for flags in FLAGS:
-            found += _times(kind, flags)
-    return found
+            results += _times(kind, flags)
+    return results
 
 
 def _times(kind: str, flags: str) -> list[Result]:
@@ -100,25 +100,25 @@ def _times(kind: str, flags: str) -> list[Result]:
     for _ in range(2):  # the first step creates the state
         shard.torch_step()
         shard.shadow_step()
-    theirs, ours = [], []
+    torch_times, shadow_times = [], []
     for round_ in range(ROUNDS):
         if round_ % 2:
-            ours.append(shard.shadow_step())
-            theirs.append(shard.torch_step())
+            shadow_times.append(shard.shadow_step())
+            torch_times.append(shard.torch_step())
         else:
-            theirs.append(shard.torch_step())
-            ours.append(shard.shadow_step())
+            torch_times.append(shard.torch_step())
+            shadow_times.append(shard.shadow_step())
     shard.check()
     name = f"{kind}, {flags}" if flags else kind
     threads = counted(torch.get_num_threads(), "thread")
     return [
         Figure(
             name,
-            ratios(ours, theirs),
+            ratios(shadow_times, torch_times),
             "",
             aim=1.05,
             floor=1.2,
             smaller=True,
-            note=f"torch {1e3 * statistics.median(theirs):.0f} ms, {threads}",
+            note=f"torch {1e3 * statistics.median(torch_times):.0f} ms, {threads}",
         )
     ]

@@ -116,10 +116,10 @@ async def _start(job: Job) -> tuple[float, int]:
     """Return the seconds from the job to the last write, and the number of updates."""
     fleet = Fleet(HelloKeys(insecure=True))
     start = time.monotonic()
-    (done,) = await fleet.start([job])
+    (report,) = await fleet.start([job])
     seconds = time.monotonic() - start
     await fleet.stop()
-    return seconds, done.updates
+    return seconds, report.updates
 
 
 def plan_and_write(job: Job) -> list[Result]:
@@ -206,7 +206,7 @@ async def _connect_and_restart(
 def connect_nodes(job: Job) -> None:
     """Connect every stream in the nodes' namespace, print the duration in seconds, and keep them."""
     stub = job.fabric.switches[0].stub
-    wanted = [
+    streams = [
         (node, side, channel)
         for channel in range(CHANNELS)
         for side in (0, 1)
@@ -214,7 +214,7 @@ def connect_nodes(job: Job) -> None:
         if nic_of(channel, side, len(node.nics)) == 0
     ]
 
-    def one(stream: tuple[ShadowNode, int, int]) -> socket.socket:
+    def connect(stream: tuple[ShadowNode, int, int]) -> socket.socket:
         node, side, channel = stream
         return connect_stream(
             str(node.nics[0].ip),
@@ -228,11 +228,11 @@ def connect_nodes(job: Job) -> None:
 
     start = time.monotonic()
     with ThreadPoolExecutor(64) as pool:
-        held = list(pool.map(one, wanted))
+        sockets = list(pool.map(connect, streams))
     sys.stdout.write(f"{time.monotonic() - start}\n")
     sys.stdout.flush()
     signal.pause()
-    del held
+    del sockets
 
 
 def _wait_up(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:

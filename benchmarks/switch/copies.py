@@ -63,17 +63,19 @@ def _run(lab: Lab, crew: Crew, copies: int, operation: Operation) -> list[Result
     before = _ports(lab)
     tagged = gather(crew, nbytes, ITERATIONS, tagged=True, operation=operation)
     after = _ports(lab)
-    received, sent, frames_in, frames_out = (after[way] - before[way] for way in _WAYS)
+    received_bytes, sent_bytes, frames_in, frames_out = (after[way] - before[way] for way in _WAYS)
     seconds = sum(tagged.seconds)
     predicted = 1 + copies * tagged_share() / OPERATIONS[operation]
     name = f"{operation}, {copies} copies"
     note = f"the schedule predicts {predicted:.3g}"
     frames = f"{frames_out:,} / {frames_in:,}"
     return [
-        Figure(f"{name}: bytes sent / received from the ranks", (sent / received,), "", note=note),
+        Figure(
+            f"{name}: bytes sent / received from the ranks", (sent_bytes / received_bytes,), "", note=note
+        ),
         Figure(f"{name}: frames, ACKs included", (frames_out / frames_in,), "", note=frames),
-        Figure(f"{name}: switch receives", (8e-9 * received / seconds,), "Gbit/s"),
-        Figure(f"{name}: switch sends", (8e-9 * sent / seconds,), "Gbit/s"),
+        Figure(f"{name}: switch receives", (8e-9 * received_bytes / seconds,), "Gbit/s"),
+        Figure(f"{name}: switch sends", (8e-9 * sent_bytes / seconds,), "Gbit/s"),
         Figure(f"{name}: ring's rate, tagged / untagged", (tagged.goodput() / plain.goodput(),), ""),
         Figure(f"{name}: ring's rate", (tagged.goodput(),), "Gbit/s"),
     ]

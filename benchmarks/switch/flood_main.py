@@ -75,24 +75,24 @@ class FrameSender:
         """Send up to `count` frames; return how many were sent."""
         count = min(count, len(self._messages) - self._at)
         first = ctypes.byref(self._messages, self._at * ctypes.sizeof(_Message))
-        sent = self._sendmmsg(self._socket.fileno(), first, count, 0)
-        if sent < 0:
+        sent_count = self._sendmmsg(self._socket.fileno(), first, count, 0)
+        if sent_count < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self._at = (self._at + sent) % len(self._messages)
-        return int(sent)
+        self._at = (self._at + sent_count) % len(self._messages)
+        return int(sent_count)
 
 
 def flood(sender: FrameSender, rate: int, seconds: float) -> int:
     """Send at a rate, evenly in ticks of a millisecond. Return the number of frames."""
     start = time.monotonic()
-    sent = 0
-    while (passed := time.monotonic() - start) < seconds:
-        due = int(rate * passed) - sent
-        if due > 0:
-            sent += sender.send(due)
+    total = 0
+    while (elapsed := time.monotonic() - start) < seconds:
+        backlog = int(rate * elapsed) - total
+        if backlog > 0:
+            total += sender.send(backlog)
         else:
             time.sleep(TICK)
-    return sent
+    return total
 
 
 def main() -> None:
@@ -103,17 +103,17 @@ def main() -> None:
     parser.add_argument("--ip", type=IPv4Address, help="source address; random ones by default")
     parser.add_argument("--rate", type=int, required=True, help="frames a second")
     parser.add_argument("--seconds", type=float, required=True)
-    given = parser.parse_args()
-    stub = (IPv4Address(given.stub[0]), given.stub[1], int(given.stub[2]))
+    options = parser.parse_args()
+    stub = (IPv4Address(options.stub[0]), options.stub[1], int(options.stub[2]))
     pick = random.Random(1)
     frames = [
-        syn(given.ip or IPv4Address(0x0A640000 + pick.getrandbits(16)), given.mac, stub, number)
+        syn(options.ip or IPv4Address(0x0A640000 + pick.getrandbits(16)), options.mac, stub, number)
         for number in range(FRAMES)
     ]
-    sender = FrameSender(given.device, frames)
+    sender = FrameSender(options.device, frames)
     before = time.process_time()
-    sent = flood(sender, given.rate, given.seconds)
-    json.dump({"sent": sent, "processor": time.process_time() - before}, sys.stdout)
+    total = flood(sender, options.rate, options.seconds)
+    json.dump({"sent": total, "processor": time.process_time() - before}, sys.stdout)
 
 
 if __name__ == "__main__":

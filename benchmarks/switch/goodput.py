@@ -27,7 +27,7 @@ def measure() -> list[Result]:
     if os.geteuid() != 0:
         return [Skipped("goodput", "needs root, for network namespaces")]
     quiet_warmup()
-    found: dict[str, list[float]] = defaultdict(list)
+    goodputs: dict[str, list[float]] = defaultdict(list)
     with_bmv2 = shutil.which("simple_switch_grpc") is not None
     with contextlib.ExitStack() as stack, Progress(transient=True) as bar:
         task = bar.add_task("goodput", total=ROUNDS * (5 if with_bmv2 else 3))
@@ -43,24 +43,24 @@ def measure() -> list[Result]:
                 share = BMV2_SHARE if target == "bmv2" else 1
                 for mode in ("untagged",) if target == "bridge" else ("untagged", "tagged"):
                     run = gather(crew, BYTES // share, ITERATIONS, tagged=mode == "tagged")
-                    found[f"{target}, {mode}"].append(run.goodput())
+                    goodputs[f"{target}, {mode}"].append(run.goodput())
                     bar.advance(task)
-    return _figures(found, with_bmv2)
+    return _figures(goodputs, with_bmv2)
 
 
-def _figures(found: dict[str, list[float]], with_bmv2: bool) -> list[Result]:
-    soft = {mode: found[f"softswitch, {mode}"] for mode in ("untagged", "tagged")}
+def _figures(goodputs: dict[str, list[float]], with_bmv2: bool) -> list[Result]:
+    soft = {mode: goodputs[f"softswitch, {mode}"] for mode in ("untagged", "tagged")}
     results: list[Result] = []
     if with_bmv2:
         for mode in ("tagged", "untagged"):
-            ratio = ratios(soft[mode], found[f"bmv2, {mode}"])
+            ratio = ratios(soft[mode], goodputs[f"bmv2, {mode}"])
             results.append(
                 Figure(f"softswitch / BMv2, {mode}", ratio, "", 10, 5, note="BMv2 with 1/15 of the bytes")
             )
     else:
         results.append(Skipped("BMv2 beside it", "simple_switch_grpc is not on PATH"))
     results.append(Figure("softswitch, tagged / untagged", ratios(soft["tagged"], soft["untagged"]), ""))
-    bridge = found["bridge, untagged"]
+    bridge = goodputs["bridge, untagged"]
     results.append(Figure("softswitch / kernel bridge, untagged", ratios(soft["untagged"], bridge), ""))
-    results += [Figure(name, tuple(values), "Gbit/s") for name, values in found.items()]
+    results += [Figure(name, tuple(values), "Gbit/s") for name, values in goodputs.items()]
     return results

@@ -64,11 +64,11 @@ def rate(loaded: Program, packet: bytes, seconds: float) -> float:
     process = loaded.process
     count = 0
     start = time.perf_counter()
-    while (passed := time.perf_counter() - start) < seconds:
+    while (elapsed := time.perf_counter() - start) < seconds:
         for _ in range(500):
             process(1, packet)
         count += 500
-    return count / passed
+    return count / elapsed
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a flood is from: namespace, interface, source MAC address, and source address unless random."""
+    """The origin of a flood: namespace, interface, source MAC address, and source address unless random."""
 
     name: str
     namespace: str
@@ -103,26 +103,26 @@ class FloodStage:
         """Return the kinds of ports that a flood may come from."""
         hosts = self.lab.topology.hosts
         nics = {nic.mac: nic for node in self.job.shadow_nodes for nic in node.nics}
-        used = {rank.mac for group in self.job.dp_groups for rank in group.ranks} | set(nics)
+        job_macs = {rank.mac for group in self.job.dp_groups for rank in group.ranks} | set(nics)
 
-        def at(name: str, wanted: Any, *, own: bool = False) -> Origin:
+        def at(name: str, matches: Any, *, has_own_address: bool = False) -> Origin:
             host, face = next(
-                (h, f) for h in hosts for f in h.interfaces if f.switch == self.tor and wanted(f)
+                (h, f) for h in hosts for f in h.interfaces if f.switch == self.tor and matches(f)
             )
-            ip = str(nics[face.mac].ip) if own else None
+            ip = str(nics[face.mac].ip) if has_own_address else None
             return Origin(name, self.lab.namespace(host.name), face.name, face.mac, ip)
 
-        _, other, there = self.lab.topology.links_at(self.tor)[0]
-        link = Origin("a link", self.lab.namespace(other), f"port{there}", "02:00:00:00:77:77")
+        _, peer, there = self.lab.topology.links_at(self.tor)[0]
+        link = Origin("a link", self.lab.namespace(peer), f"port{there}", "02:00:00:00:77:77")
         return [
-            at("a rank's port", lambda face: face.mac in used - set(nics)),
+            at("a rank's port", lambda face: face.mac in job_macs - set(nics)),
             at(
                 "another NIC, with its own address",
                 lambda face: face.mac in nics and face.mac != self.stream.nic.mac,
-                own=True,
+                has_own_address=True,
             ),
             link,
-            at("a port of no job", lambda face: face.mac not in used),
+            at("a port of no job", lambda face: face.mac not in job_macs),
         ]
 
     def under(self, origin: Origin | None, rate: int) -> list[Result]:
@@ -131,13 +131,13 @@ class FloodStage:
         process = self._flood(origin, rate, seconds) if origin is not None else None
         try:
             time.sleep(_LEAD)
-            start, used = time.monotonic(), _processor(self.controller)
+            start, controller_start = time.monotonic(), _processor(self.controller)
             before = _processor(process.pid) if process else 0.0
             times = tuple(self._connect(number) for number in range(CONNECTS))
             time.sleep(_LEAD)
-            passed = time.monotonic() - start
-            share = (_processor(self.controller) - used) / passed
-            generator = (_processor(process.pid) - before) / passed if process else 0.0
+            elapsed = time.monotonic() - start
+            share = (_processor(self.controller) - controller_start) / elapsed
+            generator = (_processor(process.pid) - before) / elapsed if process else 0.0
         finally:
             if process is not None:
                 process.kill()

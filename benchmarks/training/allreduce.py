@@ -40,32 +40,36 @@ def measure() -> list[Result]:
             common = ["--ips", *ips, "--mib", *map(str, SIZES), "--rounds", str(ROUNDS)]
             members = []
             for number, (name, nic) in enumerate(hosts):
-                own = ["--rank", str(number), "--interface", nic.name]
-                argv = [sys.executable, "-m", "benchmarks.training.allreduce_rank", *own, *common]
+                options = ["--rank", str(number), "--interface", nic.name]
+                argv = [sys.executable, "-m", "benchmarks.training.allreduce_rank", *options, *common]
                 members.append(crew.start(name, name, argv))
             crew.finish(members, _SECONDS, lambda: bar.advance(task))
-            said = [json.loads(member.output_text()) for member in members]
-    return figures(said)
+            outputs = [json.loads(member.output_text()) for member in members]
+    return figures(outputs)
 
 
-def figures(said: list[dict[str, Any]]) -> list[Result]:
+def figures(outputs: list[dict[str, Any]]) -> list[Result]:
     """Return the figures from the output of each rank."""
-    algorithm = said[0]["congestion_control"]
-    found: list[Result] = []
+    algorithm = outputs[0]["congestion_control"]
+    results: list[Result] = []
     for main in MAINS:
         for mib in SIZES:
             seconds = {
-                who: [
+                implementation: [
                     max(round_)
-                    for round_ in zip(*(s["seconds"][str(mib)][main][who] for s in said), strict=True)
+                    for round_ in zip(
+                        *(s["seconds"][str(mib)][main][implementation] for s in outputs), strict=True
+                    )
                 ]
-                for who in ("ring", "gloo")
+                for implementation in ("ring", "gloo")
             }
             aim, floor = (0.8, 1.0) if mib in _AIMED_AT else (None, None)
             words = "idle" if main == "idle" else "busy in Python"
             name = f"ring / gloo, {mib} MiB, main thread {words}"
-            medians = [sorted(seconds[who])[ROUNDS // 2] * 1000 for who in ("ring", "gloo")]
+            medians = [
+                sorted(seconds[implementation])[ROUNDS // 2] * 1000 for implementation in ("ring", "gloo")
+            ]
             note = f"{medians[0]:.1f} / {medians[1]:.1f} ms, {algorithm}"
             pairs = ratios(seconds["ring"], seconds["gloo"])
-            found.append(Figure(name, pairs, "", aim, floor, smaller=True, note=note))
-    return found
+            results.append(Figure(name, pairs, "", aim, floor, smaller=True, note=note))
+    return results

@@ -27,7 +27,7 @@ from checkmate.wire.schedule import Bucket
 
 MAINS = ("idle", "busy")
 """The main thread meanwhile: it waits, or spins in Python."""
-_SAMPLE_BYTES, _MOST_IN_A_ROW = 64 << 20, 8
+_SAMPLE_BYTES, _MAX_IN_A_ROW = 64 << 20, 8
 """Smaller tensors are reduced several times in a row, because the scheduling of a single one is random."""
 _CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _SECONDS = 120.0
@@ -52,9 +52,9 @@ def main() -> int:
     with connect_ring(RingPlace(arguments.rank, arguments.ips, arguments.channels), timeout=_SECONDS) as ring:
         for sender in ring.senders:
             sender.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode())
-        found = {mib: timings(ring, mib << 20, arguments.rounds) for mib in arguments.mib}
+        seconds = {mib: timings(ring, mib << 20, arguments.rounds) for mib in arguments.mib}
         ring.barrier()
-    json.dump({"congestion_control": algorithm, "seconds": found}, sys.stdout)
+    json.dump({"congestion_control": algorithm, "seconds": seconds}, sys.stdout)
     dist.destroy_process_group()
     return 0
 
@@ -70,22 +70,22 @@ def same_congestion_control() -> str:
 
 def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of each AllReduce by main thread and implementation, without the first ones."""
-    times = min(max(1, _SAMPLE_BYTES // nbytes), _MOST_IN_A_ROW)
-    found: dict[str, dict[str, list[float]]] = {main: {"gloo": [], "ring": []} for main in MAINS}
+    times = min(max(1, _SAMPLE_BYTES // nbytes), _MAX_IN_A_ROW)
+    samples: dict[str, dict[str, list[float]]] = {main: {"gloo": [], "ring": []} for main in MAINS}
     tensor = torch.zeros(nbytes // 4)
-    with ring_reduce(ring, tensor) as ours:
+    with ring_reduce(ring, tensor) as start_ring:
         for number in range(rounds + 1):
             for main in MAINS:
-                turns = [("gloo", gloo_reduce(tensor)), ("ring", ours)]
-                for who, start in turns if number % 2 else reversed(turns):
+                turns = [("gloo", gloo_reduce(tensor)), ("ring", start_ring)]
+                for implementation, start in turns if number % 2 else reversed(turns):
                     tensor.fill_(1.0)
                     seconds = timed(start, times, busy=main == "busy")
-                    factor = dist.get_world_size() if who == "gloo" else 1
+                    factor = dist.get_world_size() if implementation == "gloo" else 1
                     if not bool((tensor == float(factor) ** times).all()):
-                        raise SystemExit(f"{who} reduced wrongly")
+                        raise SystemExit(f"{implementation} reduced wrongly")
                     if number:
-                        found[main][who].append(seconds / times)
-    return found
+                        samples[main][implementation].append(seconds / times)
+    return samples
 
 
 def timed(start: Callable[[], Callable[[bool], bool]], times: int, *, busy: bool) -> float:
@@ -93,13 +93,13 @@ def timed(start: Callable[[], Callable[[bool], bool]], times: int, *, busy: bool
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(times):
-        done = start()
+        finish = start()
         if busy:
             count = 0
-            while not done(False):
+            while not finish(False):
                 for step in range(1000):
                     count += step
-        done(True)
+        finish(True)
     return time.perf_counter() - begin
 
 
@@ -129,13 +129,13 @@ def ring_reduce(ring: Ring, tensor: torch.Tensor) -> Iterator[Callable[[], Calla
     def start() -> Callable[[bool], bool]:
         finished.clear()
         reduce.submit(0)
-        return done
+        return finish
 
-    def done(wait: bool) -> bool:
-        over = finished.wait(_SECONDS) if wait else finished.is_set()
+    def finish(wait: bool) -> bool:
+        is_finished = finished.wait(_SECONDS) if wait else finished.is_set()
         if errors:
             raise errors[0]
-        return over
+        return is_finished
 
     bucket = Bucket(len(tensor), tensor.element_size(), 0)
     with AllReduce(ring, [bucket], [tensor], lambda _: finished.set(), fail) as reduce:

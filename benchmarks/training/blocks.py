@@ -20,9 +20,9 @@ def block(job: TrainingJob, iterations: int, mode: str = "") -> TimedBlock:
     timed: list[TimedBlock] = []
 
     def noted() -> bool:
-        found = job.record().block(first + 1, first + iterations)
-        timed[:] = [] if found is None else [found]
-        return found is not None
+        measured = job.record().block(first + 1, first + iterations)
+        timed[:] = [] if measured is None else [measured]
+        return measured is not None
 
     job.crew.wait(noted, "the ranks' records", _SECONDS)
     return timed[0]

@@ -1,4 +1,4 @@
-"""What protection costs training on a GPU over NCCL, in comparison with DDP over NCCL without Checkmate.
+"""The cost of protection for training on a GPU over NCCL, in comparison with DDP over NCCL without Checkmate.
 
 Twins take turns in the same processes (`benchmarks.training.twins`). Two ranks share the GPU, each as a host
 of its own, and what both send passes through the embedded switch, which copies tagged segments in software:
@@ -34,7 +34,7 @@ _LAB: Final = {
     "shadow_nodes": [["tor"], ["tor"]],
 }
 _OPTIONS: Final = ("--device", "cuda", "--batch", "256", "--dropout", "0")
-_cost: Final = partial(cost, others="DDP over NCCL", aim=None, floor=None)
+_cost: Final = partial(cost, base="DDP over NCCL", aim=None, floor=None)
 
 
 def measure() -> list[Result]:

@@ -33,7 +33,9 @@ TITLE: Final = (
 ROUNDS: Final = 3
 STARTS, TURNS = 3, 100
 """Jobs of twins, and turns in each: the machine's speed varies by a tenth from one second to the next."""
-SAVES: Final = {f"{what} {every}": every for what in ("torch.save", "async_save") for every in (1, 5, 20)}
+SAVES: Final = {
+    f"{method} {interval}": interval for method in ("torch.save", "async_save") for interval in (1, 5, 20)
+}
 """Modes of `benchmarks.training.saving`, with the number of iterations between two checkpoints."""
 
 
@@ -82,7 +84,7 @@ def _jobs(folder: Path) -> Iterator[dict[str, TrainingJob]]:
 
 
 def _race(jobs: Mapping[str, TrainingJob]) -> Blocks:
-    found: dict[str, list[TimedBlock]] = defaultdict(list)
+    blocks: dict[str, list[TimedBlock]] = defaultdict(list)
     with Progress(transient=True) as bar:
         task = bar.add_task("iteration", total=ROUNDS * (2 + len(SAVES)))
         for number in range(ROUNDS):
@@ -90,18 +92,18 @@ def _race(jobs: Mapping[str, TrainingJob]) -> Blocks:
             for mode in modes if number % 2 == 0 else modes[::-1]:
                 timed = max(10, SAVES.get(mode, 1))  # a multiple of the interval between checkpoints
                 job = jobs["checkmate" if mode == "checkmate" else "gloo"]
-                found[mode].append(block(job, 1 + timed, mode))
+                blocks[mode].append(block(job, 1 + timed, mode))
                 bar.advance(task)
-    return found
+    return blocks
 
 
-def _saving(found: Blocks) -> list[Result]:
-    seconds = {name: [block.seconds for block in blocks] for name, blocks in found.items()}
+def _saving(blocks_by_mode: Blocks) -> list[Result]:
+    seconds = {name: [block.seconds for block in blocks] for name, blocks in blocks_by_mode.items()}
     plain = seconds["nothing"]
-    ours = ratios(seconds["checkmate"], plain)
-    results: list[Result] = [Figure("Checkmate / gloo without checkpoints", ours, "", smaller=True)]
+    pairs = ratios(seconds["checkmate"], plain)
+    results: list[Result] = [Figure("Checkmate / gloo without checkpoints", pairs, "", smaller=True)]
     for mode in SAVES:
-        what, _, every = mode.partition(" ")
-        name = f"gloo with {what} every {every} / gloo without checkpoints"
+        method, _, interval = mode.partition(" ")
+        name = f"gloo with {method} every {interval} / gloo without checkpoints"
         results.append(Figure(name, ratios(seconds[mode], plain), "", smaller=True))
-    return results + absolute({"gloo": found["nothing"]})
+    return results + absolute({"gloo": blocks_by_mode["nothing"]})

@@ -38,38 +38,47 @@ def measure() -> list[Result]:
             common = ["--ips", *(str(nic.ip) for _, nic in hosts), "--rounds", str(ROUNDS)]
             members = []
             for number, (name, nic) in enumerate(hosts):
-                own = ["--rank", str(number), "--interface", nic.name]
-                argv = [sys.executable, "-m", "benchmarks.training.nccl_speed_rank", *own, *common]
+                options = ["--rank", str(number), "--interface", nic.name]
+                argv = [sys.executable, "-m", "benchmarks.training.nccl_speed_rank", *options, *common]
                 members.append(crew.start(name, name, argv))
             crew.finish(members, _SECONDS, lambda: bar.advance(task))
-            said = json.loads(members[1].output_text())
-    return figures(said)
+            output = json.loads(members[1].output_text())
+    return figures(output)
 
 
 def figures(turns: list[dict[str, Any]]) -> list[Result]:
     """Return the figures from all turns."""
-    found: list[Result] = []
+    results: list[Result] = []
     for count in CONNECTIONS:
         words = f"{count} connection" + "s" * (count > 1)
-        of = {
+        turns_by_mode = {
             mode: [turn for turn in turns if (turn["mode"], turn["count"]) == (mode, count)] for mode in MODES
         }
-        rates = {mode: [NBYTES * 8e-9 / turn["seconds"] for turn in some] for mode, some in of.items()}
-        used = {mode: [turn["used"] for turn in some] for mode, some in of.items()}
+        rates = {
+            mode: [NBYTES * 8e-9 / turn["seconds"] for turn in mode_turns]
+            for mode, mode_turns in turns_by_mode.items()
+        }
+        processor_times = {
+            mode: [turn["used"] for turn in mode_turns] for mode, mode_turns in turns_by_mode.items()
+        }
         for mode in ("untagged", "tagged"):
             pairs = ratios(rates[mode], rates["sockets"])
             aim, floor = (0.95, 0.85)
             name = f"plugin, {mode} / plain sockets, throughput, {words}"
-            found.append(Figure(name, pairs, "", aim, floor, note=spread95(pairs)))
+            results.append(Figure(name, pairs, "", aim, floor, note=spread95(pairs)))
         name = f"untagged, processor time of both ranks, {words}"
-        pairs = ratios(used["tagged"], used["untagged"])
-        found.append(Figure(f"tagged / {name}", pairs, "", 1.01, 1.03, smaller=True, note=spread95(pairs)))
-        pairs = ratios(used["control"], used["untagged"])
-        found.append(Figure(f"control: untagged / {name}", pairs, "", note=spread95(pairs)))
-        found += [Figure(f"{mode}, {words}", tuple(rates[mode]), "Gbit/s") for mode in MODES]
+        pairs = ratios(processor_times["tagged"], processor_times["untagged"])
+        results.append(Figure(f"tagged / {name}", pairs, "", 1.01, 1.03, smaller=True, note=spread95(pairs)))
+        pairs = ratios(processor_times["control"], processor_times["untagged"])
+        results.append(Figure(f"control: untagged / {name}", pairs, "", note=spread95(pairs)))
+        results += [Figure(f"{mode}, {words}", tuple(rates[mode]), "Gbit/s") for mode in MODES]
         gigabytes = NBYTES / 1e9
-        found += [
-            Figure(f"{mode}, processor time, {words}", tuple(one / gigabytes for one in used[mode]), "s/GB")
+        results += [
+            Figure(
+                f"{mode}, processor time, {words}",
+                tuple(seconds / gigabytes for seconds in processor_times[mode]),
+                "s/GB",
+            )
             for mode in MODES
         ]
-    return found
+    return results

@@ -33,7 +33,7 @@ MODES: Final = ("sockets", "untagged", "tagged", "control")
 """The control is untagged, too, on other connections."""
 CONNECTIONS: Final = (1, 4)
 NBYTES: Final = 1 << 28
-"""Of a bucket. Of two ranks, each sends as many."""
+"""Bytes of a bucket. Each of the two ranks sends as many."""
 _RANKS, _SENDER, _PORT, _SLOTS = 2, 1, 46100, 16 << 20
 _SLICING: Final = NcclSlicing()
 _CALLER: Final = Path(__file__).with_name("nccl_caller.c")
@@ -63,9 +63,9 @@ def _caller() -> ctypes.CDLL:
     return library
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, call: str) -> None:
     if result:
-        raise SystemExit(f"{what} failed: {result}")
+        raise SystemExit(f"{call} failed: {result}")
 
 
 class PluginFlow:
@@ -98,13 +98,13 @@ class PluginFlow:
             else:
                 _check(self.c.caller_listen(self.caller, handle, ctypes.byref(listening)), "listen")
                 control.send_bytes(handle.raw)
-            made = ctypes.c_void_p()
-            while not made:
+            comm = ctypes.c_void_p()
+            while not comm:
                 if sends:
-                    _check(self.c.caller_connect(self.caller, handle, ctypes.byref(made)), "connect")
+                    _check(self.c.caller_connect(self.caller, handle, ctypes.byref(comm)), "connect")
                 else:
-                    _check(self.c.caller_accept(self.caller, listening, ctypes.byref(made)), "accept")
-            self.comms[channel] = made
+                    _check(self.c.caller_accept(self.caller, listening, ctypes.byref(comm)), "accept")
+            self.comms[channel] = comm
 
     def send(self) -> None:
         """Make all sends of an AllReduce."""
@@ -120,9 +120,9 @@ class SocketFlow:
     control.
     """
 
-    def __init__(self, own: IPv4Address, other: IPv4Address, count: int) -> None:
+    def __init__(self, local_ip: IPv4Address, peer_ip: IPv4Address, count: int) -> None:
         """Take the addresses."""
-        self._own, self._other = str(own), str(other)
+        self._local_ip, self._peer_ip = str(local_ip), str(peer_ip)
         self.count, self.c = count, _caller()
         self._room = ctypes.create_string_buffer(128 << 10)
         self._sockets: list[socket.socket] = []
@@ -132,11 +132,11 @@ class SocketFlow:
         """Connect."""
         if sends:
             port = int(control.recv_bytes())
-            self._sockets = [socket.create_connection((self._other, port)) for _ in range(self.count)]
-            for one in self._sockets:
-                tune_for_bulk(one)
+            self._sockets = [socket.create_connection((self._peer_ip, port)) for _ in range(self.count)]
+            for connection in self._sockets:
+                tune_for_bulk(connection)
             return
-        with socket.create_server((self._own, 0)) as server:
+        with socket.create_server((self._local_ip, 0)) as server:
             control.send_bytes(str(server.getsockname()[1]).encode())
             self._sockets = [server.accept()[0] for _ in range(self.count)]
 
@@ -150,7 +150,9 @@ class SocketFlow:
 
     def _all(self, function: Any) -> None:
         size = ctypes.c_size_t(NBYTES // self.count)
-        for result in self._threads.map(lambda one: function(one.fileno(), self._room, size), self._sockets):
+        for result in self._threads.map(
+            lambda connection: function(connection.fileno(), self._room, size), self._sockets
+        ):
             _check(result, "plain socket")
 
 
@@ -160,50 +162,61 @@ Flow = PluginFlow | SocketFlow
 @contextmanager
 def flows(rank: int, ips: Sequence[IPv4Address], interface: str) -> Iterator[dict[tuple[str, int], Flow]]:
     """Yield a flow for each mode and number of connections; check the tags at the end."""
-    found: dict[tuple[str, int], Flow] = {}
+    flows_by_mode: dict[tuple[str, int], Flow] = {}
     place = NcclPlace(rank, _RANKS, ips[rank], interface, peers=ips)
     slots = ctypes.create_string_buffer(_SLOTS)  # of all, because its pages' place in caches is random
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         # Both ranks are in one cgroup, so that a second program would run for each segment.
         tagger = stack.enter_context(Tagger.attach()) if rank == _SENDER else None
         for count in CONNECTIONS:
-            found["sockets", count] = SocketFlow(ips[rank], ips[1 - rank], count)
+            flows_by_mode["sockets", count] = SocketFlow(ips[rank], ips[1 - rank], count)
             for mode in MODES[1:]:
                 path = Path(shutil.copy(shared_object(), Path(folder, f"{mode}{count}.so")))
                 flow = PluginFlow(path, place, count, tagger if mode == "tagged" else None, slots)
-                found[mode, count] = flow
+                flows_by_mode[mode, count] = flow
                 if mode != "tagged":
                     flow.library.stop("measured without tags")
-        yield found
+        yield flows_by_mode
         if tagger is not None and any(tagger.faults().values()):
             raise SystemExit(f"the tagger has faults: {tagger.faults()}")
 
 
 def timed(act: Callable[[], None]) -> tuple[float, float]:
     """Return the seconds of an act, and this process's processor time in it."""
-    began, used = time.perf_counter(), time.process_time()
+    began, processor_start = time.perf_counter(), time.process_time()
     act()
-    return time.perf_counter() - began, time.process_time() - used
+    return time.perf_counter() - began, time.process_time() - processor_start
 
 
-def sends(control: Connection, made: dict[tuple[str, int], Flow], rounds: int) -> list[dict[str, Any]]:
+def sends(
+    control: Connection, flows_by_mode: dict[tuple[str, int], Flow], rounds: int
+) -> list[dict[str, Any]]:
     """Return each turn's seconds and processor time of both ranks, without the first round's."""
     turns = []
     for number in range(rounds + 1):
-        order = list(made) if number % 2 else list(made)[::-1]
+        order = list(flows_by_mode) if number % 2 else list(flows_by_mode)[::-1]
         for mode, count in order:
             control.send_bytes(json.dumps([mode, count]).encode())
-            theirs: list[float] = []
+            peer_seconds: list[float] = []
 
-            def act(flow: Flow = made[mode, count], theirs: list[float] = theirs) -> None:
+            def act(
+                flow: Flow = flows_by_mode[mode, count], peer_seconds: list[float] = peer_seconds
+            ) -> None:
                 flow.send()
-                theirs.append(float(control.recv_bytes()))
+                peer_seconds.append(float(control.recv_bytes()))
 
-            seconds, used = timed(act)
+            seconds, processor_seconds = timed(act)
             if number:
-                turns.append({"mode": mode, "count": count, "seconds": seconds, "used": used + theirs[0]})
+                turns.append(
+                    {
+                        "mode": mode,
+                        "count": count,
+                        "seconds": seconds,
+                        "used": processor_seconds + peer_seconds[0],
+                    }
+                )
     control.send_bytes(b"null")
-    for (mode, count), flow in made.items():
+    for (mode, count), flow in flows_by_mode.items():
         if isinstance(flow, PluginFlow):
             tagged = sum(flow.library.count(channel, 0)[0] for channel in range(count))
             if tagged != (NBYTES // 2 * (rounds + 1) if mode == "tagged" else 0):
@@ -211,11 +224,11 @@ def sends(control: Connection, made: dict[tuple[str, int], Flow], rounds: int) -
     return turns
 
 
-def receives(control: Connection, made: dict[tuple[str, int], Flow]) -> None:
+def receives(control: Connection, flows_by_mode: dict[tuple[str, int], Flow]) -> None:
     """Receive what rank 1 announces, and report the processor time."""
     while (turn := json.loads(control.recv_bytes())) is not None:
-        _, used = timed(made[turn[0], turn[1]].receive)
-        control.send_bytes(str(used).encode())
+        _, processor_seconds = timed(flows_by_mode[turn[0], turn[1]].receive)
+        control.send_bytes(str(processor_seconds).encode())
 
 
 def main() -> int:
@@ -227,14 +240,14 @@ def main() -> int:
     arguments = parser.parse_args()
     sender = arguments.rank == _SENDER
     at = (str(arguments.ips[0]), _PORT)
-    with flows(arguments.rank, arguments.ips, arguments.interface) as made:
+    with flows(arguments.rank, arguments.ips, arguments.interface) as flows_by_mode:
         control = _connected(at) if sender else Listener(at).accept()
-        for flow in made.values():
+        for flow in flows_by_mode.values():
             flow.meet(control, sends=sender)
         if sender:
-            json.dump(sends(control, made, arguments.rounds), sys.stdout)
+            json.dump(sends(control, flows_by_mode, arguments.rounds), sys.stdout)
         else:
-            receives(control, made)
+            receives(control, flows_by_mode)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What records and checks add to an optimizer's step in the script's own thread.
+"""The cost of records and checks in an optimizer's step, in the script's own thread.
 
 One process, without a ring or nodes, in turns with the step alone.
 """
@@ -98,12 +98,12 @@ def measure() -> list[Result]:
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        return [_added(name, *case) for name, case in CASES.items()]
+        return [_compare(name, *case) for name, case in CASES.items()]
     finally:
         dist.destroy_process_group()
 
 
-def _added(name: str, sizes: Sequence[tuple[int, ...]], make: Make) -> Figure:
+def _compare(name: str, sizes: Sequence[tuple[int, ...]], make: Make) -> Figure:
     alone, recorded = (
         StepLoop(sizes, make, recorded=recorded, ema=name == EMA) for recorded in (False, True)
     )

@@ -48,22 +48,25 @@ def measure() -> list[Result]:
         start_all([job])
         job.finish(_SECONDS, lambda: bar.update(task, completed=job.next_iteration()))
         record = job.record()
-    found = record.recoveries()
-    if len(found) != len(KILLS):
-        raise RuntimeError(f"training recovered from {len(found)} of {len(KILLS)} kills")
+    recoveries = record.recoveries()
+    if len(recoveries) != len(KILLS):
+        raise RuntimeError(f"training recovered from {len(recoveries)} of {len(KILLS)} kills")
     repeated = float(sum(count - 1 for count in record.repeated.values()))
     return [
-        *_figures(found),
+        *_figures(recoveries),
         Figure("completed iterations repeated, all kills together", (repeated,), ""),
     ]
 
 
-def _figures(found: list[RecoveryTime]) -> list[Result]:
-    parts = [Figure(part, tuple(one.parts[part] for one in found), "s") for part in found[0].parts]
+def _figures(recoveries: list[RecoveryTime]) -> list[Result]:
+    parts = [
+        Figure(part, tuple(recovery.parts[part] for recovery in recoveries), "s")
+        for part in recoveries[0].parts
+    ]
     calls = [part.samples for part in parts if part.name.startswith("checkmate")]
-    ours = tuple(sum(each) for each in zip(*calls, strict=True))
+    totals = tuple(sum(seconds) for seconds in zip(*calls, strict=True))
     return [
-        Figure("together", tuple(one.seconds for one in found), "s"),
+        Figure("together", tuple(recovery.seconds for recovery in recoveries), "s"),
         *parts,
-        Figure("import, restore and protect", ours, "s", _OURS_SECONDS, _OURS_SECONDS, smaller=True),
+        Figure("import, restore and protect", totals, "s", _OURS_SECONDS, _OURS_SECONDS, smaller=True),
     ]

@@ -25,8 +25,8 @@ FOLDER: Final = "CHECKMATE_SAVE_TO"
 class Saver:
     """Periodic checkpoints of parameters and optimizer state."""
 
-    def __init__(self, hooks: RankHooks, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
-        self._driven = hooks
+    def __init__(self, run: RankHooks, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+        self._run = run
         self._model, self._optimizer = ddp.module, optimizer
         self._folder = Path(os.environ[FOLDER])
         self._group = dist.new_group(backend="gloo")
@@ -36,16 +36,16 @@ class Saver:
 
     def after_step(self) -> None:
         """Save if it is due: in the middle of each interval, counted from the mode's first step."""
-        if self._driven.mode != self._mode:
-            self._mode, self._steps = self._driven.mode, 0
+        if self._run.mode != self._mode:
+            self._mode, self._steps = self._run.mode, 0
             self._finish()
         self._steps += 1
-        what, _, every = self._mode.partition(" ")
-        if not every or (self._steps + int(every) // 2) % int(every):
+        method, _, interval = self._mode.partition(" ")
+        if not interval or (self._steps + int(interval) // 2) % int(interval):
             return
-        if what == "torch.save" and dist.get_rank() == 0:
+        if method == "torch.save" and dist.get_rank() == 0:
             torch.save(self._state(), self._folder / "model.pt")
-        elif what == "async_save":
+        elif method == "async_save":
             self._finish()  # two saves at a time would write the same files
             target = self._folder / "dcp"
             pending = async_save(self._state(), checkpoint_id=target, process_group=self._group)
@@ -61,7 +61,7 @@ class Saver:
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
 
-def install(hooks: RankHooks, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+def install(run: RankHooks, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
     """Save from now on."""
-    saver = Saver(hooks, ddp, optimizer)
+    saver = Saver(run, ddp, optimizer)
     optimizer.register_step_post_hook(lambda *_: saver.after_step())

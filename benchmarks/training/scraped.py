@@ -1,4 +1,4 @@
-"""What metrics cost: one job whose processes are scraped in some blocks of iterations, and not in others."""
+"""The cost of metrics: a job whose processes are scraped in some blocks of iterations, not in others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TITLE: Final = (
 ROUNDS: Final = 20
 ITERATIONS: Final = 20
 """In each block, some seconds."""
-EVERY: Final = 1.0
+SCRAPE_SECONDS: Final = 1.0
 """Seconds between two scrapes of a process; Prometheus' default is 60, and 15 in its example."""
 MODES: Final = ("quiet", "scraped", "quiet again")
 _CONTROLLER: Final = "127.0.0.1:9460"
@@ -49,7 +49,7 @@ class Scraper:
         """How long scrapes took, by process."""
         self._lab = lab
         self._targets = _targets(lab.topology)
-        self._over = threading.Event()
+        self._stop = threading.Event()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -59,7 +59,7 @@ class Scraper:
             try:
                 yield
             finally:
-                self._over.set()
+                self._stop.set()
                 self.on.set()
             running.result()
 
@@ -68,20 +68,20 @@ class Scraper:
             os.sched_setaffinity(0, self._lab.switch_cpus)  # of this thread
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with entered(self._lab.namespace(CONTROLLER)):
-            while self.on.wait() and not self._over.is_set():
+            while self.on.wait() and not self._stop.is_set():
                 for name, address in self._targets.items():
                     began = time.monotonic()
                     with opener.open(f"http://{address}/metrics", timeout=10) as answer:
                         answer.read()
                     self.seconds[name].append(time.monotonic() - began)
-                self._over.wait(EVERY)
+                self._stop.wait(SCRAPE_SECONDS)
 
 
 def measure() -> list[Result]:
     """Return every figure of this module."""
     if os.geteuid() != 0:
         return [Skipped("metrics", "needs root, for network namespaces")]
-    found: dict[str, list[TimedBlock]] = defaultdict(list)
+    blocks: dict[str, list[TimedBlock]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder, Progress(transient=True) as bar:
         task = bar.add_task("metrics", total=ROUNDS * len(MODES))
         with _job(Path(folder)) as job:
@@ -92,21 +92,21 @@ def measure() -> list[Result]:
                     first = number % len(MODES)
                     for mode in (*MODES[first:], *MODES[:first]):
                         scraper.on.set() if mode == "scraped" else scraper.on.clear()
-                        found[mode].append(block(job, ITERATIONS))
+                        blocks[mode].append(block(job, ITERATIONS))
                         bar.advance(task)
-    return _figures(found, scraper.seconds)
+    return _figures(blocks, scraper.seconds)
 
 
 @contextlib.contextmanager
 def _job(folder: Path) -> Iterator[TrainingJob]:
     """Yield a job whose processes all serve metrics; trainers share a core, all else shares another."""
     usable = sorted(os.sched_getaffinity(0))
-    trainers, others = ({usable[0]}, {usable[1]}) if len(usable) > 1 else (None, None)
+    trainers, other_cpus = ({usable[0]}, {usable[1]}) if len(usable) > 1 else (None, None)
     plan = JobPlan(("--iterations", "1000000", "--batch", "8"), gated=True)
-    lab = Lab(load("single_tor"), name="bench_metrics", switch_cpus=others, switch_metrics=True)
+    lab = Lab(load("single_tor"), name="bench_metrics", switch_cpus=other_cpus, switch_metrics=True)
     controller = ("--no-view", "--metrics", _CONTROLLER)
-    with lab, Crew(lab) as crew, serving(crew, *controller, lab.job_file, cpus=others):
-        job = _ScrapedJob(crew, plan, folder, cpus=trainers, shadow_cpus=others)
+    with lab, Crew(lab) as crew, serving(crew, *controller, lab.job_file, cpus=other_cpus):
+        job = _ScrapedJob(crew, plan, folder, cpus=trainers, shadow_cpus=other_cpus)
         job.start_shadow_nodes()
         start_all([job])
         yield job
@@ -129,15 +129,15 @@ def _targets(topology: Topology) -> dict[str, str]:
     }
 
 
-def _figures(found: Mapping[str, list[TimedBlock]], scrapes: Mapping[str, list[float]]) -> list[Result]:
-    quiet, scraped, again = ([one.seconds for one in found[mode]] for mode in MODES)
+def _figures(blocks: Mapping[str, list[TimedBlock]], scrapes: Mapping[str, list[float]]) -> list[Result]:
+    quiet, scraped, again = ([sample.seconds for sample in blocks[mode]] for mode in MODES)
     cost, control = ratios(scraped, quiet), ratios(again, quiet)
     return [
         Figure("scraped every second / not scraped", cost, "", smaller=True, note=spread95(cost)),
         Figure("control: not scraped, again / not scraped", control, "", note=spread95(control)),
         *(
-            Figure(f"one scrape: {name}", tuple(1000 * one for one in seconds), "ms", smaller=True)
+            Figure(f"one scrape: {name}", tuple(1000 * sample for sample in seconds), "ms", smaller=True)
             for name, seconds in scrapes.items()
         ),
-        *absolute(found),
+        *absolute(blocks),
     ]

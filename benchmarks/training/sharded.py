@@ -1,4 +1,4 @@
-"""What protection costs a sharded model (HSDP): time of an iteration, and the trainers' memory.
+"""The cost of protection for a sharded model (HSDP): time of an iteration, and the trainers' memory.
 
 Time is compared with the same untagged ring by twins that take turns in the same processes. Memory is
 compared with FSDP that averages replicas itself over gloo, in two labs one after another: more than the
@@ -57,18 +57,18 @@ def _memory(folder: Path) -> list[Result]:
     """Return what each rank needs beyond native HSDP, when it needs most and between iterations."""
     with Progress(transient=True) as bar:
         task = bar.add_task("memory", total=2)
-        ours = _trained(folder / "job", "job", "checkmate")
+        protected = _trained(folder / "job", "job", "checkmate")
         bar.advance(task)
         native = _trained(folder / "native", "native", "gloo")
-    buckets = [rank["buckets"] for rank in ours]
+    buckets = [rank["buckets"] for rank in protected]
     note = f"buckets {number(sum(buckets) / len(buckets) / 1e6, 'MB')} a rank"
-    found: list[Result] = []
-    for what, name in (("peak", "within an iteration"), ("rest", "between iterations")):
+    results: list[Result] = []
+    for key, name in (("peak", "within an iteration"), ("rest", "between iterations")):
         beyond = [
-            (max(a[what]) - max(b[what]) - rank) / 1e6
-            for a, b, rank in zip(ours, native, buckets, strict=True)
+            (max(a[key]) - max(b[key]) - rank) / 1e6
+            for a, b, rank in zip(protected, native, buckets, strict=True)
         ]
-        found.append(
+        results.append(
             Figure(
                 f"memory {name}, beyond native HSDP and buckets",
                 tuple(beyond),
@@ -79,7 +79,7 @@ def _memory(folder: Path) -> list[Result]:
                 note=note,
             )
         )
-    return found
+    return results
 
 
 def _trained(folder: Path, mesh: str, reduce: Reduce) -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ def main() -> None:
     device = hsdp.join(options.device)
     trainer = hsdp.Trainer(options, device, _mesh(device.type))
     peaks, rests = [], []
-    with contextlib.ExitStack() as held:
-        mark = _protect(trainer, held) if os.environ[MESH] == "job" else lambda: None
+    with contextlib.ExitStack() as stack:
+        mark = _protect(trainer, stack) if os.environ[MESH] == "job" else lambda: None
         for iteration in range(options.iterations):
             Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
             trainer.step()
@@ -39,8 +39,8 @@ def main() -> None:
                 peaks.append(peak_resident())
                 rests.append(resident())
         local = sum(parameter.to_local().nbytes for parameter in trainer.model.parameters())
-    found = {"peak": peaks, "rest": rests, "buckets": local}
-    Path(options.out, f"rank{dist.get_rank()}.memory.json").write_text(json.dumps(found))
+    memory = {"peak": peaks, "rest": rests, "buckets": local}
+    Path(options.out, f"rank{dist.get_rank()}.memory.json").write_text(json.dumps(memory))
     dist.destroy_process_group()
 
 
@@ -50,11 +50,11 @@ def _mesh(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def _protect(trainer: hsdp.Trainer, held: contextlib.ExitStack) -> Callable[[], None]:
-    """Have shadow nodes follow until `held` ends; return what marks the end of an iteration."""
+def _protect(trainer: hsdp.Trainer, stack: contextlib.ExitStack) -> Callable[[], None]:
+    """Have shadow nodes follow until `stack` ends; return what marks the end of an iteration."""
     model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.scheduler
     checkmate.restore(model, optimizer, scheduler=scheduler)
-    return held.enter_context(checkmate.protect(model, optimizer, scheduler=scheduler)).mark
+    return stack.enter_context(checkmate.protect(model, optimizer, scheduler=scheduler)).mark
 
 
 if __name__ == "__main__":

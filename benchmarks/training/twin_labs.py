@@ -43,44 +43,46 @@ def race(
     ended, or of the first one as far as it came; `cost`, if none are given.
     """
     ranks = len(topology.ranks)
-    found: dict[str, list[TimedBlock]] = defaultdict(list)
-    with _shown(starts * turns) as show:
+    blocks_by_kind: dict[str, list[TimedBlock]] = defaultdict(list)
+    with _progress_display(starts * turns) as show:
         for seed in range(starts):
             options = (*arguments, "--iterations", str(turns), "--seed", str(seed))
             plan = JobPlan(options, module=module, environment=environment or {})
             place = folder / str(seed)
             with training_lab(topology, "softswitch", "bench_twins", plan, place, pinned=pinned) as job:
                 start_all([job])
-                done = partial(twins.turns, place, ranks)
+                turns_done = partial(twins.turns, place, ranks)
                 try:
-                    job.finish(_SECONDS, lambda: show(seed * turns + done()))  # noqa: B023
+                    job.finish(_SECONDS, lambda: show(seed * turns + turns_done()))  # noqa: B023
                 except (KeyboardInterrupt, SystemExit):
                     title = f"Stopped after {counted(seed, 'start')} of {starts}"
-                    if not seed and done():
-                        _add(found, twins.read(place, ranks, one_core=pinned))
+                    if not seed and turns_done():
+                        _add(blocks_by_kind, twins.read(place, ranks, one_core=pinned))
                         title = "Stopped in the first start, before the waiting threads' time was measured"
-                    if all(len(blocks) > 1 for blocks in found.values()) and found:
-                        text_console(stderr=True).print(table(title, (results or cost)(found, ranks)))
+                    if all(len(blocks) > 1 for blocks in blocks_by_kind.values()) and blocks_by_kind:
+                        text_console(stderr=True).print(
+                            table(title, (results or cost)(blocks_by_kind, ranks))
+                        )
                     raise
-            _add(found, twins.read(place, ranks, one_core=pinned))
-    return found
+            _add(blocks_by_kind, twins.read(place, ranks, one_core=pinned))
+    return blocks_by_kind
 
 
-def _add(found: dict[str, list[TimedBlock]], more: Blocks) -> None:
+def _add(blocks_by_kind: dict[str, list[TimedBlock]], more: Blocks) -> None:
     for kind, blocks in more.items():
-        found[kind] += blocks
+        blocks_by_kind[kind] += blocks
 
 
 @contextmanager
-def _shown(total: int) -> Iterator[Callable[[int], None]]:
+def _progress_display(total: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that shows how many turns are done: a bar on a terminal, else a line now and then."""
-    told = time.monotonic()
+    last_line = time.monotonic()
 
     def show(completed: int) -> None:
-        nonlocal told
+        nonlocal last_line
         bar.update(task, completed=completed)
-        if bar.disable and time.monotonic() > told + _LINE_SECONDS:
-            told = time.monotonic()
+        if bar.disable and time.monotonic() > last_line + _LINE_SECONDS:
+            last_line = time.monotonic()
             console.print(f"{completed} of {total} turns of twins")
 
     console = text_console(stderr=True)
@@ -90,32 +92,32 @@ def _shown(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def cost(
-    found: Blocks,
+    blocks: Blocks,
     ranks: int,
-    others: str = "the same ring untagged",
+    base: str = "the same ring untagged",
     *,
     aim: float | None = 1.01,
     floor: float | None = 1.03,
 ) -> list[Result]:
-    """Return what protection costs in comparison with the `others`, beside the control."""
-    ours, theirs, control = (found[kind] for kind in twins.KINDS)
-    time = ratios([one.seconds for one in ours], [one.seconds for one in theirs])
-    level = ratios([one.seconds for one in control], [one.seconds for one in theirs])
-    used = ratios([one.processor for one in ours], [one.processor for one in theirs])
+    """Return what protection costs in comparison with the `base`, beside the control."""
+    protected, plain, control = (blocks[kind] for kind in twins.KINDS)
+    time = ratios([block.seconds for block in protected], [block.seconds for block in plain])
+    level = ratios([block.seconds for block in control], [block.seconds for block in plain])
+    processor = ratios([block.processor for block in protected], [block.processor for block in plain])
     # The cost per rank is constant, so this determines the ratio for iterations of another length.
-    more = [1000 * (a.processor - b.processor) / ranks for a, b in zip(ours, theirs, strict=True)]
+    more = [1000 * (a.processor - b.processor) / ranks for a, b in zip(protected, plain, strict=True)]
     return [
-        Figure(f"Checkmate / {others}", time, "", aim, floor, smaller=True, note=spread95(time)),
+        Figure(f"Checkmate / {base}", time, "", aim, floor, smaller=True, note=spread95(time)),
         Figure("control: a second such twin / the first", level, "", note=spread95(level)),
-        Figure("processor time of all ranks", used, "", smaller=True, note=spread95(used)),
+        Figure("processor time of all ranks", processor, "", smaller=True, note=spread95(processor)),
         Figure("the difference in processor time per rank", tuple(more), "ms", note=spread95(more)),
-        *absolute({kind: found[kind] for kind in twins.KINDS}),
+        *absolute({kind: blocks[kind] for kind in twins.KINDS}),
     ]
 
 
-def absolute(found: Blocks) -> list[Result]:
+def absolute(blocks_by_name: Blocks) -> list[Result]:
     """Return seconds by name."""
     return [
         Figure(f"absolute: {name}", tuple(block.seconds for block in blocks), "s")
-        for name, blocks in found.items()
+        for name, blocks in blocks_by_name.items()
     ]

@@ -40,11 +40,11 @@ _WARM_UP: Final = 12
 _STANDING: Final = "standing"
 _IDLE_SECONDS: Final = 5.0
 _STOCK_DIFFERENCE: Final = 0.1
-"""Of losses below 6, after hundreds of iterations in which differences in last bits have grown."""
+"""Greatest difference of losses below 6, after hundreds of iterations in which last bits differ."""
 
 
 class Twin(Protocol):
-    """What a rank trains."""
+    """A model that a rank trains."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -99,30 +99,30 @@ def race(options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool =
     """
     rank, first = dist.get_rank(), options.seed % len(KINDS)
     twins = {kind: make() for kind in KINDS[first:] + KINDS[:first]}
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         # first, because a process has one protected model
         for number, kind in enumerate(() if stock else KINDS[1:]):
-            held.enter_context(Untagged(twins[kind].model, ring=number))
+            stack.enter_context(Untagged(twins[kind].model, ring=number))
         before = _idle()
-        ours: Any = twins[KINDS[0]]
-        checkmate.restore(ours.model, ours.optimizer, scheduler=ours.scheduler)
-        protection = held.enter_context(
-            checkmate.protect(ours.model, ours.optimizer, scheduler=ours.scheduler)
+        protected: Any = twins[KINDS[0]]
+        checkmate.restore(protected.model, protected.optimizer, scheduler=protected.scheduler)
+        protection = stack.enter_context(
+            checkmate.protect(protected.model, protected.optimizer, scheduler=protected.scheduler)
         )
-        log = held.enter_context(_file(options.out, rank).open("w"))
+        log = stack.enter_context(_file(options.out, rank).open("w"))
         torch.manual_seed(options.seed + 1 + rank)
         for turn in range(-_WARM_UP, options.iterations):
-            found = _turn(twins, order(turn), protection.mark, _STOCK_DIFFERENCE if stock else 0)
+            times = _turn(twins, order(turn), protection.mark, _STOCK_DIFFERENCE if stock else 0)
             if turn >= 0:
-                print(json.dumps(found), file=log, flush=True)
+                print(json.dumps(times), file=log, flush=True)
         print(json.dumps({_STANDING: _idle() - before}), file=log)
 
 
 def order(turn: int) -> Sequence[str]:
     """Return the order of a turn: two turns in a row have opposite ones, and each kind is in the middle."""
     first = turn // 2 % len(KINDS)
-    found = KINDS[first:] + KINDS[:first]
-    return found[::-1] if turn % 2 else found
+    kinds = KINDS[first:] + KINDS[:first]
+    return kinds[::-1] if turn % 2 else kinds
 
 
 def _turn(
@@ -132,30 +132,30 @@ def _turn(
 
     Losses that differ by more than a `difference` end the run.
     """
-    found, losses = {}, []
+    times, losses = {}, []
     random = torch.get_rng_state()
     for kind in kinds:
         torch.set_rng_state(random)  # all have the same input, so their losses must be equal
         _meet()
-        began, used = time.monotonic(), time.process_time()
+        began, processor_start = time.monotonic(), time.process_time()
         losses.append(twins[kind].step())
         if kind == KINDS[0]:
             mark()
-        found[kind] = (time.monotonic() - began, time.process_time() - used)
+        times[kind] = (time.monotonic() - began, time.process_time() - processor_start)
     if not all(abs(loss - losses[0]) <= difference for loss in losses):  # nor if one is NaN
         raise SystemExit(f"the twins differ: {losses}")
-    return found
+    return times
 
 
 def _idle() -> float:
     """Return this process's seconds of processor time in a second without training."""
     _meet()
     time.sleep(1)
-    used = time.process_time()
+    processor_start = time.process_time()
     time.sleep(_IDLE_SECONDS)
-    found = (time.process_time() - used) / _IDLE_SECONDS
+    share = (time.process_time() - processor_start) / _IDLE_SECONDS
     _meet()
-    return found
+    return share
 
 
 def _meet() -> None:
@@ -176,21 +176,21 @@ def read(folder: Path, ranks: int, *, one_core: bool) -> dict[str, list[TimedBlo
     all ranks share `one_core`, from their seconds. It is written at the end, so of a run that was stopped it
     stays in.
     """
-    said = [[json.loads(line) for line in _file(folder, rank).open()] for rank in range(ranks)]
-    standing = sum(rank.pop()[_STANDING] for rank in said if _STANDING in rank[-1])
-    found: dict[str, list[TimedBlock]] = {}
+    lines_by_rank = [[json.loads(line) for line in _file(folder, rank).open()] for rank in range(ranks)]
+    standing = sum(rank.pop()[_STANDING] for rank in lines_by_rank if _STANDING in rank[-1])
+    blocks: dict[str, list[TimedBlock]] = {}
     for kind in KINDS:
         share = 0.0 if kind == KINDS[0] else standing
-        left = 1 - share if one_core else 1.0
-        each = [
+        own_share = 1 - share if one_core else 1.0
+        turns_ = [
             (fmean(rank[kind][0] for rank in turn), sum(rank[kind][1] for rank in turn))
-            for turn in zip(*said, strict=False)
+            for turn in zip(*lines_by_rank, strict=False)
         ]
-        found[kind] = [
-            TimedBlock((a[0] + b[0]) / 2 * left, (a[1] + b[1] - share * (a[0] + b[0])) / 2)
-            for a, b in zip(each[::2], each[1::2], strict=False)
+        blocks[kind] = [
+            TimedBlock((a[0] + b[0]) / 2 * own_share, (a[1] + b[1] - share * (a[0] + b[0])) / 2)
+            for a, b in zip(turns_[::2], turns_[1::2], strict=False)
         ]
-    return found
+    return blocks
 
 
 def _file(folder: Path, rank: int) -> Path:

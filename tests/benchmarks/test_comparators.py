@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.comparators.checkfreq import CheckFreq
-from benchmarks.comparators.frequency import Frequency, interval_for
-from benchmarks.comparators.gemini import holder_of, newest_of, peers
-from benchmarks.comparators.host_memory import Copy
+from benchmarks.comparators.checkfreq import CheckFreq, Frequency, interval_for
+from benchmarks.comparators.gemini import Copy, holder_of, newest_of, peers
 from benchmarks.comparators.system import Place
 from tests.benchmarks.comparing import SYSTEMS, train, train_with_late_copies
 from tests.support.training.rank_processes import RankProcesses
@@ -72,7 +70,7 @@ def test_gemini_recovers_a_host_from_its_peer(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_kill_in_the_middle_of_a_checkpoint(reference: str, tmp_path: Path, name: str) -> None:
-    """What is written when all processes die is not used, and the checkpoint before it is complete."""
+    """A checkpoint that is half written when all processes die is not used; the one before it is complete."""
     killed = 5
     with RankProcesses() as made, pytest.raises(AssertionError, match="its process ended"):
         made.run(2, train, name, str(tmp_path), 1, _UNTIL, killed)
@@ -107,11 +105,11 @@ def test_checkfreq_hides_the_writing_behind_iterations() -> None:
 
 def test_checkfreq_saves_less_often_if_that_costs_too_much() -> None:
     frequency = Frequency(profiled=range(2, 4))
-    assert [frequency.iterated(1.0) for _ in range(4)] == [False, False, False, True]
-    frequency.saved(0.5, 2.5)
+    assert [frequency.add_iteration(1.0) for _ in range(4)] == [False, False, False, True]
+    frequency.add_checkpoint(0.5, 2.5)
     assert frequency.interval == 2
     for seconds in (1.0, 1.0, 1.0, 1.2):  # nothing, then a tenth more over two iterations
-        frequency.iterated(seconds)
+        frequency.add_iteration(seconds)
     assert frequency.interval == 4
 
 
@@ -119,12 +117,12 @@ def test_checkfreq_does_not_count_its_profile_as_an_iteration(monkeypatch: pytes
     now = 0.0
     monkeypatch.setattr("benchmarks.comparators.checkfreq.time", SimpleNamespace(monotonic=lambda: now))
     system = CheckFreq(Place(Path(), Path(), 0), Frequency(profiled=range(1, 3)))
-    system.rank, system._ended = 0, now
+    system.rank, system._last_step_end = 0, now
 
     def profile(_: int) -> None:
         nonlocal now
         now += 5.0
-        system.frequency.saved(0.5, 1.5)
+        system.frequency.add_checkpoint(0.5, 1.5)
 
     monkeypatch.setattr(system, "_profile", profile)
     monkeypatch.setattr(system, "_begin", lambda _: None)

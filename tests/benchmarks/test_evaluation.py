@@ -1,4 +1,4 @@
-"""What the evaluation makes of raw data, and that its page has nothing else."""
+"""The evaluation's results from raw data, and that its page has nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.evaluation.__main__ import _wanted, main
+from benchmarks.evaluation.__main__ import _select, main
 from benchmarks.evaluation.cache import Cache, Unusable
 from benchmarks.evaluation.cells import INTERVALS, QUICK, WHOLE, Cell, MeasuredExtent, matrix
 from benchmarks.evaluation.page import write
@@ -110,8 +110,8 @@ def test_throughput_is_relative_to_the_same_job() -> None:
     }
     (saved,) = throughputs(raw)
     assert (saved.relative, saved.seconds) == ((0.25, 0.25), (4.0, 8.0))
-    assert (saved.checkpoints, saved.interval, saved.own) == (200.0, 5, False)
-    assert (saved.written, saved.sent) == (200.0, 2000.0)  # of two ranks
+    assert (saved.checkpoints, saved.interval, saved.has_own_interval) == (200.0, 5, False)
+    assert (saved.written_bytes, saved.sent_bytes) == (200.0, 2000.0)  # of two ranks
     assert (saved.trainers, saved.helpers) == (5e6, 7e6)
 
 
@@ -120,7 +120,7 @@ def test_a_frequency_that_a_system_chose_is_its_interval() -> None:
         Cell("throughput", "gpt", GLOO, 0, 0): undisturbed(1.0),
         Cell("throughput", "gpt", "CheckFreq", 0, 0): undisturbed(1.0, interval=7),
     }
-    assert [(one.interval, one.own) for one in throughputs(raw)] == [(0, False), (7, True)]
+    assert [(one.interval, one.has_own_interval) for one in throughputs(raw)] == [(0, False), (7, True)]
 
 
 def test_blocks_begin_between_two_checkpoints_and_have_all_intervals() -> None:
@@ -295,7 +295,7 @@ def test_wrong_arguments_are_refused_in_a_line(
 
 def test_cells_are_chosen_by_the_names_that_tables_have() -> None:
     for words in (["torch.save"], ["Gemini, blocking", "failures"], ["no checkpoints"]):
-        found = _wanted(matrix(WHOLE), words)
+        found = _select(matrix(WHOLE), words)
         assert found and all(cell.system.startswith(words[0]) for cell in found)
 
 

@@ -1,4 +1,4 @@
-"""When the network is free of training's gradients."""
+"""A gate for traffic beside training's: open while no gradients are being reduced."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
@@ -12,18 +12,18 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed's, where 
 _SECONDS: Final = 60.0
 
 
-class Quiet:
-    """Whether no gradients are being reduced."""
+class ReductionGate:
+    """A gate that is open while no gradients are being reduced."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._reducing = 0
 
     def wait(self) -> None:
         """Wait until none are. Raise `TimeoutError` after a minute."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._reducing, _SECONDS):
+        with self._condition:
+            if not self._condition.wait_for(lambda: not self._reducing, _SECONDS):
                 raise TimeoutError(f"gradients have been reduced for {_SECONDS:g} s")
 
     def averaging(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -31,14 +31,14 @@ class Quiet:
         self._add(1)
         tensor = bucket.buffer().div_(self._group.size())
         reduced = dist.all_reduce(tensor, group=self._group, async_op=True).get_future()
-        averaged: torch.futures.Future[torch.Tensor] = reduced.then(self._done)
+        averaged: torch.futures.Future[torch.Tensor] = reduced.then(self._end_reduction)
         return averaged
 
-    def _done(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    def _end_reduction(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         self._add(-1)
         return reduced.value()[0]
 
     def _add(self, count: int) -> None:
-        with self._changed:
+        with self._condition:
             self._reducing += count
-            self._changed.notify_all()
+            self._condition.notify_all()
