@@ -141,8 +141,8 @@ class SwitchWatch:
 
         Args:
             switches: Their names.
-            digest: That of its own job files.
-            earlier: Those that they had before, because they may change while a primary ends.
+            digest: The digest of its own job files.
+            earlier: Digests that they had before, because they may change while a primary ends.
         """
         self._names = sorted(switches)
         self._digest, self._digests = digest, {digest, *earlier}

@@ -152,6 +152,7 @@ class Holdings:
 
     @classmethod
     def from_entities(cls, entities: Iterable[Entity]) -> Holdings:
+        """Return holdings with these entities."""
         holdings = cls()
         for entity in entities:
             holdings.put(entity)

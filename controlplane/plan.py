@@ -18,8 +18,8 @@ from controlplane.network import Network
 from controlplane.streams import StreamKey
 from p4src import table_sizes
 
-GROUPS_MAX = {"bmv2": 4096, "softswitch": 4096} | dict.fromkeys(chips.TARGETS, chips.GROUPS_MAX)
-NODES_MAX = {"bmv2": 4096, "softswitch": 4096} | {
+MAX_GROUPS = {"bmv2": 4096, "softswitch": 4096} | dict.fromkeys(chips.TARGETS, chips.GROUPS_MAX)
+MAX_NODES = {"bmv2": 4096, "softswitch": 4096} | {
     target: chip.multicast_nodes for target, chip in chips.CHIPS.items()
 }
 """Multicast groups and nodes of each target's PRE. A node is a group's copies of one instance."""
@@ -144,7 +144,7 @@ def plan(jobs: Sequence[Job]) -> dict[str, SwitchPlan]:
 @cache
 def limits(target: str) -> Mapping[str, int]:
     """Return a target's limit for each item of `SwitchPlan.usage`: tables by P4Info, PRE by target."""
-    pre = {"multicast groups": GROUPS_MAX[target], "multicast nodes": NODES_MAX[target]}
+    pre = {"multicast groups": MAX_GROUPS[target], "multicast nodes": MAX_NODES[target]}
     return {**table_sizes(target), **pre}
 
 

@@ -118,9 +118,9 @@ class ReconciledSwitch:
 
         Args:
             switch: The switch.
-            network: What it should do.
+            network: The jobs that it serves.
             hello_keys: The secret `hello.key` of each job; they may change.
-            candidacy: Called at each connect, for what to claim the switch with.
+            candidacy: Called at each connect; returns the claim to the switch.
         """
         self.switch = switch
         self._hello_keys = hello_keys

@@ -233,7 +233,7 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
 
     If a switch is away, or another controller has it, try again.
     """
-    retry_seconds, last_error = 0.0, ""  # `again`: seconds until another try; 0: at a change only
+    retry_seconds, last_error = 0.0, ""  # 0 s: try at a change only
     while True:
         await asyncio.sleep(retry_seconds or POLL_SECONDS)
         has_changed = files.changed()

@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 
-LINE_MAX = 300
+MAX_LINE = 300
 """Characters of a message, without those of a traceback."""
-TRACEBACK_MAX = 4000
+MAX_TRACEBACK = 4000
 AT_ONCE = 10
 """Lines of one module that may come at once; then there is one a second."""
 
@@ -34,9 +34,9 @@ class LineLimit(logging.Filter):
             left_out = self._left_out.pop(record.name, 0)
         text = record.getMessage()
         more = f" (and {left_out} more since the last such line)" if left_out else ""
-        record.msg, record.args = _plain(text.replace("\n", " ")[:LINE_MAX]) + more, ()
+        record.msg, record.args = _plain(text.replace("\n", " ")[:MAX_LINE]) + more, ()
         if record.exc_info:
-            lines = logging.Formatter().formatException(record.exc_info)[-TRACEBACK_MAX:].split("\n")
+            lines = logging.Formatter().formatException(record.exc_info)[-MAX_TRACEBACK:].split("\n")
             record.exc_text = "\n".join(f"  {_plain(line)}" for line in lines)
         return True
 

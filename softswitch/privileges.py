@@ -29,8 +29,8 @@ class _Set(ctypes.Structure):
 def keep(capabilities: Collection[int]) -> None:
     """Keep only these capabilities, if there, and let no program that is executed gain others.
 
-    That is for this thread and those that it starts, so call it before there are others. Raise `OSError` if
-    the kernel refuses.
+    This applies to this thread and those that it starts, so call it before there are others. Raise `OSError`
+    if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     header, sets = _Header(_VERSION_3, 0), (_Set * 2)()

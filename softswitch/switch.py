@@ -86,7 +86,7 @@ class SoftSwitch:
         Args:
         program: The program.
         packet_in_header: Length of its packet-in header, in bytes.
-        sums_payload: Whether it gets frames only with complete checksums.
+        sums_payload: The program gets frames only with complete checksums.
         """
         with self.turn():
             self.program = program

@@ -18,7 +18,7 @@ WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class RecordLine:
-    """Connection that sends parts and collects replies; `refused` is the reason if the node ended it."""
+    """Connection that sends parts and collects replies; `refusal` is the reason if the node ended it."""
 
     def __init__(self, job: Job, node: int, keys: RoleKeys | None = None) -> None:
         self.replies: list[pb.RecordReply] = []

@@ -166,7 +166,7 @@ class SmallTraining:
         """Train one iteration and return its number.
 
         Args:
-            send: Whether copies of the gradients are sent.
+            send: Send copies of the gradients.
             records: Nodes that get records; by default all.
         """
         self.iteration += 1

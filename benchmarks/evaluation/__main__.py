@@ -35,7 +35,7 @@ from checkmate.output.plain_text import use_plain_streams
 from topologies.describe.topology import LabError
 from topologies.signals import unwinding
 
-_FAILURES_MAX: Final = 3
+_MAX_FAILURES: Final = 3
 """Cells that may fail one after another: then something else is wrong."""
 
 
@@ -115,8 +115,8 @@ def _measure(cells: Sequence[Cell], extent: MeasuredExtent, cache: Cache, here: 
                 failed.append(False)
                 cache.put(cell, record)
                 bar.console.print(f"{cell.key}: {time.monotonic() - began:.0f} s")
-            if all(failed[-_FAILURES_MAX:]) and len(failed) >= _FAILURES_MAX:
-                raise Unusable(f"the last {_FAILURES_MAX} cells have failed")
+            if all(failed[-_MAX_FAILURES:]) and len(failed) >= _MAX_FAILURES:
+                raise Unusable(f"the last {_MAX_FAILURES} cells have failed")
             if commit() != here.commit:
                 raise Unusable(f"this tree is no longer that of commit {here.commit}, which is measured")
             bar.advance(task)

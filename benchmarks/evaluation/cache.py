@@ -44,8 +44,8 @@ class Cache:
         Systems are compared within a round, so that other rounds may be of another commit or machine.
 
         Args:
-            cells: Those that are to be measured as `record` is.
-            record: What is to be the same.
+            cells: The cells that are to be measured as `record` is.
+            record: The conditions that must be the same.
         """
         rounds = {cell.round for cell in cells}
         for cell in (cell for cell in matrix(self._extent) if cell in self and cell.round in rounds):

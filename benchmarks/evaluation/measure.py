@@ -74,7 +74,7 @@ class Here:
     """The conditions that all cells of a run have in common.
 
     Attributes:
-        commit: That of this tree.
+        commit: The commit of this tree.
         scratch: A folder on the file system to which checkpoints go.
         failed: Where the logs of a cell that fails are kept.
     """

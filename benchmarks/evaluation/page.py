@@ -36,7 +36,7 @@ def write(page: Path, records: Mapping[Cell, Record], extent: MeasuredExtent) ->
     Args:
         page: The Markdown file. It may be missing.
         records: The cells' data.
-        extent: What was measured.
+        extent: The cells that were planned.
     """
     compared = comparable(records, matrix(extent))
     undisturbed = throughputs(compared)
@@ -92,17 +92,18 @@ def _short_rows(undisturbed: Sequence[Throughput], disturbed: Sequence[Failures]
         "to the next trained iteration, s",
         "useful iterations an hour, with kills",
     )
-    failures_by_system = {(row.system, row.interval): row for row in disturbed}
+    failures_by_system = {(throughput.system, throughput.interval): throughput for throughput in disturbed}
     rows = []
-    for row in undisturbed:
-        if row.workload != "gpt" or row.has_own_interval or row.interval > 1:
+    for throughput in undisturbed:
+        if throughput.workload != "gpt" or throughput.has_own_interval or throughput.interval > 1:
             continue
-        killed = failures_by_system.get((row.system, row.interval))
+        killed = failures_by_system.get((throughput.system, throughput.interval))
         of_kills = () if killed is None else (killed.repeated, killed.next_trained, killed.useful)
         values = [
-            number(statistics.median(samples)) if samples else "none" for samples in (row.relative, *of_kills)
+            number(statistics.median(samples)) if samples else "none"
+            for samples in (throughput.relative, *of_kills)
         ]
-        rows.append((row.system, *values, *[""] * (len(head) - 1 - len(values))))
+        rows.append((throughput.system, *values, *[""] * (len(head) - 1 - len(values))))
     return head, rows
 
 
@@ -155,8 +156,14 @@ def _missing(cells: Sequence[Cell]) -> str:
 def _throughput_rows(throughputs: Sequence[Throughput]) -> _Rows:
     head = ("model", "system", "interval", "throughput, to none", "an iteration, s")
     rows = [
-        (item.workload, item.system, _interval_of(item), _spread(item.relative), _spread(item.seconds))
-        for item in throughputs
+        (
+            throughput.workload,
+            throughput.system,
+            _interval_of(throughput),
+            _spread(throughput.relative),
+            _spread(throughput.seconds),
+        )
+        for throughput in throughputs
     ]
     return head, rows
 
@@ -173,12 +180,15 @@ def _failure_rows(failures: Sequence[Failures]) -> _Rows:
     )
     rows = [
         (
-            item.system,
-            _interval(item.interval),
-            str(item.kills),
-            *(_spread(samples) for samples in (item.repeated, item.next_trained, item.regained, item.useful)),
+            failure.system,
+            _interval(failure.interval),
+            str(failure.kills),
+            *(
+                _spread(samples)
+                for samples in (failure.repeated, failure.next_trained, failure.regained, failure.useful)
+            ),
         )
-        for item in failures
+        for failure in failures
     ]
     return head, rows
 
@@ -195,15 +205,20 @@ def _resource_rows(throughputs: Sequence[Throughput]) -> _Rows:
     )
     rows = [
         (
-            item.workload,
-            item.system,
-            _interval_of(item),
+            throughput.workload,
+            throughput.system,
+            _interval_of(throughput),
             *(
                 number(nbytes / _MB, "MB")
-                for nbytes in (item.trainers, item.helpers, item.written_bytes, item.sent_bytes)
+                for nbytes in (
+                    throughput.trainers,
+                    throughput.helpers,
+                    throughput.written_bytes,
+                    throughput.sent_bytes,
+                )
             ),
         )
-        for item in throughputs
+        for throughput in throughputs
     ]
     return head, rows
 
@@ -240,22 +255,32 @@ def _interval(interval: int) -> str:
 def _plot(page: Path, throughputs: Sequence[Throughput]) -> str:
     """Draw throughput beside frequency, for each model; return the page's links."""
     links = ""
-    regular = [item for item in throughputs if item.checkpoints and not item.has_own_interval]
-    places = sorted({item.checkpoints for item in regular})
-    for workload in dict.fromkeys(item.workload for item in regular):
+    regular = [
+        throughput for throughput in throughputs if throughput.checkpoints and not throughput.has_own_interval
+    ]
+    places = sorted({throughput.checkpoints for throughput in regular})
+    for workload in dict.fromkeys(throughput.workload for throughput in regular):
         picture = Picture(figsize=(8, 4.5), layout="constrained")
         axes = picture.add_subplot()
-        for system in dict.fromkeys(item.system for item in regular):
-            series = [item for item in regular if (item.workload, item.system) == (workload, system)]
+        for system in dict.fromkeys(throughput.system for throughput in regular):
+            series = [
+                throughput
+                for throughput in regular
+                if (throughput.workload, throughput.system) == (workload, system)
+            ]
             if series:
-                series.sort(key=lambda item: item.checkpoints)
-                middle = [statistics.median(item.relative) for item in series]
-                below = [at - min(item.relative) for at, item in zip(middle, series, strict=True)]
-                above = [max(item.relative) - at for at, item in zip(middle, series, strict=True)]
-                places_of = [item.checkpoints for item in series]
+                series.sort(key=lambda throughput: throughput.checkpoints)
+                middle = [statistics.median(throughput.relative) for throughput in series]
+                below = [at - min(throughput.relative) for at, throughput in zip(middle, series, strict=True)]
+                above = [max(throughput.relative) - at for at, throughput in zip(middle, series, strict=True)]
+                places_of = [throughput.checkpoints for throughput in series]
                 axes.errorbar(places_of, middle, (below, above), marker="o", capsize=3, label=system)
         axes.axhline(1, color="0.4", linewidth=1, linestyle="--")
-        for live in (item for item in throughputs if (item.workload, item.system) == (workload, LIVE)):
+        for live in (
+            throughput
+            for throughput in throughputs
+            if (throughput.workload, throughput.system) == (workload, LIVE)
+        ):
             label = f"{LIVE}, no checkpoints"
             axes.axhline(statistics.median(live.relative), color="0.6", linestyle=":", label=label)
         axes.set(
@@ -264,7 +289,7 @@ def _plot(page: Path, throughputs: Sequence[Throughput]) -> str:
             ylabel="throughput, to none",
             ylim=(0, None),
         )
-        axes.set_xticks(places, [number(item) for item in places], minor=False)
+        axes.set_xticks(places, [number(throughput) for throughput in places], minor=False)
         axes.set_xticks([], minor=True)
         axes.legend(fontsize="small")
         file = page.parent / "pictures" / f"evaluation-{workload}.svg"

@@ -17,11 +17,11 @@ Samples = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Throughput:
-    """A system at an interval, undisturbed; sizes in bytes. `own`: it has chosen the interval.
+    """A system at an interval, undisturbed; sizes in bytes. `has_own_interval`: it has chosen the interval.
 
     `relative` has its iterations per second relative to those without it in the same job, of each start.
-    `written` and `sent` are those of all ranks in an iteration; `trainers` is the mean peak of the ranks,
-    `helpers` that of all shadow nodes together.
+    `written_bytes` and `sent_bytes` are of all ranks in an iteration; `trainers` is the mean peak of the
+    ranks, `helpers` that of all shadow nodes together.
     """
 
     workload: str
@@ -141,7 +141,7 @@ def losses(records: Records) -> dict[str, float]:
 def recoveries(record: Record) -> list[tuple[float, float]]:
     """Return, for each kill, seconds to the end of the next trained iteration, and until no work was missing.
 
-    That is an iteration that began after the kill.
+    The next trained iteration is one that began after the kill.
     """
     times = []
     for kill in record.kills:

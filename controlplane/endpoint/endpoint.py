@@ -73,11 +73,13 @@ class ConnectedStreams:
             self.put(entry)
 
     def put(self, entry: TableEntry) -> None:
+        """Add a stream's entry, or replace it."""
         self.drop(self.by_stream.get(streams.stream_key(entry)))
         self.by_stream[streams.stream_key(entry)] = entry
         self._by_peer[(entry["shadow_ip"], entry["shadow_port"])] = entry
 
     def drop(self, entry: TableEntry | None) -> None:
+        """Remove an entry, if it is the one of its stream."""
         if entry is not None and self.by_stream.get(streams.stream_key(entry)) == entry:
             del self.by_stream[streams.stream_key(entry)]
             peer = (entry["shadow_ip"], entry["shadow_port"])
@@ -122,6 +124,7 @@ class View:
         hello_times: Mapping[StreamKey, int],
         hello_keys: Mapping[str, bytes],
     ) -> View:
+        """Return the view of a switch, with the shadow NICs of all jobs that reach it."""
         nics = {
             nic.ip: KnownNic(nic, job, port)
             for job in network.jobs

@@ -74,7 +74,7 @@ class WaitingSegments:
             self.dropped += 1
 
     def take(self, limit: int) -> list[tuple[Segment, int]]:
-        """Take up to `most` segments: one from each known NIC in turn, then strangers'."""
+        """Take up to `limit` segments: one from each known NIC in turn, then strangers'."""
         batch: list[tuple[Segment, int]] = []
         while self._known_nics and len(batch) < limit:
             source = next(iter(self._known_nics))

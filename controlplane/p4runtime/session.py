@@ -64,7 +64,7 @@ class SwitchSession(SwitchConnection):
         """Load our program if the switch runs none, or with `replace`.
 
         Returns:
-            Whether it was loaded, so that the switch holds no entries.
+            True if it was loaded, so that the switch holds no entries.
 
         Raises:
             WrongPipeline: The switch runs another program, or refuses ours.
@@ -171,7 +171,7 @@ class SwitchSession(SwitchConnection):
         """Apply updates in order; undo all of them if the switch refuses one.
 
         Args:
-            updates: The updates, in the order of `reconcile.difference`.
+            updates: The updates, in the order of `entities.difference`.
             progress: Called with the number of updates in each batch that was written.
 
         Raises:

@@ -43,8 +43,8 @@ async def vacate(session: SwitchSession, keep: Collection[int]) -> VacatedState 
         keep: The MAC addresses to which the switch goes on to forward.
 
     Returns:
-        What `resume` needs; `None` if there is nothing to keep, because it runs another program, or its
-        version has other tables, or it holds nothing.
+        The state that `resume` needs; `None` if there is nothing to keep, because it runs another program, or
+        its version has other tables, or it holds nothing.
     """
     program = await session.program()
     if program is None or not is_ours(program):

@@ -17,7 +17,7 @@ from softswitch.program.meters import Clock
 from softswitch.program.schema import FormatError
 from softswitch.program.state import CounterCell, Entry, State, Table
 
-CELLS_MAX: Final = 1 << 20
+MAX_CELLS: Final = 1 << 20
 """Cells of all indexed counters, meters and registers: each takes 8 bytes or more."""
 ArrayT = TypeVar("ArrayT", p4i.Counter, p4i.Meter, p4i.Register)
 
@@ -30,9 +30,9 @@ def link(config: ProgramConfig, p4info: p4i.P4Info, clock: Clock) -> Links:
     cells = sum(
         array.size for arrays in (p4info.counters, p4info.meters, p4info.registers) for array in arrays
     )
-    if cells > CELLS_MAX:
+    if cells > MAX_CELLS:
         raise FormatError(
-            f"counters, meters and registers have {cells:,} cells together; a program may have {CELLS_MAX:,}"
+            f"counters, meters and registers have {cells:,} cells together; a program may have {MAX_CELLS:,}"
         )
     links = Links(State(), clock)
     arities = {}

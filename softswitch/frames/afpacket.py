@@ -57,7 +57,7 @@ RECEIVE_BUFFER = 64 << 20
 """Bytes of frames that wait for the switch; the kernel drops and counts further frames."""
 SEND_BUFFER = 8 << 20
 """Bytes of frames in transit to the next kernel; a port with more refuses copies."""
-FRAME_MAX = 1 << 18
+MAX_FRAME = 1 << 18
 
 # Errors of a send while the port has no room.
 _FULL = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM})
@@ -77,7 +77,7 @@ class PacketPort:
         self.stats = PortStats()
         self.connection = PortConnection(f"port {number} ({name})")
         self._dropped = 0
-        self._buffer = bytearray(FRAME_MAX)
+        self._buffer = bytearray(MAX_FRAME)
         self._view = memoryview(self._buffer)
         self._vector = [self._buffer]
         self._socket = _open(name)

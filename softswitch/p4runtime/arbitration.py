@@ -13,9 +13,9 @@ from finsy.proto import U128, p4r, rpc_code
 from softswitch.p4runtime.fieldcodecs import invalid
 from softswitch.program.state import StatusError
 
-ROLE_NAME_MAX = 256
+MAX_ROLE_NAME = 256
 """Characters of a role's name."""
-EMPTY_ROLES_MAX = 32
+MAX_EMPTY_ROLES = 32
 """Roles without controllers whose highest election id is remembered."""
 
 
@@ -88,8 +88,8 @@ class Arbitration:
             )
         if message.role.HasField("config"):
             raise invalid("role.config is not supported: every role has the whole pipeline")
-        if len(message.role.name) > ROLE_NAME_MAX:
-            raise invalid(f"a role's name has at most {ROLE_NAME_MAX} characters")
+        if len(message.role.name) > MAX_ROLE_NAME:
+            raise invalid(f"a role's name has at most {MAX_ROLE_NAME} characters")
         role = self.roles.get(message.role.name) or ArbitratedRole(message.role.name)
         if election_id is not None and any(
             client.election_id == election_id for client in role.live if client is not controller
@@ -114,7 +114,7 @@ class Arbitration:
         if role.name and not role.live:
             self.roles[role.name] = self.roles.pop(role.name)  # the last to be forgotten
             empty = [name for name, role in self.roles.items() if name and not role.live]
-            for name in empty[:-EMPTY_ROLES_MAX]:
+            for name in empty[:-MAX_EMPTY_ROLES]:
                 del self.roles[name]
 
     def notify(self, controller: Client) -> None:

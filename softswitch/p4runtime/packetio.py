@@ -10,7 +10,7 @@ from finsy.proto import p4i, p4r
 
 from softswitch.p4runtime.fieldcodecs import format_number, invalid, to_bytes
 
-WIDTH_MAX = 2048
+MAX_WIDTH = 2048
 
 
 class ControllerHeader:
@@ -28,7 +28,7 @@ class ControllerHeader:
             for field in header.metadata
         )
         for field in self.fields:
-            if not 0 < field.bitwidth <= WIDTH_MAX:
+            if not 0 < field.bitwidth <= MAX_WIDTH:
                 raise ValueError(f"{name}: metadata {field.name[:60]} has {field.bitwidth} bits")
         self.length = (sum(field.bitwidth for field in self.fields) + 7) // 8
         """Length in bytes."""

@@ -12,15 +12,15 @@ from finsy.proto import p4r
 from softswitch.p4runtime import waits
 from softswitch.p4runtime.guard import WaitGuard, parser
 from softswitch.p4runtime.service import P4RuntimeService
-from softswitch.p4runtime.session import STREAMS_MAX
+from softswitch.p4runtime.session import MAX_STREAMS
 
-CONNECTIONS_MAX = 128
+MAX_CONNECTIONS = 128
 """Connections at a time; each takes a descriptor."""
 HANDSHAKE_MS = 5_000
 """Milliseconds until a connection has shown that it is HTTP/2."""
 IDLE_MS = 30_000
 """Milliseconds after which a connection without calls is closed."""
-CALLS_MAX = 32
+MAX_CALLS = 32
 """Calls of one connection at a time; further ones wait at the client."""
 WORKERS = 16
 """Workers of a pool that calls of clients that keep them waiting cannot take."""
@@ -45,13 +45,13 @@ class P4RuntimeServer:
         self._guard = WaitGuard(identified=credentials is not None)
         self._pools: list[ThreadPoolExecutor] = []
         self._server = grpc.server(
-            self._pool("calls", waits.TOTAL_MAX + WORKERS),
+            self._pool("calls", waits.MAX_TOTAL + WORKERS),
             options=[
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+                ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
                 ("grpc.max_connection_idle_ms", IDLE_MS),
-                ("grpc.max_concurrent_streams", CALLS_MAX),
+                ("grpc.max_concurrent_streams", MAX_CALLS),
                 ("grpc.max_receive_message_length", LARGE),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
@@ -100,8 +100,8 @@ class P4RuntimeServer:
             "Read": guard.answers(service.Read, parser(p4r.ReadRequest, MEDIUM)),
             "StreamChannel": guard.stream(service.StreamChannel, parser(p4r.StreamMessageRequest, MEDIUM)),
         }
-        for name, workers in (("Read", WORKERS), ("StreamChannel", STREAMS_MAX)):
-            streams[name].experimental_thread_pool = self._pool(name, waits.TOTAL_MAX + workers)
+        for name, workers in (("Read", WORKERS), ("StreamChannel", MAX_STREAMS)):
+            streams[name].experimental_thread_pool = self._pool(name, waits.MAX_TOTAL + workers)
         serialize = _serialize
         return {
             name: grpc.stream_unary_rpc_method_handler(call, None, serialize) for name, call in unary.items()

@@ -32,9 +32,9 @@ ERROR_SPACE = "softswitch-v1model"
 PIECE = 64
 """Updates, or entities read, between two turns of packets."""
 RESPONSE_ENTITIES = 1000
-RESPONSES_MAX = 1000
+MAX_RESPONSES = 1000
 """Messages of one answer, which is made before it is sent."""
-QUERIES_MAX = 1024
+MAX_QUERIES = 1024
 
 Action = p4r.SetForwardingPipelineConfigRequest
 Response = p4r.GetForwardingPipelineConfigRequest
@@ -130,8 +130,8 @@ class P4RuntimeService:
 
     def Read(self, request: p4r.ReadRequest, context: grpc.ServicerContext) -> Iterator[p4r.ReadResponse]:
         """Answer queries, from the state between two writes."""
-        if len(request.entities) > QUERIES_MAX:
-            raise invalid(f"{len(request.entities)} queries in one read; it may have {QUERIES_MAX}")
+        if len(request.entities) > MAX_QUERIES:
+            raise invalid(f"{len(request.entities)} queries in one read; it may have {MAX_QUERIES}")
         errors: list[StatusError | None] = []
         responses: list[p4r.ReadResponse] = []
         with self._control:
@@ -141,10 +141,10 @@ class P4RuntimeService:
 
                 def add() -> p4r.Entity:
                     step()
-                    if len(responses) == RESPONSES_MAX and len(responses[-1].entities) >= RESPONSE_ENTITIES:
+                    if len(responses) == MAX_RESPONSES and len(responses[-1].entities) >= RESPONSE_ENTITIES:
                         raise StatusError(
                             "RESOURCE_EXHAUSTED",
-                            f"more than {RESPONSES_MAX * RESPONSE_ENTITIES} entities match; ask for fewer",
+                            f"more than {MAX_RESPONSES * RESPONSE_ENTITIES} entities match; ask for fewer",
                         )
                     if not responses or len(responses[-1].entities) >= RESPONSE_ENTITIES:
                         responses.append(p4r.ReadResponse())

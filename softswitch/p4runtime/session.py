@@ -18,15 +18,15 @@ from softswitch.program.state import StatusError
 
 log = logging.getLogger(__name__)
 
-PACKETS_MAX = 1024
+MAX_PACKETS = 1024
 """Frames that wait for a controller; further ones are dropped and counted."""
-PACKET_BYTES_MAX = 8 << 20
+MAX_PACKET_BYTES = 8 << 20
 """Bytes of frames that wait for a controller."""
-ERRORS_MAX = 16
-MESSAGES_MAX = 64
+MAX_ERRORS = 16
+MAX_MESSAGES = 64
 """Messages other than packets that wait for a controller; one that reads none of them is cut off."""
-STREAMS_MAX = 32
-HOST_STREAMS_MAX = 24
+MAX_STREAMS = 32
+MAX_HOST_STREAMS = 24
 """Streams of one host; the others are reserved for other hosts."""
 
 
@@ -47,7 +47,7 @@ class ControllerStream(Client):
     def send(self, message: p4r.StreamMessageResponse) -> None:
         """Queue a message for the controller, or end its stream if it does not read."""
         with self._condition:
-            if len(self._messages) < MESSAGES_MAX:
+            if len(self._messages) < MAX_MESSAGES:
                 self._messages.append(message)
             elif not self._closed:
                 log.warning("a controller at %s is cut off: it does not read its messages", self.host)
@@ -58,7 +58,7 @@ class ControllerStream(Client):
     def packet_in(self, header: ControllerHeader, frame: bytes) -> None:
         """Queue a frame for the controller."""
         with self._condition:
-            if len(self._packets) >= PACKETS_MAX or self._packet_bytes >= PACKET_BYTES_MAX:
+            if len(self._packets) >= MAX_PACKETS or self._packet_bytes >= MAX_PACKET_BYTES:
                 self.dropped += 1
             else:
                 self._packets.append((header, frame))
@@ -75,7 +75,7 @@ class ControllerStream(Client):
         else:
             response.error.packet_out.packet_out.CopyFrom(packet)
         with self._condition:
-            if len(self._messages) < ERRORS_MAX:
+            if len(self._messages) < MAX_ERRORS:
                 self._messages.append(response)
                 self._condition.notify()
 
@@ -161,8 +161,8 @@ class Sessions:
         with self._lock:
             host_streams = sum(stream.host == session.host for stream in self._sessions)
             for count, limit, owner in (
-                (len(self._sessions), STREAMS_MAX, "the switch"),
-                (host_streams, HOST_STREAMS_MAX, f"host {session.host}"),
+                (len(self._sessions), MAX_STREAMS, "the switch"),
+                (host_streams, MAX_HOST_STREAMS, f"host {session.host}"),
             ):
                 if count >= limit:
                     raise StatusError(

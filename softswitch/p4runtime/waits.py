@@ -14,9 +14,9 @@ K = TypeVar("K", bound=Hashable)
 
 PATIENCE_S = 5.0
 """Seconds for which a call may wait for its client."""
-HOST_MAX = 8
+MAX_HOST = 8
 """Calls of one host that may wait at a time."""
-TOTAL_MAX = 24
+MAX_TOTAL = 24
 """Calls of all hosts that may wait at a time."""
 
 
@@ -30,9 +30,9 @@ class Waits(Generic[K]):
         """Record that a call waits; return, and forget, another that must end because too many wait."""
         counts = Counter(host for host, _ in self._waits.values())
         crowd = None
-        if counts[host] >= HOST_MAX:
+        if counts[host] >= MAX_HOST:
             crowd = host
-        elif len(self._waits) >= TOTAL_MAX:
+        elif len(self._waits) >= MAX_TOTAL:
             ((crowd, _),) = counts.most_common(1)
         crowding_key = next((key for key, (host, _) in self._waits.items() if host == crowd), None)
         if crowding_key is not None:

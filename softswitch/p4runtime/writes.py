@@ -17,8 +17,8 @@ from softswitch.p4runtime.pipeline import ArrayInfo, Pipeline, Undo, find
 from softswitch.program.meters import MeterCell
 from softswitch.program.state import CounterCell, Entry, GroupReplica, StatusError
 
-GROUP_MAX = 0xFFFF
-INSTANCE_MAX = 0xFFFF
+MAX_GROUP = 0xFFFF
+MAX_INSTANCE = 0xFFFF
 PORT_BITS = 32
 
 
@@ -216,8 +216,8 @@ def _group(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     if message.WhichOneof("type") != "multicast_group_entry":
         raise StatusError("UNIMPLEMENTED", f"{message.WhichOneof('type')} is not supported by this target")
     number = message.multicast_group_entry.multicast_group_id
-    if not 0 < number <= GROUP_MAX:
-        raise invalid(f"multicast group {number}: it must be 1 to {GROUP_MAX}")
+    if not 0 < number <= MAX_GROUP:
+        raise invalid(f"multicast group {number}: it must be 1 to {MAX_GROUP}")
     groups, programmed = pipeline.groups, pipeline.program.state.groups
     if update.type == p4r.Update.INSERT and number in groups:
         raise StatusError("ALREADY_EXISTS", f"multicast group {number} already exists")
@@ -248,8 +248,8 @@ def _replicas(entry: p4r.MulticastGroupEntry) -> tuple[GroupReplica, ...]:
         if message.WhichOneof("port_kind") == "port":
             port = parse(message.port, PORT_BITS, "a replica's port")
             message.port = to_bytes(port)
-        if instance > INSTANCE_MAX:
-            raise invalid(f"multicast group {group}: instance {instance} is above {INSTANCE_MAX}")
+        if instance > MAX_INSTANCE:
+            raise invalid(f"multicast group {group}: instance {instance} is above {MAX_INSTANCE}")
         if (port, instance) in copies:
             raise invalid(f"multicast group {group}: port {port}, instance {instance} comes twice")
         copies.add((port, instance))

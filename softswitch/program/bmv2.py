@@ -135,7 +135,7 @@ _STANDARD_METADATA = {
 """Width in bits of each field of v1model's `standard_metadata_t`."""
 
 
-JSON_MAX: Final = 4 << 20
+MAX_JSON: Final = 4 << 20
 """Bytes: Python compiles a program in one go, and forwards nothing meanwhile."""
 
 
@@ -144,8 +144,8 @@ def read(text: bytes) -> ProgramConfig:
 
     Raise `UnsupportedProgramError` if its shape can't be checked for what is not supported.
     """
-    if len(text) > JSON_MAX:
-        raise FormatError(f"the device config has {len(text):,} bytes; it may have {JSON_MAX:,}")
+    if len(text) > MAX_JSON:
+        raise FormatError(f"the device config has {len(text):,} bytes; it may have {MAX_JSON:,}")
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:

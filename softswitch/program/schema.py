@@ -13,9 +13,9 @@ from typing import Any, Final
 Check = Callable[[Any, str], None]
 """Check of a value at a place, such as `actions[3].name`; raises `FormatError`."""
 
-WIDTH_MAX: Final = 2048
+MAX_WIDTH: Final = 2048
 """Bits of a field, a parameter or a constant."""
-SIZE_MAX: Final = 1 << 20
+MAX_SIZE: Final = 1 << 20
 """Cells of an array, and entries of a table."""
 _HEX = re.compile(r"-?0[xX][0-9a-fA-F]{1,512}", re.ASCII)
 
@@ -116,7 +116,7 @@ def _source_info(value: Any, at: str) -> None:
 
 
 FIELD: Final = row(text, text)
-WIDTH: Final = number(1, WIDTH_MAX)
+WIDTH: Final = number(1, MAX_WIDTH)
 
 
 def operand(value: Any, at: str) -> None:
@@ -146,7 +146,7 @@ _OPERANDS: dict[str, Check] = {
     "expression": _expression,
     "local": number(0, 255),
     "runtime_data": number(0, 255),
-    "lookahead": row(number(0, WIDTH_MAX), WIDTH),
+    "lookahead": row(number(0, MAX_WIDTH), WIDTH),
     "payload": maybe(text),
     "parameters_vector": many(operand),
 }
@@ -159,14 +159,14 @@ def parser_parameter(value: Any, at: str) -> None:
     elif isinstance(value, dict):
         operand(value, at)
     else:
-        number(0, WIDTH_MAX)(value, at)
+        number(0, MAX_WIDTH)(value, at)
 
 
 PRIMITIVE: Final = record(op=text, parameters=many(operand))
-CALL: Final = record(action_id=number(0, SIZE_MAX), action_data=many(hexstr))
+CALL: Final = record(action_id=number(0, MAX_SIZE), action_data=many(hexstr))
 
 
-SIZE: Final = number(0, SIZE_MAX)
+SIZE: Final = number(0, MAX_SIZE)
 NAMED_OBJECT: Final = record(name=text)
 
 

@@ -40,26 +40,26 @@ def main() -> None:
     begin = context.Barrier(RANKS)
 
     def start(rank: int, again: bool) -> tuple[Connection, multiprocessing.process.BaseProcess]:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=train, args=(rank, url, theirs, None if again else begin))
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=train, args=(rank, url, sender, None if again else begin))
         process.start()
-        theirs.close()
-        return ours, process
+        sender.close()
+        return receiver, process
 
     jobs = [start(rank, False) for rank in range(RANKS)]
     jobs[KILLED][1].join()
     status = jobs[KILLED][1].exitcode
     jobs[KILLED] = start(KILLED, True)
-    said = [_received(end) for end, _ in jobs]
+    results = [_receive(end) for end, _ in jobs]
     for rank, (_, process) in enumerate(jobs):
         process.join()
         if process.exitcode:
             raise SystemExit(f"rank {rank} ended with status {process.exitcode}")
     lighthouse.shutdown()
-    print(json.dumps({"status": status, "ranks": said}))
+    print(json.dumps({"status": status, "ranks": results}))
 
 
-def _received(end: Connection) -> object:
+def _receive(end: Connection) -> object:
     """Return what a rank says; `None` if it has ended without a word."""
     try:
         return end.recv()
@@ -77,7 +77,7 @@ def train(rank: int, url: str, end: Connection, begin: object) -> None:
     optimizer = live.attach(ddp, raw)
     if begin is not None:
         begin.wait()  # type: ignore[attr-defined]
-    done = []
+    iterations = []
     while (iteration := live.recover()) < UNTIL:
         generator = torch.Generator().manual_seed(1000 * iteration + rank)
         optimizer.zero_grad()
@@ -87,9 +87,9 @@ def train(rank: int, url: str, end: Connection, begin: object) -> None:
         loss.backward()
         optimizer.step()
         if live.recover() > iteration:
-            done.append((live.recover() - 1, live.taking_part()))
+            iterations.append((live.recover() - 1, live.taking_part()))
         time.sleep(0.1)
-    end.send((done, digest([model.state_dict(), raw.state_dict()]).hex()))
+    end.send((iterations, digest([model.state_dict(), raw.state_dict()]).hex()))
     live.close()
 
 

@@ -42,9 +42,9 @@ def suites(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     """Return the exit status."""
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         sys.exit(command.main())
-    return ended.value.code
+    return error.value.code
 
 
 @pytest.mark.parametrize(("last", "status"), [("two", 130), ("three", 143)])
@@ -73,7 +73,7 @@ def test_ctrl_c_before_anything_is_measured_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("median", "aim", "limit", "shown"),
+    ("median", "aim", "limit", "cells"),
     [
         (1.0132, 1.01, 1.03, ("1.013 ms", "1.01 (at most 1.03)", "missed, within the limit")),
         (1.0304, 1.01, 1.03, ("1.0304 ms", "1.01 (at most 1.03)", "beyond the limit")),
@@ -88,19 +88,19 @@ def test_ctrl_c_before_anything_is_measured_changes_nothing(
     ],
 )
 def test_a_bound_that_is_missed_by_little_differs_from_the_figure(
-    median: float, aim: float | None, limit: float | None, shown: tuple[str, ...]
+    median: float, aim: float | None, limit: float | None, cells: tuple[str, ...]
 ) -> None:
-    assert row(Figure("time", (median,), "ms", aim, limit, smaller=True))[1:] == shown
+    assert row(Figure("time", (median,), "ms", aim, limit, smaller=True))[1:] == cells
 
 
 def test_a_terminal_that_has_gone_away_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gone(io.StringIO):
+    class ClosedTerminal(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.EIO, text)
 
     page = tmp_path / "page.md"
     page.write_text("<!-- one -->\n<!-- /one -->\n")
-    monkeypatch.setattr(sys, "stderr", Gone())
+    monkeypatch.setattr(sys, "stderr", ClosedTerminal())
     assert run(monkeypatch, "one", "three", "--report", str(page)) == 143
     assert "| time |" in page.read_text()
 
@@ -109,11 +109,11 @@ def test_a_second_signal_waits_for_the_report(tmp_path: Path, monkeypatch: pytes
     """Systems send one to the process and one to its group."""
     page = tmp_path / "page.md"
     page.write_text("<!-- one -->\n<!-- /one -->\n")
-    written = report.report
+    write = report.report
 
     def disturbed(*arguments: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
-        written(*arguments)
+        write(*arguments)
 
     monkeypatch.setattr(command, "report", disturbed)
     assert run(monkeypatch, "one", "three", "--report", str(page)) == 143

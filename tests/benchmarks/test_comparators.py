@@ -22,9 +22,9 @@ _UNTIL = 9
 def reference(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The final state without an interruption."""
     folder = str(tmp_path_factory.mktemp("reference"))
-    (_, one), (_, other) = ranks.run(2, train, "none", folder, 1, _UNTIL)
-    assert one != other, "ranks have different buffers"
-    return str(one)
+    (_, first), (_, second) = ranks.run(2, train, "none", folder, 1, _UNTIL)
+    assert first != second, "ranks have different buffers"
+    return str(first)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -72,14 +72,16 @@ def test_gemini_recovers_a_host_from_its_peer(
 def test_kill_in_the_middle_of_a_checkpoint(reference: str, tmp_path: Path, name: str) -> None:
     """A checkpoint that is half written when all processes die is not used; the one before it is complete."""
     killed = 5
-    with RankProcesses() as made, pytest.raises(AssertionError, match="its process ended"):
-        made.run(2, train, name, str(tmp_path), 1, _UNTIL, killed)
-    with RankProcesses() as made:
-        (resumed, state), _ = made.run(2, train, name, str(tmp_path), 1, _UNTIL)
+    with RankProcesses() as rank_processes, pytest.raises(AssertionError, match="its process ended"):
+        rank_processes.run(2, train, name, str(tmp_path), 1, _UNTIL, killed)
+    with RankProcesses() as rank_processes:
+        (resumed, state), _ = rank_processes.run(2, train, name, str(tmp_path), 1, _UNTIL)
     newest = {"none": 0, "torch.save": killed + 1, "DCP": killed + 1, "Gemini, blocking": killed + 1}
     in_progress = 2 if name == "PCcheck" else 1
-    lost = name == "lm-resiliency" and resumed == 0  # only ranks that SIGTERM ends first write their memory
-    assert lost or newest.get(name, killed + 1 - in_progress) <= resumed <= newest.get(name, killed + 1)
+    is_lost = (
+        name == "lm-resiliency" and resumed == 0
+    )  # only ranks that SIGTERM ends first write their memory
+    assert is_lost or newest.get(name, killed + 1 - in_progress) <= resumed <= newest.get(name, killed + 1)
     assert state == reference
 
 
@@ -87,15 +89,15 @@ def test_kill_in_the_middle_of_a_checkpoint(reference: str, tmp_path: Path, name
 def test_each_rank_has_one_peer_each_way(ranks: int) -> None:
     sends, receives = zip(*(peers(ranks, rank) for rank in range(ranks)), strict=True)
     assert sorted(sends) == sorted(receives) == [*range(ranks)]
-    assert all(rank != other and receives[other] == rank for rank, other in enumerate(sends))
+    assert all(rank != peer and receives[peer] == rank for rank, peer in enumerate(sends))
 
 
 def test_gemini_takes_the_newest_iteration_of_which_every_part_is_left() -> None:
-    told = [[Copy(0, 4, 0), Copy(1, 4, 0), Copy(0, 5, 1)], [Copy(1, 5, 1), Copy(1, 4, 0)]]
-    assert newest_of(told) == 5
-    assert [holder_of(told, rank, 5) for rank in (0, 1)] == [0, 1]
-    assert newest_of([told[0], []]) == 4
-    assert newest_of([[], told[1]]) is None
+    copies = [[Copy(0, 4, 0), Copy(1, 4, 0), Copy(0, 5, 1)], [Copy(1, 5, 1), Copy(1, 4, 0)]]
+    assert newest_of(copies) == 5
+    assert [holder_of(copies, rank, 5) for rank in (0, 1)] == [0, 1]
+    assert newest_of([copies[0], []]) == 4
+    assert newest_of([[], copies[1]]) is None
 
 
 def test_checkfreq_hides_the_writing_behind_iterations() -> None:

@@ -100,7 +100,7 @@ def test_the_order_of_systems_differs_from_start_to_start() -> None:
         [cell.system for cell in matrix(WHOLE) if (cell.kind, cell.start) == ("throughput", start)]
         for start in range(WHOLE.starts)
     ]
-    assert all(one != other for one, other in pairwise(orders))
+    assert all(order != following for order, following in pairwise(orders))
 
 
 def test_throughput_is_relative_to_the_same_job() -> None:
@@ -108,11 +108,11 @@ def test_throughput_is_relative_to_the_same_job() -> None:
         Cell("throughput", "gpt", "torch.save", 5, start): undisturbed(4.0 * slower, slower, 5)
         for start, slower in ((0, 1.0), (1, 2.0))
     }
-    (saved,) = throughputs(raw)
-    assert (saved.relative, saved.seconds) == ((0.25, 0.25), (4.0, 8.0))
-    assert (saved.checkpoints, saved.interval, saved.has_own_interval) == (200.0, 5, False)
-    assert (saved.written_bytes, saved.sent_bytes) == (200.0, 2000.0)  # of two ranks
-    assert (saved.trainers, saved.helpers) == (5e6, 7e6)
+    (throughput,) = throughputs(raw)
+    assert (throughput.relative, throughput.seconds) == ((0.25, 0.25), (4.0, 8.0))
+    assert (throughput.checkpoints, throughput.interval, throughput.has_own_interval) == (200.0, 5, False)
+    assert (throughput.written_bytes, throughput.sent_bytes) == (200.0, 2000.0)  # of two ranks
+    assert (throughput.trainers, throughput.helpers) == (5e6, 7e6)
 
 
 def test_a_frequency_that_a_system_chose_is_its_interval() -> None:
@@ -120,7 +120,10 @@ def test_a_frequency_that_a_system_chose_is_its_interval() -> None:
         Cell("throughput", "gpt", GLOO, 0, 0): undisturbed(1.0),
         Cell("throughput", "gpt", "CheckFreq", 0, 0): undisturbed(1.0, interval=7),
     }
-    assert [(one.interval, one.has_own_interval) for one in throughputs(raw)] == [(0, False), (7, True)]
+    assert [(throughput.interval, throughput.has_own_interval) for throughput in throughputs(raw)] == [
+        (0, False),
+        (7, True),
+    ]
 
 
 def test_blocks_begin_between_two_checkpoints_and_have_all_intervals() -> None:
@@ -128,9 +131,11 @@ def test_blocks_begin_between_two_checkpoints_and_have_all_intervals() -> None:
         first = first_of(warm_up)
         assert first >= warm_up
         for interval in INTERVALS:
-            begun = [one for one in range(first, first + BLOCK) if (one + 1) % interval == 0]
-            assert len(begun) == BLOCK // interval
-            assert interval == 1 or begun[-1] < first + BLOCK - 1
+            checkpoints = [
+                iteration for iteration in range(first, first + BLOCK) if (iteration + 1) % interval == 0
+            ]
+            assert len(checkpoints) == BLOCK // interval
+            assert interval == 1 or checkpoints[-1] < first + BLOCK - 1
 
 
 def test_a_kill_costs_the_way_back_and_what_is_repeated() -> None:
@@ -147,9 +152,9 @@ def test_the_last_kill_has_its_whole_cost_though_the_period_has_ended() -> None:
 
 
 def test_useful_iterations_are_counted_once() -> None:
-    (found,) = failures({Cell("failures", "gpt", "DCP", 5, 0): DISTURBED}, 100.0)
-    assert found.useful == (4 * 36.0,)
-    assert found.repeated == (2.0,)
+    (summary,) = failures({Cell("failures", "gpt", "DCP", 5, 0): DISTURBED}, 100.0)
+    assert summary.useful == (4 * 36.0,)
+    assert summary.repeated == (2.0,)
 
 
 def test_an_iteration_that_a_rank_has_missed_is_useful_in_part() -> None:
@@ -159,8 +164,8 @@ def test_an_iteration_that_a_rank_has_missed_is_useful_in_part() -> None:
 
 
 def test_iterations_that_are_lost_are_not_useful_though_the_restart_comes_after_the_period() -> None:
-    lost = record((1, 0), (2, 1), (3, 2), (10, 0), (11, 1), (12, 2), kills=(3.5,), ended=20.0)
-    assert [useful(replace(lost, ended=end)) for end in (20.0, 11.0, 5.0)] == [3, 2, 0]
+    interrupted = record((1, 0), (2, 1), (3, 2), (10, 0), (11, 1), (12, 2), kills=(3.5,), ended=20.0)
+    assert [useful(replace(interrupted, ended=end)) for end in (20.0, 11.0, 5.0)] == [3, 2, 0]
 
 
 def test_only_starts_with_all_systems_are_compared() -> None:
@@ -243,25 +248,25 @@ def test_cells_are_kept_whole(tmp_path: Path) -> None:
     ]
     assert cell not in Cache(file, QUICK), "it was measured for another time"
     cache.require_same([cell], replace(DISTURBED, day="2027-01-01"))
-    others = [
+    records = [
         replace(DISTURBED, commit="new"),
         replace(DISTURBED, machine="new"),
         replace(DISTURBED, file_system="new"),
     ]
-    for other in others:
+    for new_record in records:
         with pytest.raises(
             Unusable, match=f"{file} has cells of another .*losses-gpt.*this is new; remove that start"
         ):
-            cache.require_same([Cell("throughput", "gpt", GLOO, 0, 0)], other)
-        cache.require_same([Cell("failures", "gpt", GLOO, 0, 0)], other)
-    assert [left.name for left in file.parent.iterdir()] == ["raw.jsonl"]
+            cache.require_same([Cell("throughput", "gpt", GLOO, 0, 0)], new_record)
+        cache.require_same([Cell("failures", "gpt", GLOO, 0, 0)], new_record)
+    assert [path.name for path in file.parent.iterdir()] == ["raw.jsonl"]
 
 
 def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
-    cell, lost = Cell("losses", "gpt", "DCP", 1, 0), record((1, 0), losses=((math.nan, math.inf),))
-    Cache(tmp_path / "raw", EXTENT).put(cell, lost)
-    (found,) = Cache(tmp_path / "raw", EXTENT).records([cell])[cell].losses
-    assert math.isnan(found[0]) and found[1] == math.inf
+    cell, diverged = Cell("losses", "gpt", "DCP", 1, 0), record((1, 0), losses=((math.nan, math.inf),))
+    Cache(tmp_path / "raw", EXTENT).put(cell, diverged)
+    (losses,) = Cache(tmp_path / "raw", EXTENT).records([cell])[cell].losses
+    assert math.isnan(losses[0]) and losses[1] == math.inf
 
 
 def test_a_file_of_something_else_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -287,24 +292,24 @@ def test_wrong_arguments_are_refused_in_a_line(
     monkeypatch.setattr("sys.argv", ["evaluation", "--page-only", *arguments])
     try:
         status = main()
-    except SystemExit as ended:  # argparse's
-        status = int(ended.code or 0)
+    except SystemExit as error:  # argparse's
+        status = int(error.code or 0)
     assert status == 2
     assert re.search(message, capsys.readouterr().err)
 
 
 def test_cells_are_chosen_by_the_names_that_tables_have() -> None:
     for words in (["torch.save"], ["Gemini, blocking", "failures"], ["no checkpoints"]):
-        found = _select(matrix(WHOLE), words)
-        assert found and all(cell.system.startswith(words[0]) for cell in found)
+        cells = _select(matrix(WHOLE), words)
+        assert cells and all(cell.system.startswith(words[0]) for cell in cells)
 
 
 def test_a_page_is_written_again_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell("throughput", "gpt", GLOO, 0, 0)
     Cache(tmp_path / "raw", QUICK).put(cell, undisturbed(1.0))
     page = tmp_path / "page.md"
-    chosen = ["--quick", "--page-only", "--raw", str(tmp_path / "raw"), "--page", str(page)]
-    monkeypatch.setattr("sys.argv", ["evaluation", *chosen])
+    arguments = ["--quick", "--page-only", "--raw", str(tmp_path / "raw"), "--page", str(page)]
+    monkeypatch.setattr("sys.argv", ["evaluation", *arguments])
     assert main() == 0
     assert "| gpt | no checkpoints | never | 1 (n=1) | 1 (n=1) |" in page.read_text()
     assert page.with_suffix(".jsonl").read_text() == (tmp_path / "raw").read_text()

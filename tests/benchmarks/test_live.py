@@ -16,22 +16,22 @@ from benchmarks.evaluation.systems import LIVE, installed
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a network namespace")
 def test_others_go_on_and_a_rank_that_comes_back_takes_their_state() -> None:
     job = f"ip link set lo up && exec {sys.executable} -m tests.benchmarks.live_job"
-    done = subprocess.run(
+    result = subprocess.run(
         ["unshare", "--net", "sh", "-c", job],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "RUST_LOG": "error"},
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["status"] == -9
-    (one, state), (killed, same), (other, last) = said["ranks"]
+    assert result.returncode == 0, result.stderr[-6000:]
+    output = json.loads(result.stdout.splitlines()[-1])
+    assert output["status"] == -9
+    (first, state), (killed, same), (third, last) = output["ranks"]
     assert state == same == last, "all end with the same state"
-    assert one == other, "two ranks have all iterations"
-    assert [iteration for iteration, _ in one] == [*range(60)]
-    sizes = [ranks for _, ranks in one]
+    assert first == third, "two ranks have all iterations"
+    assert [iteration for iteration, _ in first] == [*range(60)]
+    sizes = [ranks for _, ranks in first]
     assert sizes[:8] == [3] * 8 and 2 in sizes and sizes[-1] == 3, sizes
     back = killed[0][0]  # it looks on in its first iteration
     assert [iteration for iteration, _ in killed] == [*range(back, 60)], "it goes on where the others are"
-    assert back >= 8 and dict(one)[back] == 2
+    assert back >= 8 and dict(first)[back] == 2

@@ -29,12 +29,12 @@ class Trained:
 def run(folder: Path, *, twin: bool, plain_first: bool) -> tuple[list[tuple[str, int]], Log]:
     """Train; return what was trained, checkpointed and finished, in order, and the log."""
     notes: list[tuple[str, int]] = []
-    other = (lambda: cast(Workload, Trained("twin", notes))) if twin else None
+    make_twin = (lambda: cast(Workload, Trained("twin", notes))) if twin else None
     turns = Turns(
         cast(Workload, Trained("ours", notes)),
         lambda iteration: notes.append(("checkpoint", iteration)),
         lambda: notes.append(("finish", -1)),
-        other,
+        make_twin,
     )
     with RankLog(folder, 1) as log:
         train(turns, log, warm_up=5, plain_first=plain_first)
@@ -48,13 +48,15 @@ def test_a_system_is_its_own_baseline(tmp_path: Path, plain_first: bool) -> None
     trained = [iteration for name, iteration in notes if name == "ours"]
     whole = 2 * BLOCK + (first_of(5, before=5) + 5 if plain_first else first)
     assert trained == [*range(whole)], "no iteration is left out, whoever makes checkpoints"
-    saved = [iteration for name, iteration in notes if name == "checkpoint"]
+    checkpoints = [iteration for name, iteration in notes if name == "checkpoint"]
     if plain_first:
         warm = first_of(5, before=5)
-        assert saved == [*range(warm), *range(warm + BLOCK, warm + 2 * BLOCK + 5)]
+        assert checkpoints == [*range(warm), *range(warm + BLOCK, warm + 2 * BLOCK + 5)]
     else:
-        assert saved == [*range(first + BLOCK)]
-    assert (saved[-1] + 1) % BLOCK == first % BLOCK, "blocks with a system begin and end at the same place"
+        assert checkpoints == [*range(first + BLOCK)]
+    assert (checkpoints[-1] + 1) % BLOCK == first % BLOCK, (
+        "blocks with a system begin and end at the same place"
+    )
 
 
 @pytest.mark.parametrize("twin", [False, True])
@@ -71,15 +73,15 @@ def test_nothing_is_written_while_there_is_no_system_and_no_block_waits(
 
 @pytest.mark.parametrize("plain_first", [False, True])
 def test_what_cannot_be_switched_off_takes_turns_with_a_twin(tmp_path: Path, plain_first: bool) -> None:
-    notes, said = run(tmp_path, twin=True, plain_first=plain_first)
+    notes, lines = run(tmp_path, twin=True, plain_first=plain_first)
     warm = first_of(5, before=5) + 5 if plain_first else first_of(5)
-    assert [one for name, one in notes if name == "ours"] == [*range(warm + BLOCK)]
-    assert [one for name, one in notes if name == "twin"] == [*range(first_of(0) + BLOCK)]
-    order = [line["block"] for line in said if "block" in line]
+    assert [iteration for name, iteration in notes if name == "ours"] == [*range(warm + BLOCK)]
+    assert [iteration for name, iteration in notes if name == "twin"] == [*range(first_of(0) + BLOCK)]
+    order = [line["block"] for line in lines if "block" in line]
     assert order == (["plain", "system"] if plain_first else ["system", "plain"])
-    told = [said.index(line) for line in said if "peak" in line]
-    assert len(told) == 1
-    assert told[0] < min(said.index(line) for line in said if line.get("block") == "plain")
+    peak_lines = [lines.index(line) for line in lines if "peak" in line]
+    assert len(peak_lines) == 1
+    assert peak_lines[0] < min(lines.index(line) for line in lines if line.get("block") == "plain")
 
 
 def test_its_log_makes_a_record(tmp_path: Path) -> None:

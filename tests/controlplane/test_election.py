@@ -26,8 +26,8 @@ from controlplane.election import (
 )
 from testbed.jobs import job as some_job
 
-JOBS, OTHERS = 0xA, 0xB
-FREE, LED = (ServerStanding(who, ElectionId(3, JOBS, 5)) for who in (Primary.NOBODY, Primary.ANOTHER))
+JOBS, OTHER_JOBS = 0xA, 0xB
+FREE, LED = (ServerStanding(primary, ElectionId(3, JOBS, 5)) for primary in (Primary.NOBODY, Primary.ANOTHER))
 
 
 def test_a_higher_term_wins_whatever_the_jobs_are() -> None:
@@ -36,7 +36,7 @@ def test_a_higher_term_wins_whatever_the_jobs_are() -> None:
         ElectionId(2, 1, 0).number > ElectionId(1, most, 9).number > ElectionId(1, most, 8).number > 1 << 64
     )
     assert ElectionId(1 << 63, most, 3).number < 1 << 128
-    assert ElectionId.from_number(ElectionId(7, OTHERS, 9).number) == ElectionId(7, OTHERS, 9)
+    assert ElectionId.from_number(ElectionId(7, OTHER_JOBS, 9).number) == ElectionId(7, OTHER_JOBS, 9)
     assert ElectionId.from_number(1 << 40) == ElectionId(0, 0, 1 << 40), (
         "a controller that waits says nothing of its jobs"
     )
@@ -50,17 +50,17 @@ def job() -> Job:
 def test_the_digest_is_of_what_switches_do(job: Job) -> None:
     assert jobs_digest([job]) == jobs_digest([replace(job, keys=Path("elsewhere"))])
     assert jobs_digest([job]) != jobs_digest([replace(job, channels=2)])
-    other = replace(job, job="another")
-    assert jobs_digest([job, other]) == jobs_digest([other, job]) != jobs_digest([job])
+    second_job = replace(job, job="another")
+    assert jobs_digest([job, second_job]) == jobs_digest([second_job, job]) != jobs_digest([job])
     assert 0 < jobs_digest([]) < 1 << 48
 
 
 def test_a_bid_is_above_the_highest_and_displaces_only_its_own_jobs_primary() -> None:
     assert Candidacy(9, JOBS).bid(ServerStanding(Primary.NOBODY)) == ElectionId(1, JOBS, 9)
-    assert Candidacy(9, OTHERS).bid(FREE) == ElectionId(4, OTHERS, 9), "whoever is told to run runs"
+    assert Candidacy(9, OTHER_JOBS).bid(FREE) == ElectionId(4, OTHER_JOBS, 9), "whoever is told to run runs"
     assert Candidacy(9, JOBS).bid(LED) is None
     assert Candidacy(9, JOBS, displaces=True).bid(LED) == ElectionId(4, JOBS, 9)
-    assert Candidacy(9, OTHERS, displaces=True).bid(LED) is None
+    assert Candidacy(9, OTHER_JOBS, displaces=True).bid(LED) is None
     shell = ServerStanding(Primary.ANOTHER, ElectionId(1 << 32, 0, 0))
     assert Candidacy(9, 0, displaces=True).bid(shell) is None, "0 is not the name of any jobs"
     promoted = ServerStanding(Primary.THIS, ElectionId.from_number(77))
@@ -76,37 +76,39 @@ def test_a_controller_that_waits_or_a_shell_is_only_in_the_way() -> None:
 
 
 def test_a_controller_is_not_kept_out_by_its_own_broken_connection() -> None:
-    own = ServerStanding(Primary.ANOTHER, ElectionId(3, JOBS, 9))
-    assert Candidacy(9, JOBS).bid(own) == ElectionId(4, JOBS, 9)
+    standing = ServerStanding(Primary.ANOTHER, ElectionId(3, JOBS, 9))
+    assert Candidacy(9, JOBS).bid(standing) == ElectionId(4, JOBS, 9)
 
 
 def test_a_controller_that_returns_does_not_undo_newer_jobs() -> None:
-    assert Candidacy(9, OTHERS, returns=True).bid(FREE) is None
+    assert Candidacy(9, OTHER_JOBS, returns=True).bid(FREE) is None
     assert Candidacy(9, JOBS, returns=True).bid(FREE) == ElectionId(4, JOBS, 9)
-    assert Candidacy(5, OTHERS, returns=True).bid(FREE) == ElectionId(4, OTHERS, 5), "the files were its own"
+    assert Candidacy(5, OTHER_JOBS, returns=True).bid(FREE) == ElectionId(4, OTHER_JOBS, 5), (
+        "the files were its own"
+    )
 
 
-def watch(*seen: ServerStanding | None, digests: tuple[int, ...] = (JOBS,)) -> SwitchWatch:
+def watch(*standings: ServerStanding | None, digests: tuple[int, ...] = (JOBS,)) -> SwitchWatch:
     """Return a watch of switches a, b, c that has seen the first ones."""
-    made = SwitchWatch("cab", digests[0], digests)
-    for name, standing in zip("abc", seen, strict=False):
-        made.see(name, standing)
-    return made
+    switch_watch = SwitchWatch("cab", digests[0], digests)
+    for name, standing in zip("abc", standings, strict=False):
+        switch_watch.see(name, standing)
+    return switch_watch
 
 
 def test_a_switch_that_was_away_is_left_to_the_controller_that_knows_its_streams() -> None:
     assert not watch(FREE).is_back
     assert not watch(None, FREE).is_back
-    made = watch(LED, LED)
-    made.see("a", None)
-    made.see("b", LED)
-    assert (made.verdict, made.is_back) == (StandbyVerdict.WAIT, False)
-    made.see("a", FREE)
-    assert (made.verdict, made.is_back) == (StandbyVerdict.CLAIM, True)
-    made.see("a", LED)
-    assert (made.verdict, made.is_back) == (StandbyVerdict.WAIT, False)
-    made.see("a", FREE)
-    assert (made.verdict, made.is_back) == (StandbyVerdict.CLAIM, False), (
+    switch_watch = watch(LED, LED)
+    switch_watch.see("a", None)
+    switch_watch.see("b", LED)
+    assert (switch_watch.verdict, switch_watch.is_back) == (StandbyVerdict.WAIT, False)
+    switch_watch.see("a", FREE)
+    assert (switch_watch.verdict, switch_watch.is_back) == (StandbyVerdict.CLAIM, True)
+    switch_watch.see("a", LED)
+    assert (switch_watch.verdict, switch_watch.is_back) == (StandbyVerdict.WAIT, False)
+    switch_watch.see("a", FREE)
+    assert (switch_watch.verdict, switch_watch.is_back) == (StandbyVerdict.CLAIM, False), (
         "its primary has ended while it was there"
     )
 
@@ -116,14 +118,14 @@ def test_a_standby_gives_the_primary_a_head_start(monkeypatch: pytest.MonkeyPatc
 
     async def waited(*then: ServerStanding) -> float:
         """Return the seconds until a switch is claimed that came back, and then shows these standings."""
-        made, changed = watch(None), asyncio.Event()
-        made.see("a", FREE)
+        switch_watch, change = watch(None), asyncio.Event()
+        switch_watch.see("a", FREE)
         began = time.monotonic()
-        claimed = asyncio.create_task(standby._until_free(made, changed))
+        claimed = asyncio.create_task(standby._until_free(switch_watch, change))
         for standing in then:
             await asyncio.sleep(0.1)
-            made.see("a", standing)
-            changed.set()
+            switch_watch.see("a", standing)
+            change.set()
         await asyncio.wait_for(claimed, 2)
         return time.monotonic() - began
 
@@ -144,25 +146,25 @@ def test_the_first_reachable_switch_decides() -> None:
 
 def test_a_new_switch_is_left_to_the_primary_that_has_not_read_the_files_yet() -> None:
     assert (
-        watch(ServerStanding(Primary.NOBODY), LED, digests=(OTHERS, JOBS)).verdict
+        watch(ServerStanding(Primary.NOBODY), LED, digests=(OTHER_JOBS, JOBS)).verdict
         is StandbyVerdict.OTHER_JOBS
     )
     assert watch(ServerStanding(Primary.NOBODY), LED).verdict is StandbyVerdict.CLAIM
 
 
 def test_jobs_that_are_not_the_primarys_are_not_installed() -> None:
-    assert watch(FREE, digests=(OTHERS,)).verdict is StandbyVerdict.OTHER_JOBS
-    assert watch(FREE, digests=(OTHERS, JOBS)).verdict is StandbyVerdict.CLAIM, (
+    assert watch(FREE, digests=(OTHER_JOBS,)).verdict is StandbyVerdict.OTHER_JOBS
+    assert watch(FREE, digests=(OTHER_JOBS, JOBS)).verdict is StandbyVerdict.CLAIM, (
         "its files were the primary's before"
     )
-    unknown = watch(LED, digests=(OTHERS,))
+    unknown = watch(LED, digests=(OTHER_JOBS,))
     unknown.see("a", ServerStanding(Primary.THIS, ElectionId.from_number(77)))
     assert unknown.verdict is StandbyVerdict.OTHER_JOBS, (
         "a server that promotes unasked forgets the last primary"
     )
 
 
-class Refused(Exception):
+class ElectionIdInUse(Exception):
     """A server ends the stream: the id is in use."""
 
 
@@ -179,10 +181,10 @@ class Server:
         if self.bmv2:
             number = number or 0
         if number is not None and any(
-            other != stream and known == number for other, known in self.streams.items()
+            name != stream and election_id == number for name, election_id in self.streams.items()
         ):
             self.leave(stream)
-            raise Refused
+            raise ElectionIdInUse
         self.streams[stream] = -1 if number is None else number
         if self.bmv2:
             self._promote()
@@ -193,7 +195,7 @@ class Server:
         return self.standing(stream)
 
     def _promote(self) -> None:
-        self.first = max(self.streams, key=lambda one: self.streams[one], default=None)
+        self.first = max(self.streams, key=lambda stream: self.streams[stream], default=None)
         self.highest = self.streams[self.first] if self.first is not None else None
 
     def leave(self, stream: str) -> None:
@@ -204,8 +206,8 @@ class Server:
             self.first = None
 
     def standing(self, stream: str) -> ServerStanding:
-        who = Primary.THIS if self.first == stream else Primary.ANOTHER if self.first else Primary.NOBODY
-        return ServerStanding(who, None if self.highest is None else ElectionId.from_number(self.highest))
+        primary = Primary.THIS if self.first == stream else Primary.ANOTHER if self.first else Primary.NOBODY
+        return ServerStanding(primary, None if self.highest is None else ElectionId.from_number(self.highest))
 
 
 @dataclass
@@ -214,24 +216,24 @@ class Controller:
 
     name: str
     servers: dict[str, Server]
-    cut: set[tuple[str, str]]
+    broken_links: set[tuple[str, str]]
     numbers: Iterator[int]
     alive: bool = True
     watch: SwitchWatch | None = None
-    held: dict[str, ElectionId] = field(default_factory=dict)
+    bids: dict[str, ElectionId] = field(default_factory=dict)
 
     def reaches(self, switch: str) -> bool:
-        return (self.name, switch) not in self.cut
+        return (self.name, switch) not in self.broken_links
 
     def end(self) -> None:
         """Close all streams; a server notices even if it cannot be reached, after a while."""
         for server in self.servers.values():
             server.leave(f"{self.name} serves")
             server.leave(f"{self.name} waits")
-        self.watch, self.held = None, {}
+        self.watch, self.bids = None, {}
 
     def step(self) -> None:
-        self._serve() if self.held else self._wait()
+        self._serve() if self.bids else self._wait()
 
     def _wait(self) -> None:
         self.watch = self.watch or SwitchWatch(self.servers, JOBS)
@@ -256,16 +258,16 @@ class Controller:
 
     def _claim(self, switch: str) -> bool:
         server, stream = self.servers[switch], f"{self.name} serves"
-        earlier = any(other in self.held for other in earlier_switches(switch, self.servers))
+        earlier = any(name in self.bids for name in earlier_switches(switch, self.servers))
         candidacy = Candidacy(ord(self.name), JOBS, displaces=earlier)
         try:
             standing = server.arbitrate(stream, next(self.numbers) if server.bmv2 else None)
             bid = candidacy.bid(standing)
             if bid is None or server.arbitrate(stream, bid.number).primary is not Primary.THIS:
                 return False
-        except Refused:
+        except ElectionIdInUse:
             return False
-        self.held[switch] = bid
+        self.bids[switch] = bid
         return True
 
     def _serve(self) -> None:
@@ -273,12 +275,12 @@ class Controller:
             stream = f"{self.name} serves"
             if not self.reaches(name) or stream not in server.streams:
                 server.leave(stream)
-                self.held.pop(name, None)
-            elif name in self.held and server.first != stream:
+                self.bids.pop(name, None)
+            elif name in self.bids and server.first != stream:
                 self.end()
                 return
         for name in self.servers:
-            if self.reaches(name) and name not in self.held and not self._claim(name):
+            if self.reaches(name) and name not in self.bids and not self._claim(name):
                 self.end()
                 return
 
@@ -288,37 +290,37 @@ class Controller:
 def test_whatever_happens_one_controller_serves_all_switches_in_the_end(
     kinds: tuple[bool, ...], seed: int
 ) -> None:
-    drawn = random.Random(seed)
+    generator = random.Random(seed)
     servers = {name: Server(bmv2) for name, bmv2 in zip("abc", kinds, strict=True)}
-    cut: set[tuple[str, str]] = set()
+    broken_links: set[tuple[str, str]] = set()
     numbers = count(1000)
-    controllers = [Controller(name, servers, cut, numbers) for name in ("x", "y", "z")]
+    controllers = [Controller(name, servers, broken_links, numbers) for name in ("x", "y", "z")]
     for _ in range(150):
-        one, switch = drawn.choice(controllers), drawn.choice("abc")
-        event = drawn.random()
+        target, switch = generator.choice(controllers), generator.choice("abc")
+        event = generator.random()
         if event < 0.04:
-            one.end()
-            one.alive = False
+            target.end()
+            target.alive = False
         elif event < 0.1:
-            one.alive = True
+            target.alive = True
         elif event < 0.15:
-            cut.add((one.name, switch))
+            broken_links.add((target.name, switch))
         elif event < 0.25:
-            cut.discard((one.name, switch))
+            broken_links.discard((target.name, switch))
         elif event < 0.28:
             servers[switch] = servers[switch].__class__(servers[switch].bmv2)
-        elif one.alive:
-            one.step()
-        first = [each.held for each in controllers if each.held]
-        served = [name for held in first for name, bid in held.items() if bid.number == servers[name].highest]
+        elif target.alive:
+            target.step()
+        first = [controller.bids for controller in controllers if controller.bids]
+        served = [name for bids in first for name, bid in bids.items() if bid.number == servers[name].highest]
         assert len(set(served)) == len(served), "no switch obeys two"
-    cut.clear()
-    for each in controllers:
-        each.alive = True
+    broken_links.clear()
+    for controller in controllers:
+        controller.alive = True
     for _ in range(12):
-        drawn.shuffle(controllers)
-        for each in controllers:
-            each.step()
-    (leader,) = [each for each in controllers if each.held]
-    assert set(leader.held) == set(servers)
+        generator.shuffle(controllers)
+        for controller in controllers:
+            controller.step()
+    (leader,) = [controller for controller in controllers if controller.bids]
+    assert set(leader.bids) == set(servers)
     assert {server.first for server in servers.values()} == {f"{leader.name} serves"}

@@ -52,9 +52,9 @@ def ask(frame: bytes, at: View, port: int = NIC.port, now: int = NOW) -> Answer:
     return answer(parsed, port, at, now)
 
 
-def reply(found: Answer) -> Packet:
-    assert found.frame is not None
-    return Ether(found.frame)
+def reply(result: Answer) -> Packet:
+    assert result.frame is not None
+    return Ether(result.frame)
 
 
 def hello_frame(hello: Hello, key: bytes = KEY, **fields: Any) -> bytes:
@@ -66,14 +66,14 @@ def hello_frame(hello: Hello, key: bytes = KEY, **fields: Any) -> bytes:
 
 def connect(at: View, hello: Hello, **fields: Any) -> Answer:
     """Ask, and do with the answer what a controller does."""
-    found = ask(hello_frame(hello, **fields), at)
-    if found.admission is not None:
-        for entry in found.admission.puts:
+    result = ask(hello_frame(hello, **fields), at)
+    if result.admission is not None:
+        for entry in result.admission.puts:
             if entry.table == "streams":
                 at.connected.put(entry)
         assert isinstance(at.hello_times, dict)
-        at.hello_times[found.admission.key] = found.admission.time
-    return found
+        at.hello_times[result.admission.key] = result.admission.time
+    return result
 
 
 def hello_of(
@@ -116,14 +116,14 @@ def test_no_window_scale_where_none_was_offered() -> None:
 
 def test_a_hello_is_admitted_and_acknowledged_after() -> None:
     at = view()
-    found = connect(at, HELLO)
-    assert found.admission is not None
-    rewrite, expect = found.admission.puts
+    result = connect(at, HELLO)
+    assert result.admission is not None
+    rewrite, expect = result.admission.puts
     assert rewrite["acknowledgement"] == (ISN + 41) % tag.MODULUS
     assert rewrite["minus_base"] == tag.MODULUS - 5
     assert (rewrite["shadow_ip"], rewrite["shadow_port"]) == (int(NIC.ip), 5000)
     assert (expect["boundary"], expect["incarnation"]) == (rewrite["boundary"], 9)
-    tcp = reply(found)[TCP]
+    tcp = reply(result)[TCP]
     assert (str(tcp.flags), tcp.seq, tcp.ack) == ("A", 0, (ISN + 41) % tag.MODULUS)
 
 
@@ -138,9 +138,9 @@ def test_groups_on_the_same_hosts_have_streams_of_their_own() -> None:
     assert (first.key[2], second.key[2]) == (0, 2)
     assert len(at.connected.by_stream) == 2
     for shadow_id in (0, 1, 4, 65535):
-        refused = ask(hello_frame(hello_of(boundary=2, shadow_id=shadow_id), sport=5002), at)
-        assert refused.admission is None
-        assert f"no channel 0 of shadow id {shadow_id}" in refused.note
+        result = ask(hello_frame(hello_of(boundary=2, shadow_id=shadow_id), sport=5002), at)
+        assert result.admission is None
+        assert f"no channel 0 of shadow id {shadow_id}" in result.note
 
 
 def test_a_repeated_hello_gets_the_same_answer_and_changes_nothing() -> None:
@@ -169,12 +169,12 @@ def test_a_repeated_hello_gets_the_same_answer_and_changes_nothing() -> None:
     ],
 )
 def test_what_is_no_right_hello_is_reset(frame: bytes, port: int) -> None:
-    found = ask(frame, view(), port)
-    assert found.admission is None
-    tcp = reply(found)[TCP]
+    result = ask(frame, view(), port)
+    assert result.admission is None
+    tcp = reply(result)[TCP]
     assert str(tcp.flags) == "R"
     assert tcp.seq == Ether(frame)[TCP].ack
-    assert found.note
+    assert result.note
 
 
 def test_a_strangers_syn_is_reset() -> None:
@@ -205,28 +205,28 @@ def test_fin_and_rst_count_only_for_the_connection_that_they_name(flags: str) ->
     after = (ISN + 41) % tag.MODULUS
     assert ask(segment(flags, seq=after, ack=1, sport=5001), at).drop is None
     assert ask(segment(flags, seq=after + 1, ack=1), at).drop is None
-    found = ask(segment(flags, seq=after, ack=77), at)
-    assert found.drop == entry
+    result = ask(segment(flags, seq=after, ack=77), at)
+    assert result.drop == entry
     if flags == "FA":
-        tcp = reply(found)[TCP]
+        tcp = reply(result)[TCP]
         assert (str(tcp.flags), tcp.seq, tcp.ack) == ("FA", 77, after + 1)
     else:
-        assert found.frame is None
-    assert found.closure is not None
-    said = closures_line([found.closure])
+        assert result.frame is None
+    assert result.closure is not None
+    line = closures_line([result.closure])
     how = "closed its stream" if flags == "FA" else "reset its stream"
-    assert f"shadow NIC {NIC.ip}:5000 {how} of channel 0, shadow id 0: the node " in said
-    assert ("training starts again" in said) == (flags == "FA")
-    assert "no copies go there until the node connects" in said
+    assert f"shadow NIC {NIC.ip}:5000 {how} of channel 0, shadow id 0: the node " in line
+    assert ("training starts again" in line) == (flags == "FA")
+    assert "no copies go there until the node connects" in line
 
 
 def test_ends_of_many_streams_are_one_line() -> None:
-    one = Closure("tor0", "closed", "10.0.0.1", 5000, 0, 0)
-    many = [replace(one, nic=f"10.0.0.{i % 4}", port=5000 + i) for i in range(2048)]
+    closure = Closure("tor0", "closed", "10.0.0.1", 5000, 0, 0)
+    many = [replace(closure, nic=f"10.0.0.{i % 4}", port=5000 + i) for i in range(2048)]
     assert closures_line(many).startswith(
         "switch tor0: shadow NICs 10.0.0.0, 10.0.0.1, 10.0.0.2 and 1 more closed 2,048 streams: the node was "
     )
-    assert closures_line([one, one]).startswith("switch tor0: shadow NIC 10.0.0.1 closed 2 streams: ")
+    assert closures_line([closure, closure]).startswith("switch tor0: shadow NIC 10.0.0.1 closed 2 streams: ")
 
 
 @pytest.mark.parametrize(
@@ -248,20 +248,20 @@ def test_nobody_else_ends_a_stream(frame: bytes, port: int) -> None:
 def test_more_than_a_hello_on_a_connection_ends_it() -> None:
     at = view()
     connect(at, HELLO)
-    found = ask(segment("PA", b"x", seq=(ISN + 41) % tag.MODULUS), at)
-    assert found.drop in at.connected.by_stream.values()
-    assert str(reply(found)[TCP].flags) == "R"
+    result = ask(segment("PA", b"x", seq=(ISN + 41) % tag.MODULUS), at)
+    assert result.drop in at.connected.by_stream.values()
+    assert str(reply(result)[TCP].flags) == "R"
 
 
 def test_a_port_that_a_node_has_anew_is_not_in_two_streams() -> None:
     at = view()
     connect(at, HELLO)
     (old,) = at.connected.by_stream.values()
-    other = ask(
+    result = ask(
         hello_frame(hello_of(boundary=1, channel=1)), at
     )  # another stream of this NIC, from the same port
-    assert other.admission is not None
-    assert old in other.admission.drops
+    assert result.admission is not None
+    assert old in result.admission.drops
 
 
 def test_hellos_over_parallel_links_come_in_by_the_port_that_they_are_sent_to() -> None:
@@ -284,19 +284,19 @@ def test_a_new_connection_replaces_the_old_whatever_the_incarnations() -> None:
     assert same is not None
     assert same.drops == ()  # the same key: the entry is modified
     (old,) = at.connected.by_stream.values()
-    other = connect(at, hello_of(incarnation=8, after=2), sport=5002).admission
-    assert other is not None
-    assert other.drops == (old,)
+    admission = connect(at, hello_of(incarnation=8, after=2), sport=5002).admission
+    assert admission is not None
+    assert admission.drops == (old,)
     (now,) = at.connected.by_stream.values()
     assert (now["incarnation"], now["shadow_port"]) == (8, 5002)
     assert ask(segment("R", seq=(ISN + 41) % tag.MODULUS, sport=5000), at).drop is None
 
 
-def refusal(found: Answer) -> str:
+def refusal(result: Answer) -> str:
     """Return the log line of a hello that is refused."""
-    assert found.admission is None
-    assert str(reply(found)[TCP].flags) == "R"
-    return found.note
+    assert result.admission is None
+    assert str(reply(result)[TCP].flags) == "R"
+    return result.note
 
 
 def test_a_repeated_hello_gets_the_same_answer_from_a_restarted_controller() -> None:
@@ -311,16 +311,16 @@ def test_a_repeated_hello_gets_the_same_answer_from_a_restarted_controller() -> 
 
 @pytest.mark.parametrize("offset", [-60_000_001, -60_000_000, 0, 60_000_000, 60_000_001])
 def test_a_clock_may_differ_by_60_s(offset: int) -> None:
-    found = ask(hello_frame(HELLO), view(), now=NOW - offset)
+    result = ask(hello_frame(HELLO), view(), now=NOW - offset)
     if abs(offset) <= 60_000_000:
-        assert found.admission is not None
+        assert result.admission is not None
     else:
         way = "ahead of" if offset > 0 else "behind"
-        assert f"clock is 60.0 s {way} this controller's, more than 60 s" in refusal(found)
+        assert f"clock is 60.0 s {way} this controller's, more than 60 s" in refusal(result)
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "change",
     [
         {"sport": 5001},
         {"dport": 7400, "sport": 4999},
@@ -330,9 +330,9 @@ def test_a_clock_may_differ_by_60_s(offset: int) -> None:
         *({"payload": flipped} for flipped in flips(signed(HELLO, ENDS, KEY)) if flipped[:4] == HELLO_START),
     ],
 )
-def test_every_bit_and_both_ends_are_authenticated(changed: dict[str, Any]) -> None:
-    payload = changed.pop("payload", signed(HELLO, ENDS, KEY))
-    note = refusal(ask(segment("PA", payload, seq=(ISN + 1) % tag.MODULUS, **changed), view()))
+def test_every_bit_and_both_ends_are_authenticated(change: dict[str, Any]) -> None:
+    payload = change.pop("payload", signed(HELLO, ENDS, KEY))
+    note = refusal(ask(segment("PA", payload, seq=(ISN + 1) % tag.MODULUS, **change), view()))
     assert "its MAC is wrong: the node's hello.key" in note or "bytes 14 and 15 are" in note
 
 
@@ -369,13 +369,13 @@ def test_a_refused_hello_leaves_no_trace_in_the_memory() -> None:
     )
     for number in (1, 2):
         frame = hello_frame(hello_of(after=number), sport=5000 + number)
-        found = ask(frame, at)
+        result = ask(frame, at)
         before = dict(memory.hello_times)
-        refused = Changes()
-        memory.take(found, refused)
+        changes = Changes()
+        memory.take(result, changes)
         assert memory.hello_times != before
         assert len(memory.connected.by_stream) == 1
-        memory.forget(refused)
+        memory.forget(changes)
         assert memory.hello_times == before
-        assert ask(frame, at).admission == found.admission
-        memory.take(found, Changes())
+        assert ask(frame, at).admission == result.admission
+        memory.take(result, Changes())

@@ -80,8 +80,8 @@ def tcp_frame(flags: str, payload: bytes = b"", **fields: object) -> bytes:
 
 
 def arp_frame(**fields: object) -> bytes:
-    asked = {"op": 1, "hwsrc": NIC.mac, "psrc": str(NIC.ip), "pdst": str(STUB.ip), **fields}
-    return bytes(Ether(src=NIC.mac, dst="ff:ff:ff:ff:ff:ff") / ARP(**asked))
+    request = {"op": 1, "hwsrc": NIC.mac, "psrc": str(NIC.ip), "pdst": str(STUB.ip), **fields}
+    return bytes(Ether(src=NIC.mac, dst="ff:ff:ff:ff:ff:ff") / ARP(**request))
 
 
 OPTIONS = [("MSS", 1460), ("SAckOK", b""), ("Timestamp", (1, 0)), ("NOP", None), ("WScale", 9)]

@@ -33,8 +33,8 @@ def test_keys_are_followed_like_the_job_files(tmp_path: Path) -> None:
     keys = HelloKeys(remember=True)
     files = JobFiles([tmp_path / "jobs"], fabric, keys.files)
 
-    found = files.wanted(keys.unusable)
-    assert found.jobs == [] and "is not a folder of keys" in found.faults[0].message
+    job_set = files.wanted(keys.unusable)
+    assert job_set.jobs == [] and "is not a folder of keys" in job_set.faults[0].message
     assert not files.changed()
 
     (job,) = (job for _, job in files.read().sound)
@@ -56,11 +56,11 @@ def test_keys_that_are_taken_away_stay_as_they_were(tmp_path: Path) -> None:
     """With several owners, that keeps nobody from changing. With one, it is an error."""
     (job,) = (job for _, job in JobFiles([write(tmp_path, GPT)]).read().sound)
     made(job, tmp_path / "keys")
-    kept, strict = HelloKeys(remember=True), HelloKeys()
-    for keys in (kept, strict):
+    remembering, strict = HelloKeys(remember=True), HelloKeys()
+    for keys in (remembering, strict):
         keys.note_served([job], keys.secrets([job]))
     (tmp_path / "keys" / "gpt" / "controller" / "hello.key").unlink()
-    assert kept.secrets([job])["gpt"] and kept.unusable(job) is None
+    assert remembering.secrets([job])["gpt"] and remembering.unusable(job) is None
     with pytest.raises(KeysError, match=r"hello\.key is missing"):
         strict.secrets([job])
 
@@ -99,10 +99,10 @@ def test_a_refused_copy_of_a_job_does_not_replace_what_is_remembered(tmp_path: P
         jobs.append(job)
     served, copy = jobs
     keys = HelloKeys(remember=True)
-    keys.note_served([served], known := keys.secrets([served]))
+    keys.note_served([served], secrets := keys.secrets([served]))
     assert keys.unusable(copy) is None
     shutil.rmtree(tmp_path / "a" / "keys")
-    assert keys.secrets([served]) == known
+    assert keys.secrets([served]) == secrets
     shutil.rmtree(tmp_path / "b" / "keys")
     assert keys.unusable(copy), "it is not served"
 
@@ -121,15 +121,15 @@ def test_a_fabric_that_a_job_names_is_not_opened_to_find_a_faults_line(
 ) -> None:
     file = write(tmp_path, {**GPT, "fabric": "secret.yaml"}, "gpt.yaml")
     fabric = write(tmp_path, fabric_of(GPT), "fabric.yaml")
-    opened: list[str] = []
+    names: list[str] = []
     read = yaml_lines._read
 
     def noted(file: Path, regular: bool) -> tuple[str, str | None]:
-        opened.append(file.name)
+        names.append(file.name)
         return read(file, regular)
 
     monkeypatch.setattr(yaml_lines, "_read", noted)
     keys = HelloKeys(remember=True)
-    found = JobFiles([file], fabric, keys.files).wanted(keys.unusable)
-    assert [fault.path for fault in found.faults] == ["keys"]
-    assert set(opened) == {"gpt.yaml", "fabric.yaml"}
+    job_set = JobFiles([file], fabric, keys.files).wanted(keys.unusable)
+    assert [fault.path for fault in job_set.faults] == ["keys"]
+    assert set(names) == {"gpt.yaml", "fabric.yaml"}

@@ -32,9 +32,9 @@ INCARNATION = 7
 @pytest.fixture(scope="module")
 def lab_of(request: pytest.FixtureRequest) -> Iterator[dict[str, LiveSwitch]]:
     """Yield a function that returns one lab per target, created on first use."""
-    made: dict[str, Any] = {}
-    yield made
-    for context, _ in made.values():
+    labs: dict[str, Any] = {}
+    yield labs
+    for context, _ in labs.values():
         context.__exit__(None, None, None)
 
 
@@ -43,9 +43,9 @@ def live(target: Target, lab_of: dict[str, Any]) -> Iterator[LiveSwitch]:
     if target not in lab_of:
         context = live_switch(target, f"ctltest{target[:4]}")
         lab_of[target] = (context, context.__enter__())
-    one = lab_of[target][1]
-    yield one
-    one.command("remove", one.job, status=None)
+    live_lab = lab_of[target][1]
+    yield live_lab
+    live_lab.command("remove", live_lab.job, status=None)
 
 
 def hellos(job: Job, group: int = 0, incarnation: int = INCARNATION) -> Iterator[tuple[int, Any, Hello]]:
@@ -64,7 +64,7 @@ def connect_all(live: LiveSwitch, incarnation: int = INCARNATION) -> list[Any]:
     return [live.hello(f"shadow{n}", nic, hello) for n, nic, hello in hellos(job, incarnation=incarnation)]
 
 
-def written(output: str) -> int:
+def update_count(output: str) -> int:
     """Return the number of updates that `run --once` reports."""
     (count,) = [
         int(line.split(" updates")[0].split()[-1]) for line in output.splitlines() if "updates" in line
@@ -73,14 +73,14 @@ def written(output: str) -> int:
 
 
 def test_a_second_run_writes_nothing(live: LiveSwitch) -> None:
-    assert written(live.command("run", "--once", live.job)) > 20
-    assert written(live.command("run", "--once", live.job)) == 0
+    assert update_count(live.command("run", "--once", live.job)) > 20
+    assert update_count(live.command("run", "--once", live.job)) == 0
 
 
 def test_remove_leaves_nothing(live: LiveSwitch) -> None:
     live.command("run", "--once", live.job)
     assert "0 entities stay" in live.command("remove", live.job)
-    assert written(live.command("run", "--once", live.job)) > 20
+    assert update_count(live.command("run", "--once", live.job)) > 20
 
 
 def test_streams_connect_and_status_waits_for_them(live: LiveSwitch) -> None:
@@ -140,10 +140,10 @@ def test_packets_that_the_guard_refuses_are_shown(live: LiveSwitch) -> None:
             raw.send(frame)
     words = f"50 packets refused at port {rank.port}, where rank 0 of {job.job} has only {rank.ip}:"
     live.until(lambda: words in " ".join(live.command("status", live.job).split()))
-    (refused,) = (one for one in live.status()["refused"] if one["packets"])
-    assert (refused["port"], refused["packets"]) == (rank.port, 50)
-    said = json.loads(live.command("doctor", live.job, "--role", "controller", "--json", status=None))
-    details = [finding["detail"] for role in said["roles"] for finding in role["findings"]]
+    (refusal,) = (entry for entry in live.status()["refused"] if entry["packets"])
+    assert (refusal["port"], refusal["packets"]) == (rank.port, 50)
+    report = json.loads(live.command("doctor", live.job, "--role", "controller", "--json", status=None))
+    details = [finding["detail"] for role in report["roles"] for finding in role["findings"]]
     assert f"{words.removesuffix(':')} (none of them in the last 1 s)" in details
 
 
@@ -161,9 +161,9 @@ def test_a_new_incarnation_replaces_the_old_streams(live: LiveSwitch) -> None:
 def test_what_is_no_hello_of_this_node_and_nic_is_reset(live: LiveSwitch) -> None:
     job = read_job(live.job)
     node, nic, hello = next(hellos(job))
-    other = job.shadow_nodes[node].nics[1]
+    second_nic = job.shadow_nodes[node].nics[1]
     with live.serving():
-        assert was_reset(live.connect(f"shadow{node}", other, hello))
+        assert was_reset(live.connect(f"shadow{node}", second_nic, hello))
         assert was_reset(live.connect(f"shadow{node}", nic, Hello(0, 99, 0, 0, 1, 0)))
         assert was_reset(live.connect(f"shadow{node}", nic, b"GET / HTTP/1.1\r\n"))
         assert was_reset(live.connect(f"shadow{node}", nic, hello.pack(bytes(16))[:8]))  # a half
@@ -276,10 +276,10 @@ def _nodes_elsewhere(data: dict[str, Any]) -> list[dict[str, Any]]:
 def test_another_primary_is_told_apart(live: LiveSwitch) -> None:
     with live.serving():
         assert "another primary controller" in live.command("run", live.job, status=5)
-        refused = " ".join(live.command("remove", live.job, status=5).split())
-        assert "another primary controller" in refused
-        assert "Stop that `checkmate run`" in refused
-        assert "remove the job's file from the folder that it serves" in refused
+        message = " ".join(live.command("remove", live.job, status=5).split())
+        assert "another primary controller" in message
+        assert "Stop that `checkmate run`" in message
+        assert "remove the job's file from the folder that it serves" in message
 
 
 def test_a_flood_of_syns_and_resets_keeps_nobody_from_connecting(live: LiveSwitch) -> None:

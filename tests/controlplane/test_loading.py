@@ -26,9 +26,9 @@ def job() -> Iterator[Job]:
     """Yield a job on two switches that run."""
     data = job_data(switches=2)
     with ExitStack() as stack:
-        for one in data["fabric"]["switches"]:
-            one["address"] = stack.enter_context(softswitch("--no-p4")).address
-            one["device_id"] = 1
+        for switch in data["fabric"]["switches"]:
+            switch["address"] = stack.enter_context(softswitch("--no-p4")).address
+            switch["device_id"] = 1
         yield of_data(Job, data)
 
 
@@ -44,21 +44,25 @@ async def connect_streams(fleet: Fleet) -> None:
 
 
 async def holdings(fleet: Fleet) -> dict[str, Holdings]:
-    return {name: await one.session.read() for name, one in fleet.controllers.items() if one.session}
+    return {
+        name: await controller.session.read()
+        for name, controller in fleet.controllers.items()
+        if controller.session
+    }
 
 
 async def served(job: Job) -> dict[str, Holdings]:
     """Return what the switches hold with streams connected, after a controller that adds what is missing."""
     fleet = Fleet(HelloKeys(insecure=True))
-    done = await fleet.start([job])
-    if sum(one.updates for one in done):
+    reports = await fleet.start([job])
+    if sum(report.updates for report in reports):
         await connect_streams(fleet)
-    found = await holdings(fleet)
+    holdings_by_switch = await holdings(fleet)
     await fleet.stop()
-    return found
+    return holdings_by_switch
 
 
-async def refused(job: Job, patch: pytest.MonkeyPatch) -> None:
+async def refuse_load(job: Job, patch: pytest.MonkeyPatch) -> None:
     """Load the program; the second switch refuses it."""
     ensure = SwitchSession.ensure_pipeline
 
@@ -86,25 +90,25 @@ async def interrupted(job: Job, patch: pytest.MonkeyPatch) -> None:
 async def loaded(job: Job, patch: pytest.MonkeyPatch) -> None:
     """Load the program."""
     fleet = Fleet(HelloKeys(insecure=True))
-    done = await fleet.start([job], replace=True)
-    assert all(one.loaded and one.updates for one in done)
+    reports = await fleet.start([job], replace=True)
+    assert all(report.loaded and report.updates for report in reports)
     await fleet.stop()
 
 
-@pytest.mark.parametrize("how", [refused, interrupted, loaded])
+@pytest.mark.parametrize("how", [refuse_load, interrupted, loaded])
 def test_all_switches_hold_what_they_held(
     job: Job, how: Callable[[Job, pytest.MonkeyPatch], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         before = await served(job)
-        assert any(held.table("streams") for held in before.values())
-        assert all(held.table("forwarding") for held in before.values())
+        assert any(switch_holdings.table("streams") for switch_holdings in before.values())
+        assert all(switch_holdings.table("forwarding") for switch_holdings in before.values())
         monkeypatch.setattr(vacating, "QUEUE_SECONDS", 0.0)
         with monkeypatch.context() as patch:
             await how(job, patch)  # type: ignore[misc]
         fleet = Fleet(HelloKeys(insecure=True))
-        done = await fleet.start([job])
-        assert [one.updates for one in done] == [0, 0], "nothing was missing"
+        reports = await fleet.start([job])
+        assert [report.updates for report in reports] == [0, 0], "nothing was missing"
         assert await holdings(fleet) == before
         await fleet.stop()
 

@@ -41,8 +41,8 @@ def everything(jobs: list[Job]) -> dict[str, SwitchPlan]:
     return planning.plan(jobs)
 
 
-def applied(held: Holdings, updates: list[Update]) -> Holdings:
-    result = held.copy()
+def applied(holdings: Holdings, updates: list[Update]) -> Holdings:
+    result = holdings.copy()
     for update in updates:
         if update.new is None:
             result.drop(update.entity)
@@ -56,15 +56,15 @@ def applied(held: Holdings, updates: list[Update]) -> Holdings:
 def test_each_stream_is_replicated_once_by_its_boundary_ranks_own_switch(jobs: list[Job]) -> None:
     plans = everything(jobs)
     network = Network(jobs)
-    wanted = {
+    expected = {
         (s.boundary.job, s.boundary.number, s.channel, s.shadow_id, s.replication_id): s
         for s in network.streams
     }
-    found = {}
+    planned = {}
     for plan in plans.values():
         for stream in plan.streams.values():
             assert stream.boundary.switch == plan.switch
-            found[
+            planned[
                 (
                     stream.boundary.job,
                     stream.boundary.number,
@@ -73,7 +73,7 @@ def test_each_stream_is_replicated_once_by_its_boundary_ranks_own_switch(jobs: l
                     stream.replication_id,
                 )
             ] = stream
-    assert found == wanted
+    assert planned == expected
 
 
 @given(some_jobs())
@@ -149,9 +149,9 @@ def test_the_guard_lets_hosts_and_stubs_send_from_where_they_are(jobs: list[Job]
             for source in (host.ip, *host.addresses):
                 assert guarded(plan, port, int(source))
                 assert not guarded(plan, UNUSED_PORT, int(source))
-                for other in network.hosts:
-                    if other.switch == name and other.port != port:
-                        assert not guarded(plan, other.port, int(source))
+                for neighbour in network.hosts:
+                    if neighbour.switch == name and neighbour.port != port:
+                        assert not guarded(plan, neighbour.port, int(source))
     for name, plan in plans.items():
         for switch in network.switches.values():
             for host in network.hosts:
@@ -203,18 +203,18 @@ def guarded(plan: SwitchPlan, port: int, address: int) -> bool:
 def test_flooding_reaches_every_switch_once(jobs: list[Job]) -> None:
     network = Network(jobs)
     for start in network.switches:
-        seen: list[str] = []
+        visited: list[str] = []
         queue: list[tuple[str, str | None]] = [(start, None)]
         while queue:
             here, came_from = queue.pop()
-            seen.append(here)
-            assert len(seen) <= len(network.switches)
+            visited.append(here)
+            assert len(visited) <= len(network.switches)
             queue += [
                 (far, here)
                 for port in network.tree_ports(here)
                 if (far := network.links(here)[port]) != came_from
             ]
-        assert sorted(seen) == sorted(network.switches)
+        assert sorted(visited) == sorted(network.switches)
 
 
 @given(some_jobs())
@@ -222,8 +222,8 @@ def test_flooding_reaches_every_switch_once(jobs: list[Job]) -> None:
 def test_every_entity_survives_p4runtime(jobs: list[Job]) -> None:
     network = Network(jobs)
     for plan in everything(jobs).values():
-        held = connect_all(network, plan)
-        for entity in _all(held):
+        holdings = connect_all(network, plan)
+        for entity in _all(holdings):
             assert CODEC.decode(CODEC.encode(entity)) == entity
 
 
@@ -232,28 +232,28 @@ def test_every_entity_survives_p4runtime(jobs: list[Job]) -> None:
 def test_planning_again_changes_nothing_and_keeps_connected_streams(jobs: list[Job]) -> None:
     network = Network(jobs)
     for name, plan in everything(jobs).items():
-        held = connect_all(network, plan)
-        again = plan_switch(network, name, held)
-        assert difference(held, again.holdings) == []
+        holdings = connect_all(network, plan)
+        again = plan_switch(network, name, holdings)
+        assert difference(holdings, again.holdings) == []
 
 
 @given(some_jobs(), st.data())
 @few
 def test_a_job_comes_and_goes_without_touching_the_others(jobs: list[Job], data: st.DataObject) -> None:
-    gone = data.draw(st.sampled_from(jobs))
-    rest = Network([job for job in jobs if job is not gone])
+    leaving_job = data.draw(st.sampled_from(jobs))
+    rest = Network([job for job in jobs if job is not leaving_job])
     for name, plan in everything(jobs).items():
-        held = connect_all(Network(jobs), plan)
-        smaller = plan_switch(rest, name, held).holdings if name in rest.switches else Holdings()
-        updates = difference(held, smaller)
-        removed = {update.old for update in updates if update.new is None}
-        others = {key for key, stream in plan.streams.items() if stream.boundary.job != gone.job}
-        for entry in held.table("streams"):
-            assert (entry in removed) == (streams.stream_key(entry) not in others)
-        for entry in held.table("replication"):
-            assert (entry in removed) == (entry["boundary"] not in {key[0] for key in others})
+        holdings = connect_all(Network(jobs), plan)
+        smaller = plan_switch(rest, name, holdings).holdings if name in rest.switches else Holdings()
+        updates = difference(holdings, smaller)
+        removals = {update.old for update in updates if update.new is None}
+        other_keys = {key for key, stream in plan.streams.items() if stream.boundary.job != leaving_job.job}
+        for entry in holdings.table("streams"):
+            assert (entry in removals) == (streams.stream_key(entry) not in other_keys)
+        for entry in holdings.table("replication"):
+            assert (entry in removals) == (entry["boundary"] not in {key[0] for key in other_keys})
         if rest.jobs:
-            assert holdings_without(held, Network([gone]), name) == smaller
+            assert holdings_without(holdings, Network([leaving_job]), name) == smaller
         back = plan_switch(Network(jobs), name, smaller).holdings
         assert all(u.old is None or isinstance(u.entity, MulticastGroup) for u in difference(smaller, back))
 
@@ -263,12 +263,12 @@ def test_a_job_comes_and_goes_without_touching_the_others(jobs: list[Job], data:
 def test_the_difference_leads_from_any_state_to_any_other(before: list[Job], after: list[Job]) -> None:
     start, end = everything(before), everything(after)
     for name in start.keys() & end.keys():
-        held = connect_all(Network(before), start[name])
-        wanted = plan_switch(Network(after), name, held).holdings
-        updates = difference(held, wanted)
-        assert applied(held, updates) == wanted
+        holdings = connect_all(Network(before), start[name])
+        target = plan_switch(Network(after), name, holdings).holdings
+        updates = difference(holdings, target)
+        assert applied(holdings, updates) == target
         undone = [update.undone() for update in reversed(updates)]
-        assert applied(wanted, undone) == held
+        assert applied(target, undone) == holdings
 
 
 @given(some_jobs(), some_jobs())
@@ -278,24 +278,24 @@ def test_writing_is_ordered_so_that_no_connected_stream_misses_a_segment(
 ) -> None:
     start, end = everything(before), everything(after)
     for name in start.keys() & end.keys():
-        wanted = plan_switch(Network(after), name, start[name].holdings).holdings
-        updates = difference(start[name].holdings, wanted)
+        target = plan_switch(Network(after), name, start[name].holdings).holdings
+        updates = difference(start[name].holdings, target)
         puts = [WRITE_ORDER.index(u.entity.feature) for u in updates if u.new is not None]
         drops = [WRITE_ORDER.index(u.entity.feature) for u in updates if u.new is None]
         assert puts == sorted(puts)
         assert drops == sorted(drops, reverse=True)
-        cut = batches(updates, 7)
-        assert list(itertools.chain.from_iterable(cut)) == updates
-        for batch in cut:
+        pieces = batches(updates, 7)
+        assert list(itertools.chain.from_iterable(pieces)) == updates
+        for batch in pieces:
             assert len(batch) <= 7
             assert len({(u.entity.feature, u.new is None) for u in batch}) == 1
 
 
 def test_an_edited_job_writes_the_difference_only() -> None:
     plan = everything([job(channels=1)])["tor0"]
-    held = connect_all(Network([job(channels=1)]), plan)
-    wider = plan_switch(Network([job(channels=2)]), "tor0", held)
-    updates = difference(held, wider.holdings)
+    holdings = connect_all(Network([job(channels=1)]), plan)
+    wider = plan_switch(Network([job(channels=2)]), "tor0", holdings)
+    updates = difference(holdings, wider.holdings)
     assert {update.entity.feature for update in updates} == {"streams", "groups", "replication"}
     assert all(update.old is None for update in updates)
     assert {"lost", "replication"} == {getattr(u.entity, "table", "replication") for u in updates}
@@ -303,14 +303,14 @@ def test_an_edited_job_writes_the_difference_only() -> None:
 
 def test_a_moved_nic_loses_its_stream() -> None:
     plan = everything([job()])["tor0"]
-    held = connect_all(Network([job()]), plan)
-    moved = data_of(job())
-    moved["shadow_nodes"][0]["nics"][0]["mac"] = "02:00:00:00:ff:ff"
-    again = plan_switch(Network([of_data(Job, moved)]), "tor0", held)
-    kept = {streams.stream_key(entry) for entry in again.holdings.table("streams")}
+    holdings = connect_all(Network([job()]), plan)
+    data = data_of(job())
+    data["shadow_nodes"][0]["nics"][0]["mac"] = "02:00:00:00:ff:ff"
+    again = plan_switch(Network([of_data(Job, data)]), "tor0", holdings)
+    remaining = {streams.stream_key(entry) for entry in again.holdings.table("streams")}
     ip = job().shadow_nodes[0].nics[0].ip
-    assert kept == {key for key, stream in plan.streams.items() if stream.nic.ip != ip}
-    assert len(kept) < len(plan.streams)
+    assert remaining == {key for key, stream in plan.streams.items() if stream.nic.ip != ip}
+    assert len(remaining) < len(plan.streams)
 
 
 def test_more_than_a_switch_holds_is_refused_by_what_there_is_too_much_of() -> None:
@@ -336,8 +336,8 @@ def test_more_addresses_than_a_switch_holds_are_refused_as_such() -> None:
 def test_a_switch_has_no_more_replication_entries_than_streams(jobs: list[Job]) -> None:
     """So a table of replication that is as large as that of streams is never the limit."""
     for plan in everything(jobs).values():
-        used = plan.usage()
-        assert used.get("replication", 0) <= used["streams"] == used.get("lost", 0)
+        usage = plan.usage()
+        assert usage.get("replication", 0) <= usage["streams"] == usage.get("lost", 0)
 
 
 def test_entities_print_as_a_person_reads_them() -> None:
@@ -350,8 +350,8 @@ def test_entities_print_as_a_person_reads_them() -> None:
     assert "port 7 -> 50 packets a second for strangers" in lines
 
 
-def _all(held: Holdings) -> list[Entity]:
-    return list(held)
+def _all(holdings: Holdings) -> list[Entity]:
+    return list(holdings)
 
 
 LARGE: dict[str, Any] = {"groups": 2, "ranks": 8, "nodes": 4, "channels": 2, "replicas": 2, "switches": 4}
@@ -368,21 +368,23 @@ SMALLER: dict[str, list[dict[str, Any]]] = {
 """By words of the advice: what is done in a job that follows it."""
 
 
-@pytest.mark.parametrize("what", ADVICE)
-def test_who_follows_the_advice_needs_fewer_entries(what: str) -> None:
-    before = used(what)
-    followed = [change for words, changes in SMALLER.items() if words in ADVICE[what] for change in changes]
-    assert bool(followed) == ("can't" not in ADVICE[what])
+@pytest.mark.parametrize("resource", ADVICE)
+def test_who_follows_the_advice_needs_fewer_entries(resource: str) -> None:
+    before = usage_of(resource)
+    followed = [
+        change for words, changes in SMALLER.items() if words in ADVICE[resource] for change in changes
+    ]
+    assert bool(followed) == ("can't" not in ADVICE[resource])
     for change in followed:
-        assert used(what, **change) < before, change
+        assert usage_of(resource, **change) < before, change
 
 
-def used(what: str, turned: int = 0, **change: Any) -> int:
+def usage_of(resource: str, turned: int = 0, **change: Any) -> int:
     """Return what `tor0` needs for a job whose groups begin some ranks later than usual."""
     data = job_data(**LARGE | {"further": 2} | change)
     for group in data["dp_groups"]:
         group["ranks"] = [*group["ranks"][turned:], *group["ranks"][:turned]]
-    return everything([of_data(Job, data)])["tor0"].usage().get(what, 0)
+    return everything([of_data(Job, data)])["tor0"].usage().get(resource, 0)
 
 
 def test_every_limit_has_an_advice() -> None:
@@ -392,12 +394,12 @@ def test_every_limit_has_an_advice() -> None:
 def test_a_fabric_that_is_too_large_is_refused_before_entries_are_made() -> None:
     large = Network([job(**LARGE | {"further": 1})])
     plan = plan_switch(large, "tor0", Holdings())
-    held = {**limits("softswitch"), "forwarding": 10, "guarded_addresses": 10}
+    capacity = {**limits("softswitch"), "forwarding": 10, "guarded_addresses": 10}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "limits", lambda _: held)
-        found = fabric_excesses(large)
-    assert [(one.resource, one.demand, one.other_switches) for one in found] == [
+        patch.setattr(planning, "limits", lambda _: capacity)
+        excesses = fabric_excesses(large)
+    assert [(excess.resource, excess.demand, excess.other_switches) for excess in excesses] == [
         ("forwarding entries", plan.usage()["forwarding"], 3),
         ("guarded_addresses entries", plan.usage()["guarded_addresses"], 3),
     ]
-    assert str(found[0]).startswith("switch tor0 and 3 others (softswitch): ")
+    assert str(excesses[0]).startswith("switch tor0 and 3 others (softswitch): ")

@@ -34,8 +34,8 @@ def digests(folder: Path) -> dict[str, str]:
     """Return a digest of each switch's entries, groups and streams, by job and switch."""
     return {
         f"{name} {switch}": digest(plan)
-        for name, made in jobs(folder)
-        for switch, plan in planning.plan([made]).items()
+        for name, job in jobs(folder)
+        for switch, plan in planning.plan([job]).items()
     }
 
 
@@ -58,5 +58,5 @@ def digest(plan: SwitchPlan) -> str:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        FILE.write_text(json.dumps(digests(Path(made)), indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        FILE.write_text(json.dumps(digests(Path(folder)), indent=1) + "\n")

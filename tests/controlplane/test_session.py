@@ -47,12 +47,12 @@ EXAMPLES = Path(__file__).parent.parent.parent / "softswitch" / "examples"
 
 @pytest.fixture(scope="module")
 def switch() -> Iterator[Switch]:
-    with softswitch("--no-p4") as one:
-        yield one
+    with softswitch("--no-p4") as running_switch:
+        yield running_switch
 
 
 @contextlib.asynccontextmanager
-async def opened(switch: Switch) -> AsyncIterator[SwitchSession]:
+async def open_session(switch: Switch) -> AsyncIterator[SwitchSession]:
     """Yield a primary session; the switch runs our program, without entries."""
     async with SwitchSession(switch, CODEC, candidacy=WRITER) as session:
         await session.ensure_pipeline(replace=True)
@@ -63,15 +63,15 @@ def inserts(*entities: Entity) -> list[Update]:
     return [Update(None, entity) for entity in entities]
 
 
-ONE = forwarding.forward("02:00:00:00:00:01", 1)
+FIRST = forwarding.forward("02:00:00:00:00:01", 1)
 READ = "table_entry['forwarding'].read(lambda entry: print(entry))"
-TWO = forwarding.forward("02:00:00:00:00:02", 2)
+SECOND = forwarding.forward("02:00:00:00:00:02", 2)
 
 
 def test_what_is_written_is_read_back(switch: Switch) -> None:
     async def scenario() -> None:
         entities: Sequence[Entity] = [
-            ONE,
+            FIRST,
             forwarding.discard("02:00:00:00:00:09"),
             replication.mark(32),
             MulticastGroup(7, frozenset({(1, 0), (2, 1), (2, 2)})),
@@ -83,26 +83,26 @@ def test_what_is_written_is_read_back(switch: Switch) -> None:
             guard.host_port(5),
             guard.refuse(IPv4Address("10.0.0.1"), from_link=False),
         ]
-        async with opened(switch) as session:
+        async with open_session(switch) as session:
             await session.write(inserts(*entities))
             assert await session.read() == Holdings.from_entities(entities)
-            changed = forwarding.forward("02:00:00:00:00:01", 5)
-            await session.write([Update(ONE, changed), Update(entities[1], None)])
-            held = await session.read()
-            assert held.table("forwarding") == [changed]
+            new = forwarding.forward("02:00:00:00:00:01", 5)
+            await session.write([Update(FIRST, new), Update(entities[1], None)])
+            holdings = await session.read()
+            assert holdings.table("forwarding") == [new]
 
     LOOP.run_until_complete(scenario())
 
 
 def test_a_refused_batch_is_undone_and_the_error_names_the_entity(switch: Switch) -> None:
     async def scenario() -> None:
-        async with opened(switch) as session:
-            await session.write(inserts(ONE))
+        async with open_session(switch) as session:
+            await session.write(inserts(FIRST))
             before = await session.read()
             group = MulticastGroup(3, frozenset({(1, 0)}))
-            with pytest.raises(WriteRefused) as caught:
-                await session.write([*inserts(group, TWO, ONE), Update(None, replication.mark(1))])
-            text = str(caught.value)
+            with pytest.raises(WriteRefused) as error:
+                await session.write([*inserts(group, SECOND, FIRST), Update(None, replication.mark(1))])
+            text = str(error.value)
             assert "refuses to insert forwarding[mac=02:00:00:00:00:01] -> forward(port=1)" in text
             assert "ALREADY_EXISTS" in text
             assert "is undone" in text
@@ -113,7 +113,7 @@ def test_a_refused_batch_is_undone_and_the_error_names_the_entity(switch: Switch
 
 def test_a_thousand_refusals_are_undone_too(switch: Switch) -> None:
     async def scenario() -> None:
-        async with opened(switch) as session:
+        async with open_session(switch) as session:
             there = [forwarding.forward(f"02:00:00:00:{n >> 8:02x}:{n & 255:02x}", 1) for n in range(1000)]
             await session.write(inserts(*there))
             before = await session.read()
@@ -127,12 +127,12 @@ def test_a_thousand_refusals_are_undone_too(switch: Switch) -> None:
 
 def test_another_build_of_the_program_is_told(switch: Switch, tmp_path: Path) -> None:
     p4info, config = compiled("softswitch")
-    changed = tmp_path / "changed.json"
-    changed.write_text(config.read_text().replace('"id" : 0', '"id" :  0', 1))
-    other = Codec(P4Schema(p4info, changed))
+    new_config = tmp_path / "changed.json"
+    new_config.write_text(config.read_text().replace('"id" : 0', '"id" :  0', 1))
+    new_codec = Codec(P4Schema(p4info, new_config))
 
     async def scenario() -> None:
-        async with SwitchSession(switch, other, candidacy=WRITER) as session:
+        async with SwitchSession(switch, new_codec, candidacy=WRITER) as session:
             await session.ensure_pipeline(replace=True)
             assert not await session.ensure_pipeline()
         async with SwitchSession(switch, CODEC, candidacy=WRITER) as session:
@@ -147,19 +147,23 @@ def test_training_stops_before_a_program_is_replaced_and_goes_on_if_it_is_not(sw
     network = Network([parsed_job()])
     node = StreamConnection(IPv4Address("10.1.0.3"), "02:00:00:00:00:03", 40000, 1)
     stream = streams.rewrite((1, 0, 0, 1), 2, node, parsed_job().fabric.switches[0].stub)
-    held = [stream, streams.expect(1, 2), ONE, TWO]
+    entities = [stream, streams.expect(1, 2), FIRST, SECOND]
 
     async def scenario() -> None:
-        async with opened(switch) as session:
+        async with open_session(switch) as session:
             assert await vacate(session, ()) is None, "it holds nothing"
-            await session.write(inserts(*held))
-            found = await vacate(session, [TWO["mac"]])
-            assert found is not None
-            assert found.holdings == Holdings.from_entities(held)
-            assert await session.read() == Holdings.from_entities([*held[:2], TWO]), "copies still reach TWO"
-            await resume(session, found, Holdings.from_entities([forwarding.forward("02:00:00:00:00:09", 3)]))
+            await session.write(inserts(*entities))
+            vacated = await vacate(session, [SECOND["mac"]])
+            assert vacated is not None
+            assert vacated.holdings == Holdings.from_entities(entities)
+            assert await session.read() == Holdings.from_entities([*entities[:2], SECOND]), (
+                "copies still reach SECOND"
+            )
+            await resume(
+                session, vacated, Holdings.from_entities([forwarding.forward("02:00:00:00:00:09", 3)])
+            )
             more = forwarding.forward("02:00:00:00:00:09", 3)
-            assert await session.read() == Holdings.from_entities([*held, more]), "what is planned, too"
+            assert await session.read() == Holdings.from_entities([*entities, more]), "what is planned, too"
 
     LOOP.run_until_complete(scenario())
     assert forwarding.shadow_macs(network)
@@ -219,10 +223,10 @@ def test_there_is_one_primary(switch: Switch) -> None:
 
 def test_readers_may_be_many(switch: Switch) -> None:
     async def scenario() -> None:
-        async with opened(switch) as session:
-            await session.write(inserts(ONE))
+        async with open_session(switch) as session:
+            await session.write(inserts(FIRST))
             async with SwitchSession(switch, CODEC) as reader:
-                assert (await reader.read()).table("forwarding") == [ONE]
+                assert (await reader.read()).table("forwarding") == [FIRST]
 
     LOOP.run_until_complete(scenario())
 
@@ -241,11 +245,11 @@ def test_an_unreachable_switch_is_told_in_time() -> None:
 
 def test_a_wrong_device_id_is_told(switch: Switch) -> None:
     async def scenario() -> None:
-        other = replace(switch, device_id=42)
+        wrong_switch = replace(switch, device_id=42)
         with pytest.raises(
             SwitchUnreachable, match=r"has no device 42 .*start it with --device-id 42, or write"
         ):
-            async with SwitchSession(other, CODEC, candidacy=WRITER) as session:
+            async with SwitchSession(wrong_switch, CODEC, candidacy=WRITER) as session:
                 await session.ensure_pipeline()
 
     LOOP.run_until_complete(scenario())
@@ -282,7 +286,7 @@ def test_a_switch_that_goes_away_is_told() -> None:
             await session.__aenter__()
             await session.ensure_pipeline()
         with pytest.raises(SwitchUnreachable):
-            await session.write(inserts(ONE))
+            await session.write(inserts(FIRST))
         with pytest.raises(SwitchUnreachable):
             async for _ in session.packets():
                 pass
@@ -293,17 +297,17 @@ def test_a_switch_that_goes_away_is_told() -> None:
 
 def lose_refusals(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Have gRPC's asyncio client not know why a switch has refused the first calls."""
-    lost = grpc.aio.AioRpcError(
+    error = grpc.aio.AioRpcError(
         grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core"
     )
-    left = times
+    remaining = times
     send = P4Client.send
 
     async def sends(client: P4Client, message: p4r.StreamMessageRequest) -> None:
-        nonlocal left
-        if left > 0:
-            left -= 1
-            raise P4ClientError(lost, "send")
+        nonlocal remaining
+        if remaining > 0:
+            remaining -= 1
+            raise P4ClientError(error, "send")
         await send(client, message)
 
     monkeypatch.setattr(P4Client, "send", sends)
@@ -316,7 +320,7 @@ def test_a_refusal_whose_reason_is_lost_is_asked_for_again(
     """If a switch refuses a call while it is being opened, gRPC's asyncio client may not know why."""
 
     async def scenario() -> None:
-        async with opened(switch) as session:
+        async with open_session(switch) as session:
             await session.read()
 
     lose_refusals(monkeypatch, times)
@@ -326,19 +330,19 @@ def test_a_refusal_whose_reason_is_lost_is_asked_for_again(
 
 def looked(switch: Switch, times: int) -> list[ServerStanding | None]:
     """Return what a standby sees of a switch, once it has been told that many times."""
-    seen: list[ServerStanding | None] = []
-    watch = SimpleNamespace(see=lambda _, standing: seen.append(standing))
+    standings: list[ServerStanding | None] = []
+    watch = SimpleNamespace(see=lambda _, standing: standings.append(standing))
 
     async def scenario() -> None:
-        changed = asyncio.Event()
-        looking = asyncio.ensure_future(standby._look(switch, watch, changed))  # type: ignore[arg-type]
+        change = asyncio.Event()
+        looking = asyncio.ensure_future(standby._look(switch, watch, change))  # type: ignore[arg-type]
         for _ in range(times):
-            await asyncio.wait_for(changed.wait(), 10)
-            changed.clear()
+            await asyncio.wait_for(change.wait(), 10)
+            change.clear()
         looking.cancel()
 
     LOOP.run_until_complete(scenario())
-    return seen
+    return standings
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -346,8 +350,8 @@ def test_a_standby_takes_no_switch_for_gone_if_one_refusal_is_lost(
     switch: Switch, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     lose_refusals(monkeypatch, times)
-    seen = looked(switch, 1)
-    assert (seen[0] is None) == (times == 2)
+    standings = looked(switch, 1)
+    assert (standings[0] is None) == (times == 2)
 
 
 def test_refusals_that_are_lost_one_by_one_are_no_end_of_a_switch(
@@ -377,8 +381,8 @@ def test_tls_with_client_certificates(tmp_path: Path) -> None:
 
     async def scenario(switch: Switch) -> None:
         tls = Tls(ca=files["ca"], cert=controller / "cert.pem", key=controller / "key.pem")
-        async with opened(replace(switch, tls=tls)) as session:
-            await session.write(inserts(ONE))
+        async with open_session(replace(switch, tls=tls)) as session:
+            await session.write(inserts(FIRST))
         for wrong in (None, Tls(ca=files["ca"])):
             with pytest.raises(SwitchUnreachable):
                 async with SwitchSession(
@@ -402,11 +406,11 @@ def test_p4runtime_shell_reads_beside_us_and_writes_without_us(switch: Switch, t
     """This client shares no code with ours."""
 
     async def prepare() -> None:
-        async with opened(switch) as session:
-            await session.write(inserts(ONE))
-            shown = await asyncio.to_thread(_shell, switch, READ, tmp_path)
-            assert "forward" in shown
-            assert re.search(r"02:00:00:00:00:01|x02(\\+x00){4}\\+x01", shown)
+        async with open_session(switch) as session:
+            await session.write(inserts(FIRST))
+            output = await asyncio.to_thread(_shell, switch, READ, tmp_path)
+            assert "forward" in output
+            assert re.search(r"02:00:00:00:00:01|x02(\\+x00){4}\\+x01", output)
 
     LOOP.run_until_complete(prepare())
     script = (
@@ -418,9 +422,9 @@ def test_p4runtime_shell_reads_beside_us_and_writes_without_us(switch: Switch, t
 
     async def check() -> None:
         async with SwitchSession(switch, CODEC, candidacy=WRITER) as session:
-            held = await session.read()
-            assert TWO in held.table("forwarding")
-            assert held.groups[5].replicas == {(1, 0), (2, 1)}
+            holdings = await session.read()
+            assert SECOND in holdings.table("forwarding")
+            assert holdings.groups[5].replicas == {(1, 0), (2, 1)}
 
     LOOP.run_until_complete(check())
 
@@ -428,7 +432,7 @@ def test_p4runtime_shell_reads_beside_us_and_writes_without_us(switch: Switch, t
 def _shell(switch: Switch, script: str, folder: Path, *, primary: bool = False) -> str:
     """Return the output of p4runtime-shell for a line of input."""
     command, environment = shell.invocation(switch, primary=primary)
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         env={**environment, "IPYTHONDIR": str(folder)},
         input=f"{script}\nexit\n",
@@ -437,6 +441,6 @@ def _shell(switch: Switch, script: str, folder: Path, *, primary: bool = False) 
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "Error" not in done.stderr + done.stdout, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "Error" not in result.stderr + result.stdout, result.stdout + result.stderr
+    return result.stdout

@@ -15,7 +15,7 @@ from controlplane.streams import StreamConnection, expect, rewrite
 from softswitch.codegen.program import Program
 from softswitch.program.state import GroupReplica
 from testbed.jobs import job
-from tests.softswitch.support.scenarios import CHECKMATE, add, made
+from tests.softswitch.support.scenarios import CHECKMATE, add, load_program
 
 INCARNATION = 3
 Peers = dict[Stream, tuple[str, int]]
@@ -26,19 +26,19 @@ def loaded(of: Job) -> tuple[Program, Peers]:
     """Return the program with all entries of a job's plan, and every stream connected."""
     (plan,) = planning.plan([of]).values()
     stub = of.fabric.switches[0].stub
-    held, peers = plan.holdings.copy(), {}
+    holdings, peers = plan.holdings.copy(), {}
     for port, (key, stream) in enumerate(plan.streams.items(), 5000):
         peers[stream] = str(stream.nic.ip), port
         connection = StreamConnection(stream.nic.ip, stream.nic.mac, port, isn=1)
-        held.put(rewrite(key, INCARNATION, connection, stub))
-        held.put(expect(key[0], INCARNATION))
-    program = made(CHECKMATE)
-    for entry in held.entries.values():
+        holdings.put(rewrite(key, INCARNATION, connection, stub))
+        holdings.put(expect(key[0], INCARNATION))
+    program = load_program(CHECKMATE)
+    for entry in holdings.entries.values():
         values = [value for _, value in entry.match]
         params = [value for _, value in entry.params if isinstance(value, int)]
         add(program, entry.table, tuple(values), entry.action, *params, priority=entry.priority)
-    for group in held.groups.values():
-        program.state.groups[group.id] = tuple(GroupReplica(*one) for one in sorted(group.replicas))
+    for group in holdings.groups.values():
+        program.state.groups[group.id] = tuple(GroupReplica(*replica) for replica in sorted(group.replicas))
     return program, peers
 
 
@@ -57,18 +57,18 @@ def tagged(of: Job, boundary: Boundary, shadow_id: int, channel: int = 0) -> byt
 def test_each_tagged_segment_gets_into_the_streams_of_its_own_shard(shared: bool) -> None:
     of = job(groups=3, ranks=3, nodes=3, nics=1, replicas=2, channels=2, shared=shared)
     program, peers = loaded(of)
-    wanted: dict[tuple[int, int, int], set[tuple[str, int]]] = {}
+    expected: dict[tuple[int, int, int], set[tuple[str, int]]] = {}
     for stream, peer in peers.items():
-        wanted.setdefault((stream.boundary.number, stream.channel, stream.shard), set()).add(peer)
+        expected.setdefault((stream.boundary.number, stream.channel, stream.shard), set()).add(peer)
     for stream in peers:
         at = stream.boundary
         frame = tagged(of, at, stream.shadow_id, stream.channel)
         *copies, training = program.process(at.source.port, frame)
         assert (training.port, training.frame) == (at.destination.port, frame)
-        found = [Ether(copy.frame) for copy in copies]
-        assert len(found) == of.replicas
-        reached = {(copy[IP].dst, copy[TCP].dport) for copy in found}
-        assert reached == wanted[at.number, stream.channel, stream.shard]
+        packets = [Ether(copy.frame) for copy in copies]
+        assert len(packets) == of.replicas
+        reached = {(copy[IP].dst, copy[TCP].dport) for copy in packets}
+        assert reached == expected[at.number, stream.channel, stream.shard]
 
 
 def test_a_shadow_id_of_no_group_is_not_copied() -> None:

@@ -17,7 +17,7 @@ from testbed.jobs import job_data
 from tests.support.switch_process import softswitch
 from tests.support.waiting import wait_until
 
-SAID = "switch tor0: no packet of a shadow NIC has come in 0.3 s"
+WARNING = "switch tor0: no packet of a shadow NIC has come in 0.3 s"
 
 
 @pytest.fixture
@@ -46,15 +46,15 @@ def test_a_switch_that_sends_nothing_is_named_once_for_each_set_of_jobs(
                 await asyncio.sleep(0.1)
                 served._frames_read += int(sends)
             if not sends:
-                await asyncio.to_thread(wait_until, lambda: SAID in caplog.text)
-                assert caplog.text.count(SAID) == 1
+                await asyncio.to_thread(wait_until, lambda: WARNING in caplog.text)
+                assert caplog.text.count(WARNING) == 1
                 caplog.clear()
         assert not serving.done()
         await fleet.stop()
         serving.cancel()
 
     asyncio.run(scenario())
-    assert SAID not in caplog.text
+    assert WARNING not in caplog.text
 
 
 def test_bmv2_needs_its_option(job: Job) -> None:

@@ -81,8 +81,8 @@ def live(request: pytest.FixtureRequest, labs: contextlib.ExitStack) -> LiveSwit
 
 @pytest.fixture
 def crew(live: LiveSwitch) -> Iterator[Crew]:
-    with Crew(live.lab) as made:
-        yield made
+    with Crew(live.lab) as lab_crew:
+        yield lab_crew
     live.command("remove", live.job, status=None)
 
 
@@ -125,8 +125,8 @@ def stream(job: Job, number: int, incarnation: int = INCARNATION) -> tuple[str, 
 class Training:
     """The first rank's tagged segments of one stream: the bytes sent, and received in order."""
 
-    sent: int = 0
-    received: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 @contextlib.contextmanager
@@ -142,7 +142,9 @@ def trained(live: LiveSwitch, number: int, sock: socket.socket) -> Iterator[Trai
 
     def send() -> None:
         while not stop.wait(0.005):
-            place = struct.pack("!IIHBB", training.sent, 1000, hello.shadow_id, hello.channel, INCARNATION)
+            place = struct.pack(
+                "!IIHBB", training.sent_bytes, 1000, hello.shadow_id, hello.channel, INCARNATION
+            )
             frame = Frame(
                 str(destination.mac),
                 tos=0x80,
@@ -151,12 +153,12 @@ def trained(live: LiveSwitch, number: int, sock: socket.socket) -> Iterator[Trai
                 payload=bytes(PAYLOAD),
             )
             raw.send(frame.encode())
-            training.sent += PAYLOAD
+            training.sent_bytes += PAYLOAD
 
     def receive() -> None:
-        while not stop.is_set() or training.received < training.sent:
+        while not stop.is_set() or training.received_bytes < training.sent_bytes:
             try:
-                training.received += len(sock.recv(1 << 16))
+                training.received_bytes += len(sock.recv(1 << 16))
             except TimeoutError:
                 return
 
@@ -183,12 +185,12 @@ def test_a_standby_takes_over_while_streams_connect(live: LiveSwitch, crew: Crew
         crew.kill(first)
         began = time.monotonic()
         late = [pool.submit(live.hello, *stream(job, number)) for number in range(1, 2 * job.channels)]
-        for one in late:
-            one.result()
+        for hello in late:
+            hello.result()
         took = time.monotonic() - began
         serves(crew, second)
     assert took < 5, "a new stream connects within 5 s"
-    assert training.received == training.sent > 0, "nothing is lost"
+    assert training.received_bytes == training.sent_bytes > 0, "nothing is lost"
     assert len(live.connected()) == len(late) + 1
     third = stand_by(crew, "third")
     waits(crew, third)
@@ -216,8 +218,8 @@ def test_a_switch_that_restarts_gets_its_streams_back_beside_a_standby(live: Liv
         assert len(live.connected()) == len(connected)
         assert "serving" not in second.output_text()
         time.sleep(1)
-    for one in connected:
-        one.close()
+    for sock in connected:
+        sock.close()
 
 
 @pytest.mark.slow
@@ -234,37 +236,37 @@ def test_a_controller_that_is_killed_in_the_middle_of_a_batch_leaves_nothing_beh
     before, names = stand_by(crew, "c0", folder), (f"c{number}" for number in count(1))
     serves(crew, before)
     connected = live.hello(*stream(job, 0))
-    partial, drawn = 0, random.Random(7)
+    partial, generator = 0, random.Random(7)
     with trained(live, 0, connected) as training:
         for _ in range(TRIES):
             after = stand_by(crew, next(names), folder)
             waits(crew, after)
             (folder / "more.yaml").write_text(more)
-            time.sleep(drawn.uniform(0.2, 1.2))
+            time.sleep(generator.uniform(0.2, 1.2))
             crew.kill(before)
             serves(crew, after)
-            partial += 0 < written(after) < WHOLE
+            partial += 0 < update_count(after) < WHOLE
             time.sleep(1.5 * POLL_SECONDS)  # it has seen the new file, so the next one has the same files
             last = stand_by(crew, next(names), folder)
             waits(crew, last)
             crew.kill(after)
             serves(crew, last)
-            assert written(last) == 0, "the one before has left no difference"
+            assert update_count(last) == 0, "the one before has left no difference"
             (folder / "more.yaml").unlink()
-            crew.wait(_gone(last), "the job to go", 10)
+            crew.wait(_has_left(last), "the job to go", 10)
             before = last
             if partial == 2:
                 break
     assert partial, f"no controller was killed in the middle, in {TRIES} tries"
-    assert training.received == training.sent > 0, "nothing is lost"
+    assert training.received_bytes == training.sent_bytes > 0, "nothing is lost"
     crew.stop(before, seconds=20)
 
 
-def _gone(member: Member) -> Callable[[], bool]:
+def _has_left(member: Member) -> Callable[[], bool]:
     return lambda: "job removed" in member.error_text()
 
 
-def written(member: Member) -> int:
+def update_count(member: Member) -> int:
     """Return the number of updates that a controller has written when it took over."""
     (line,) = (line for line in member.output_text().splitlines() if " written in " in line)
     return int(line.partition(": ")[2].split()[0].replace(",", ""))
@@ -308,18 +310,18 @@ def test_a_standby_with_other_job_files_waits_until_they_are_the_same(
 ) -> None:
     data = yaml.safe_load(live.job.read_text())
     data["fabric"] = str(live.job.parent / data["fabric"])
-    mine = tmp_path / "job.yaml"
-    mine.write_text(yaml.safe_dump({**data, "channels": 1}))
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text(yaml.safe_dump({**data, "channels": 1}))
     first = stand_by(crew, "first")
     serves(crew, first)
-    second = stand_by(crew, "second", mine)
+    second = stand_by(crew, "second", job_file)
     crew.wait(lambda: "has, or had, other job files" in second.error_text(), "the difference", 20)
     crew.kill(first)
     time.sleep(1.5)
     assert "serving" not in second.output_text()
-    shutil.copy(mine, tmp_path / "new.yaml")
+    shutil.copy(job_file, tmp_path / "new.yaml")
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(data))
-    (tmp_path / "new.yaml").replace(mine)
+    (tmp_path / "new.yaml").replace(job_file)
     serves(crew, second)
     assert ": 0 updates written" in second.output_text()
     crew.stop(second, seconds=20)

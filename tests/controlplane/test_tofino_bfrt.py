@@ -65,9 +65,9 @@ def test_it_sets_what_the_plan_says(target: str, capsys: pytest.CaptureFixture[s
     chip = CHIPS[target]
     network, plan, text = planned(target, ranks=3, nodes=2, replicas=2, channels=2)
     tables, _ = run(text, listed(chip), chip)
-    used, shadows = port_peers(network, "tor0")
+    peers, shadows = port_peers(network, "tor0")
     ports = tables["port.port"].entries
-    assert {port for port, _ in ports} == set(used)
+    assert {port for port, _ in ports} == set(peers)
     for settings in ports.values():
         assert settings[b"TX_PFC_EN_MAP"] == settings[b"RX_PFC_EN_MAP"] == 8
         assert settings[b"PORT_ENABLE"] is True
@@ -80,8 +80,8 @@ def test_it_sets_what_the_plan_says(target: str, capsys: pytest.CaptureFixture[s
         "EG_APP_POOL_1": plan.egress_pool,
     }
     groups = tables[f"{chip}.tm.ppg.cfg"].entries
-    assert len(groups) == len(used) - len(shadows)
-    assert {values[b"dev_port"] for values in groups.values()} == set(used) - shadows
+    assert len(groups) == len(peers) - len(shadows)
+    assert {values[b"dev_port"] for values in groups.values()} == set(peers) - shadows
     for (_, pipe), values in groups.items():
         assert pipe == values[b"dev_port"] // 128
         assert (values[b"icos_0"], values[b"pfc_enable"]) == (True, True)
@@ -168,11 +168,11 @@ def test_the_watchdog_ignores_a_stuck_shadow_nodes_pfc_for_a_while() -> None:
     network, plan, text = planned()
     tables, names = run(text, listed("tf1"), "tf1")
     _, shadows = port_peers(network, "tor0")
-    stuck, *others = sorted(shadows)
+    stuck, *usable = sorted(shadows)
     for queue in plan.queues:
         port = queue.port.device_port
         place = (port // 4, 8 * (port % 4), port // 128)
-        waiting = 0 if port in others else 500
+        waiting = 0 if port in usable else 500
         tables["tf1.tm.counter.queue"].entries[place] = {b"usage_cells": waiting}
         tables["port.port_stat"].entries[(port, None)] = {b"$FramesTransmittedAll": 10**6}
 

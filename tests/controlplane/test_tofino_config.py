@@ -67,9 +67,9 @@ def test_pi_form_is_five_parts_each_after_its_length(program: PackedProgram) -> 
     assert (name, binary, context) == (program.name.encode(), pipeline.binary, pipeline.context)
     assert (pipeline_name, schema) == (pipeline.name.encode(), program.bfrt)
     assert blob[:4] == len(program.name.encode()).to_bytes(4, "little")
-    for cut in {1, 3, len(blob) // 2, len(blob) - 1}:
+    for length in {1, 3, len(blob) // 2, len(blob) - 1}:
         with pytest.raises(ValueError, match="cut short|not enough|expected"):
-            unpack_pi(blob[:cut])
+            unpack_pi(blob[:length])
 
 
 def _varint(number: int) -> bytes:
@@ -115,10 +115,10 @@ def test_what_is_missing_is_named(tmp_path: Path, missing: str) -> None:
     write_compiled(tmp_path, "tofino", b"binary", b"{}")
     (file,) = tmp_path.rglob(missing)
     file.unlink()
-    with pytest.raises(NotCompiled, match=r"run `python -m p4src.compile tofino`") as caught:
+    with pytest.raises(NotCompiled, match=r"run `python -m p4src.compile tofino`") as error:
         read_program("tofino", tmp_path)
-    assert str(file) in str(caught.value)
-    assert caught.value.exit_code == 4
+    assert str(file) in str(error.value)
+    assert error.value.exit_code == 4
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ mtus = st.integers(1280, 9216)
 cables = st.floats(0.5, 500)
 
 
-def made(**kwargs: Any) -> Job:
+def tofino_job(**kwargs: Any) -> Job:
     switch = kwargs.pop("switch", {})
     data = tofino_job_data(**kwargs)
     data["fabric"]["switches"][0] |= switch
@@ -92,7 +92,7 @@ def test_headroom_of_a_100g_port_by_hand() -> None:
 
 
 jobs = st.builds(
-    made,
+    tofino_job,
     ranks=st.integers(2, 8),
     groups=st.integers(1, 2),
     nodes=st.integers(1, 4),
@@ -109,10 +109,10 @@ jobs = st.builds(
 def test_whatever_ingress_admits_has_room(job: Job) -> None:
     network, plan = planned(job)
     switch_plan = planning.plan([job])["tor0"]
-    used, shadows = port_peers(network, "tor0")
+    peers, shadows = port_peers(network, "tor0")
     groups = copies_by_port(network, switch_plan)
     admitted = {sender.port.device_port: sender.admitted(plan.threshold) for sender in plan.senders}
-    assert set(admitted) == set(used) - shadows
+    assert set(admitted) == set(peers) - shadows
     assert sum(admitted.values()) == plan.ingress_pool + plan.skid_pool <= plan.available
     copied = sum(sender.admitted(plan.threshold) * sender.copies for sender in plan.senders)
     assert copied == plan.egress_pool <= plan.available
@@ -123,10 +123,10 @@ def test_whatever_ingress_admits_has_room(job: Job) -> None:
     rooms = {queue.port.device_port: queue.cells for queue in plan.queues}
     assert set(rooms) >= shadows & {out for gs in groups.values() for g in gs for out, _ in g.replicas}
     for port, room in rooms.items():
-        sent = {i for i, gs in groups.items() if any(port == out for g in gs for out, _ in g.replicas)}
+        senders = {i for i, gs in groups.items() if any(port == out for g in gs for out, _ in g.replicas)}
         if port not in shadows:
-            sent |= set(admitted) - {port}
-        assert room >= sum(admitted[i] for i in sent)
+            senders |= set(admitted) - {port}
+        assert room >= sum(admitted[i] for i in senders)
 
 
 @pytest.mark.parametrize("middle", [0, 1])
@@ -142,14 +142,14 @@ def test_copies_that_come_over_a_link_have_room_too(middle: int) -> None:
             end["port"] = 8 * (1 + side)
     job = of_data(Job, data)
     network, plans = Network([job]), planning.plan([job])
-    found = {name: pfc_plan(network, network.switches[name], plan, 3) for name, plan in plans.items()}
-    assert set(found) == {switch.name for switch in job.fabric.switches}
-    (link,) = found[last].senders
-    (shadow,) = [queue for queue in found[last].queues if queue.shadow]
-    assert shadow.cells == link.admitted(found[last].threshold) <= found[last].egress_pool
-    for name, plan in found.items():
-        used, _ = port_peers(network, name)
-        assert {queue.port.device_port for queue in plan.queues} == set(used) - (
+    pfc_plans = {name: pfc_plan(network, network.switches[name], plan, 3) for name, plan in plans.items()}
+    assert set(pfc_plans) == {switch.name for switch in job.fabric.switches}
+    (link,) = pfc_plans[last].senders
+    (shadow,) = [queue for queue in pfc_plans[last].queues if queue.shadow]
+    assert shadow.cells == link.admitted(pfc_plans[last].threshold) <= pfc_plans[last].egress_pool
+    for name, plan in pfc_plans.items():
+        peers, _ = port_peers(network, name)
+        assert {queue.port.device_port for queue in plan.queues} == set(peers) - (
             {16} if name == last else set()
         )
 
@@ -158,20 +158,20 @@ def test_copies_that_come_over_a_link_have_room_too(middle: int) -> None:
 @few
 def test_too_small_a_buffer_is_refused_with_the_arithmetic(job: Job, cells: int) -> None:
     (switch,) = job.fabric.switches
-    changed = replace(switch, pfc=replace(switch.pfc, cells=cells))
-    job = replace(job, fabric=replace(job.fabric, switches=(changed,)))
+    small_switch = replace(switch, pfc=replace(switch.pfc, cells=cells))
+    job = replace(job, fabric=replace(job.fabric, switches=(small_switch,)))
     least = LEAST_FRAMES * frame_cells(switch.mtu + ETHERNET, CHIP)
     try:
         _, plan = planned(job)
     except NoRoom as error:
-        said = re.search(
+        match = re.search(
             r"copies: (.*) = (\d+) cells of the (\d+) .*rest is (-?\d+), for (\d+) thr", str(error)
         )
-        assert said, error
-        kept = sum(int(a) * int(b) for a, b in re.findall(r"(\d+) x (\d+)", said[1]))
-        assert (kept, cells) == (int(said[2]), int(said[3]))
-        assert cells - kept == int(said[4])
-        assert int(said[4]) // int(said[5]) // UNIT * UNIT < least
+        assert match, error
+        headroom_cells = sum(int(a) * int(b) for a, b in re.findall(r"(\d+) x (\d+)", match[1]))
+        assert (headroom_cells, cells) == (int(match[2]), int(match[3]))
+        assert cells - headroom_cells == int(match[4])
+        assert int(match[4]) // int(match[5]) // UNIT * UNIT < least
     else:
         assert plan.threshold >= least
 
@@ -181,7 +181,7 @@ def test_the_least_threshold_is_two_frames(missing: int, works: bool) -> None:
     """Three ports of 1,397 cells of headroom, two of them with two copies; frames of 9,018 + 16 bytes."""
     least = 2 * 113 + 6  # in steps of 8
     cells = 5 * (1397 + least) - missing
-    job = made(switch={"pfc": {"cells": cells}})
+    job = tofino_job(switch={"pfc": {"cells": cells}})
     if works:
         assert planned(job)[1].threshold == least
     else:
@@ -190,18 +190,18 @@ def test_the_least_threshold_is_two_frames(missing: int, works: bool) -> None:
 
 
 def test_jobs_that_share_a_switch_have_one_priority() -> None:
-    one, two, three = made(), made(name="two", number=1), made(name="three")
-    other = replace(two, tag=replace(two.tag, priority=5, dscp_bit=16))
+    first, two, three = tofino_job(), tofino_job(name="two", number=1), tofino_job(name="three")
+    clashing = replace(two, tag=replace(two.tag, priority=5, dscp_bit=16))
     elsewhere = replace(three.fabric.switches[0], name="tor9")
-    away = replace(other, job="three", fabric=replace(three.fabric, switches=(elsewhere,)))
-    assert priority_clashes([one, two, away]) == {}
-    ((name, message),) = priority_clashes([one, other, away]).items()
+    away = replace(clashing, job="three", fabric=replace(three.fabric, switches=(elsewhere,)))
+    assert priority_clashes([first, two, away]) == {}
+    ((name, message),) = priority_clashes([first, clashing, away]).items()
     assert name == "two"
     assert "DSCP 0 would have priority 5 here and 3 in job 'demo', on switch 'tor0'" in message
 
 
 def test_hosts_map_plain_and_tagged_segments_to_one_priority() -> None:
-    job = made(nodes=2, nics=1)
+    job = tofino_job(nodes=2, nics=1)
     job = replace(job, tag=replace(job.tag, priority=5, dscp_bit=8))
     hosts = list(host_commands([job]))
     assert [host.port for host in hosts] == ["1/0", "2/0", "3/0", "4/0", "5/0"]
@@ -214,13 +214,16 @@ def test_hosts_map_plain_and_tagged_segments_to_one_priority() -> None:
 @pytest.mark.skipif(not shutil.which("ethtool"), reason="needs ethtool")
 def test_ethtool_understands_what_hosts_are_told() -> None:
     """The loopback interface supports none of it, but ethtool gets as far as the kernel call."""
-    (host, *_) = [h for h in host_commands([made()]) if h.host.startswith("shadow node")]
+    (host, *_) = [h for h in host_commands([tofino_job()]) if h.host.startswith("shadow node")]
     commands = [command for command in host.commands if command.startswith("ethtool")]
     assert len(commands) == 2
     for command in commands:
         shell = ["sh", "-c", f"DEV=lo; {command}"]
-        done = subprocess.run(shell, capture_output=True, text=True, check=False, timeout=20)
-        assert re.search("not supported|not permitted", done.stderr, re.IGNORECASE), (command, done.stderr)
+        result = subprocess.run(shell, capture_output=True, text=True, check=False, timeout=20)
+        assert re.search("not supported|not permitted", result.stderr, re.IGNORECASE), (
+            command,
+            result.stderr,
+        )
         wrong = subprocess.run([*shell[:-1], f"{shell[-1]}0 x"], capture_output=True, text=True, check=False)
         assert wrong.returncode != 0
         assert "ot supported" not in wrong.stderr

@@ -54,7 +54,7 @@ def test_all_ways_of_asking_report_the_same() -> None:
         data["fabric"]["switches"][0]["address"] = switch.address
         network = Network([of_data(Job, data)])
 
-        async def told() -> None:
+        async def ask_all_ways() -> None:
             plan = plan_switch(network, "tor0", Holdings())
             async with SwitchSession(switch, Codec.for_switch(switch), candidacy=WRITER) as session:
                 await session.ensure_pipeline()
@@ -62,18 +62,18 @@ def test_all_ways_of_asking_report_the_same() -> None:
                 usual = await read_status(session, network)
             async with SwitchSession(switch, by_entry) as session:
                 assert await read_status(session, network) == usual
-                asked = by_entry.read_direct_counters("lost", [])
-                found = [by_entry.decode_direct_counter(m) async for m in session.read_entities(asked)]
+                reads = by_entry.read_direct_counters("lost", [])
+                counts = [by_entry.decode_direct_counter(m) async for m in session.read_entities(reads)]
             async with SwitchSession(switch, one_by_one) as session:
                 assert await read_status(session, network) == usual
-                asked = one_by_one.read_direct_counters("lost", (await session.read()).table("lost"))
-                assert all(one.direct_counter_entry.table_entry.match for one in asked)
-                again = [one_by_one.decode_direct_counter(m) async for m in session.read_entities(asked)]
-            assert again == found
-            assert len(found) == len(plan.streams)
-            assert {len(match) for match, *_ in found} == {4}
+                reads = one_by_one.read_direct_counters("lost", (await session.read()).table("lost"))
+                assert all(query.direct_counter_entry.table_entry.match for query in reads)
+                again = [one_by_one.decode_direct_counter(m) async for m in session.read_entities(reads)]
+            assert again == counts
+            assert len(counts) == len(plan.streams)
+            assert {len(match) for match, *_ in counts} == {4}
 
-        LOOP.run_until_complete(told())
+        LOOP.run_until_complete(ask_all_ways())
 
 
 def test_pis_unread_rates_are_written_again_and_removed() -> None:
@@ -84,21 +84,21 @@ def test_pis_unread_rates_are_written_again_and_removed() -> None:
     with softswitch("--no-p4") as switch:
 
         async def scenario() -> None:
-            wanted = Holdings.from_entities([client, limited])
+            target = Holdings.from_entities([client, limited])
             async with SwitchSession(switch, unread, candidacy=WRITER) as session:
                 await session.ensure_pipeline()
-                held = await session.read()
-                assert len(held.rates) == 512
-                await session.write(difference(held, wanted))
-                again = difference(await session.read(), wanted)
+                holdings = await session.read()
+                assert len(holdings.rates) == 512
+                await session.write(difference(holdings, target))
+                again = difference(await session.read(), target)
                 assert [u.entity for u in again if u.verb == "modify"] == [limited]
                 assert {u.verb for u in again} == {"modify", "delete"}
                 assert not any(isinstance(u.entity, TableEntry) for u in again)
-                refused = [*again[:1], Update(None, client)]
+                updates = [*again[:1], Update(None, client)]
                 with pytest.raises(WriteRefused, match="is undone"):
-                    await session.write(refused)
+                    await session.write(updates)
             async with SwitchSession(switch, Codec.for_switch(switch), candidacy=WRITER) as session:
-                assert await session.read() == wanted
+                assert await session.read() == target
             async with SwitchSession(switch, unread, candidacy=WRITER) as session:
                 await session.write(difference(await session.read(), Holdings()))
             async with SwitchSession(switch, Codec.for_switch(switch), candidacy=WRITER) as session:
@@ -108,10 +108,10 @@ def test_pis_unread_rates_are_written_again_and_removed() -> None:
 
 
 def test_an_unknown_rate_is_never_written() -> None:
-    unknown, known = PortRate(5, None), PortRate(5, Rate(packets=50, burst=100))
-    assert difference(Holdings.from_entities([known]), Holdings.from_entities([unknown])) == []
-    assert Update(unknown, known).undone() == Update(known, known)
-    assert Codec.for_target("tofino", "pi").decode_all([]).rates[known.key] == unknown
+    unknown, rate = PortRate(5, None), PortRate(5, Rate(packets=50, burst=100))
+    assert difference(Holdings.from_entities([rate]), Holdings.from_entities([unknown])) == []
+    assert Update(unknown, rate).undone() == Update(rate, rate)
+    assert Codec.for_target("tofino", "pi").decode_all([]).rates[rate.key] == unknown
     assert not Codec.for_target("tofino", "stratum").decode_all([]).rates
 
 
@@ -139,13 +139,17 @@ def test_a_job_with_front_panel_names_is_installed(same_p4info: Path) -> None:
             async with SwitchSession(switch, Codec.for_switch(switch), candidacy=WRITER) as session:
                 await session.ensure_pipeline()
             fleet = Fleet()
-            (done,) = await fleet.start([job])
+            (report,) = await fleet.start([job])
             await fleet.stop()
-            assert (done.updates > 10, done.loaded) == (True, False)
+            assert (report.updates > 10, report.loaded) == (True, False)
             async with SwitchSession(switch, Codec.for_switch(switch)) as session:
-                held = await session.read()
-            assert {e["port"] for e in held.table("forwarding") if e.action == "forward"} >= {128, 136, 144}
-            assert {port for port, _ in held.groups[1].replicas} == {128 + 8 * i for i in range(7)}
+                holdings = await session.read()
+            assert {e["port"] for e in holdings.table("forwarding") if e.action == "forward"} >= {
+                128,
+                136,
+                144,
+            }
+            assert {port for port, _ in holdings.groups[1].replicas} == {128 + 8 * i for i in range(7)}
             (job_switch,) = job.fabric.switches
             async with SwitchSession(job_switch, Codec.for_switch(job_switch)) as session:
                 status = await read_status(session, Network([job]))
@@ -163,8 +167,8 @@ def test_the_packed_program_is_what_is_loaded(same_p4info: Path) -> None:
         resolve(data)
         job = of_data(Job, data)
 
-        async def refused() -> None:
+        async def start() -> None:
             with pytest.raises(WrongPipeline, match="refuses the program"):
                 await Fleet().start([job])
 
-        LOOP.run_until_complete(refused())
+        LOOP.run_until_complete(start())

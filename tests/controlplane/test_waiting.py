@@ -38,10 +38,10 @@ def test_a_bucket_gives_no_more_than_burst_and_rate_in_any_interval(
     times: list[float], packets: int, burst: int
 ) -> None:
     bucket = TokenBucket(Rate(packets, burst), 0.0)
-    taken = [at for at in times if bucket.take(at)]
-    for first in range(len(taken)):
-        for last in range(first, len(taken)):
-            assert last - first + 1 <= burst + packets * (taken[last] - taken[first]) + 1e-6
+    times_taken = [at for at in times if bucket.take(at)]
+    for first in range(len(times_taken)):
+        for last in range(first, len(times_taken)):
+            assert last - first + 1 <= burst + packets * (times_taken[last] - times_taken[first]) + 1e-6
 
 
 def test_a_bucket_gives_its_burst_at_once_and_its_rate_in_the_long_run() -> None:
@@ -54,15 +54,15 @@ def test_a_bucket_gives_its_burst_at_once_and_its_rate_in_the_long_run() -> None
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=30))
 def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None:
     waiting = WaitingSegments(RATE)
-    put = Counter[bool]()
+    counts = Counter[bool]()
     for is_known, count in steps:
         for number in range(count):
             waiting.put(syn(0 if is_known else None, number), NICS[0].port, VIEW, 0.0)
-        put[is_known] += count
-    taken = [VIEW.knows(*one) for one in waiting.take(10_000)]
-    known = min(put[True], KNOWN_DEPTH)
-    assert taken == [True] * known + [False] * min(put[False], RATE.burst)
-    assert waiting.dropped == put.total() - len(taken)
+        counts[is_known] += count
+    order = [VIEW.knows(*arrival) for arrival in waiting.take(10_000)]
+    known_count = min(counts[True], KNOWN_DEPTH)
+    assert order == [True] * known_count + [False] * min(counts[False], RATE.burst)
+    assert waiting.dropped == counts.total() - len(order)
     assert not waiting
 
 
@@ -72,13 +72,13 @@ def test_each_known_nic_has_its_turn(counts: list[int], sizes: list[int]) -> Non
     for nic, count in enumerate(counts):
         for number in range(count):
             waiting.put(syn(nic, number), NICS[nic].port, VIEW, 0.0)
-    taken = [segment for size in sizes for segment, _ in waiting.take(size)]
+    segments = [segment for size in sizes for segment, _ in waiting.take(size)]
     for nic, count in enumerate(counts):
-        places = [at for at, segment in enumerate(taken) if segment.ip == NICS[nic].ip]
+        places = [at for at, segment in enumerate(segments) if segment.ip == NICS[nic].ip]
         for turn, at in enumerate(places):
-            assert taken[at].port == 5000 + turn  # in order
-            others = sum(min(turn + 1, other) for other in counts) - min(turn + 1, count)
-            assert at <= turn + others
+            assert segments[at].port == 5000 + turn  # in order
+            earlier = sum(min(turn + 1, queue_length) for queue_length in counts) - min(turn + 1, count)
+            assert at <= turn + earlier
 
 
 def test_each_port_has_a_rate_for_strangers() -> None:

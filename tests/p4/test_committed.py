@@ -17,10 +17,10 @@ PROGRAM = artifacts() / f"{compile.PROGRAM}.json"
 @pytest.mark.parametrize("target", compile.TARGETS)
 def test_the_committed_program_is_that_of_the_sources(target: str) -> None:
     if not compile.is_current(target):
-        changed = f"p4src has changed since it was compiled for {target}"
+        message = f"p4src has changed since it was compiled for {target}"
         if compile.find_compiler(target) is None:
-            pytest.skip(f"{changed}, and no compiler for it is here")
-        pytest.fail(changed)
+            pytest.skip(f"{message}, and no compiler for it is here")
+        pytest.fail(message)
 
 
 def test_a_comment_is_no_change_of_a_program(tmp_path: Path) -> None:
@@ -30,8 +30,8 @@ def test_a_comment_is_no_change_of_a_program(tmp_path: Path) -> None:
         ("three.p4", '#define A 1\n@name("a // c") table t {\n    size = 1;\n}\n'),
     ):
         (tmp_path / name).write_text(text)
-    one, two, three = (compile.code_of(tmp_path / name) for name in ("one.p4", "two.p4", "three.p4"))
-    assert one == two != three
+    first, two, three = (compile.code_of(tmp_path / name) for name in ("one.p4", "two.p4", "three.p4"))
+    assert first == two != three
 
 
 @pytest.mark.parametrize("target", compile.TARGETS)
@@ -85,7 +85,7 @@ def _without_places(value: object) -> object:
 
 def _texts(value: object) -> list[str]:
     if isinstance(value, dict):
-        return [found for part in value.values() for found in _texts(part)]
+        return [text for part in value.values() for text in _texts(part)]
     if isinstance(value, list):
-        return [found for part in value for found in _texts(part)]
+        return [text for part in value for text in _texts(part)]
     return [value] if isinstance(value, str) else []

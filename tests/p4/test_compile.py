@@ -51,7 +51,7 @@ sys.exit({status})
     monkeypatch.setenv("P4C_TOFINO", str(program))
 
 
-WRITTEN = {
+OUTPUT_FILES = {
     "p4info.txt": "p4info",
     "bf-rt.json": "{}",
     "pipe/tofino.bin": "binary",
@@ -63,13 +63,13 @@ WRITTEN = {
 def test_what_is_compiled_can_be_loaded(
     committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends_as(tmp_path, monkeypatch, 0, WRITTEN)
+    ends_as(tmp_path, monkeypatch, 0, OUTPUT_FILES)
     assert tofino.compile_program("tofino", 320) == 0
     assert (committed / tofino.P4INFO).read_text() == "p4info"
     assert (committed / tofino.SCHEMA).read_text() == "{}"
     program = read_program("tofino", tmp_path / "sde")
     assert (program.name, program.cpu_port) == ("checkmate_tna", 320)
-    assert [each.binary for each in program.pipelines] == [b"binary"]
+    assert [pipeline.binary for pipeline in program.pipelines] == [b"binary"]
     assert pack(program, "stratum") and pack(program, "pi")
     check_cpu_port(program, "tofino", 320)
     with pytest.raises(NotCompiled, match=r"compiled for CPU port 320.*--cpu-port 192"):
@@ -80,8 +80,12 @@ def test_what_is_compiled_can_be_loaded(
     ("status", "files", "why"),
     [
         (1, {"p4info.txt": "new"}, ""),
-        (0, {name: "new" for name in WRITTEN if name != "pipe/tofino.bin"}, "has not written"),
-        (0, WRITTEN | {"pipe/checkmate_tna.bfa": SELECTS.replace("0xfd10c4ec", "*")}, "select 0xfd10c4ec"),
+        (0, {name: "new" for name in OUTPUT_FILES if name != "pipe/tofino.bin"}, "has not written"),
+        (
+            0,
+            OUTPUT_FILES | {"pipe/checkmate_tna.bfa": SELECTS.replace("0xfd10c4ec", "*")},
+            "select 0xfd10c4ec",
+        ),
     ],
 )
 def test_a_compilation_that_fails_changes_nothing_committed(
@@ -119,7 +123,7 @@ def test_output_that_is_missing_is_not_current(tmp_path: Path, monkeypatch: pyte
 def test_an_sde_where_nothing_can_be_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
-    ends_as(tmp_path, monkeypatch, 0, WRITTEN)
+    ends_as(tmp_path, monkeypatch, 0, OUTPUT_FILES)
     (tmp_path / "taken").write_text("a file")
     (tmp_path / "My").mkdir()  # would be deleted because of an unquoted path
     monkeypatch.setenv("SDE_INSTALL", str(tmp_path / place))
@@ -128,7 +132,7 @@ def test_an_sde_where_nothing_can_be_written_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "said"),
+    ("arguments", "environment", "message"),
     [
         (["tofino"], {"P4C_TOFINO": "./nowhere"}, "P4C_TOFINO=./nowhere: not found"),
         (["tofino"], {"PATH": ""}, "neither bf-p4c nor p4c"),
@@ -139,9 +143,9 @@ def test_an_sde_where_nothing_can_be_written_is_refused(
     ],
 )
 def test_what_cannot_be_compiled_is_told(
-    arguments: list[str], environment: dict[str, str], said: str, tmp_path: Path
+    arguments: list[str], environment: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "p4src.compile", *arguments],
         env={"PATH": "", "SDE_INSTALL": str(tmp_path), **environment},
         cwd=ROOT.parent,
@@ -149,9 +153,9 @@ def test_what_cannot_be_compiled_is_told(
         text=True,
         check=False,
     )
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
@@ -164,12 +168,12 @@ def test_the_compiler_makes_what_is_committed_again(
         pytest.skip(f"no p4c with a backend for {target} on PATH")
     monkeypatch.setattr(tofino, "artifacts", lambda _: tmp_path / "build")
     assert tofino.compile_program(target) == 0
-    made, usual = tmp_path / "build", artifacts(target)
-    assert (made / tofino.P4INFO).read_bytes() == (usual / tofino.P4INFO).read_bytes()
-    assert tables(made / tofino.SCHEMA) == tables(usual / tofino.SCHEMA)
+    build, usual = tmp_path / "build", artifacts(target)
+    assert (build / tofino.P4INFO).read_bytes() == (usual / tofino.P4INFO).read_bytes()
+    assert tables(build / tofino.SCHEMA) == tables(usual / tofino.SCHEMA)
 
 
 def tables(schema: Path) -> dict[str, object]:
     """Return the program's own tables; the debugger's snapshots have different numbers in each run."""
-    found = {table["name"]: table for table in json.loads(schema.read_text())["tables"]}
-    return {name: table for name, table in found.items() if ".snapshot." not in name}
+    by_name = {table["name"]: table for table in json.loads(schema.read_text())["tables"]}
+    return {name: table for name, table in by_name.items() if ".snapshot." not in name}

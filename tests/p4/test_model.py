@@ -49,20 +49,20 @@ def unlimited() -> Program:
 
 def output(program: Program, port: int, frames: list[bytes]) -> tuple[Output, Counter[str]]:
     """Return what leaves each port, and the numbers of verdicts; a chip drops what ends inside a header."""
-    sent: Output = {}
+    frames_by_port: Output = {}
     verdicts: Counter[str] = Counter()
     for frame in frames:
         copies = [] if chip.ends_in_header(frame) else program.process(port, frame)
         verdicts[verdict(copies)] += 1
         for copy in copies:
             if copy.port in (*PORTS, CPU_PORT):
-                sent.setdefault(copy.port, []).append(copy.frame)
-    return sent, verdicts
+                frames_by_port.setdefault(copy.port, []).append(copy.frame)
+    return frames_by_port, verdicts
 
 
-def in_any_order(sent: Output) -> Output:
+def in_any_order(frames_by_port: Output) -> Output:
     """Return frames sorted by port, because copies and other frames are in different queues."""
-    return {port: sorted(frames) for port, frames in sent.items() if frames}
+    return {port: sorted(frames) for port, frames in frames_by_port.items() if frames}
 
 
 @pytest.fixture(scope="module", params=["tofino", "tofino2"])
@@ -87,8 +87,8 @@ def test_the_embedded_target_does_what_the_model_did(recorded: Trace, halves: bo
     program = recorded.program()
     does: Program = tna_program(program) if halves else program
     for number, (port, frames, came) in enumerate(recorded.batches):
-        ours, _ = output(does, port, frames)
-        assert in_any_order(ours) == in_any_order(came), f"batch {number}"
+        outputs, _ = output(does, port, frames)
+        assert in_any_order(outputs) == in_any_order(came), f"batch {number}"
 
 
 class Compared:
@@ -109,11 +109,11 @@ class Compared:
         self.batches += 1
         self.frames += len(frames)
         marks = [chip.on_the_wire(frame) for frame in checkmate_last(port, self.batches)]
-        ours, found = output(self._program, port, frames)
+        outputs, verdicts = output(self._program, port, frames)
         last, _ = output(self._program, port, marks)
         came = self._model.exchange(port, [*frames, *marks], last)
-        self.verdicts.update(found)
-        expected = {where: ours.get(where, []) + last.get(where, []) for where in {*ours, *last}}
+        self.verdicts.update(verdicts)
+        expected = {where: outputs.get(where, []) + last.get(where, []) for where in {*outputs, *last}}
         assert in_any_order(expected) == in_any_order(came), f"batch {self.batches}"
         if traced:
             self.trace.batches.append((port, [*frames, *marks], came))
@@ -121,7 +121,7 @@ class Compared:
     def check_counters(self) -> None:
         """Check that counters with an index have grown by the same numbers of packets."""
         after, state = self._model.counts(INDEXED), self._program.state
-        ids = {one.preamble.name: one.preamble.id for one in self._program.p4info.counters}
+        ids = {info.preamble.name: info.preamble.id for info in self._program.p4info.counters}
         grown = {
             name: [
                 now.packets - then.packets for now, then in zip(after[name], self._before[name], strict=True)

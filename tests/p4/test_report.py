@@ -64,16 +64,16 @@ def test_what_is_taken_of_a_chip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert report.Use("SRAM blocks", 48, 960).text().split() == ["SRAM", "blocks", "48", "960", "5.0%"]
 
 
-@pytest.mark.parametrize("lost", ["resources.json", "phv.json", "table_summary.log", "a line"])
-def test_without_the_logs_it_says_what_makes_them(lost: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["resources.json", "phv.json", "table_summary.log", "a line"])
+def test_without_the_logs_it_says_what_makes_them(missing: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SDE_INSTALL", str(tmp_path))
         folder = write_logs("tofino2")
-    if lost == "a line":
+    if missing == "a line":
         (folder / "table_summary.log").write_text("")
     else:
-        (folder / lost).unlink()
-    done = subprocess.run(
+        (folder / missing).unlink()
+    result = subprocess.run(
         [sys.executable, "-m", "p4src.report", "tofino2"],
         env={"SDE_INSTALL": str(tmp_path), "PATH": ""},
         cwd=ROOT.parent,
@@ -81,7 +81,7 @@ def test_without_the_logs_it_says_what_makes_them(lost: str, tmp_path: Path) -> 
         text=True,
         check=False,
     )
-    assert done.returncode == 2
-    assert str(tmp_path) in done.stderr
-    assert "run `python -m p4src.compile tofino2`" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2
+    assert str(tmp_path) in result.stderr
+    assert "run `python -m p4src.compile tofino2`" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -22,15 +22,15 @@ STARTS = {"ipv4": 14, "tcp": 34}
 def expanded(text: str) -> list[str]:
     """Return the fields of a list, `header.field` each, with its macros expanded."""
     macros = dict(re.findall(r"#define (\w+)\(hdr\) ((?:.*\\\n)*.*)", SOURCE))
-    while known := [name for name in macros if f"{name}(hdr)" in text]:
-        text = text.replace(f"{known[0]}(hdr)", macros[known[0]].replace("\\\n", " "))
+    while names := [name for name in macros if f"{name}(hdr)" in text]:
+        text = text.replace(f"{names[0]}(hdr)", macros[names[0]].replace("\\\n", " "))
     return [name.strip().removeprefix("hdr.") for name in text.split(",")]
 
 
 def part(kind: str, name: str) -> str:
     """Return the source of a parser, control or state, up to its closing brace."""
-    (found,) = re.findall(rf"^( *){kind} {name}\b.*?\{{\n(.*?)^\1\}}", SOURCE, re.MULTILINE | re.DOTALL)
-    return str(found[1])
+    (match,) = re.findall(rf"^( *){kind} {name}\b.*?\{{\n(.*?)^\1\}}", SOURCE, re.MULTILINE | re.DOTALL)
+    return str(match[1])
 
 
 def layout(header: str) -> dict[str, tuple[int, int]]:
@@ -64,17 +64,19 @@ def subtracted(engine: str, path: tuple[str, ...]) -> list[list[str]]:
     assert (
         f"{engine}.subtract_all_and_deposit(local.{engine.removesuffix('_sum')}_residual)" in states[path[-1]]
     )
-    return [expanded(text) for found in calls for text in found]
+    return [expanded(text) for lists in calls for text in lists]
 
 
-def mended(header: str, sent: bytes, copy: bytes) -> int:
+def mended(header: str, frame: bytes, copy: bytes) -> int:
     """Return Tofino's checksum of a copy."""
     engine = f"{header}_sum"
-    timestamps = sent[46] >> 4 == 12
+    timestamps = frame[46] >> 4 == 12
     starts = {**STARTS, "timestamps": 54, "tag": 66 if timestamps else 54}
     path = ("ethernet", "tcp", *(("timestamps",) if timestamps else ()), "tag")
     lists = subtracted(engine, path)
-    residual = 0xFFFF - ones_sum(b"".join(total(sent, fields, starts).to_bytes(2, "big") for fields in lists))
+    residual = 0xFFFF - ones_sum(
+        b"".join(total(frame, fields, starts).to_bytes(2, "big") for fields in lists)
+    )
     deparser = part("control", "checkmate_egress_deparser")
     (update,) = re.findall(rf"hdr\.{header}\.checksum = {engine}\.update\(\{{(.*?)\}}\)", deparser)
     *fields, last = expanded(update)
@@ -91,7 +93,7 @@ def v1model() -> Program:
 @settings(max_examples=60)
 @given(connected)
 def test_residual_checksums_are_those_that_v1model_computes(v1model: Program, frame: Frame) -> None:
-    sent = frame.encode()
-    copy = v1model.process(1, sent)[0].frame
-    assert mended("ipv4", sent, copy) % 0xFFFF == int.from_bytes(copy[24:26], "big") % 0xFFFF
-    assert mended("tcp", sent, copy) % 0xFFFF == int.from_bytes(copy[50:52], "big") % 0xFFFF
+    original = frame.encode()
+    copy = v1model.process(1, original)[0].frame
+    assert mended("ipv4", original, copy) % 0xFFFF == int.from_bytes(copy[24:26], "big") % 0xFFFF
+    assert mended("tcp", original, copy) % 0xFFFF == int.from_bytes(copy[50:52], "big") % 0xFFFF

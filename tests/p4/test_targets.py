@@ -23,11 +23,11 @@ def read(target: str) -> p4i.P4Info:
 
 def shape(info: p4i.P4Info) -> dict[str, Any]:
     """Return all parts of a P4Info that a control plane uses, without ids, which each compiler chooses."""
-    names = {each.preamble.id: each.preamble.name for each in info.tables}
-    names |= {each.preamble.id: each.preamble.name for each in info.actions}
+    names = {part.preamble.id: part.preamble.name for part in info.tables}
+    names |= {part.preamble.id: part.preamble.name for part in info.actions}
     in_tables = {ref.id for table in info.tables for ref in table.action_refs}
-    direct = {each.preamble.id: each.preamble.name for each in info.direct_counters}
-    direct |= {each.preamble.id: each.preamble.name for each in info.direct_meters}
+    direct = {part.preamble.id: part.preamble.name for part in info.direct_counters}
+    direct |= {part.preamble.id: part.preamble.name for part in info.direct_meters}
     return {
         "tables": {
             (table.preamble.name, table.preamble.alias): (
@@ -38,7 +38,7 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
                 ],
                 [(names[ref.id], ref.scope) for ref in table.action_refs],
                 names.get(table.const_default_action_id),
-                sorted(direct[each] for each in table.direct_resource_ids),
+                sorted(direct[part] for part in table.direct_resource_ids),
                 table.is_const_table,
             )
             for table in info.tables
@@ -51,23 +51,23 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
             if action.preamble.id in in_tables  # without those of the architecture
         },
         "counters": {
-            (each.preamble.name, each.preamble.alias): (each.spec.unit, each.size) for each in info.counters
+            (part.preamble.name, part.preamble.alias): (part.spec.unit, part.size) for part in info.counters
         },
         "meters": {
-            (each.preamble.name, each.preamble.alias): (each.spec.unit, each.spec.type, each.size)
-            for each in info.meters
+            (part.preamble.name, part.preamble.alias): (part.spec.unit, part.spec.type, part.size)
+            for part in info.meters
         },
         "direct counters": {
-            (each.preamble.name, each.preamble.alias): (each.spec.unit, names[each.direct_table_id])
-            for each in info.direct_counters
+            (part.preamble.name, part.preamble.alias): (part.spec.unit, names[part.direct_table_id])
+            for part in info.direct_counters
         },
         "direct meters": {
-            (each.preamble.name, each.preamble.alias): (each.spec.unit, names[each.direct_table_id])
-            for each in info.direct_meters
+            (part.preamble.name, part.preamble.alias): (part.spec.unit, names[part.direct_table_id])
+            for part in info.direct_meters
         },
         "controller headers": {
-            each.preamble.name: [(m.id, m.name, m.bitwidth) for m in each.metadata]
-            for each in info.controller_packet_metadata
+            part.preamble.name: [(m.id, m.name, m.bitwidth) for m in part.metadata]
+            for part in info.controller_packet_metadata
         },
         "others": [
             field.name
@@ -90,12 +90,12 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_both_p4infos_say_the_same(target: str) -> None:
-    expected, found = shape(read("bmv2")), shape(read(target))
+    expected, actual = shape(read("bmv2")), shape(read(target))
     assert len(expected["tables"]) == 13
     for part, content in expected.items():
-        assert found[part] == content, part
+        assert actual[part] == content, part
     # A Tofino has port metadata, which this program skips.
-    assert {each.extern_type_name for each in read(target).externs} <= {"PortMetadata"}
+    assert {extern.extern_type_name for extern in read(target).externs} <= {"PortMetadata"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -114,9 +114,9 @@ def test_without_the_compiler_it_says_where_that_comes_from(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("P4C_TOFINO", raising=False)
     assert tofino.compile_program("tofino2") == 2
-    said = capsys.readouterr().err
-    assert "neither bf-p4c nor p4c on PATH lists tofino2" in said
-    assert "open-p4studio" in said
+    error = capsys.readouterr().err
+    assert "neither bf-p4c nor p4c on PATH lists tofino2" in error
+    assert "open-p4studio" in error
 
 
 @pytest.mark.parametrize("target", ["bmv2", *TARGETS])

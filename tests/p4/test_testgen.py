@@ -21,7 +21,7 @@ from softswitch.codegen.program import Output, Program
 from softswitch.program.match import Key, MatchField, MatchKind
 from softswitch.program.meters import MeterCell, MeterRates
 from softswitch.program.state import Entry, GroupReplica
-from tests.softswitch.support.scenarios import CHECKMATE, files, made
+from tests.softswitch.support.scenarios import CHECKMATE, files, load_program
 from tests.support.p4.testgen_data import (
     LOG,
     GeneratedCase,
@@ -34,7 +34,7 @@ from tests.support.p4.testgen_data import (
 )
 
 SUITE = read()
-CUT = [case for case in SUITE.cases if case.cut]
+TRUNCATED_CASES = [case for case in SUITE.cases if case.cut]
 CASES = [case for case in SUITE.cases if not case.cut]
 NO_GROUP = [
     case
@@ -53,7 +53,9 @@ _ELSEWHERE = 500
 def program(request: pytest.FixtureRequest) -> Program:
     """Return the v1model program or, for comparison, the Tofino program's test bed."""
     return (
-        made(CHECKMATE) if request.param == "v1model" else load_halves(device_config(), files(CHECKMATE)[1])
+        load_program(CHECKMATE)
+        if request.param == "v1model"
+        else load_halves(device_config(), files(CHECKMATE)[1])
     )
 
 
@@ -98,8 +100,8 @@ def outputs(program: Program, case: GeneratedCase) -> list[Output]:
     program.state.groups.clear()
     for entry in case.entries:
         insert(program, case, entry)
-    for each in program.p4info.meters:
-        program.state.meters[each.preamble.id][case.port] = meter(case, each.preamble.name)
+    for info in program.p4info.meters:
+        program.state.meters[info.preamble.id][case.port] = meter(case, info.preamble.name)
     # Every group has a member, so that an additional copy is sent.
     for group in (FLOOD_GROUP, *(int(entry.params.get("group", "0"), 16) for entry in case.entries)):
         program.state.groups[group] = (GroupReplica(_ELSEWHERE, 0),)
@@ -116,7 +118,10 @@ def difference(case: GeneratedCase, outputs: list[Output]) -> str | None:
     if len(outputs) != 1:
         return f"{len(outputs)} frames leave"
     frame = outputs[0].frame.hex()
-    masked = [digit if said != "*" else "*" for said, digit in zip(case.leaves_as, frame, strict=False)]
+    masked = [
+        digit if expected_digit != "*" else "*"
+        for expected_digit, digit in zip(case.leaves_as, frame, strict=False)
+    ]
     if outputs[0].port != case.leaves_by or len(frame) != len(case.leaves_as):
         return f"{len(frame) // 2} bytes leave by port {outputs[0].port}"
     return None if "".join(masked) == case.leaves_as else f"{frame} leaves"
@@ -124,8 +129,8 @@ def difference(case: GeneratedCase, outputs: list[Output]) -> str | None:
 
 def test_the_data_was_made_of_the_program_as_it_is() -> None:
     if SUITE.program != compile.digest("tofino"):
-        changed = "checkmate_tna.p4 or a file that it includes has changed since P4Testgen made tests of it"
-        how = f"{changed}: tests/support/p4/testgen_data.py says how to generate them again"
+        message = "checkmate_tna.p4 or a file that it includes has changed since P4Testgen made tests of it"
+        how = f"{message}: tests/support/p4/testgen_data.py says how to generate them again"
         if shutil.which("p4testgen") is None:
             pytest.skip(f"{how}, which needs p4testgen")
         pytest.fail(how)
@@ -154,14 +159,14 @@ def test_the_data_reaches_every_table_and_action(program: Program) -> None:
         if ref.id == action.preamble.id and ref.scope != p4i.ActionRef.DEFAULT_ONLY
     }
     assert any(case.copy and case.copy.replication_id and case.leaves_as for case in SUITE.cases)
-    meters = {each.preamble.name for each in program.p4info.meters}
-    meters |= {each.preamble.name for each in program.p4info.direct_meters}
+    meters = {info.preamble.name for info in program.p4info.meters}
+    meters |= {info.preamble.name for info in program.p4info.direct_meters}
     colors = {Metered(name, color) for name in meters for color in ("green", "red")}
     assert colors <= {case.metered for case in SUITE.cases if case.metered}
 
 
 def test_what_leaves_is_what_p4testgen_says(program: Program) -> None:
-    wrong = [(case, found) for case in CASES if (found := difference(case, outputs(program, case)))]
+    wrong = [(case, problem) for case in CASES if (problem := difference(case, outputs(program, case)))]
     assert not wrong, f"{len(wrong)} of {len(CASES)}, the first: {wrong[0]}"
 
 
@@ -170,8 +175,8 @@ def test_a_segment_replicated_to_no_group_is_forwarded(program: Program) -> None
     forwarded = [case for case in NO_GROUP if case.leaves_by is not None]
     assert forwarded
     for case in NO_GROUP:
-        found = [(output.port, output.frame.hex()) for output in outputs(program, case)]
-        assert found == ([(case.leaves_by, case.frame)] if case in forwarded else [])
+        actual = [(output.port, output.frame.hex()) for output in outputs(program, case)]
+        assert actual == ([(case.leaves_by, case.frame)] if case in forwarded else [])
 
 
 def test_masked_are_the_checksums_of_rewritten_copies_alone() -> None:
@@ -183,9 +188,9 @@ def test_masked_are_the_checksums_of_rewritten_copies_alone() -> None:
 
 def test_the_programs_differ_where_a_frame_ends_within_a_header() -> None:
     """Tofino's parser drops it; v1model's continues with the complete headers, and floods it here."""
-    program = made(CHECKMATE)
-    assert 0 < len(CUT) < 10
-    for case in CUT:
+    program = load_program(CHECKMATE)
+    assert 0 < len(TRUNCATED_CASES) < 10
+    for case in TRUNCATED_CASES:
         assert case.leaves_as is None and not case.entries
         outputs(program, case)
         program.state.groups[FLOOD_GROUP] = (GroupReplica(case.port + 1, 0),)
@@ -235,13 +240,13 @@ def test_p4testgens_output_is_read_as_it_is_written(tmp_path: Path) -> None:
 
 
 def test_tests_that_differ_only_in_a_data_offset_are_kept_in_turn() -> None:
-    made = [f"# [State] words_{n}\n# [Result]: {hit}\npacket {n} 5639\n" for n in (3, 5) for hit in "ab"]
-    made.append("# [State] with_tag\n# [Result]: a\n")
-    assert thin(made) == [made[0], made[3], made[4]]
+    generated = [f"# [State] words_{n}\n# [Result]: {hit}\npacket {n} 5639\n" for n in (3, 5) for hit in "ab"]
+    generated.append("# [State] with_tag\n# [Result]: a\n")
+    assert thin(generated) == [generated[0], generated[3], generated[4]]
 
 
 def test_a_folder_without_p4testgens_output_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.p4.testgen_data", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert LOG in done.stderr and "Traceback" not in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert LOG in result.stderr and "Traceback" not in result.stderr

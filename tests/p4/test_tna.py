@@ -95,11 +95,11 @@ def test_a_copys_checksums_are_those_of_full_recomputation(
     programs: tuple[Program, TnaProgram], frame: Frame
 ) -> None:
     """A wrong checksum stays wrong by the same error."""
-    sent = frame.encode()
-    shadow, training = programs[1].process(1, sent)
-    assert training.frame == sent
+    original = frame.encode()
+    shadow, training = programs[1].process(1, original)
+    assert training.frame == original
     assert ones_sum(shadow.frame[14:34]) == 0xFFFF
-    assert tcp_error(shadow.frame) == tcp_error(sent)
+    assert tcp_error(shadow.frame) == tcp_error(original)
     assert frame.damage or tcp_error(shadow.frame) == 0
     assert int.from_bytes(shadow.frame[16:18], "big") == len(shadow.frame) - 14
 

@@ -55,7 +55,7 @@ def test_the_example_in_the_documentation_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         ("target", "asic", "target: Input should be 'softswitch', 'bmv2', 'tofino' or 'tofino2'"),
         ("address", "nowhere", "address: Value error, must be host:port"),
@@ -70,11 +70,11 @@ def test_the_example_in_the_documentation_is_right(tmp_path: Path) -> None:
         ("colour", "red", "colour: Extra inputs are not permitted"),
     ],
 )
-def test_a_fault_is_said_with_its_place(tmp_path: Path, path: str, value: Any, said: str) -> None:
+def test_a_fault_is_said_with_its_place(tmp_path: Path, path: str, value: Any, message: str) -> None:
     file = write(tmp_path, edited(RIGHT, path, value))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         read_config(file)
-    assert f"{file}: {said}" in str(caught.value)
+    assert f"{file}: {message}" in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "[", "- 1", "a: b: c"])
@@ -87,8 +87,8 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, text: str) -> None:
 
 @given(st.permutations(list(PORTS)), st.frozensets(st.tuples(st.sampled_from(PORTS), st.integers(0, 3))))
 @few
-def test_ports_are_renumbered_and_back(other: list[int], replicas: frozenset[tuple[int, int]]) -> None:
-    there = {port: 128 + number for port, number in zip(PORTS, other, strict=True)}
+def test_ports_are_renumbered_and_back(device_ports: list[int], replicas: frozenset[tuple[int, int]]) -> None:
+    there = {port: 128 + number for port, number in zip(PORTS, device_ports, strict=True)}
     back = {number: port for port, number in there.items()}
     for entity in (
         MulticastGroup(2, replicas),
@@ -129,9 +129,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a 
 def run_by_file(folder: Path, *suites: str) -> list[dict[str, Any]]:
     options = [option for suite in suites for option in ("--suite", suite)]
     command = [sys.executable, "-m", "tests.scripts.standing_switch", str(folder), "--json", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    tests: list[dict[str, Any]] = json.loads(done.stdout)["tests"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert result.returncode in (0, 1), result.stderr
+    tests: list[dict[str, Any]] = json.loads(result.stdout)["tests"]
     wrong = [f"{test['test']}: {test['why']}" for test in tests if test["outcome"] == "failed"]
     assert not wrong, "\n\n".join(wrong)
     return tests

@@ -29,9 +29,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a 
 
 def _run_suite(target: str, suite: str) -> None:
     command = [*RUNNER, "--target", target, "--suite", suite, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    tests = json.loads(done.stdout)["tests"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode in (0, 1), result.stderr
+    tests = json.loads(result.stdout)["tests"]
     wrong = [
         f"{test['suite']}.{test['test']}: {test['why']}" for test in tests if test["outcome"] != "passed"
     ]
@@ -63,7 +63,7 @@ def test_bmv2(suite: str) -> None:
 
 
 def test_without_bmv2(tmp_path: Path) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [*RUNNER, "--target", "bmv2"],
         cwd=ROOT,
         env={**os.environ, "PATH": str(tmp_path)},
@@ -72,9 +72,9 @@ def test_without_bmv2(tmp_path: Path) -> None:
         timeout=60,
         check=False,
     )
-    assert done.returncode == 2
-    assert "needs simple_switch_grpc on PATH" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2
+    assert "needs simple_switch_grpc on PATH" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @needs_root
@@ -83,15 +83,15 @@ def test_without_bmv2(tmp_path: Path) -> None:
 def test_a_suite_is_one_line(options: list[str]) -> None:
     """Passed tests are counted, and only listed with -v."""
     command = [*RUNNER, "--suite", "stub", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stdout
-    *tests, suite, last = done.stdout.splitlines()
-    found = re.fullmatch(r"stub +(\d+) passed, 0 failed  \d+\.\d s", suite)
-    assert found, done.stdout
-    assert last.startswith(f"softswitch: {found[1]} passed, 0 failed in ")
-    assert len(tests) == (int(found[1]) if options else 0)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stdout
+    *tests, suite, last = result.stdout.splitlines()
+    match = re.fullmatch(r"stub +(\d+) passed, 0 failed  \d+\.\d s", suite)
+    assert match, result.stdout
+    assert last.startswith(f"softswitch: {match[1]} passed, 0 failed in ")
+    assert len(tests) == (int(match[1]) if options else 0)
     assert all(line.startswith("  passed ") for line in tests)
-    assert done.stderr == ""
+    assert result.stderr == ""
 
 
 class Various(unittest.TestCase):
@@ -148,18 +148,21 @@ def test_whatever_did_not_pass_is_told_with_the_reason() -> None:
 
 
 def test_a_switch_whose_runner_has_died_at_once_does_not_run() -> None:
-    shown = [sys.executable, "-c", "print('running')"]
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    for parent, said in ((os.getpid(), "running\n"), (ended.pid, "")):
-        done = subprocess.run([*tied_to(parent), *shown], capture_output=True, text=True, check=False)
-        assert done.stdout == said
+    command = [sys.executable, "-c", "print('running')"]
+    dead_parent = subprocess.Popen(["true"])
+    dead_parent.wait()
+    for parent, output in ((os.getpid(), "running\n"), (dead_parent.pid, "")):
+        result = subprocess.run([*tied_to(parent), *command], capture_output=True, text=True, check=False)
+        assert result.stdout == output
 
 
 @needs_root
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGKILL))],
+    [
+        signal.SIGINT,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGKILL)),
+    ],
 )
 def test_leaves_nothing(number: signal.Signals) -> None:
     """After an interrupted run, no switch and no process of its namespace is left."""
@@ -185,11 +188,11 @@ def _in_namespace_of(pid: int) -> list[int]:
 
 
 def _in_namespace(namespace: int) -> list[int]:
-    found = []
+    pids = []
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and (process / "ns/net").stat().st_ino == namespace:
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue  # it has ended, or is not readable
-    return found
+    return pids

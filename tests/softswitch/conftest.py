@@ -23,7 +23,7 @@ _numbers = itertools.count()
 @pytest.fixture
 def running() -> Iterator[Running]:
     """Yield a switch without a program, with four in-memory ports."""
-    ports = {each: MemoryPort(each) for each in (1, 2, 3, 4)}
+    ports = {number: MemoryPort(number) for number in (1, 2, 3, 4)}
     switch = SoftSwitch(ports.values(), CPU_PORT)
     service = P4RuntimeService(switch, DEVICE)
     server = P4RuntimeServer(service, "127.0.0.1:0", None)
@@ -37,8 +37,8 @@ def running() -> Iterator[Running]:
     carrying.result()
     carrier.shutdown()
     server.stop()
-    for each in ports.values():
-        each.close()
+    for number in ports.values():
+        number.close()
 
 
 @pytest.fixture
@@ -59,18 +59,18 @@ def within(namespace: str) -> str:
 def wires() -> Iterator[Wires]:
     """Yield three hosts around a switch's namespace, without IPv6 traffic."""
     stem = f"sw{os.getpid()}x{next(_numbers)}"
-    wires = Wires(f"{stem}s", {each: f"{stem}h{each}" for each in (1, 2, 3)})
+    wires = Wires(f"{stem}s", {number: f"{stem}h{number}" for number in (1, 2, 3)})
     names = [wires.switch, *wires.hosts.values()]
     try:
         for name in names:
             sh(f"ip netns add {name}")
             sh(f"{within(name)} ip link set lo up")
             sh(f"{within(name)} sysctl -qw net.ipv6.conf.default.disable_ipv6=1")
-        for each, host in wires.hosts.items():
-            sh(f"{within(wires.switch)} ip link add s{each} type veth peer name e0 netns {host}")
-            sh(f"{within(wires.switch)} ip link set s{each} mtu 9000 up")
+        for number, host in wires.hosts.items():
+            sh(f"{within(wires.switch)} ip link add s{number} type veth peer name e0 netns {host}")
+            sh(f"{within(wires.switch)} ip link set s{number} mtu 9000 up")
             sh(f"{within(host)} ip link set e0 mtu 9000 up")
-            sh(f"{within(host)} ip addr add 10.77.0.{each}/24 dev e0")
+            sh(f"{within(host)} ip addr add 10.77.0.{number}/24 dev e0")
         yield wires
     finally:
         for name in names:

@@ -26,12 +26,12 @@ def idle(address: str, count: int) -> Iterator[list[socket.socket]]:
     """Open TCP connections that send nothing."""
     host, _, port = address.rpartition(":")
     with ExitStack() as stack:
-        opened = []
+        connections = []
         for _ in range(count):
-            opened.append(stack.enter_context(socket.socket()))
-            opened[-1].settimeout(2)
-            opened[-1].connect_ex((host, int(port)))
-        yield opened
+            connections.append(stack.enter_context(socket.socket()))
+            connections[-1].settimeout(2)
+            connections[-1].connect_ex((host, int(port)))
+        yield connections
 
 
 def served(address: str, timeout: float = 5) -> None:
@@ -44,7 +44,7 @@ def served(address: str, timeout: float = 5) -> None:
 @contextmanager
 def half_open(address: str, method: str, count: int, connections: int = 1) -> Iterator[None]:
     """Start calls that send headers, and no message."""
-    done = threading.Event()
+    stop = threading.Event()
     with ExitStack() as stack:
         for _ in range(connections):
             channel = stack.enter_context(
@@ -52,8 +52,8 @@ def half_open(address: str, method: str, count: int, connections: int = 1) -> It
             )
             start: Any = channel.stream_stream(SERVICE + method)
             for _ in range(count // connections):
-                stack.callback(start(iter(lambda: done.wait() and None, None)).cancel)
-        stack.callback(done.set)
+                stack.callback(start(iter(lambda: stop.wait() and None, None)).cancel)
+        stack.callback(stop.set)
         time.sleep(0.5)
         yield
 
@@ -87,15 +87,15 @@ def test_corrupt_messages_leave_no_memory() -> None:
     count = 3000
     with process(*LOOPBACK) as (running, address), grpc.insecure_channel(address) as channel:
         calls: list[Any] = [
-            channel.unary_unary(SERVICE + each) for each in ("Write", "SetForwardingPipelineConfig")
+            channel.unary_unary(SERVICE + method) for method in ("Write", "SetForwardingPipelineConfig")
         ]
         calls.append(channel.unary_unary(SERVICE + "Capabilities"))
 
         def send(rounds: int) -> None:
-            for each in range(rounds):
-                with pytest.raises(grpc.RpcError) as refused:
-                    calls[each % len(calls)](b"\xff\xff" + bytes(50), timeout=5)
-                assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            for number in range(rounds):
+                with pytest.raises(grpc.RpcError) as failure:
+                    calls[number % len(calls)](b"\xff\xff" + bytes(50), timeout=5)
+                assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
         send(300)
         before = resident(running.pid)
@@ -116,9 +116,9 @@ def test_large_write_of_a_stranger_is_not_parsed() -> None:
             call = write.future(request + b"\x22\x00" * (7 << 20), timeout=30)
             while not call.done():
                 peak = max(peak, resident(running.pid))
-            with pytest.raises(grpc.RpcError) as refused:
+            with pytest.raises(grpc.RpcError) as failure:
                 call.result()
-            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+            assert failure.value.code() == grpc.StatusCode.PERMISSION_DENIED
             assert peak - before < 100 << 20
         primary.close()
 
@@ -128,10 +128,10 @@ def test_replies_to_a_client_that_does_not_read_are_bounded() -> None:
         message = p4r.StreamMessageRequest()
         message.arbitration.device_id = DEVICE
         message.arbitration.role.name = "r" * 200
-        ended = threading.Event()
+        stop = threading.Event()
 
         def flood() -> Iterator[bytes]:
-            while not ended.is_set():
+            while not stop.is_set():
                 message.arbitration.election_id.low += 1
                 yield message.SerializeToString()
 
@@ -144,6 +144,6 @@ def test_replies_to_a_client_that_does_not_read_are_bounded() -> None:
                 assert "is cut off: it does not read its messages" in running.stderr.readline()
                 assert resident(running.pid) - before < 20 << 20
             finally:
-                ended.set()
+                stop.set()
                 call.cancel()
         served(address)

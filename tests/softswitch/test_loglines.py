@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from softswitch.loglines import AT_ONCE, LINE_MAX, TRACEBACK_MAX, LineLimit
+from softswitch.loglines import AT_ONCE, MAX_LINE, MAX_TRACEBACK, LineLimit
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def output() -> Iterator[io.StringIO]:
 def test_lines_that_come_fast_are_left_out(output: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    for each in range(1000):
-        logging.getLogger("noisy").warning("line %d", each)
+    for number in range(1000):
+        logging.getLogger("noisy").warning("line %d", number)
     logging.getLogger("quiet").warning("a line of another module")
     now[0] += 1
-    for each in range(1000):
-        logging.getLogger("noisy").warning("line %d", each)
+    for number in range(1000):
+        logging.getLogger("noisy").warning("line %d", number)
     lines = output.getvalue().splitlines()
-    assert lines[:AT_ONCE] == [f"line {each}" for each in range(AT_ONCE)]
+    assert lines[:AT_ONCE] == [f"line {number}" for number in range(AT_ONCE)]
     left_out = f"line 0 (and {1000 - AT_ONCE} more since the last such line)"
     assert lines[AT_ONCE:] == ["a line of another module", left_out]
 
@@ -50,5 +50,5 @@ def test_lines_are_short(output: io.StringIO) -> None:
     except ValueError:
         logging.getLogger("noisy").exception("it failed")
     first, second, *_ = output.getvalue().splitlines()
-    assert (len(first), second) == (LINE_MAX, "it failed")
-    assert len(output.getvalue()) < 2 * LINE_MAX + TRACEBACK_MAX
+    assert (len(first), second) == (MAX_LINE, "it failed")
+    assert len(output.getvalue()) < 2 * MAX_LINE + MAX_TRACEBACK

@@ -23,11 +23,13 @@ TLS = [
 
 
 def test_both_styles_say_the_same() -> None:
-    one = parse(["-i", "1@veth1", "--cpu-port", "510", "--grpc-server-addr", "[::1]:9", "prog.json"])
-    other = parse(["-i", "1@veth1", "prog.json", "--", "--grpc-server-addr", "[::1]:9", "--cpu-port", "510"])
-    assert one == other
-    assert (one.interfaces, one.cpu_port, one.address) == ({1: "veth1"}, 510, "[::1]:9")
-    assert one.config == Path("prog.json")
+    direct = parse(["-i", "1@veth1", "--cpu-port", "510", "--grpc-server-addr", "[::1]:9", "prog.json"])
+    separated = parse(
+        ["-i", "1@veth1", "prog.json", "--", "--grpc-server-addr", "[::1]:9", "--cpu-port", "510"]
+    )
+    assert direct == separated
+    assert (direct.interfaces, direct.cpu_port, direct.address) == ({1: "veth1"}, 510, "[::1]:9")
+    assert direct.config == Path("prog.json")
 
 
 def test_defaults_are_safe() -> None:
@@ -110,7 +112,7 @@ def test_p4info_beside_a_program() -> None:
 
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_:
         main(["--help"])
-    assert left.value.code == 0
+    assert exit_.value.code == 0
     assert "example:" in capsys.readouterr().out

@@ -34,10 +34,10 @@ def program() -> Program:
 def sums_are_right(frame: bytes) -> bool:
     """Return whether both checksums equal scapy's."""
     packet = Ether(frame)
-    given = packet[IP].chksum, packet[TCP].chksum
+    sums = packet[IP].chksum, packet[TCP].chksum
     del packet[IP].chksum, packet[TCP].chksum
-    made = Ether(bytes(packet))
-    return bool(given == (made[IP].chksum, made[TCP].chksum))
+    rebuilt = Ether(bytes(packet))
+    return bool(sums == (rebuilt[IP].chksum, rebuilt[TCP].chksum))
 
 
 def test_known_unicast_leaves_as_the_very_bytes_that_came(program: Program) -> None:
@@ -108,14 +108,14 @@ def test_losses_are_counted_by_reason_and_training_goes_on(program: Program) -> 
         c.preamble.name.split(".")[-1]: program.state.counters[c.preamble.id] for c in program.p4info.counters
     }
     tables = {table.name: table for table in program.state.tables.values()}
-    lost = segment([tag(channel=2)])
+    unconnected = segment([tag(channel=2)])
     old = segment([tag(incarnation=6)])
     # Channel 2 has a stream for holder 2, and none for holder 1.
-    assert [o.instance for o in program.process(1, lost)] == [2, 0]
+    assert [o.instance for o in program.process(1, unconnected)] == [2, 0]
     assert [o.instance for o in program.process(1, old)] == [0]
-    assert [(cell.packets, cell.bytes) for cell in cells["losses"]] == [(1, len(lost)), (1, len(old))]
+    assert [(cell.packets, cell.bytes) for cell in cells["losses"]] == [(1, len(unconnected)), (1, len(old))]
     entry = tables["lost"].entries[(5, 2, 3, 1), 0]
-    assert (entry.count.packets, entry.count.bytes) == (1, len(lost))
+    assert (entry.count.packets, entry.count.bytes) == (1, len(unconnected))
     program.process(1, segment())
     program.process(1, segment([tag(shadow=5)]))
     assert [cell.packets for cell in cells["passed"]] == [1, 1]

@@ -37,9 +37,9 @@ def test_l3_takes_the_longest_prefix_and_mends_the_checksum() -> None:
         packet = Ether(output.frame)
         assert (output.port, packet[IP].ttl, packet.src) == (port, 8, B)
         assert number(packet.dst) == number(C) + length
-        given = packet[IP].chksum
+        checksum = packet[IP].chksum
         del packet[IP].chksum
-        assert Ether(bytes(packet))[IP].chksum == given
+        assert Ether(bytes(packet))[IP].chksum == checksum
         assert output.frame[34:] == frame[34:]
 
 
@@ -74,9 +74,9 @@ def test_ecmp_chooses_by_hash_and_spreads() -> None:
         member = crc16(flow) % 3
         packet = Ether(output.frame)
         assert (output.port, packet[IP].id) == (member + 1, 0xABC0 + member)
-        given = packet[UDP].chksum
+        checksum = packet[UDP].chksum
         del packet[UDP].chksum
-        assert Ether(bytes(packet))[UDP].chksum == given
+        assert Ether(bytes(packet))[UDP].chksum == checksum
         ports.add(output.port)
     assert ports == {1, 2, 3}
 

@@ -51,10 +51,10 @@ def blank(whole: bytes) -> bytes:
     return whole[: where.checksum] + partial + whole[where.checksum + 2 :]
 
 
-def offload(sent: bytes, gso_type: int = 0, gso_size: int = 0) -> Offload:
-    where = locate(sent)
+def offload(frame_: bytes, gso_type: int = 0, gso_size: int = 0) -> Offload:
+    where = locate(frame_)
     assert where is not None
-    return Offload(sent, b"\1" + bytes(9), where.start, where.checksum - where.start, gso_type, gso_size)
+    return Offload(frame_, b"\1" + bytes(9), where.start, where.checksum - where.start, gso_type, gso_size)
 
 
 @given(
@@ -78,7 +78,7 @@ def test_completed_udp_checksum_is_never_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "other_frame",
     [
         b"",
         b"\0" * 13,
@@ -90,9 +90,9 @@ def test_completed_udp_checksum_is_never_zero() -> None:
         frame(IP(proto=47), Raw(b"y" * 30), b""),
     ],
 )
-def test_no_segment_to_complete(sent: bytes) -> None:
-    assert locate(sent) is None
-    assert complete(sent) is None
+def test_no_segment_to_complete(other_frame: bytes) -> None:
+    assert locate(other_frame) is None
+    assert complete(other_frame) is None
 
 
 def virtio(parts: tuple[bytes | memoryview, ...]) -> tuple[int, ...]:
@@ -100,16 +100,16 @@ def virtio(parts: tuple[bytes | memoryview, ...]) -> tuple[int, ...]:
 
 
 def test_unchanged_frame_leaves_with_its_own_header() -> None:
-    sent = blank(frame(NETWORKS[0], TRANSPORTS[0], b"x" * 5000))
-    given = offload(sent, GSO_TCPV4, 1000)
-    assert defer(sent, given) == (given.header, sent)
+    segment = blank(frame(NETWORKS[0], TRANSPORTS[0], b"x" * 5000))
+    work = offload(segment, GSO_TCPV4, 1000)
+    assert defer(segment, work) == (work.header, segment)
 
 
 @pytest.mark.parametrize(("network", "gso_type"), [(NETWORKS[0], GSO_TCPV4), (NETWORKS[1], GSO_TCPV6)])
 def test_rewritten_frame_gets_its_own_pseudo_header(network: Packet, gso_type: int) -> None:
-    given = offload(blank(frame(network, TRANSPORTS[0], b"x" * 5000)), GSO_TCPV4 | GSO_ECN, 1000)
+    work = offload(blank(frame(network, TRANSPORTS[0], b"x" * 5000)), GSO_TCPV4 | GSO_ECN, 1000)
     copy = frame(network, TCP(sport=7, dport=8, flags="A"), b"x" * 5000, tags=1)
-    parts = defer(copy, given)
+    parts = defer(copy, work)
     assert parts is not None
     where = locate(copy)
     assert where is not None
@@ -117,14 +117,14 @@ def test_rewritten_frame_gets_its_own_pseudo_header(network: Packet, gso_type: i
     assert virtio(parts) == (1, gso_type, where.start + 20, 1000, where.start, 16)
     assert complete(b"".join(parts[1:])) == copy
     assert b"".join(parts[1:]) == blank(copy)
-    with_cwr = defer(frame(network, TCP(flags="AC"), b"x" * 5000), given)
+    with_cwr = defer(frame(network, TCP(flags="AC"), b"x" * 5000), work)
     assert with_cwr is not None
     assert virtio(with_cwr)[1] == gso_type | GSO_ECN
 
 
 def test_one_segment_leaves_without_gso() -> None:
-    given = offload(blank(frame(NETWORKS[0], TRANSPORTS[0], b"x" * 1000)), GSO_TCPV4, 1000)
-    parts = defer(frame(NETWORKS[0], TCP(flags="A"), b"x" * 1000), given)
+    work = offload(blank(frame(NETWORKS[0], TRANSPORTS[0], b"x" * 1000)), GSO_TCPV4, 1000)
+    parts = defer(frame(NETWORKS[0], TCP(flags="A"), b"x" * 1000), work)
     assert parts is not None
     assert virtio(parts) == (1, 0, 54, 0, 34, 16)
 
@@ -151,7 +151,7 @@ def test_memory_port_sends_completed_checksums() -> None:
     whole = frame(NETWORKS[0], TRANSPORTS[0], b"x" * 5000)
     port = MemoryPort(1)
     assert port.send(blank(whole), offload(blank(whole), GSO_TCPV4, 1000))
-    assert list(port.sent) == [whole]
+    assert list(port.output) == [whole]
     assert (port.stats.tx_packets, port.stats.tx_segments) == (1, 5)
     port.close()
 
@@ -170,10 +170,10 @@ def pair() -> Iterator[tuple[str, str]]:
 
 def receive(port: PacketPort) -> list[tuple[bytes, Offload | None]]:
     """Return all frames that arrive within a short time."""
-    got: list[tuple[bytes, Offload | None]] = []
+    frames: list[tuple[bytes, Offload | None]] = []
     time.sleep(0.05)
-    port.poll(lambda number, data, left: got.append((data, left)), 100)
-    return got
+    port.poll(lambda number, data, work: frames.append((data, work)), 100)
+    return frames
 
 
 FRAMES = [
@@ -190,16 +190,16 @@ FRAMES = [
 @needs_root
 def test_frames_pass_byte_for_byte(pair: tuple[str, str]) -> None:
     """Broadcast, foreign addresses, VLAN tags, 9,000 bytes, 14 bytes; sent frames are not received."""
-    one, other = PacketPort(1, pair[0]), PacketPort(2, pair[1])
-    for each in FRAMES:
-        assert one.send(each, None)
-    assert one.stats.tx_packets == len(FRAMES), one.stats
-    assert [data for data, _ in receive(other)] == FRAMES
-    assert receive(one) == []
-    assert (other.stats.rx_packets, other.stats.rx_bytes) == (len(FRAMES), sum(map(len, FRAMES)))
-    assert other.dropped() == 0
-    one.close()
-    other.close()
+    near, far = PacketPort(1, pair[0]), PacketPort(2, pair[1])
+    for data_ in FRAMES:
+        assert near.send(data_, None)
+    assert near.stats.tx_packets == len(FRAMES), near.stats
+    assert [data for data, _ in receive(far)] == FRAMES
+    assert receive(near) == []
+    assert (far.stats.rx_packets, far.stats.rx_bytes) == (len(FRAMES), sum(map(len, FRAMES)))
+    assert far.dropped() == 0
+    near.close()
+    far.close()
 
 
 @needs_root
@@ -271,9 +271,9 @@ def test_port_without_room_refuses(pair: tuple[str, str]) -> None:
     """Frames that the other end does not read fill the send buffer; every loss is reported."""
     sh(f"tc qdisc add dev {pair[0]} root tbf rate 1mbit burst 20k limit 40k")
     port = PacketPort(1, pair[0])
-    sent = sum(port.send(bytes(12) + b"\x08\x00" + bytes(8000), None) for _ in range(2000))
+    sent_count = sum(port.send(bytes(12) + b"\x08\x00" + bytes(8000), None) for _ in range(2000))
     assert 0 < port.stats.refused < 2000
-    assert (sent, port.stats.tx_packets) == (2000 - port.stats.refused, 2000 - port.stats.refused)
+    assert (sent_count, port.stats.tx_packets) == (2000 - port.stats.refused, 2000 - port.stats.refused)
     port.close()
 
 
@@ -281,20 +281,20 @@ def test_port_without_room_refuses(pair: tuple[str, str]) -> None:
 def test_gso_segment_arrives_whole_and_leaves_in_segments(pair: tuple[str, str]) -> None:
     """A kernel's 64 KB TCP segment is received as one frame with an incomplete checksum."""
     whole = frame(NETWORKS[0], TCP(sport=1, dport=2, flags="A"), bytes(range(256)) * 200)
-    one, other = PacketPort(1, pair[0]), PacketPort(2, pair[1])
-    given = offload(blank(whole), GSO_TCPV4, 8000)
-    given.header = b""
-    assert one.send(blank(whole), given)
-    ((data, left),) = receive(other)
-    assert left is not None
-    assert (left.gso_size, left.segments(), other.stats.rx_segments) == (8000, 7, 7)
+    near, far = PacketPort(1, pair[0]), PacketPort(2, pair[1])
+    work = offload(blank(whole), GSO_TCPV4, 8000)
+    work.header = b""
+    assert near.send(blank(whole), work)
+    ((data, received_work),) = receive(far)
+    assert received_work is not None
+    assert (received_work.gso_size, received_work.segments(), far.stats.rx_segments) == (8000, 7, 7)
     assert complete(data) == whole
     # An interface that cannot accept it whole gets segments with correct checksums.
     sh(f"ethtool -K {pair[0]} tso off gso off tx off")
     listener = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
     listener.bind((pair[1], 0))
     listener.settimeout(2)
-    assert one.send(blank(whole), given)
+    assert near.send(blank(whole), work)
     payload = b""
     for _ in range(7):
         segment = listener.recv(10000)
@@ -302,5 +302,5 @@ def test_gso_segment_arrives_whole_and_leaves_in_segments(pair: tuple[str, str])
         assert struct.unpack_from("!I", segment, 38)[0] == len(payload)
         payload += segment[54:]
     assert payload == whole[54:]
-    for each in (one, other, listener):
-        each.close()
+    for closable in (near, far, listener):
+        closable.close()

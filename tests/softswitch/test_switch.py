@@ -41,14 +41,14 @@ def arrive(running: Running, count: int = 1) -> None:
 def test_unicast_and_counts(running: Running, primary: Client) -> None:
     primary.write(insert(primary.mac_entry(MAC, 1, "counted", 2)))
     arrive(running, 3)
-    assert list(running.ports[2].sent) == [FRAME] * 3
+    assert list(running.ports[2].output) == [FRAME] * 3
     stats = running.ports[2].stats
     assert (stats.tx_packets, stats.tx_bytes, stats.tx_segments) == (3, 3 * len(FRAME), 3)
     assert running.ports[1].stats.rx_bytes == 3 * len(FRAME)
     asking = primary.mac_entry(MAC, 1)
     asking.table_entry.counter_data.SetInParent()
-    (found,) = primary.read(asking)
-    data = found.table_entry.counter_data
+    (entry,) = primary.read(asking)
+    data = entry.table_entry.counter_data
     assert (data.packet_count, data.byte_count) == (3, 3 * len(FRAME))
 
 
@@ -60,7 +60,7 @@ def test_no_program_and_unknown_ports(running: Running) -> None:
     client.write(insert(client.mac_entry(MAC, 1, "counted", 99)))
     arrive(running)
     assert running.switch.unknown_port == 1
-    assert not any(port.sent for port in running.ports.values())
+    assert not any(port.output for port in running.ports.values())
 
 
 def test_copies_with_an_instance_go_first(running: Running, primary: Client) -> None:
@@ -76,19 +76,19 @@ def test_refused_copy_withholds_the_original(running: Running, primary: Client) 
     replicated(running, primary, (2, 0), (3, 1), (4, 2))
     running.ports[3].refusing = True
     arrive(running)
-    assert (len(running.ports[2].sent), len(running.ports[4].sent)) == (0, 1)
+    assert (len(running.ports[2].output), len(running.ports[4].output)) == (0, 1)
     assert (running.ports[3].stats.refused, running.ports[2].stats.withheld) == (1, 1)
     # Retransmissions are forwarded completely.
     running.ports[3].refusing = False
     arrive(running)
-    assert [len(running.ports[each].sent) for each in (2, 3, 4)] == [1, 1, 2]
+    assert [len(running.ports[port].output) for port in (2, 3, 4)] == [1, 1, 2]
 
 
 def test_refused_original_holds_nothing_back(running: Running, primary: Client) -> None:
     replicated(running, primary, (2, 0), (4, 0), (3, 1))
     running.ports[2].refusing = True
     arrive(running)
-    assert [len(running.ports[each].sent) for each in (2, 3, 4)] == [0, 1, 1]
+    assert [len(running.ports[number].output) for number in (2, 3, 4)] == [0, 1, 1]
     assert not any(port.stats.withheld for port in running.ports.values())
 
 
@@ -96,7 +96,7 @@ def test_full_port_refuses(running: Running, primary: Client) -> None:
     replicated(running, primary, (2, 0), (3, 1))
     running.ports[3].capacity = 2
     arrive(running, 5)
-    assert [len(running.ports[each].sent) for each in (2, 3)] == [2, 2]
+    assert [len(running.ports[port].output) for port in (2, 3)] == [2, 2]
     assert (running.ports[3].stats.refused, running.ports[2].stats.withheld) == (3, 3)
 
 
@@ -106,7 +106,7 @@ def test_port_that_is_down_holds_nothing_back(
     replicated(running, primary, (2, 0), (3, 1))
     running.ports[3].connection.set_up(False)
     arrive(running, 2)
-    assert len(running.ports[2].sent) == 2
+    assert len(running.ports[2].output) == 2
     assert running.ports[3].stats.disconnected == 2
     running.ports[3].connection.set_up(False)  # a notice of another port
     running.ports[3].connection.set_up(True)
@@ -115,7 +115,7 @@ def test_port_that_is_down_holds_nothing_back(
         "port 3 (memory3) is up again, and counts as connected",
     ]
     arrive(running)
-    assert (len(running.ports[2].sent), len(running.ports[3].sent)) == (3, 1)
+    assert (len(running.ports[2].output), len(running.ports[3].output)) == (3, 1)
 
 
 def test_port_that_refuses_for_a_second_holds_nothing_back(
@@ -124,12 +124,12 @@ def test_port_that_refuses_for_a_second_holds_nothing_back(
     replicated(running, primary, (2, 0), (3, 1))
     running.ports[3].refusing = True
     begin = time.monotonic()
-    while not running.ports[2].sent:
+    while not running.ports[2].output:
         arrive(running)
         assert time.monotonic() < begin + 9, "training was held back for nine seconds"
     assert time.monotonic() - begin >= 1
     arrive(running, 3)
-    assert len(running.ports[2].sent) == 4
+    assert len(running.ports[2].output) == 4
     stats, withheld = running.ports[3].stats, running.ports[2].stats.withheld
     assert (stats.refused, stats.disconnected) == (withheld, 4)  # retransmitted ones; lost ones
     (warning,) = caplog.messages
@@ -140,12 +140,12 @@ def test_port_that_refuses_for_a_second_holds_nothing_back(
 
     def sends_again() -> bool:
         arrive(running)
-        return bool(running.ports[3].sent)
+        return bool(running.ports[3].output)
 
     wait_for(sends_again, "the port connected again")
-    count = len(running.ports[3].sent)
+    count = len(running.ports[3].output)
     arrive(running, 5)
-    assert len(running.ports[3].sent) == count + 5
+    assert len(running.ports[3].output) == count + 5
     assert caplog.messages == [warning, "port 3 (memory3) accepts frames again, and counts as connected"]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
@@ -181,8 +181,8 @@ def test_control_plane_gets_its_turn_under_load(running: Running, primary: Clien
         port = running.ports[1]
         while not stop.is_set():
             port.inject(FRAME)
-            for each in running.ports.values():
-                each.sent.clear()
+            for output in running.ports.values():
+                output.output.clear()
 
     thread = threading.Thread(target=load)
     thread.start()
@@ -197,15 +197,15 @@ def test_control_plane_gets_its_turn_under_load(running: Running, primary: Clien
 
 
 def test_trace() -> None:
-    told: list[str] = []
+    traces: list[str] = []
     port = MemoryPort(1)
-    switch = SoftSwitch([port], trace=told.append)
+    switch = SoftSwitch([port], trace=traces.append)
 
     switch.install(load(KINDS.with_suffix(".json").read_bytes(), read_p4info()))
     switch.handle(1, FRAME, None)
     port.close()
-    assert len(told) == 1
-    assert "by_mac" in told[0]
+    assert len(traces) == 1
+    assert "by_mac" in traces[0]
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_forwarding(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +240,7 @@ def test_an_error_of_a_port_does_not_end_forwarding(caplog: pytest.LogCaptureFix
     ports[0].inject(FRAME)
     thread = threading.Thread(target=switch.run)
     thread.start()
-    wait_for(lambda: bool(ports[1].sent), "the frame")
+    wait_for(lambda: bool(ports[1].output), "the frame")
     switch.stop()
     thread.join()
     assert "port 1 (memory1): could not receive: [Errno 105] No buffer space available" in caplog.messages
@@ -261,10 +261,10 @@ class Watching:
     """Substitute of a program, which forwards all frames to port 2 and records them."""
 
     def __init__(self) -> None:
-        self.seen: list[bytes] = []
+        self.frames: list[bytes] = []
 
     def process(self, port: int, frame: bytes, trace: object = None) -> list[Output]:
-        self.seen.append(frame)
+        self.frames.append(frame)
         return [Output(2, frame, 0, 0)]
 
 
@@ -277,8 +277,8 @@ def test_checksum_left_to_be_completed(sums_payload: bool) -> None:
     watching = Watching()
     switch.install(watching, sums_payload=sums_payload)  # type: ignore[arg-type]
     switch.handle(1, partial, Offload(partial, bytes(10), 34, 16, GSO_TCPV4, 1000))
-    assert watching.seen == [whole if sums_payload else partial]
-    assert list(ports[1].sent) == [whole]
+    assert watching.frames == [whole if sums_payload else partial]
+    assert list(ports[1].output) == [whole]
     assert ports[1].stats.tx_segments == 3
     for port in ports:
         port.close()

@@ -15,9 +15,9 @@ from tests.softswitch.support.process import process
 
 
 def test_addresses_that_cannot_be_used() -> None:
-    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (_, used):
+    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (_, occupied):
         for address, words in (
-            (used, "Address already in use"),
+            (occupied, "Address already in use"),
             ("192.0.2.1:9559", "Cannot assign requested address"),
         ):
             second = subprocess.run(
@@ -117,9 +117,11 @@ def test_tls_admits_controllers_only(certificates: Path) -> None:
         tls += [f"--grpc-server-{option}", f"{certificates}/{file}"]
     with process("--no-p4", *tls) as (_, address):
         for name in CLIENTS:
-            known = grpc.ssl_channel_credentials(read["ca.pem"], read[f"{name}.key"], read[f"{name}.pem"])
+            credentials = grpc.ssl_channel_credentials(
+                read["ca.pem"], read[f"{name}.key"], read[f"{name}.pem"]
+            )
             for call in ("StreamChannel", "Write", "Capabilities"):
-                code = answer(address, known, call)
+                code = answer(address, credentials, call)
                 assert (code == grpc.StatusCode.UNAUTHENTICATED) == (name != "controller"), (name, call)
         stranger = grpc.ssl_channel_credentials(read["ca.pem"])
         assert answer(address, stranger, "Capabilities") == grpc.StatusCode.UNAVAILABLE

@@ -53,7 +53,7 @@ def in_namespace(wires: Wires, path: Path) -> None:
     updates = p4r.WriteRequest(device_id=DEVICE)
     updates.election_id.low = 1
     maker = Client("unused:1")
-    everyone = maker.group(1, *((each, each) for each in wires.hosts))
+    everyone = maker.group(1, *((port, port) for port in wires.hosts))
     updates.updates.append(insert(everyone))
     for source in wires.hosts:
         updates.updates.append(insert(maker.mac_entry(BROADCAST, source, "replicate", 1)))
@@ -65,13 +65,13 @@ def in_namespace(wires: Wires, path: Path) -> None:
 
 
 def run(namespace: str, code: str, *arguments: str) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         ["nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 RECEIVER = """
@@ -108,7 +108,7 @@ def transfer(wires: Wires, source: int, target: int) -> None:
         try:
             assert receiver.stdout is not None
             assert receiver.stdout.readline() == "ready\n"
-            sent = subprocess.run(
+            result = subprocess.run(
                 [
                     "nsenter",
                     f"--net=/run/netns/{wires.hosts[source]}",
@@ -123,7 +123,7 @@ def transfer(wires: Wires, source: int, target: int) -> None:
                 timeout=90,
                 check=True,
             )
-            assert receiver.stdout.read() == sent.stdout
+            assert receiver.stdout.read() == result.stdout
         finally:
             receiver.kill()
 
@@ -136,7 +136,7 @@ def test_tcp_passes_byte_for_byte(wires: Wires, tmp_path: Path, offloads: bool) 
         for host in wires.hosts.values():
             sh(f"nsenter --net=/run/netns/{host} ethtool -K e0 tx off tso off gso off gro off")
     stats = tmp_path / "stats.json"
-    interfaces = [each for number in wires.hosts for each in ("-i", f"{number}@s{number}")]
+    interfaces = [option for number in wires.hosts for option in ("-i", f"{number}@s{number}")]
     program = str(KINDS.with_suffix(".json"))
     with process(*interfaces, program, "--", "--stats-file", str(stats), inside=wires.switch):
         in_namespace(wires, tmp_path / "updates")
@@ -195,10 +195,10 @@ def test_no_descriptor_left_does_not_end_the_data_plane(wires: Wires) -> None:
             assert running.poll() is None, running.communicate()[1]
         sh(f"prlimit --pid {running.pid} --nofile=1024:")
         set_link("up")
-        told = ""
-        while "up again" not in told:
-            told = running.stderr.readline()
-            assert told
+        line = ""
+        while "up again" not in line:
+            line = running.stderr.readline()
+            assert line
 
 
 def test_signal_ends_streams_and_the_process() -> None:
@@ -282,7 +282,7 @@ print("all went well")
 def test_p4runtime_shell_as_client() -> None:
     """This client shares no code with ours."""
     with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (_, address):
-        done = subprocess.run(
+        result = subprocess.run(
             [
                 SHELL,
                 "-c",
@@ -297,5 +297,5 @@ def test_p4runtime_shell_as_client() -> None:
             check=False,
             timeout=60,
         )
-    assert done.returncode == 0, done.stderr
-    assert "all went well" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "all went well" in result.stdout

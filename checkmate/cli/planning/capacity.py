@@ -121,7 +121,7 @@ def _with_profile(
 def _switches(job: Job) -> list[SwitchUse]:
     """Return what the control plane would install with every stream connected."""
     targets: dict[str, str] = {switch.name: switch.target for switch in job.fabric.switches}
-    holds = {target: planning.limits(target) for target in planning.GROUPS_MAX}
+    holds = {target: planning.limits(target) for target in planning.MAX_GROUPS}
     found = []
     for name, plan in planning.plan([job]).items():
         ports = [isinstance(host, Nic) for _, host in job.interfaces() if host.switch == name]

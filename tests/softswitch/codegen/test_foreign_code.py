@@ -58,16 +58,16 @@ def kind(raw: Any, place: Place) -> str:
     parent = raw
     for step in place[:-1]:
         parent = parent[step]
-    named = parent.get("type", "") if isinstance(parent, dict) and place[-1] == "value" else ""
-    return ".".join(str(step) for step in place if isinstance(step, str)) + f":{named}"
+    operand_type = parent.get("type", "") if isinstance(parent, dict) and place[-1] == "value" else ""
+    return ".".join(str(step) for step in place if isinstance(step, str)) + f":{operand_type}"
 
 
-def changed(raw: Any, place: Place, value: Any) -> Any:
+def with_change(raw: Any, place: Place, value: Any) -> Any:
     """Return a copy of a JSON with another value at a place."""
     if not place:
         return value
     copy: Any = dict(raw) if isinstance(raw, dict) else list(raw)
-    copy[place[0]] = changed(raw[place[0]], place[1:], value)
+    copy[place[0]] = with_change(raw[place[0]], place[1:], value)
     return copy
 
 
@@ -82,10 +82,10 @@ def sources(program: Program) -> tuple[str, ...]:
 
     Texts have one identifier: only traces show them, and equal ones share a number.
     """
-    found: dict[str, str] = {}
+    numbers: dict[str, str] = {}
 
     def renamed(word: re.Match[str]) -> str:
-        return "text" if word[0].startswith("text_") else found.setdefault(word[0], f"v{len(found)}")
+        return "text" if word[0].startswith("text_") else numbers.setdefault(word[0], f"v{len(numbers)}")
 
     return tuple(
         re.sub(r"\b[a-z]+(?:_[a-z]+)?_\d+\b", renamed, source)
@@ -109,30 +109,30 @@ def verdict(name: str, place: Place, value: Any, expected: tuple[str, ...]) -> s
     """Load a program with one change; return `refused`, `equal` or `other`."""
     raw, p4info = original(name)
     try:
-        found = sources(load(json.dumps(changed(raw, place, value)).encode(), p4info))
+        code = sources(load(json.dumps(with_change(raw, place, value)).encode(), p4info))
     except (ValueError, UnsupportedProgramError):
         return "refused"
-    return "equal" if found == expected else "other"
+    return "equal" if code == expected else "other"
 
 
 def walk(name: str, most: int | None) -> None:
     """Change the leaves, at most some of each kind, to everything hostile."""
     raw, p4info = original(name)
     expected = sources(load(json.dumps(raw).encode(), p4info))
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     verdicts: dict[str, int] = {}
     for place in leaves(raw):
-        what = kind(raw, place)
-        seen[what] = seen.get(what, 0) + 1
-        if most is not None and seen[what] > most:
+        leaf_kind = kind(raw, place)
+        counts[leaf_kind] = counts.get(leaf_kind, 0) + 1
+        if most is not None and counts[leaf_kind] > most:
             continue
         old = at(raw, place)
         hostile = TEXTS if isinstance(old, str) else NUMBERS
-        for value in (hostile[seen[what] % 4], hostile[4 + seen[what] % 5]):
-            found = verdict(name, place, value, expected)
-            verdicts[found] = verdicts.get(found, 0) + 1
+        for value in (hostile[counts[leaf_kind] % 4], hostile[4 + counts[leaf_kind] % 5]):
+            outcome = verdict(name, place, value, expected)
+            verdicts[outcome] = verdicts.get(outcome, 0) + 1
             # Another number or truth value may be another program, in the same words.
-            assert found != "other" or type(old) is type(value) in (int, bool), (place, value)
+            assert outcome != "other" or type(old) is type(value) in (int, bool), (place, value)
     assert verdicts["refused"] > 50
     assert verdicts["equal"] > 50
 
@@ -168,7 +168,7 @@ def test_any_change_gives_a_refusal_or_a_program_in_the_same_words(data: st.Data
         kinds.setdefault(kind(raw, place), []).append(place)
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.sampled_from(data.draw(st.sampled_from(sorted(kinds.items())))[1]))
-        raw = changed(raw, place, data.draw(anything))
+        raw = with_change(raw, place, data.draw(anything))
     try:
         program = load(json.dumps(raw).encode(), p4info)
     except (ValueError, UnsupportedProgramError):

@@ -26,9 +26,9 @@ def headers(draw: st.DrawFn) -> tuple[Header, set[str]]:
 
 @given(headers(), st.data())
 def test_fields_read_and_write_as_bits_of_the_header(
-    made: tuple[Header, set[str]], data: st.DataObject
+    header_and_touched: tuple[Header, set[str]], data: st.DataObject
 ) -> None:
-    header, touched = made
+    header, touched = header_and_touched
     layout = plan(header, touched, Names())
     content = data.draw(st.binary(min_size=layout.size, max_size=layout.size))
     names = [chunk.name for chunk in layout.chunks]
@@ -50,11 +50,11 @@ def test_fields_read_and_write_as_bits_of_the_header(
 
 
 @given(headers(), st.data())
-def test_unused_chunks_are_skipped(made: tuple[Header, set[str]], data: st.DataObject) -> None:
-    layout = plan(made[0], made[1], Names())
+def test_unused_chunks_are_skipped(header_and_touched: tuple[Header, set[str]], data: st.DataObject) -> None:
+    layout = plan(header_and_touched[0], header_and_touched[1], Names())
     live = data.draw(
         st.lists(st.sampled_from(layout.chunks), unique=True).map(
-            lambda some: sorted(some, key=lambda c: c.start)
+            lambda chunks: sorted(chunks, key=lambda c: c.start)
         )
     )
     content = data.draw(st.binary(min_size=layout.size, max_size=layout.size))

@@ -137,9 +137,9 @@ def test_fit_cuts_to_the_type(tree: Tree, width: int, signed: bool) -> None:
         value = fit(emit(tree, environment), width, signed)
     except OperatorError:
         return
-    wanted = cast("two_comp_mod" if signed else "mask", reference(tree), width)
-    assert eval(value.code, {}, environment) == wanted
-    assert eval(f"0 + {paren(value)}", {}, environment) == wanted
+    expected = cast("two_comp_mod" if signed else "mask", reference(tree), width)
+    assert eval(value.code, {}, environment) == expected
+    assert eval(f"0 + {paren(value)}", {}, environment) == expected
 
 
 @pytest.mark.parametrize("amount", [0, 1, 31, 32, 33, 4096, 2**31])

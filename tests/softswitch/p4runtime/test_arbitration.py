@@ -6,9 +6,9 @@ import grpc
 import pytest
 from finsy.proto import U128, p4r, p4r_grpc, rpc_code
 
-from softswitch.p4runtime.arbitration import EMPTY_ROLES_MAX, ROLE_NAME_MAX, Arbitration
+from softswitch.p4runtime.arbitration import MAX_EMPTY_ROLES, MAX_ROLE_NAME, Arbitration
 from softswitch.p4runtime.arbitration import Client as Peer
-from softswitch.p4runtime.session import HOST_STREAMS_MAX
+from softswitch.p4runtime.session import MAX_HOST_STREAMS
 from softswitch.program.state import StatusError
 from tests.softswitch.support.client import Client, Failure, Running, insert
 
@@ -33,9 +33,9 @@ def test_lost_primary_promotes_nobody(running: Running) -> None:
     assert backup.arbitration() == (BACKUP, 10)
     primary.close()
     assert backup.arbitration() == (NOBODY, 10)
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(Failure) as refusal:
         backup.set_pipeline()
-    assert refused.value.code == "PERMISSION_DENIED"
+    assert refusal.value.code == "PERMISSION_DENIED"
     # The highest id so far still excludes lower ones; an equal one is accepted.
     backup.arbitrate(9)
     assert backup.arbitration() == (NOBODY, 10)
@@ -69,15 +69,15 @@ def test_election_ids_above_64_bits(running: Running) -> None:
 
 
 def test_roles_are_independent(running: Running) -> None:
-    default, other = running.client(10), running.client(5, role="other")
+    default, client = running.client(10), running.client(5, role="other")
     assert default.arbitration() == (OK, 10)
-    assert other.arbitration() == (OK, 5)
-    other.set_pipeline()
-    other.write(insert(other.mac_entry(1, 1, "punt")))
+    assert client.arbitration() == (OK, 5)
+    client.set_pipeline()
+    client.write(insert(client.mac_entry(1, 1, "punt")))
     stranger = Client(running.address, 5, role="other")
-    with pytest.raises(Failure) as used:
+    with pytest.raises(Failure) as refusal:
         stranger.arbitration()
-    assert used.value.code == "INVALID_ARGUMENT"
+    assert refusal.value.code == "INVALID_ARGUMENT"
     stranger.role = "unknown"
     with pytest.raises(Failure) as unknown:
         stranger.write()
@@ -90,9 +90,9 @@ def test_roles_are_independent(running: Running) -> None:
 )
 def test_stream_refused(running: Running, device: int, election_id: int, code: str) -> None:
     assert running.client(10).arbitration() == (OK, 10)
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(Failure) as refusal:
         running.client(election_id, device=device).receive()
-    assert refused.value.code == code
+    assert refusal.value.code == code
 
 
 def test_election_id_in_use_is_said_so_that_finsy_understands(running: Running) -> None:
@@ -106,18 +106,18 @@ def test_stream_keeps_device_and_role(running: Running, device: int, role: str) 
     client = running.client(10)
     client.arbitration()
     client.arbitrate(11, device, role)
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(Failure) as refusal:
         client.receive()
-    assert refused.value.code == "FAILED_PRECONDITION"
+    assert refusal.value.code == "FAILED_PRECONDITION"
 
 
 def test_only_primary_writes(running: Running, primary: Client) -> None:
     backup = running.client(0)
     assert backup.arbitration() == (BACKUP, 1)
     entry = primary.mac_entry(1, 1, "punt")
-    for refused in (backup, running.client(None)):
+    for client in (backup, running.client(None)):
         with pytest.raises(Failure) as denied:
-            refused.write(insert(entry))
+            client.write(insert(entry))
         assert (denied.value.code, denied.value.errors) == ("PERMISSION_DENIED", [])
     with pytest.raises(Failure) as unknown:
         primary.write(insert(entry), device_id=8)
@@ -127,12 +127,12 @@ def test_only_primary_writes(running: Running, primary: Client) -> None:
 
 
 def test_stream_limit(running: Running) -> None:
-    clients = [running.client(each) for each in range(1, HOST_STREAMS_MAX + 1)]
+    clients = [running.client(election_id) for election_id in range(1, MAX_HOST_STREAMS + 1)]
     for client in clients:
         assert client.receive().WhichOneof("update") == "arbitration"
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(Failure) as refusal:
         running.client(99).receive()
-    assert refused.value.code == "RESOURCE_EXHAUSTED"
+    assert refusal.value.code == "RESOURCE_EXHAUSTED"
 
 
 class Silent(Peer):
@@ -150,21 +150,21 @@ def test_roles_without_clients_are_forgotten() -> None:
     arbitration = Arbitration(0)
     stays, visitor = Silent(), Silent()
     arbitration.update(stays, hello("stays", 1))
-    for each in range(1000):
+    for number in range(1000):
         visitor = Silent()
-        arbitration.update(visitor, hello(f"role {each}", 9))
+        arbitration.update(visitor, hello(f"role {number}", 9))
         arbitration.leave(visitor)
-    assert len(arbitration.roles) == EMPTY_ROLES_MAX + 2
+    assert len(arbitration.roles) == MAX_EMPTY_ROLES + 2
     assert arbitration.is_primary(stays)
     # One of those that left last still excludes lower election ids.
     assert arbitration.update(Silent(), hello("role 999", 8)) is None
     with pytest.raises(StatusError, match="a role's name has at most"):
-        arbitration.update(Silent(), hello("r" * (ROLE_NAME_MAX + 1), 1))
+        arbitration.update(Silent(), hello("r" * (MAX_ROLE_NAME + 1), 1))
 
 
 def test_a_stream_begins_with_arbitration(running: Running) -> None:
     with grpc.insecure_channel(running.address) as channel:
         answers = p4r_grpc.P4RuntimeStub(channel).StreamChannel(iter([p4r.StreamMessageRequest()]))
-        with pytest.raises(grpc.RpcError) as refused:
+        with pytest.raises(grpc.RpcError) as refusal:
             next(answers)
-        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert refusal.value.code() == grpc.StatusCode.FAILED_PRECONDITION

@@ -18,12 +18,12 @@ CONTINUE, ROLLBACK, ATOMIC = 0, 1, 2
 
 def refusal(client: Client, update: p4r.Update) -> tuple[int, str]:
     """Return code and message of the refusal of a single update."""
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(Failure) as failure:
         client.write(update)
-    assert refused.value.code == "UNKNOWN"
-    assert len(refused.value.errors) == 1
-    assert refused.value.errors[0].space
-    return refused.value.errors[0].canonical_code, refused.value.errors[0].message
+    assert failure.value.code == "UNKNOWN"
+    assert len(failure.value.errors) == 1
+    assert failure.value.errors[0].space
+    return failure.value.errors[0].canonical_code, failure.value.errors[0].message
 
 
 def prefix_entry(client: Client, value: int, length: int, port: int = 1) -> p4r.Entity:
@@ -63,9 +63,9 @@ def test_entries_read_back_as_written(primary: Client) -> None:
     entities[1].table_entry.controller_metadata = 99
     primary.write(*map(insert, entities))
     read = [
-        each
-        for each in primary.read(p4r.Entity(table_entry=p4r.TableEntry()))
-        if not each.table_entry.is_const
+        entity
+        for entity in primary.read(p4r.Entity(table_entry=p4r.TableEntry()))
+        if not entity.table_entry.is_const
     ]
     key = p4r.Entity.SerializeToString
     assert sorted(read, key=key) == sorted(entities, key=key)
@@ -139,7 +139,7 @@ FAULTS: list[tuple[str, Callable[..., None], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("table", "change", "code", "says"), FAULTS, ids=[each[3] for each in FAULTS])
+@pytest.mark.parametrize(("table", "change", "code", "says"), FAULTS, ids=[entity_[3] for entity_ in FAULTS])
 def test_malformed_entry(
     primary: Client, table: str, change: Callable[..., None], code: int, says: str
 ) -> None:
@@ -153,12 +153,12 @@ def test_malformed_entry(
         (entity.table_entry, primary) if change.__qualname__.startswith("action.") else (entity.table_entry,)
     )
     change(*arguments)
-    refused, message = refusal(primary, insert(entity))
-    assert (refused, says in message) == (code, True), message
+    refusal_code, message = refusal(primary, insert(entity))
+    assert (refusal_code, says in message) == (code, True), message
     assert not [
-        each
-        for each in primary.read(p4r.Entity(table_entry=p4r.TableEntry()))
-        if not each.table_entry.is_const
+        entity_
+        for entity_ in primary.read(p4r.Entity(table_entry=p4r.TableEntry()))
+        if not entity_.table_entry.is_const
     ]
 
 
@@ -184,13 +184,13 @@ def test_insert_modify_delete(primary: Client) -> None:
 
 
 def test_full_table(primary: Client) -> None:
-    primary.write(*(insert(prefix_entry(primary, each << 40, 8)) for each in range(1, 5)))
+    primary.write(*(insert(prefix_entry(primary, prefix << 40, 8)) for prefix in range(1, 5)))
     code, message = refusal(primary, insert(prefix_entry(primary, 5 << 40, 8)))
     assert (code, "has 4 entries" in message) == (FULL, True)
 
 
 def test_same_match_with_two_priorities_are_two_entries(primary: Client) -> None:
-    entries = [mask_entry(primary, 1, 1, None, priority=each) for each in (1, 2)]
+    entries = [mask_entry(primary, 1, 1, None, priority=priority) for priority in (1, 2)]
     primary.write(*map(insert, entries))
     assert refusal(primary, insert(entries[0]))[0] == EXISTS
     query = mask_entry(primary, 1, 1, None, priority=0)
@@ -224,7 +224,7 @@ def test_default_entry(primary: Client) -> None:
     with_match.table_entry.is_default_action = True
     assert refusal(primary, modify(with_match))[0] == INVALID
     constant = primary.read(default(primary, "by_mask", None))
-    assert [each.table_entry.is_const for each in constant] == [True]
+    assert [entry.table_entry.is_const for entry in constant] == [True]
 
 
 def test_constant_table(primary: Client) -> None:
@@ -235,13 +235,13 @@ def test_constant_table(primary: Client) -> None:
     fixed[0].table_entry.is_const = False
     for update in (insert, modify, delete):
         assert refusal(primary, update(fixed[0]))[0] == DENIED
-    other = primary.entry("fixed", "forward", 1)
-    other.table_entry.match.add(field_id=1).exact.value = b"\1"
-    assert refusal(primary, insert(other))[0] == DENIED
+    new_entry = primary.entry("fixed", "forward", 1)
+    new_entry.table_entry.match.add(field_id=1).exact.value = b"\1"
+    assert refusal(primary, insert(new_entry))[0] == DENIED
 
 
 def test_read_filters(primary: Client) -> None:
-    entries = [primary.mac_entry(each, 1, "counted", each) for each in (1, 2)]
+    entries = [primary.mac_entry(number, 1, "counted", number) for number in (1, 2)]
     entries.append(primary.mac_entry(3, 1, "punt"))
     entries[0].table_entry.metadata = b"first"
     entries[1].table_entry.controller_metadata = 22
@@ -266,25 +266,25 @@ def test_direct_counters(primary: Client) -> None:
     primary.write(insert(entity))
     query = p4r.Entity()
     query.direct_counter_entry.table_entry.table_id = primary.id("by_mac")
-    (found,) = primary.read(query)
-    assert found.direct_counter_entry.data == p4r.CounterData(packet_count=5)
-    assert found.direct_counter_entry.table_entry.match == entity.table_entry.match
-    found.direct_counter_entry.data.byte_count = 9
-    primary.write(modify(found))
+    (entry,) = primary.read(query)
+    assert entry.direct_counter_entry.data == p4r.CounterData(packet_count=5)
+    assert entry.direct_counter_entry.table_entry.match == entity.table_entry.match
+    entry.direct_counter_entry.data.byte_count = 9
+    primary.write(modify(entry))
     everywhere = p4r.Entity()
     everywhere.direct_counter_entry.SetInParent()
-    assert primary.read(everywhere) == [found]
+    assert primary.read(everywhere) == [entry]
     # Only in the entry if requested; a modification without it keeps the counts.
     primary.write(modify(primary.mac_entry(1, 1, "counted", 3)))
     assert not primary.read(primary.entry("by_mac"))[0].table_entry.HasField("counter_data")
     asking = primary.entry("by_mac")
     asking.table_entry.counter_data.SetInParent()
     assert primary.read(asking)[0].table_entry.counter_data == p4r.CounterData(packet_count=5, byte_count=9)
-    assert refusal(primary, insert(found))[0] == INVALID
-    found.direct_counter_entry.table_entry.match[0].exact.value = b"\7"
-    assert refusal(primary, modify(found))[0] == MISSING
+    assert refusal(primary, insert(entry))[0] == INVALID
+    entry.direct_counter_entry.table_entry.match[0].exact.value = b"\7"
+    assert refusal(primary, modify(entry))[0] == MISSING
     with pytest.raises(Failure) as missing:
-        primary.read(found)
+        primary.read(entry)
     assert missing.value.codes == [MISSING]
 
 
@@ -302,10 +302,10 @@ def test_counters(primary: Client) -> None:
     primary.write(modify(counter(primary, 3, 30)))
     assert primary.read(counter(primary, 3)) == [counter(primary, 3, 30)]
     cells = primary.read(counter(primary, None))
-    assert [each.counter_entry.data.packet_count for each in cells] == [0, 0, 0, 30, 0, 0, 0, 0]
+    assert [cell.counter_entry.data.packet_count for cell in cells] == [0, 0, 0, 30, 0, 0, 0, 0]
     assert primary.read(p4r.Entity(counter_entry=p4r.CounterEntry())) == cells
     primary.write(modify(counter(primary, None, 4)))
-    assert {each.counter_entry.data.packet_count for each in primary.read(counter(primary, None))} == {4}
+    assert {cell.counter_entry.data.packet_count for cell in primary.read(counter(primary, None))} == {4}
     assert refusal(primary, modify(counter(primary, 8, 1)))[0] == RANGE
     assert refusal(primary, modify(counter(primary, -1, 1)))[0] == INVALID
     assert refusal(primary, insert(counter(primary, 1, 1)))[0] == INVALID
@@ -330,7 +330,7 @@ def test_registers(primary: Client) -> None:
     assert len(primary.read(register(primary, None))) == 4
     primary.write(modify(register(primary, None, 6)))
     assert primary.read(p4r.Entity(register_entry=p4r.RegisterEntry())) == [
-        register(primary, each, 6) for each in range(4)
+        register(primary, index, 6) for index in range(4)
     ]
     assert refusal(primary, modify(register(primary, 2, 1 << 32)))[0] == INVALID
     assert refusal(primary, modify(register(primary, 2)))[0] == INVALID
@@ -343,14 +343,14 @@ def test_multicast_groups(primary: Client) -> None:
     assert refusal(primary, modify(group))[0] == MISSING
     primary.write(insert(group))
     assert refusal(primary, insert(group))[0] == EXISTS
-    other = primary.group(8, (300, 5))
-    other.packet_replication_engine_entry.multicast_group_entry.metadata = b"mine"
+    second_group = primary.group(8, (300, 5))
+    second_group.packet_replication_engine_entry.multicast_group_entry.metadata = b"mine"
     old_style = primary.group(9)
     entry = old_style.packet_replication_engine_entry.multicast_group_entry
     entry.replicas.add(egress_port=3, instance=1)
-    primary.write(insert(other), insert(old_style))
-    assert primary.read(primary.group(0)) == [group, other, old_style]
-    assert primary.read(primary.group(8)) == [other]
+    primary.write(insert(second_group), insert(old_style))
+    assert primary.read(primary.group(0)) == [group, second_group, old_style]
+    assert primary.read(primary.group(8)) == [second_group]
     primary.write(modify(primary.group(7, (3, 3))), delete(primary.group(8)))
     assert primary.read(primary.group(0)) == [primary.group(7, (3, 3)), old_style]
     for wrong in (
@@ -373,7 +373,7 @@ def test_what_is_not_there_is_unimplemented(primary: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("all_of_them", "one"),
+    ("all_of_them", "by_id"),
     [
         ({"meter_entry": {}}, {"meter_entry": {"meter_id": 4}}),
         ({"direct_meter_entry": {}}, {"direct_meter_entry": {"table_entry": {"table_id": 4}}}),
@@ -384,21 +384,21 @@ def test_what_is_not_there_is_unimplemented(primary: Client) -> None:
     ],
 )
 def test_reading_all_of_a_kind_that_is_not_there(
-    primary: Client, all_of_them: dict[str, object], one: dict[str, object]
+    primary: Client, all_of_them: dict[str, object], by_id: dict[str, object]
 ) -> None:
     assert primary.read(p4r.Entity(**all_of_them)) == []  # type: ignore[arg-type]
     with pytest.raises(Failure) as missing:
-        primary.read(p4r.Entity(**one))  # type: ignore[arg-type]
+        primary.read(p4r.Entity(**by_id))  # type: ignore[arg-type]
     assert missing.value.codes == [MISSING]
 
 
 def test_one_error_for_each_update(primary: Client) -> None:
-    good, other = primary.mac_entry(1, 1, "punt"), primary.mac_entry(2, 1, "punt")
-    with pytest.raises(Failure) as refused:
-        primary.write(insert(good), insert(good), insert(prefix_entry(primary, 1, 1)), insert(other))
-    assert refused.value.codes == [0, EXISTS, INVALID, 0]
-    assert "element 1" in refused.value.message
-    assert primary.read(primary.entry("by_mac")) == [good, other]
+    good, second = primary.mac_entry(1, 1, "punt"), primary.mac_entry(2, 1, "punt")
+    with pytest.raises(Failure) as failure:
+        primary.write(insert(good), insert(good), insert(prefix_entry(primary, 1, 1)), insert(second))
+    assert failure.value.codes == [0, EXISTS, INVALID, 0]
+    assert "element 1" in failure.value.message
+    assert primary.read(primary.entry("by_mac")) == [good, second]
 
 
 def test_read_answers_what_it_can(primary: Client) -> None:
@@ -407,20 +407,20 @@ def test_read_answers_what_it_can(primary: Client) -> None:
     answer = primary.stub.Read(
         p4r.ReadRequest(device_id=3, entities=[primary.entry("by_mac"), p4r.Entity(), counter(primary, 99)])
     )
-    got: list[p4r.Entity] = []
-    with pytest.raises(Exception) as raised:
+    entities: list[p4r.Entity] = []
+    with pytest.raises(Exception) as failure:
         for response in answer:
-            got += response.entities
-    assert got == [good]
-    assert Failure(raised.value).codes == [0, INVALID, RANGE]  # type: ignore[arg-type]
+            entities += response.entities
+    assert entities == [good]
+    assert Failure(failure.value).codes == [0, INVALID, RANGE]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("atomicity", [ROLLBACK, ATOMIC])
 def test_failed_batch_is_rolled_back(primary: Client, atomicity: int) -> None:
-    kept = primary.mac_entry(1, 1, "counted", 1)
-    kept.table_entry.counter_data.packet_count = 9
+    entry = primary.mac_entry(1, 1, "counted", 1)
+    entry.table_entry.counter_data.packet_count = 9
     primary.write(
-        insert(kept),
+        insert(entry),
         insert(primary.mac_entry(2, 1, "counted", 2)),
         insert(primary.group(3, (1, 1))),
         modify(register(primary, 1, 5)),
@@ -434,7 +434,7 @@ def test_failed_batch_is_rolled_back(primary: Client, atomicity: int) -> None:
     everything += [counter(primary, None), default(primary, "keyless", None)]
     before = primary.read(*everything)
     updates = [
-        delete(kept),
+        delete(entry),
         modify(primary.mac_entry(2, 1, "punt")),
         insert(primary.mac_entry(3, 1, "punt")),
         modify(primary.group(3, (2, 2))),
@@ -443,11 +443,11 @@ def test_failed_batch_is_rolled_back(primary: Client, atomicity: int) -> None:
         modify(counter(primary, None, 8)),
         modify(default(primary, "keyless", "forward", 3)),
     ]
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(Failure) as failure:
         primary.write(
             *updates, delete(primary.mac_entry(9, 9)), delete(primary.group(3)), atomicity=atomicity
         )
-    assert refused.value.codes == [rpc_code.ABORTED] * 8 + [MISSING, rpc_code.ABORTED]
+    assert failure.value.codes == [rpc_code.ABORTED] * 8 + [MISSING, rpc_code.ABORTED]
     key = p4r.Entity.SerializeToString
     assert sorted(primary.read(*everything), key=key) == sorted(before, key=key)
     primary.write(*updates, atomicity=atomicity)
@@ -455,17 +455,17 @@ def test_failed_batch_is_rolled_back(primary: Client, atomicity: int) -> None:
 
 
 def test_thousands_of_entries(primary: Client) -> None:
-    entities = [primary.mac_entry(each, each % 500, "counted", 5) for each in range(8192)]
-    updates = [insert(each) for each in entities]
+    entities = [primary.mac_entry(number, number % 500, "counted", 5) for number in range(8192)]
+    updates = [insert(number) for number in entities]
     begin = time.process_time()
     primary.write(*updates)
-    written = time.process_time() - begin
+    write_seconds = time.process_time() - begin
     query = primary.entry("by_mac")
     query.table_entry.counter_data.SetInParent()
     begin = time.process_time()
-    found = primary.read(query)
-    read = time.process_time() - begin
-    assert len(found) == 8192
+    entries = primary.read(query)
+    read_seconds = time.process_time() - begin
+    assert len(entries) == 8192
     # CPU time of client and server together; ten times the usual time, for slow machines.
-    assert written < 3
-    assert read < 3
+    assert write_seconds < 3
+    assert read_seconds < 3

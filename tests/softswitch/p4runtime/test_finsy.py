@@ -23,14 +23,14 @@ Kind = TypeVar("Kind", bound=P4Entity)
 async def read(switch: fy.Switch, query: Kind) -> list[Kind]:
     """Return all answers to a query; finsy's overloads are declared as coroutines, but are generators."""
     answer = cast(AsyncGenerator[Kind, None], switch.read(query))
-    return [each async for each in answer]
+    return [message async for message in answer]
 
 
 def on_switch(running: Running, work: Work, options: fy.SwitchOptions = OPTIONS) -> None:
     """Run a controller's ready handler to its end."""
 
     async def once() -> None:
-        done = asyncio.Event()
+        finished = asyncio.Event()
         failed: list[BaseException] = []
 
         async def ready(switch: fy.Switch) -> None:
@@ -40,11 +40,11 @@ def on_switch(running: Running, work: Work, options: fy.SwitchOptions = OPTIONS)
                 failed.append(error)
                 raise
             finally:
-                done.set()
+                finished.set()
 
         switch = fy.Switch("softswitch", running.address, options(ready_handler=ready))
         task = asyncio.create_task(fy.Controller([switch]).run())
-        await asyncio.wait_for(done.wait(), 60)
+        await asyncio.wait_for(finished.wait(), 60)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if failed:
@@ -71,9 +71,9 @@ def test_entries_groups_and_counters(running: Running) -> None:
         counters = await read(switch, fy.P4CounterEntry("seen"))
         assert len(counters) == 8
         assert await read(switch, fy.P4DirectCounterEntry("hits"))
-        with pytest.raises(fy.P4ClientError) as refused:
+        with pytest.raises(fy.P4ClientError) as failure:
             await switch.write([+entry(3), -fy.P4MulticastGroupEntry(8)])
-        assert {place: error.canonical_code.name for place, error in refused.value.details.items()} == {
+        assert {place: error.canonical_code.name for place, error in failure.value.details.items()} == {
             0: "ALREADY_EXISTS",
             1: "NOT_FOUND",
         }
@@ -94,9 +94,9 @@ def test_packets(running: Running) -> None:
         running.ports[3].inject(frame)
         packet = await asyncio.wait_for(anext(switch.read_packets()), 20)
         assert (packet.payload, packet["ingress_port"]) == (frame, 3)
-        while not running.ports[4].sent:
+        while not running.ports[4].output:
             await asyncio.sleep(0.01)
-        assert list(running.ports[4].sent) == [frame]
+        assert list(running.ports[4].output) == [frame]
 
     on_switch(running, work)
 

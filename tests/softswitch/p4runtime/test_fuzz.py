@@ -12,11 +12,11 @@ from tests.softswitch.support.client import DEVICE, KINDS, Client, Failure, Runn
 from tests.support.fuzz import damaged, fuzz, messages
 
 INFO: Final = read_p4info()
-TABLES: Final = st.sampled_from([each.preamble.id for each in INFO.tables])
-ACTIONS: Final = st.sampled_from([each.preamble.id for each in INFO.actions])
+TABLES: Final = st.sampled_from([info.preamble.id for info in INFO.tables])
+ACTIONS: Final = st.sampled_from([info.preamble.id for info in INFO.actions])
 SMALL: Final = st.integers(0, 4)
 WIDTHS: Final = st.integers(0, 6).flatmap(lambda size: st.binary(min_size=size, max_size=size))
-KNOWN: Final[dict[str, st.SearchStrategy[Any]]] = {
+VALID_VALUES: Final[dict[str, st.SearchStrategy[Any]]] = {
     "device_id": st.just(DEVICE),
     "Uint128_high": st.just(0),
     "Uint128_low": st.just(1),
@@ -34,8 +34,8 @@ KNOWN: Final[dict[str, st.SearchStrategy[Any]]] = {
     "mask": WIDTHS,
     "priority": SMALL,
     "multicast_group_id": SMALL,
-    "counter_id": st.sampled_from([each.preamble.id for each in INFO.counters]),
-    "register_id": st.sampled_from([each.preamble.id for each in INFO.registers]),
+    "counter_id": st.sampled_from([info.preamble.id for info in INFO.counters]),
+    "register_id": st.sampled_from([info.preamble.id for info in INFO.registers]),
     "index": SMALL,
     "p4info": st.just(INFO),
 }
@@ -50,7 +50,7 @@ FAULTS: Final = {"UNKNOWN", "INTERNAL", "DEADLINE_EXCEEDED"}
 
 
 def blob_of(data: st.DataObject, kind: Any) -> bytes:
-    message = data.draw(messages(kind, **KNOWN))
+    message = data.draw(messages(kind, **VALID_VALUES))
     if isinstance(message, p4r.SetForwardingPipelineConfigRequest) and data.draw(st.booleans()):
         message.config.p4info.CopyFrom(INFO)
         message.config.p4_device_config = damaged(data, KINDS.with_suffix(".json").read_bytes(), 1)
@@ -61,7 +61,7 @@ def blob_of(data: st.DataObject, kind: Any) -> bytes:
 def check(refusal: Failure) -> None:
     """Check a refusal's status; that of a batch is UNKNOWN, with a status for each element (section 12.3)."""
     assert len(refusal.message) < 2000
-    statuses = {rpc_code.Code.Name(one) for one in refusal.codes} or {refusal.code}  # type: ignore[arg-type]
+    statuses = {rpc_code.Code.Name(code) for code in refusal.codes} or {refusal.code}  # type: ignore[arg-type]
     assert not statuses & FAULTS, refusal
 
 
@@ -72,7 +72,7 @@ def test_any_request_is_answered_or_refused(running: Running, primary: Client, d
     calls: Any = primary.channel.unary_stream if method == "Read" else primary.channel.unary_unary
     try:
         answer = calls(f"/p4.v1.P4Runtime/{method}", None, None)(blob, timeout=20)
-        assert all(isinstance(one, bytes) for one in (answer if method == "Read" else [answer]))
+        assert all(isinstance(message, bytes) for message in (answer if method == "Read" else [answer]))
     except grpc.RpcError as error:
         check(Failure(error))
 

@@ -19,10 +19,10 @@ CONFIG = {"cir": 5, "cburst": 10, "pir": 50, "pburst": 100}
 
 @pytest.fixture
 def pipeline() -> Pipeline:
-    return made()
+    return new_pipeline()
 
 
-def made() -> Pipeline:
+def new_pipeline() -> Pipeline:
     config, p4info = files(CHECKMATE)
     return build(p4r.ForwardingPipelineConfig(p4info=p4info, p4_device_config=config))
 
@@ -30,10 +30,10 @@ def made() -> Pipeline:
 def ids(pipeline: Pipeline) -> dict[str, int]:
     info: p4i.P4Info = pipeline.config.p4info
     kinds = (info.tables, info.actions, info.meters)
-    return {each.preamble.name: each.preamble.id for kind in kinds for each in kind}
+    return {info_.preamble.name: info_.preamble.id for kind in kinds for info_ in kind}
 
 
-def found(pipeline: Pipeline, **query: object) -> list[p4r.Entity]:
+def read_all(pipeline: Pipeline, **query: object) -> list[p4r.Entity]:
     answer = p4r.ReadResponse()
     read(pipeline, p4r.Entity(**query), answer.entities.add)  # type: ignore[arg-type]
     return list(answer.entities)
@@ -77,24 +77,24 @@ def direct(entity: p4r.Entity, config: dict[str, int] | None = None) -> p4r.Enti
     return message
 
 
-def code(refused: pytest.ExceptionInfo[StatusError]) -> str:
-    return refused.value.code
+def code(failure: pytest.ExceptionInfo[StatusError]) -> str:
+    return failure.value.code
 
 
 def test_cells_of_an_indexed_meter(pipeline: Pipeline) -> None:
-    every = partial(found, pipeline, meter_entry=p4r.MeterEntry())
-    assert [e.meter_entry.index.index for e in every()] == list(range(512))
-    assert not any(e.meter_entry.HasField("config") for e in every())
+    read_cells = partial(read_all, pipeline, meter_entry=p4r.MeterEntry())
+    assert [e.meter_entry.index.index for e in read_cells()] == list(range(512))
+    assert not any(e.meter_entry.HasField("config") for e in read_cells())
     undo = apply(pipeline, modify(cell(pipeline, 3, CONFIG)))
-    assert [e for e in every() if e.meter_entry.HasField("config")] == [cell(pipeline, 3, CONFIG)]
-    assert found(pipeline, meter_entry=cell(pipeline, 3).meter_entry) == [cell(pipeline, 3, CONFIG)]
+    assert [e for e in read_cells() if e.meter_entry.HasField("config")] == [cell(pipeline, 3, CONFIG)]
+    assert read_all(pipeline, meter_entry=cell(pipeline, 3).meter_entry) == [cell(pipeline, 3, CONFIG)]
     for back in reversed(undo):
         back()
-    assert not any(e.meter_entry.HasField("config") for e in every())
+    assert not any(e.meter_entry.HasField("config") for e in read_cells())
     apply(pipeline, modify(cell(pipeline, None, CONFIG)))
-    assert all(e.meter_entry.HasField("config") for e in every())
+    assert all(e.meter_entry.HasField("config") for e in read_cells())
     cells = pipeline.program.state.meters[ids(pipeline)["stranger_rate"]]
-    assert len({id(each) for each in cells}) == 512  # each cell has its own buckets
+    assert len({id(cell_) for cell_ in cells}) == 512  # each cell has its own buckets
     apply(pipeline, modify(cell(pipeline, None)))
     assert cells == [None] * 512
 
@@ -102,31 +102,31 @@ def test_cells_of_an_indexed_meter(pipeline: Pipeline) -> None:
 def test_an_entrys_meter_is_written_and_read_with_it(pipeline: Pipeline) -> None:
     table = {"table_entry": with_meters(ids(pipeline)["clients"])}
     apply(pipeline, insert(client(pipeline, CONFIG)))
-    assert found(pipeline, **table) == [client(pipeline, CONFIG)]
-    assert found(pipeline, table_entry=with_meters()) == [client(pipeline, CONFIG)]
+    assert read_all(pipeline, **table) == [client(pipeline, CONFIG)]
+    assert read_all(pipeline, table_entry=with_meters()) == [client(pipeline, CONFIG)]
     unasked = p4r.TableEntry(table_id=ids(pipeline)["clients"])
-    assert found(pipeline, table_entry=unasked) == [client(pipeline)]
+    assert read_all(pipeline, table_entry=unasked) == [client(pipeline)]
     undo = apply(pipeline, modify(client(pipeline)))
-    assert found(pipeline, **table) == [client(pipeline)]
+    assert read_all(pipeline, **table) == [client(pipeline)]
     for back in reversed(undo):
         back()
-    assert found(pipeline, **table) == [client(pipeline, CONFIG)]
+    assert read_all(pipeline, **table) == [client(pipeline, CONFIG)]
     undo = apply(pipeline, delete(client(pipeline)))
     for back in reversed(undo):
         back()
-    assert found(pipeline, **table) == [client(pipeline, CONFIG)]
+    assert read_all(pipeline, **table) == [client(pipeline, CONFIG)]
 
 
 def test_a_direct_meter_entry_is_the_same_meter(pipeline: Pipeline) -> None:
     apply(pipeline, insert(client(pipeline)))
-    every = partial(found, pipeline, direct_meter_entry=p4r.DirectMeterEntry())
-    assert every() == [direct(client(pipeline))]
+    read_meters = partial(read_all, pipeline, direct_meter_entry=p4r.DirectMeterEntry())
+    assert read_meters() == [direct(client(pipeline))]
     undo = apply(pipeline, modify(direct(client(pipeline), CONFIG)))
-    assert every() == [direct(client(pipeline), CONFIG)]
-    assert found(pipeline, table_entry=with_meters(ids(pipeline)["clients"])) == [client(pipeline, CONFIG)]
+    assert read_meters() == [direct(client(pipeline), CONFIG)]
+    assert read_all(pipeline, table_entry=with_meters(ids(pipeline)["clients"])) == [client(pipeline, CONFIG)]
     for back in reversed(undo):
         back()
-    assert every() == [direct(client(pipeline))]
+    assert read_meters() == [direct(client(pipeline))]
     with pytest.raises(StatusError) as missing:
         apply(pipeline, modify(direct(client(pipeline, port=2), CONFIG)))
     assert code(missing) == "NOT_FOUND"
@@ -148,37 +148,37 @@ def test_impossible_rates_are_refused(pipeline: Pipeline, wrong: dict[str, int],
         client(pipeline, CONFIG | wrong),
         direct(client(pipeline), CONFIG | wrong),
     ):
-        with pytest.raises(StatusError, match=reason) as refused:
+        with pytest.raises(StatusError, match=reason) as failure:
             apply(pipeline, modify(entity))
-        assert code(refused) == "INVALID_ARGUMENT"
-    assert found(pipeline, direct_meter_entry=p4r.DirectMeterEntry()) == [direct(client(pipeline))]
+        assert code(failure) == "INVALID_ARGUMENT"
+    assert read_all(pipeline, direct_meter_entry=p4r.DirectMeterEntry()) == [direct(client(pipeline))]
 
 
 def test_what_this_target_has_not_is_refused(pipeline: Pipeline) -> None:
     default = client(pipeline, CONFIG)
     default.table_entry.is_default_action = True
     del default.table_entry.match[:]
-    counted = cell(pipeline, 1, CONFIG)
-    counted.meter_entry.counter_data.SetInParent()
+    counter_write = cell(pipeline, 1, CONFIG)
+    counter_write.meter_entry.counter_data.SetInParent()
     elsewhere = direct(client(pipeline), CONFIG)
     elsewhere.direct_meter_entry.table_entry.table_id = ids(pipeline)["stub"]
     for update, expected in (
         (modify(default), "UNIMPLEMENTED"),
-        (modify(counted), "UNIMPLEMENTED"),
+        (modify(counter_write), "UNIMPLEMENTED"),
         (modify(elsewhere), "INVALID_ARGUMENT"),
         (insert(cell(pipeline, 1, CONFIG)), "INVALID_ARGUMENT"),
         (modify(cell(pipeline, 512, CONFIG)), "OUT_OF_RANGE"),
         (modify(cell(pipeline, -1, CONFIG)), "INVALID_ARGUMENT"),
     ):
-        with pytest.raises(StatusError) as refused:
+        with pytest.raises(StatusError) as failure:
             apply(pipeline, update)
-        assert code(refused) == expected
+        assert code(failure) == expected
 
 
 def test_meters_outlast_a_reconciled_pipeline(pipeline: Pipeline) -> None:
     apply(pipeline, insert(client(pipeline, CONFIG)))
     apply(pipeline, modify(cell(pipeline, 7, CONFIG)))
-    new = made()
+    new = new_pipeline()
     reconcile(pipeline, new)
-    assert found(new, meter_entry=cell(new, 7).meter_entry) == [cell(new, 7, CONFIG)]
-    assert found(new, direct_meter_entry=p4r.DirectMeterEntry()) == [direct(client(new), CONFIG)]
+    assert read_all(new, meter_entry=cell(new, 7).meter_entry) == [cell(new, 7, CONFIG)]
+    assert read_all(new, direct_meter_entry=p4r.DirectMeterEntry()) == [direct(client(new), CONFIG)]

@@ -31,9 +31,9 @@ def test_without_pipeline(running: Running) -> None:
     client.arbitration()
     assert not client.get_pipeline().HasField("p4info")
     for call in (client.read, client.write):
-        with pytest.raises(Failure, match="No forwarding pipeline config") as refused:
+        with pytest.raises(Failure, match="No forwarding pipeline config") as failure:
             call()
-        assert refused.value.code == "FAILED_PRECONDITION"
+        assert failure.value.code == "FAILED_PRECONDITION"
 
 
 def test_get_pipeline(primary: Client) -> None:
@@ -70,10 +70,10 @@ def test_save_then_commit(running: Running, primary: Client) -> None:
     assert primary.read(primary.entry("by_mac")) == []
     primary.write(insert(primary.mac_entry(0x020000000001, 1, "counted", 3)))
     running.ports[1].inject(FRAME)
-    wait_for(lambda: list(running.ports[2].sent) == [FRAME], "the frame by the old pipeline")
+    wait_for(lambda: list(running.ports[2].output) == [FRAME], "the frame by the old pipeline")
     primary.set_pipeline(Config.COMMIT, program=None)
     running.ports[1].inject(FRAME)
-    wait_for(lambda: list(running.ports[3].sent) == [FRAME], "the frame by the new pipeline")
+    wait_for(lambda: list(running.ports[3].output) == [FRAME], "the frame by the new pipeline")
     with pytest.raises(Failure) as nothing:
         primary.set_pipeline(Config.COMMIT, program=None)
     assert nothing.value.code == "NOT_FOUND"
@@ -99,16 +99,16 @@ def test_reconcile_names_what_has_no_place(primary: Client) -> None:
 
     def smaller(request: p4r.SetForwardingPipelineConfigRequest) -> None:
         program = json.loads(request.config.p4_device_config)
-        for each in (each for pipeline in program["pipelines"] for each in pipeline["tables"]):
-            if each["name"] == "by_mac":
-                each["key"] = each["key"][:1]
+        for table in (table for pipeline in program["pipelines"] for table in pipeline["tables"]):
+            if table["name"] == "by_mac":
+                table["key"] = table["key"][:1]
         request.config.p4_device_config = json.dumps(program).encode()
         del request.config.p4info.tables[0].match_fields[1]
 
     assert read_p4info().tables[0].preamble.name == "by_mac"
-    with pytest.raises(Failure, match="by_mac") as refused:
+    with pytest.raises(Failure, match="by_mac") as failure:
         primary.set_pipeline(Config.RECONCILE_AND_COMMIT, change=smaller)
-    assert refused.value.code == "INVALID_ARGUMENT"
+    assert failure.value.code == "INVALID_ARGUMENT"
     assert len(primary.read(primary.entry("by_mac"))) == 1
 
 
@@ -145,10 +145,10 @@ def test_pipeline_refused(
     says: str,
 ) -> None:
     primary.write(insert(primary.mac_entry(1, 1, "punt")))
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(Failure) as failure:
         primary.set_pipeline(action, change=change)
-    assert refused.value.code == "INVALID_ARGUMENT"
-    assert says in refused.value.message
+    assert failure.value.code == "INVALID_ARGUMENT"
+    assert says in failure.value.message
     assert len(primary.read(primary.entry("by_mac"))) == 1
 
 
@@ -164,7 +164,10 @@ def test_packet_in_goes_to_the_primary(running: Running, primary: Client) -> Non
     running.ports[3].inject(FRAME)
     message = primary.receive()
     assert message.packet.payload == FRAME
-    assert [(each.metadata_id, each.value) for each in message.packet.metadata] == [(1, b"\0"), (2, b"\3")]
+    assert [(m.metadata_id, m.value) for m in message.packet.metadata] == [
+        (1, b"\0"),
+        (2, b"\3"),
+    ]
     primary.close()
     # The backup's next message is an arbitration: it got no packet.
     assert backup.arbitration() == (rpc_code.NOT_FOUND, 1)
@@ -182,9 +185,9 @@ def packet_out(*metadata: tuple[int, bytes]) -> p4r.StreamMessageRequest:
 
 def test_packet_out(running: Running, primary: Client) -> None:
     primary.send(packet_out((1, b"\0"), (2, b"\4")))
-    wait_for(lambda: list(running.ports[4].sent) == [FRAME], "the packet-out")
+    wait_for(lambda: list(running.ports[4].output) == [FRAME], "the packet-out")
     primary.send(packet_out((2, b"\0\2"), (1, b"\0")))
-    wait_for(lambda: list(running.ports[2].sent) == [FRAME], "the packet-out")
+    wait_for(lambda: list(running.ports[2].output) == [FRAME], "the packet-out")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_malformed_packet_out(
     error = primary.receive().error
     assert (error.canonical_code, says in error.message) == (rpc_code.INVALID_ARGUMENT, True), error
     assert error.packet_out.packet_out.payload == FRAME
-    assert not any(port.sent for port in running.ports.values())
+    assert not any(port.output for port in running.ports.values())
 
 
 def test_backup_may_not_send_packets(running: Running, primary: Client) -> None:
@@ -212,7 +215,7 @@ def test_backup_may_not_send_packets(running: Running, primary: Client) -> None:
     backup.arbitration()
     backup.send(packet_out((1, b"\0"), (2, b"\4")))
     assert backup.receive().error.canonical_code == rpc_code.PERMISSION_DENIED
-    assert not running.ports[4].sent
+    assert not running.ports[4].output
 
 
 def test_packet_in_is_bounded(running: Running, primary: Client) -> None:
@@ -246,9 +249,9 @@ def another_action(request: p4r.SetForwardingPipelineConfigRequest) -> None:
 def test_a_p4info_that_is_not_consistent_is_invalid(
     primary: Client, change: Callable[[p4r.SetForwardingPipelineConfigRequest], None]
 ) -> None:
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(Failure) as failure:
         primary.set_pipeline(change=change)
-    assert refused.value.code == "INVALID_ARGUMENT"
+    assert failure.value.code == "INVALID_ARGUMENT"
 
 
 def test_numbers_that_name_nothing_are_invalid(primary: Client) -> None:
@@ -262,8 +265,8 @@ def test_numbers_that_name_nothing_are_invalid(primary: Client) -> None:
 
 def test_a_read_is_bounded(primary: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "RESPONSE_ENTITIES", 1)
-    monkeypatch.setattr(service, "RESPONSES_MAX", 2)
-    entries = [primary.mac_entry(each, 1, "punt") for each in range(4)]
+    monkeypatch.setattr(service, "MAX_RESPONSES", 2)
+    entries = [primary.mac_entry(number, 1, "punt") for number in range(4)]
     primary.write(*map(insert, entries[:2]))
     assert len(primary.read(primary.entry("by_mac"))) == 2
     primary.write(*map(insert, entries[2:]))
@@ -271,5 +274,5 @@ def test_a_read_is_bounded(primary: Client, monkeypatch: pytest.MonkeyPatch) -> 
         primary.read(primary.entry("by_mac"))
     assert large.value.codes == [rpc_code.RESOURCE_EXHAUSTED]
     with pytest.raises(Failure) as many:
-        primary.read(*entries[:1] * (service.QUERIES_MAX + 1))
+        primary.read(*entries[:1] * (service.MAX_QUERIES + 1))
     assert many.value.code == "INVALID_ARGUMENT"

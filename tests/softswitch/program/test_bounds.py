@@ -15,7 +15,7 @@ from google.protobuf import text_format
 from softswitch.codegen.program import load
 from softswitch.p4runtime.fieldcodecs import parse
 from softswitch.p4runtime.pipeline import build
-from softswitch.program.bmv2 import JSON_MAX
+from softswitch.program.bmv2 import MAX_JSON
 from softswitch.program.state import StatusError
 
 EXAMPLES = Path(__file__).parent.parent.parent.parent / "softswitch" / "examples"
@@ -74,9 +74,9 @@ def array(raw: Any, info: p4i.P4Info, size: int, count: int = 1) -> None:
     for number in range(count):
         name = f"more{number}"
         raw["register_arrays"].append({"name": name, "id": number, "size": size, "bitwidth": 8})
-        made = info.registers.add(size=size)
-        made.preamble.name, made.preamble.id = name, 0x16000100 + number
-        made.type_spec.bitstring.bit.bitwidth = 8
+        register = info.registers.add(size=size)
+        register.preamble.name, register.preamble.id = name, 0x16000100 + number
+        register.type_spec.bitstring.bit.bitwidth = 8
 
 
 def many_registers(raw: Any, info: p4i.P4Info) -> None:
@@ -108,16 +108,16 @@ def test_a_program_that_would_take_too_much_is_refused(
 ) -> None:
     raw, info = program()
     change(raw, info)
-    begun = time.process_time()
-    with pytest.raises(ValueError, match=words) as caught:
+    start = time.process_time()
+    with pytest.raises(ValueError, match=words) as error:
         build(config(raw, info))
-    assert time.process_time() - begun < 2
-    assert len(str(caught.value)) < 5000
+    assert time.process_time() - start < 2
+    assert len(str(error.value)) < 5000
 
 
 def test_a_large_program_is_refused_unread() -> None:
     raw, info = program()
-    raw["source"] = "x" * JSON_MAX
+    raw["source"] = "x" * MAX_JSON
     with pytest.raises(ValueError, match="it may have 4,194,304"):
         build(config(raw, info))
 
@@ -130,6 +130,6 @@ def test_sums_and_shifts_of_usual_widths_are_supported() -> None:
 
 
 def test_a_long_number_is_not_quoted() -> None:
-    with pytest.raises(StatusError) as caught:
+    with pytest.raises(StatusError) as error:
         parse(b"\xff" * (15 << 20), 32, "key")
-    assert str(caught.value).endswith("key is a number of 125,829,120 bits, which does not fit in 32 bits")
+    assert str(error.value).endswith("key is a number of 125,829,120 bits, which does not fit in 32 bits")

@@ -12,11 +12,11 @@ from finsy.proto import p4i
 
 from softswitch.codegen.program import UnsupportedProgramError, load
 from softswitch.program.state import Entry, StatusError
-from tests.softswitch.support.scenarios import CHECKMATE, EXAMPLES, files, made
+from tests.softswitch.support.scenarios import CHECKMATE, EXAMPLES, files, load_program
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
-REFUSED = [
+PROBLEMS = [
     "header stack stack is not supported",
     "parser value set read.known is not supported",
     "unsupported.p4:72: digest metadata_t is not supported",
@@ -38,13 +38,13 @@ REFUSED = [
 
 
 def test_everything_unsupported_is_named_at_once() -> None:
-    with pytest.raises(UnsupportedProgramError) as refused:
-        made(PROGRAMS / "unsupported")
-    assert refused.value.problems == REFUSED
-    assert str(refused.value).splitlines()[1:] == [f"  {problem}" for problem in REFUSED]
+    with pytest.raises(UnsupportedProgramError) as error:
+        load_program(PROGRAMS / "unsupported")
+    assert error.value.problems == PROBLEMS
+    assert str(error.value).splitlines()[1:] == [f"  {problem}" for problem in PROBLEMS]
 
 
-def changed(old: str, new: str) -> tuple[bytes, p4i.P4Info]:
+def with_change(old: str, new: str) -> tuple[bytes, p4i.P4Info]:
     """Return the counter program with a piece of its JSON replaced."""
     config, p4info = files(EXAMPLES / "counter")
     text = json.dumps(json.loads(config))
@@ -68,9 +68,9 @@ def changed(old: str, new: str) -> tuple[bytes, p4i.P4Info]:
     ],
 )
 def test_each_kind_of_construct_is_checked(old: str, new: str, problem: str) -> None:
-    with pytest.raises(UnsupportedProgramError) as refused:
-        load(*changed(old, new))
-    assert any(problem in text for text in refused.value.problems), refused.value.problems
+    with pytest.raises(UnsupportedProgramError) as error:
+        load(*with_change(old, new))
+    assert any(problem in text for text in error.value.problems), error.value.problems
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_each_kind_of_construct_is_checked(old: str, new: str, problem: str) -> 
     ],
 )
 def test_what_is_no_bmv2_json_is_said_so(text: bytes, words: str) -> None:
-    with pytest.raises(ValueError, match="device config") as refused:
+    with pytest.raises(ValueError, match="device config") as error:
         load(text, p4i.P4Info())
-    assert words in str(refused.value)
+    assert words in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -96,35 +96,35 @@ def test_what_is_no_bmv2_json_is_said_so(text: bytes, words: str) -> None:
 )
 def test_standard_metadata_is_v1models(old: str, new: str, lacks: str) -> None:
     with pytest.raises(ValueError, match=f"standard_metadata has no field {lacks}: it is not compiled for"):
-        load(*changed(old, new))
+        load(*with_change(old, new))
 
 
 def test_json_and_p4info_of_two_programs_dont_go_together() -> None:
-    config, own = files(EXAMPLES / "counter")
-    _, other = files(EXAMPLES / "ecmp")
+    config, counter_info = files(EXAMPLES / "counter")
+    _, ecmp_info = files(EXAMPLES / "ecmp")
     with pytest.raises(ValueError, match="don't belong together: .*counter ingress.totals"):
-        load(config, other)
+        load(config, ecmp_info)
     renamed = p4i.P4Info()
-    renamed.CopyFrom(own)
+    renamed.CopyFrom(counter_info)
     renamed.tables[0].preamble.name = "other"
     with pytest.raises(ValueError, match="P4Info has a table other that the JSON lacks"):
         load(config, renamed)
-    renamed.CopyFrom(own)
+    renamed.CopyFrom(counter_info)
     del renamed.tables[0]
     with pytest.raises(ValueError, match="the JSON has a table ingress.ports that the P4Info lacks"):
         load(config, renamed)
-    renamed.CopyFrom(own)
+    renamed.CopyFrom(counter_info)
     renamed.tables[0].match_fields[0].match_type = p4i.MatchField.LPM
     with pytest.raises(ValueError, match="is exact in the JSON, lpm in the P4Info"):
         load(config, renamed)
-    renamed.CopyFrom(own)
+    renamed.CopyFrom(counter_info)
     next(a for a in renamed.actions if a.preamble.name == "ingress.push").params[0].bitwidth = 8
     with pytest.raises(ValueError, match=r"action ingress\.push has parameters"):
         load(config, renamed)
 
 
 def test_constant_entries_and_defaults_are_there() -> None:
-    program = made(EXAMPLES / "counter")
+    program = load_program(EXAMPLES / "counter")
     (table,) = program.state.tables.values()
     # In the P4 source the first entry wins; in P4Runtime the highest priority.
     assert [entry.priority for entry in table.entries.values()] == [3, 2, 1]
@@ -138,7 +138,7 @@ def test_constant_entries_and_defaults_are_there() -> None:
     assert table.default is table.initial_default is not None
     with pytest.raises(StatusError, match="constant entries"):
         table.insert(Entry((1, 0, None), 1, (), 5))
-    checkmate = made(CHECKMATE)
+    checkmate = load_program(CHECKMATE)
     assert {t.name for t in checkmate.state.tables.values() if t.const_default} == {
         t.preamble.name for t in checkmate.p4info.tables
     }
@@ -146,7 +146,7 @@ def test_constant_entries_and_defaults_are_there() -> None:
 
 
 def test_the_program_shows_its_source() -> None:
-    assert "def process(port, frame, trace):" in made(CHECKMATE).source
+    assert "def process(port, frame, trace):" in load_program(CHECKMATE).source
 
 
 COMPILED = [EXAMPLES / name for name in ("l3_forward", "ecmp", "counter")]

@@ -60,8 +60,8 @@ def expected(
     def hits(match: tuple[Key, ...]) -> bool:
         return all(hit(f.kind, k, v) for f, k, v in zip(fields, match, packet, strict=True))
 
-    found = [entry for entry in entries if hits(entry[0])]
-    return max(found, key=lambda entry: (entry[1], prefix(entry[0])), default=None)
+    matching = [entry for entry in entries if hits(entry[0])]
+    return max(matching, key=lambda entry: (entry[1], prefix(entry[0])), default=None)
 
 
 @given(tables(), st.data())
@@ -72,13 +72,13 @@ def test_the_index_finds_what_a_search_finds(
     index: MatchIndex[tuple[tuple[Key, ...], int]] = MatchIndex(fields)
     for entry in entries:
         index.insert(*entry, entry)
-    gone = data.draw(st.sets(st.sampled_from(entries))) if entries else set()
-    for entry in gone:
+    deleted = data.draw(st.sets(st.sampled_from(entries))) if entries else set()
+    for entry in deleted:
         index.delete(*entry)
-    left = [entry for entry in entries if entry not in gone]
+    remaining = [entry for entry in entries if entry not in deleted]
     for packet in data.draw(st.lists(st.tuples(*(VALUES for _ in fields)), min_size=1, max_size=20)):
-        assert index.find(packet) == expected(fields, left, packet)
-    for entry in left:
+        assert index.find(packet) == expected(fields, remaining, packet)
+    for entry in remaining:
         index.delete(*entry)
     assert index.groups == {}
 
@@ -97,8 +97,8 @@ def test_a_table_remembers_nothing_stale(
         if len(present) > 3:
             switch.delete(*present.pop(0))
         for packet in packets:
-            found = switch.lookup(packet if len(packet) > 1 else packet[0])
-            assert (found and (found.match, found.priority)) == expected(fields, present, packet)
+            entry = switch.lookup(packet if len(packet) > 1 else packet[0])
+            assert (entry and (entry.match, entry.priority)) == expected(fields, present, packet)
 
 
 FIELDS = (MatchField(1, "a", 32, MatchKind.EXACT), MatchField(2, "b", 16, MatchKind.EXACT))

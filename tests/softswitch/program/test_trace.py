@@ -37,14 +37,16 @@ def test_a_traced_packet_fares_as_an_untraced_one(name: str) -> None:
     plain, traced = SCENARIOS[name](), SCENARIOS[name]()
     for port in plain.sources:
         for frame in plain.frames:
-            sent = b"\x00\x02" + frame if port == CPU_PORT else frame
+            packet = b"\x00\x02" + frame if port == CPU_PORT else frame
             trace = Trace()
-            outputs = traced.program.process(port, sent, trace)
-            assert outputs == plain.program.process(port, sent)
+            outputs = traced.program.process(port, packet, trace)
+            assert outputs == plain.program.process(port, packet)
             events = trace.data()
-            assert events[0] == {"event": "packet", "port": port, "bytes": len(sent)}
-            left = [(e["port"], e["bytes"], e["instance"]) for e in events if e["event"] == "output"]
-            assert left == [(o.port, len(o.frame), o.instance) for o in outputs]
+            assert events[0] == {"event": "packet", "port": port, "bytes": len(packet)}
+            traced_outputs = [
+                (e["port"], e["bytes"], e["instance"]) for e in events if e["event"] == "output"
+            ]
+            assert traced_outputs == [(o.port, len(o.frame), o.instance) for o in outputs]
             assert outputs or any(e["event"] in ("drop", "multicast") for e in events)
     plain_counts = [c for cells in plain.program.state.counters.values() for c in cells]
     assert plain_counts == [c for cells in traced.program.state.counters.values() for c in cells]

@@ -100,10 +100,10 @@ class Bmv2:
 
     def _header(self, name: str, values: object) -> bytes:
         """Return the program's controller header before the frame."""
-        given = {m.metadata_id: int.from_bytes(m.value, "big") for m in values}  # type: ignore[attr-defined]
+        by_id = {m.metadata_id: int.from_bytes(m.value, "big") for m in values}  # type: ignore[attr-defined]
         total = bits = 0
         for field in self._layout.get(name, ()):
-            total = total << field.bitwidth | given.get(field.id, 0)
+            total = total << field.bitwidth | by_id.get(field.id, 0)
             bits += field.bitwidth
         return total.to_bytes(bits // 8, "big")
 
@@ -127,13 +127,13 @@ class Bmv2:
 
     def counts(self, state: State) -> dict[tuple[str, object], tuple[int, int]]:
         """Return packets and bytes of every counter cell, and of every entry with a direct counter."""
-        found: dict[tuple[str, object], tuple[int, int]] = {}
+        counts: dict[tuple[str, object], tuple[int, int]] = {}
         for counter in self._p4info.counters:
-            wanted = p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter.preamble.id))
-            for entity in self._entities(wanted):
+            query = p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter.preamble.id))
+            for entity in self._entities(query):
                 cell = entity.counter_entry
                 data = (cell.data.packet_count, cell.data.byte_count)
-                found[counter.preamble.name, cell.index.index] = data
+                counts[counter.preamble.name, cell.index.index] = data
         for direct in self._p4info.direct_counters:
             table = state.tables[direct.direct_table_id]
             for entry in table.entries.values():
@@ -141,11 +141,11 @@ class Bmv2:
                 for entity in self._entities(p4r.Entity(direct_counter_entry=read)):
                     data_ = entity.direct_counter_entry.data
                     key = (table.name, (entry.match, entry.priority))
-                    found[key] = (data_.packet_count, data_.byte_count)
-        return found
+                    counts[key] = (data_.packet_count, data_.byte_count)
+        return counts
 
-    def _entities(self, wanted: p4r.Entity) -> Iterator[p4r.Entity]:
-        for response in self._stub.Read(p4r.ReadRequest(device_id=DEVICE, entities=[wanted])):
+    def _entities(self, query: p4r.Entity) -> Iterator[p4r.Entity]:
+        for response in self._stub.Read(p4r.ReadRequest(device_id=DEVICE, entities=[query])):
             yield from response.entities
 
     # Data plane
@@ -158,11 +158,11 @@ class Bmv2:
         fields = self._layout["packet_out"]
         size = sum(f.bitwidth for f in fields) // 8
         total = int.from_bytes(frame[:size], "big")
-        left = size * 8
+        shift = size * 8
         packet = p4r.PacketOut(payload=frame[size:])
         for field in fields:
-            left -= field.bitwidth
-            value = total >> left & ((1 << field.bitwidth) - 1)
+            shift -= field.bitwidth
+            value = total >> shift & ((1 << field.bitwidth) - 1)
             packet.metadata.add(metadata_id=field.id, value=value.to_bytes((field.bitwidth + 7) // 8, "big"))
         self._requests.put(p4r.StreamMessageRequest(packet=packet))
 
@@ -172,7 +172,7 @@ class Bmv2:
         For ports that are not in `last`, these are their outputs when the others are done. Raises
         `TimeoutError` if a last frame does not arrive.
         """
-        received: dict[int, list[bytes]] = {port: [] for port in (*self._sockets, CPU_PORT)}
+        outputs: dict[int, list[bytes]] = {port: [] for port in (*self._sockets, CPU_PORT)}
         deadline = time.monotonic() + ANSWER_S
         for port in sorted(last):
             waiting = list(last[port])
@@ -180,14 +180,14 @@ class Bmv2:
                 frame = self._receive(port, deadline - time.monotonic())
                 if frame is None:
                     self._check_alive()
-                    raise TimeoutError(f"port {port} gave {received[port]}, but {waiting} should be among it")
-                received[port].append(frame)
+                    raise TimeoutError(f"port {port} gave {outputs[port]}, but {waiting} should be among it")
+                outputs[port].append(frame)
                 if frame in waiting:
                     waiting.remove(frame)
-        for port in set(received) - set(last):
+        for port in set(outputs) - set(last):
             while (frame := self._receive(port, 0)) is not None:
-                received[port].append(frame)
-        return received
+                outputs[port].append(frame)
+        return outputs
 
     def _check_alive(self) -> None:
         if self._process.poll() is not None:
@@ -200,7 +200,7 @@ class Bmv2:
                 return self._packets.get(timeout=timeout) if timeout > 0 else self._packets.get_nowait()
             except queue.Empty:
                 return None
-        return cables.received(self._sockets[port], timeout)
+        return cables.receive(self._sockets[port], timeout)
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def _cables(space: str, ports: list[int]) -> dict[int, socket.socket]:
             subprocess.run(pair, check=True)
             for end in (f"s{port}", f"t{port}"):
                 subprocess.run(["ip", "link", "set", end, "up"], check=True)
-            sockets[port] = cables.opened(f"t{port}")
+            sockets[port] = cables.open_cable(f"t{port}")
     finally:
         netns.popns()
     return sockets

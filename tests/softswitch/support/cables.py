@@ -19,7 +19,7 @@ _BUFFER = bytearray(65536)
 RECEIVE_BUFFER = 16 << 20
 
 
-def opened(interface: str) -> socket.socket:
+def open_cable(interface: str) -> socket.socket:
     """Return a socket that sends from an interface and receives what arrives there."""
     cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
     cable.bind((interface, ETH_P_ALL))
@@ -29,7 +29,7 @@ def opened(interface: str) -> socket.socket:
     return cable
 
 
-def received(cable: socket.socket, timeout: float) -> bytes | None:
+def receive(cable: socket.socket, timeout: float) -> bytes | None:
     """Return the next frame, or `None` after `timeout` seconds."""
     try:
         return _arrived(cable)

@@ -53,7 +53,7 @@ class Failure(Exception):
 
     @property
     def codes(self) -> list[int]:
-        return [each.canonical_code for each in self.errors]
+        return [error.canonical_code for error in self.errors]
 
 
 class Client:
@@ -96,9 +96,11 @@ class Client:
         """Return status code and election id of the next message, which must be an arbitration."""
         message = self.receive()
         assert message.WhichOneof("update") == "arbitration", message
-        told = message.arbitration
-        assert told.device_id == self.device
-        return told.status.code, U128.decode(told.election_id) if told.HasField("election_id") else None
+        arbitration = message.arbitration
+        assert arbitration.device_id == self.device
+        return arbitration.status.code, U128.decode(arbitration.election_id) if arbitration.HasField(
+            "election_id"
+        ) else None
 
     def close(self) -> None:
         self._requests.put(None)
@@ -155,9 +157,9 @@ class Client:
     def id(self, name: str) -> int:
         info = self.p4info
         for kind in (info.tables, info.actions, info.counters, info.registers):
-            for each in kind:
-                if each.preamble.name == name:
-                    return each.preamble.id
+            for element in kind:
+                if element.preamble.name == name:
+                    return element.preamble.id
         raise KeyError(name)
 
     def entry(self, table: str, action: str | None = None, *params: int, priority: int = 0) -> p4r.Entity:
@@ -215,10 +217,10 @@ class Running:
         return client
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], label: str, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        assert time.monotonic() < deadline, f"{label}: not within {timeout_s} s"
         time.sleep(0.005)
 
 
@@ -226,9 +228,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces ne
 
 
 def sh(command: str) -> str:
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command}: {done.stderr}"
-    return done.stdout
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{command}: {result.stderr}"
+    return result.stdout
 
 
 @dataclass

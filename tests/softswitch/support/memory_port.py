@@ -10,9 +10,9 @@ from softswitch.frames.ports import Handler, PortConnection, PortStats
 
 
 class MemoryPort:
-    """A port of two queues: `inject` adds received frames, and `sent` has sent frames.
+    """A port of two queues: `inject` adds received frames, and `output` has sent frames.
 
-    `capacity` is the limit of `sent`. A port that is full, or has `refusing` set, refuses copies like a
+    `capacity` is the limit of `output`. A port that is full, or has `refusing` set, refuses copies like a
     socket.
     """
 
@@ -20,7 +20,7 @@ class MemoryPort:
         self.number = number
         self.name = name or f"memory{number}"
         self.stats = PortStats()
-        self.sent: deque[bytes] = deque()
+        self.output: deque[bytes] = deque()
         self.capacity = capacity
         self.refusing = False
         self.connection = PortConnection(f"port {number} ({self.name})")
@@ -53,7 +53,7 @@ class MemoryPort:
         if not self.connection.usable():
             stats.disconnected += 1
             return True
-        if self.refusing or len(self.sent) >= self.capacity:
+        if self.refusing or len(self.output) >= self.capacity:
             if self.connection.note_refused():
                 stats.refused += 1
                 return False
@@ -64,7 +64,7 @@ class MemoryPort:
         if whole is None:
             stats.unsendable += 1
             return True
-        self.sent.append(whole)
+        self.output.append(whole)
         stats.tx_packets += 1
         stats.tx_bytes += len(whole)
         stats.tx_segments += offload.segments() if offload else 1

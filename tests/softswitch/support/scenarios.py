@@ -71,7 +71,7 @@ def add(
     tables[table].insert(Entry(match, actions[action], params, priority))
 
 
-def made(base: Path, clock: Clock | None = None) -> Program:
+def load_program(base: Path, clock: Clock | None = None) -> Program:
     """Return a program with empty tables, and the time of its meters."""
     return load(*files(base), clock or time.monotonic_ns)
 
@@ -109,7 +109,7 @@ def checkmate_program(clock: Clock | None = None) -> Program:
 
     They have two channels; one stream has an old incarnation.
     """
-    program = made(CHECKMATE, clock)
+    program = load_program(CHECKMATE, clock)
     for port, mac in enumerate((A, B, C), 1):
         add(program, "forwarding", (number(mac),), "forward", port)
     add(program, "forwarding", (number("02:00:00:00:00:0d"),), "discard")
@@ -208,7 +208,7 @@ def _udp(destination: str, mac: str = B, **fields: object) -> Packet:
 
 def l3_forward() -> FrameScenario:
     """Return routes of several lengths, stations, and an access list with priorities."""
-    program = made(EXAMPLES / "l3_forward")
+    program = load_program(EXAMPLES / "l3_forward")
     routes, stations, access = "ingress.routes", "ingress.stations", "ingress.access"
     for prefix, length, port in (
         ("10.0.0.0", 8, 1),
@@ -252,7 +252,7 @@ def l3_forward() -> FrameScenario:
 
 def ecmp() -> FrameScenario:
     """Return a group of three members, an empty one, and direct routes."""
-    program = made(EXAMPLES / "ecmp")
+    program = load_program(EXAMPLES / "ecmp")
     groups, members = "ingress.groups", "ingress.members"
     add(program, groups, ((number("10.0.0.0"), 8),), "ingress.balance", 1, 3)
     add(program, groups, ((number("10.5.0.0"), 16),), "ingress.balance", 2, 0)
@@ -277,27 +277,27 @@ def ecmp() -> FrameScenario:
 
 def counter() -> FrameScenario:
     """Return constant entries on ports 7 and 8, and copies with several instances."""
-    program = made(EXAMPLES / "counter")
+    program = load_program(EXAMPLES / "counter")
     program.state.groups[3] = (
         GroupReplica(7, 1),
         GroupReplica(8, 0),
         GroupReplica(9, 0x1234),
         GroupReplica(9, 2),
     )
-    counted = Ether(src=A, dst=B, type=0x88B5)
+    header = Ether(src=A, dst=B, type=0x88B5)
     inner = bytes.fromhex("0800 0400 00000005 8001 00000000")
     frames = [
         bytes(Ether(src=A, dst=mac) / IP() / b"x") for mac in (B, "ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01")
     ]
-    frames += [bytes(counted / Raw(inner + b"payload")), bytes(counted / Raw(inner[:9])), bytes(counted)]
-    frames += [bytes(counted / Raw(bytes.fromhex("ff") + bytes(9))), bytes(counted / Raw(b"\x80\x01\x02"))]
+    frames += [bytes(header / Raw(inner + b"payload")), bytes(header / Raw(inner[:9])), bytes(header)]
+    frames += [bytes(header / Raw(bytes.fromhex("ff") + bytes(9))), bytes(header / Raw(b"\x80\x01\x02"))]
 
     def last(port: int, count: int) -> list[bytes]:
         mark = Raw(b"last %d" % count)
         if port == 7:
             return [bytes(Ether(src=A, dst=mac) / mark) for mac in ("01:00:00:00:00:01", B)]
         if port == 8:
-            return [bytes(counted / Raw(inner) / mark)]
+            return [bytes(header / Raw(inner) / mark)]
         return []
 
     return FrameScenario("counter", EXAMPLES / "counter", program, [7, 8, 9], [7, 8], frames, last)
@@ -308,7 +308,7 @@ def counter() -> FrameScenario:
 
 def operators() -> FrameScenario:
     """Return a table whose actions branch on operands at the limits of their types."""
-    program = made(OPERATORS)
+    program = load_program(OPERATORS)
     ways = "ingress.ways"
     add(program, ways, ((10, 20), None, 0), "ingress.branches", 15, 0x80, priority=3)
     add(program, ways, ((0, 9), (0x10, 0x10), 0), "ingress.nothing", priority=2)

@@ -11,7 +11,7 @@ from tests.softswitch.support import bmv2_target
 from tests.softswitch.support.bmv2_target import Bmv2
 from tests.softswitch.support.scenarios import FrameScenario, files
 
-Sent = dict[int, list[bytes]]
+PortOutputs = dict[int, list[bytes]]
 """Frames by the port that they leave by, in their order."""
 
 
@@ -26,7 +26,7 @@ class TargetPair:
         self.outputs: list[list[Output]] = []
         """Our outputs of each frame of the last batch."""
 
-    def send(self, port: int, frames: list[bytes]) -> tuple[Sent, Sent]:
+    def send(self, port: int, frames: list[bytes]) -> tuple[PortOutputs, PortOutputs]:
         """Return each target's outputs by port, for frames into one port.
 
         Frames that reach every port follow them, to detect when BMv2 is done. Both work at the same time.
@@ -37,28 +37,28 @@ class TargetPair:
             self.bmv2.send(port, frame)
         self.outputs = [self.scenario.program.process(port, frame) for frame in frames]
         last = self._by_port([self.scenario.program.process(port, frame) for frame in marks])
-        ours = self._by_port(self.outputs)
-        theirs = self.bmv2.receive({p: sent for p, sent in last.items() if sent})
-        return {p: ours[p] + last[p] for p in self.ports}, {p: theirs[p] for p in self.ports}
+        outputs = self._by_port(self.outputs)
+        bmv2_outputs = self.bmv2.receive({p: frames_ for p, frames_ in last.items() if frames_})
+        return {p: outputs[p] + last[p] for p in self.ports}, {p: bmv2_outputs[p] for p in self.ports}
 
-    def _by_port(self, outputs: list[list[Output]]) -> Sent:
-        sent: Sent = {p: [] for p in self.ports}
-        for output in (one for each in outputs for one in each if one.port in sent):
-            sent[output.port].append(output.frame)
-        return sent
+    def _by_port(self, outputs: list[list[Output]]) -> PortOutputs:
+        frames: PortOutputs = {p: [] for p in self.ports}
+        for output in (o for batch in outputs for o in batch if o.port in frames):
+            frames[output.port].append(output.frame)
+        return frames
 
     def counts(self) -> dict[tuple[str, object], tuple[int, int]]:
         """Return our packets and bytes, as `Bmv2.counts` returns BMv2's."""
         state, p4info = self.state, self.scenario.program.p4info
-        found: dict[tuple[str, object], tuple[int, int]] = {}
+        counts: dict[tuple[str, object], tuple[int, int]] = {}
         for counter in p4info.counters:
             for index, cell in enumerate(state.counters[counter.preamble.id]):
-                found[counter.preamble.name, index] = (cell.packets, cell.bytes)
+                counts[counter.preamble.name, index] = (cell.packets, cell.bytes)
         for direct in p4info.direct_counters:
             table = state.tables[direct.direct_table_id]
             for key, entry in table.entries.items():
-                found[table.name, key] = (entry.count.packets, entry.count.bytes)
-        return found
+                counts[table.name, key] = (entry.count.packets, entry.count.bytes)
+        return counts
 
     @property
     def state(self) -> State:

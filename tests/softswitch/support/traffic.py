@@ -74,9 +74,9 @@ def verdict(outputs: list[Output]) -> str:
     """Return what a program has done with a frame."""
     if not outputs:
         return "dropped"
-    if any(one.port == CPU_PORT for one in outputs):
+    if any(output.port == CPU_PORT for output in outputs):
         return "punted"
-    if any(one.instance for one in outputs):
+    if any(output.instance for output in outputs):
         return "replicated, rewritten"
     if outputs[0].group:
         return "flooded" if outputs[0].group == 1 else "replicated, without a stream"
@@ -95,10 +95,10 @@ class Traffic:
             "ARP": (6, self._arp),
             "another's source": (8, self._foreign),
             "VLAN": (6, self._vlan),
-            "forwarded, broadcast, unknown": (8, self._others),
+            "forwarded, broadcast, unknown": (8, self._untagged),
             "wrong checksum": (5, lambda: replace(self._tagged(), damage=1 + self._below(0xFFFE)).encode()),
-            "some bits changed": (10, self._changed),
-            "cut": (5, self._cut),
+            "some bits changed": (10, self._with_flipped_bits),
+            "cut": (5, self._truncated),
             "random bytes": (4, lambda: self._bytes(SHORTEST + self._below(150))),
         }
         self._names = list(self._kinds)
@@ -148,20 +148,20 @@ class Traffic:
         )
 
     def _not_quite_tagged(self) -> bytes:
-        frame, some = self._tagged(), self._below
+        frame, below = self._tagged(), self._below
         changes: list[dict[str, object]] = [
             {"tos": self._pick((0, 0x7C))},
             {"options": self._tag() + TIMESTAMPS},
-            {"options": b"\1" * 4 * some(11)},
+            {"options": b"\1" * 4 * below(11)},
             {"payload": b""},
             {"addresses": (RANK_IP, self._text(ADDRESSES))},
-            {"total_length": some(200)},
+            {"total_length": below(200)},
             {"fragment": self._pick((0x2000, 1, 0x8000, 0xFFFF))},
             {"version_words": self._pick((0x44, 0x46, 0x4F, 0x55, 0))},
-            {"data_offset": some(16)},
+            {"data_offset": below(16)},
             {"protocol": self._pick((17, 1, 255))},
         ]
-        return replace(frame, **changes[some(len(changes))]).encode()  # type: ignore[arg-type]
+        return replace(frame, **changes[below(len(changes))]).encode()  # type: ignore[arg-type]
 
     def _to_stub(self) -> bytes:
         source = self._text([*CLIENTS.values(), "10.1.0.9", RANK_IP, "10.3.0.1"])
@@ -199,18 +199,18 @@ class Traffic:
         tag = struct.pack("!HH", VLAN_TYPES[self._below(2)], control)
         return frame[:12] + tag * (1 + (self._below(8) == 0)) + frame[12:]
 
-    def _others(self) -> bytes:
+    def _untagged(self) -> bytes:
         destination = number(self._text(MACS)).to_bytes(6, "big")
         kind = self._pick((0x86DD, 0x88B5, 0x88CC, 0x0800, 0x0806, 0x0042))
         return destination + self._bytes(6) + kind.to_bytes(2, "big") + self._bytes(self._below(200))
 
-    def _changed(self) -> bytes:
+    def _with_flipped_bits(self) -> bytes:
         frame = bytearray(self._any())
         for _ in range(self._pick((1, 1, 2, 5))):
             frame[self._below(min(len(frame), 90))] ^= 1 << self._below(8)
         return bytes(frame)
 
-    def _cut(self) -> bytes:
+    def _truncated(self) -> bytes:
         frame = self._any()
         return frame[: SHORTEST + self._below(min(len(frame), 120) - SHORTEST)]
 

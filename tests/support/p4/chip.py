@@ -71,7 +71,7 @@ class Chip:
 
     def __init__(self, switch: PtfSwitch, interfaces: dict[int, str]) -> None:
         self.switch = switch
-        self._sockets = {port: cables.opened(interface) for port, interface in interfaces.items()}
+        self._sockets = {port: cables.open_cable(interface) for port, interface in interfaces.items()}
 
     def exchange(
         self, port: int, frames: Sequence[bytes], last: dict[int, list[bytes]]
@@ -99,7 +99,7 @@ class Chip:
 
     def _next(self, port: int, timeout: float) -> bytes | None:
         if port != CPU_PORT:
-            return cables.received(self._sockets[port], timeout)
+            return cables.receive(self._sockets[port], timeout)
         punted = self.switch.punted(max(timeout, 0.001))
         return None if punted is None else punted.ingress_port.to_bytes(2, "big") + punted.frame
 

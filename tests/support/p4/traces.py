@@ -11,7 +11,7 @@ from pathlib import Path
 from controlplane.entities import Entity, MulticastGroup, TableEntry
 from softswitch.codegen.program import Program
 from softswitch.program.state import GroupReplica
-from tests.softswitch.support.scenarios import CHECKMATE, add, made
+from tests.softswitch.support.scenarios import CHECKMATE, add, load_program
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Trace:
 
     def program(self) -> Program:
         """Return the embedded target's program with the same entries."""
-        program = made(CHECKMATE)
+        program = load_program(CHECKMATE)
         for one in self.held:
             if isinstance(one, MulticastGroup):
                 copies = tuple(GroupReplica(port, instance) for port, instance in sorted(one.replicas))
