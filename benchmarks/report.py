@@ -94,13 +94,13 @@ def with_tables(text: str, everything: Mapping[str, Mapping[str, Any]]) -> str:
             f"Measured on {benchmark['measured']}, commit {benchmark['commit']}: {benchmark['machine']}."
         )
         table = f"{measured}\n{markdown(benchmark['title'], results)}"
-        if _plotted(name, benchmark["results"]):
+        if _plotted_results(name, benchmark["results"]):
             table += f"\n![{benchmark['title']}](pictures/figures-{name}.svg)\n"
-        text = replaced(text, name, table)
+        text = replace_section(text, name, table)
     return text
 
 
-def replaced(text: str, name: str, table: str) -> str:
+def replace_section(text: str, name: str, table: str) -> str:
     """Return a page with what is between a name's comments replaced; they are added if there are none."""
     opening, closing = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
     pattern = re.compile(f"{re.escape(opening)}.*?{re.escape(closing)}", re.DOTALL)
@@ -110,7 +110,7 @@ def replaced(text: str, name: str, table: str) -> str:
 
 def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> None:
     """Draw a benchmark's medians and spreads, if it has a plot."""
-    plotted = _plotted(name, results)
+    plotted = _plotted_results(name, results)
     if not plotted:
         return
     unit, label = PLOTTED[name]
@@ -131,7 +131,7 @@ def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> None:
         picture.savefig(folder / f"figures-{name}.svg", metadata={"Date": None})
 
 
-def _plotted(name: str, results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _plotted_results(name: str, results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the figures that a benchmark's plot shows; none if it has no plot."""
     if name not in PLOTTED:
         return []

@@ -88,7 +88,7 @@ class ServerStanding:
     highest: ElectionId | None = None
 
     @property
-    def led(self) -> bool:
+    def is_led(self) -> bool:
         """True if another controller serves; a primary that waits, or a shell, does not count."""
         waits = self.highest is not None and not self.highest.term
         return self.primary is Primary.ANOTHER and not waits
@@ -116,11 +116,11 @@ class Candidacy:
         if highest is not None and highest.jobs:
             has_same_jobs, is_own_id = highest.jobs == self.jobs, highest.controller == self.controller
             # Its own is of a connection that has broken, and that the server has not given up yet.
-            if standing.led and not (has_same_jobs and (self.displaces or is_own_id)):
+            if standing.is_led and not (has_same_jobs and (self.displaces or is_own_id)):
                 return None
             if self.returns and not (has_same_jobs or is_own_id):
                 return None  # another one has brought newer job files meanwhile
-        elif standing.led:
+        elif standing.is_led:
             return None
         return ElectionId((highest.term if highest is not None else 0) + 1, self.jobs, self.controller)
 
@@ -152,7 +152,7 @@ class SwitchWatch:
 
     def see(self, switch: str, standing: ServerStanding | None) -> None:
         """Take a switch's answer; `None` if it is unreachable."""
-        if standing is None or standing.led:
+        if standing is None or standing.is_led:
             self._back.discard(switch)
         elif self._standings.get(switch, standing) is None:
             self._back.add(switch)
@@ -192,13 +192,13 @@ class SwitchWatch:
         jobs = self._jobs.get(self.first or "", 0)
         if jobs and jobs not in self._digests:
             return StandbyVerdict.OTHER_JOBS
-        if standing.led:
+        if standing.is_led:
             return StandbyVerdict.WAIT
         # A primary that has not read the new job files yet may serve other switches of theirs.
         led = (
             self._jobs.get(name, 0)
             for name, standing in self._standings.items()
-            if standing is not None and standing.led
+            if standing is not None and standing.is_led
         )
         return (
             StandbyVerdict.OTHER_JOBS

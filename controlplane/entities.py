@@ -228,13 +228,13 @@ class Update:
 
     def undone(self) -> Update:
         """Return the change that undoes this one; what has replaced an unknown rate stays."""
-        return Update(self.new, self.new if _unknown(self.old) else self.old)
+        return Update(self.new, self.new if _is_unknown(self.old) else self.old)
 
     def __str__(self) -> str:
         return f"{self.verb} {self.entity}"
 
 
-def _unknown(entity: Entity | None) -> bool:
+def _is_unknown(entity: Entity | None) -> bool:
     return isinstance(entity, PortRate) and entity.rate is None
 
 
@@ -245,7 +245,7 @@ def difference(current: Holdings, target: Holdings) -> list[Update]:
     puts = [
         Update(have.get(key), entity)
         for key, entity in want.items()
-        if have.get(key) != entity and not _unknown(entity)
+        if have.get(key) != entity and not _is_unknown(entity)
     ]
     drops = [Update(entity, None) for key, entity in have.items() if key not in want]
     rank = {feature: place for place, feature in enumerate(WRITE_ORDER)}

@@ -119,7 +119,7 @@ async def read_status(
         tuple(streams),
         await _cells(session, "passed", PASS_REASONS),
         await _cells(session, "losses", LOSS_REASONS),
-        _not_installed(network, {stream.job for stream in streams}, holdings),
+        _missing_jobs(network, {stream.job for stream in streams}, holdings),
         (await _cells(session, "plain_acks", ("dropped",)))["dropped"].packets,
         await read_refusals(session, network, holdings),
     )
@@ -139,7 +139,7 @@ async def read_refusals(
     return tuple(refusals(network, session.switch.name, counts))
 
 
-def _not_installed(network: Network, here: Collection[str], holdings: Holdings) -> tuple[str, ...]:
+def _missing_jobs(network: Network, here: Collection[str], holdings: Holdings) -> tuple[str, ...]:
     """Return the jobs that are not installed on the switch.
 
     A job with streams `here` is installed if the switch replicates for it. Another job is installed if the

@@ -93,7 +93,7 @@ def compile_program(target: str, cpu_port: int | None = None) -> int:
         return 1
     if status == 0:
         (folder / CPU_PORT_NOTE).write_text(f"{cpu_port}\n")
-        configuration(target).write_text(json.dumps(configured(target), indent=4) + "\n")
+        configuration(target).write_text(json.dumps(driver_configuration(target), indent=4) + "\n")
         shutil.copyfile(folder / _P4INFO, committed / P4INFO)
         shutil.copyfile(folder / "bf-rt.json", committed / SCHEMA)
         sys.stdout.write(f"{target}: {configuration(target)}\n")
@@ -127,7 +127,7 @@ def _wrong_output(folder: Path, target: str) -> str | None:
     return None
 
 
-def configured(target: str) -> dict[str, Any]:
+def driver_configuration(target: str) -> dict[str, Any]:
     """Return the configuration of `bf_switchd`, which not every driver writes."""
     folder = _place(target)
     pipeline = {

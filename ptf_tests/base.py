@@ -40,7 +40,7 @@ from ptf_tests.packets import (
     stream_key,
 )
 from ptf_tests.stage.lab import SwitchStage
-from ptf_tests.switch import CounterValue, PtfSwitch, Punted
+from ptf_tests.switch import CounterValue, PtfSwitch, PuntedFrame
 
 FENCE_SOURCE = IPv4Address("192.0.2.1")
 """Sender of every fence. Tests that refuse or limit others must let it pass."""
@@ -90,29 +90,31 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         self,
         stimulus: tuple[int, bytes | Sequence[bytes]],
         out: Mapping[int, bytes | Sequence[bytes]],
-        punted: Sequence[Punted] = (),
+        punted: Sequence[PuntedFrame] = (),
     ) -> None:
         """Send frames into a port; check that exactly `out` is sent, byte for byte, and `punted` punted."""
         port, frames = stimulus
         outputs, packet_ins = self.exchange(port, _frame_list(frames))
         for where in PORTS:
-            wrong = compare(self._as_seen(_frame_list(out.get(where, ()))), self._as_seen(outputs[where]))
+            wrong = compare(self._normalize(_frame_list(out.get(where, ()))), self._normalize(outputs[where]))
             if wrong:
                 self.fail(f"port {where}: {wrong}")
         self.assertEqual(
-            [(packet.ingress_port, *self._as_seen([packet.frame])) for packet in punted],
-            [(packet.ingress_port, *self._as_seen([packet.frame])) for packet in packet_ins],
+            [(packet.ingress_port, *self._normalize([packet.frame])) for packet in punted],
+            [(packet.ingress_port, *self._normalize([packet.frame])) for packet in packet_ins],
             "frames punted to the controller",
         )
 
-    def _as_seen(self, frames: Sequence[bytes]) -> list[bytes]:
+    def _normalize(self, frames: Sequence[bytes]) -> list[bytes]:
         """Return the comparable part of frames: hardware may pad short ones."""
         return [frame.ljust(_SHORTEST, b"\0") if self.lab.hardware else frame for frame in frames]
 
-    def exchange(self, port: int, frames: Sequence[bytes]) -> tuple[dict[int, list[bytes]], list[Punted]]:
+    def exchange(
+        self, port: int, frames: Sequence[bytes]
+    ) -> tuple[dict[int, list[bytes]], list[PuntedFrame]]:
         """Send frames into a port, and return all outputs: by port, and to the controller."""
         outputs: dict[int, list[bytes]] = {where: [] for where in PORTS}
-        punted: list[Punted] = []
+        punted: list[PuntedFrame] = []
         for start in range(0, max(len(frames), 1), _BURST):
             for frame in frames[start : start + _BURST]:
                 send_packet(self, port, frame)
@@ -122,7 +124,7 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
             punted += packet_ins
         return outputs, punted
 
-    def drain(self, port: int) -> tuple[dict[int, list[bytes]], list[Punted]]:
+    def drain(self, port: int) -> tuple[dict[int, list[bytes]], list[PuntedFrame]]:
         """Return all outputs of the frames sent into `port` before."""
         outputs: dict[int, list[bytes]] = {where: [] for where in PORTS}
         # Flooding omits the ingress port of a fence, so a second fence enters by another port.
@@ -146,12 +148,12 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
                 return frames
             frames.append(result.packet)
 
-    def _punted_before_fence(self, port: int) -> list[Punted]:
-        frames: list[Punted] = []
+    def _punted_before_fence(self, port: int) -> list[PuntedFrame]:
+        frames: list[PuntedFrame] = []
         fence = _fence(BROADCAST, _FENCE_IP)
         send_packet(self, port, fence)
         while True:
-            punted = self.switch.punted(self.patience)
+            punted = self.switch.next_punted(self.patience)
             if punted is None:
                 raise self.failureException("no fence frame by packet-in; the switch does not punt")
             if punted.frame == fence:
@@ -163,7 +165,7 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         self.switch.packet_out(port, frame)
         result = dp_poll(self, port_number=port, timeout=self.patience)
         self.assertIsInstance(result, self.dataplane.PollSuccess, f"port {port} sent nothing")
-        wrong = compare(self._as_seen([frame]), self._as_seen([result.packet]))
+        wrong = compare(self._normalize([frame]), self._normalize([result.packet]))
         self.assertEqual("", wrong, f"port {port}: {wrong}")
         self.check((PORTS[0], ()), {})
 

@@ -108,7 +108,7 @@ class Teller:
         self._out.print(suite_line(name, result.rows))
         for row in result.rows:
             if row.outcome != "passed":
-                self._out.print(f"{_line(row)}\n{_indented(row.why)}")
+                self._out.print(f"{_line(row)}\n{_indent(row.why)}")
         return result.rows
 
     def end(self, target: str, rows: Sequence[SuiteRow]) -> None:
@@ -135,7 +135,7 @@ def _line(row: SuiteRow) -> str:
     return f"  [{_COLOURS[row.outcome]}]{row.outcome:<7}[/] {row.seconds:5.2f} s  {_plain(says)}"
 
 
-def _indented(why: str) -> str:
+def _indent(why: str) -> str:
     return "\n".join(f"      {_plain(line)}" for line in why.splitlines())
 
 

@@ -358,7 +358,7 @@ class Checksums(StreamTest):
                     frame = bytearray(whole)
                     frame[tcp + place] ^= 0x08
                     copy = self._copy_of(bytes(frame))
-                    self.assertNotEqual(_recomputed(copy)[TCP].chksum, copy[TCP].chksum)
+                    self.assertNotEqual(_recompute(copy)[TCP].chksum, copy[TCP].chksum)
 
     def test_damaged_ip_header(self) -> None:
         """a flipped bit in the IP header stays detectable in the copy's header checksum"""
@@ -368,7 +368,7 @@ class Checksums(StreamTest):
                 frame = bytearray(TAGGED.frame())
                 frame[place] ^= 0x02 if place != 20 else 0x40
                 copy = self._copy_of(bytes(frame))
-                self.assertNotEqual(_recomputed(copy)[IP].chksum, copy[IP].chksum)
+                self.assertNotEqual(_recompute(copy)[IP].chksum, copy[IP].chksum)
 
     def _copy_of(self, frame: bytes) -> Ether:
         outputs, _ = self.exchange(TRAINER_PORT, [frame])
@@ -377,7 +377,7 @@ class Checksums(StreamTest):
         return Ether(copy)
 
 
-def _recomputed(packet: Ether) -> Ether:
+def _recompute(packet: Ether) -> Ether:
     again = packet.copy()
     del again[IP].chksum, again[TCP].chksum
     return Ether(bytes(again))

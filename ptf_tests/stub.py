@@ -31,7 +31,7 @@ from ptf_tests.packets import (
     tag,
     tagged_segment,
 )
-from ptf_tests.switch import CounterValue, Punted
+from ptf_tests.switch import CounterValue, PuntedFrame
 
 SHADOW = Shadow(4, isn=1_000_000)
 HELLO = Hello(base=0, boundary=0, shadow_id=0, channel=0, incarnation=1, time=1).pack(bytes(HELLO_MAC_LENGTH))
@@ -61,7 +61,7 @@ class StubTest(SwitchTest):
     def punts(self, *frames: bytes, port: int = SHADOW.switch_port) -> None:
         """Check that only the controller gets the frames, unchanged and with their ingress port."""
         with self.counts("plain_acks", CounterValue()):
-            self.check((port, frames), {}, [Punted(frame, port) for frame in frames])
+            self.check((port, frames), {}, [PuntedFrame(frame, port) for frame in frames])
 
     def floods(self, *frames: bytes, port: int = SHADOW.switch_port) -> None:
         self.check((port, frames), {output: frames for output in PORTS if output != port})
@@ -194,7 +194,7 @@ class Elsewhere(StubTest):
     def test_without_entry(self) -> None:
         """without the stub's entries, nothing is punted"""
         frames = segment("S"), segment("A"), arp(1, str(STUB.ip))
-        self.check((3, frames[0]), {}, [Punted(frames[0], 3)])
+        self.check((3, frames[0]), {}, [PuntedFrame(frames[0], 3)])
         self.drop(self.segments, self.requests, discard(STUB.mac))
         with self.counts("plain_acks", CounterValue()):
             self.floods(*frames)
@@ -206,7 +206,7 @@ class Tagged(TaggedTest):
         self.put(*stub.punt(STUB.ip))
         frame = tagged_segment(tag(), destination=STUB.ip).frame()
         with self.counts("passed", CounterValue(), CounterValue()):
-            self.check((TRAINER_PORT, frame), {}, [Punted(frame, TRAINER_PORT)])
+            self.check((TRAINER_PORT, frame), {}, [PuntedFrame(frame, TRAINER_PORT)])
 
 
 class PacketOut(StubTest):

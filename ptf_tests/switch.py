@@ -60,7 +60,7 @@ class CounterValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Punted:
+class PuntedFrame:
     """A frame that the switch sent to its controller."""
 
     frame: bytes
@@ -84,7 +84,7 @@ class PtfSwitch:
         self._stub = p4r_grpc.P4RuntimeStub(self._channel)
         self._requests: queue.SimpleQueue[p4r.StreamMessageRequest | None] = queue.SimpleQueue()
         self._arbitration: queue.SimpleQueue[p4r.MasterArbitrationUpdate] = queue.SimpleQueue()
-        self._punted: queue.SimpleQueue[Punted] = queue.SimpleQueue()
+        self._punted: queue.SimpleQueue[PuntedFrame] = queue.SimpleQueue()
 
     def connect(self, has_ended: Callable[[], bool], timeout: float = 30.0) -> None:
         """Become the primary controller (section 5); raise `SwitchError` on timeout, or if it `has_ended`."""
@@ -121,7 +121,7 @@ class PtfSwitch:
                 elif response.HasField("packet"):
                     packet = P4PacketIn.decode(response, self.codec.schema)
                     port = int(packet["ingress_port"])
-                    self._punted.put(Punted(packet.payload, self._tests_ports.get(port, port)))
+                    self._punted.put(PuntedFrame(packet.payload, self._tests_ports.get(port, port)))
         except grpc.RpcError:
             return  # closed, by us or with the switch: the next call reports it
 
@@ -183,11 +183,11 @@ class PtfSwitch:
     def holdings(self) -> Holdings:
         """Return all table entries and multicast groups that the switch holds."""
         holdings = self.codec.decode_all(self._read(self.codec.read_all()))
-        return Holdings.from_entities(_renumbered(entity, self._tests_ports) for entity in holdings)
+        return Holdings.from_entities(_renumber_entity(entity, self._tests_ports) for entity in holdings)
 
     def _there(self, update: Update) -> Update:
         """Return an update with the switch's own port numbers."""
-        old, new = (entity and _renumbered(entity, self._ports) for entity in (update.old, update.new))
+        old, new = (entity and _renumber_entity(entity, self._ports) for entity in (update.old, update.new))
         return Update(old, new)
 
     def _read(self, entities: Iterable[p4r.Entity]) -> Iterator[p4r.Entity]:
@@ -197,7 +197,7 @@ class PtfSwitch:
 
     def direct_count(self, entry: TableEntry) -> CounterValue:
         """Return the direct counter of one entry (section 9.4)."""
-        there = _renumbered(entry, self._ports)
+        there = _renumber_entity(entry, self._ports)
         assert isinstance(there, TableEntry)
         key = P4TableEntry(there.table, match=P4TableMatch(there.match), priority=there.priority)
         read = P4DirectCounterEntry(table_entry=key).encode(self.codec.schema)
@@ -218,7 +218,7 @@ class PtfSwitch:
         packet = P4PacketOut(frame, padding=0, egress_port=self._ports.get(port, port))
         self._requests.put(packet.encode_update(self.codec.schema))
 
-    def punted(self, timeout: float) -> Punted | None:
+    def next_punted(self, timeout: float) -> PuntedFrame | None:
         """Return the next frame for the controller, or `None` after `timeout` seconds."""
         try:
             return self._punted.get(timeout=timeout)
@@ -226,17 +226,17 @@ class PtfSwitch:
             return None
 
 
-def _renumbered(entity: Entity, ports: Mapping[int, int]) -> Entity:
+def _renumber_entity(entity: Entity, ports: Mapping[int, int]) -> Entity:
     """Return the entity with other port numbers: of replicas, a key, a parameter or a meter's cell."""
     if isinstance(entity, MulticastGroup):
         return MulticastGroup(entity.id, frozenset((ports.get(port, port), i) for port, i in entity.replicas))
     if isinstance(entity, PortRate):
         return replace(entity, port=ports.get(entity.port, entity.port))
 
-    def renumbered(pairs: Pairs) -> Pairs:
+    def renumber(pairs: Pairs) -> Pairs:
         return tuple(
             (name, ports.get(value, value) if name == "port" and isinstance(value, int) else value)
             for name, value in pairs
         )
 
-    return replace(entity, match=renumbered(entity.match), params=renumbered(entity.params))
+    return replace(entity, match=renumber(entity.match), params=renumber(entity.params))

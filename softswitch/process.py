@@ -205,7 +205,7 @@ def statistics(switch: SoftSwitch, service: P4RuntimeService) -> dict[str, objec
     now = time.time()
     with _COUNTING:
         ports = {
-            str(number): {"interface": port.name, "rx_dropped": port.dropped()} | asdict(port.stats)
+            str(number): {"interface": port.name, "rx_dropped": port.drop_count()} | asdict(port.stats)
             for number, port in switch.ports.items()
         }
     return {

@@ -53,7 +53,7 @@ class Copies:
         for listener in self._listeners:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
-    def tagged(self, key: StreamKey, incarnation: int, position: int, data: bytes) -> None:
+    def send_tagged(self, key: StreamKey, incarnation: int, position: int, data: bytes) -> None:
         """Send bytes of a stream, starting at `position`."""
         with self._lock:
             streams = [s for (k, _), s in self._streams.items() if k == key and s.incarnation == incarnation]

@@ -184,7 +184,9 @@ class SmallTraining:
                 bytes(state.bytes_of(buckets[p.bucket])[p.where.start * 4 : p.where.stop * 4])
                 for p in layout.pieces
             )
-            self.copies.tagged(key, self.incarnation, layout.nbytes * (self.iteration - self.first), data)
+            self.copies.send_tagged(
+                key, self.incarnation, layout.nbytes * (self.iteration - self.first), data
+            )
 
     def record(self, nodes: Sequence[int] | None = None) -> None:
         for (node, position), line in list(self.lines.items()):

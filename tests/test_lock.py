@@ -19,7 +19,7 @@ from packaging.version import Version
 from checkmate.cli import shell
 from checkmate.cli.common import UsageFault
 from tests.support.environments import PROJECT
-from tools.lock import CONSTRAINTS, PIP, ROOT, SHELL, TORCH, hashed
+from tools.lock import CONSTRAINTS, PIP, ROOT, SHELL, TORCH, with_hashes
 
 PINNED = re.compile(
     r"^(?P<name>\S+)==(?P<version>\S+)(?: ; .*?)? \\\n(?:    --hash=sha256:\w{64}(?: \\)?\n)+", re.M
@@ -116,5 +116,5 @@ def test_torch_and_its_cuda_packages_have_no_hashes() -> None:
         "nvidia-nccl-cu13==2.29.7 ; x \\\n    --hash=sha256:02\ntorch==2.13.0 \\\n    --hash=sha256:03\n"
     )
     dropped += "triton==3.7.1 \\\n    --hash=sha256:04\ncuda-toolkit==13.0 \\\n    --hash=sha256:05\n"
-    assert hashed(dropped + kept) == kept
+    assert with_hashes(dropped + kept) == kept
     assert [line.partition("==")[0] for line in torch_pin()] == ["torch"]

@@ -35,7 +35,7 @@ class LockError(Exception):
     """The lists cannot be renewed; the message has the reason."""
 
 
-def hashed(compiled: str) -> str:
+def with_hashes(compiled: str) -> str:
     """Return uv's list of requirements without those that set-up installs without hashes. Pure."""
     return "".join(
         requirement for requirement in _requirements(compiled) if not _WITHOUT_HASHES.match(requirement)
@@ -87,7 +87,7 @@ def renew(upgrade: bool) -> None:
     """Write all lists; on failure raise `LockError` and write none."""
     more = ("--upgrade",) if upgrade else ()
     extras = ("--extra", "test", "--extra", "docs", "--constraint", str(TORCH))
-    project = hashed(_compile("setup.cfg", CONSTRAINTS, *extras, *more))
+    project = with_hashes(_compile("setup.cfg", CONSTRAINTS, *extras, *more))
     pip = _compile("-", PIP, *more, stdin="pip")
     shell = _compile("-", SHELL, *more, stdin="\n".join(_SHELL_NEEDS))
     PIP.write_text(pip)

@@ -94,7 +94,7 @@ def prepare() -> None:
     shutil.copytree(ROOT / "docs", SOURCE, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     for file in [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in FROM_ROOT)]:
         source = file.relative_to(ROOT).as_posix()
-        text = linked(file.read_text(), source)
+        text = rewrite_links(file.read_text(), source)
         (SOURCE / page_of(source)).write_text(text + _tree() if source == "README.md" else text)
     (SOURCE / "api.md").write_text(_api())
     (SOURCE / "packages.md").write_text(_packages())
@@ -106,7 +106,7 @@ def page_of(source: str) -> str:
     return FROM_ROOT.get(source) or source.removeprefix("docs/")
 
 
-def linked(text: str, source: str) -> str:
+def rewrite_links(text: str, source: str) -> str:
     """Return a file's text with the site's links, and without links to files that are not on the site."""
     folder, here = posixpath.dirname(source), posixpath.dirname(page_of(source)) or "."
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comparators.flat import FlatState, empty, flatten, restored
+from benchmarks.comparators.flat import FlatState, empty, flatten, restore_state
 from benchmarks.comparators.saving import SavedFiles, write
 from benchmarks.comparators.system import Place
 
@@ -172,7 +172,7 @@ class CheckFreq(SavedFiles):
             self._buffers = empty(flat.described)
         for buffer, tensor in zip(self._buffers.tensors, flat.tensors, strict=True):
             buffer.copy_(tensor)
-        state: dict[str, Any] = restored(FlatState(self._buffers.tensors, flat.described))
+        state: dict[str, Any] = restore_state(FlatState(self._buffers.tensors, flat.described))
         return state
 
     def _check(self) -> None:

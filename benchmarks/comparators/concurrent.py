@@ -19,8 +19,8 @@ from typing import Final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comparators.flat import FlatState, empty, flatten, restored
-from benchmarks.comparators.system import CheckpointSystem, Place, agreed
+from benchmarks.comparators.flat import FlatState, empty, flatten, restore_state
+from benchmarks.comparators.system import CheckpointSystem, Place, broadcast_value
 
 IN_PROGRESS: Final = 2
 WRITERS: Final = 2
@@ -79,7 +79,7 @@ class ConcurrentCheckpoints(CheckpointSystem):
     def recover(self) -> int:
         """Read the newest complete slot."""
         index = self.place.disk / _NEWEST
-        newest = agreed(json.loads(index.read_text()) if index.exists() else None)
+        newest = broadcast_value(json.loads(index.read_text()) if index.exists() else None)
         if newest is None:
             return 0
         slot = self.place.disk / f"slot{newest['slot']}"
@@ -87,7 +87,7 @@ class ConcurrentCheckpoints(CheckpointSystem):
         flat = empty(described)
         if flat.nbytes:
             flat.write(0, torch.from_file(str(slot), size=flat.nbytes, dtype=torch.uint8))
-        self.install(restored(flat))
+        self.install(restore_state(flat))
         self._newest = int(newest["iteration"])
         self._unused.remove(newest["slot"])
         self._newest_slot = _Slot(newest["slot"], torch.empty(flat.nbytes, dtype=torch.uint8))

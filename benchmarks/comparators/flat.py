@@ -40,7 +40,7 @@ class FlatState:
 def flatten(state: Any) -> FlatState:
     """Return a state dictionary as a sequence; its tensors are shared, not copied, if they are contiguous."""
     tensors: list[torch.Tensor] = []
-    return FlatState(tensors, _described(state, tensors))
+    return FlatState(tensors, _describe(state, tensors))
 
 
 def empty(described: Any) -> FlatState:
@@ -53,9 +53,9 @@ def empty(described: Any) -> FlatState:
     return FlatState(tensors, described)
 
 
-def restored(flat: FlatState) -> Any:
+def restore_state(flat: FlatState) -> Any:
     """Return the state dictionary."""
-    return _filled(flat.described, flat.tensors)
+    return _fill(flat.described, flat.tensors)
 
 
 def bounds(nbytes: int, ranks: int, rank: int, first: int = 0) -> tuple[int, int]:
@@ -64,14 +64,14 @@ def bounds(nbytes: int, ranks: int, rank: int, first: int = 0) -> tuple[int, int
     return (first + shared * rank // ranks if rank else 0), first + shared * (rank + 1) // ranks
 
 
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach().contiguous())
         return (_TENSOR, len(tensors) - 1, list(value.shape), str(value.dtype).removeprefix("torch."))
     if isinstance(value, dict):
-        return {key: _described(item, tensors) for key, item in value.items()}
+        return {key: _describe(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [type(value) is tuple, [_described(item, tensors) for item in value]]
+        return [type(value) is tuple, [_describe(item, tensors) for item in value]]
     return value
 
 
@@ -87,13 +87,13 @@ def _find(described: Any, tensors: dict[int, tuple[list[int], str]]) -> None:
             _find(item, tensors)
 
 
-def _filled(described: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _fill(described: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(described, tuple):
         return tensors[described[1]]
     if isinstance(described, dict):
-        return {key: _filled(item, tensors) for key, item in described.items()}
+        return {key: _fill(item, tensors) for key, item in described.items()}
     if isinstance(described, list):
-        items = [_filled(item, tensors) for item in described[1]]
+        items = [_fill(item, tensors) for item in described[1]]
         return tuple(items) if described[0] else items
     return described
 

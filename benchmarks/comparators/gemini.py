@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comparators.flat import bounds, empty, flatten, restored
+from benchmarks.comparators.flat import bounds, empty, flatten, restore_state
 from benchmarks.comparators.reduction_gate import ReductionGate
 from benchmarks.comparators.system import PartedState, Place
 
@@ -48,9 +48,9 @@ class HostMemory:
     def buffer(self, rank: int, version: int, nbytes: int) -> torch.Tensor:
         """Return the memory of a rank's part, whose content is not complete from now on."""
         self._mark(rank, version).unlink(missing_ok=True)
-        return self._mapped(rank, version, nbytes)
+        return self._map(rank, version, nbytes)
 
-    def completed(self, rank: int, version: int, iteration: int, described: Any) -> None:
+    def mark_complete(self, rank: int, version: int, iteration: int, described: Any) -> None:
         """Note that a part is complete. `described` is that of `flat.FlatState`, of the whole state."""
         mark = self._mark(rank, version)
         temporary = mark.with_suffix(".unfinished")
@@ -65,15 +65,15 @@ class HostMemory:
             copies.append(Copy(int(rank), int(self._read(mark)["iteration"]), int(version)))
         return copies
 
-    def described(self, copy: Copy) -> Any:
+    def description(self, copy: Copy) -> Any:
         """Return the description of the state of which a part is complete."""
         return self._read(self._mark(copy.rank, copy.version))["described"]
 
     def part(self, copy: Copy, nbytes: int) -> torch.Tensor:
         """Return the content of a complete part."""
-        return self._mapped(copy.rank, copy.version, nbytes)
+        return self._map(copy.rank, copy.version, nbytes)
 
-    def _mapped(self, rank: int, version: int, nbytes: int) -> torch.Tensor:
+    def _map(self, rank: int, version: int, nbytes: int) -> torch.Tensor:
         key = rank, version
         if key not in self._open or self._open[key].numel() != nbytes:
             path = str(self._folder / f"{rank}-{version}")
@@ -135,7 +135,7 @@ class Gemini(PartedState):
         if newest is None:
             return 0
         holders = [holder_of(copies, rank, newest) for rank in range(self.ranks)]
-        described = self._described(copies, holders[0], newest)
+        described = self._share_description(copies, holders[0], newest)
         flat = empty(described)
         for rank, holder in enumerate(holders):
             start, stop = self._bounds(flat.nbytes, rank)
@@ -149,7 +149,7 @@ class Gemini(PartedState):
                 part.copy_(self._memory.part(copy, stop - start))
             dist.broadcast(part, holder)
             flat.write(start, part)
-        self.install(restored(flat))
+        self.install(restore_state(flat))
         newest_copy = next(
             (held_copy for held_copy in copies[self.rank] if held_copy.iteration == newest), None
         )
@@ -172,11 +172,11 @@ class Gemini(PartedState):
         buffers = sum(buffer.nbytes for buffer in self.buffers())
         return bounds(nbytes, self.ranks, rank, buffers)
 
-    def _described(self, copies: Sequence[Sequence[Copy]], holder: int, newest: int) -> Any:
+    def _share_description(self, copies: Sequence[Sequence[Copy]], holder: int, newest: int) -> Any:
         boxed = [None]
         if holder == self.rank:
             boxed = [
-                self._memory.described(next(copy for copy in copies[holder] if copy.iteration == newest))
+                self._memory.description(next(copy for copy in copies[holder] if copy.iteration == newest))
             ]
         dist.broadcast_object_list(boxed, holder)
         return boxed[0]
@@ -196,8 +196,8 @@ class Gemini(PartedState):
         for receive in receives:
             assert receive is not None
             receive.wait()
-        self._memory.completed(self._from, version, iteration, described)
-        self._memory.completed(self.rank, version, iteration, described)
+        self._memory.mark_complete(self._from, version, iteration, described)
+        self._memory.mark_complete(self.rank, version, iteration, described)
         # No host may overwrite the version before as long as another lacks this one.
         dist.barrier(self._group)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lm_resiliency.checkpointing import InMemoryCheckpointManager, InMemoryCkptConfig
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comparators.flat import FlatState, empty, flatten, restored
+from benchmarks.comparators.flat import FlatState, empty, flatten, restore_state
 from benchmarks.comparators.system import PartedState
 
 _RUN = "evaluation"
@@ -68,7 +68,7 @@ class LmResiliency(PartedState):
                 if rank == self.rank:
                     flat.tensors[number].copy_(tensors[at])
                 dist.broadcast(flat.tensors[number], rank)
-        self.install(restored(flat))
+        self.install(restore_state(flat))
         return int(completed)
 
     def finish(self) -> None:

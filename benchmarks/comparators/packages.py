@@ -12,7 +12,7 @@ from typing import Final
 FOLDER: Final = Path(__file__).parents[2] / "build" / "comparators"
 
 
-def installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Return whether a package is there: not every machine can install it."""
     return (FOLDER / package).is_dir()
 

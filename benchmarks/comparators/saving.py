@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from benchmarks.comparators.system import CheckpointSystem, agreed
+from benchmarks.comparators.system import CheckpointSystem, broadcast_value
 
 _MAX_CHECKPOINTS: Final = 2
 """Checkpoints that are kept: a failure may come while the newest is being written."""
@@ -30,11 +30,11 @@ def write(state: dict[str, Any], iteration: int, folder: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / f"{iteration}.pt")
-    for old in numbered(folder)[:-_MAX_CHECKPOINTS]:
+    for old in checkpoint_numbers(folder)[:-_MAX_CHECKPOINTS]:
         (folder / f"{old}.pt").unlink()
 
 
-def numbered(folder: Path) -> list[int]:
+def checkpoint_numbers(folder: Path) -> list[int]:
     """Return the iterations of complete checkpoints, in order."""
     files = folder.glob("[0-9]*.pt")
     return sorted(int(file.stem) for file in files)
@@ -42,7 +42,7 @@ def numbered(folder: Path) -> list[int]:
 
 def read_newest(folder: Path) -> dict[str, Any] | None:
     """Return the newest checkpoint that `write` has completed; all ranks call it."""
-    newest = agreed(numbered(folder)[-1:])
+    newest = broadcast_value(checkpoint_numbers(folder)[-1:])
     if not newest:
         return None
     state: dict[str, Any] = torch.load(folder / f"{newest[0]}.pt", weights_only=True)
@@ -86,7 +86,7 @@ class DcpSave(CheckpointSystem):
 
     def recover(self) -> int:
         """Load the newest checkpoint that has an index, which is written last."""
-        newest = agreed(self._complete()[-1:])
+        newest = broadcast_value(self._complete()[-1:])
         if not newest:
             return 0
         state = self.state()

@@ -103,7 +103,7 @@ class NoCheckpoints(CheckpointSystem):
         return 0
 
 
-def agreed(value: Any) -> Any:
+def broadcast_value(value: Any) -> Any:
     """Return rank 0's value on all ranks."""
     values = [value]
     dist.broadcast_object_list(values)

@@ -29,7 +29,7 @@ from benchmarks.evaluation.cells import QUICK, WHOLE, Cell, MeasuredExtent, matr
 from benchmarks.evaluation.measure import Here, clear, file_system_of, measure
 from benchmarks.evaluation.page import write
 from benchmarks.evaluation.record import Record
-from benchmarks.evaluation.systems import installed
+from benchmarks.evaluation.systems import is_installed
 from benchmarks.report import commit, machine
 from checkmate.output.plain_text import use_plain_streams
 from topologies.describe.topology import LabError
@@ -85,9 +85,9 @@ def _all(cells: Sequence[Cell], extent: MeasuredExtent, cache: Cache, scratch: P
     file_system = file_system_of(here.scratch)
     if file_system == "tmpfs":
         print(f"{scratch} is in memory (tmpfs): checkpoints do not go to a disk", file=sys.stderr)
-    for system in sorted({cell.system for cell in cells if not installed(cell.system)}):
+    for system in sorted({cell.system for cell in cells if not is_installed(cell.system)}):
         print(f"{system} is left out, because its package is missing: run make comparators", file=sys.stderr)
-    cells = [cell for cell in cells if installed(cell.system)]
+    cells = [cell for cell in cells if is_installed(cell.system)]
     missing = [cell for cell in cells if cell not in cache]
     cache.require_same(missing, Record(here.commit, "", machine(), file_system))
     if len(missing) < len(cells):

@@ -76,9 +76,9 @@ def matrix(extent: MeasuredExtent) -> list[Cell]:
     """
     cells: list[Cell] = []
     for start in range(extent.starts):
-        cells += _shuffled(_throughput(extent, start), start)
+        cells += _shuffle(_throughput(extent, start), start)
     for start in range(extent.failing_starts):
-        cells += _shuffled(_failures(extent, start), start)
+        cells += _shuffle(_failures(extent, start), start)
     return cells + [Cell("losses", "gpt", system, 1, 0) for system in extent.losses]
 
 
@@ -104,7 +104,7 @@ def _failures(extent: MeasuredExtent, start: int) -> Iterator[Cell]:
             yield Cell("failures", "gpt", system, interval, start)
 
 
-def _shuffled(cells: Iterator[Cell], start: int) -> list[Cell]:
+def _shuffle(cells: Iterator[Cell], start: int) -> list[Cell]:
     shuffled = list(cells)
     random.Random(start).shuffle(shuffled)
     return shuffled

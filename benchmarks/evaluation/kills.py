@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.evaluation.cells import Cell, MeasuredExtent
-from benchmarks.evaluation.record import Log, log_of, parse_line, regained, steps_of
+from benchmarks.evaluation.record import Log, has_regained, log_of, parse_line, steps_of
 from topologies.describe.topology import LabError
 from topologies.training.job import TrainingJob
 
@@ -38,7 +38,7 @@ def fail_at_random(job: TrainingJob, cell: Cell, extent: MeasuredExtent, progres
     rank = generator.randrange(len(job.ranks))
     while time.monotonic() < end:
         _check(job, kills)
-        progress(f"iteration {reached(job)}, {len(kills)} kills")
+        progress(f"iteration {reached_iteration(job)}, {len(kills)} kills")
         if time.monotonic() >= next_kill and _kill(job, rank):
             kills.append(time.monotonic())
             next_kill += generator.expovariate(1 / extent.mtbf)
@@ -56,10 +56,10 @@ def fail_every_second_iteration(job: TrainingJob, progress: Progress) -> list[fl
         _check(job, kills)
         if time.monotonic() > deadline:
             raise LabError(f"the job has not ended within {SECONDS:g} s")
-        progress(f"iteration {reached(job)}, {len(kills)} kills")
+        progress(f"iteration {reached_iteration(job)}, {len(kills)} kills")
         if (
             next_iteration < LOSSES
-            and reached(job) >= next_iteration
+            and reached_iteration(job) >= next_iteration
             and _kill(job, len(kills) % len(job.ranks))
         ):
             kills.append(time.monotonic())
@@ -82,7 +82,7 @@ def _check(job: TrainingJob, kills: list[float]) -> None:
             raise LabError(f"ranks were started {starts} times for {len(kills)} kills")
 
 
-def reached(job: TrainingJob) -> int:
+def reached_iteration(job: TrainingJob) -> int:
     """Return how many iterations all ranks have completed, those again after a kill counted from there.
 
     It is asked often while training is timed, so it reads the end of each log.
@@ -113,7 +113,7 @@ def _files(folder: Path) -> list[Path]:
 def await_regained(job: TrainingJob, kills: list[float], *, alone: bool) -> None:
     """Wait until training is where it was before each kill, so that every kill has its whole cost."""
     deadline = time.monotonic() + _REGAINED_SECONDS
-    while not regained(kills, steps_of(logs_in(job.folder), 0.0, alone=alone)):
+    while not has_regained(kills, steps_of(logs_in(job.folder), 0.0, alone=alone)):
         _check(job, kills)
         if time.monotonic() > deadline:
             with job.explained():

@@ -26,7 +26,7 @@ from benchmarks.evaluation.kills import (
     fail_at_random,
     fail_every_second_iteration,
     logs_in,
-    reached,
+    reached_iteration,
 )
 from benchmarks.evaluation.record import (
     Record,
@@ -155,7 +155,7 @@ def _run(
     if cell.kind == "losses":
         kills = fail_every_second_iteration(job, progress)
     else:
-        job.finish(SECONDS, lambda: progress(f"iteration {reached(job)}"))
+        job.finish(SECONDS, lambda: progress(f"iteration {reached_iteration(job)}"))
     return kills, time.monotonic()
 
 

@@ -22,7 +22,7 @@ from benchmarks.evaluation.record import CONDITIONS, Record
 from benchmarks.evaluation.summary import Failures, Throughput, comparable, failures, losses, throughputs
 from benchmarks.evaluation.systems import LIVE
 from benchmarks.figures import median_and_spread, number
-from benchmarks.report import replaced, with_tables
+from benchmarks.report import replace_section, with_tables
 from checkmate.wording import counted
 
 _MB: Final = 1e6
@@ -44,13 +44,13 @@ def write(page: Path, records: Mapping[Cell, Record], extent: MeasuredExtent) ->
     text = page.read_text() if page.exists() else "# Evaluation\n"
     for name, table in (
         ("short", _table(*_short_rows(undisturbed, disturbed))),
-        ("measured", _measured(records, len(records) - len(compared), extent)),
+        ("measured", _measurement_section(records, len(records) - len(compared), extent)),
         ("throughput", _table(*_throughput_rows(undisturbed)) + _plot(page, undisturbed)),
         ("failures", _table(*_failure_rows(disturbed))),
         ("resources", _table(*_resource_rows(undisturbed))),
         ("losses", _table(*_loss_rows(differences))),
     ):
-        text = replaced(text, name, table)
+        text = replace_section(text, name, table)
     beside = page.with_name("figures.json")
     if beside.exists():
         text = _with_figures(text, json.loads(beside.read_text()))
@@ -107,7 +107,7 @@ def _short_rows(undisturbed: Sequence[Throughput], disturbed: Sequence[Failures]
     return head, rows
 
 
-def _measured(records: Mapping[Cell, Record], left_out: int, extent: MeasuredExtent) -> str:
+def _measurement_section(records: Mapping[Cell, Record], left_out: int, extent: MeasuredExtent) -> str:
     if not records:
         return "Not measured yet.\n"
     lacking = f"{counted(left_out, 'cell')} of starts that lack a system are not in the tables below.\n"

@@ -80,10 +80,10 @@ _RECORD: Final = TypeAdapter(Record)
 def steps_of(logs: Sequence[Log], origin: float, *, alone: bool) -> tuple[TrainedStep, ...]:
     """Return the iterations of rank 0; with `alone`, of any rank, at its earliest end."""
     if not alone:
-        return tuple(_step(line, origin) for log in logs[:1] for line in _trained(log))
+        return tuple(_step(line, origin) for log in logs[:1] for line in _trained_lines(log))
     earliest: dict[int, TrainedStep] = {}
     for log in logs:
-        for line in _trained(log):
+        for line in _trained_lines(log):
             step = _step(line, origin)
             earlier = earliest.get(step.iteration)
             if earlier is None or step.ended < earlier.ended:
@@ -96,7 +96,7 @@ def missing_after(kill: float, steps: Iterable[TrainedStep]) -> int:
     return max((step.iteration + 1 for step in steps if step.ended <= kill), default=0)
 
 
-def regained(kills: Iterable[float], steps: Sequence[TrainedStep]) -> bool:
+def has_regained(kills: Iterable[float], steps: Sequence[TrainedStep]) -> bool:
     """Return whether training has come back to where it was before each kill."""
     return all(
         any(step.began > kill and step.iteration >= missing for step in steps)
@@ -108,7 +108,7 @@ def losses_of(logs: Sequence[Log], iterations: int) -> tuple[tuple[float, ...], 
     """Return the last loss of each of the first iterations, by rank."""
     losses = []
     for log in logs:
-        last = {line["iteration"]: line["loss"] for line in _trained(log)}
+        last = {line["iteration"]: line["loss"] for line in _trained_lines(log)}
         losses.append(tuple(last[iteration] for iteration in sorted(last) if iteration < iterations))
     return tuple(losses)
 
@@ -156,7 +156,7 @@ def since(times: Iterable[float], origin: float) -> tuple[float, ...]:
     return tuple(round(time - origin, _DIGITS) for time in times)
 
 
-def _trained(log: Log) -> list[Mapping[str, Any]]:
+def _trained_lines(log: Log) -> list[Mapping[str, Any]]:
     return [line for line in log if "iteration" in line]
 
 

@@ -119,7 +119,7 @@ def failures(records: Records, seconds: float) -> list[Failures]:
         times = [recovery for record in killed for recovery in recoveries(record)]
         after, regained = zip(*times, strict=True) if times else ((), ())
         hourly = tuple(3600 / seconds * useful(record) for record in starts)
-        again = tuple(repeated(record) for record in killed)
+        again = tuple(repeated_iterations(record) for record in killed)
         kills = sum(len(record.kills) for record in starts)
         results.append(Failures(system, interval, kills, again, after, regained, hourly))
     return sorted(results, key=lambda result: (_rank(result.system), result.system, result.interval))
@@ -152,7 +152,7 @@ def recoveries(record: Record) -> list[tuple[float, float]]:
     return times
 
 
-def repeated(record: Record) -> float:
+def repeated_iterations(record: Record) -> float:
     """Return how many iterations were completed again, for each kill."""
     iterations = [step.iteration for step in record.steps]
     return (len(iterations) - len(set(iterations))) / len(record.kills)

@@ -40,9 +40,9 @@ def reduce_of(system: str) -> Reduce:
     return reductions.get(system, "gloo")
 
 
-def installed(system: str) -> bool:
+def is_installed(system: str) -> bool:
     """Return whether this machine has what a system needs."""
-    return system not in _PACKAGES or packages.installed(_PACKAGES[system])
+    return system not in _PACKAGES or packages.is_installed(_PACKAGES[system])
 
 
 def system_of(name: str, place: Place) -> CheckpointSystem:

@@ -53,11 +53,11 @@ def _jobs(folder: Path) -> tuple[Job, Job]:
 def _records(folder: Path) -> Result:
     folder.mkdir()
     with ExitStack() as stack:
-        secure, plain = (_sending(job, stack) for job in _jobs(folder))
-        return _compared(f"{RECORDS} step records of 130 kB, each answered", secure, plain)
+        secure, plain = (_sender(job, stack) for job in _jobs(folder))
+        return _compare(f"{RECORDS} step records of 130 kB, each answered", secure, plain)
 
 
-def _sending(job: Job, stack: ExitStack) -> Timed:
+def _sender(job: Job, stack: ExitStack) -> Timed:
     """Return a function that sends step records to an inbox, and returns the seconds to the last answer."""
     keys = keys_of(job, Role.SHADOW)
     gate = RecordsGate(job, keys) if keys is not None else None
@@ -84,11 +84,11 @@ def _fetch(folder: Path) -> Result:
     folder.mkdir()
     nbytes = sum(4 * rows * columns for rows, columns in SHAPES)
     with ExitStack() as stack:
-        secure, plain = (_fetching(job, stack) for job in _jobs(folder))
-        return _compared(f"Fetch of {nbytes / 1e6:.0f} MB of parameters", secure, plain)
+        secure, plain = (_fetcher(job, stack) for job in _jobs(folder))
+        return _compare(f"Fetch of {nbytes / 1e6:.0f} MB of parameters", secure, plain)
 
 
-def _fetching(job: Job, stack: ExitStack) -> Timed:
+def _fetcher(job: Job, stack: ExitStack) -> Timed:
     """Return a function that reads all of a shard from a node's process, and returns the seconds."""
     stack.enter_context(node(job))
     copies = Copies(job)
@@ -113,7 +113,7 @@ def _fetching(job: Job, stack: ExitStack) -> Timed:
     return fetch
 
 
-def _compared(name: str, secure: Timed, plain: Timed) -> Figure:
+def _compare(name: str, secure: Timed, plain: Timed) -> Figure:
     for warm in (secure, plain):
         warm()
     with_keys: list[float] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.progress import track
 
 from benchmarks.figures import Figure, Result, Skipped
-from benchmarks.switch.rings import controlled, gather, quiet_warmup
+from benchmarks.switch.rings import controlled_lab, gather, quiet_warmup
 from checkmate.job.files import read_job
 from checkmate.wire.schedule import FIRST, LAST, tagged_chunks
 from topologies.crew import Crew
@@ -53,7 +53,10 @@ def _with(copies: int) -> list[Result]:
             f"dp_groups:\n  - ranks: [{', '.join(['tor'] * RANKS)}]\nshadow_nodes:\n{nodes}\n"
         )
         topology = load(str(file))
-    with Lab(topology, "softswitch", name=f"copies{copies}", offloads=False) as lab, controlled(lab) as crew:
+    with (
+        Lab(topology, "softswitch", name=f"copies{copies}", offloads=False) as lab,
+        controlled_lab(lab) as crew,
+    ):
         return [result for operation in OPERATIONS for result in _run(lab, crew, copies, operation)]
 
 

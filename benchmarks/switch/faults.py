@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.figures import Figure, Result, Skipped
-from benchmarks.switch.rings import controlled, quiet_warmup
+from benchmarks.switch.rings import controlled_lab, quiet_warmup
 from checkmate.output.consoles import text_console
 from topologies.describe.topology import Topology, load
 from topologies.lab import Lab
@@ -53,7 +53,7 @@ def measure() -> list[Result]:
 def _run(topology: Topology, load_: Load, loss: float = 0.0) -> tuple[TrafficOutcome, str | None]:
     with (
         Lab(topology, "softswitch", name="benchfaults", loss=loss) as lab,
-        controlled(lab) as crew,
+        controlled_lab(lab) as crew,
         StepProgress(text_console(stderr=True)) as steps,
     ):
         return Traffic(crew, load_, steps).run(), lab.loss_by

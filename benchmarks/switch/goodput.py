@@ -10,7 +10,7 @@ from collections import defaultdict
 from rich.progress import Progress
 
 from benchmarks.figures import Figure, Result, Skipped, ratios
-from benchmarks.switch.rings import bridge_instead, controlled, gather, quiet_warmup
+from benchmarks.switch.rings import bridge_instead, controlled_lab, gather, quiet_warmup
 from topologies.crew import Crew
 from topologies.describe.topology import load
 from topologies.lab import Lab
@@ -34,7 +34,7 @@ def measure() -> list[Result]:
         crews = {}
         for target in ("softswitch", "bmv2") if with_bmv2 else ("softswitch",):
             lab = stack.enter_context(Lab(load("single_tor"), target, name=f"bench{target[:4]}"))
-            crews[target] = stack.enter_context(controlled(lab))
+            crews[target] = stack.enter_context(controlled_lab(lab))
         plain = stack.enter_context(Lab(load("single_tor"), "softswitch", name="benchbridge"))
         bridge_instead(plain)
         crews["bridge"] = Crew(plain)

@@ -31,7 +31,7 @@ _UNKNOWN_MAC = "02:00:00:00:00:99"
 
 
 @dataclass
-class Measured:
+class Measurement:
     """One mode, round by round."""
 
     rates: list[float] = field(default_factory=list)
@@ -103,10 +103,10 @@ def worker(target: str) -> None:
         process.stop()
 
 
-def _measure(hosts: list[socket.socket], pid: int, frames: dict[str, bytes]) -> dict[str, Measured]:
+def _measure(hosts: list[socket.socket], pid: int, frames: dict[str, bytes]) -> dict[str, Measurement]:
     """Measure all modes in turn, in reverse order in every other round."""
     out, *taps = hosts
-    measurements = {mode: Measured() for mode in frames}
+    measurements = {mode: Measurement() for mode in frames}
     for turn in range(-1, ROUNDS):
         for mode in list(frames)[:: -1 if turn % 2 else 1]:
             processor_time, start = -_processor_time(pid), time.monotonic()
@@ -179,14 +179,14 @@ def measure() -> list[Result]:
     return results
 
 
-def _shares(bmv2: dict[str, Measured]) -> list[Result]:
+def _shares(bmv2: dict[str, Measurement]) -> list[Result]:
     """Return the rate of tagged frames relative to plain ones, counted at output and at input."""
     plain, tagged, flooded = (bmv2[mode] for mode in ("plain", "tagged", "flooded"))
     received_share = ratios(tagged.rates, plain.rates)
     cost = ratios(plain.costs, tagged.costs)
     return [
-        Figure("BMv2, tagged / plain, packets sent", _doubled(received_share), "", 0.9, 0.7),
-        Figure("the same by the switch's processor time", _doubled(cost), ""),
+        Figure("BMv2, tagged / plain, packets sent", _double(received_share), "", 0.9, 0.7),
+        Figure("the same by the switch's processor time", _double(cost), ""),
         Figure("BMv2, tagged / plain, packets received", received_share, "", note="each leaves twice"),
         Figure(
             "BMv2, flooded / plain, packets received",
@@ -197,11 +197,11 @@ def _shares(bmv2: dict[str, Measured]) -> list[Result]:
     ]
 
 
-def _doubled(shares: Sequence[float]) -> tuple[float, ...]:
+def _double(shares: Sequence[float]) -> tuple[float, ...]:
     return tuple(2 * share for share in shares)
 
 
-def _run(target: str) -> dict[str, Measured]:
+def _run(target: str) -> dict[str, Measurement]:
     process = subprocess.run(
         [sys.executable, "-m", "benchmarks.switch.packets", target],
         capture_output=True,
@@ -210,7 +210,7 @@ def _run(target: str) -> dict[str, Measured]:
     )
     if process.returncode:
         raise RuntimeError(f"the benchmark on {target} failed: {process.stderr}")
-    return {mode: Measured(**fields) for mode, fields in json.loads(process.stdout).items()}
+    return {mode: Measurement(**fields) for mode, fields in json.loads(process.stdout).items()}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ _incarnations = itertools.count()
 
 
 @contextlib.contextmanager
-def controlled(lab: Lab) -> Iterator[Crew]:
+def controlled_lab(lab: Lab) -> Iterator[Crew]:
     """Run the controller in a lab that is up."""
     with Crew(lab) as crew, serving(crew):
         yield crew

@@ -79,7 +79,7 @@ def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[fl
                 turns = [("gloo", gloo_reduce(tensor)), ("ring", start_ring)]
                 for implementation, start in turns if number % 2 else reversed(turns):
                     tensor.fill_(1.0)
-                    seconds = timed(start, times, busy=main == "busy")
+                    seconds = time_reductions(start, times, busy=main == "busy")
                     factor = dist.get_world_size() if implementation == "gloo" else 1
                     if not bool((tensor == float(factor) ** times).all()):
                         raise SystemExit(f"{implementation} reduced wrongly")
@@ -88,7 +88,7 @@ def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[fl
     return samples
 
 
-def timed(start: Callable[[], Callable[[bool], bool]], times: int, *, busy: bool) -> float:
+def time_reductions(start: Callable[[], Callable[[bool], bool]], times: int, *, busy: bool) -> float:
     """Return the seconds from a barrier until this rank has the last of `times` results, in turn."""
     dist.barrier()
     begin = time.perf_counter()

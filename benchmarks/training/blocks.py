@@ -19,10 +19,10 @@ def block(job: TrainingJob, iterations: int, mode: str = "") -> TimedBlock:
     job.await_iterations(first + iterations, _SECONDS)
     timed: list[TimedBlock] = []
 
-    def noted() -> bool:
+    def is_recorded() -> bool:
         measured = job.record().block(first + 1, first + iterations)
         timed[:] = [] if measured is None else [measured]
         return measured is not None
 
-    job.crew.wait(noted, "the ranks' records", _SECONDS)
+    job.crew.wait(is_recorded, "the ranks' records", _SECONDS)
     return timed[0]

@@ -55,7 +55,7 @@ def measure() -> list[Result]:
         )
         costs = cost(raced, len(lab.ranks))
         with _jobs(Path(folder)) as jobs:
-            return [*costs, *_saving(_race(jobs))]
+            return [*costs, *_saving_results(_race(jobs))]
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def _race(jobs: Mapping[str, TrainingJob]) -> Blocks:
     return blocks
 
 
-def _saving(blocks_by_mode: Blocks) -> list[Result]:
+def _saving_results(blocks_by_mode: Blocks) -> list[Result]:
     seconds = {name: [block.seconds for block in blocks] for name, blocks in blocks_by_mode.items()}
     plain = seconds["nothing"]
     pairs = ratios(seconds["checkmate"], plain)

@@ -181,7 +181,7 @@ def flows(rank: int, ips: Sequence[IPv4Address], interface: str) -> Iterator[dic
             raise SystemExit(f"the tagger has faults: {tagger.faults()}")
 
 
-def timed(act: Callable[[], None]) -> tuple[float, float]:
+def time_act(act: Callable[[], None]) -> tuple[float, float]:
     """Return the seconds of an act, and this process's processor time in it."""
     began, processor_start = time.perf_counter(), time.process_time()
     act()
@@ -205,7 +205,7 @@ def sends(
                 flow.send()
                 peer_seconds.append(float(control.recv_bytes()))
 
-            seconds, processor_seconds = timed(act)
+            seconds, processor_seconds = time_act(act)
             if number:
                 turns.append(
                     {
@@ -227,7 +227,7 @@ def sends(
 def receives(control: Connection, flows_by_mode: dict[tuple[str, int], Flow]) -> None:
     """Receive what rank 1 announces, and report the processor time."""
     while (turn := json.loads(control.recv_bytes())) is not None:
-        _, processor_seconds = timed(flows_by_mode[turn[0], turn[1]].receive)
+        _, processor_seconds = time_act(flows_by_mode[turn[0], turn[1]].receive)
         control.send_bytes(str(processor_seconds).encode())
 
 
@@ -241,7 +241,7 @@ def main() -> int:
     sender = arguments.rank == _SENDER
     at = (str(arguments.ips[0]), _PORT)
     with flows(arguments.rank, arguments.ips, arguments.interface) as flows_by_mode:
-        control = _connected(at) if sender else Listener(at).accept()
+        control = _connect(at) if sender else Listener(at).accept()
         for flow in flows_by_mode.values():
             flow.meet(control, sends=sender)
         if sender:
@@ -251,7 +251,7 @@ def main() -> int:
     return 0
 
 
-def _connected(at: tuple[str, int]) -> Connection:
+def _connect(at: tuple[str, int]) -> Connection:
     """Connect once the other rank listens."""
     deadline = time.monotonic() + 60
     while True:

@@ -57,9 +57,9 @@ def _memory(folder: Path) -> list[Result]:
     """Return what each rank needs beyond native HSDP, when it needs most and between iterations."""
     with Progress(transient=True) as bar:
         task = bar.add_task("memory", total=2)
-        protected = _trained(folder / "job", "job", "checkmate")
+        protected = _train(folder / "job", "job", "checkmate")
         bar.advance(task)
-        native = _trained(folder / "native", "native", "gloo")
+        native = _train(folder / "native", "native", "gloo")
     buckets = [rank["buckets"] for rank in protected]
     note = f"buckets {number(sum(buckets) / len(buckets) / 1e6, 'MB')} a rank"
     results: list[Result] = []
@@ -82,7 +82,7 @@ def _memory(folder: Path) -> list[Result]:
     return results
 
 
-def _trained(folder: Path, mesh: str, reduce: Reduce) -> list[dict[str, Any]]:
+def _train(folder: Path, mesh: str, reduce: Reduce) -> list[dict[str, Any]]:
     """Return what each rank has measured."""
     # Each tensor has pages of its own, which go when it does: malloc keeps none.
     environment = {MESH: mesh, "GLOO_SOCKET_IFNAME": "data0", "MALLOC_MMAP_THRESHOLD_": "65536"}

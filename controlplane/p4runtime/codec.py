@@ -50,7 +50,7 @@ _VERBS = {
 }
 
 
-def compiled(target: str) -> tuple[Path, Path]:
+def compiled_files(target: str) -> tuple[Path, Path]:
     """Return P4Info and device configuration of the committed v1model program for `target`."""
     folder = artifacts(target)
     return folder / f"{PROGRAM}.p4info.txtpb", folder / f"{PROGRAM}.json"
@@ -89,13 +89,13 @@ class Codec:
         v1model's is used for planning: both programs have the same tables, of the sizes in `types.p4`.
         """
         if target not in chips.TARGETS:
-            p4info, config = compiled(target)
+            p4info, config = compiled_files(target)
             return cls(P4Schema(p4info, config))
         make = partial(cls, server=p4runtime)
         p4info = artifacts(target) / P4INFO
         if not p4info.exists():
             missing = NotCompiled(f"{p4info} is missing; `python -m p4src.compile {target}` makes it")
-            return make(P4Schema(compiled("bmv2")[0]), without=missing)
+            return make(P4Schema(compiled_files("bmv2")[0]), without=missing)
         try:
             program = device_config.read_program(target)
             if cpu_port is not None:

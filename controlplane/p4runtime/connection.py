@@ -131,7 +131,7 @@ class SwitchConnection:
         try:
             await self._client.send(p4r.StreamMessageRequest(arbitration=self._update(self._waiting_id())))
         except P4ClientError as error:
-            raise self._failed("arbitration", error) from None
+            raise self._translate_error("arbitration", error) from None
 
     def _update(self, election: int | None) -> p4r.MasterArbitrationUpdate:
         update = p4r.MasterArbitrationUpdate(device_id=self.switch.device_id)
@@ -146,7 +146,7 @@ class SwitchConnection:
         except P4ClientError as error:
             if error.is_election_id_used:
                 raise self._another_primary() from None
-            raise self._failed("arbitration", error) from None
+            raise self._translate_error("arbitration", error) from None
         except (TimeoutError, RuntimeError):  # finsy's RuntimeError: the stream ended
             raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
 
@@ -172,7 +172,7 @@ class SwitchConnection:
             "one `checkmate run` serves all jobs of a switch, and another one waits with --standby"
         )
 
-    def _failed(self, operation: str, error: P4ClientError) -> Exception:
+    def _translate_error(self, operation: str, error: P4ClientError) -> Exception:
         if error.code in GONE_CODES:
             return SwitchUnreachable(f"{self._name} went away during {operation}: {error.message}")
         if error.code == GRPCStatusCode.PERMISSION_DENIED:

@@ -89,7 +89,7 @@ class SwitchSession(SwitchConnection):
             await self._load(request)
         except P4ClientError as error:
             if error.code in (*GONE_CODES, GRPCStatusCode.PERMISSION_DENIED) or error.message == NO_DEVICE:
-                raise self._failed("loading the program", error) from None
+                raise self._translate_error("loading the program", error) from None
             raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
         return True
 
@@ -146,7 +146,7 @@ class SwitchSession(SwitchConnection):
         except P4ClientError as error:
             if error.is_pipeline_missing:
                 return None
-            raise self._failed("reading its program", error) from None
+            raise self._translate_error("reading its program", error) from None
         return reply.config if reply.config.p4info.tables else None
 
     async def read(self, tables: Sequence[str] = ()) -> Holdings:
@@ -165,7 +165,7 @@ class SwitchSession(SwitchConnection):
                 for entity in reply.entities:
                     yield entity
         except P4ClientError as error:
-            raise self._failed("reading", error) from None
+            raise self._translate_error("reading", error) from None
 
     async def write(self, updates: Sequence[Update], progress: Callable[[int], None] | None = None) -> None:
         """Apply updates in order; undo all of them if the switch refuses one.
@@ -199,7 +199,7 @@ class SwitchSession(SwitchConnection):
             await self._client.request(request)
         except P4ClientError as error:
             if not error.details:
-                failed = self._failed(f"writing {batch[0]}", error)
+                failed = self._translate_error(f"writing {batch[0]}", error)
                 raise Unsure(str(failed)) if isinstance(failed, WriteRefused) else failed from None
             return {
                 index: f"{detail.canonical_code.name}: {detail.message}"
@@ -230,7 +230,7 @@ class SwitchSession(SwitchConnection):
         try:
             await self._client.send(message)
         except P4ClientError as error:
-            raise self._failed("a packet-out", error) from None
+            raise self._translate_error("a packet-out", error) from None
 
     async def packets(self) -> AsyncIterator[tuple[int, bytes]]:
         """Yield (ingress port, frame) of each packet-in, until the session ends with an exception."""
@@ -255,7 +255,7 @@ class SwitchSession(SwitchConnection):
         try:
             return await self._client.receive()
         except P4ClientError as error:
-            raise self._failed(operation, error) from None
+            raise self._translate_error(operation, error) from None
         except RuntimeError as error:  # finsy's error for the regular end of the stream
             raise SwitchUnreachable(f"{self._name} closed the session: {error}") from None
 
@@ -279,7 +279,7 @@ class SwitchSession(SwitchConnection):
             await self._client.send(p4r.StreamMessageRequest(arbitration=self._update(bid.number)))
             await asyncio.wait_for(self._renewed.wait(), self._timeout)
         except P4ClientError as error:
-            raise self._failed("arbitration", error) from None
+            raise self._translate_error("arbitration", error) from None
         except TimeoutError:
             raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
 

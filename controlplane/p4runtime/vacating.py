@@ -51,7 +51,7 @@ async def vacate(session: SwitchSession, keep: Collection[int]) -> VacatedState 
         return None
     old_codec = session.codec.for_program(program)
     try:
-        with _speaking(session, old_codec):
+        with _using_codec(session, old_codec):
             vacated = VacatedState(await session.read(), old_codec)
     except (LookupError, ValueError) as error:  # a table or field of ours that it does not have
         _log.warning("switch %s: its program differs, so streams end: %s", session.switch.name, error)
@@ -59,9 +59,9 @@ async def vacate(session: SwitchSession, keep: Collection[int]) -> VacatedState 
     if not vacated.holdings.entries:
         return None
     try:
-        with _speaking(session, old_codec):
+        with _using_codec(session, old_codec):
             await session.write(
-                [update for update in _forwarding(vacated.holdings) if not _is_for(update, keep)]
+                [update for update in _forwarding_removals(vacated.holdings) if not _is_for(update, keep)]
             )
     except BaseException:
         with contextlib.suppress(SwitchUnreachable):
@@ -78,7 +78,7 @@ async def resume(session: SwitchSession, vacated: VacatedState, planned: Holding
     target = planned.copy()
     for entity in vacated.holdings:
         target.put(entity)
-    with _speaking(session, vacated.codec):
+    with _using_codec(session, vacated.codec):
         missing = difference(await session.read(), target)
         await session.write([update for update in missing if update.new is not None and _forwards(update)])
 
@@ -88,7 +88,7 @@ def is_ours(program: p4i.P4Info) -> bool:
     return any(table.preamble.alias == "streams" for table in program.tables)
 
 
-def _forwarding(holdings: Holdings) -> list[Update]:
+def _forwarding_removals(holdings: Holdings) -> list[Update]:
     return [update for update in difference(holdings, Holdings()) if _forwards(update)]
 
 
@@ -102,7 +102,7 @@ def _is_for(update: Update, macs: Collection[int]) -> bool:
 
 
 @contextlib.contextmanager
-def _speaking(session: SwitchSession, codec: Codec) -> Iterator[None]:
+def _using_codec(session: SwitchSession, codec: Codec) -> Iterator[None]:
     new_codec, session.codec = session.codec, codec
     try:
         yield

@@ -135,7 +135,7 @@ class PausingPort:
     headroom: Headroom
     copies: int
 
-    def admitted(self, threshold: int) -> int:
+    def admitted_cells(self, threshold: int) -> int:
         """Return the largest number of cells of its frames in the buffer at once."""
         return threshold + self.headroom.cells
 
@@ -197,7 +197,7 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
     available = switch.pfc.cells or chip.free_cells
     two_frames = LEAST_FRAMES * frame_cells(switch.mtu + ETHERNET, chip)
     threshold = _threshold(switch, senders, available, two_frames)
-    admitted = {sender.port.device_port: sender.admitted(threshold) for sender in senders}
+    admitted = {sender.port.device_port: sender.admitted_cells(threshold) for sender in senders}
     queues = tuple(
         Queue(port_settings(switch, number), peers[number], number in shadows, room)
         for number in sorted(peers)
@@ -214,7 +214,7 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
         min(two_frames, threshold // 2) // UNIT * UNIT,
         threshold * len(senders),
         sum(sender.headroom.cells for sender in senders),
-        sum(sender.admitted(threshold) * sender.copies for sender in senders),
+        sum(sender.admitted_cells(threshold) * sender.copies for sender in senders),
         available,
         senders,
         queues,

@@ -127,7 +127,7 @@ def calculation(emitter: Emitter, name: str, *at: Json) -> Value:
 
 def _runs(emitter: Emitter, spec: Json, at: tuple[Json, ...]) -> list[_Run]:
     runs: list[_Run] = []
-    for header, value, width in _merged(emitter, spec, at):
+    for header, value, width in _merge_fields(emitter, spec, at):
         if runs and runs[-1].header == header and header is not None:
             wider = OPERATORS["|"](OPERATORS["<<"](runs[-1].value, number(width)), value)
             runs[-1] = _Run(header, wider, runs[-1].width + width)
@@ -136,7 +136,7 @@ def _runs(emitter: Emitter, spec: Json, at: tuple[Json, ...]) -> list[_Run]:
     return runs
 
 
-def _merged(emitter: Emitter, spec: Json, at: tuple[Json, ...]) -> list[tuple[str | None, Value, int]]:
+def _merge_fields(emitter: Emitter, spec: Json, at: tuple[Json, ...]) -> list[tuple[str | None, Value, int]]:
     """Return fields and constants in order; fields that are adjacent in their header are merged."""
     spans: list[tuple[str, int, int] | tuple[Value, int]] = []
     for item in spec["input"]:

@@ -23,10 +23,10 @@ def check_actions(config: ProgramConfig) -> None:
     for action in config.actions.values():
         for primitive in action["primitives"]:
             if not primitive["op"].startswith("_jump"):
-                _supported(config, primitive, action)
+                _check_supported(config, primitive, action)
 
 
-def _supported(config: ProgramConfig, primitive: Json, action: Json) -> bool:
+def _check_supported(config: ProgramConfig, primitive: Json, action: Json) -> bool:
     is_supported = primitive["op"] in PRIMITIVES
     if not is_supported:
         text = fragment(primitive)
@@ -80,7 +80,7 @@ def _emit_if(emitter: Emitter, primitives: list[Json], at: int, end: int, action
 
 def emit_primitive(emitter: Emitter, primitive: Json, action: Json) -> None:
     """Emit one primitive."""
-    if _supported(emitter.config, primitive, action):
+    if _check_supported(emitter.config, primitive, action):
         PRIMITIVES[primitive["op"]](emitter, primitive["parameters"], primitive)
 
 

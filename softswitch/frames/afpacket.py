@@ -106,7 +106,7 @@ class PacketPort:
             up = False
         self.connection.set_up(up)
 
-    def dropped(self) -> int:
+    def drop_count(self) -> int:
         """Return the number of received frames that the kernel dropped because the switch was too slow."""
         counts = self._socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8)
         self._dropped += int(struct.unpack("II", counts)[1])
@@ -132,7 +132,7 @@ class PacketPort:
                 continue
             offload: Offload | None = None
             if _AUXDATA.unpack_from(ancillary[0][2])[0] & TP_STATUS_VLAN_VALID:
-                frame, shift = _tagged(view[10:size], ancillary[0][2]), VLAN_BYTES
+                frame, shift = _with_tag(view[10:size], ancillary[0][2]), VLAN_BYTES
             else:
                 frame, shift = bytes(view[10:size]), 0
             stats.rx_packets += 1
@@ -164,7 +164,7 @@ class PacketPort:
         try:
             self._socket.sendmsg(parts)
         except OSError as error:
-            return self._not_sent(error)
+            return self._handle_send_error(error)
         if not connection.healthy:
             connection.note_accepted()
         stats.tx_packets += 1
@@ -172,7 +172,7 @@ class PacketPort:
         stats.tx_segments += 1 if offload is None else offload.segments()
         return True
 
-    def _not_sent(self, error: OSError) -> bool:
+    def _handle_send_error(self, error: OSError) -> bool:
         if error.errno in _FULL and self.connection.note_refused():
             self.stats.refused += 1
             return False
@@ -226,7 +226,7 @@ def _has_link(packet_socket: socket.socket, name: str) -> bool:
     return bool(answer[1])
 
 
-def _tagged(view: memoryview, auxdata: bytes) -> bytes:
+def _with_tag(view: memoryview, auxdata: bytes) -> bytes:
     """Return the frame with the VLAN tag that the kernel has removed."""
     status, _, _, _, _, tci, tpid = _AUXDATA.unpack_from(auxdata)
     if not status & TP_STATUS_VLAN_TPID_VALID:

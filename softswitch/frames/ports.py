@@ -64,7 +64,7 @@ class Port(Protocol):
     def send(self, frame: bytes, offload: Offload | None) -> bool:
         """Send a frame; `False` when the port refused it and so holds the original back (admission)."""
 
-    def dropped(self) -> int:
+    def drop_count(self) -> int:
         """Return the number of received frames that were dropped before the switch."""
 
     def close(self) -> None:

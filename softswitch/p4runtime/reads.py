@@ -31,7 +31,7 @@ def read(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     reader(pipeline, query, add)
 
 
-def _selected(things: dict[int, T], number: int, kind: str) -> list[T]:
+def _select(things: dict[int, T], number: int, kind: str) -> list[T]:
     """Return the thing with an id, or all of them for 0."""
     return [find(things, number, kind)] if number else list(things.values())
 
@@ -41,7 +41,7 @@ def _table_entries(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     if not pattern.table_id and (pattern.match or pattern.priority or pattern.HasField("action")):
         raise invalid("a query for all tables must not have a match, priority or action")
     counters, meters = pattern.HasField("counter_data"), pattern.HasField("meter_config")
-    for codec in _selected(pipeline.tables, pattern.table_id, "table"):
+    for codec in _select(pipeline.tables, pattern.table_id, "table"):
         for entry in codec.select(pattern):
             codec.encode(entry, add().table_entry, counters, meters)
 
@@ -66,7 +66,7 @@ def _directs(
     pipeline: Pipeline, pattern: p4r.TableEntry, kind: str, has: Callable[[TableCodec], bool]
 ) -> Iterator[tuple[TableCodec, Entry]]:
     """Yield the entries that a query for direct counters or meters selects."""
-    for codec in _selected(pipeline.tables, pattern.table_id, "table"):
+    for codec in _select(pipeline.tables, pattern.table_id, "table"):
         if not has(codec):
             if pattern.table_id:
                 raise invalid(f"table {codec.name} has no direct {kind}")
@@ -81,7 +81,7 @@ def _directs(
 def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     pattern = query.counter_entry
     index = pattern.index if pattern.counter_id and pattern.HasField("index") else None
-    for info in _selected(pipeline.counters, pattern.counter_id, "counter"):
+    for info in _select(pipeline.counters, pattern.counter_id, "counter"):
         cells = pipeline.program.state.counters[info.id]
         for at in info.cells(index):
             message = add().counter_entry
@@ -93,7 +93,7 @@ def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
 def _meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     pattern = query.meter_entry
     index = pattern.index if pattern.meter_id and pattern.HasField("index") else None
-    for info in _selected(pipeline.meters, pattern.meter_id, "meter"):
+    for info in _select(pipeline.meters, pattern.meter_id, "meter"):
         cells = pipeline.program.state.meters[info.id]
         for at in info.cells(index):
             message = add().meter_entry
@@ -105,7 +105,7 @@ def _meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
 def _registers(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     pattern = query.register_entry
     index = pattern.index if pattern.register_id and pattern.HasField("index") else None
-    for info in _selected(pipeline.registers, pattern.register_id, "register"):
+    for info in _select(pipeline.registers, pattern.register_id, "register"):
         values = pipeline.program.state.registers[info.id]
         for at in info.cells(index):
             message = add().register_entry
@@ -133,7 +133,7 @@ def _groups(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
             raise StatusError("UNIMPLEMENTED", "clone sessions are not supported by this target")
         return
     number = pattern.multicast_group_entry.multicast_group_id
-    for group in _selected(pipeline.groups, number, "multicast group"):
+    for group in _select(pipeline.groups, number, "multicast group"):
         add().packet_replication_engine_entry.multicast_group_entry.CopyFrom(group)
 
 

@@ -72,7 +72,7 @@ def _table_entry(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
 
 def _modify(codec: TableCodec, message: p4r.TableEntry, undo: Undo) -> None:
     codec.check(message)
-    old = _existing(codec, message)
+    old = _existing_entry(codec, message)
     action, params = old.action, old.params
     if message.HasField("action"):
         action, params = codec.action(message.action, default=False)
@@ -127,12 +127,12 @@ def _direct_counter(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     codec = _codec(pipeline, message.table_entry.table_id)
     if not codec.has_counter:
         raise invalid(f"table {codec.name} has no direct counter")
-    entry = _existing(codec, message.table_entry)
+    entry = _existing_entry(codec, message.table_entry)
     if message.HasField("data"):
         _set_count(entry.count, message.data, undo)
 
 
-def _existing(codec: TableCodec, message: p4r.TableEntry) -> Entry:
+def _existing_entry(codec: TableCodec, message: p4r.TableEntry) -> Entry:
     """Return the entry that a message names; raise `StatusError` NOT_FOUND."""
     table = codec.table
     entry = table.default if message.is_default_action else table.entries.get(codec.key(message))
@@ -147,7 +147,7 @@ def _direct_meter(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     _no_meter_counters(message)
     codec = _codec(pipeline, message.table_entry.table_id)
     codec.check_meter(message.table_entry.is_default_action)
-    entry = _existing(codec, message.table_entry)
+    entry = _existing_entry(codec, message.table_entry)
     _set_meter(entry, decode_meter(message, "config", f"the direct meter of table {codec.name}"), undo)
 
 

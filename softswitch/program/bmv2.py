@@ -67,7 +67,7 @@ class ProgramConfig:
 
     def problem(self, description: str, *at: Json) -> None:
         """Note an unsupported feature, with the source line of the first of `at` that has one."""
-        text = located(description, *at)
+        text = with_location(description, *at)
         if text not in self.problems:
             self.problems.append(text)
 
@@ -85,7 +85,7 @@ class ProgramConfig:
         raise FormatError(f"header {header} has no field {name}")
 
 
-def located(description: str, *at: Json) -> str:
+def with_location(description: str, *at: Json) -> str:
     """Return a problem with the source line of the first of `at` that has one."""
     line = next((place for place in map(where, at) if place), "")
     return f"{line}: {description}" if line else description
@@ -157,13 +157,15 @@ def read(text: bytes) -> ProgramConfig:
             PROGRAM(raw, "device config")
         except FormatError:
             # What refers to a header stack or a union has shapes of its own, which nothing here uses.
-            if problems := [located(description, item) for description, item in _unsupported(raw)]:
+            if problems := [
+                with_location(description, item) for description, item in _unsupported_features(raw)
+            ]:
                 raise UnsupportedProgramError(problems) from None
             raise
         return _config(raw)
 
 
-def _unsupported(raw: Json) -> Iterator[tuple[str, Json]]:
+def _unsupported_features(raw: Json) -> Iterator[tuple[str, Json]]:
     """Yield what is not supported of the parts that a program has by name, each with its part of the JSON."""
     for key, feature in _UNSUPPORTED_LISTS.items():
         items = raw.get(key)
@@ -194,7 +196,7 @@ def _config(raw: Json) -> ProgramConfig:
         deparser=raw["deparsers"][0],
         errors={code: name for name, code in raw["errors"]},
     )
-    for description, item in _unsupported(raw):
+    for description, item in _unsupported_features(raw):
         config.problem(description, item)
     types = {kind["name"]: _fields(kind, config) for kind in raw["header_types"]}
     for header in raw["headers"]:

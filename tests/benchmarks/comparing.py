@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.comparators.checkfreq import CheckFreq
 from benchmarks.comparators.flat import FlatState
 from benchmarks.comparators.system import Place
-from benchmarks.evaluation.systems import COMPARATORS, installed, system_of
+from benchmarks.evaluation.systems import COMPARATORS, is_installed, system_of
 from topologies.training.verdict import digest
 
 SYSTEMS = [
     pytest.param(
         name,
         marks=pytest.mark.skipif(
-            not installed(name), reason="make comparators has not installed its package"
+            not is_installed(name), reason="make comparators has not installed its package"
         ),
     )
     for name in ("none", *COMPARATORS)

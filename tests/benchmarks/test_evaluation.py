@@ -21,12 +21,12 @@ from benchmarks.evaluation.record import (
     Record,
     TrainedStep,
     blocks_of,
+    has_regained,
     interval_of,
     log_of,
     losses_of,
     peaks_of,
     plain_of,
-    regained,
     steps_of,
 )
 from benchmarks.evaluation.summary import (
@@ -34,7 +34,7 @@ from benchmarks.evaluation.summary import (
     failures,
     losses,
     recoveries,
-    repeated,
+    repeated_iterations,
     throughputs,
     useful,
 )
@@ -140,15 +140,15 @@ def test_blocks_begin_between_two_checkpoints_and_have_all_intervals() -> None:
 
 def test_a_kill_costs_the_way_back_and_what_is_repeated() -> None:
     assert recoveries(DISTURBED) == [(10 - 3.5, 12 - 3.5)]
-    assert repeated(DISTURBED) == 2.0
+    assert repeated_iterations(DISTURBED) == 2.0
 
 
 def test_the_last_kill_has_its_whole_cost_though_the_period_has_ended() -> None:
     early = replace(DISTURBED, ended=4.0)
     assert recoveries(early) == recoveries(DISTURBED)
-    assert repeated(early) == repeated(DISTURBED)
-    assert regained((3.5,), DISTURBED.steps)
-    assert not regained((3.5,), DISTURBED.steps[:-1])
+    assert repeated_iterations(early) == repeated_iterations(DISTURBED)
+    assert has_regained((3.5,), DISTURBED.steps)
+    assert not has_regained((3.5,), DISTURBED.steps[:-1])
 
 
 def test_useful_iterations_are_counted_once() -> None:

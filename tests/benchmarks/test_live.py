@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from benchmarks.evaluation.systems import LIVE, installed
+from benchmarks.evaluation.systems import LIVE, is_installed
 
 
-@pytest.mark.skipif(not installed(LIVE), reason="make comparators has not installed torchft")
+@pytest.mark.skipif(not is_installed(LIVE), reason="make comparators has not installed torchft")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a network namespace")
 def test_others_go_on_and_a_rank_that_comes_back_takes_their_state() -> None:
     job = f"ip link set lo up && exec {sys.executable} -m tests.benchmarks.live_job"

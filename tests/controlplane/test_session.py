@@ -30,7 +30,7 @@ from controlplane.election import Candidacy, ServerStanding
 from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate, Update
 from controlplane.errors import AnotherPrimary, RefusalLost, SwitchUnreachable, WriteRefused, WrongPipeline
 from controlplane.network import Network
-from controlplane.p4runtime.codec import Codec, compiled
+from controlplane.p4runtime.codec import Codec, compiled_files
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.p4runtime.vacating import resume, vacate
 from controlplane.streams import StreamConnection
@@ -126,7 +126,7 @@ def test_a_thousand_refusals_are_undone_too(switch: Switch) -> None:
 
 
 def test_another_build_of_the_program_is_told(switch: Switch, tmp_path: Path) -> None:
-    p4info, config = compiled("softswitch")
+    p4info, config = compiled_files("softswitch")
     new_config = tmp_path / "changed.json"
     new_config.write_text(config.read_text().replace('"id" : 0', '"id" :  0', 1))
     new_codec = Codec(P4Schema(p4info, new_config))

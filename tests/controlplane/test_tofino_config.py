@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import p4src
 from controlplane.p4runtime import codec as codecs
-from controlplane.p4runtime.codec import Codec, compiled
+from controlplane.p4runtime.codec import Codec, compiled_files
 from controlplane.tofino.device_config import (
     NotCompiled,
     PackedPipeline,
@@ -143,7 +143,7 @@ def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of committed output with a P4Info of Checkmate's tables; the SDE lacks the program."""
     folder = tmp_path / "build"
     folder.mkdir()
-    shutil.copy(compiled("bmv2")[0], folder / "checkmate_tna.p4info.txtpb")
+    shutil.copy(compiled_files("bmv2")[0], folder / "checkmate_tna.p4info.txtpb")
     monkeypatch.setattr(codecs, "artifacts", lambda _: folder)
     monkeypatch.setenv("SDE_INSTALL", str(tmp_path / "sde"))
     return folder

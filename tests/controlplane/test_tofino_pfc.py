@@ -111,10 +111,10 @@ def test_whatever_ingress_admits_has_room(job: Job) -> None:
     switch_plan = planning.plan([job])["tor0"]
     peers, shadows = port_peers(network, "tor0")
     groups = copies_by_port(network, switch_plan)
-    admitted = {sender.port.device_port: sender.admitted(plan.threshold) for sender in plan.senders}
+    admitted = {sender.port.device_port: sender.admitted_cells(plan.threshold) for sender in plan.senders}
     assert set(admitted) == set(peers) - shadows
     assert sum(admitted.values()) == plan.ingress_pool + plan.skid_pool <= plan.available
-    copied = sum(sender.admitted(plan.threshold) * sender.copies for sender in plan.senders)
+    copied = sum(sender.admitted_cells(plan.threshold) * sender.copies for sender in plan.senders)
     assert copied == plan.egress_pool <= plan.available
     shares = sum(sender.copies for sender in plan.senders)
     assert plan.egress_pool + UNIT * shares > plan.available, "a higher threshold would do"
@@ -146,7 +146,7 @@ def test_copies_that_come_over_a_link_have_room_too(middle: int) -> None:
     assert set(pfc_plans) == {switch.name for switch in job.fabric.switches}
     (link,) = pfc_plans[last].senders
     (shadow,) = [queue for queue in pfc_plans[last].queues if queue.shadow]
-    assert shadow.cells == link.admitted(pfc_plans[last].threshold) <= pfc_plans[last].egress_pool
+    assert shadow.cells == link.admitted_cells(pfc_plans[last].threshold) <= pfc_plans[last].egress_pool
     for name, plan in pfc_plans.items():
         peers, _ = port_peers(network, name)
         assert {queue.port.device_port for queue in plan.queues} == set(peers) - (

@@ -19,7 +19,7 @@ from controlplane.entities import Holdings, PortRate, Rate, TableEntry, Update, 
 from controlplane.errors import WriteRefused, WrongPipeline
 from controlplane.network import Network
 from controlplane.p4runtime import codec as codecs
-from controlplane.p4runtime.codec import Codec, compiled
+from controlplane.p4runtime.codec import Codec, compiled_files
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import plan_switch
 from controlplane.serve import Fleet
@@ -35,7 +35,7 @@ WRITER = Candidacy(7)
 
 
 def test_an_entry_says_what_it_counted() -> None:
-    codec = Codec(P4Schema(*compiled("softswitch")), server="stratum")
+    codec = Codec(P4Schema(*compiled_files("softswitch")), server="stratum")
     message = codec.encode(lose((300, 2, 1, 3)))
     message.table_entry.counter_data.packet_count = 7
     message.table_entry.counter_data.byte_count = 7000
@@ -46,7 +46,7 @@ def test_an_entry_says_what_it_counted() -> None:
 
 
 def test_all_ways_of_asking_report_the_same() -> None:
-    p4info, config = compiled("softswitch")
+    p4info, config = compiled_files("softswitch")
     by_entry = Codec(P4Schema(p4info, config), server="stratum")
     one_by_one = Codec(P4Schema(p4info, config), server="pi")
     with softswitch("--no-p4") as switch:
@@ -80,7 +80,7 @@ def test_pis_unread_rates_are_written_again_and_removed() -> None:
     """PI returns no indexed meters of a Tofino, so each start writes every port's rate."""
     limited = PortRate(5, Rate(packets=50, burst=100))
     client = stub.client(5, IPv4Address("10.0.0.3"))
-    unread = Codec(P4Schema(*compiled("softswitch")), server="pi")
+    unread = Codec(P4Schema(*compiled_files("softswitch")), server="pi")
     with softswitch("--no-p4") as switch:
 
         async def scenario() -> None:
@@ -118,7 +118,7 @@ def test_an_unknown_rate_is_never_written() -> None:
 @pytest.fixture
 def same_p4info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use v1model's P4Info as the Tofino's, so that the embedded target runs "the program"."""
-    shutil.copy(compiled("bmv2")[0], tmp_path / P4INFO)
+    shutil.copy(compiled_files("bmv2")[0], tmp_path / P4INFO)
     usual = p4src.artifacts
     monkeypatch.setattr(codecs, "artifacts", lambda t="bmv2": tmp_path if t == "tofino" else usual(t))
     monkeypatch.setenv("SDE_INSTALL", str(tmp_path / "sde"))

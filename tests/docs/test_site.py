@@ -69,8 +69,8 @@ def found(built: Path, word: str) -> dict[str, str]:
 
 def test_links_of_the_site_are_to_its_pages() -> None:
     text = "[a](docs/lab.md#b) [c](CHANGELOG.md) [d](p4src/compile.py) [e](https://f)"
-    assert site.linked(text, "README.md") == "[a](lab.md#b) [c](changelog.md) d [e](https://f)"
-    assert site.linked("[a](../../README.md) [b](../job.md)", "docs/tutorial/1.md") == (
+    assert site.rewrite_links(text, "README.md") == "[a](lab.md#b) [c](changelog.md) d [e](https://f)"
+    assert site.rewrite_links("[a](../../README.md) [b](../job.md)", "docs/tutorial/1.md") == (
         "[a](../index.md) [b](../job.md)"
     )
 
@@ -173,7 +173,7 @@ def test_what_scrolls_is_seen_to_scroll() -> None:
 
 def test_pictures_are_legible_on_phones() -> None:
     text = "![a](docs/pictures/overview.svg) ![b](docs/pictures/layers.svg)"
-    assert site.linked(text, "README.md") == (
+    assert site.rewrite_links(text, "README.md") == (
         "![a](pictures/overview.svg){.wide} ![a](pictures/overview-tall.svg){.tall} ![b](pictures/layers.svg)"
     )
     assert "none" in rules(CSS)["img.tall"]

@@ -21,7 +21,7 @@ from ptf_tests.__main__ import main
 from ptf_tests.packets import PORTS
 from ptf_tests.stage.config import ConfigError, read_config
 from ptf_tests.stage.targets import TargetError
-from ptf_tests.switch import _renumbered
+from ptf_tests.switch import _renumber_entity
 from tests.support.job_files import edited
 
 few = settings(max_examples=40)
@@ -95,8 +95,8 @@ def test_ports_are_renumbered_and_back(device_ports: list[int], replicas: frozen
         forward("02:00:00:00:00:01", PORTS[3]),
         TableEntry("stub", (), "punt"),
     ):
-        assert _renumbered(_renumbered(entity, there), back) == entity
-    assert _renumbered(forward("02:00:00:00:00:01", 5), there) == forward("02:00:00:00:00:01", there[5])
+        assert _renumber_entity(_renumber_entity(entity, there), back) == entity
+    assert _renumber_entity(forward("02:00:00:00:00:01", 5), there) == forward("02:00:00:00:00:01", there[5])
 
 
 def test_a_tofino_needs_a_file_that_says_where_it_is(

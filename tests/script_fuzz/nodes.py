@@ -53,4 +53,4 @@ def _forward(copies: Copies, connection: socket.socket) -> None:
         while len(header := stream.read(HEADER.size)) == HEADER.size:
             boundary, channel, shard, incarnation, position, length = HEADER.unpack(header)
             data = stream.read(length)
-            copies.tagged((boundary, channel, shard), incarnation, position % (1 << 32), data)
+            copies.send_tagged((boundary, channel, shard), incarnation, position % (1 << 32), data)

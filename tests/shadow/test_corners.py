@@ -47,7 +47,7 @@ def test_silence_before_a_restart_counts(world: Callable[..., World]) -> None:
         before = [reader.bytes for reader in node.readers]
         for (boundary, channel, shard), layout in training.layouts.items():
             position = layout.nbytes * (training.iteration + 1 - training.first)
-            training.copies.tagged((boundary, channel, shard), training.incarnation, position, b"part")
+            training.copies.send_tagged((boundary, channel, shard), training.incarnation, position, b"part")
         wait_until(lambda: [reader.bytes for reader in node.readers] != before, "a part")
 
     def drain() -> float:

@@ -63,7 +63,9 @@ def test_a_node_that_was_quiet_for_long_enough_is_not_waited_for_again(start: St
     with followed(local_job(nodes=1, ranks=2), start) as (training, _):
         training.iterate()
         for (boundary, channel, shard), layout in training.layouts.items():
-            training.copies.tagged((boundary, channel, shard), training.incarnation, layout.nbytes, b"part")
+            training.copies.send_tagged(
+                (boundary, channel, shard), training.incarnation, layout.nbytes, b"part"
+            )
         wait_until(lambda: not drained(training)[0], "that something has come in part", SECONDS)
         again, seconds = drained(training)
         assert not again

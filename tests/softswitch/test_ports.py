@@ -197,7 +197,7 @@ def test_frames_pass_byte_for_byte(pair: tuple[str, str]) -> None:
     assert [data for data, _ in receive(far)] == FRAMES
     assert receive(near) == []
     assert (far.stats.rx_packets, far.stats.rx_bytes) == (len(FRAMES), sum(map(len, FRAMES)))
-    assert far.dropped() == 0
+    assert far.drop_count() == 0
     near.close()
     far.close()
 

@@ -115,7 +115,7 @@ def _data(plan: PfcPlan) -> dict[str, object]:
     data = asdict(plan)
     for sender, one in zip(plan.senders, data["senders"], strict=True):
         one["headroom"]["bytes"] = sender.headroom.bytes
-        one["admitted"] = sender.admitted(plan.threshold)
+        one["admitted"] = sender.admitted_cells(plan.threshold)
     return data
 
 

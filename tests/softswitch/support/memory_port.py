@@ -70,7 +70,7 @@ class MemoryPort:
         stats.tx_segments += offload.segments() if offload else 1
         return True
 
-    def dropped(self) -> int:
+    def drop_count(self) -> int:
         """Return 0: injected frames wait until they are polled."""
         return 0
 

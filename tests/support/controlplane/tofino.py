@@ -17,5 +17,5 @@ def write_compiled(sde: Path, target: str, binary: bytes, context: bytes) -> Pat
     (sde / folder / "pipe" / f"{target}.bin").write_bytes(binary)
     conf = tofino.configuration(target, sde)
     conf.parent.mkdir(parents=True)
-    conf.write_text(json.dumps(tofino.configured(target)))
+    conf.write_text(json.dumps(tofino.driver_configuration(target)))
     return conf

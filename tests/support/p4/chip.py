@@ -100,7 +100,7 @@ class Chip:
     def _next(self, port: int, timeout: float) -> bytes | None:
         if port != CPU_PORT:
             return cables.receive(self._sockets[port], timeout)
-        punted = self.switch.punted(max(timeout, 0.001))
+        punted = self.switch.next_punted(max(timeout, 0.001))
         return None if punted is None else punted.ingress_port.to_bytes(2, "big") + punted.frame
 
     def counts(self, names: Sequence[str]) -> dict[str, list[CounterValue]]:
