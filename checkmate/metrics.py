@@ -26,6 +26,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from checkmate.base.rates import RateLimits
+
 T = TypeVar("T")
 
 _REQUESTS_MAX: Final = 8
@@ -138,25 +140,6 @@ class _Fresh(Generic[T]):
             return self._values[name][1]
 
 
-class _Pace:
-    """The requests of each host, of which only some are served: `_BURST` at once, and `_PER_SECOND`. Pure."""
-
-    def __init__(self) -> None:
-        self._paid: dict[str, float] = {}  # until when a host's requests have used up its share
-
-    def admits(self, host: str, now: float) -> bool:
-        """Count a request, and return whether it is to be served. `now`: in seconds."""
-        if host not in self._paid and len(self._paid) >= _HOSTS_MAX:
-            self._paid = {other: paid for other, paid in self._paid.items() if paid > now}
-            if len(self._paid) >= _HOSTS_MAX:
-                return False
-        paid = max(self._paid.get(host, now), now)
-        if (paid - now) * _PER_SECOND > _BURST - 0.5:
-            return False
-        self._paid[host] = paid + 1 / _PER_SECOND
-        return True
-
-
 class _Server(ThreadingTCPServer):  # http.server's asks the DNS for its own name
     daemon_threads = True
     allow_reuse_address = True
@@ -165,12 +148,12 @@ class _Server(ThreadingTCPServer):  # http.server's asks the DNS for its own nam
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
         self._requests = threading.BoundedSemaphore(_REQUESTS_MAX)
-        self._pace = _Pace()
+        self._rates = RateLimits[str](_PER_SECOND, _BURST, _HOSTS_MAX)
         super().__init__((str(where[0]), int(where[1])), handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread, unless there are too many, or its host has had enough."""
-        if self._pace.admits(client_address[0], time.monotonic()) and self._requests.acquire(blocking=False):
+        if self._rates.admits(client_address[0], time.monotonic()) and self._requests.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)

@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 
+from checkmate.base.rates import RateLimits
+
 MAX_LINE = 300
 """Characters of a message, without those of a traceback."""
 MAX_TRACEBACK = 4000
@@ -19,18 +21,15 @@ class LineLimit(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._full: dict[str, float] = {}  # when a module may log `AT_ONCE` lines again
+        self._rates = RateLimits[str](1, AT_ONCE)  # of each module
         self._left_out: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a record, which is shortened."""
         with self._lock:
-            now = time.monotonic()
-            full = max(self._full.get(record.name, now), now)
-            if full > now + AT_ONCE - 1:
+            if not self._rates.admits(record.name, time.monotonic()):
                 self._left_out[record.name] = self._left_out.get(record.name, 0) + 1
                 return False
-            self._full[record.name] = full + 1.0
             left_out = self._left_out.pop(record.name, 0)
         text = record.getMessage()
         more = f" (and {left_out} more since the last such line)" if left_out else ""

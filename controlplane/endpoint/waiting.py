@@ -6,6 +6,7 @@ from collections import deque
 from ipaddress import IPv4Address
 from typing import Final
 
+from checkmate.base.rates import RateLimits
 from controlplane.endpoint.endpoint import View
 from controlplane.endpoint.frames import Segment, SegmentKind
 from controlplane.entities import Rate
@@ -13,24 +14,6 @@ from controlplane.stub import STRANGER_RATE
 
 KNOWN_DEPTH: Final = 1024
 """Segments of one shadow NIC that wait. A node may connect all of its streams at once."""
-
-
-class TokenBucket:
-    """A limit on a rate. It is full at first. Times are in seconds, of a clock that never goes back."""
-
-    def __init__(self, rate: Rate, now: float) -> None:
-        self._rate = rate
-        self._tokens = float(rate.burst)
-        self._filled = now
-
-    def take(self, now: float) -> bool:
-        """Take a token. Return whether there was one."""
-        earned = (now - self._filled) * self._rate.packets
-        self._tokens, self._filled = min(self._tokens + earned, self._rate.burst), now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
 
 
 class WaitingSegments:
@@ -42,10 +25,9 @@ class WaitingSegments:
     """
 
     def __init__(self, rate: Rate = STRANGER_RATE) -> None:
-        self._rate = rate
         self._known_nics: dict[IPv4Address, deque[tuple[Segment, int]]] = {}
         self._strangers: deque[tuple[Segment, int]] = deque()
-        self._buckets: dict[int, TokenBucket] = {}
+        self._rates = RateLimits[int](rate.packets, rate.burst)  # of each port
         self.dropped = 0
 
     def put(self, segment: Segment, port: int, view: View, now: float) -> None:
@@ -64,10 +46,7 @@ class WaitingSegments:
             fits = len(queue) < KNOWN_DEPTH
         else:
             queue = self._strangers
-            bucket = self._buckets.get(port)
-            if bucket is None:
-                bucket = self._buckets[port] = TokenBucket(self._rate, now)
-            fits = bucket.take(now)
+            fits = self._rates.admits(port, now)
         if fits:
             queue.append((segment, port))
         else:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.endpoint.frames import Segment, SegmentKind
-from controlplane.endpoint.waiting import KNOWN_DEPTH, TokenBucket, WaitingSegments
+from controlplane.endpoint.waiting import KNOWN_DEPTH, WaitingSegments
 from controlplane.entities import Rate
 from controlplane.network import Network
 from testbed.jobs import job
@@ -28,27 +28,6 @@ def syn(nic: int | None, number: int = 0) -> Segment:
     if nic is None:
         return Segment(SegmentKind.SYN, NICS[0].mac, IPv4Address(0x0A090000 + number), 5000, 7400)
     return Segment(SegmentKind.SYN, NICS[nic].mac, NICS[nic].ip, 5000 + number, 7400)
-
-
-TIMES = st.lists(st.floats(0, 5, allow_nan=False), max_size=200).map(sorted)
-
-
-@given(TIMES, st.integers(1, 50), st.integers(1, 50))
-def test_a_bucket_gives_no_more_than_burst_and_rate_in_any_interval(
-    times: list[float], packets: int, burst: int
-) -> None:
-    bucket = TokenBucket(Rate(packets, burst), 0.0)
-    times_taken = [at for at in times if bucket.take(at)]
-    for first in range(len(times_taken)):
-        for last in range(first, len(times_taken)):
-            assert last - first + 1 <= burst + packets * (times_taken[last] - times_taken[first]) + 1e-6
-
-
-def test_a_bucket_gives_its_burst_at_once_and_its_rate_in_the_long_run() -> None:
-    bucket = TokenBucket(RATE, 100.0)
-    assert sum(bucket.take(100.0) for _ in range(1000)) == 20
-    assert sum(bucket.take(100.0 + n / 1000) for n in range(10_000)) == 99  # in 9.999 s
-    assert bucket.take(1e6)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=30))

@@ -99,19 +99,6 @@ def test_a_host_that_asks_all_the_time_is_closed_and_others_are_served(
             assert other.makefile().read().endswith("ok\n")
 
 
-def test_a_host_has_its_requests_again_after_a_while() -> None:
-    pace = metrics._Pace()
-    assert sum(pace.admits("a", 100.0) for _ in range(1000)) == metrics._BURST
-    assert sum(pace.admits("a", 101.0) for _ in range(1000)) == metrics._PER_SECOND
-    assert sum(pace.admits("a", 1000.0) for _ in range(1000)) == metrics._BURST
-
-
-def test_a_flood_from_many_addresses_is_counted_in_bounded_memory() -> None:
-    pace = metrics._Pace()
-    assert sum(pace.admits(str(host), 100.0) for host in range(10_000)) == metrics._HOSTS_MAX
-    assert pace.admits("another", 101.0)
-
-
 def test_a_failure_to_read_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> Iterator[Metric]:
         raise RuntimeError("the switch has gone")
