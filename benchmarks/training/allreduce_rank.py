@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkmate.ring.collectives import AllReduce
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingError, RingPlace
-from checkmate.wire.schedule import Bucket
+from checkmate.state import dtype_name
+from checkmate.training.gradients.ring_reducer import RingReducer
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
 
 MAINS = ("idle", "busy")
 """The main thread meanwhile: it waits, or spins in Python."""
@@ -128,7 +130,7 @@ def ring_reduce(ring: Ring, tensor: torch.Tensor) -> Iterator[Callable[[], Calla
 
     def start() -> Callable[[bool], bool]:
         finished.clear()
-        reduce.submit(0)
+        reducer.submit(0)
         return finish
 
     def finish(wait: bool) -> bool:
@@ -137,9 +139,13 @@ def ring_reduce(ring: Ring, tensor: torch.Tensor) -> Iterator[Callable[[], Calla
             raise errors[0]
         return is_finished
 
-    bucket = Bucket(len(tensor), tensor.element_size(), 0)
-    with AllReduce(ring, [bucket], [tensor], lambda _: finished.set(), fail) as reduce:
+    reducer = RingReducer(ring, make_layout([Parameter("", (len(tensor),), dtype_name(tensor.dtype))], 1))
+    reducer.tensors = [tensor]
+    reducer.open(lambda _: finished.set(), fail)
+    try:
         yield start
+    finally:
+        reducer.close()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,9 @@ def allgather_steps(bucket: Bucket, at: Position, slice_bytes: int = SLICE_BYTES
 def allreduce_steps(bucket: Bucket, at: Position, slice_bytes: int = SLICE_BYTES) -> RingSteps:
     """Return the steps of a reduce-scatter, the averaging by each chunk's owner, and the AllGather.
 
-    Chunk k is summed from rank k on, in ring order, so it ends at the rank where its AllGather begins.
+    Chunk k is summed from rank k on, in ring order, so it ends at the rank where its AllGather begins. An
+    element's bits depend on its place in its bucket and on the division into channels and chunks, but not on
+    timing or the slice size (design, section 3).
     """
     return _steps(bucket, at, slice_bytes, range(1 - at.ranks, at.ranks - 1))
 

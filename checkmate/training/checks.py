@@ -16,7 +16,7 @@ from checkmate.optim.several import SeveralOptimizers, members_of
 from checkmate.optim.supported import UnsupportedOptimizer
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.errors import RefusedError
-from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.ddp_hook import GradientHook
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
@@ -168,7 +168,7 @@ def check_model(watched: Watched) -> None:
     if isinstance(watched.model, DdpModel):
         check_ddp(watched.model)
         return
-    from checkmate.training.gradients.sharded_hooks import check_hooks  # noqa: PLC0415 - imports FSDP
+    from checkmate.training.gradients.fsdp_hooks import check_hooks  # noqa: PLC0415 - imports FSDP
     from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415
 
     assert isinstance(watched.model, FsdpModel)

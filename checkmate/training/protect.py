@@ -35,8 +35,8 @@ from checkmate.training.checks import (
 from checkmate.training.default_log import show_log
 from checkmate.training.ending import ends_well, said_end
 from checkmate.training.exclusion import StepExclusion
-from checkmate.training.gradients.reduction import GradientReduction
-from checkmate.training.gradients.wiring import make_reducer, make_reduction
+from checkmate.training.gradients.buckets import GradientBuckets
+from checkmate.training.gradients.setup import make_front, make_reducer
 from checkmate.training.kept_events import keep_events
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, generators_of
@@ -181,25 +181,26 @@ def _assemble(
         place = replace(place, followed=False)
         if place.first:
             _log.warning(_UNTAGGED, "; ".join(untagged))
-    hook = make_reduction(watched.model, reducer, start.next_iteration)
-    undo.callback(hook.close)
+    front = make_front(watched.model, reducer, start.next_iteration)
+    undo.callback(front.close)
+    gradients = front.buckets
     generators = generators_of(place, start)
     steps, buffers = StepExclusion(start.next_iteration), recorded_buffers(place, watched, parameters, start)
     device = parameters[0].device.type
     state_names = watched.model.state_names()
-    opening = Opening(place, start, state_names, layout, spec, device, buffers, lambda: hook.iteration)
+    opening = Opening(place, start, state_names, layout, spec, device, buffers, lambda: gradients.iteration)
     slices = Slices(layout, parameters, watched.optimizer)
     suspects = slices if place.first else None
     followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), suspects)
     undo.callback(followers.close)
-    publisher = Publisher(opening.author(), followers.lines, hook.passed)
+    publisher = Publisher(opening.author(), followers.lines, gradients.passed)
     undo.callback(publisher.close, 0.0)
     recorder = Recorder(
         watched,
         names,
         steps,
         publisher.put,
-        hook.stream_ends,
+        gradients.stream_ends,
         slices=slices,
         first=place.first,
         marking=start.plan.marks or bool(generators.get("marks")),
@@ -210,13 +211,12 @@ def _assemble(
     )
     undo.callback(recorder.close, last=False)
     if generators and place.first:
-        undo.callback(FirstBatch(watched.model.outer, start.extra, lambda: hook.iteration).remove)
+        undo.callback(FirstBatch(watched.model.outer, start.extra, lambda: gradients.iteration).remove)
     waiting = followers.bring_up(deadline) if place.followed else "; ".join(untagged)
-    hook.on_begun = recorder.begun
-    hook.register(recorder.reduced)  # last, because DDP can't unregister a hook
+    front.register(recorder.reduced, recorder.begun)  # last, because DDP can't unregister a hook
     in_loop = generators if generators.get("in_loop") else None
-    loop = Loop(recorder, in_loop, lambda: hook.iteration >= start.next_iteration)
-    return Protection(place, start, hook, recorder, loop, publisher, followers, undo, waiting)
+    loop = Loop(recorder, in_loop, lambda: gradients.iteration >= start.next_iteration)
+    return Protection(place, start, gradients, recorder, loop, publisher, followers, undo, waiting)
 
 
 class Protection:
@@ -231,7 +231,7 @@ class Protection:
         self,
         place: Membership,
         start: Start,
-        hook: GradientReduction,
+        gradients: GradientBuckets,
         recorder: Recorder,
         loop: Loop,
         publisher: Publisher,
@@ -244,7 +244,7 @@ class Protection:
         """Which shadow nodes do not follow from the start on, in words, on the first rank of a DP group."""
         self.session = place
         self._incarnation = start.plan.incarnation
-        self._hook = hook
+        self._gradients = gradients
         self._recorder = recorder
         self._loop = loop
         self._publisher = publisher
@@ -258,7 +258,7 @@ class Protection:
     @property
     def iteration(self) -> int:
         """Number of the last iteration whose backward has begun; before the first, the number before it."""
-        return self._hook.iteration
+        return self._gradients.iteration
 
     @property
     def incarnation(self) -> int:
@@ -307,10 +307,10 @@ class Protection:
         self._closed = True
         last = last and well and self._recorder.refusal is None
         if not well:
-            self._hook.give_up()
-        patience = FLUSH_SECONDS if last and self._hook.error is None else HASTE_SECONDS
+            self._gradients.give_up()
+        patience = FLUSH_SECONDS if last and self._gradients.error is None else HASTE_SECONDS
         deadline = time.monotonic() + patience
-        broken = self._hook.error
+        broken = self._gradients.error
         with self._undo, said_end(lambda: self._publisher.newest, broken, completed=lambda: last, well=well):
             with suppress(CheckmateError):  # the refusal, which is raised below
                 self._recorder.close(last)

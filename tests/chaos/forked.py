@@ -25,7 +25,7 @@ _PRELOADED: Final = """
 torch numpy torch.distributed torch.nn.parallel torch.optim pyroute2
 checkmate.training.protect checkmate.cli.main checkmate.shadow.process checkmate.shadow.view
 controlplane.serve softswitch.process tests.chaos.model
-torch.distributed.fsdp checkmate.training.model.fsdp checkmate.training.gradients.sharded_hooks
+torch.distributed.fsdp checkmate.training.model.fsdp checkmate.training.gradients.fsdp_hooks
 topologies.training.in_rank topologies.training.verdict
 """
 _MODULE: Final = [sys.executable, "-m"]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from contextlib import closing
 
 import pytest
 import torch
 
-from checkmate.ring.collectives import AllReduce
 from checkmate.ring.connections import connect_ring
+from checkmate.ring.engine import Engine
 from checkmate.ring.place import RingError, RingPlace
-from checkmate.tagger import Tagger
+from checkmate.ring.steps import allreduce_steps
+from checkmate.tagger import TaggedSocket, Tagger
 from checkmate.wire.schedule import Bucket, side_of, stream_layout
 from tests.support.labs.captured_streams import streams_of
 from tests.support.labs.end_hosts import PacketCapture, inside, lone_namespace, needs_root
@@ -38,24 +40,36 @@ def test_streams_are_the_reduced_gradients(ranks: int, channels: int) -> None:
             tagger = Tagger.attach() if side_of(ranks, rank) is not None else None
             ring = connect_ring(place, tagger, timeout=20)
         try:
-            with (
+            engine = Engine(
                 ring,
-                AllReduce(
-                    ring, buckets, tensors, lambda _: finished.release(), errors.append, 1 << 16
-                ) as allreduce,
-            ):
+                buckets,
+                allreduce_steps,
+                1 << 16,
+                lambda _: finished.release(),
+                errors.append,
+                divisor=ranks,
+            )
+            engine.bind(tensors)
+            with ring, closing(engine):
                 for iteration in range(ITERATIONS):
                     for index, tensor in enumerate(tensors):
                         values = random_values(ranks, len(tensor), tensor.dtype, 10 * iteration + index)
                         tensor.copy_(values[rank])
-                        allreduce.submit(index)
+                        engine.submit(index)
                     for _ in tensors:
                         assert finished.acquire(timeout=20), errors
                     if rank == 0:
                         reduced.append([tensor.numpy().tobytes() for tensor in tensors])
-                ends = allreduce.ends()
-                wait_until(lambda: allreduce.passed(ends), "acknowledged")
-                assert not ends or not allreduce.passed({stream: end + 1 for stream, end in ends.items()})
+                senders = {
+                    (channel, shard): sender
+                    for channel, sender in enumerate(ring.senders)
+                    if isinstance(sender, TaggedSocket)
+                    for shard in (0, 1)
+                }
+                ends = {stream: sender.position(stream[1]) for stream, sender in senders.items()}
+                for (channel, shard), sender in senders.items():
+                    end = ends[channel, shard]
+                    wait_until(lambda: sender.acknowledged(shard) == end, "acknowledged")  # noqa: B023
                 ring.barrier()
                 assert tagger is None or not any(tagger.faults().values())
                 return ends

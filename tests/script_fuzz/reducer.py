@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from checkmate.ring.place import RingError
 from checkmate.state import bytes_of
-from checkmate.training.gradients.reducing import Ends, Reducer, zero_buckets
+from checkmate.training.gradients.reducer import Ends, Reducer, zero_buckets
 from checkmate.training.gradients.staging import Staging, staging_for
 from checkmate.training.start.membership import Membership, Start
 from checkmate.wire.layout import Layout

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingError, RingPlace
 from checkmate.state import dtype_name, from_held, in_memory_order
-from checkmate.training.gradients.hook import GradientHook
-from checkmate.training.gradients.reducing import RingReducer
+from checkmate.training.gradients.buckets import GradientBuckets
+from checkmate.training.gradients.ddp_hook import GradientHook
+from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
 from testbed.ports import free_port
@@ -83,7 +84,7 @@ def hooked(
     place = RingPlace(rank, loopback(count), case.channels, port=port, fingerprint=layout.fingerprint)
     with connect_ring(place, timeout=20) as ring:
         reducer = RingReducer(ring, layout, pinned=case.device == "cuda")
-        hook = GradientHook(ddp, layout, parameters, reducer, FIRST_ITERATION)
+        hook = GradientHook(ddp, GradientBuckets(layout, parameters, reducer, FIRST_ITERATION))
         hook.register()
         try:
             yield hook, ring
@@ -135,29 +136,29 @@ def train(rank: int, count: int, port: int, case: HookCase) -> list[int]:
         hook.on_reduced = lambda t: reduced.append(
             (t, [None if p.grad is None else p.grad.clone() for p in parameters])
         )
-        assert hook.iteration == FIRST_ITERATION - 1
+        assert hook.buckets.iteration == FIRST_ITERATION - 1
         for iteration in range(5):
             ddp.zero_grad()
             alone.zero_grad()
             if case.accumulate:
                 with ddp.no_sync():
                     ddp(batch(rank, iteration, 1, case.device)).backward()
-                assert len(reduced) == iteration and hook.iteration == FIRST_ITERATION + iteration - 1
+                assert len(reduced) == iteration and hook.buckets.iteration == FIRST_ITERATION + iteration - 1
                 alone(batch(rank, iteration, 1, case.device)).backward()
             calls.clear()
             ddp(batch(rank, iteration, 0, case.device)).backward()
             seen.append(len(calls))
             alone(batch(rank, iteration, 0, case.device)).backward()
-            assert hook.iteration == FIRST_ITERATION + iteration
-            assert hook.stream_ends(hook.iteration) == {} and hook.passed({})
+            assert hook.buckets.iteration == FIRST_ITERATION + iteration
+            assert hook.buckets.stream_ends(hook.buckets.iteration) == {} and hook.buckets.passed({})
             expected = expected_gradients(alone, layout, case.channels)
             for number, parameter in enumerate(parameters):
                 if parameter.grad is not None and parameter.numel():
                     assert torch.equal(parameter.grad.cpu(), expected[number]), (iteration, number)
                     run = in_memory_order(expected[number], layout.parameters[number].dim_order)
-                    assert same_bits(hook._flats[number], run.flatten())
+                    assert same_bits(hook.buckets.flats[number], run.flatten())
             t, at_callback = reduced[-1]
-            assert t == hook.iteration and len(reduced) == iteration + 1
+            assert t == hook.buckets.iteration and len(reduced) == iteration + 1
             for parameter, gradient in zip(parameters, at_callback, strict=True):
                 if parameter.grad is None:
                     assert gradient is None
@@ -220,7 +221,7 @@ def lose_a_rank(rank: int, count: int, port: int) -> str:
             dist.barrier()
             return ""
         words = failing_backward(loss)
-        assert str(hook.error) == words
+        assert str(hook.buckets.error) == words
         return words
 
 
@@ -242,7 +243,7 @@ def close_under_way(rank: int, count: int, port: int) -> tuple[str, str]:
             ddp(batch(rank, 0)).backward()
         timer.join()
         dist.barrier()
-        return str(hook.error), str(raised.value)
+        return str(hook.buckets.error), str(raised.value)
 
 
 def test_closing_ends_a_backward_under_way(ranks: RankProcesses) -> None:
@@ -297,7 +298,7 @@ def refuse(rank: int, count: int, port: int) -> list[str]:
     ddp = DistributedDataParallel(model)
     with connect_ring(RingPlace(rank, loopback(count), 1, port=port), timeout=20) as ring:
         less = make_layout(layout.parameters[1:], 1)
-        hook = GradientHook(ddp, less, parameters[1:], RingReducer(ring, less), 0)
+        hook = GradientHook(ddp, GradientBuckets(less, parameters[1:], RingReducer(ring, less), 0))
         hook.register()
         with pytest.raises(RuntimeError) as raised:
             ddp(torch.ones(1, 4)).sum().backward()

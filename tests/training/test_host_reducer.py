@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingError, RingPlace
-from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.buckets import GradientBuckets
+from checkmate.training.gradients.ddp_hook import GradientHook
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, MergedLayout, merge
-from checkmate.training.gradients.reducing import RingReducer
+from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.model.ddp import DdpModel
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
@@ -105,7 +106,8 @@ def hooked(
     with connect_ring(at.inner(), timeout=20) as ring, HostRings(at.within(), timeout=20) as rings:
         inner = RingReducer(ring, shares[at.share], divisor=at.count)
         reducer = HostReducer(merged, at.share, inner, rings)
-        hook = GradientHook(ddp, reducer.layout, list(model.trained().values()), reducer, 0)
+        buckets = GradientBuckets(reducer.layout, list(model.trained().values()), reducer, 0)
+        hook = GradientHook(ddp, buckets)
         hook.register()
         try:
             yield hook, [ring, rings.inward, rings.outward], merged
@@ -158,9 +160,9 @@ def train(rank: int, count: int, local: int, port: int) -> int:
                     ddp(rows(rank, iteration, part), more=more).backward()
                 alone(rows(rank, iteration, part), more=more).backward()
             for index, flat in enumerate(expected(alone, merged, at)):
-                assert same_bits(hook._reducer.tensors[index], flat), (iteration, index)
+                assert same_bits(hook.buckets._reducer.tensors[index], flat), (iteration, index)
                 for place in merged.layout.buckets[index].places:
-                    gradient = hook._parameters[place.parameter].grad
+                    gradient = hook.buckets.parameters[place.parameter].grad
                     if gradient is not None:
                         assert same_bits(gradient.view(-1), flat[place.start : place.stop])
                         compared += 1
@@ -213,7 +215,7 @@ def lose_a_rank(rank: int, count: int, port: int) -> str:
             dist.barrier()
             return ""
         words = failing_backward(loss)
-        assert str(hook.error) == words
+        assert str(hook.buckets.error) == words
         return words
 
 
@@ -233,9 +235,9 @@ def lose_a_rank_while_idle(rank: int, count: int, port: int) -> str:
             for ring in rings:
                 ring.abort()
         if rank == 0:
-            wait_until(lambda: hook.error is not None, "an error", 10)
+            wait_until(lambda: hook.buckets.error is not None, "an error", 10)
         dist.barrier()
-        return str(hook.error)
+        return str(hook.buckets.error)
 
 
 def test_a_rank_that_ends_is_noticed_by_an_idle_rank_of_its_host(ranks: RankProcesses) -> None:
@@ -251,14 +253,14 @@ def leave_by_an_error(rank: int, count: int, port: int) -> str:
         ddp(rows(rank, 0, 0), more=True).backward()
         dist.barrier()
         if rank == 1:
-            hook.give_up()
+            hook.buckets.give_up()
             hook.close()
             for ring in rings:
                 ring.close()
         if rank == 0:
-            wait_until(lambda: hook.error is not None, "an error", 10)
+            wait_until(lambda: hook.buckets.error is not None, "an error", 10)
         dist.barrier()
-        return str(hook.error)
+        return str(hook.buckets.error)
 
 
 def test_a_script_that_fails_is_noticed_by_an_idle_rank_of_its_host(ranks: RankProcesses) -> None:

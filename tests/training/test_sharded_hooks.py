@@ -175,14 +175,14 @@ def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses, case: ShardedC
 def follow_with_staging_that_keeps(rank: int, count: int, ports: list[int]) -> int:
     """Train as above; what a staging calls when gradients are there stays alive, as in a waiting thread."""
     kept: list[Callable[[], None]] = []
-    take = Staging.take
+    copy_in = Staging.copy_in
 
-    def keep(self: Staging, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
+    def keep(self: Staging, gradients: Tensors, flats: Tensors, ready: Callable[[], None]) -> None:
         kept.append(ready)
-        take(self, flats, gradients, ready)
+        copy_in(self, gradients, flats, ready)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Staging, "take", keep)
+        patch.setattr(Staging, "copy_in", keep)
         compared = follow_native(rank, count, ports, ShardedCase())
     assert kept
     return compared
@@ -332,7 +332,7 @@ def reduce_an_empty_unit_last(rank: int, count: int, ports: list[int]) -> int:
         for _ in range(2):
             model(torch.ones(3, 6)).square().mean().backward()
             model.zero_grad()
-        return hooks.iteration
+        return hooks.buckets.iteration
 
 
 def test_a_unit_without_elements_on_a_rank_does_not_begin_an_iteration(ranks: RankProcesses) -> None:

@@ -13,8 +13,9 @@ from checkmate.job.schema import Rank
 from checkmate.ring.connections import connect_ring
 from checkmate.ring.place import RingPlace, host_ports, ring_ports
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
-from checkmate.training.gradients.reducing import Reducer, RingReducer
-from checkmate.training.gradients.wiring import make_reduction
+from checkmate.training.gradients.reducer import Reducer
+from checkmate.training.gradients.ring_reducer import RingReducer
+from checkmate.training.gradients.setup import make_front
 from checkmate.training.model.choosing import model_of
 from checkmate.training.start.membership import Membership, join, lay_out_shares
 from checkmate.wire.layout import Layout
@@ -89,9 +90,9 @@ class Untagged(Unprotected):
                 rings = undo.enter_context(HostRings(_host_place(session, layouts, ring, loopback)))
                 merged = merge(list(layouts.values()))
                 reducer = HostReducer(merged, session.share.index, inner, rings, pinned=pinned)
-            hook = make_reduction(model, reducer, 0)
-            undo.callback(hook.close)
-            hook.register()
+            front = make_front(model, reducer, 0)
+            undo.callback(front.close)
+            front.register()
             self._undo = undo.pop_all()
 
     def close(self) -> None:

@@ -19,7 +19,8 @@ from checkmate.ring.owned import OwnedBucket, broadcast_steps, reduce_steps
 from checkmate.ring.place import RingError, RingPlace
 from checkmate.ring.steps import SLICE_BYTES, Position, RingSteps
 from checkmate.ring.watching import NextWatch
-from checkmate.training.gradients.reducing import Ends, RingReducer, zero_bucket
+from checkmate.training.gradients.reducer import Ends, zero_bucket
+from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.gradients.staging import Staging
 from checkmate.wire.layout import BucketLayout, Layout
 
@@ -72,11 +73,13 @@ def merge(shares: Sequence[Layout]) -> MergedLayout:
     return MergedLayout(layout, tuple(owner for owner, _ in pairs))
 
 
-def _merged(left: list[list[BucketLayout]]) -> Iterator[tuple[int, BucketLayout]]:
+def _merged(queues: list[list[BucketLayout]]) -> Iterator[tuple[int, BucketLayout]]:
     """Yield the bucket that is complete first among the first ones, with its share; it is taken away."""
-    while any(left):
-        owner = max((i for i, buckets in enumerate(left) if buckets), key=lambda i: (_last(left[i][0]), -i))
-        yield owner, left[owner].pop(0)
+    while any(queues):
+        owner = max(
+            (i for i, buckets in enumerate(queues) if buckets), key=lambda i: (_last(queues[i][0]), -i)
+        )
+        yield owner, queues[owner].pop(0)
 
 
 def _last(bucket: BucketLayout) -> int:
@@ -100,17 +103,17 @@ class HostReducer:
         `share`: this rank's, which `inner` reduces.
         """
         self.layout = merged.layout
-        self._own = [index for index, owner in enumerate(merged.owners) if owner == share]
-        own = dict(zip(self._own, inner.tensors, strict=True))
+        self._inner_buckets = [index for index, owner in enumerate(merged.owners) if owner == share]
+        inner_tensors = dict(zip(self._inner_buckets, inner.tensors, strict=True))
         host = torch.device("cpu")
         self.tensors = [
-            own[index] if index in own else zero_bucket(bucket, host, pinned=pinned)
+            inner_tensors[index] if index in inner_tensors else zero_bucket(bucket, host, pinned=pinned)
             for index, bucket in enumerate(merged.layout.buckets)
         ]
-        self._inner_index = {index: number for number, index in enumerate(self._own)}
+        self._inner_index = {index: number for number, index in enumerate(self._inner_buckets)}
         self._buckets = [
-            OwnedBucket(one.elements, one.itemsize, 0, owner)
-            for one, owner in zip(merged.layout.schedule, merged.owners, strict=True)
+            OwnedBucket(bucket.elements, bucket.itemsize, 0, owner)
+            for bucket, owner in zip(merged.layout.schedule, merged.owners, strict=True)
         ]
         self._inner, self._rings = inner, rings
         self._lock = threading.Lock()
@@ -131,7 +134,7 @@ class HostReducer:
         """Start the threads."""
         self._on_error = on_error
         self._outward = self._engine(self._rings.outward, broadcast_steps, on_done)
-        self._inner.open(lambda number: self._may_go_out(self._own[number]), self._fail)
+        self._inner.open(lambda number: self._broadcast_in_order(self._inner_buckets[number]), self._fail)
         self._inward = self._engine(self._rings.inward, reduce_steps, self._summed)
         self._watch = NextWatch(self._rings.inward, self._fail)
 
@@ -166,19 +169,19 @@ class HostReducer:
         steps_of: Callable[[OwnedBucket, Position, int], RingSteps],
         on_done: Callable[[int], None],
     ) -> Engine:
-        made = Engine(ring, self._buckets, steps_of, SLICE_BYTES, on_done, self._fail, divisor=1)
-        made.bind(self.tensors)
-        return made
+        engine = Engine(ring, self._buckets, steps_of, SLICE_BYTES, on_done, self._fail, divisor=1)
+        engine.bind(self.tensors)
+        return engine
 
     def _summed(self, index: int) -> None:
         """Go on with a bucket whose sum the owner has, in a thread of the first ring."""
         number = self._inner_index.get(index)
         if number is None:
-            self._may_go_out(index)
+            self._broadcast_in_order(index)
         else:
             self._inner.submit(number)
 
-    def _may_go_out(self, index: int) -> None:
+    def _broadcast_in_order(self, index: int) -> None:
         """Broadcast a bucket as soon as all before it are, or receive it."""
         with self._lock:
             self._ready.add(index)
@@ -190,9 +193,9 @@ class HostReducer:
     def _fail(self, error: RingError) -> None:
         """Report the first error, and have the ranks of this host and of the DP group fail, too."""
         with self._lock:
-            first = self._error is None
+            is_first = self._error is None
             self._error = self._error or error
-        if first:
+        if is_first:
             self._rings.abort()
             self._inner.abort()
             self._on_error(error)

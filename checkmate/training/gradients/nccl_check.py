@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from checkmate.job.schema import Job
 from checkmate.training.errors import SessionError
-from checkmate.training.gradients.nccl_wiring import NcclMaker
+from checkmate.training.gradients.nccl_setup import NcclMaker
 from checkmate.training.start import exchange, nccl_runtime
 from checkmate.training.start.membership import Start, place
 from checkmate.training.start.plans import RestartPlan
@@ -28,8 +28,8 @@ _MEETING: Final = datetime.timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class ChannelSeen:
-    """What a rank has compared on a channel: fully reduced sends, and those that differed."""
+class ComparedChannel:
+    """A rank's comparisons on a channel: fully reduced sends, and those that differed."""
 
     channel: int
     sends: int
@@ -46,7 +46,7 @@ class RankVerdict:
     """Of NCCL."""
     trouble: str
     """Why it can't, or ""."""
-    channels: tuple[ChannelSeen, ...]
+    channels: tuple[ComparedChannel, ...]
 
 
 @contextmanager
@@ -72,23 +72,23 @@ def examine(job: Job, gpu: int, sizes: Sequence[int] = SIZES) -> list[RankVerdic
         RingError: NCCL can't connect the ranks.
     """
     rank = dist.get_rank()
-    group = next((group for group in job.dp_groups if rank in [one.rank for one in group.ranks]), None)
-    together = [one.rank for one in group.ranks] if group is not None else []
-    own = place(job, rank, dist.get_world_size(), together)
+    group = next((group for group in job.dp_groups if rank in [member.rank for member in group.ranks]), None)
+    together = [member.rank for member in group.ranks] if group is not None else []
+    session = place(job, rank, dist.get_world_size(), together)
     if job.collective != "nccl":
         raise SessionError(f"the job {job.job} has collective: {job.collective}: set it to nccl")
     device = nccl_runtime.runtime.device(gpu)
-    layout = sample_layout(own.shards, nccl_runtime.slicing_for(own, {device}), sizes)
+    layout = sample_layout(session.shards, nccl_runtime.slicing_for(session, {device}), sizes)
     with ExitStack() as undo:
         start = Start(RestartPlan("nothing", 0, "check"))
-        maker = NcclMaker(own, layout, start, device, undo, required=False)
+        maker = NcclMaker(session, layout, start, device, undo, required=False)
         maker.make()
-        seen = () if maker.library is None else tuple(_seen(maker, layout))
+        channels = () if maker.library is None else tuple(_compared_channels(maker, layout))
         version = ".".join(map(str, nccl_runtime.runtime.version()))
-        trouble = next((one for one in maker.troubles if one.startswith(f"{own.name}: ")), "")
-        verdict = RankVerdict(own.name, version, trouble.removeprefix(f"{own.name}: "), seen)
-        told = exchange.gather(asdict(verdict), named=own.named)
-    return [_read(one) for one in told]
+        trouble = next((trouble for trouble in maker.troubles if trouble.startswith(f"{session.name}: ")), "")
+        verdict = RankVerdict(session.name, version, trouble.removeprefix(f"{session.name}: "), channels)
+        verdicts = exchange.gather(asdict(verdict), named=session.named)
+    return [_read(verdict) for verdict in verdicts]
 
 
 def sample_layout(shards: int, slicing: Slicing, sizes: Sequence[int]) -> Layout:
@@ -97,19 +97,20 @@ def sample_layout(shards: int, slicing: Slicing, sizes: Sequence[int]) -> Layout
     return make_layout(parameters, shards, bucket_bytes=1, slicing=slicing)
 
 
-def _seen(maker: NcclMaker, layout: Layout) -> Sequence[ChannelSeen]:
+def _compared_channels(maker: NcclMaker, layout: Layout) -> Sequence[ComparedChannel]:
     library = maker.library
     assert library is not None
     ids = {maker.place.first_id + bucket.shard for bucket in layout.buckets}
-    found = []
+    channels = []
     for channel in range(maker.place.job.channels):
         parts = [library.calibrated(channel, shadow_id) for shadow_id in ids]
         sends, nbytes, wrong = (
             sum(getattr(part, name) for part in parts) for name in ("sends", "nbytes", "mismatches")
         )
-        found.append(ChannelSeen(channel, sends, nbytes, wrong))
-    return found
+        channels.append(ComparedChannel(channel, sends, nbytes, wrong))
+    return channels
 
 
-def _read(told: Any) -> RankVerdict:
-    return RankVerdict(**{**told, "channels": tuple(ChannelSeen(**one) for one in told["channels"])})
+def _read(message: Any) -> RankVerdict:
+    channels = tuple(ComparedChannel(**channel) for channel in message["channels"])
+    return RankVerdict(**{**message, "channels": channels})

@@ -10,7 +10,7 @@ import torch
 
 from checkmate.ring.place import RingError
 from checkmate.tagger import Tagger
-from checkmate.training.gradients.reducing import Ends, zero_buckets
+from checkmate.training.gradients.reducer import Ends, zero_buckets
 from checkmate.training.gradients.staging import Staging, StreamStaging
 from checkmate.training.start.nccl_runtime import Communicator
 from checkmate.wire.layout import Layout
@@ -75,13 +75,13 @@ class NcclReducer:
         self.failed = False
         """Whether NCCL has failed."""
         self._iterations = 0
-        self._told = False
+        self._has_warned = False
         self._on_done: Callable[[int], None]
         self._on_error: Callable[[RingError], None]
 
     def leave_untagged(self) -> None:
         """Reduce without tags from now on. Connections are watched nevertheless: they are the plugin's."""
-        self._streams, self._told = {}, True
+        self._streams, self._has_warned = {}, True
 
     def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
         """Return what copies gradients on the communicator's stream."""
@@ -131,9 +131,11 @@ class NcclReducer:
                 self._on_error(RingError(f"{self._name}: {broken}"))
                 self.communicator.abort()
             return False
-        received = {one: self._tags.count(one[0], one[1] + self._first_id)[1] for one in ends}
-        done = all(received[one] >= end for one, end in ends.items())
-        return done or bool(self._trouble())
+        tags, first_id = self._tags, self._first_id
+        is_received = all(
+            tags.count(channel, first_id + shard)[1] >= end for (channel, shard), end in ends.items()
+        )
+        return is_received or bool(self._trouble())
 
     def give_up(self) -> None:
         """Do nothing: other ranks are NCCL's matter."""
@@ -147,8 +149,8 @@ class NcclReducer:
     def _trouble(self) -> str:
         """Return why tagging has stopped, and log it once; "" if it has not."""
         trouble = "" if self._tags is None else self._tags.trouble
-        if trouble and not self._told:
-            self._told = True
+        if trouble and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "%s: gradients are not tagged any more: %s. Training continues without new checkpoints",
                 self._name,

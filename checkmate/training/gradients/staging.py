@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 
 Tensors = list[torch.Tensor]
-Gradients = torch.futures.Future[torch.Tensor]
+FutureBuffer = torch.futures.Future[torch.Tensor]
+"""Of a buffer of gradients, when all of them are reduced."""
 
 
 def staging_for(device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
@@ -18,26 +19,29 @@ def staging_for(device: torch.device, on_error: Callable[[Exception], None]) -> 
 
 
 class Staging:
-    """How gradients of one device are moved: on the CPU, by plain copies in the caller's thread."""
+    """How gradients of one device are moved: on the CPU, by plain copies in the caller's thread.
+
+    `flats` are the parts of our buckets that belong to `gradients`, in the same order.
+    """
 
     def begin(self) -> None:
         """Prepare for an iteration. Called in backward's thread."""
 
-    def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
+    def copy_in(self, gradients: Tensors, flats: Tensors, ready: Callable[[], None]) -> None:
         """Copy gradients into our buckets, and call `ready` afterwards, in any thread."""
         torch._foreach_copy_(flats, gradients)
         ready()
 
-    def give(self, gradients: Tensors, flats: Tensors) -> None:
+    def copy_out(self, flats: Tensors, gradients: Tensors) -> None:
         """Copy reduced gradients back. They have arrived for those who wait for a future completed later."""
         torch._foreach_copy_(gradients, flats)
 
-    def future(self) -> Gradients:
+    def future(self) -> FutureBuffer:
         """Return a future for a bucket on this device."""
         return torch.futures.Future()
 
-    def complete(self, future: Gradients, buffer: torch.Tensor) -> None:
-        """Complete a future after all gradients of its bucket were given back."""
+    def complete(self, future: FutureBuffer, buffer: torch.Tensor) -> None:
+        """Complete a future after all gradients of its bucket were copied out."""
         future.set_result(buffer)
 
     def close(self) -> None:
@@ -51,20 +55,20 @@ class StreamStaging(Staging):
         self._device = device
         self._stream = stream
 
-    def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
+    def copy_in(self, gradients: Tensors, flats: Tensors, ready: Callable[[], None]) -> None:
         """Queue the copies, and call `ready`, whose work on the stream follows them."""
-        _copy(self._stream, flats, gradients, gradients, after=torch.cuda.current_stream(self._device))
+        _copy(self._stream, gradients, flats, gradients, after=torch.cuda.current_stream(self._device))
         ready()
 
-    def give(self, gradients: Tensors, flats: Tensors) -> None:
+    def copy_out(self, flats: Tensors, gradients: Tensors) -> None:
         """Queue the copies."""
-        _copy(self._stream, gradients, flats, gradients)
+        _copy(self._stream, flats, gradients, gradients)
 
-    def future(self) -> Gradients:
+    def future(self) -> FutureBuffer:
         """Return a future that makes the waiting stream wait for this one."""
         return torch.futures.Future(devices=[self._device])
 
-    def complete(self, future: Gradients, buffer: torch.Tensor) -> None:
+    def complete(self, future: FutureBuffer, buffer: torch.Tensor) -> None:
         """Set the future's result, with this stream as the current one."""
         with torch.cuda.stream(self._stream):
             future.set_result(buffer)
@@ -81,7 +85,7 @@ class CudaStaging(StreamStaging):
         super().__init__(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         self._on_error = on_error
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._taken: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = (
+        self._copies: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = (
             queue.SimpleQueue()
         )
         self._thread = threading.Thread(target=self._wait, name=f"staging {device}", daemon=True)
@@ -91,22 +95,22 @@ class CudaStaging(StreamStaging):
         """Do not overwrite our buckets before the last iteration's gradients were copied back."""
         self._down.wait_stream(self._stream)
 
-    def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
+    def copy_in(self, gradients: Tensors, flats: Tensors, ready: Callable[[], None]) -> None:
         """Copy in the background; this object's thread calls `ready`."""
-        _copy(self._down, flats, gradients, gradients, after=torch.cuda.current_stream(self._device))
+        _copy(self._down, gradients, flats, gradients, after=torch.cuda.current_stream(self._device))
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._down)
-        self._taken.put((event, ready))
+        self._copies.put((event, ready))
 
     def close(self) -> None:
         """End the thread."""
-        self._taken.put(None)
+        self._copies.put(None)
         self._thread.join()
 
     def _wait(self) -> None:
         try:
-            while (taken := self._taken.get()) is not None:
-                event, ready = taken
+            while (copies := self._copies.get()) is not None:
+                event, ready = copies
                 event.synchronize()
                 ready()
         except Exception as error:  # noqa: BLE001 - otherwise backward would wait for ever
@@ -115,8 +119,8 @@ class CudaStaging(StreamStaging):
 
 def _copy(
     stream: torch.cuda.Stream,
-    to: Tensors,
     source: Tensors,
+    destination: Tensors,
     gradients: Tensors,
     *,
     after: torch.cuda.Stream | None = None,
@@ -125,6 +129,6 @@ def _copy(
     if after is not None:
         stream.wait_stream(after)
     with torch.cuda.stream(stream):
-        torch._foreach_copy_(to, source, non_blocking=True)
+        torch._foreach_copy_(destination, source, non_blocking=True)
         for gradient in gradients:
             gradient.record_stream(stream)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
 from checkmate.nccl.environment import slicing_of
-from checkmate.training.gradients.nccl_wiring import NcclMaker
+from checkmate.training.gradients.nccl_setup import NcclMaker
 from checkmate.training.start import membership, nccl_runtime
 from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.nccl_runtime import NcclRuntime

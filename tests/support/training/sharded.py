@@ -21,8 +21,9 @@ from torch.distributed.tensor.parallel import (
 
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingPlace
-from checkmate.training.gradients.reducing import RingReducer
-from checkmate.training.gradients.sharded_hooks import ShardedHooks
+from checkmate.training.gradients.buckets import GradientBuckets
+from checkmate.training.gradients.fsdp_hooks import ShardedHooks
+from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.model.fsdp import FsdpModel
 from checkmate.wire.layout import make_layout
 from tests.support.rings import loopback
@@ -52,17 +53,10 @@ def hooked(
     place = RingPlace(rank // parts, loopback(replicas), 2, port=ports[rank % parts], fingerprint=b"")
     dist.barrier()  # the first fully_shard of a process imports for a long time
     with connect_ring(place, timeout=20) as ring:
-        hooks = ShardedHooks(
-            wrapped,
-            layout,
-            RingReducer(
-                ring,
-                layout,
-                pinned=any(one.is_cuda for one in wrapped.trained().values()),
-                divisor=None if wrapped.averages else 1,
-            ),
-            FIRST_ITERATION,
-        )
+        parameters = list(wrapped.trained().values())
+        pinned = any(parameter.is_cuda for parameter in parameters)
+        reducer = RingReducer(ring, layout, pinned=pinned, divisor=None if wrapped.averages else 1)
+        hooks = ShardedHooks(wrapped, GradientBuckets(layout, parameters, reducer, FIRST_ITERATION))
         hooks.register()
         try:
             yield hooks, ring

@@ -23,8 +23,9 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import local_of
 from checkmate.training.checks import check_model
 from checkmate.training.errors import RefusedError
-from checkmate.training.gradients.reducing import zero_buckets
-from checkmate.training.gradients.sharded_hooks import ShardedHooks
+from checkmate.training.gradients.buckets import GradientBuckets
+from checkmate.training.gradients.fsdp_hooks import ShardedHooks
+from checkmate.training.gradients.reducer import zero_buckets
 from checkmate.training.gradients.staging import Staging
 from checkmate.training.model.choosing import model_of
 from checkmate.training.model.fsdp import FsdpModel
@@ -204,7 +205,8 @@ def test_another_hook_and_a_scaler_are_refused() -> None:
         check_model(Watched(model, optimizer, scaler=torch.amp.GradScaler("cpu")))
     assert isinstance(model, FsdpModel)
     layout = make_layout(model.describe(), 1)
-    hooks = ShardedHooks(model, layout, OneRank(layout), 0)
+    buckets = GradientBuckets(layout, list(model.trained().values()), OneRank(layout), 0)
+    hooks = ShardedHooks(model, buckets)
     hooks.register()
     with pytest.raises(RefusedError, match=r"has the all-reduce hook ShardedHooks.scattered"):
         check_model(Watched(model, optimizer))

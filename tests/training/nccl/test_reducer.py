@@ -18,8 +18,9 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import Version
 from checkmate.ring.place import RingError
 from checkmate.training.errors import SessionError
-from checkmate.training.gradients import nccl_wiring
-from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients import nccl_setup
+from checkmate.training.gradients.buckets import GradientBuckets
+from checkmate.training.gradients.ddp_hook import GradientHook
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import membership, nccl_runtime
@@ -143,7 +144,7 @@ def with_another_plugin(rank: int, count: int, other: Path) -> list[str]:
     with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
         maker = prepare(rank, count, 2, DoubleNccl(), undo)
         if rank == 1:
-            patch.setattr(nccl_wiring, "shared_object", lambda: other)
+            patch.setattr(nccl_setup, "shared_object", lambda: other)
         maker.make()
         return maker.troubles
 
@@ -231,7 +232,7 @@ def double_gradients(rank: int, count: int) -> None:
     ddp = DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=1)
     layout = membership.lay_out(DdpModel(ddp), 2)
     reducer = NcclReducer(layout, Doubling(), None, {}, "rank 0")
-    hook = GradientHook(ddp, layout, list(DdpModel(ddp).trained().values()), reducer, 0)
+    hook = GradientHook(ddp, GradientBuckets(layout, list(DdpModel(ddp).trained().values()), reducer, 0))
     hook.register()
     for _ in range(4):
         batch = torch.randn(64, 2000, device="cuda")

@@ -19,7 +19,8 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import variables
 from checkmate.ring.place import RingError
 from checkmate.training.gradients import nccl_check
-from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.buckets import GradientBuckets
+from checkmate.training.gradients.ddp_hook import GradientHook
 from checkmate.training.gradients.nccl_check import RankVerdict
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import membership
@@ -111,7 +112,8 @@ def backward_of(rank: int, count: int) -> list[float]:
         maker.layout = membership.lay_out(DdpModel(ddp), 2, maker.layout.slicing)
         reducer = maker.make()
         assert maker.troubles == []
-        hook = GradientHook(ddp, maker.layout, list(DdpModel(ddp).trained().values()), reducer, 0)
+        parameters = list(DdpModel(ddp).trained().values())
+        hook = GradientHook(ddp, GradientBuckets(maker.layout, parameters, reducer, 0))
         undo.callback(hook.close)
         hook.register()
         took = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkmate.ring.place import RingError
-from checkmate.training.gradients.nccl_check import _seen
+from checkmate.training.gradients.nccl_check import _compared_channels
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.wire.layout import make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
@@ -56,5 +56,5 @@ def test_the_check_reads_what_was_compared_for_a_group_that_shares_its_addresses
 
     place = SimpleNamespace(first_id=1, job=SimpleNamespace(channels=1))
     maker: Any = SimpleNamespace(place=place, library=SimpleNamespace(calibrated=calibrated))
-    (seen,) = _seen(maker, LAYOUT)
+    (seen,) = _compared_channels(maker, LAYOUT)
     assert (seen.sends, seen.nbytes, seen.mismatches) == (7, 700, 1)

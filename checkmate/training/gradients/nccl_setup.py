@@ -1,14 +1,19 @@
-"""Creates what has NCCL reduce and tag gradients, on all ranks together."""
+"""Creates what has NCCL reduce and tag gradients, on all ranks together.
+
+Before gradients are tagged, `calibrate` compares what NCCL sends with what the layout foresees.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,7 +27,6 @@ from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.ring.place import RingError
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.errors import SessionError
-from checkmate.training.gradients.calibration import calibrate
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import exchange, nccl_runtime
 from checkmate.training.start.membership import Membership, Start
@@ -30,6 +34,15 @@ from checkmate.training.start.nccl_runtime import Communicator
 from checkmate.wire.layout import Layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import stream_layout
+
+_PIECE: Final = 1 << 20
+"""Elements that are predicted at once."""
+_SECONDS: Final = 10.0
+"""How long the last sends may take after the device is done."""
+_POLL_SECONDS: Final = 0.001
+
+ComparedBytes = dict[tuple[int, int], int]
+"""Bytes of fully reduced sends, by channel and shadow id."""
 
 
 @dataclass
@@ -66,9 +79,9 @@ class NcclMaker:
 
     def _agree(self, trouble: str) -> None:
         """Note the troubles of all ranks. Raise `SessionError` on all if tagging is required."""
-        said: Any = exchange.shortened(f"{self.place.name}: {trouble}") if trouble else None
-        told = exchange.gather(said, named=self.place.named)
-        self.troubles += [str(one) for one in told if one]
+        message: Any = exchange.shortened(f"{self.place.name}: {trouble}") if trouble else None
+        messages = exchange.gather(message, named=self.place.named)
+        self.troubles += [str(message) for message in messages if message]
         if self.troubles and self.required:
             raise SessionError(f"gradients can't be tagged: {self.troubles[0]}")
 
@@ -79,9 +92,9 @@ class NcclMaker:
             plugin, missing = shared_object(), ""
         except PluginError as error:
             plugin, missing = Path(), str(error)
-        own = [*version, self.layout.fingerprint.hex(), plugin.name]
-        told = exchange.gather(own, named=self.place.named)
-        if trouble := version_trouble(version) or missing or self._different(told):
+        setup = [*version, self.layout.fingerprint.hex(), plugin.name]
+        setups = exchange.gather(setup, named=self.place.named)
+        if trouble := version_trouble(version) or missing or self._difference(setups):
             return trouble
         try:
             trouble = next(environment_troubles(os.environ, plugin, channels), "")
@@ -119,20 +132,20 @@ class NcclMaker:
         self.library = library
         return ""
 
-    def _different(self, told: list[Any]) -> str:
+    def _difference(self, setups: list[Any]) -> str:
         """Return which rank of this group has another NCCL, model or plugin than the first, or ""."""
-        own = [rank.rank for rank in self.place.job.dp_groups[self.place.group].ranks]
-        by_rank = {rank: told[rank] for rank in own}
-        first = by_rank[own[0]]
-        for rank, theirs in by_rank.items():
-            if theirs[:3] != first[:3]:
+        ranks = [rank.rank for rank in self.place.job.dp_groups[self.place.group].ranks]
+        first = setups[ranks[0]]
+        for rank in ranks:
+            setup = setups[rank]
+            if setup[:3] != first[:3]:
                 names = [
-                    f"{self.place.named(r)} has {_dotted(v)}" for r, v in ((own[0], first), (rank, theirs))
+                    f"{self.place.named(r)} has {_dotted(v)}" for r, v in ((ranks[0], first), (rank, setup))
                 ]
                 return f"versions of NCCL differ: {', '.join(names)}; install the same on all hosts"
-            if theirs[3] != first[3]:
+            if setup[3] != first[3]:
                 return f"{self.place.named(rank)} has another model, or another NCCL_BUFFSIZE"
-            if theirs[4] != first[4] and theirs[4] and first[4]:
+            if setup[4] != first[4] and setup[4] and first[4]:
                 return (
                     f"{self.place.named(rank)} has another Checkmate: install the same version on all hosts"
                 )
@@ -140,11 +153,11 @@ class NcclMaker:
 
     def _open(self) -> Communicator:
         try:
-            made = nccl_runtime.runtime.open(self.place, self.device)
+            communicator = nccl_runtime.runtime.open(self.place, self.device)
         except RuntimeError as error:
             raise RingError(f"{self.place.name}: NCCL can't connect the ranks: {error}") from error
-        self.undo.callback(self._close, made)
-        return made
+        self.undo.callback(self._close, communicator)
+        return communicator
 
     def _close(self, communicator: Communicator) -> None:
         """Close the communicator; abort it first if other ranks may not come to its end."""
@@ -199,7 +212,7 @@ class NcclMaker:
         assert side is not None
         for channel in range(self.place.job.channels):
             for shard in sorted({bucket.shadow_id for bucket in self.layout.schedule}):
-                found = stream_layout(
+                stream = stream_layout(
                     self.layout.schedule,
                     self.place.job.channels,
                     channel,
@@ -208,8 +221,73 @@ class NcclMaker:
                     shadow_id=shard,
                     slicing=self.layout.slicing,
                 )
-                yield (channel, shard), found.nbytes
+                yield (channel, shard), stream.nbytes
 
 
 def _dotted(version: list[Any]) -> str:
     return ".".join(map(str, version[:3]))
+
+
+def calibrate(place: Membership, layout: Layout, library: NcclLibrary, reducer: NcclReducer) -> str:
+    """Reduce each bucket once with known values. Return why tags would be wrong, or "". All ranks call it.
+
+    The group's first rank has values that follow from bucket and element, the others have zeros, and their
+    sum is compared by the plugin in every send that is fully reduced. Buckets are zero afterwards.
+    """
+    library.calibrate(on=True)
+    try:
+        for index, tensor in enumerate(reducer.tensors):
+            if place.first:
+                _fill(tensor, library, index)
+            reducer.communicator.all_reduce(tensor, average=False)
+        reducer.communicator.synchronize()
+        trouble = _await_sends(library, foreseen_bytes(place, layout))
+    except RuntimeError as error:
+        trouble = f"NCCL: {error}"
+    finally:
+        library.calibrate(on=False)
+    for tensor in reducer.tensors:
+        tensor.zero_()
+    return trouble
+
+
+def foreseen_bytes(place: Membership, layout: Layout) -> ComparedBytes:
+    """Return what this rank sends fully reduced, as the layout's slicing has it."""
+    slicing = layout.slicing
+    assert isinstance(slicing, NcclSlicing)
+    nbytes: ComparedBytes = Counter()
+    for bucket in layout.schedule:
+        for channel in range(place.job.channels):
+            part = slicing.part(bucket.elements, bucket.itemsize, place.job.channels, channel)
+            for send in slicing.sends(part, bucket.itemsize, place.ranks, place.position):
+                if send.round >= 0:
+                    nbytes[channel, place.first_id + bucket.shadow_id] += len(send.where) * bucket.itemsize
+    return nbytes
+
+
+def compared_bytes(library: NcclLibrary, streams: ComparedBytes) -> ComparedBytes:
+    """Return what the plugin has compared so far."""
+    return {stream: library.calibrated(*stream).nbytes for stream in streams}
+
+
+def _fill(tensor: torch.Tensor, library: NcclLibrary, index: int) -> None:
+    for start in range(0, len(tensor), _PIECE):
+        piece = tensor[start : start + _PIECE]
+        predicted = library.prediction(index, range(start, start + len(piece)))
+        piece.copy_(torch.frombuffer(predicted, dtype=tensor.dtype))
+
+
+def _await_sends(library: NcclLibrary, expected: ComparedBytes) -> str:
+    """Wait until all expected bytes are compared. A device is done before its last send has left."""
+    deadline = time.monotonic() + _SECONDS
+    while not library.trouble and compared_bytes(library, expected) != expected:
+        if not library.used(0):
+            return (
+                "NCCL has not loaded the plugin, because it made its first communicator without it: run "
+                'eval "$(checkmate nccl build)" before torchrun'
+            )
+        if time.monotonic() > deadline:
+            sent, total = sum(compared_bytes(library, expected).values()), sum(expected.values())
+            return f"NCCL has sent {sent} bytes of fully reduced data through the plugin, and not {total}"
+        time.sleep(_POLL_SECONDS)
+    return library.trouble

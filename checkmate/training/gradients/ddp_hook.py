@@ -1,4 +1,4 @@
-"""The DDP communication hook: lends the gradients of DDP's buckets to their reduction in our layout.
+"""The DDP communication hook: lends the gradients of DDP's buckets to those of our layout.
 
 DDP's own buckets change after the first iteration and after a restart, so they only tell which parameters are
 ready.
@@ -6,50 +6,63 @@ ready.
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's, where mypy finds it
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.training.gradients.reducing import Reducer
-from checkmate.training.gradients.reduction import GradientReduction
+from checkmate.training.gradients.buckets import GradientBuckets
 from checkmate.training.start.install import check_format
-from checkmate.wire.layout import Layout
 
 
-class GradientHook(GradientReduction):
+class GradientHook:
     """The communication hook of one DDP."""
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        layout: Layout,
-        parameters: Sequence[nn.Parameter],
-        reducer: Reducer,
-        first_iteration: int,
-    ) -> None:
-        super().__init__(layout, parameters, reducer, first_iteration)
+    on_reduced: Callable[[int], None]
+    on_begun: Callable[[], None]
+
+    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
+        self.buckets = buckets
         self._ddp = ddp
         self._numbers: dict[torch.Tensor, int] = {
-            parameter: number for number, parameter in enumerate(parameters)
+            parameter: number for number, parameter in enumerate(buckets.parameters)
         }
 
-    def register(self, on_reduced: Callable[[int], None] = lambda iteration: None) -> None:
+    def register(
+        self,
+        on_reduced: Callable[[int], None] = lambda iteration: None,
+        on_begun: Callable[[], None] = lambda: None,
+    ) -> None:
         """Have DDP call the hook from now on, for good. DDP raises RuntimeError if it has another hook."""
-        self.on_reduced = on_reduced
+        self.on_reduced, self.on_begun = on_reduced, on_begun
         self._ddp.register_comm_hook(self, GradientHook.run)
+
+    def close(self) -> None:
+        """End the threads and the reducer. DDP keeps the hook, which fails."""
+        self.buckets.close()
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
+        buckets = self.buckets
         gradients = self._gradients_of(bucket)
-        if gradients and not self._missing:
-            self._begin()
-        if self.iteration == self._first_iteration:
+        if gradients and buckets.all_lent:
+            iteration = buckets.begin()
+            self.on_begun()
+            _after_backward(lambda: self._end(iteration))
+        if buckets.iteration == buckets.first_iteration:
             for number, gradient in gradients.items():
-                check_format(self._layout.parameters[number], gradient, self._parameters[number].grad)
-        return self._lend(gradients, bucket.buffer())
+                check_format(buckets.layout.parameters[number], gradient, buckets.parameters[number].grad)
+        return buckets.lend(gradients, bucket.buffer())
+
+    def _end(self, iteration: int) -> None:
+        """Wait for the ring at the end of backward, before a last callback of DDP. Raise `RingError`.
+
+        DDP would not keep the error's type, and would first wait for a collective that may fail, too.
+        """
+        self.buckets.wait()
+        # After DDP's callback, which fills `.grad`.
+        _after_backward(lambda: self.on_reduced(iteration))
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
         """Return flat views of the bucket's gradients in memory order, by parameter, without empty ones.
@@ -67,6 +80,11 @@ class GradientHook(GradientReduction):
                 )
             if not gradient.numel():
                 continue
-            self._check_type(number, gradient)
+            self.buckets.check_type(number, gradient)
             gradients[number] = gradient.view(-1)
         return gradients
+
+
+def _after_backward(work: Callable[[], None]) -> None:
+    """Call `work` at the end of backward, or of its callbacks if this is one of them."""
+    torch.autograd.Variable._execution_engine.queue_callback(work)

@@ -1,4 +1,4 @@
-"""Creates a rank's tagger, ring and reduction of gradients, on all ranks together."""
+"""Creates a rank's tagger, ring, reducer and the front of its gradients, on all ranks together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from checkmate.keys.roles import Role, Secret
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingPlace, RingTimeout, host_ports, ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
-from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.buckets import GradientBuckets, GradientFront
+from checkmate.training.gradients.ddp_hook import GradientHook
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
-from checkmate.training.gradients.reducing import Reducer, RingReducer
-from checkmate.training.gradients.reduction import GradientReduction
+from checkmate.training.gradients.reducer import Reducer
+from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
@@ -61,23 +62,23 @@ def make_reducer(
         return HostReducer(
             merge(list(layouts.values())), place.share.index, reducer, rings, pinned=pinned
         ), []
-    from checkmate.training.gradients.nccl_wiring import NcclMaker  # noqa: PLC0415 - other jobs have none
+    from checkmate.training.gradients.nccl_setup import NcclMaker  # noqa: PLC0415 - other jobs have none
 
     (device,) = devices
     maker = NcclMaker(place, layout, start, device, undo, required, average)
     return maker.make(), maker.troubles
 
 
-def make_reduction(model: TrainedModel, reducer: Reducer, first_iteration: int) -> GradientReduction:
+def make_front(model: TrainedModel, reducer: Reducer, first_iteration: int) -> GradientFront:
     """Return what has a model's gradients reduced."""
-    layout = reducer.layout
+    buckets = GradientBuckets(reducer.layout, list(model.trained().values()), reducer, first_iteration)
     if isinstance(model, DdpModel):
-        return GradientHook(model.ddp, layout, list(model.trained().values()), reducer, first_iteration)
-    from checkmate.training.gradients.sharded_hooks import ShardedHooks  # noqa: PLC0415 - imports FSDP
+        return GradientHook(model.ddp, buckets)
+    from checkmate.training.gradients.fsdp_hooks import ShardedHooks  # noqa: PLC0415 - imports FSDP
     from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415
 
     assert isinstance(model, FsdpModel)
-    return ShardedHooks(model, layout, reducer, first_iteration)
+    return ShardedHooks(model, buckets)
 
 
 def host_place(place: Membership, layouts: Mapping[int, Layout], start: Start) -> RingPlace:
@@ -129,9 +130,9 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
             tagger = undo.enter_context(Tagger.attach())
         except TaggerUnavailable as error:
             trouble = (f"{place.name}: {error.missing}", error.remedy)
-    found = next((one for one in exchange.gather(trouble, named=place.named) if one is not None), None)
-    if found is not None:
-        missing, remedy = found
+    troubles = [trouble for trouble in exchange.gather(trouble, named=place.named) if trouble is not None]
+    if troubles:
+        missing, remedy = troubles[0]
         raise TaggerUnavailable(str(missing), str(remedy))
     try:
         ring = undo.enter_context(connect_ring(where, tagger))

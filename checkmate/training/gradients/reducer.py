@@ -1,0 +1,68 @@
+"""The interface of what reduces gradients over the ranks, behind which `protect` works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from checkmate.ring.place import RingError
+from checkmate.state import DTYPES
+from checkmate.training.gradients.staging import Staging
+from checkmate.wire.layout import BucketLayout, Layout
+
+Ends = Mapping[tuple[int, int], int]
+"""The number of tagged bytes of each stream, by channel and shard."""
+
+
+class Reducer(Protocol):
+    """Averages or sums a layout's buckets over all replicas, in order of index, each once per iteration."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout: of the whole model, if several DP groups train it."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """One flat tensor per bucket, which gradients are copied into, and in which their average is."""
+
+    def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
+        """Return what copies gradients between this device and `tensors`."""
+
+    def open(self, on_done: Callable[[int], None], on_error: Callable[[RingError], None]) -> None:
+        """Begin.
+
+        Args:
+            on_done: Called with a bucket's index, in order, when its average may be copied back by the
+                staging's `copy_out`, and the bucket be filled again after that.
+            on_error: Called at most once, from any thread, if no more buckets can be reduced.
+        """
+
+    def submit(self, index: int) -> None:
+        """Reduce the next bucket, which has this rank's gradients. Raise `RingError` after an error."""
+
+    def ends(self) -> dict[tuple[int, int], int]:
+        """Return the end of each stream that this rank tags, after all buckets that are done.
+
+        It is empty unless this rank tags, and exact only while no bucket is in progress.
+        """
+
+    def passed(self, ends: Ends) -> bool:
+        """Return whether the next rank has acknowledged all bytes up to these ends, as `ends` returned."""
+
+    def give_up(self) -> None:
+        """Note that the script ends by an error, of which other ranks of this host are told at `close`."""
+
+    def close(self) -> None:
+        """End. Buckets in progress are lost."""
+
+
+def zero_buckets(layout: Layout, device: torch.device, *, pinned: bool = False) -> list[torch.Tensor]:
+    """Return a flat tensor of zeros for each bucket of a layout."""
+    return [zero_bucket(bucket, device, pinned=pinned) for bucket in layout.buckets]
+
+
+def zero_bucket(bucket: BucketLayout, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    """Return a flat tensor of zeros for a bucket."""
+    return torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype], device=device, pin_memory=pinned)
