@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final
 
@@ -66,6 +66,31 @@ _UNTAGGED: Final = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProtectedRun:
+    """The script's training and how it begins, before anything is created for it."""
+
+    place: Membership
+    start: Start
+    watched: Watched
+    layouts: Mapping[int, Layout]
+    """Of the DP groups that train the model, by group."""
+    optimizer: pb.OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtectionParts:
+    """The parts of a protection that work while it is open."""
+
+    gradients: GradientBuckets
+    recorder: Recorder
+    loop: Loop
+    publisher: Publisher
+    followers: Followers
+    waiting: str
+    """Which shadow nodes do not follow from the start on, in words, on the first rank of a DP group."""
+
+
 def protect(
     model: nn.Module,
     optimizer: Optimizers,
@@ -120,7 +145,7 @@ def protect(
         show_log()
     keep_events(place.rank, place.job.job)
     say(logging.DEBUG, PROTECT_STARTED(), "protect has begun")
-    began = time.monotonic()
+    began_at = time.monotonic()
     standing = ModelStanding.of(wrapped)
     watched = watched_of(wrapped, optimizer, scheduler, scaler, extra)
     check_schedulers(watched)
@@ -136,15 +161,16 @@ def protect(
         start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         standing.hold()
         undo.callback(standing.release)
-        made = _assemble(place, watched, layouts, spec, stubs, start, deadline, undo, required=required)
-    ended = PROTECT_ENDED(
+        run = ProtectedRun(place=place, start=start, watched=watched, layouts=layouts, optimizer=spec)
+        protection = _assemble(run, stubs, deadline, undo, required=required)
+    event = PROTECT_ENDED(
         iteration=start.next_iteration,
         incarnation=start.plan.incarnation,
-        waiting=made.waiting,
-        seconds=seconds_since(began),
+        waiting=protection.waiting,
+        seconds=seconds_since(began_at),
     )
-    say(logging.DEBUG, ended, "iteration %d comes next", start.next_iteration)
-    return made
+    say(logging.DEBUG, event, "iteration %d comes next", start.next_iteration)
+    return protection
 
 
 def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
@@ -156,21 +182,13 @@ def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
 
 
 def _assemble(
-    place: Membership,
-    watched: Watched,
-    layouts: Mapping[int, Layout],
-    spec: pb.OptimizerSpec,
-    stubs: Stubs,
-    start: Start,
-    deadline: float,
-    undo: ExitStack,
-    *,
-    required: bool,
+    run: ProtectedRun, stubs: Stubs, deadline: float, undo: ExitStack, *, required: bool
 ) -> Protection:
     """Create all parts in turn, and bring the nodes up.
 
     `undo` closes the parts created so far; the protection takes it over.
     """
+    place, start, watched, layouts = run.place, run.start, run.watched, run.layouts
     names, layout = watched.model.trained(), layouts[place.group]
     parameters = list(names.values())
     devices = {parameter.device for parameter in parameters}
@@ -179,6 +197,7 @@ def _assemble(
     )
     if untagged:
         place = replace(place, followed=False)
+        run = replace(run, place=place)
         if place.first:
             _log.warning(_UNTAGGED, "; ".join(untagged))
     front = make_front(watched.model, reducer, start.next_iteration)
@@ -188,7 +207,9 @@ def _assemble(
     steps, buffers = StepExclusion(start.next_iteration), recorded_buffers(place, watched, parameters, start)
     device = parameters[0].device.type
     state_names = watched.model.state_names()
-    opening = Opening(place, start, state_names, layout, spec, device, buffers, lambda: gradients.iteration)
+    opening = Opening(
+        place, start, state_names, layout, run.optimizer, device, buffers, lambda: gradients.iteration
+    )
     slices = Slices(layout, parameters, watched.optimizer)
     suspects = slices if place.first else None
     followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), suspects)
@@ -216,7 +237,15 @@ def _assemble(
     front.register(recorder.reduced, recorder.begun)  # last, because DDP can't unregister a hook
     in_loop = generators if generators.get("in_loop") else None
     loop = Loop(recorder, in_loop, lambda: gradients.iteration >= start.next_iteration)
-    return Protection(place, start, gradients, recorder, loop, publisher, followers, undo, waiting)
+    parts = ProtectionParts(
+        gradients=gradients,
+        recorder=recorder,
+        loop=loop,
+        publisher=publisher,
+        followers=followers,
+        waiting=waiting,
+    )
+    return Protection(run, parts, undo)
 
 
 class Protection:
@@ -227,28 +256,17 @@ class Protection:
     `RefusedError`, or `StateError` if some state can't be stored.
     """
 
-    def __init__(
-        self,
-        place: Membership,
-        start: Start,
-        gradients: GradientBuckets,
-        recorder: Recorder,
-        loop: Loop,
-        publisher: Publisher,
-        followers: Followers,
-        undo: ExitStack,
-        waiting: str = "",
-    ) -> None:
+    def __init__(self, run: ProtectedRun, parts: ProtectionParts, undo: ExitStack) -> None:
         """Take over all parts, and `undo`, which closes them in any state."""
-        self.waiting = waiting
+        self.waiting = parts.waiting
         """Which shadow nodes do not follow from the start on, in words, on the first rank of a DP group."""
-        self.session = place
-        self._incarnation = start.plan.incarnation
-        self._gradients = gradients
-        self._recorder = recorder
-        self._loop = loop
-        self._publisher = publisher
-        self._followers = followers
+        self.session = run.place
+        self._incarnation = run.start.plan.incarnation
+        self._gradients = parts.gradients
+        self._recorder = parts.recorder
+        self._loop = parts.loop
+        self._publisher = parts.publisher
+        self._followers = parts.followers
         self._closed = False
         self._pid = os.getpid()
         atexit.register(self._at_exit)
