@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from checkmate.training.record.wrapped import clip_grad_norm_, clip_grads_with_norm_
     from checkmate.training.restore import Restored, restore
     from checkmate.training.start.all_ranks import RestoreError
-    from checkmate.training.start.shard_mesh import job_mesh, shard_mesh
+    from checkmate.training.start.named_job import job_mesh, shard_mesh
     from checkmate.wire.parameter import LayoutError
 
     __version__: str
@@ -63,7 +63,7 @@ _WHERE: Final = {
     "Batches": "checkmate.training.loop",
     "clip_grad_norm_": "checkmate.training.record.wrapped",
     "clip_grads_with_norm_": "checkmate.training.record.wrapped",
-    "job_mesh": "checkmate.training.start.shard_mesh",
+    "job_mesh": "checkmate.training.start.named_job",
     "KeysError": "checkmate.keys.errors",
     "LayoutError": "checkmate.wire.parameter",
     "Protection": "checkmate.training.protect",
@@ -74,7 +74,7 @@ _WHERE: Final = {
     "restore": "checkmate.training.restore",
     "RingError": "checkmate.ring.place",
     "SessionError": "checkmate.training.errors",
-    "shard_mesh": "checkmate.training.start.shard_mesh",
+    "shard_mesh": "checkmate.training.start.named_job",
     "StateError": "checkmate.state",
     "TaggerUnavailable": "checkmate.tagger",
     "UnsupportedOptimizer": "checkmate.optim.supported",

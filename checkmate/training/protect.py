@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -41,16 +41,17 @@ from checkmate.training.kept_events import keep_events
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, generators_of
 from checkmate.training.model.choosing import model_of
+from checkmate.training.record.buffers import Buffers, frozen_state
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.generators import FirstBatch
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
-from checkmate.training.start.buffers import recorded_buffers
 from checkmate.training.start.followers import Followers, Opening
-from checkmate.training.start.install import lay_out_state
+from checkmate.training.start.install import lay_out_state, own_buffers
 from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out_shares
 from checkmate.training.start.nccl_runtime import slicing_of
+from checkmate.training.start.plans import NewRun
 from checkmate.wire.layout import Layout
 
 _log: Final = logging.getLogger("checkmate")
@@ -175,10 +176,10 @@ def protect(
 
 def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
     """Return a start of training without a `restore` before it."""
-    start = Start(restore.plan_fresh(place, stubs, timeout))
-    if start.plan.trouble and place.rank == 0:
-        _log.warning("%s: call checkmate.restore before protect to resume from it", start.plan.trouble)
-    return start
+    plan = restore.plan_fresh(place, stubs, timeout)
+    if isinstance(plan, NewRun) and plan.trouble and place.rank == 0:
+        _log.warning("%s: call checkmate.restore before protect to resume from it", plan.trouble)
+    return Start(plan)
 
 
 def _assemble(
@@ -204,7 +205,7 @@ def _assemble(
     undo.callback(front.close)
     gradients = front.buckets
     generators = generators_of(place, start)
-    steps, buffers = StepExclusion(start.next_iteration), recorded_buffers(place, watched, parameters, start)
+    steps, buffers = StepExclusion(start.next_iteration), _recorded_buffers(place, watched, parameters, start)
     device = parameters[0].device.type
     state_names = watched.model.state_names()
     opening = Opening(
@@ -246,6 +247,22 @@ def _assemble(
         waiting=waiting,
     )
     return Protection(run, parts, undo)
+
+
+def _recorded_buffers(
+    place: Membership, watched: Watched, parameters: Sequence[nn.Parameter], start: Start
+) -> Buffers:
+    """Return the buffers that this rank records; only the first rank records those that all ranks share."""
+    model, optimizer = watched.model, watched.optimizer
+    if place.first:
+        trained = set(parameters)
+        return Buffers(
+            lambda: model.kept_beside() | frozen_state(optimizer, trained, model.parameters), everything=True
+        )
+    if model.broadcasts_buffers:
+        return Buffers(model.extra_states, everything=False)  # which DDP does not broadcast
+    changed = own_buffers(start.record, place.position)
+    return Buffers(model.kept_beside, everything=False, changed=changed)
 
 
 class Protection:

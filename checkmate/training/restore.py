@@ -28,13 +28,21 @@ from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.generators import RestoredTensors
-from checkmate.training.start import exchange, fence, from_nodes, membership, on_disk, plans, sharing
-from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, agree, log_once, on_all
-from checkmate.training.start.fetch import Fetched
+from checkmate.training.start import exchange, fence, from_disk, from_nodes, membership, plans, sharing
+from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, agree, log_once, run_on_all_ranks
+from checkmate.training.start.from_disk import OnDisk
+from checkmate.training.start.from_nodes import Fetched
 from checkmate.training.start.install import part_of, restored_parts
 from checkmate.training.start.membership import Membership, ModelStanding, Start
 from checkmate.training.start.nccl_runtime import slicing_of
-from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.plans import (
+    AfterReset,
+    FromNodes,
+    NewRun,
+    RefusedStart,
+    RestartPlan,
+    WithoutState,
+)
 from checkmate.training.start.sharing import Readers
 from checkmate.wording import at_iteration
 
@@ -94,7 +102,7 @@ def restore(
         KeysError: The keys of role trainer are missing or can't be used.
         RefusedError: `scheduler` or `scaler` is something else, or FSDP's settings can't be followed.
     """
-    began = time.monotonic()
+    began_at = time.monotonic()
     wrapped = model_of(model)
     place = membership.join(wrapped)
     if place.rank == 0 or place.first:
@@ -110,16 +118,16 @@ def restore(
             start, extra = _begin(place, watched, stubs, timeout, checkpoints)
             undo.pop_all()
     except Exception as error:
-        failed = RESTORE_FAILED(why=f"{type(error).__name__}: {error}", seconds=seconds_since(began))
-        say(logging.DEBUG, failed, "restore fails: %s", error)
+        event = RESTORE_FAILED(why=f"{type(error).__name__}: {error}", seconds=seconds_since(began_at))
+        say(logging.DEBUG, event, "restore fails: %s", error)
         raise
     start.extra = RestoredTensors(extra)
     standing.restored(start, stubs, first=place.first)
     if place.rank == 0:
         standing.warn_if_unprotected(members_of(watched.optimizer))
     source = "nodes" if start.plan.kind == "nodes" else "disk" if start.next_iteration else "start"
-    ended = RESTORE_ENDED(from_=source, iteration=start.next_iteration, seconds=seconds_since(began))
-    say(logging.DEBUG, ended, "iteration %d comes next", start.next_iteration)
+    event = RESTORE_ENDED(from_=source, iteration=start.next_iteration, seconds=seconds_since(began_at))
+    say(logging.DEBUG, event, "iteration %d comes next", start.next_iteration)
     return Restored(start.next_iteration, extra)
 
 
@@ -131,50 +139,71 @@ def _begin(
     checkpoints: str | Path | None,
 ) -> tuple[Start, Any]:
     def make() -> RestartPlan:
-        return fence.plan_restore(place.job, stubs, timeout, lambda: on_disk.look(checkpoints).generation)
+        return fence.plan_restore(
+            place.job, stubs, timeout, lambda: from_disk.list_checkpoints(checkpoints).generation
+        )
 
-    began = time.monotonic()
-    plan = agree(place, RestartPlan, make)
-    agreed = RESTORE_AGREED(
+    began_at = time.monotonic()
+    plan = agree(place, make, plans.from_message, subject="RestartPlan")
+    message = plan.message()
+    event = RESTORE_AGREED(
         kind=plan.kind,
-        iteration=plan.iteration,
+        iteration=message["iteration"],
         incarnation=plan.incarnation,
         generation=plan.generation,
-        why=plan.trouble,
-        seconds=seconds_since(began),
+        why=message["trouble"],
+        seconds=seconds_since(began_at),
     )
-    say(logging.DEBUG, agreed, "the shadow nodes have: %s, %s", plan.kind, at_iteration(plan.iteration))
-    if plan.kind == "reset":
+    say(
+        logging.DEBUG,
+        event,
+        "the shadow nodes have: %s, %s",
+        plan.kind,
+        at_iteration(message["iteration"]),
+    )
+    if isinstance(plan, AfterReset):
         log_once(place, _RESET)
         return Start(plan), None
-    if plan.kind == "refused":
+    if isinstance(plan, RefusedStart):
         raise RestoreError(plan.trouble)
-    if plan.kind == "nodes":
+    if isinstance(plan, FromNodes):
         start = Start(plan, plan.iteration + 1, keep=True)
-        extra, trouble = _from_nodes(place, watched, stubs, start, timeout)
+        extra, trouble = _from_nodes(place, watched, stubs, plan, start, timeout)
         if not trouble:
-            what = restored_parts(start.record)
+            parts = restored_parts(start.record)
             log_once(
-                place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next ({what})"
+                place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next ({parts})"
             )
             if plan.iteration >= 0 and part_of(start.record, 0).step.last:
                 log_once(place, ENDED.format(plan.iteration))
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
-        seen = (plan.generation_seen, plan.discarded)
-        marks, new = plan.marks, partial(plans.plan_new_run, plan.incarnation, trouble, *seen)
-        plan = replace(agree(place, RestartPlan, new), marks=marks)
-    discarded = plan.discarded
-    found = agree(place, on_disk.OnDisk, lambda: on_disk.look(checkpoints, discarded))
-    plan = plans.after_disk(plan, found.generation)
-    if found.paths:
+        without_nodes = partial(
+            plans.plan_new_run, plan.incarnation, trouble, plan.generation_seen, plan.discarded
+        )
+        agreed = agree(place, without_nodes, plans.from_message, subject="RestartPlan")
+        assert isinstance(agreed, WithoutState)
+        plan = replace(agreed, marks=plan.marks)
+    return _begin_without_nodes(place, watched, plan, checkpoints)
+
+
+def _begin_without_nodes(
+    place: Membership, watched: Watched, plan: NewRun | WithoutState, checkpoints: str | Path | None
+) -> tuple[Start, Any]:
+    """Resume from disk, or begin with iteration 0 if there is nothing to resume from."""
+    on_disk = agree(
+        place,
+        lambda: from_disk.list_checkpoints(checkpoints, plan.discarded),
+        OnDisk.from_message,
+        subject="OnDisk",
+    )
+    plan = plans.after_disk(plan, on_disk.generation)
+    if on_disk.paths:
         if plan.trouble:
             log_once(place, plan.trouble)
-        from checkmate.training.start import from_disk  # noqa: PLC0415 - most starts need nothing from disk
-
-        return from_disk.resume(place, watched, plan, found)
-    if plan.kind == "none":
-        raise RestoreError(f"{plan.trouble}; {on_disk.nothing(checkpoints)}; {ANEW}")
+        return from_disk.resume(place, watched, plan, on_disk)
+    if isinstance(plan, WithoutState):
+        raise RestoreError(f"{plan.trouble}; {from_disk.no_checkpoint(checkpoints)}; {ANEW}")
     log_once(place, "the shadow nodes hold nothing: training begins with iteration 0")
     return Start(plan), None
 
@@ -183,38 +212,38 @@ def plan_fresh(place: Membership, stubs: Stubs, timeout: float) -> RestartPlan:
     """Plan, on all ranks together, a start from iteration 0, for scripts that do not call `restore`."""
 
     def make() -> RestartPlan:
-        generation = on_disk.look(None).generation
+        generation = from_disk.list_checkpoints(None).generation
         return plans.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
 
-    return agree(place, RestartPlan, make)
+    return agree(place, make, plans.from_message, subject="RestartPlan")
 
 
 def _from_nodes(
-    place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float
+    place: Membership, watched: Watched, stubs: Stubs, plan: FromNodes, start: Start, timeout: float
 ) -> tuple[Any, str]:
     """Read and install the planned iteration; return the user's `extra`, and the errors of all ranks."""
-    began = time.monotonic()
+    began_at = time.monotonic()
     readers = sharing.readers_of(place, watched.model)
 
     def read(readers: Readers | None) -> Fetched:
-        return from_nodes.read(place, watched, stubs, start.plan, timeout, readers)
+        return from_nodes.read(place, watched, stubs, plan, timeout, readers)
 
-    got, trouble, unread = on_all(place, partial(read, readers))
+    fetched, trouble, unread = run_on_all_ranks(place, partial(read, readers))
     parts = None
     if not trouble:
-        tables = exchange.gather(sharing.table(got.states) if readers else None, named=place.named)
-        prepare = partial(sharing.prepare, got.states, tables, readers, place.named)
-        parts, trouble, unread = on_all(place, prepare)
+        tables = exchange.gather(sharing.table(fetched.states) if readers else None, named=place.named)
+        prepare = partial(sharing.prepare, fetched.states, tables, readers, place.named)
+        parts, trouble, unread = run_on_all_ranks(place, prepare)
     if trouble and unread and any(exchange.gather(readers is not None, named=place.named)):
         # another division into buckets has other parameters in a shard, for example
         log_once(place, f"each rank reads all of the state, because its part can't be read: {trouble}")
         parts = None
-        got, trouble, _ = on_all(place, partial(read, None))
+        fetched, trouble, _ = run_on_all_ranks(place, partial(read, None))
     if trouble:
         return None, trouble
-    states = sharing.share(got.states, parts, place.named)
-    fetched = RESTORE_FETCHED(iteration=start.plan.iteration, seconds=seconds_since(began))
-    say(logging.DEBUG, fetched, "state read from the shadow nodes")
-    whole = replace(got, states=states)
-    extra, trouble, _ = on_all(place, lambda: from_nodes.install(place, watched, start, whole))
+    states = sharing.share(fetched.states, parts, place.named)
+    event = RESTORE_FETCHED(iteration=plan.iteration, seconds=seconds_since(began_at))
+    say(logging.DEBUG, event, "state read from the shadow nodes")
+    whole = replace(fetched, states=states)
+    extra, trouble, _ = run_on_all_ranks(place, lambda: from_nodes.install(place, watched, start, whole))
     return extra, trouble

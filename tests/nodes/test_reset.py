@@ -24,7 +24,7 @@ from checkmate.nodes.standing import Lacking
 from checkmate.nodes.stubs import Stubs
 from checkmate.nodes.target import find_source
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.start import fence, on_disk
+from checkmate.training.start import fence, from_disk
 from testbed.jobs import job_data
 from testbed.small_training import SmallTraining
 from tests.support.cli import COMMAND, invoke
@@ -90,7 +90,7 @@ def test_the_next_start_begins_anew_and_the_discarded_run_cannot(stack: ExitStac
     with pytest.raises(grpc.RpcError, match="generation 3 was discarded by `checkmate reset`"):
         again.begin([0], generation=3, start=b"the second start")
     plan = fence.plan_restore(here.job, stubs, TIMEOUT, lambda: 5)
-    assert (plan.kind, plan.generation, plan.discarded, plan.iteration) == ("reset", 6, 5, -1)
+    assert (plan.kind, plan.generation, plan.discarded) == ("reset", 6, 5)
     assert plan.incarnation == training.incarnation + 1
     again.incarnation = plan.incarnation
     again.begin([0, 1], generation=plan.generation, start=plan.start, run=plan.run)
@@ -140,8 +140,13 @@ def test_checkpoints_of_discarded_runs_stay_but_are_not_used(tmp_path: Path) -> 
         "generation-0003-iteration-00000001",
     ):
         (tmp_path / f"{name}.pt").write_bytes(b"x")
-    assert [len(on_disk.look(tmp_path, discarded).paths) for discarded in (0, 1, 2, 3)] == [3, 2, 1, 0]
-    assert on_disk.look(tmp_path, 3).generation == 3
+    assert [len(from_disk.list_checkpoints(tmp_path, discarded).paths) for discarded in (0, 1, 2, 3)] == [
+        3,
+        2,
+        1,
+        0,
+    ]
+    assert from_disk.list_checkpoints(tmp_path, 3).generation == 3
 
 
 @needs_buffers

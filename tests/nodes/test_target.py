@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from checkmate.nodes.standing import Answers, Lacking, NoAnswer, Shard, beginning_of, newest_refusal
 from checkmate.nodes.target import Target, find_settled, find_target, next_incarnation
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.start.fetch import spread
+from checkmate.training.start.from_nodes import spread
 from testbed.jobs import job
 from tests.support.shadow.standings import JOB, SHARDS, all_holds, answers, held, hold, newest, node
 

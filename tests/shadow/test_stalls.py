@@ -18,7 +18,7 @@ from checkmate.shadow.calls.fence import QUIET
 from checkmate.shadow.clock import STALL, AwakeClock, Silence
 from checkmate.shadow.replica.replica import Replica
 from checkmate.training.start import fence
-from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.plans import FromNodes, RestartPlan
 from testbed.copies import Copies, local_job
 from testbed.small_training import SmallTraining, status
 from tests.support.labs.end_hosts import needs_buffers
@@ -108,7 +108,7 @@ def test_a_node_that_was_stopped_while_training_died_has_lost_nothing(
             line.close()
         processes[stopped].process.send_signal(signal.SIGCONT)
         plan = planned(job)
-        assert (plan.kind, plan.iteration) == ("nodes", training.iteration), plan.trouble
+        assert isinstance(plan, FromNodes) and plan.iteration == training.iteration, plan
         for node in range(nodes):
             training.check(node, node, plan.iteration)
 
@@ -124,7 +124,7 @@ def test_records_that_one_node_lacks_are_copied_from_another_at_a_restart(
     for _ in range(count):
         training.iterate(records=[0])
     plan = planned(here.job)
-    assert (plan.kind, plan.iteration) == ("nodes", count), plan.trouble
+    assert isinstance(plan, FromNodes) and plan.iteration == count, plan
     for node in (0, 1):
         training.check(node, node, count)
 
@@ -145,7 +145,7 @@ def test_what_was_trained_faster_than_nodes_step_is_stepped_before_a_restart(
     for _ in range(60):
         training.iterate()
     plan = planned(here.job)
-    assert (plan.kind, plan.iteration) == ("nodes", 59), plan.trouble
+    assert isinstance(plan, FromNodes) and plan.iteration == 59, plan
     for node in (0, 1):
         training.check(node, node, 59)
 

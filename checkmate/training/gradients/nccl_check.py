@@ -16,7 +16,7 @@ from checkmate.training.errors import SessionError
 from checkmate.training.gradients.nccl_setup import NcclMaker
 from checkmate.training.start import exchange, nccl_runtime
 from checkmate.training.start.membership import Start, place
-from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.plans import NewRun
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import Slicing
@@ -80,7 +80,7 @@ def examine(job: Job, gpu: int, sizes: Sequence[int] = SIZES) -> list[RankVerdic
     device = nccl_runtime.runtime.device(gpu)
     layout = sample_layout(session.shards, nccl_runtime.slicing_for(session, {device}), sizes)
     with ExitStack() as undo:
-        start = Start(RestartPlan("nothing", 0, "check"))
+        start = Start(NewRun(incarnation=0, run="check"))
         maker = NcclMaker(session, layout, start, device, undo, required=False)
         maker.make()
         channels = () if maker.library is None else tuple(_compared_channels(maker, layout))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from checkmate.consolidate.disk import DiskError
 from checkmate.errors import CheckmateError
@@ -12,7 +12,7 @@ from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.state import StateError
 from checkmate.training.start import exchange
 from checkmate.training.start.exchange import ExchangeError
-from checkmate.training.start.fetch import FetchError
+from checkmate.training.start.from_nodes import FetchError
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Membership
 
@@ -26,22 +26,18 @@ class RestoreError(CheckmateError, RuntimeError):
     """No complete state is available to resume from. The message names the shards and nodes concerned."""
 
 
-class FirstRanksFinding(Protocol):
-    """What rank 0 finds out for all."""
+class Decision(Protocol):
+    """A decision of rank 0 for all ranks."""
 
     def message(self) -> Any:
         """Return it as JSON can express it."""
 
-    @classmethod
-    def of_message(cls, message: Any) -> Self:
-        """Return what `message` has made. Raise `ValueError` if it is malformed."""
 
-
-A = TypeVar("A", bound=FirstRanksFinding)
+A = TypeVar("A", bound=Decision)
 
 
 class RankOutcome(NamedTuple):
-    """What this rank's work had for a result, and how it went on all ranks."""
+    """The result of this rank's work, and its status on all ranks."""
 
     result: Any
     trouble: str
@@ -56,26 +52,33 @@ def log_once(place: Membership, message: str) -> None:
         _log.info("%s", message)
 
 
-def agree(place: Membership, kind: type[A], make: Callable[[], A]) -> A:
-    """Return on all ranks what `make` returns on rank 0; raise `RestoreError` on all ranks if it raises."""
+def agree(place: Membership, make: Callable[[], A], from_message: Callable[[Any], A], *, subject: str) -> A:
+    """Return on all ranks what `make` returns on rank 0; raise `RestoreError` on all ranks if it raises.
+
+    Args:
+        place: This rank's place.
+        make: Decides, on rank 0 alone.
+        from_message: Returns the decision of a `message`. It raises `ValueError` if that is malformed.
+        subject: The decision's name in errors.
+    """
     message: Any = None
     if place.rank == 0:
         try:
             message = {"made": make().message()}
         except Exception as error:  # noqa: BLE001 - others would wait for ever
             message = {"trouble": exchange.shortened(f"{place.name}: {type(error).__name__}: {error}")}
-    told = exchange.broadcast(message, 0, named=place.named)
-    if not isinstance(told, dict) or told.keys() not in ({"made"}, {"trouble"}):
+    answer = exchange.broadcast(message, 0, named=place.named)
+    if not isinstance(answer, dict) or answer.keys() not in ({"made"}, {"trouble"}):
         raise ExchangeError("rank 0 sent neither a plan nor an error")
-    if "trouble" in told:
-        raise RestoreError(str(told["trouble"]))
+    if "trouble" in answer:
+        raise RestoreError(str(answer["trouble"]))
     try:
-        return kind.of_message(told["made"])
+        return from_message(answer["made"])
     except ValueError as error:
-        raise ExchangeError(f"rank 0 sent a malformed {kind.__name__}: {error}") from None
+        raise ExchangeError(f"rank 0 sent a malformed {subject}: {error}") from None
 
 
-def on_all(place: Membership, do: Callable[[], Any]) -> RankOutcome:
+def run_on_all_ranks(place: Membership, do: Callable[[], Any]) -> RankOutcome:
     """Do this rank's work, which must not wait for other ranks; return how it went on all ranks.
 
     Raise `RestoreError` on all ranks if the state of one is of other ranks: older state must not replace it.

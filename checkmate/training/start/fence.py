@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -30,8 +30,15 @@ from checkmate.nodes.stubs import Stubs, checked, reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.training.start.plans import PlanKind, RestartPlan, plan_new_run
-from checkmate.training.start.repair import wanted_parts
+from checkmate.training.start.plans import (
+    AfterReset,
+    FromNodes,
+    NewRun,
+    RefusedStart,
+    RestartPlan,
+    WithoutState,
+    new_run_fields,
+)
 from checkmate.wording import at_iteration, counted
 
 _log: Final = logging.getLogger("checkmate")
@@ -129,7 +136,7 @@ class Fence:
             self._ended.wait(_AGAIN_SECONDS)
 
 
-def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
+def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> NewRun:
     """Fence the nodes, and begin with iteration 0 whatever they hold."""
     fence = Fence(job, stubs, time.monotonic() + timeout)
     fence.wait(lambda: False)
@@ -137,9 +144,9 @@ def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
     marks = _say_refusal(fence)
     for node, why in sorted(fence.failures.items()):
         _log.warning("%s: %s; it is seeded when it answers", node_name(job, node), why)
-    held = [hold.stepped for _, hold in counted_holds(fence.answers)]
-    trouble = f"the shadow nodes held iteration {max(held)}, which is discarded" if held else ""
-    return replace(_without_nodes("nothing", fence, trouble), marks=marks)
+    iterations = [hold.stepped for _, hold in counted_holds(fence.answers)]
+    trouble = f"the shadow nodes held iteration {max(iterations)}, which is discarded" if iterations else ""
+    return NewRun(**_new_run(fence), marks=marks, trouble=trouble)
 
 
 def plan_restore(
@@ -149,13 +156,13 @@ def plan_restore(
 
     `on_disk` returns the greatest generation of a checkpoint on disk.
     """
-    began = time.monotonic()
-    fence = Fence(job, stubs, began + timeout, drain=True)
+    began_at = time.monotonic()
+    fence = Fence(job, stubs, began_at + timeout, drain=True)
     fence.wait(lambda: _enough(job, fence.replies))
     fence.close()
     marks = _say_refusal(fence)
-    drained = RESTORE_DRAINED(nodes=sorted(fence.answers), seconds=seconds_since(began))
-    say(logging.DEBUG, drained, "%s drained", counted(len(fence.answers), "shadow node"))
+    event = RESTORE_DRAINED(nodes=sorted(fence.answers), seconds=seconds_since(began_at))
+    say(logging.DEBUG, event, "%s drained", counted(len(fence.answers), "shadow node"))
     return replace(_plan(job, stubs, timeout, on_disk, fence), marks=marks)
 
 
@@ -164,70 +171,67 @@ def _plan(job: Job, stubs: Stubs, timeout: float, on_disk: Callable[[], int], fe
     if 0 < discarded(fence.answers) == greatest_generation(fence.answers):
         return _after_reset(job, stubs, fence, on_disk())
     if trouble := other_ranks(job, fence.answers):
-        return _without_nodes("refused", fence, f"{trouble}. {RESHARDING}")
+        return RefusedStart(**_new_run(fence), trouble=f"{trouble}. {RESHARDING}")
     if fence.complete and all(answer.holds_nothing for answer in fence.answers.values()):
-        return _without_nodes("nothing", fence)
+        return NewRun(**_new_run(fence))
     _freeze(job, stubs, fence)
     answers = fence.answers.values()
     try:
-        chosen = target.find_target(job, fence.replies)
-        request = pb.SettleRequest(
-            job=job.job, iteration=chosen.iteration, run=chosen.run, continues=chosen.start
-        )
-        asked, seconds = list(fence.answers), fence.within(SETTLE_SECONDS)
-        settled = stubs.ask(asked, lambda stub: stub.Settle, request, seconds)
-        holders = target.find_settled(job, chosen, {**fence.replies, **settled})
+        goal = target.find_target(job, fence.replies)
+        request = pb.SettleRequest(job=job.job, iteration=goal.iteration, run=goal.run, continues=goal.start)
+        nodes, seconds = list(fence.answers), fence.within(SETTLE_SECONDS)
+        replies = stubs.ask(nodes, lambda stub: stub.Settle, request, seconds)
+        holders = target.find_settled(job, goal, {**fence.replies, **replies})
     except Lacking as error:
-        waited = "" if fence.complete else f" within {timeout:g} s"
-        trouble = f"no iteration is complete on the shadow nodes{waited}: {error}"
-        return _without_nodes("none", fence, trouble)
-    if chosen.behind:
-        newest = chosen.iteration + chosen.behind
-        at = at_iteration(chosen.iteration)
+        limit = "" if fence.complete else f" within {timeout:g} s"
+        trouble = f"no iteration is complete on the shadow nodes{limit}: {error}"
+        return WithoutState(**_new_run(fence), trouble=trouble)
+    if goal.behind:
+        newest = goal.iteration + goal.behind
+        at = at_iteration(goal.iteration)
         _log.warning("iteration %d was stepped, but the newest complete state is the one %s", newest, at)
-    return RestartPlan(
-        "nodes",
-        target.next_incarnation(answers, time.time()),
-        chosen.run,
-        chosen.iteration,
-        holders,
-        generation=chosen.generation,
+    return FromNodes(
+        incarnation=target.next_incarnation(answers, time.time()),
+        run=goal.run,
+        iteration=goal.iteration,
+        holders=holders,
+        generation=goal.generation,
         generation_seen=greatest_generation(fence.answers),
         discarded=discarded(fence.answers),
-        continued=chosen.start,
+        continued=goal.start,
     )
 
 
-def _after_reset(job: Job, stubs: Stubs, fence: Fence, on_disk: int) -> RestartPlan:
+def _after_reset(job: Job, stubs: Stubs, fence: Fence, on_disk: int) -> AfterReset:
     """Plan the first start after `checkmate reset`, which knew nothing of the checkpoints on disk."""
-    found = _without_nodes("reset", fence)
-    generation = max(found.discarded, on_disk)
-    for node, said in stubs.reset(fence.answers, generation).items():
-        if isinstance(said, str):
-            _log.warning("%s: %s", node_name(job, node), said)
-    return replace(found, discarded=generation, generation=generation + 1)
+    plan = AfterReset(**_new_run(fence))
+    generation = max(plan.discarded, on_disk)
+    for node, reply in stubs.reset(fence.answers, generation).items():
+        if isinstance(reply, str):
+            _log.warning("%s: %s", node_name(job, node), reply)
+    return replace(plan, discarded=generation, generation=generation + 1)
 
 
 def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
     """Have drained nodes copy missing parts from one another, drain again, and stop for good."""
-    wanted = wanted_parts(fence.answers.values())
-    for node, reply in stubs.ask_each(wanted, lambda stub: stub.Copy, fence.within(COPY_SECONDS)).items():
+    requests = missing_parts(fence.answers.values())
+    for node, reply in stubs.ask_each(requests, lambda stub: stub.Copy, fence.within(COPY_SECONDS)).items():
         for trouble in [reply] if isinstance(reply, str) else reply.troubles:
             _log.warning("%s: %s", node_name(job, node), trouble)
     drain = pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True, protocol=PROTOCOL)
-    if wanted or not all(answer.drained for answer in fence.answers.values()):
+    if requests or not all(answer.drained for answer in fence.answers.values()):
         # The first drain of an early node may have lacked parts from a late one.
         stubs.ask(list(fence.answers), lambda stub: stub.Fence, drain, fence.within(2 * DRAIN_SECONDS))
     stop = pb.FenceRequest(job=job.job, timeout=READ_SECONDS, protocol=PROTOCOL)
-    stopped = stubs.ask(list(fence.answers), lambda stub: stub.Fence, stop, fence.within(2 * READ_SECONDS))
-    fence.replies.update(stopped)
+    replies = stubs.ask(list(fence.answers), lambda stub: stub.Fence, stop, fence.within(2 * READ_SECONDS))
+    fence.replies.update(replies)
 
 
-def _without_nodes(kind: PlanKind, fence: Fence, trouble: str = "") -> RestartPlan:
+def _new_run(fence: Fence) -> dict[str, Any]:
+    """Return the fields of a plan without the nodes' state, which a new run begins."""
     answers = fence.answers
     incarnation = target.next_incarnation(answers.values(), time.time())
-    made = plan_new_run(incarnation, trouble, greatest_generation(answers), discarded(answers))
-    return replace(made, kind=kind)
+    return new_run_fields(incarnation, greatest_generation(answers), discarded(answers))
 
 
 def _say_refusal(fence: Fence) -> bool:
@@ -248,3 +252,59 @@ def _enough(job: Job, replies: Answers) -> bool:
         return target.find_target(job, replies).complete
     except Lacking:
         return False
+
+
+Key = tuple[int, int, str, bytes]
+"""Identifies a DP group in one start of training: group, incarnation, run, start."""
+Part = tuple[int, int]
+"""Identifies a part: a rank's position, and an iteration."""
+
+
+def missing_parts(answers: Iterable[pb.NodeStatus]) -> dict[int, pb.CopyRequest]:
+    """Return, by node, the parts that it lacks and another node has (design, section 7).
+
+    A node does not need parts of a start of training that it is not in, nor of iterations that all its holds
+    have stepped. `answers` are those to `Fence`.
+    """
+    answers = list(answers)
+    sources: dict[Key, dict[Part, int]] = {}  # a node that has each part
+    for answer in answers:
+        for parts in answer.parts:
+            nodes = sources.setdefault(_key(parts), {})
+            for part in _parts(parts):
+                nodes.setdefault(part, answer.node)
+    requests = {}
+    for answer in answers:
+        request = pb.CopyRequest(job=answer.job)
+        for parts in answer.parts:
+            lacking = sources[_key(parts)].keys() - set(_parts(parts))
+            stepped = [hold.stepped for hold in answer.holds if hold.shard.group == parts.group]
+            needed = sorted(part for part in lacking if part[1] > min(stepped, default=-1))
+            request.wanted.extend(_grouped(parts, {part: sources[_key(parts)][part] for part in needed}))
+        if request.wanted:
+            requests[answer.node] = request
+    return requests
+
+
+def _key(parts: pb.PartsHeld) -> Key:
+    return (parts.group, parts.incarnation, parts.run, parts.start)
+
+
+def _parts(parts: pb.PartsHeld) -> Iterator[Part]:
+    return ((run.position, t) for run in parts.ranges for t in range(run.first, run.last + 1))
+
+
+def _grouped(parts: pb.PartsHeld, needed: Mapping[Part, int]) -> Iterator[pb.PartsWanted]:
+    """Yield the needed parts, as ranges per source node."""
+    for node in dict.fromkeys(needed.values()):
+        ranges = pb.PartsWanted(node=node)
+        ranges.parts.CopyFrom(
+            pb.PartsHeld(group=parts.group, incarnation=parts.incarnation, run=parts.run, start=parts.start)
+        )
+        for position, t in (part for part, source in needed.items() if source == node):
+            last = ranges.parts.ranges[-1] if ranges.parts.ranges else None
+            if last is not None and (last.position, last.last + 1) == (position, t):
+                last.last = t
+            else:
+                ranges.parts.ranges.add(position=position, first=t, last=t)
+        yield ranges

@@ -17,8 +17,8 @@ from checkmate.events.kinds import TRAINER_NODE_TROUBLE, TRAINER_OVERLAPS, TRAIN
 from checkmate.events.saying import say
 from checkmate.job.mesh import group_name
 from checkmate.nodes.other_ranks import job_ranks
-from checkmate.nodes.standing import overlap_words
-from checkmate.nodes.stubs import Stubs, reason
+from checkmate.nodes.standing import node_name, overlap_words
+from checkmate.nodes.stubs import UNREACHABLE, Stubs, reason
 from checkmate.output.log_lines import Repetition, left_out_words
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL, REFUSAL_MAX, TEXT_MAX
@@ -28,9 +28,9 @@ from checkmate.training.record.buffers import FIRST_BYTES, Buffers
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership, Start
-from checkmate.training.start.ready import await_ready, await_stepped
+from checkmate.training.start.plans import FromNodes
 from checkmate.wire.layout import Layout
-from checkmate.wording import shortened
+from checkmate.wording import at_iteration, counted, shortened
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -313,10 +313,12 @@ def seed_at_start(place: Membership, layout: Layout, start: Start, seeders: Mapp
     Of n ranks, the one at ring position p sends the shards s with s mod n = p. `seeders` has the nodes that
     have begun.
     """
+    plan = start.plan
+    holders = plan.holders if start.keep and isinstance(plan, FromNodes) else {}
     for shard in range(place.position, place.shards, place.ranks):
-        kept = start.plan.holders.get((place.group, shard), ()) if start.keep else ()
+        seeded = holders.get((place.group, shard), ())
         for node in place.holders(shard):
-            if node.id in seeders and node.id not in kept:
+            if node.id in seeders and node.id not in seeded:
                 seeders[node.id].want(shard, layout.of_shard(shard))
 
 
@@ -354,3 +356,92 @@ def give_buffers(
             ", ".join(without),
             FIRST_BYTES >> 20,
         )
+
+
+_POLL_SECONDS: Final = 0.1
+_FIRST_POLL_SECONDS: Final = 0.01
+"""Streams take some 50 ms to connect after a restart; each further poll waits longer."""
+_STATUS_SECONDS: Final = 2.0
+
+_CONTROLLER: Final = "streams need `checkmate run` of this job: `checkmate status JOB` shows them"
+
+Holds = Mapping[int, Mapping[int, pb.HoldStatus] | str]
+"""By node: its holds by shard, or why it has not answered."""
+
+
+def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: float) -> str:
+    """Wait until all holds of the group are connected and seeded. Return in words those that are not."""
+    pause = _FIRST_POLL_SECONDS
+    while True:
+        lacking = _lacking(place, stubs, incarnation)
+        if not lacking or time.monotonic() > deadline:
+            hint = [_CONTROLLER] if any("streams are connected" in one for one in lacking) else []
+            return "; ".join([*lacking, *hint])
+        time.sleep(pause)
+        pause = min(1.5 * pause, _POLL_SECONDS)
+
+
+def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: int, deadline: float) -> str:
+    """Wait until all live holds of the group have stepped an iteration. Return missing shards in words."""
+    while True:
+        found = _holds(place, stubs, incarnation)
+        holds = [hold for held in found.values() if not isinstance(held, str) for hold in held.values()]
+        there = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
+        missing = [shard for shard in range(place.shards) if shard not in there]
+        silent = [found[node.id] for shard in missing for node in place.holders(shard)]
+        waiting = any(hold.live and hold.stepped < iteration for hold in holds)
+        waiting |= any(isinstance(one, str) and not one.startswith(UNREACHABLE) for one in silent)
+        if waiting and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
+            continue
+        return "; ".join(f"shard {shard}: {_progress(place, shard, found)}" for shard in missing)
+
+
+def _progress(place: Membership, shard: int, found: Holds) -> str:
+    """Return the progress of a shard's holders, in words."""
+    words = []
+    for node in place.holders(shard):
+        holds = found[node.id]
+        if isinstance(holds, str):
+            words.append(f"shadow node {node.id}: {holds}")
+            continue
+        held = holds.get(shard)
+        at = at_iteration(held.stepped) if held is not None and held.seeded else "not seeded"
+        words.append(f"shadow node {node.id} is {at}")
+    return ", ".join(words)
+
+
+def _holds(place: Membership, stubs: Stubs, incarnation: int) -> Holds:
+    """Ask the nodes for their holds of the group in this incarnation."""
+    nodes, ours = [node.id for node in place.nodes], (place.group, incarnation)
+    found: dict[int, dict[int, pb.HoldStatus] | str] = {}
+    for node, status in stubs.statuses(nodes, _STATUS_SECONDS).items():
+        if isinstance(status, str):
+            found[node] = status
+        else:
+            holds = [hold for hold in status.holds if (hold.shard.group, hold.incarnation) == ours]
+            found[node] = {hold.shard.shard: hold for hold in holds}
+    return found
+
+
+def _lacking(place: Membership, stubs: Stubs, incarnation: int) -> list[str]:
+    """Return why nodes of the group are not ready, in words; empty if all are."""
+    found = []
+    for number, holds in _holds(place, stubs, incarnation).items():
+        if isinstance(holds, str):
+            found.append(f"{node_name(place.job, number)}: {holds}")
+            continue
+        for shard in range(place.shards):
+            ours = number in [node.id for node in place.holders(shard)]
+            if ours and (trouble := _not_ready(holds.get(shard))):
+                found.append(f"shadow node {number}, shard {shard}: {trouble}")
+    return found
+
+
+def _not_ready(hold: pb.HoldStatus | None) -> str:
+    """Return why a hold can't follow yet, or ""."""
+    if hold is None:
+        return "not begun"
+    if hold.connected < hold.streams:
+        return f"{hold.connected} of {counted(hold.streams, 'stream')} connected"
+    return "" if hold.seeded else "not seeded"

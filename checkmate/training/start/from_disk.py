@@ -1,30 +1,109 @@
-"""Resumes all ranks from a checkpoint on disk, because the shadow nodes have no complete iteration."""
+"""Resumes from a checkpoint on disk, written by `checkmate consolidate`, if the shadow nodes have none.
+
+Rank 0 lists the checkpoints for all ranks. Each rank installs its own parts of the newest one.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
+import torch
+
+from checkmate import state
+from checkmate.consolidate import disk, kept
+from checkmate.consolidate.chunks import Box
 from checkmate.consolidate.stages import Trained, stages
+from checkmate.job.schema import Job
+from checkmate.optim.supported import options_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import disk, exchange
-from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, log_once, on_all
-from checkmate.training.start.install import restored_parts
+from checkmate.training.start import exchange
+from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, log_once, run_on_all_ranks
+from checkmate.training.start.install import (
+    InstallError,
+    check_record,
+    install_gradients,
+    install_record,
+    load_optimizer,
+    restored_parts,
+    sharded_like,
+)
 from checkmate.training.start.membership import Membership, Start
-from checkmate.training.start.on_disk import OnDisk
-from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.plans import NewRun, WithoutState
+from checkmate.wire.parameter import Parameter
+from checkmate.wording import counted
 
 _log: Final = logging.getLogger("checkmate")
+CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
+_MAX_NAMED: Final = 3
+"""The number of unused checkpoints, or of ranks, that a message names."""
 
 
-def resume(place: Membership, watched: Watched, plan: RestartPlan, found: OnDisk) -> tuple[Start, Any]:
+@dataclass(frozen=True)
+class OnDisk:
+    """The checkpoints on disk, the newest first, and their greatest generation."""
+
+    paths: tuple[Path, ...] = ()
+    generation: int = 0
+
+    @property
+    def unused_names(self) -> str:
+        """The older checkpoints, for a message; empty if there are none."""
+        names = [path.name for path in self.paths[1:]]
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        return ", ".join(names[:_MAX_NAMED]) + more
+
+    def message(self) -> list[object]:
+        """Return what JSON can express, for `from_message`."""
+        return [self.generation, *map(str, self.paths)]
+
+    @classmethod
+    def from_message(cls, message: Any) -> OnDisk:
+        """Return the checkpoints in another rank's `message`. Raise `ValueError` if it is something else."""
+        if not isinstance(message, list) or not message or not isinstance(message[0], int):
+            raise ValueError("must be a generation and paths")
+        return cls(tuple(Path(str(path)) for path in message[1:]), message[0])
+
+
+def list_checkpoints(folder: str | Path | None, discarded: int = 0) -> OnDisk:
+    """Return the checkpoints in a folder, by default $CHECKMATE_CHECKPOINTS.
+
+    Those of runs up to the generation `discarded` do not count.
+
+    Raises:
+        DiskError: The folder can't be read.
+    """
+    name = folder or os.environ.get(CHECKPOINTS_VARIABLE)
+    if not name:
+        return OnDisk()
+    path = Path(name).absolute()
+    return OnDisk(tuple(kept.choices(path, discarded)), kept.greatest_generation(path))
+
+
+def no_checkpoint(folder: str | Path | None) -> str:
+    """Return a message for the case that `list_checkpoints` has found no checkpoint."""
+    if name := folder or os.environ.get(CHECKPOINTS_VARIABLE):
+        return f"{name} does not contain a checkpoint"
+    return f"no checkpoint folder is set (pass checkpoints= or set {CHECKPOINTS_VARIABLE})"
+
+
+def resume(
+    place: Membership, watched: Watched, plan: NewRun | WithoutState, checkpoints: OnDisk
+) -> tuple[Start, Any]:
     """Resume from the newest checkpoint. Only the user chooses an older one: it loses iterations."""
-    path, *older = found.paths
-    own = disk.trained_by(place, watched).message()
-    told = exchange.gather(own if place.first else None, named=place.named)
-    trained = [Trained.of_message(told[group.ranks[0].rank]) for group in place.job.dp_groups]
+    path, *older = checkpoints.paths
+    message = trained_by(place, watched).message()
+    messages = exchange.gather(message if place.first else None, named=place.named)
+    trained = [Trained.of_message(messages[group.ranks[0].rank]) for group in place.job.dp_groups]
     groups = stages(place.job, trained)
-    resumed, trouble, _ = on_all(place, lambda: disk.resume(path, place, watched, groups))
+    resumed, trouble, _ = run_on_all_ranks(place, lambda: install_checkpoint(path, place, watched, groups))
     if trouble:
         instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
         raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, ANEW])))
@@ -37,5 +116,253 @@ def resume(place: Membership, watched: Watched, plan: RestartPlan, found: OnDisk
     if resumed.other_ranks:
         _log.warning("%s: %s", path, resumed.other_ranks)
     if older:
-        log_once(place, f"older checkpoints were not used: {found.passed_over}")
+        log_once(place, f"older checkpoints were not used: {checkpoints.unused_names}")
     return Start(plan, record.iteration + 1, record=record), resumed.extra
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The result of a checkpoint's installation."""
+
+    record: pb.IterationRecord
+    """Of the checkpoint's iteration, as shadow nodes get it with the seeds."""
+    extra: Any
+    """This rank's."""
+    ended: bool = False
+    """Whether training had ended with that iteration."""
+    other_ranks: str = ""
+    """How the ranks have changed since, for a warning in this rank's log; empty if it has none to give."""
+
+
+def trained_by(place: Membership, watched: Watched) -> Trained:
+    """Return what this rank's DP group trains."""
+    described = [(name, p.shape, state.dtype_name(p.dtype)) for name, p in watched.model.trained().items()]
+    return Trained.of(described, sharded=bool(watched.model.shard_ranks), share=place.share)
+
+
+def install_checkpoint(
+    path: Path, place: Membership, watched: Watched, stages: Sequence[Sequence[int]]
+) -> Resumed:
+    """Install a checkpoint, bit for bit.
+
+    Args:
+        path: The checkpoint.
+        place: This rank's place.
+        watched: What it trains.
+        stages: The DP groups of each stage of the job.
+
+    Raises:
+        DiskError: It can't be read.
+        InstallError: It is of another job or doesn't fit the script.
+    """
+    stage = next(number for number, groups in enumerate(stages) if place.group in groups)
+    parts = LocalParts(watched, stage)
+    checkpoint = disk.load(path, parts.select)
+    try:
+        saved = disk.stage_in(checkpoint, stage)
+    except KeyError:
+        raise InstallError(f"{path} has no stage {stage}") from None
+    if saved["job"] != place.job.job:
+        raise InstallError(f"{path} belongs to the job {saved['job']}, not to {place.job.job}")
+    if parts.misfits:
+        raise InstallError(f"{path} doesn't fit the script: {parts.misfits[0]}")
+    try:
+        resumed, ranks = _install(saved, place, watched, StageRanks.of_stage(place.job, stages[stage]))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise InstallError(f"{path} doesn't fit the script: {' '.join(str(error).split())}") from error
+    part = "it" if "model" in checkpoint else f"stage {stage} of it"
+    return replace(resumed, other_ranks=ranks.warning(place.rank, part))
+
+
+def _install(
+    saved: dict[str, Any], place: Membership, watched: Watched, present: StageRanks
+) -> tuple[Resumed, Counterparts]:
+    ranks = Counterparts.from_checkpoint(saved, present)
+    record = _record_of(saved, place, ranks.of_rank)
+    check_record(record, watched, place)
+    missing, unexpected = load_model(watched.model, saved["model"])
+    lacking = set(missing) & watched.model.trained().keys()
+    if lacking or unexpected:
+        raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
+    load_optimizer(watched.optimizer, saved["optimizer"])
+    parameters = watched.model.trained()
+    names = set(saved.get("with_gradient", ()))
+    numbers = [number for number, name in enumerate(parameters) if name in names]
+    install_gradients(list(parameters.values()), numbers)
+    record.parts[0].step.with_gradient.extend(numbers)
+    options = [options_of(group) for group in watched.optimizer.param_groups]
+    record.parts[0].step.MergeFrom(pb.Step(options=options, next_options=options))
+    extra = install_record(watched, record, place.position)
+    return Resumed(record, extra, ended=bool(saved.get("ended"))), ranks
+
+
+def _record_of(saved: dict[str, Any], place: Membership, of_rank: Mapping[int, int]) -> pb.IterationRecord:
+    """Return the record of a checkpoint's iteration, which is sent to shadow nodes with the seeds.
+
+    It does not have the optimizer's options yet. `of_rank` has the checkpoint's rank in the place of each of
+    ours. A rank without one gets the lowest rank's `extra`, because that often counts what all ranks have
+    done; but no random generators, because two ranks would draw the same numbers.
+    """
+    record = pb.IterationRecord(iteration=saved["iteration"])
+    members = place.job.dp_groups[place.group].ranks
+    buffers = saved.get("rank_buffers", {})  # what differs from those of the stage's first rank
+    first = buffers.get(of_rank.get(members[0].rank), {})
+    common = saved["extra"].get(min(saved["extra"], default=None))
+    for position, member in enumerate(members):
+        part = record.parts.add(
+            job=place.job.job, group=place.group, position=position, iteration=saved["iteration"]
+        )
+        counterpart = of_rank.get(member.rank)
+        if counterpart in saved["rng"]:
+            part.rng = state.dump_generators(saved["rng"][counterpart])
+        if counterpart in saved["extra"] or (saved["extra"] and counterpart is None):
+            part.extra = state.dumps(saved["extra"].get(counterpart, common))
+        own_buffers = saved["buffers"] | buffers.get(counterpart, {})
+        if position and (names := first.keys() | buffers.get(counterpart, {}).keys()):
+            part.buffers = state.dumps({name: own_buffers[name] for name in sorted(names)})
+    step = record.parts[0].step
+    step.scheduler_class = saved.get("scheduler_class", "")
+    for name in ("scheduler", "scaler"):
+        if saved[name] is not None:
+            setattr(step, name, state.dumps(saved[name]))
+    for name, tensor in (saved["buffers"] | first).items():
+        record.buffers[name] = state.dumps(tensor)
+    return record
+
+
+class LocalParts:
+    """Selects the parts that a rank reads: of its stage only, and only its chunks of a sharded model.
+
+    `misfits` has what of the checkpoint does not fit the script, in words.
+    """
+
+    def __init__(self, watched: Watched, stage: int) -> None:
+        """Look at a script's model and optimizer."""
+        from checkmate.consolidate.assemble import not_trained  # noqa: PLC0415 - most starts read no disk
+
+        model = watched.model
+        self._stage = f"group{stage}"
+        described = [*model.describe(), *model.describe_frozen()] if model.shard_ranks else []
+        self._chunks = {chunk.name: chunk for chunk in described if chunk.whole}
+        self._keys = model.state_names()
+        self._names: dict[object, str] = {}
+        names = {parameter: name for name, parameter in model.parameters().items()}
+        flat = (p for group in watched.optimizer.param_groups for p in group["params"])
+        for number, parameter in enumerate(flat):
+            if name := names.get(parameter):
+                self._names |= dict.fromkeys([number, name, not_trained(number)], name)
+        self.misfits: list[str] = []
+
+    def select(self, path: Sequence[object], shape: Sequence[int]) -> Box | None:
+        """Return this rank's part of a tensor, or `None` for all of it.
+
+        Args:
+            path: The keys that lead to it: `("model", "weight")`, or `("group1", "model", "weight")`.
+            shape: Its shape.
+        """
+        first, *inner = path
+        if isinstance(first, str) and first.startswith("group"):
+            if first != self._stage:
+                return Box((0,) * len(shape), (0,) * len(shape))
+            path = inner
+        chunk = self._parameter(path)
+        if chunk is None or (path[0] == "optimizer" and not shape):
+            return None
+        if tuple(shape) != chunk.whole:
+            key, parameter = ".".join(map(str, path)), f"{chunk.name} {list(chunk.whole)}"
+            self.misfits.append(f"it has {key} {list(shape)} in place of {parameter}")
+            return None
+        return Box(chunk.offset, chunk.shape)
+
+    def _parameter(self, path: Sequence[object]) -> Parameter | None:
+        """Return the parameter to which a tensor belongs, if it is one of which this rank has a chunk."""
+        match path:
+            case ["model", str(key)]:
+                return self._chunks.get(self._keys.get(key, key))
+            case ["buffers", str(name)]:
+                return self._chunks.get(name)
+            case ["optimizer", "state", number, _]:
+                return self._chunks.get(self._names.get(number, ""))
+        return None
+
+
+def load_model(model: TrainedModel, saved: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+    """Set a model's `state_dict()`, of which `saved` has this rank's parts.
+
+    Returns:
+        The keys that are missing, and those that the model does not know.
+    """
+    tensors, names = model.tensors(), model.state_names()
+    parts = {
+        key: sharded_like(tensors[names[key]], part) if names.get(key) in tensors else part
+        for key, part in saved.items()
+    }
+    missing, unexpected = model.inner.load_state_dict(parts, strict=False)
+    return missing, unexpected
+
+
+@dataclass(frozen=True)
+class StageRanks:
+    """The global ranks of a stage, in order of their places, and the size of its tensor parallelism."""
+
+    ranks: tuple[int, ...]
+    tp: int = 1
+
+    @classmethod
+    def of_stage(cls, job: Job, groups: Collection[int]) -> StageRanks:
+        """Return those of a job's stage of these DP groups."""
+        ranks = (rank.rank for group in groups for rank in job.dp_groups[group].ranks)
+        return cls(tuple(sorted(ranks)), 1 if job.mesh is None else job.mesh.tp)
+
+    @property
+    def places(self) -> dict[tuple[int, int], int]:
+        """The ranks, by place."""
+        return {divmod(number, self.tp): rank for number, rank in enumerate(self.ranks)}
+
+
+@dataclass(frozen=True)
+class Counterparts:
+    """The ranks of a stage, as they are in a checkpoint and now."""
+
+    saved: StageRanks
+    present: StageRanks
+
+    @classmethod
+    def from_checkpoint(cls, saved: Mapping[str, Any], present: StageRanks) -> Counterparts:
+        """Return those for the part of a checkpoint that has a stage.
+
+        Up to protocol 4 it does not name its ranks. All of them have random generators.
+        """
+        ranks, tp = saved.get("ranks", sorted(saved["rng"])), saved.get("tp", present.tp)
+        return cls(StageRanks(tuple(ranks), tp), present)
+
+    @cached_property
+    def of_rank(self) -> Mapping[int, int]:
+        """The checkpoint's rank at the place of each of ours, if it has one there."""
+        saved = self.saved.places
+        return {rank: saved[place] for place, rank in self.present.places.items() if place in saved}
+
+    def warning(self, rank: int, stage: str) -> str:
+        """Return what the log of one of our ranks has to say, or "".
+
+        The first rank tells of all changes, any other one only of what it lacks itself.
+
+        Args:
+            rank: The rank.
+            stage: The checkpoint's part in messages, such as `stage 1 of it`.
+        """
+        first, *_ = self.present.ranks
+        new = [number for number in self.present.ranks if number not in self.of_rank]
+        extra = f"extra() of the checkpoint's rank {self.saved.ranks[0]}"
+        if rank != first:
+            warning = f"rank {rank} keeps the script's random generators, and gets {extra}"
+            return f"{warning}, because the checkpoint has no rank in its place" if rank in new else ""
+        if not new and len(self.of_rank) == len(self.saved.ranks):
+            return ""
+        before, now = counted(len(self.saved.ranks), "rank"), len(self.present.ranks)
+        warning = f"{stage} is of {before}, and there are {now} now"
+        if new:
+            more = f" and {len(new) - _MAX_NAMED} more" if new[_MAX_NAMED:] else ""
+            names = f"{', '.join(map(str, new[:_MAX_NAMED]))}{more}"
+            warning += f": ranks {names} keep the script's random generators, and get {extra}"
+        return warning

@@ -1,13 +1,17 @@
-"""The job that CHECKMATE_JOB names. It is read again only if one of its files has changed.
+"""The job that CHECKMATE_JOB names, and the meshes of its ranks.
 
-A job of thousands of ranks takes a second to read and check, and `shard_mesh`, `restore` and `protect` each
-need it. So does each start: a job that was checked before is taken from the user's cache.
+It is read again only if one of its files has changed. A job of thousands of ranks takes a second to read and
+check, and `shard_mesh`, `restore` and `protect` each need it. So does each start: a job that was checked
+before is taken from the user's cache.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
 
 from checkmate.job.kept import CheckedJob, keep, read_kept
 from checkmate.job.schema import JOB_VARIABLE, Job
@@ -42,3 +46,64 @@ def _read(file: Path) -> CheckedJob:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's: one process of a host is enough
         keep(file, checked)
     return checked
+
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DIMENSIONS: Final = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+def job_mesh(device_type: str) -> DeviceMesh:
+    """Return the mesh of the job's ranks, whose parts are for `parallelize_module` and `fully_shard`.
+
+    All ranks call it, once, because it makes process groups. `job_mesh("cuda")["dp_shard"]` is what
+    `shard_mesh` returns. Do not give `fully_shard` the dimension `dp_replicate`: Checkmate reduces over it.
+
+    Args:
+        device_type: The devices of the ranks: `cuda` or `cpu`.
+
+    Returns:
+        A mesh of the dimensions `pp`, `dp_replicate`, `dp_shard` and `tp`, as in the `mesh` of the job, which
+        CHECKMATE_JOB names. Without a `mesh`, all of the job's DP groups are shards of one model.
+
+    Raises:
+        SessionError: The job can't be read, or its DP groups have different numbers of ranks.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes seconds
+
+    return DeviceMesh(device_type, arranged(named_job()), mesh_dim_names=DIMENSIONS)
+
+
+def shard_mesh(device_type: str) -> DeviceMesh:
+    """Return the mesh of the shards for `fully_shard(module, mesh=...)`. All ranks call it.
+
+    The job, named by CHECKMATE_JOB, has a DP group for each shard. The ranks at one place of all groups share
+    a replica of the model: 0 and 1 with the DP groups `[0, 2]` and `[1, 3]`. With a `mesh` in the job it is
+    the dimension `dp_shard` of that.
+
+    Args:
+        device_type: The devices of the ranks: `cuda` or `cpu`.
+
+    Returns:
+        A mesh of one dimension, `dp_shard`.
+
+    Raises:
+        SessionError: As `job_mesh`.
+    """
+    return job_mesh(device_type)["dp_shard"]
+
+
+def arranged(job: Job) -> torch.Tensor:
+    """Return a job's ranks, by `DIMENSIONS`. Raise `SessionError` as `job_mesh`.
+
+    Without a `mesh` in the job, all of its DP groups are shards of one model.
+    """
+    groups = [[rank.rank for rank in group.ranks] for group in job.dp_groups]
+    if len({len(group) for group in groups}) > 1:
+        sizes = ", ".join(str(len(group)) for group in groups)
+        raise SessionError(
+            f"the DP groups of job {job.job} have {sizes} ranks: each shard needs the same number of replicas"
+        )
+    stages, shards, parts = (job.mesh.pp, job.mesh.dp_shard, job.mesh.tp) if job.mesh else (1, len(groups), 1)
+    return torch.tensor(groups).view(stages, shards, parts, -1).permute(0, 3, 1, 2)

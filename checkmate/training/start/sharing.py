@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
@@ -15,14 +15,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from checkmate.nodes.reader import Asked, States
-from checkmate.state import DTYPES, dtype_name
+from checkmate.state import DTYPES, bytes_of, dtype_name
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
 from checkmate.training.start.exchange import ExchangeError, Named
 from checkmate.training.start.membership import Membership
-from checkmate.training.start.pieces import PIECE_BYTES, SentPiece, TensorBytes
 from checkmate.wire.layout import Layout
 
 IN_FLIGHT: Final = 8
@@ -262,3 +262,66 @@ class Parts:
             if sent is not piece.bytes:
                 piece.bytes.copy_(sent)
             piece.take()
+
+
+PIECE_BYTES: Final = 4 << 20
+"""What a rank sends at once, at most."""
+PACKED_BELOW: Final = 64 << 10
+"""Tensors of fewer bytes are sent together, because each broadcast takes time. Larger ones are not copied."""
+
+
+class SentPiece:
+    """Bytes that are sent at once: a part of one tensor, or several small tensors."""
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        self._views = views
+        self.bytes = views[0]
+        """All of them, in order. They are the tensor's own if there is only one."""
+        if len(views) > 1:
+            self._lengths = [view.nbytes for view in views]
+            self.bytes = torch.empty(sum(self._lengths), dtype=torch.uint8)
+
+    def give(self) -> None:
+        """Copy the tensors to `bytes`."""
+        if len(self._views) > 1:
+            torch.cat(list(self._views), out=self.bytes)
+
+    def take(self) -> None:
+        """Copy `bytes` to the tensors."""
+        if len(self._views) > 1:
+            for view, part in zip(self._views, self.bytes.split_with_sizes(self._lengths), strict=True):
+                view.copy_(part)
+
+
+class TensorBytes:
+    """The bytes of a sequence of tensors, with memory to send or receive them."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._flats = [one.contiguous().reshape(-1).view(torch.uint8) for one in tensors if one.nbytes]
+        self.pieces = [SentPiece(views) for views in _cut(self._flats)]
+
+    def digest(self) -> str:
+        """Return XXH3 of all bytes: it finds accidents."""
+        hashed = xxhash.xxh3_128()
+        for flat in self._flats:
+            hashed.update(bytes_of(flat))
+        return hashed.hexdigest()
+
+
+def _cut(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the views of which pieces consist: large tensors in parts, small ones together."""
+    small: list[torch.Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        for view in torch.split(tensor, PIECE_BYTES) if tensor.nbytes > PIECE_BYTES else (tensor,):
+            length = view.nbytes
+            if length >= PACKED_BELOW:
+                yield [view]
+                continue
+            if nbytes + length > PIECE_BYTES:
+                yield small
+                small, nbytes = [], 0
+            small.append(view)
+            nbytes += length
+    if small:
+        yield small

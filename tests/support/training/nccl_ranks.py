@@ -20,7 +20,7 @@ from checkmate.training.gradients.nccl_setup import NcclMaker
 from checkmate.training.start import membership, nccl_runtime
 from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.nccl_runtime import NcclRuntime
-from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.plans import NewRun
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.parameter import Parameter
@@ -63,7 +63,7 @@ def prepare(
     for name in [name for name in os.environ if name.startswith("NCCL_") and "DEBUG" not in name]:
         del os.environ[name]
     be_a_host(rank)
-    start = Start(RestartPlan("nothing", 7, "run"))
+    start = Start(NewRun(incarnation=7, run="run"))
     place = place_of(rank, count, channels)
     return NcclMaker(place, layout_of(runtime), start, runtime.device(0), undo, required)
 

@@ -23,7 +23,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.buffers import frozen_state
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import disk, membership
+from checkmate.training.start import from_disk, membership
 from checkmate.wire.layout import from_json
 from testbed.jobs import job_data
 from tests.support.training.alone import alone
@@ -129,7 +129,7 @@ def resume(rank: int, count: int, case: MeshCase, path: str) -> tuple[Any, Any, 
     sharded: nn.Module = model if case.shards > 1 else DistributedDataParallel(model)
     watched = Watched(model_of(sharded), optimizer)
     place = membership.place(case.job(), rank, count, watched.model.replicas)
-    resumed = disk.resume(Path(path), place, watched, [[*range(case.shards)]])
+    resumed = from_disk.install_checkpoint(Path(path), place, watched, [[*range(case.shards)]])
     made = packed(group_state(watched, resumed.record))
     found = full(model.state_dict()), full(optimizer.state_dict()["state"])
     return *found, made, resumed.other_ranks

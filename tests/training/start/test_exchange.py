@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import tempfile
@@ -13,10 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkmate.training.start import exchange
+from checkmate.training.start import exchange, plans
 from checkmate.training.start.exchange import VERSION, ExchangeError
-from checkmate.training.start.on_disk import OnDisk
-from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.from_disk import OnDisk
+from checkmate.training.start.plans import (
+    AfterReset,
+    FromNodes,
+    NewRun,
+    RefusedStart,
+    WithoutState,
+)
 from tests.support.training.rank_processes import RankProcesses
 
 
@@ -145,11 +152,20 @@ def test_a_message_runs_no_code() -> None:
 
 
 def test_a_plan_survives() -> None:
-    plan = RestartPlan("nodes", 7, "run", 41, {(0, 1): [2, 3], (1, 0): []}, "why", 5, 4)
-    sent = RestartPlan.of_message(plan.message())
-    assert (sent, sent.start) == (plan, plan.start)
-    found = OnDisk((Path("/a/b"), Path("/c")), 9)
-    assert OnDisk.of_message(found.message()) == found
+    common: dict[str, Any] = {"incarnation": 7, "run": "run", "generation": 5, "generation_seen": 4}
+    for plan in (
+        FromNodes(**common, iteration=41, holders={(0, 1): [2, 3], (1, 0): []}, continued=b"1" * 16),
+        NewRun(**common, trouble="iteration 3"),
+        AfterReset(**common, discarded=4),
+        WithoutState(**common, trouble="why", marks=True),
+        RefusedStart(**common, trouble="why"),
+    ):
+        message = json.loads(json.dumps(plan.message()))
+        received = plans.from_message(message)
+        assert (received, received.start) == (plan, plan.start)
+        assert message.keys() == plans._MESSAGE.keys()
+    on_disk = OnDisk((Path("/a/b"), Path("/c")), 9)
+    assert OnDisk.from_message(on_disk.message()) == on_disk
 
 
 @pytest.mark.parametrize(
@@ -171,17 +187,17 @@ def test_a_plan_survives() -> None:
     ],
 )
 def test_a_malformed_plan_is_refused(change: dict[str, Any]) -> None:
-    right = RestartPlan("nodes", 7, "run", 41, {(0, 1): [2, 3]}).message()
+    right = FromNodes(incarnation=7, run="run", iteration=41, holders={(0, 1): [2, 3]}).message()
     with pytest.raises(ValueError, match="not a plan: "):
-        RestartPlan.of_message({**right, **change})
+        plans.from_message({**right, **change})
     others: tuple[Any, ...] = (None, [], {}, {key: value for key, value in right.items() if key != "run"})
     for other in others:
         with pytest.raises(ValueError, match="not a plan"):
-            RestartPlan.of_message(other)
+            plans.from_message(other)
 
 
 def test_malformed_paths_are_refused() -> None:
     messages: tuple[Any, ...] = (None, [], ["a"], {})
     for message in messages:
         with pytest.raises(ValueError, match="must be a generation and paths"):
-            OnDisk.of_message(message)
+            OnDisk.from_message(message)

@@ -16,6 +16,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.process import Serving
 from checkmate.training.start import fence, plans
+from checkmate.training.start.plans import FromNodes, NewRun, RefusedStart, WithoutState
 from testbed.copies import local_job
 from testbed.jobs import job_data
 from tests.support.labs.end_hosts import needs_buffers
@@ -65,7 +66,7 @@ def test_nothing_is_held() -> None:
         stack.callback(stubs.close)
         plan = fence.plan_restore(job, stubs, TIMEOUT)
         another = fence.plan_restore(job, stubs, TIMEOUT)
-    assert (plan.kind, plan.iteration) == ("nothing", -1)
+    assert isinstance(plan, NewRun)
     assert 0 <= plan.incarnation < 256
     assert plan.run != another.run
 
@@ -76,7 +77,7 @@ def test_all_is_whole(served: list[RecordingNode], job: Job, stubs: Stubs) -> No
     served[0].settled = node(0, hold((0, 0), 7, 7))
     served[1].settled = node(1, hold((0, 1), 7, 7))
     plan = fence.plan_restore(job, stubs, TIMEOUT)
-    assert plan == plans.RestartPlan("nodes", 4, "a", 7, {(0, 0): [0], (0, 1): [1]})
+    assert plan == FromNodes(incarnation=4, run="a", iteration=7, holders={(0, 0): [0], (0, 1): [1]})
 
 
 def test_state_of_other_ranks_is_refused_with_the_way_over_the_disk(
@@ -88,7 +89,7 @@ def test_state_of_other_ranks_is_refused_with_the_way_over_the_disk(
     served[1].status = node(1, hold((0, 1), 6, 8))
     served[1].status.job_ranks.CopyFrom(two)
     plan = fence.plan_restore(job, stubs, 60)
-    assert plan.kind == "refused"
+    assert isinstance(plan, RefusedStart)
     assert plan.trouble.startswith(
         f"shadow node 1 ({served[1].address}) holds a state at iteration 6, and its job file has 2 DP groups "
         "of 2 ranks, but the job now has 1 DP group of 2 ranks. To continue with other ranks, save the state "
@@ -104,7 +105,7 @@ def test_a_node_that_does_not_settle_has_nothing_to_give(
     served[1].status = node(1, hold((0, 1), 6, 8))
     served[0].settled = node(0, hold((0, 0), 7, 7))
     plan = fence.plan_restore(job, stubs, TIMEOUT)
-    assert plan.kind == "none"
+    assert isinstance(plan, WithoutState)
     assert f"shard 1 of DP group 0: shadow node 1 ({job.node(1).mgmt}): holds nothing" in plan.trouble
 
 
@@ -116,7 +117,7 @@ def test_one_node_answers_nothing_and_the_other_is_away(
     start = time.monotonic()
     plan = fence.plan_restore(job, stubs, 1.5)
     assert 1.4 < time.monotonic() - start < 10
-    assert plan.kind == "none"
+    assert isinstance(plan, WithoutState)
     address = served[1].address
     assert f"shadow node 1 ({address}): can't be reached (Connection refused)" in plan.trouble
     assert f"shadow node 0 ({served[0].address}): holds nothing" in plan.trouble
@@ -132,6 +133,7 @@ def test_what_is_whole_without_the_missing_node_does_not_wait_long(
     start = time.monotonic()
     plan = fence.plan_restore(job, stubs, 60)
     assert time.monotonic() - start < 20
+    assert isinstance(plan, FromNodes)
     assert plan.holders == {(0, 0): [0], (0, 1): [0]}
     served[1].start()
 
@@ -187,7 +189,7 @@ def test_trouble_of_a_hold_is_told(served: list[RecordingNode], job: Job, stubs:
     served[0].status = node(0, hold((0, 0), 6, 7))
     served[1].status = node(1, doubtful)
     plan = fence.plan_restore(job, stubs, TIMEOUT)
-    assert plan.kind == "none"
+    assert isinstance(plan, WithoutState)
     shard = f"shard 1 of DP group 0: shadow node 1 ({served[1].address})"
     assert plan.trouble.endswith(f"{shard}: body.weight differs after iteration 6")
 
@@ -200,7 +202,7 @@ def test_what_a_node_says_once_it_has_settled_is_told(
     served[0].settled = node(0, hold((0, 0), 7, 7))
     served[1].settled = pb.NodeStatus(node=1, trouble=["body.weight differs after iteration 7"])
     plan = fence.plan_restore(job, stubs, TIMEOUT)
-    assert plan.kind == "none"
+    assert isinstance(plan, WithoutState)
     assert plan.trouble.endswith("does not hold it; body.weight differs after iteration 7")
     assert "stepped iteration 6" not in plan.trouble
 
@@ -223,7 +225,7 @@ def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
         assert not settle(here, training, 0)[0].holds
         for _ in range(2):
             plan = fence.plan_restore(here.job, stubs, TIMEOUT)
-            assert plan.kind == "none"
+            assert isinstance(plan, WithoutState)
             assert "does not hold it; DP group 0, shard 0: dropped when a restart asked for" in plan.trouble
             assert "parameter p3 differs" in plan.trouble
         assert fence.plan_fresh(here.job, stubs, TIMEOUT).kind == "nothing"
@@ -235,7 +237,7 @@ def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
 def test_beginning_anew_whatever_they_hold(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
     served[0].status = node(0, hold((0, 0), 6, 7, incarnation=255))
     plan = fence.plan_fresh(job, stubs, TIMEOUT)
-    assert (plan.kind, plan.incarnation, plan.iteration) == ("nothing", 0, -1)
+    assert isinstance(plan, NewRun) and plan.incarnation == 0
     assert plan.run != "a"
 
 
@@ -265,7 +267,7 @@ def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job
         stubs = Stubs(other, None)
         plan = fence.plan_restore(other, stubs, 1.0)
         stubs.close()
-    assert plan.kind == "none"
+    assert isinstance(plan, WithoutState)
     assert "job another" in plan.trouble
 
 

@@ -25,9 +25,9 @@ from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import from_nodes, membership
-from checkmate.training.start.fetch import Fetched
+from checkmate.training.start.from_nodes import Fetched
 from checkmate.training.start.install import InstallError, check_record, install_record
-from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.plans import FromNodes
 from testbed.jobs import job
 from tests.support.training.recorded_loop import RecordedLoop, adamw, loops
 
@@ -182,7 +182,7 @@ def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(from_nodes, "fetch", fetched)
     theirs = Watched(other.wrapped, other.optimizer, ExponentialLR(other.optimizer, 0.9))
-    plan = RestartPlan("nodes", 1, "run", 2, {})
+    plan = FromNodes(incarnation=1, run="run", iteration=2, holders={})
     with pytest.raises(InstallError, match="is a StepLR"):
         from_nodes.read(PLACE, theirs, Stubs(PLACE.job, None), plan, 1.0, None)
     assert all(torch.equal(before[name], tensor) for name, tensor in other.model.state_dict().items())

@@ -21,8 +21,8 @@ from checkmate.job.validation import of_data
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import disk, membership
-from checkmate.training.start.counterparts import Counterparts, StageRanks
+from checkmate.training.start import from_disk, membership
+from checkmate.training.start.from_disk import Counterparts, StageRanks
 from checkmate.training.start.install import InstallError, own_buffers
 from testbed.jobs import job_data
 from tests.support.training.alone import alone
@@ -91,7 +91,7 @@ def test_another_model_is_refused_before_anything_is_changed(kind: on_disk.Forma
             InstallError,
             match=r"c doesn't fit the script: it has model.blocks.0.2.bias \[6\] in place of .*\[5\]",
         ):
-            disk.resume(tmp_path / "c", place, Watched(model_of(model), optimizer), [[0]])
+            from_disk.install_checkpoint(tmp_path / "c", place, Watched(model_of(model), optimizer), [[0]])
         assert equal(full(model.state_dict()), before)
 
 
@@ -106,7 +106,7 @@ def test_sharded_stages_without_a_mesh_are_read_back(kind: on_disk.Format, tmp_p
         on_disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "c", kind)
         expected = [full(watched.model.inner.state_dict()) for watched in stages]
         places = [membership.place(made, group.ranks[0].rank, 4, None) for group in made.dp_groups]
-        trained = [disk.trained_by(*one) for one in zip(places, stages, strict=True)]
+        trained = [from_disk.trained_by(*one) for one in zip(places, stages, strict=True)]
         assert trained == [Trained.of_layout(group.layout) for group in groups]
         found = find_stages(made, [Trained.of_message(one.message()) for one in trained])
         assert found == [[0], [1]]
@@ -114,7 +114,7 @@ def test_sharded_stages_without_a_mesh_are_read_back(kind: on_disk.Format, tmp_p
             with torch.no_grad():
                 for parameter in watched.model.trained().values():
                     state.local_of(parameter).zero_()
-            disk.resume(tmp_path / "c", place, watched, found)
+            from_disk.install_checkpoint(tmp_path / "c", place, watched, found)
             assert equal(full(watched.model.inner.state_dict()), one)
 
 
@@ -150,7 +150,7 @@ def test_ranks_in_other_groups_get_their_own_buffers(
     }
     for rank, value in expected.items():
         place = membership.place(case.job(), rank, case.ranks, None)
-        ranks = Counterparts.of(found, StageRanks.of(case.job(), case.job().groups))
-        record = disk._record_of(found, place, ranks.of_rank)
+        ranks = Counterparts.from_checkpoint(found, StageRanks.of_stage(case.job(), case.job().groups))
+        record = from_disk._record_of(found, place, ranks.of_rank)
         shared = {name: state.loads(data) for name, data in record.buffers.items()}
         assert (shared | own_buffers(record, place.position))["mean"].item() == value

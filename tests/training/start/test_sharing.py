@@ -21,13 +21,13 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import exchange, from_nodes, membership, pieces
-from checkmate.training.start.all_ranks import on_all
+from checkmate.training.start import exchange, from_nodes, membership, sharing
+from checkmate.training.start.all_ranks import run_on_all_ranks
 from checkmate.training.start.exchange import ExchangeError
-from checkmate.training.start.fetch import Fetched, FetchError
+from checkmate.training.start.from_nodes import Fetched, FetchError
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Membership, Start
-from checkmate.training.start.plans import RestartPlan
+from checkmate.training.start.plans import FromNodes
 from checkmate.training.start.sharing import Readers, divide, prepare, share, table
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
@@ -86,8 +86,8 @@ def _shared(rank: int, _: int, piece: int, packed_below: int) -> States:
     ranks = dist.get_process_group_ranks(group)
     readers = Readers(ranks, ranks.index(rank), group, CPU)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE_BYTES", piece)
-        patch.setattr(pieces, "PACKED_BELOW", packed_below)
+        patch.setattr(sharing, "PIECE_BYTES", piece)
+        patch.setattr(sharing, "PACKED_BELOW", packed_below)
         return _share({number: _state(number) for number in PARTS[rank]}, readers)
 
 
@@ -142,7 +142,7 @@ def _damaged(rank: int, _: int, damaged: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", torch.zeros)
         if rank == damaged:
-            patch.setattr(pieces.SentPiece, "take", lambda _: None)
+            patch.setattr(sharing.SentPiece, "take", lambda _: None)
         try:
             _share({rank: _state(2)}, readers)
         except ExchangeError as error:
@@ -163,7 +163,7 @@ def _fails(rank: int, ranks: int) -> tuple[str, bool]:
         if rank == 1:
             raise MemoryError("4 GiB")
 
-    outcome = on_all(membership.place(job(ranks=ranks), rank, ranks, list(range(ranks))), do)
+    outcome = run_on_all_ranks(membership.place(job(ranks=ranks), rank, ranks, list(range(ranks))), do)
     return outcome.trouble, outcome.unread
 
 
@@ -197,7 +197,8 @@ def test_all_memory_of_an_exchange_is_there_before_it(monkeypatch: pytest.Monkey
 def test_what_no_rank_has_read_is_an_error() -> None:
     """The script's own initial values would stay."""
     place = membership.place(job(ranks=2), 0, 2, [0, 1])
-    start = Start(RestartPlan("nodes", 1, "run", 2, {}))
+    plan = FromNodes(incarnation=1, run="run", iteration=2, holders={})
+    start = Start(plan)
     parameters = [Parameter.of(f"p{number}", (3,), (1,), "float32") for number in range(3)]
     states = {number: _state(number) for number in (0, 1)}
     got = Fetched(parameters, states, pb.IterationRecord(), pb.OptimizerSpec(), True, frozenset(range(3)))
@@ -223,11 +224,12 @@ def _restored(
 
     watched = Watched(DdpModel(model := DistributedDataParallel(nn.Linear(2, 2))), SGD(model.parameters()))
     place = membership.place(job(ranks=ranks), rank, ranks, list(range(ranks)))
-    start = Start(RestartPlan("nodes", 1, "run", 2, {}))
+    plan = FromNodes(incarnation=1, run="run", iteration=2, holders={})
+    start = Start(plan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(from_nodes, "read", read)
         patch.setattr(from_nodes, "install", lambda *arguments: sorted(arguments[-1].states))
-        found, trouble = restore._from_nodes(place, watched, Stubs(place.job, None), start, 1.0)
+        found, trouble = restore._from_nodes(place, watched, Stubs(place.job, None), plan, start, 1.0)
     return asked, found, trouble
 
 

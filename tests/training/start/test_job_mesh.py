@@ -9,7 +9,7 @@ import torch
 
 from checkmate.job.schema import Mesh
 from checkmate.training.errors import SessionError
-from checkmate.training.start.shard_mesh import arranged
+from checkmate.training.start.named_job import arranged
 from testbed.jobs import job
 
 

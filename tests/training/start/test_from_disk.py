@@ -34,12 +34,11 @@ from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
-from checkmate.training.start import disk, from_disk, membership, plans
-from checkmate.training.start.all_ranks import ANEW, RestoreError, on_all
-from checkmate.training.start.counterparts import Counterparts, StageRanks
+from checkmate.training.start import from_disk, membership, plans
+from checkmate.training.start.all_ranks import ANEW, RestoreError, run_on_all_ranks
+from checkmate.training.start.from_disk import Counterparts, OnDisk, StageRanks, list_checkpoints
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Start
-from checkmate.training.start.on_disk import OnDisk, look
 from checkmate.training.start.plans import plan_new_run
 from testbed.jobs import job
 from tests.support.job_files import meshed, write
@@ -181,11 +180,11 @@ def test_a_new_process_goes_on_from_the_newest(
     on_disk.save(made, kept.path_of(tmp_path, 2, 4, kind), kind)
     expected = script.everything()
     monkeypatch.setenv("CHECKMATE_CHECKPOINTS", str(tmp_path))
-    there = look(None)
+    there = list_checkpoints(None)
     (path,) = there.paths
-    assert (there.generation, there.passed_over) == (2, "")
+    assert (there.generation, there.unused_names) == (2, "")
     other = DiskScript(2)
-    resumed = disk.resume(path, PLACE, other.watched, ONE)
+    resumed = from_disk.install_checkpoint(path, PLACE, other.watched, ONE)
     again = resumed.record
     assert (resumed.extra, resumed.other_ranks) == ({"seen": 7}, "")
     found = other.everything()
@@ -211,7 +210,7 @@ def test_state_gets_the_memory_format_of_the_parameter_that_is_there(
     record = script.train(3)
     on_disk.save(checkpoint(script.snapshot(record), by_name=kind == "dcp"), tmp_path / "c.pt", kind)
     other = DiskScript(2, turned=turned)
-    disk.resume(tmp_path / "c.pt", PLACE, other.watched, ONE)
+    from_disk.install_checkpoint(tmp_path / "c.pt", PLACE, other.watched, ONE)
     ours, theirs = (next(iter(one.model.parameters())) for one in (other, script))
     assert ours.stride() == ((1, 5) if turned else (6, 1))
     for name in ("exp_avg", "exp_avg_sq"):
@@ -255,14 +254,14 @@ def test_a_checkpoint_has_parameters_that_the_models_hooks_store_otherwise(
     made = checkpoint(first.snapshot(first.train(3)), by_name=kind == "dcp")
     assert torch.equal(made["model"]["0.weight"], weight)
     on_disk.save(made, tmp_path / "c.pt", kind)
-    disk.resume(tmp_path / "c.pt", PLACE, second.watched, ONE)
+    from_disk.install_checkpoint(tmp_path / "c.pt", PLACE, second.watched, ONE)
     assert torch.equal(other, weight)
     assert digest(second.everything()["optimizer"]) == digest(first.everything()["optimizer"])
 
 
 def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHECKMATE_CHECKPOINTS", raising=False)
-    assert look(None) == look(tmp_path / "none") == OnDisk()
+    assert list_checkpoints(None) == list_checkpoints(tmp_path / "none") == OnDisk()
 
 
 def saved(script: DiskScript, folder: Path, *numbers: tuple[int, int]) -> list[Path]:
@@ -281,7 +280,7 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
     numbers = [(2, 1), (1, 900), (1, 800), (1, 700), (0, 5000)]
     newest, *older = saved(script, tmp_path, *numbers)
     os.utime(newest, (0, 0))
-    found = look(tmp_path)
+    found = list_checkpoints(tmp_path)
     assert list(found.paths) == [newest, *older]
     assert plans.after_disk(plans.plan_new_run(7, ""), found.generation).generation == 3
     with caplog.at_level(logging.INFO, "checkmate"):
@@ -309,10 +308,10 @@ def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path
         newest.mkdir()
         (newest / "__0_0.distcp").write_bytes(b"half")
     with pytest.raises(RestoreError) as caught:
-        from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), look(tmp_path))
+        from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), list_checkpoints(tmp_path))
     assert f"can't read {newest} as a checkpoint: " in str(caught.value)
     assert f"; checkpoints='{older}' selects the one before it; `checkmate reset JOB`" in str(caught.value)
-    asked = look(older)
+    asked = list_checkpoints(older)
     assert asked.paths == (older,)
     assert asked.generation == 1
     start, _ = from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), asked)
@@ -325,26 +324,26 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = kept.path_of(tmp_path, 0, 1, "torch")
     on_disk.save({**made, "job": "another"}, path, "torch")
     with pytest.raises(InstallError, match="belongs to the job another, not to demo"):
-        disk.resume(path, PLACE, script.watched, ONE)
+        from_disk.install_checkpoint(path, PLACE, script.watched, ONE)
     on_disk.save(made, path, "torch", replace=True)
     with pytest.raises(InstallError, match="doesn't fit the script: .*size mismatch for 0.weight"):
-        disk.resume(path, PLACE, DiskScript(1, width=7).watched, ONE)
+        from_disk.install_checkpoint(path, PLACE, DiskScript(1, width=7).watched, ONE)
     bare = Watched(script.wrapped, script.optimizer)
     with pytest.raises(
         InstallError, match="has a scheduler, a OneCycleLR: pass scheduler= to checkmate.restore"
     ):
-        disk.resume(path, PLACE, bare, ONE)
+        from_disk.install_checkpoint(path, PLACE, bare, ONE)
     other = DiskScript(2)
     other.scheduler = ExponentialLR(other.optimizer, 0.9)  # type: ignore[assignment]
     expected = other.everything()
     with pytest.raises(InstallError, match="scheduler is a OneCycleLR, but the script's is an ExponentialLR"):
-        disk.resume(path, PLACE, other.watched, ONE)
+        from_disk.install_checkpoint(path, PLACE, other.watched, ONE)
     older = {name: value for name, value in made.items() if name != "scheduler_class"}
     on_disk.save(older, path, "torch", replace=True)
     with pytest.raises(
         InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR has gamma"
     ):
-        disk.resume(path, PLACE, other.watched, ONE)
+        from_disk.install_checkpoint(path, PLACE, other.watched, ONE)
     for name in ("model", "optimizer", "scheduler"):
         assert digest(other.everything()[name]) == digest(expected[name]), name
 
@@ -360,16 +359,22 @@ def test_ranks_that_the_checkpoint_does_not_know_go_on_with_generators_of_their_
     torch.manual_seed(77)
     expected = torch.rand(2)
     torch.manual_seed(77)
-    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 3, 4, None), other.watched, ONE)
+    resumed = from_disk.install_checkpoint(
+        tmp_path / "c.pt", membership.place(four, 3, 4, None), other.watched, ONE
+    )
     assert torch.equal(torch.rand(2), expected)
     assert resumed.extra == "first"
     assert resumed.other_ranks.startswith("rank 3 keeps the script's random generators, and gets extra() of")
     assert [state.loads(part.extra) for part in resumed.record.parts] == ["first", "second", "first", "first"]
     assert [bool(part.rng) for part in resumed.record.parts] == [True, True, False, False]
     torch.manual_seed(77)
-    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 1, 4, None), other.watched, ONE)
+    resumed = from_disk.install_checkpoint(
+        tmp_path / "c.pt", membership.place(four, 1, 4, None), other.watched, ONE
+    )
     assert not torch.equal(torch.rand(2), expected) and resumed.extra == "second" and not resumed.other_ranks
-    resumed = disk.resume(tmp_path / "c.pt", membership.place(four, 0, 4, None), other.watched, ONE)
+    resumed = from_disk.install_checkpoint(
+        tmp_path / "c.pt", membership.place(four, 0, 4, None), other.watched, ONE
+    )
     assert resumed.other_ranks == (
         "it is of 2 ranks, and there are 4 now: ranks 2, 3 keep the script's random generators, and get "
         "extra() of the checkpoint's rank 0"
@@ -406,7 +411,7 @@ def test_ranks_are_matched_by_place_within_their_stage(name: str, tmp_path: Path
         other = DiskScript(2)
         place = membership.place(job_now, rank, 8, None)
         torch.manual_seed(100 + rank)
-        resumed = disk.resume(tmp_path / name, place, other.watched, [[0], [1]])
+        resumed = from_disk.install_checkpoint(tmp_path / name, place, other.watched, [[0], [1]])
         found[rank] = resumed.extra, torch.initial_seed(), resumed.other_ranks
     of = {0: 0, 1: 1, 4: 2, 5: 3}
     assert {rank: seed for rank, (_, seed, _) in found.items()} == {
@@ -449,7 +454,7 @@ def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> 
     def load() -> None:
         raise TypeError("a scheduler of the script's own wants other keys")
 
-    _, trouble, _ = on_all(PLACE, load)
+    _, trouble, _ = run_on_all_ranks(PLACE, load)
     assert trouble == "rank 0 (192.168.0.0): TypeError: a scheduler of the script's own wants other keys"
 
 
@@ -458,4 +463,4 @@ def test_state_of_other_ranks_is_not_replaced_by_an_older_checkpoint() -> None:
         raise OtherRanks("the shadow nodes hold other parts of the model")
 
     with pytest.raises(RestoreError, match="^rank 0 .*: the shadow nodes hold other parts"):
-        on_all(PLACE, load)
+        run_on_all_ranks(PLACE, load)

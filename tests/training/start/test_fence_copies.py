@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.start.repair import wanted_parts
+from checkmate.training.start.fence import missing_parts
 
 STARTS = ((4, "a", b"one"), (4, "a", b"two"), (5, "b", b"two"))
 Parts = frozenset[tuple[int, int]]
@@ -36,7 +36,7 @@ some_parts = st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 6)))
 def test_each_node_gets_what_it_lacks_and_somebody_of_its_start_has(
     nodes: list[tuple[int, Parts, int]],
 ) -> None:
-    wanted = wanted_parts(answer(number, *one) for number, one in enumerate(nodes))
+    wanted = missing_parts(answer(number, *one) for number, one in enumerate(nodes))
     for number, (start, parts, stepped) in enumerate(nodes):
         got: set[tuple[int, int]] = set()
         for one in wanted.get(number, pb.CopyRequest()).wanted:
@@ -51,7 +51,7 @@ def test_each_node_gets_what_it_lacks_and_somebody_of_its_start_has(
 
 def test_neighbouring_iterations_are_asked_for_together() -> None:
     parts = [(position, iteration) for position in (0, 1) for iteration in range(3, 9)]
-    wanted = wanted_parts([answer(0, 0, parts, 2), answer(1, 0, [(0, 5)], 2)])
+    wanted = missing_parts([answer(0, 0, parts, 2), answer(1, 0, [(0, 5)], 2)])
     assert wanted.keys() == {1}
     (one,) = wanted[1].wanted
     assert [(r.position, r.first, r.last) for r in one.parts.ranges] == [(0, 3, 4), (0, 6, 8), (1, 3, 8)]

@@ -14,7 +14,14 @@ from checkmate.nodes.other_ranks import OtherRanks
 from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.start.fetch import Fetched, FetchError, _check_model, different, fetch, in_other_parts
+from checkmate.training.start.from_nodes import (
+    Fetched,
+    FetchError,
+    _check_model,
+    different,
+    fetch,
+    in_other_parts,
+)
 from checkmate.training.start.membership import Membership
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter

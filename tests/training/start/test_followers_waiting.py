@@ -12,8 +12,8 @@ from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.start.followers import await_stepped
 from checkmate.training.start.membership import Membership
-from checkmate.training.start.ready import await_stepped
 from testbed.copies import local_job
 from tests.support.shadow.recording_node import RecordingNode
 
