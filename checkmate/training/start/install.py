@@ -300,7 +300,9 @@ def restored_parts(record: pb.IterationRecord) -> str:
         "extra()": any(part.extra for part in record.parts),
     }
     there = ["parameters", "optimizer", *(name for name, given in parts.items() if given)]
-    lacking = [f"no {name}" for name in ("scheduler", "scaler", "extra()") if not parts[name]]
+    # Without parts it is of before the first iteration, when there is nothing to restore yet.
+    optional = ("scheduler", "scaler", "extra()") if record.parts else ()
+    lacking = [f"no {name}" for name in optional if not parts[name]]
     return f"with {', '.join(there)}" + (f"; {', '.join(lacking)}" if lacking else "")
 
 

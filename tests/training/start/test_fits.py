@@ -26,7 +26,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import from_nodes, membership
 from checkmate.training.start.from_nodes import Fetched
-from checkmate.training.start.install import InstallError, check_record, install_record
+from checkmate.training.start.install import InstallError, check_record, install_record, restored_parts
 from checkmate.training.start.plans import FromNodes
 from testbed.jobs import job
 from tests.support.training.recorded_loop import RecordedLoop, adamw, loops
@@ -167,6 +167,12 @@ def test_another_number_of_ranks_is_told(ranks: int) -> None:
 
 def test_before_the_first_iteration_anything_fits() -> None:
     check_record(pb.IterationRecord(iteration=-1), script(scheduler=SAME["StepLR"]), PLACE)
+
+
+def test_what_is_missing_is_told_of_a_record_only() -> None:
+    """Before the first iteration there is nothing to restore yet."""
+    assert restored_parts(stored()).endswith("; no scheduler, no scaler, no extra()")
+    assert restored_parts(pb.IterationRecord(iteration=-1)) == "with parameters, optimizer"
 
 
 def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
