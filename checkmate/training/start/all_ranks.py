@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from checkmate.consolidate.disk import DiskError
@@ -15,6 +15,7 @@ from checkmate.training.start.exchange import ExchangeError
 from checkmate.training.start.from_nodes import FetchError
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Membership
+from checkmate.wording import in_ranges
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -95,10 +96,22 @@ def run_on_all_ranks(place: Membership, do: Callable[[], Any]) -> RankOutcome:
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
         _log.exception("rank %d can't install the state", place.rank)
         trouble = f"{place.name}: {type(error).__name__}: {error}"
-    told = exchange.gather([trouble and exchange.shortened(trouble), kind], named=place.named)
-    failed = [(str(one), kind) for one, kind in told if one]
-    if final := [one for one, kind in failed if kind == "final"]:
+    outcomes = exchange.gather([trouble and exchange.shortened(trouble), kind], named=place.named)
+    failures = {rank: (str(error), kind) for rank, (error, kind) in enumerate(outcomes) if error}
+    if final := [error for error, kind in failures.values() if kind == "final"]:
         raise RestoreError(final[0])
+    errors = {rank: error for rank, (error, _) in failures.items()}
     return RankOutcome(
-        result, "; ".join(one for one, _ in failed), all(kind == "unread" for _, kind in failed)
+        result, _grouped(errors, place), all(kind == "unread" for _, kind in failures.values())
+    )
+
+
+def _grouped(errors: Mapping[int, str], place: Membership) -> str:
+    """Return the errors of ranks in words, each cause once."""
+    ranks_by_cause: dict[str, list[int]] = {}
+    for rank, error in errors.items():
+        ranks_by_cause.setdefault(error.removeprefix(f"{place.named(rank)}: "), []).append(rank)
+    return "; ".join(
+        errors[ranks[0]] if len(ranks) == 1 else f"ranks {in_ranges(ranks)}: {cause}"
+        for cause, ranks in ranks_by_cause.items()
     )

@@ -177,7 +177,8 @@ def _check_model(ours: Mapping[int, Layout], header: pb.SeedHeader, theirs: Layo
         )
     if difference:
         raise FetchError(
-            f"the shadow nodes hold another model: {difference}; `checkmate reset JOB` discards it"
+            f"the shadow nodes hold another model: {difference}: run the script with the model as it was; or "
+            "keep that state with `checkmate consolidate`, and train the new model as another job"
         )
 
 

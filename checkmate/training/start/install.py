@@ -38,7 +38,9 @@ def check_optimizer(stored: pb.OptimizerSpec, ours: pb.OptimizerSpec) -> None:
     kinds = [[kind_of(spec, group) for group in spec.groups] for spec in (stored, ours)]
     named = [" and ".join(dict.fromkeys(names)) for names in kinds]
     if named[0] != named[1]:
-        raise InstallError(f"the state is of {named[0]}, but the script has {named[1]}")
+        raise InstallError(
+            f"the state is of {named[0]}, but the script has {named[1]}: construct the optimizer as before"
+        )
     theirs, mine = ([list(group.parameters) for group in spec.groups] for spec in (stored, ours))
     if (theirs, kinds[0]) != (mine, kinds[1]):
         sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]

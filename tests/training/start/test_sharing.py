@@ -253,3 +253,18 @@ def _placed(_: int, __: int) -> str:
 
 def test_bytes_go_by_way_of_the_cpu_if_the_backend_can(ranks: RankProcesses) -> None:
     assert ranks.run(2, _placed) == ["cpu", "cpu"]
+
+
+def _misfits(rank: int, ranks: int) -> str:
+    """Return the errors of all ranks, of which all but rank 2 have the same one."""
+
+    def do() -> None:
+        raise FetchError("its shard is lost" if rank == 2 else "the shadow nodes hold another model")
+
+    place = membership.place(job(ranks=ranks), rank, ranks, list(range(ranks)))
+    return run_on_all_ranks(place, do).trouble
+
+
+def test_equal_errors_of_ranks_are_one(ranks: RankProcesses) -> None:
+    words = "ranks 0, 1, 3: the shadow nodes hold another model; rank 2 (192.168.0.2): its shard is lost"
+    assert ranks.run(4, _misfits) == [words] * 4
