@@ -268,7 +268,7 @@ class SmallTraining:
             job=self.job.job, shard=pb.Shard(group=self.group, shard=shard), iteration=iteration
         )
         reader = state.SeedReader(self.stubs[node].Fetch(request, timeout=10))
-        return reader.header, reader.all(self.layout.parameters)
+        return reader.header, reader.read_all(self.layout.parameters)
 
     def check(self, node: int, shard: int, iteration: int) -> pb.SeedHeader:
         """Check that a node's state of an iteration is the optimizer's; return its header."""

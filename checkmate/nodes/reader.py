@@ -227,7 +227,7 @@ def read_shard(stub: ShadowStub, asked: Asked, how: ShardReading) -> ShardState:
         layout = check_header(reader.header, asked)
         how.accept(reader.header, layout)
         states: States = {}
-        for number, tensor, values in reader.each(layout.parameters):
+        for number, tensor, values in reader.read(layout.parameters):
             states[number] = (tensor, values)
             how.progress(sum(v.nbytes for v in (tensor, *values.values()) if isinstance(v, torch.Tensor)))
         return ShardState(reader.header, layout, states)

@@ -27,15 +27,15 @@ def options_of(group: Mapping[str, Any]) -> str:
     `parse_options` restores every value with its type and bits. Raises `OptionsError` if the type of an
     option is not supported.
     """
-    said: dict[str, object] = {}
+    options: dict[str, object] = {}
     for key, value in group.items():
         if key in OUTSIDE:
             continue
         try:
-            said[key] = _encode(value)
+            options[key] = _encode(value)
         except OptionsError as error:
             raise OptionsError(f"option {key!r} is {error}") from None
-    return json.dumps(said, allow_nan=False)
+    return json.dumps(options, allow_nan=False)
 
 
 class GroupOptions:
@@ -45,31 +45,31 @@ class GroupOptions:
     """
 
     def __init__(self) -> None:
-        self._known: list[_GroupText] = []
+        self._texts: list[_GroupText] = []
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return each group's `options_of`. Raises as that does."""
-        del self._known[len(groups) :]
+        del self._texts[len(groups) :]
         for number, group in enumerate(groups):
             ids = tuple(map(id, group.values()))
-            if number == len(self._known):
-                self._known.append(_GroupText.of(group, ids))
-            elif self._known[number].ids != ids:
-                self._known[number] = _GroupText.of(group, ids)
-        return [known.text for known in self._known]
+            if number == len(self._texts):
+                self._texts.append(_GroupText.from_group(group, ids))
+            elif self._texts[number].ids != ids:
+                self._texts[number] = _GroupText.from_group(group, ids)
+        return [text.text for text in self._texts]
 
 
 class _GroupText(NamedTuple):
     """A group's options as text, until one of its values is another object."""
 
     ids: tuple[int, ...]
-    """Of the values; empty if one can change in place, so that the text is never used again."""
+    """Ids of the values; empty if one can change in place, so that the text is never used again."""
     values: Sequence[object]
     """Kept, so that no other object gets one of these ids."""
     text: str
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], ids: tuple[int, ...]) -> _GroupText:
+    def from_group(cls, group: Mapping[str, Any], ids: tuple[int, ...]) -> _GroupText:
         constant = all(key in OUTSIDE or _is_constant(value) for key, value in group.items())
         return cls(ids if constant else (), list(group.values()), options_of(group))
 
@@ -80,17 +80,17 @@ _CONSTANT: Final = frozenset((bool, float, int, str, type(None)))
 def _is_constant(value: object) -> bool:
     """Return whether a value can't change in place: also a tuple of such values, as betas are."""
     return type(value) in _CONSTANT or (
-        isinstance(value, tuple) and all(type(one) in _CONSTANT for one in value)
+        isinstance(value, tuple) and all(type(member) in _CONSTANT for member in value)
     )
 
 
 def parse_options(text: str) -> dict[str, Any]:
     """Return the options that `options_of` wrote. Raise `OptionsError` if the text is invalid."""
     try:
-        found = json.loads(text)
-        if not isinstance(found, dict):
+        options = json.loads(text)
+        if not isinstance(options, dict):
             raise TypeError("no object")
-        return {key: _decode(value) for key, value in found.items() if key not in OUTSIDE}
+        return {key: _decode(value) for key, value in options.items() if key not in OUTSIDE}
     except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise OptionsError(f"not a parameter group's options: {error}") from None
 
@@ -157,30 +157,30 @@ def _decode(value: Any) -> Any:
     return _DECODERS[kind](inner)
 
 
-def _decode_tensor(said: Any) -> torch.Tensor:
-    dtype = getattr(torch, said["dtype"])
+def _decode_tensor(fields: Any) -> torch.Tensor:
+    dtype = getattr(torch, fields["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"no dtype {said['dtype']}")
-    data = bytearray.fromhex(said["data"])
+        raise TypeError(f"no dtype {fields['dtype']}")
+    data = bytearray.fromhex(fields["data"])
     if not data:
-        return torch.empty(0, dtype=dtype).reshape(said["shape"])
-    return torch.frombuffer(data, dtype=dtype).reshape(said["shape"])
+        return torch.empty(0, dtype=dtype).reshape(fields["shape"])
+    return torch.frombuffer(data, dtype=dtype).reshape(fields["shape"])
 
 
-def _decode_float(said: Any) -> float:
-    if said not in ("nan", "inf", "-inf"):
-        raise ValueError(f"no float {said}")
-    return float(said)
+def _decode_float(text: Any) -> float:
+    if text not in ("nan", "inf", "-inf"):
+        raise ValueError(f"no float {text}")
+    return float(text)
 
 
-def _decode_numpy(said: Any) -> np.generic:
-    name, value = said
+def _decode_numpy(pair: Any) -> np.generic:
+    name, value = pair
     if name not in np.sctypeDict or not _is_number(np.dtype(name)):
         raise ValueError("no type of NumPy's numbers")
-    found = np.dtype(name).type(_decode(value))
-    if not isinstance(found, np.generic):
+    number = np.dtype(name).type(_decode(value))
+    if not isinstance(number, np.generic):
         raise TypeError("no number")
-    return found
+    return number
 
 
 def _is_number(dtype: np.dtype[Any]) -> bool:
@@ -188,8 +188,8 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 
 
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
-    "tuple": lambda said: tuple(_decode(item) for item in said),
-    "dict": lambda said: {_decode(key): _decode(item) for key, item in said},
+    "tuple": lambda items: tuple(_decode(item) for item in items),
+    "dict": lambda pairs: {_decode(key): _decode(item) for key, item in pairs},
     "tensor": _decode_tensor,
     "numpy": _decode_numpy,
     "float": _decode_float,

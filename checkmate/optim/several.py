@@ -36,10 +36,13 @@ class SeveralOptimizers(torch.optim.Optimizer):
         groups: Groups = []
         first = 0
         for member in self.members:
-            own = member.state_dict()
-            state |= {first + number: entries for number, entries in own["state"].items()}
-            groups += [{**one, "params": [first + n for n in one["params"]]} for one in own["param_groups"]]
-            first += sum(len(one["params"]) for one in own["param_groups"])
+            member_state = member.state_dict()
+            state |= {first + number: entries for number, entries in member_state["state"].items()}
+            groups += [
+                {**group, "params": [first + n for n in group["params"]]}
+                for group in member_state["param_groups"]
+            ]
+            first += sum(len(group["params"]) for group in member_state["param_groups"])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -48,12 +51,14 @@ class SeveralOptimizers(torch.optim.Optimizer):
         if len(groups) != len(self.param_groups):
             raise ValueError(f"the state has {len(groups)} parameter groups, not {len(self.param_groups)}")
         for member in self.members:
-            own = [groups.pop(0) for _ in member.param_groups]
-            count = sum(len(one["params"]) for one in own)
+            member_groups = [groups.pop(0) for _ in member.param_groups]
+            count = sum(len(group["params"]) for group in member_groups)
             numbers = range(first, first + count)
             state = {n - first: entries for n, entries in state_dict["state"].items() if n in numbers}
-            moved = [{**one, "params": [n - first for n in one["params"]]} for one in own]
-            member.load_state_dict({"state": state, "param_groups": moved})
+            renumbered = [
+                {**group, "params": [n - first for n in group["params"]]} for group in member_groups
+            ]
+            member.load_state_dict({"state": state, "param_groups": renumbered})
             first += count
 
 

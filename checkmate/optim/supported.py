@@ -66,28 +66,28 @@ ENTRY_POINTS: Final = "checkmate.optimizers"
 
 
 @cache
-def _added() -> Mapping[str, type[torch.optim.Optimizer]]:
+def _installed_optimizers() -> Mapping[str, type[torch.optim.Optimizer]]:
     """Return the optimizers of installed packages, by their entry points' values (`package.module:Class`).
 
     A shadow node rebuilds one from its own installed package: a spec names it, and brings no code.
     """
-    found = {}
+    classes = {}
     for entry in entry_points(group=ENTRY_POINTS):
         try:
-            found[entry.value] = entry.load()
+            classes[entry.value] = entry.load()
         except Exception as error:  # noqa: BLE001 - another package's, which must not hide the others
             _log.warning("the optimizer %s of an entry point can't be loaded: %r", entry.value, error)
-    return found
+    return classes
 
 
 def optimizer_classes() -> list[type[torch.optim.Optimizer]]:
     """Return the optimizers that shadow nodes here can follow: PyTorch's, and those of installed packages."""
-    return [*SUPPORTED.values(), *_added().values()]
+    return [*SUPPORTED.values(), *_installed_optimizers().values()]
 
 
 def why_unknown(name: str) -> str:
     """Return why no optimizer has this name in a spec, or ""."""
-    if name in SUPPORTED or (":" in name and name in _added()):
+    if name in SUPPORTED or (":" in name and name in _installed_optimizers()):
         return ""
     if ":" in name:
         return (
@@ -149,7 +149,7 @@ def _add_groups(
     kind = type(optimizer)
     name = f"torch.optim.{kind.__name__}"
     if SUPPORTED.get(name) is not kind:
-        name = next((name for name, added in _added().items() if added is kind), "")
+        name = next((name for name, cls in _installed_optimizers().items() if cls is kind), "")
         if not name:
             raise UnsupportedOptimizer(_why_not(optimizer))
     for group in optimizer.param_groups:
@@ -174,16 +174,16 @@ def kind_of(spec: pb.OptimizerSpec, group: pb.ParamGroup) -> str:
 
 def default_dtype(spec: pb.OptimizerSpec) -> torch.dtype:
     """Return the trainers' default type of torch. Raise `UnsupportedOptimizer` if it is unknown."""
-    found = getattr(torch, spec.default_dtype or "float32", None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, spec.default_dtype or "float32", None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UnsupportedOptimizer(f"torch has no floating-point type {spec.default_dtype}")
-    return found
+    return dtype
 
 
-def steps_alike(one: pb.OptimizerSpec, other: pb.OptimizerSpec) -> bool:
+def steps_alike(first: pb.OptimizerSpec, second: pb.OptimizerSpec) -> bool:
     """Return whether two specs step alike, apart from hyperparameters, which are part of each step."""
     try:
-        return _kind_of_step(one) == _kind_of_step(other)
+        return _kind_of_step(first) == _kind_of_step(second)
     except OptionsError:
         return False
 
@@ -191,7 +191,7 @@ def steps_alike(one: pb.OptimizerSpec, other: pb.OptimizerSpec) -> bool:
 def _kind_of_step(spec: pb.OptimizerSpec) -> tuple[object, ...]:
     """Return everything on which `build` and a replica's blocks depend."""
     options = [parse_options(group.options) for group in spec.groups]
-    implementations = [(one.get("foreach"), one.get("fused")) for one in options]
+    implementations = [(values.get("foreach"), values.get("fused")) for values in options]
     groups = [list(group.parameters) for group in spec.groups]
     kinds = [kind_of(spec, group) for group in spec.groups]
     return kinds, spec.threads, spec.default_dtype or "float32", implementations, groups
@@ -203,16 +203,18 @@ def beginnings(optimizer: torch.optim.Optimizer, first_group: int = 0) -> list[p
     That step then uses other kernels than usual for the momentum of all of them, with different bits.
     `first_group`: the number of its first group in the spec.
     """
-    found: list[pb.Beginning] = []
+    mixed_groups: list[pb.Beginning] = []
     if type(optimizer) is not torch.optim.SGD:
-        return found
+        return mixed_groups
     for index, group in enumerate(optimizer.param_groups, first_group):
         if group["foreach"] and group["momentum"]:
             short = [p for p in group["params"] if p.grad is not None and p.element_size() == 2]
             has = {p: optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in short}
             mixed = {p.dtype for p in short if has[p]} & {p.dtype for p in short if not has[p]}
-            found += [pb.Beginning(group=index, dtype=str(one).removeprefix("torch.")) for one in mixed]
-    return found
+            mixed_groups += [
+                pb.Beginning(group=index, dtype=str(dtype).removeprefix("torch.")) for dtype in mixed
+            ]
+    return mixed_groups
 
 
 def check_options(group: Mapping[str, object], index: int) -> None:
@@ -238,23 +240,23 @@ def build(spec: pb.OptimizerSpec, parameters: Mapping[int, torch.Tensor]) -> tor
         ValueError: if the spec has none of the parameters, or several classes step them.
         UnsupportedOptimizer: if its class is not supported.
     """
-    named = {kind_of(spec, group) for group in spec.groups} or {spec.name}
-    if reasons := sorted(filter(None, map(why_unknown, named))):
+    names = {kind_of(spec, group) for group in spec.groups} or {spec.name}
+    if reasons := sorted(filter(None, map(why_unknown, names))):
         raise UnsupportedOptimizer(reasons[0])
     groups, kinds = [], set[str]()
     for group in spec.groups:
-        chosen = [parameters[i] for i in group.parameters if i in parameters]
-        if chosen:
-            groups.append({**parse_options(group.options), "params": chosen})
+        members = [parameters[i] for i in group.parameters if i in parameters]
+        if members:
+            groups.append({**parse_options(group.options), "params": members})
             kinds.add(kind_of(spec, group))
     if not groups:
         raise ValueError("the optimizer has none of these parameters")
-    name, *others = kinds
-    if others:
-        raise ValueError(f"{name} and {others[0]} step them, which takes two optimizers")
-    kind: Any = SUPPORTED.get(name) or _added()[name]
-    found: torch.optim.Optimizer = kind(groups)
-    return found
+    name, *further = kinds
+    if further:
+        raise ValueError(f"{name} and {further[0]} step them, which takes two optimizers")
+    kind: Any = SUPPORTED.get(name) or _installed_optimizers()[name]
+    optimizer: torch.optim.Optimizer = kind(groups)
+    return optimizer
 
 
 def _check_fused_momentum(group: Mapping[str, Any], index: int) -> None:
@@ -267,9 +269,9 @@ def _check_fused_momentum(group: Mapping[str, Any], index: int) -> None:
 
 
 def _number(parameter: nn.Parameter, number: Mapping[nn.Parameter, int], group: int) -> int:
-    found = number.get(parameter)
-    if found is not None:
-        return found
+    value = number.get(parameter)
+    if value is not None:
+        return value
     if parameter.requires_grad:
         raise UnsupportedOptimizer(
             f"parameter group {group} has a parameter of shape {tuple(parameter.shape)} that the model "
@@ -285,9 +287,11 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
     reason = _REASONS.get(kind.__name__)
     if reason is not None:
         return f"{kind.__name__} is not supported: {reason}; {_INSTEAD}"
-    ours = next((base.__name__ for base in kind.__mro__ if base in SUPPORTED.values()), None)
-    if ours is not None:
-        return f"{kind.__name__} is a subclass whose step may differ from {ours}'s: use {ours} itself"
+    base_name = next((base.__name__ for base in kind.__mro__ if base in SUPPORTED.values()), None)
+    if base_name is not None:
+        return (
+            f"{kind.__name__} is a subclass whose step may differ from {base_name}'s: use {base_name} itself"
+        )
     return (
         f"{kind.__module__}.{kind.__name__} may not step each parameter separately: {_INSTEAD}; if it does, "
         "add it (`checkmate docs training`, An optimizer of your own)"

@@ -22,8 +22,8 @@ from checkmate.wire import tcp
 from checkmate.wording import counted
 
 GREETING_SECONDS: Final = 2.0
-"""How long a connection may take for its greeting and its proof."""
-STRANGERS_MOST: Final = 256
+"""Seconds that a connection may take for its greeting and its proof."""
+MAX_STRANGERS: Final = 256
 """Connections whose greetings are read at one time; the oldest makes room for a new one."""
 _LOOK_SECONDS: Final = 0.1
 _VANISHED_SECONDS: Final = 120  # longer than a restart of the switch takes
@@ -36,7 +36,7 @@ class _Arrival:
     sock: socket.socket
     channel: int
     until: float
-    received: bytearray = field(default_factory=bytearray)
+    data: bytearray = field(default_factory=bytearray)
     proof: RingProof | None = None
     """Set once its greeting is right and the answer is sent."""
 
@@ -44,7 +44,7 @@ class _Arrival:
     def lacks(self) -> int:
         """Bytes still to come in this step of the exchange."""
         whole = greetings.OPENING_BYTES + (0 if self.proof is None else MAC_BYTES)
-        return whole - len(self.received)
+        return whole - len(self.data)
 
 
 class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
@@ -59,10 +59,10 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
         self._peer_ip = peer_ip
         self._key = key
         self._arrivals: list[_Arrival] = []
-        self._accepted: dict[int, socket.socket] = {}
-        self._seen = [""] * len(listeners)
-        self._changed = threading.Condition()
-        self._ended = threading.Event()
+        self._connections: dict[int, socket.socket] = {}
+        self._strangers = [""] * len(listeners)
+        self._connected = threading.Condition()
+        self._closing = threading.Event()
         self._selector = selectors.DefaultSelector()
         for channel, listener in enumerate(listeners):
             listener.setblocking(False)
@@ -72,21 +72,21 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
 
     def wait(self, channel: int, deadline: float) -> socket.socket | str:
         """Return a channel's connection, which is the caller's then, or why there is none in time."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: channel in self._accepted, timeout=max(deadline - time.monotonic(), 0)
+        with self._connected:
+            self._connected.wait_for(
+                lambda: channel in self._connections, timeout=max(deadline - time.monotonic(), 0)
             )
-            return self._accepted.pop(channel, None) or self._seen[channel] or "it has not connected"
+            return self._connections.pop(channel, None) or self._strangers[channel] or "it has not connected"
 
-    def seen(self, channel: int) -> str:
-        """Return who else has connected on a channel, and why that was refused; empty if nobody has."""
-        return self._seen[channel]
+    def strangers(self, channel: int) -> str:
+        """Return the last stranger that has connected on a channel, and why it was refused; or ""."""
+        return self._strangers[channel]
 
     def close(self) -> None:
         """End the thread, and close all connections that `wait` has not returned."""
-        self._ended.set()
+        self._closing.set()
         self._thread.join()
-        for sock in [*(arrival.sock for arrival in self._arrivals), *self._accepted.values()]:
+        for sock in [*(arrival.sock for arrival in self._arrivals), *self._connections.values()]:
             sock.close()
         self._selector.close()
 
@@ -95,11 +95,11 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
 
     def _run(self) -> None:
         open_channels = set(range(len(self._listeners)))
-        while open_channels and not self._ended.is_set():
+        while open_channels and not self._closing.is_set():
             now = time.monotonic()
             for late in [arrival for arrival in self._arrivals if arrival.until <= now]:
-                got = f"only {counted(len(late.received), 'byte')}" if late.received else "nothing"
-                self._drop(late, f"{self._peer_ip} connected, but sent {got} in {GREETING_SECONDS:g} s")
+                amount = f"only {counted(len(late.data), 'byte')}" if late.data else "nothing"
+                self._drop(late, f"{self._peer_ip} connected, but sent {amount} in {GREETING_SECONDS:g} s")
             soonest = min((arrival.until - now for arrival in self._arrivals), default=_LOOK_SECONDS)
             for event, _ in self._selector.select(min(soonest, _LOOK_SECONDS)):
                 if isinstance(event.data, int):
@@ -115,17 +115,17 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
         except BlockingIOError:
             return  # it was gone already
         except OSError as error:  # no file descriptor is left, for example
-            self._seen[channel] = f"a connection can't be accepted: {error.strerror}"
+            self._strangers[channel] = f"a connection can't be accepted: {error.strerror}"
             if self._arrivals:
-                self._drop(self._arrivals[0], self._seen[channel])
-            self._ended.wait(_LOOK_SECONDS)
+                self._drop(self._arrivals[0], self._strangers[channel])
+            self._closing.wait(_LOOK_SECONDS)
             return
         if address[0] != self._peer_ip:
             sock.close()
-            self._seen[channel] = f"{address[0]} connected, but it has {self._peer_ip}"
+            self._strangers[channel] = f"{address[0]} connected, but it has {self._peer_ip}"
             return
-        if len(self._arrivals) >= STRANGERS_MOST:
-            self._drop(self._arrivals[0], f"{STRANGERS_MOST} connections from {self._peer_ip} sent nothing")
+        if len(self._arrivals) >= MAX_STRANGERS:
+            self._drop(self._arrivals[0], f"{MAX_STRANGERS} connections from {self._peer_ip} sent nothing")
         sock.setblocking(False)
         arrival = _Arrival(sock, channel, time.monotonic() + GREETING_SECONDS)
         self._arrivals.append(arrival)
@@ -140,9 +140,9 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
         except OSError as error:
             self._drop(arrival, f"{self._peer_ip} connected, but sent no greeting ({error.strerror})")
             return False
-        arrival.received += data
+        arrival.data += data
         try:
-            fault = self._fault(arrival) if data else _ended(arrival)
+            fault = self._fault(arrival) if data else _why_closed(arrival)
         except OSError as error:
             fault = f"connected, but took no answer ({error.strerror})"
         if fault:
@@ -152,14 +152,14 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
 
     def _fault(self, arrival: _Arrival) -> str | None:
         """Answer a whole greeting, or check a whole proof. Return what is wrong so far."""
-        versioned = arrival.proof is None and len(arrival.received) >= greetings.HEADER_BYTES
-        if versioned and (fault := greetings.version_fault(arrival.received)):
+        versioned = arrival.proof is None and len(arrival.data) >= greetings.HEADER_BYTES
+        if versioned and (fault := greetings.version_fault(arrival.data)):
             arrival.sock.send(greetings.header())
             return fault
         if arrival.lacks:
             return None
         if arrival.proof is None:
-            opening = bytes(arrival.received)
+            opening = bytes(arrival.data)
             greeting, nonce = opening[: greetings.GREETING_BYTES], opening[greetings.GREETING_BYTES :]
             if fault := self._expected[arrival.channel].fault(greeting):
                 return fault
@@ -167,9 +167,9 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
             mac = arrival.proof.mac(RingSide.ACCEPTS)
             arrival.sock.send(greetings.header() + arrival.proof.accepts_nonce + mac)
             return None
-        if not arrival.proof.is_authentic(RingSide.CONNECTS, bytes(arrival.received[-MAC_BYTES:])):
+        if not arrival.proof.is_authentic(RingSide.CONNECTS, bytes(arrival.data[-MAC_BYTES:])):
             return greetings.OTHER_KEY
-        arrival.sock.send(greetings.ACCEPTED)
+        arrival.sock.send(greetings.ACCEPTANCE)
         return None
 
     def _finish(self, arrival: _Arrival) -> None:
@@ -179,14 +179,14 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
         self._selector.unregister(self._listeners[arrival.channel])
         arrival.sock.setblocking(True)
         tcp.notice_vanished(arrival.sock, _VANISHED_SECONDS)
-        with self._changed:
-            self._accepted[arrival.channel] = arrival.sock
-            self._changed.notify_all()
-        for other in [one for one in self._arrivals if one.channel == arrival.channel]:
-            self._drop(other, "")
+        with self._connected:
+            self._connections[arrival.channel] = arrival.sock
+            self._connected.notify_all()
+        for stranger in [waiting for waiting in self._arrivals if waiting.channel == arrival.channel]:
+            self._drop(stranger, "")
 
     def _drop(self, arrival: _Arrival, why: str) -> None:
-        self._seen[arrival.channel] = why or self._seen[arrival.channel]
+        self._strangers[arrival.channel] = why or self._strangers[arrival.channel]
         self._arrivals.remove(arrival)
         self._selector.unregister(arrival.sock)
         with contextlib.suppress(OSError):  # it may be broken already
@@ -194,7 +194,7 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
         arrival.sock.close()
 
 
-def _ended(arrival: _Arrival) -> str:
+def _why_closed(arrival: _Arrival) -> str:
     """Return why a connection may have ended: one that saw our proof may not have believed it."""
     if arrival.proof is None:
         return "connected, but ended the connection before its greeting"

@@ -147,17 +147,17 @@ def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float 
             try:
                 senders.append(_connect(place, channel, tagger, deadline))
             except RingError as error:
-                seen = acceptor.seen(channel)
-                raise type(error)(f"{error}{seen and f'; meanwhile {seen}'}") from error
+                strangers = acceptor.strangers(channel)
+                raise type(error)(f"{error}{strangers and f'; meanwhile {strangers}'}") from error
             undo.callback(senders[-1].socket.close)
         receivers = []
         for channel in channels:
-            found = acceptor.wait(channel, deadline)
-            if isinstance(found, str):
-                who = f"{place.own_name} timed out waiting for {place.name(place.previous)}"
-                raise RingTimeout(f"{who} on channel {channel}: {found}")
-            receivers.append(found)
-            undo.callback(found.close)
+            connection = acceptor.wait(channel, deadline)
+            if isinstance(connection, str):
+                subject = f"{place.own_name} timed out waiting for {place.name(place.previous)}"
+                raise RingTimeout(f"{subject} on channel {channel}: {connection}")
+            receivers.append(connection)
+            undo.callback(connection.close)
         undo.pop_all()
     return Ring(place, senders, receivers, tagger)
 
@@ -244,8 +244,8 @@ def _greet(place: RingPlace, channel: int, sender: TaggedSocket | PlainSocket, d
             "it has another ring.key: copy the folder of role trainer to all hosts of ranks"
         )
     sender.send_chunk(proof.mac(RingSide.CONNECTS))
-    accepted = bytearray(len(greetings.ACCEPTED))
-    receive_into(receive, memoryview(accepted))
+    verdict = bytearray(len(greetings.ACCEPTANCE))
+    receive_into(receive, memoryview(verdict))
 
 
 def _receive_until(sock: socket.socket, until: float, view: memoryview, nbytes: int, flags: int) -> int:
@@ -256,12 +256,12 @@ def _receive_until(sock: socket.socket, until: float, view: memoryview, nbytes: 
 
 def receive_into(receive: Callable[[memoryview, int, int], int], view: memoryview) -> None:
     """Fill `view` from a socket's `recv_into`; raise `ConnectionResetError` if the connection ends before."""
-    done = 0
-    while done < len(view):
-        count = receive(view[done:], 0, socket.MSG_WAITALL)
+    filled = 0
+    while filled < len(view):
+        count = receive(view[filled:], 0, socket.MSG_WAITALL)
         if not count:
             raise ConnectionResetError("the connection ended")
-        done += count
+        filled += count
 
 
 def _keep_to(device: str | None, sock: socket.socket) -> None:

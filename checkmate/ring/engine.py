@@ -68,11 +68,11 @@ class Engine:
         self._views: list[memoryview] = []
         self._lock = threading.Lock()
         self._error: RingError | None = None
-        self._done = 0
+        self._finished = 0
         self._at_work = 2 * place.channels
-        self._left = [self._at_work] * len(buckets)  # threads still at work on the bucket
+        self._busy_threads = [self._at_work] * len(buckets)  # threads still at work on the bucket
         self._submitted = Watermark()
-        self._received = [Watermark() for _ in channels]
+        self._arrivals = [Watermark() for _ in channels]
         self._threads: list[threading.Thread] = []
 
     def bind(self, tensors: Sequence[torch.Tensor], on_tagged: OnTagged | None = None) -> None:
@@ -97,17 +97,17 @@ class Engine:
         expected = self._submitted.value % len(self._buckets)
         if index != expected:
             raise ValueError(f"bucket {index} submitted, but bucket {expected} is next")
-        if self._submitted.value - self._done == len(self._buckets):
+        if self._submitted.value - self._finished == len(self._buckets):
             raise ValueError(f"bucket {index} submitted again before it was done")
         self._submitted.advance()
 
     def close(self) -> None:
         """End the threads. If buckets are in progress, this breaks the ring."""
         with self._lock:
-            left = self._submitted.value - self._done
+            unfinished = self._submitted.value - self._finished
         closed = f"{self._ring.place.own_name}: closed"
-        if left:
-            self._fail(RingError(f"{closed} with {counted(left, 'bucket')} in progress"))
+        if unfinished:
+            self._fail(RingError(f"{closed} with {counted(unfinished, 'bucket')} in progress"))
         self._error = self._error or RingError(closed)
         self._end()
         for thread in self._threads:
@@ -130,14 +130,14 @@ class Engine:
         except RingError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - otherwise others would wait for this thread for ever
-            what = f"{self._ring.place.own_name}, channel {channel}: {type(error).__name__}: {error}"
-            broken = RingError(what)
+            cause = f"{self._ring.place.own_name}, channel {channel}: {type(error).__name__}: {error}"
+            broken = RingError(cause)
             broken.__cause__ = error
             self._fail(broken)
 
     def _send(self, channel: int) -> None:
         sender = self._ring.senders[channel]
-        received = self._received[channel]
+        arrivals = self._arrivals[channel]
         before = 0  # receives of earlier buckets
         for number in itertools.count():
             if not self._submitted.wait_for(number + 1):
@@ -147,7 +147,7 @@ class Engine:
             if index == 0:
                 sender.plan(self._chunks[channel])
             for step in steps.sends:
-                if not received.wait_for(before + step.after):
+                if not arrivals.wait_for(before + step.after):
                     return
                 piece = view[step.start : step.stop]
                 try:
@@ -163,7 +163,7 @@ class Engine:
 
     def _receive(self, channel: int) -> None:
         receive = self._ring.receivers[channel].recv_into
-        received = self._received[channel]
+        arrivals = self._arrivals[channel]
         scratch = torch.empty(self._slice_bytes, dtype=torch.uint8)
         scratch_view = byte_view(scratch)
         for number in itertools.count():
@@ -181,7 +181,7 @@ class Engine:
                     raise self._broken(channel, "from", -1, error) from error
                 if step.arrival is not Arrival.KEEP:
                     reduce(step.start, step.stop, step.arrival)
-                received.advance()
+                arrivals.advance()
             self._finish(index)
 
     def _reduce(
@@ -199,32 +199,32 @@ class Engine:
         It continues with the next bucket only then, so buckets finish in order.
         """
         with self._lock:
-            self._left[index] -= 1
-            if self._left[index] or self._error is not None:
+            self._busy_threads[index] -= 1
+            if self._busy_threads[index] or self._error is not None:
                 return
-            self._left[index] = self._at_work
-            self._done += 1
+            self._busy_threads[index] = self._at_work
+            self._finished += 1
         self._on_done(index)
 
     def _fail(self, error: RingError) -> None:
         with self._lock:
-            first = self._error is None
-            if first:
+            is_first = self._error is None
+            if is_first:
                 self._error = error
-        if first:
+        if is_first:
             self._ring.abort()  # wakes blocked threads, here and at the other ranks
             self._end()
             self._on_error(error)
 
     def _end(self) -> None:
-        for count in (self._submitted, *self._received):
+        for count in (self._submitted, *self._arrivals):
             count.end()
 
     def _broken(self, channel: int, way: str, offset: int, error: OSError) -> RingError:
         place = self._ring.place
         peer = (place.rank + offset) % place.ranks
-        who = f"{place.own_name}, channel {channel}, {way} {place.name(peer)}"
-        return RingError(f"{who}: {error.strerror or error}")
+        subject = f"{place.own_name}, channel {channel}, {way} {place.name(peer)}"
+        return RingError(f"{subject}: {error.strerror or error}")
 
 
 class Watermark:
@@ -232,27 +232,27 @@ class Watermark:
 
     def __init__(self) -> None:
         self.value = 0
-        self._ended = False
-        self._changed = threading.Condition()
+        self._has_ended = False
+        self._growth = threading.Condition()
 
     def advance(self) -> None:
         """Add 1."""
-        with self._changed:
+        with self._growth:
             self.value += 1
-            self._changed.notify_all()
+            self._growth.notify_all()
 
     def end(self) -> None:
         """Wake all waiting threads: the number does not grow any more."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        with self._growth:
+            self._has_ended = True
+            self._growth.notify_all()
 
     def wait_for(self, value: int) -> bool:
         """Wait until it is at least `value`. Return false if it has ended before."""
         if self.value >= value:  # without the lock: it only grows
             return True
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self.value >= value)
+        with self._growth:
+            self._growth.wait_for(lambda: self._has_ended or self.value >= value)
             return self.value >= value
 
 

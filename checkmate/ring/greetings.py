@@ -1,4 +1,4 @@
-"""What two ranks exchange before the first gradient: a greeting, and proofs that both have the ring's key.
+"""The exchange of two ranks before the first gradient: a greeting, and proofs that both have the ring's key.
 
 The side that connects sends its greeting and a nonce. The other answers with its own version, a nonce and a
 MAC over both nonces and the greeting. The first answers with its own MAC, and the other ends with one byte.
@@ -15,9 +15,9 @@ from checkmate.keys.macs import MAC_BYTES, NONCE_BYTES
 
 MAGIC: Final = 0xC4EC
 VERSION: Final = 3
-"""Of greetings and of the order of bytes on the ring. Version 2 had no proofs."""
+"""Version of greetings and of the order of bytes on the ring. Version 2 had no proofs."""
 OTHER_KEY: Final = "has another ring.key: copy the folder of role trainer to all hosts of ranks"
-ACCEPTED: Final = b"\x01"
+ACCEPTANCE: Final = b"\x01"
 
 _HEADER: Final = struct.Struct("!HH")
 _GREETING: Final = struct.Struct("!HHHHBB16s")
@@ -51,17 +51,17 @@ class Greeting:
 
     def pack(self) -> bytes:
         """Return its bytes."""
-        ours = (self.ranks, self.rank, self.channel, self.incarnation, self.fingerprint)
-        return _GREETING.pack(MAGIC, VERSION, *ours)
+        fields = (self.ranks, self.rank, self.channel, self.incarnation, self.fingerprint)
+        return _GREETING.pack(MAGIC, VERSION, *fields)
 
-    def fault(self, received: bytes) -> str | None:
+    def fault(self, greeting: bytes) -> str | None:
         """Return in which way a received greeting differs from this one, or `None` if it is equal."""
-        for name, theirs, ours in zip(
-            _FIELDS, _GREETING.unpack(received), _GREETING.unpack(self.pack()), strict=True
+        for name, peers, expected in zip(
+            _FIELDS, _GREETING.unpack(greeting), _GREETING.unpack(self.pack()), strict=True
         ):
-            if theirs != ours:
-                shown = [value.hex() if isinstance(value, bytes) else value for value in (theirs, ours)]
-                return f"connected with {name} {shown[0]}, not {shown[1]}"
+            if peers != expected:
+                words = [value.hex() if isinstance(value, bytes) else value for value in (peers, expected)]
+                return f"connected with {name} {words[0]}, not {words[1]}"
         return None
 
 
@@ -70,9 +70,9 @@ def header() -> bytes:
     return _HEADER.pack(MAGIC, VERSION)
 
 
-def version_fault(received: bytes | bytearray) -> str | None:
+def version_fault(start: bytes | bytearray) -> str | None:
     """Return which side is old, from the first `HEADER_BYTES` of the other; `None` if versions are equal."""
-    magic, version = _HEADER.unpack(received[:HEADER_BYTES])
+    magic, version = _HEADER.unpack(start[:HEADER_BYTES])
     if magic != MAGIC:
         return "is not a rank of Checkmate"
     if version == VERSION:

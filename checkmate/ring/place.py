@@ -33,11 +33,11 @@ def _at_their_addresses(job: Job) -> dict[int, int]:
     """Return, by rank, how many ranks with its address have lower numbers."""
     ranks = sorted((rank for group in job.dp_groups for rank in group.ranks), key=lambda rank: rank.rank)
     before: Counter[IPv4Address] = Counter()
-    found = {}
+    numbers = {}
     for rank in ranks:
-        found[rank.rank] = before[rank.ip]
+        numbers[rank.rank] = before[rank.ip]
         before[rank.ip] += 1
-    return found
+    return numbers
 
 
 PUBLIC_KEY = blake2b(b"checkmate ring without a key", digest_size=SECRET_BYTES).digest()
@@ -63,7 +63,7 @@ class RingPlace:
     port: int = DEFAULT_PORT
     """Port of channel 0 of every rank."""
     ports: Sequence[int] = ()
-    """The same for each rank, in ring order, if they differ."""
+    """The port of channel 0 of each rank, in ring order, if they differ."""
     device: str | None = None
     """The interface of this rank's address, on a host that has several for the training network."""
     incarnation: int = 0

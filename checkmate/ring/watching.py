@@ -42,10 +42,10 @@ class NextWatch:
 
     def _wait(self) -> None:
         try:
-            said = self._ring.senders[0].socket.recv(1)
+            farewell = self._ring.senders[0].socket.recv(1)
         except OSError:
-            said = b""
-        if said == _FAREWELL or self._closed.wait(_GRACE):
+            farewell = b""
+        if farewell == _FAREWELL or self._closed.wait(_GRACE):
             return
         place = self._ring.place
         peer = place.name((place.rank + 1) % place.ranks)

@@ -226,7 +226,7 @@ class _Reader:
             return node
         return [self._value(item, depth + 1) for item in node]
 
-    def _named(self, node: dict[str, Any], depth: int) -> dict[str, Any]:
+    def _mapping(self, node: dict[str, Any], depth: int) -> dict[str, Any]:
         return {key: self._value(item, depth + 1) for key, item in node.items()}
 
     def _pairs(self, node: list[Any], depth: int) -> list[tuple[Any, Any]]:
@@ -250,10 +250,10 @@ class _Reader:
         """Return a blob as a tensor of bytes: the same memory at each call."""
         if number not in self._memory:
             memory = bytearray(self._blob(number))
-            found = (
+            tensor = (
                 torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
             )
-            self._memory[number] = found
+            self._memory[number] = tensor
         return self._memory[number]
 
     def _array(self, node: list[Any], _: int) -> Any:
@@ -287,7 +287,7 @@ _LISTS: Final[Mapping[type, str]] = {
 _MAPPINGS: Final[Mapping[type, str]] = {dict: "pairs", OrderedDict: "ordered", Counter: "counter"}
 _TENSORS: Final = (torch.Tensor, nn.Parameter)
 _KINDS: Final[Mapping[str, Callable[[_Reader, Any, int], Any]]] = {
-    "dict": _Reader._named,
+    "dict": _Reader._mapping,
     "pairs": lambda reader, node, depth: dict(reader._pairs(node, depth)),
     "ordered": lambda reader, node, depth: OrderedDict(reader._pairs(node, depth)),
     "counter": lambda reader, node, depth: Counter(dict(reader._pairs(node, depth))),
@@ -304,7 +304,7 @@ _KINDS: Final[Mapping[str, Callable[[_Reader, Any, int], Any]]] = {
     "array": _Reader._array,
     "scalar": _Reader._scalar,
 }
-"""How each kind of value is built."""
+"""The method that builds each kind of value."""
 
 
 def _sizes(shape: Iterable[Any]) -> list[int]:

@@ -89,28 +89,30 @@ class SeedReader:
         self.header: pb.SeedHeader = first.header
         self._checksum = Checksum(first.header)
 
-    def each(
-        self, known: Sequence[Parameter] | None
+    def read(
+        self, layout: Sequence[Parameter] | None
     ) -> Iterator[tuple[int, torch.Tensor, dict[str, object]]]:
         """Yield each parameter: its number, tensor and optimizer state.
 
-        Pieces that do not fit the parameters of the layout, `known`, are refused before memory is allocated.
+        Pieces that do not fit the parameters of the `layout` are refused before memory is allocated.
         `None` accepts all; it is only for seeds of this process itself. Raises `StateError`.
         """
         expected = set(self.header.parameters)
-        if known is not None and (unknown := [number for number in expected if number >= len(known)]):
-            raise StateError(f"parameter {min(unknown)} was announced, but the layout has {len(known)}")
-        for number, pieces in itertools.groupby(self._pieces(), lambda one: one.piece.parameter):
+        if layout is not None and (unknown := [number for number in expected if number >= len(layout)]):
+            raise StateError(f"parameter {min(unknown)} was announced, but the layout has {len(layout)}")
+        for number, pieces in itertools.groupby(self._pieces(), lambda piece: piece.piece.parameter):
             if number not in expected:
                 raise StateError(f"parameter {number} was not announced, or comes twice")
             expected.remove(number)
-            yield number, *_assemble(number, known[number] if known is not None else None, pieces)
+            yield number, *_assemble(number, layout[number] if layout is not None else None, pieces)
         if expected:
             raise StateError(f"{counted(len(expected), 'parameter')} missing, the first: {min(expected)}")
 
-    def all(self, known: Sequence[Parameter] | None) -> dict[int, tuple[torch.Tensor, dict[str, object]]]:
-        """Return all parameters by number, after the checksum has been verified; see `each`."""
-        return {number: (tensor, state) for number, tensor, state in self.each(known)}
+    def read_all(
+        self, layout: Sequence[Parameter] | None
+    ) -> dict[int, tuple[torch.Tensor, dict[str, object]]]:
+        """Return all parameters by number, after the checksum has been verified; see `read`."""
+        return {number: (tensor, state) for number, tensor, state in self.read(layout)}
 
     def _pieces(self) -> Iterator[_Piece]:
         for message in self._seeds:
@@ -145,14 +147,14 @@ class Checksum:
         """Add the next piece, and its tensor's `data`: the message would copy it at each access."""
         tensor, number = piece.tensor, piece.number
         kind = piece.WhichOneof("value")
-        said: tuple[object, ...] = (tensor.dtype, *tensor.shape, tensor.offset, len(data))
+        description: tuple[object, ...] = (tensor.dtype, *tensor.shape, tensor.offset, len(data))
         if kind == "number":
             value = number.WhichOneof("kind")
-            said = (
+            description = (
                 value,
                 getattr(number, value).hex() if value == "real" else getattr(number, value or "none"),
             )
-        self._hash.update(repr((piece.parameter, piece.state, kind, *said)).encode())
+        self._hash.update(repr((piece.parameter, piece.state, kind, *description)).encode())
         self._hash.update(data)
 
     def digest(self) -> bytes:
@@ -168,82 +170,82 @@ def _tensor_seeds(parameter: int, name: str, tensor: torch.Tensor, checksum: Che
     for offset in range(0, max(len(data), 1), PIECE_BYTES):
         seeds = pb.Seeds()  # filled in place: a message that is passed to another one's constructor is copied
         seeds.piece.parameter, seeds.piece.state = parameter, name
-        sent, part = seeds.piece.tensor, data[offset : offset + PIECE_BYTES]
-        sent.dtype, sent.offset, sent.data = dtype, offset, bytes(part)
-        sent.shape.extend(tensor.shape)
+        message, part = seeds.piece.tensor, data[offset : offset + PIECE_BYTES]
+        message.dtype, message.offset, message.data = dtype, offset, bytes(part)
+        message.shape.extend(tensor.shape)
         checksum.add(seeds.piece, part)
         yield seeds
 
 
 def _assemble(
-    number: int, known: Parameter | None, pieces: Iterable[_Piece]
+    number: int, parameter: Parameter | None, pieces: Iterable[_Piece]
 ) -> tuple[torch.Tensor, dict[str, object]]:
     """Assemble a parameter and its state from its pieces. Raise `StateError` if there are gaps."""
-    found: dict[str, object] = {}
-    for name, run in itertools.groupby(pieces, lambda one: one.piece.state):
-        if name in found:
+    entries: dict[str, object] = {}
+    for name, run in itertools.groupby(pieces, lambda piece: piece.piece.state):
+        if name in entries:
             raise StateError(f"parameter {number}: {name or 'its own data'} comes twice")
-        if len(found) > ENTRIES_MAX or len(name) > NAME_MAX:
+        if len(entries) > ENTRIES_MAX or len(name) > NAME_MAX:
             raise StateError(
                 f"parameter {number} has more than {ENTRIES_MAX} entries of optimizer state, or one whose "
                 f"name has more than {NAME_MAX} characters"
             )
-        found[name] = _value(f"parameter {number}{f', {name}' if name else ''}", known, not name, run)
-    tensor = found.pop("", None)
+        entries[name] = _value(f"parameter {number}{f', {name}' if name else ''}", parameter, not name, run)
+    tensor = entries.pop("", None)
     if not isinstance(tensor, torch.Tensor):
         raise StateError(f"parameter {number} has optimizer state but no data")
-    return tensor, found
+    return tensor, entries
 
 
-def _value(what: str, known: Parameter | None, own: bool, run: Iterable[_Piece]) -> object:
+def _value(subject: str, parameter: Parameter | None, is_parameter: bool, run: Iterable[_Piece]) -> object:
     pieces = iter(run)
     head = next(pieces)
     first = head.piece
     if first.WhichOneof("value") == "tensor":
-        if known is not None:
-            _check_shape(what, known, own, first.tensor)
-        return _tensor(what, head, pieces)
+        if parameter is not None:
+            _check_shape(subject, parameter, is_parameter, first.tensor)
+        return _tensor(subject, head, pieces)
     if next(pieces, None) is not None:
-        raise StateError(f"{what}: a number is one piece")
+        raise StateError(f"{subject}: a number is one piece")
     kind = first.number.WhichOneof("kind")
     if kind is None:
-        raise StateError(f"{what} has no value")
+        raise StateError(f"{subject} has no value")
     return None if kind == "none" else getattr(first.number, kind)
 
 
-def _check_shape(what: str, known: Parameter, own: bool, first: pb.TensorPiece) -> None:
-    """Refuse a tensor without the parameter's shape, and type if `own`, that is not a single number."""
+def _check_shape(subject: str, parameter: Parameter, is_parameter: bool, first: pb.TensorPiece) -> None:
+    """Refuse a tensor, unless a single number, without the parameter's shape, and type if `is_parameter`."""
     shape = tuple(first.shape)
-    if own and (shape, first.dtype) != (known.memory_shape, known.dtype):
+    if is_parameter and (shape, first.dtype) != (parameter.memory_shape, parameter.dtype):
         raise StateError(
-            f"{known.name} has shape {known.memory_shape} and type {known.dtype}, but its seed has "
-            f"{shape[:8]} and {first.dtype[:NAME_MAX]}"
+            f"{parameter.name} has shape {parameter.memory_shape} and type {parameter.dtype}, but its "
+            f"seed has {shape[:8]} and {first.dtype[:NAME_MAX]}"
         )
-    if shape != known.memory_shape and (len(shape) > 1 or any(size != 1 for size in shape)):
-        raise StateError(f"{what} has shape {shape[:8]}; the parameter has {known.memory_shape}")
+    if shape != parameter.memory_shape and (len(shape) > 1 or any(size != 1 for size in shape)):
+        raise StateError(f"{subject} has shape {shape[:8]}; the parameter has {parameter.memory_shape}")
 
 
-def _tensor(what: str, head: _Piece, more: Iterator[_Piece]) -> torch.Tensor:
+def _tensor(subject: str, head: _Piece, more: Iterator[_Piece]) -> torch.Tensor:
     first = head.piece.tensor
     dtype = DTYPES.get(first.dtype)
     if dtype is None or any(size < 0 for size in first.shape):
         raise StateError(
-            f"{what} is not a tensor: type {first.dtype[:NAME_MAX]}, shape {list(first.shape[:8])}"
+            f"{subject} is not a tensor: type {first.dtype[:NAME_MAX]}, shape {list(first.shape[:8])}"
         )
     nbytes = math.prod(first.shape) * dtype.itemsize
     if first.offset or (nbytes and not head.data):
-        raise StateError(f"{what} does not begin with its first bytes")
+        raise StateError(f"{subject} does not begin with its first bytes")
     tensor = torch.empty(list(first.shape), dtype=dtype)
     whole = bytes_of(tensor)
     at = 0
     for message, data in itertools.chain([head], more):
         piece = message.tensor
         if (piece.dtype, piece.shape) != (first.dtype, first.shape):
-            raise StateError(f"{what} changes its type or shape between pieces")
+            raise StateError(f"{subject} changes its type or shape between pieces")
         if piece.offset != at or at + len(data) > nbytes:
-            raise StateError(f"{what} has a gap: offset {piece.offset} of {nbytes} follows {at}")
+            raise StateError(f"{subject} has a gap: offset {piece.offset} of {nbytes} follows {at}")
         whole[at : at + len(data)] = data
         at += len(data)
     if at != nbytes:
-        raise StateError(f"{what} has a gap: it ends after {at} of {nbytes} bytes")
+        raise StateError(f"{subject} has a gap: it ends after {at} of {nbytes} bytes")
     return tensor

@@ -136,7 +136,7 @@ def name_frozen(
     Raises:
         StateError: An entry is neither a tensor nor a number.
     """
-    named = f"[{json.dumps(parameter)}]" if parameter else ""
+    suffix = f"[{json.dumps(parameter)}]" if parameter else ""
     for place, (entry, value) in enumerate(entries.items()):
         kind = _TENSOR if isinstance(value, torch.Tensor) else type(value).__name__
         if isinstance(value, torch.Tensor):
@@ -147,15 +147,15 @@ def name_frozen(
             tensor = torch.tensor(value, dtype=_NUMBERS[kind])
         else:
             raise StateError(f"{entry} of the optimizer state is neither a tensor nor a number, but a {kind}")
-        yield f"optimizer.state[{index}][{place}]{named}.{entry} ({kind})", tensor
+        yield f"optimizer.state[{index}][{place}]{suffix}.{entry} ({kind})", tensor
 
 
-def frozen_states(found: Mapping[str, torch.Tensor]) -> dict[int, dict[str, object]]:
+def frozen_states(tensors: Mapping[str, torch.Tensor]) -> dict[int, dict[str, object]]:
     """Return the state of each such parameter, by its number. Ignore other names."""
     states: dict[int, dict[str, object]] = {}
-    matches = [match for name in found if (match := _NAME.fullmatch(name)) is not None]
+    matches = [match for name in tensors if (match := _NAME.fullmatch(name)) is not None]
     for match in sorted(matches, key=lambda match: (int(match["index"]), int(match["place"]))):
-        tensor = found[match.string]
+        tensor = tensors[match.string]
         number = tensor.item() if match["kind"] != _TENSOR and tensor.numel() else None
         value = tensor if match["kind"] == _TENSOR else number
         states.setdefault(int(match["index"]), {})[match["entry"]] = value
@@ -165,11 +165,11 @@ def frozen_states(found: Mapping[str, torch.Tensor]) -> dict[int, dict[str, obje
 _FLAGS: Final = ("in_loop", "marks", "still")
 
 
-def dump_generators(found: Mapping[str, Any]) -> bytes:
+def dump_generators(states: Mapping[str, Any]) -> bytes:
     """Return the states of generators as bytes.
 
     Args:
-        found: `torch`, `cuda` (tensors of bytes or `None`), `python` and `numpy`, as returned by the
+        states: `torch`, `cuda` (tensors of bytes or `None`), `python` and `numpy`, as returned by the
             generators. `in_loop`, if present, is true if they were captured between two batches of one
             iterator, `marks` if the script marks its iterations, and `still` if they do not move between an
             iteration's end and the next forward. Words may be bytes of native uint32, as from
@@ -177,18 +177,18 @@ def dump_generators(found: Mapping[str, Any]) -> bytes:
     """
     message = pb.Generators()
     for flag in _FLAGS:
-        setattr(message, flag, bool(found.get(flag)))
+        setattr(message, flag, bool(states.get(flag)))
     for name in ("torch", "cuda"):
-        if found.get(name) is not None:
-            setattr(message, name, bytes(bytes_of(found[name])))
-    if "python" in found:
-        message.python.version, words, gauss = found["python"]
+        if states.get(name) is not None:
+            setattr(message, name, bytes(bytes_of(states[name])))
+    if "python" in states:
+        message.python.version, words, gauss = states["python"]
         message.python.words = _packed(words)
         if gauss is not None:
             message.python.gauss = gauss
-    if "numpy" in found:
+    if "numpy" in states:
         numpy = message.numpy
-        numpy.kind, words, numpy.position, numpy.has_gauss, numpy.gauss = found["numpy"]
+        numpy.kind, words, numpy.position, numpy.has_gauss, numpy.gauss = states["numpy"]
         numpy.words = _packed(words)
     return message.SerializeToString()
 
@@ -199,22 +199,22 @@ def load_generators(data: bytes) -> dict[str, Any]:
         message = pb.Generators.FromString(data)
     except DecodeError as error:
         raise StateError(f"unreadable states of random generators: {error}") from None
-    found: dict[str, Any] = {"cuda": None}
-    found |= {name: True for name in _FLAGS if getattr(message, name)}
+    states: dict[str, Any] = {"cuda": None}
+    states |= {name: True for name in _FLAGS if getattr(message, name)}
     for name in ("torch", "cuda"):
         if state := getattr(message, name):
-            found[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            states[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     if message.HasField("python"):
         python = message.python
-        found["python"] = (
+        states["python"] = (
             python.version,
             python.words,
             python.gauss if python.HasField("gauss") else None,
         )
     if message.HasField("numpy"):
         numpy = message.numpy
-        found["numpy"] = (numpy.kind, numpy.words, numpy.position, numpy.has_gauss, numpy.gauss)
-    return found
+        states["numpy"] = (numpy.kind, numpy.words, numpy.position, numpy.has_gauss, numpy.gauss)
+    return states
 
 
 def _packed(words: Any) -> bytes:

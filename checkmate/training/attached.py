@@ -16,21 +16,21 @@ class AttachedData:
         return (OrderedDict, ())
 
 
-Kept = TypeVar("Kept", bound=AttachedData)
+Data = TypeVar("Data", bound=AttachedData)
 
 
-def attach(owner: object, kept: AttachedData) -> None:
+def attach(owner: object, data: AttachedData) -> None:
     """Attach data to an object. It replaces what was attached before."""
-    setattr(owner, _NAME, kept)
+    setattr(owner, _NAME, data)
 
 
-def attached(owner: object, kind: type[Kept]) -> Kept | None:
+def attached(owner: object, kind: type[Data]) -> Data | None:
     """Return the data of this kind that is attached to an object, if any."""
-    found = getattr(owner, _NAME, None)
-    return found if isinstance(found, kind) else None
+    data = getattr(owner, _NAME, None)
+    return data if isinstance(data, kind) else None
 
 
-def detach(owner: object, kept: AttachedData) -> None:
+def detach(owner: object, data: AttachedData) -> None:
     """Undo `attach`, unless something else has been attached since."""
-    if getattr(owner, _NAME, None) is kept:
+    if getattr(owner, _NAME, None) is data:
         delattr(owner, _NAME)

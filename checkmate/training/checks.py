@@ -84,14 +84,14 @@ def watched_of(
 
 def _check_several(optimizers: Sequence[Any], scaler: Any) -> None:
     """Raise `RefusedError` unless these are optimizers, each of parameters of its own."""
-    if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
-        kinds = ", ".join(type(one).__name__ for one in optimizers)
+    if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise RefusedError(f"optimizer= is a list of {kinds or 'nothing'}: pass an optimizer, or several")
     if scaler is not None and getattr(scaler, "is_enabled", bool)():
         raise RefusedError(
             "a GradScaler can't be followed with several optimizers: use bfloat16, which needs none"
         )
-    of = [{id(p) for group in one.param_groups for p in group["params"]} for one in optimizers]
+    of = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
     if sum(map(len, of)) > len(set().union(*of)):
         raise RefusedError("a parameter is in several optimizers, but each must step parameters of its own")
 
@@ -103,8 +103,8 @@ def check_script(watched: Watched) -> None:
             f"scheduler= is a {type(watched.scheduler).__name__}: pass one scheduler for one optimizer, and "
             f"{_COMBINE}"
         )
-    named = [("scheduler", scheduler, _SCHEDULER) for scheduler in schedulers_of(watched.scheduler)]
-    for name, thing, methods in (*named, ("scaler", watched.scaler, _SCALER)):
+    schedulers = [("scheduler", scheduler, _SCHEDULER) for scheduler in schedulers_of(watched.scheduler)]
+    for name, thing, methods in (*schedulers, ("scaler", watched.scaler, _SCALER)):
         if isinstance(thing, type):
             raise RefusedError(f"{name}= is the class {thing.__name__}: pass an instance of it")
         lacking = [f"{method}()" for method in methods if not callable(getattr(thing, method, None))]
@@ -127,25 +127,30 @@ def _check_schedulers(optimizer: torch.optim.Optimizer, schedulers: Sequence[Any
     """Raise `RefusedError` if an optimizer has a scheduler that is not one of these, or a part of one."""
     if not is_scheduled(optimizer):
         return
-    given = {id(part): part for scheduler in schedulers for part in _parts(scheduler)}
-    others = _others(optimizer, given)
-    if others:
+    known_parts = {id(part): part for scheduler in schedulers for part in _parts(scheduler)}
+    strangers = _other_schedulers(optimizer, known_parts)
+    if strangers:
         gc.collect()  # one that the script has dropped may be left in a cycle
-        others = _others(optimizer, given)
-    if others and not schedulers:
+        strangers = _other_schedulers(optimizer, known_parts)
+    if strangers and not schedulers:
         raise RefusedError(NOT_GIVEN)
-    if others:
+    if strangers:
         raise RefusedError(
-            f"the optimizer has {with_article(others[0])} beside scheduler=, {_COMBINE}, and pass the result"
+            f"the optimizer has {with_article(strangers[0])} beside scheduler=, {_COMBINE}, and "
+            "pass the result"
         )
 
 
-def _others(optimizer: torch.optim.Optimizer, given: Collection[int]) -> list[str]:
+def _other_schedulers(optimizer: torch.optim.Optimizer, known_parts: Collection[int]) -> list[str]:
     """Return the classes of an optimizer's schedulers whose ids are not among those given."""
     owners = gc.get_referrers(optimizer)
-    for values in [one for one in owners if type(one) is dict and one.get("optimizer") is optimizer]:
+    for values in [owner for owner in owners if type(owner) is dict and owner.get("optimizer") is optimizer]:
         owners += gc.get_referrers(values)  # whose attributes they are, once something has asked for these
-    return [type(one).__name__ for one in owners if isinstance(one, LRScheduler) and id(one) not in given]
+    return [
+        type(owner).__name__
+        for owner in owners
+        if isinstance(owner, LRScheduler) and id(owner) not in known_parts
+    ]
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:
@@ -246,11 +251,11 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 def check_all_stepped(spec: pb.OptimizerSpec, names: Sequence[str]) -> None:
     """Raise `UnsupportedOptimizer` if the optimizer lacks a parameter that the model trains."""
     stepped = {number for group in spec.groups for number in group.parameters}
-    left = [name for number, name in enumerate(names) if number not in stepped]
-    if left:
-        others = f" and {counted(len(left) - 1, 'other')}" if len(left) > 1 else ""
+    missing = [name for number, name in enumerate(names) if number not in stepped]
+    if missing:
+        more = f" and {counted(len(missing) - 1, 'other')}" if len(missing) > 1 else ""
         raise UnsupportedOptimizer(
-            f"the optimizer lacks {left[0]}{others}, which the model trains: add the rest to a parameter "
+            f"the optimizer lacks {missing[0]}{more}, which the model trains: add the rest to a parameter "
             "group, pass the other optimizer, too, checkmate.protect(model, [first, second]), or set "
             "requires_grad=False"
         )

@@ -1,4 +1,4 @@
-"""What `restore` and `protect` did, on standard error of some ranks, unless the script has set up logging."""
+"""A log of what `restore` and `protect` did, on standard error of some ranks, if a script has no logging."""
 
 from __future__ import annotations
 

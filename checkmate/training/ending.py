@@ -37,5 +37,5 @@ def said_end(
     finally:
         complete = completed() and error is None
         why = "" if complete or error is None else f"{type(error).__name__}: {error}"
-        ended = TRAINER_ENDED(iteration=newest(), completed=complete, why=why)
-        say(logging.DEBUG, ended, "training ends on this rank")
+        event = TRAINER_ENDED(iteration=newest(), completed=complete, why=why)
+        say(logging.DEBUG, event, "training ends on this rank")

@@ -22,15 +22,15 @@ class StepExclusion:
         self.stepped = first_iteration - 1
         """Iteration of the last step that parameters and optimizer state reflect."""
         self._lock = threading.Lock()
-        self._wanted = False
+        self._trainer_waits = False
         self._stepping = False
 
     def begin(self) -> None:
         """Lock before the optimizer steps. Calling it again after a failed step has no effect."""
         if not self._stepping:
-            self._wanted = True
+            self._trainer_waits = True
             self._lock.acquire()
-            self._wanted = False
+            self._trainer_waits = False
             self._stepping = True
 
     def end(self, iteration: int) -> None:
@@ -41,10 +41,10 @@ class StepExclusion:
             self._lock.release()
 
     @contextlib.contextmanager
-    def still(self, ended: threading.Event) -> Iterator[int | None]:
-        """Hold the lock; yield the iteration that the state reflects, or `None` once `ended` is set."""
-        while self._wanted or not self._lock.acquire(timeout=_POLL_SECONDS):
-            if ended.is_set():
+    def still(self, closing: threading.Event) -> Iterator[int | None]:
+        """Hold the lock; yield the iteration that the state reflects, or `None` once `closing` is set."""
+        while self._trainer_waits or not self._lock.acquire(timeout=_POLL_SECONDS):
+            if closing.is_set():
                 yield None
                 return
             time.sleep(_POLL_SECONDS)

@@ -18,7 +18,7 @@ _log: Final = logging.getLogger("checkmate")
 class _Process:
     """The log of this process, if it has one; or that it can have none."""
 
-    known = False
+    is_decided = False
 
 
 def keep_events(rank: int, job: str) -> None:
@@ -26,9 +26,9 @@ def keep_events(rank: int, job: str) -> None:
 
     A folder that can't be used is a warning: training goes on.
     """
-    if _Process.known or not (folder := os.environ.get(FOLDER)):
+    if _Process.is_decided or not (folder := os.environ.get(FOLDER)):
         return
-    _Process.known = True
+    _Process.is_decided = True
     try:
         log = EventLog(f"rank {rank}", job, Path(folder)).start()
     except EventsError as error:

@@ -33,7 +33,7 @@ class Loop:
     """The loop boundary of one protection."""
 
     def __init__(
-        self, recorder: Recorder, generators: Mapping[str, Any] | None, begun: Callable[[], bool]
+        self, recorder: Recorder, generators: Mapping[str, Any] | None, has_begun: Callable[[], bool]
     ) -> None:
         """Create it.
 
@@ -41,24 +41,24 @@ class Loop:
             recorder: Notes where iterations end.
             generators: States of random generators to set again after the iterator was created, if the run
                 resumes between two batches of one.
-            begun: Returns whether an iteration has begun since the start.
+            has_begun: Returns whether an iteration has begun since the start.
         """
         self._recorder = recorder
         self._generators = generators
-        self._begun = begun
+        self._has_begun = has_begun
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches. An iteration ends when the next batch is requested, before it is drawn."""
         self._recorder.enter_loop()
         iterator = iter(batches)
         generators, self._generators = self._generators, None  # the next loop is a new one
-        if generators is not None and not self._begun():
+        if generators is not None and not self._has_begun():
             install_generators(dict(generators))
         for batch in iterator:
             try:
                 yield batch
             except GeneratorExit:  # left by `break` or an error
-                self._recorder.mark(left=True)
+                self._recorder.mark(left_loop=True)
                 raise
             self._recorder.mark(in_loop=True)
         self._recorder.leave_loop()
@@ -128,7 +128,7 @@ class Batches(Generic[Batch]):
                 )
         self.loader = loader
         self.epoch, self.used = 0, 0
-        self._over = False  # whether this epoch was iterated to its end
+        self._is_over = False  # whether this epoch was iterated to its end
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
         # Not by its own __setattr__, which refuses this. A new loader would lack what a subclass has.
         loader.__dict__["batch_sampler"] = self._rest
@@ -139,23 +139,23 @@ class Batches(Generic[Batch]):
             for sampler in self._samplers:
                 sampler.set_epoch(self.epoch)
             yield self.epoch
-            self.epoch, self.used, self._over = self.epoch + 1, 0, False
+            self.epoch, self.used, self._is_over = self.epoch + 1, 0, False
 
     def __iter__(self) -> Iterator[Batch]:
         """Return an iterator over what is left of this epoch. Raise `RefusedError` if nothing is."""
-        if self._over:
+        if self._is_over:
             raise RefusedError(
                 "all batches of this epoch are used up: go through the epochs with "
                 "`for epoch in batches.epochs(count)`, which begins the next one, in place of range(count)"
             )
         self._rest.first = self.used
-        return self._counted(iter(self.loader))  # at once: it draws a random number (`Loop.steps`)
+        return self._count(iter(self.loader))  # at once: it draws a random number (`Loop.steps`)
 
-    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _count(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
             self.used += 1
             yield batch
-        self._over = True
+        self._is_over = True
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
@@ -173,20 +173,20 @@ class Batches(Generic[Batch]):
                 "those that were used can't be left out: use the dataset, batch_size and number of ranks "
                 "that the run began with, or begin the next epoch: `batches.epoch = extra['epoch'] + 1`"
             )
-        self.epoch, self.used, self._over = place["epoch"], place["used"], False
+        self.epoch, self.used, self._is_over = place["epoch"], place["used"], False
 
 
 def _samplers(roots: Iterable[Any]) -> Iterator[Any]:
     """Yield samplers, and those that they wrap, each once."""
-    seen = set[int]()
+    ids = set[int]()
     todo = list(roots)
     while todo:
         sampler = todo.pop()
-        if id(sampler) in seen:
+        if id(sampler) in ids:
             continue
-        seen.add(id(sampler))
+        ids.add(id(sampler))
         yield sampler
-        todo += [each for each in getattr(sampler, "__dict__", {}).values() if isinstance(each, Sampler)]
+        todo += [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Sampler)]
 
 
 class _Rest(Sampler[list[int]]):

@@ -58,9 +58,9 @@ _log: Final = logging.getLogger("checkmate")
 
 WAIT: Final = 30.0
 FLUSH_SECONDS: Final = 10.0
-"""How long `close` waits for the shadow nodes to step the last iteration."""
+"""Seconds that `close` waits for the shadow nodes to step the last iteration."""
 HASTE_SECONDS: Final = 0.5
-"""The same after an error: the job will be restarted."""
+"""Seconds that it waits after an error: the job will be restarted."""
 _UNTAGGED: Final = (
     "gradients are not tagged, so shadow nodes don't follow: %s. Training goes on without checkpoints; "
     "protect(required=True) makes this an error"
@@ -75,7 +75,7 @@ class ProtectedRun:
     start: Start
     watched: Watched
     layouts: Mapping[int, Layout]
-    """Of the DP groups that train the model, by group."""
+    """Layouts of the DP groups that train the model, by group."""
     optimizer: pb.OptimizerSpec
 
 
@@ -215,7 +215,7 @@ def _assemble(
     suspects = slices if place.first else None
     followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), suspects)
     undo.callback(followers.close)
-    publisher = Publisher(opening.author(), followers.lines, gradients.passed)
+    publisher = Publisher(opening.author(), followers.lines, gradients.is_acknowledged)
     undo.callback(publisher.close, 0.0)
     recorder = Recorder(
         watched,
@@ -229,13 +229,13 @@ def _assemble(
         resumed=generators,
         buffers=buffers,
         await_departed=publisher.await_departed,
-        on_refused=followers.refused,
+        on_refused=followers.report_refusal,
     )
     undo.callback(recorder.close, last=False)
     if generators and place.first:
         undo.callback(FirstBatch(watched.model.outer, start.extra, lambda: gradients.iteration).remove)
     waiting = followers.bring_up(deadline) if place.followed else "; ".join(untagged)
-    front.register(recorder.reduced, recorder.begun)  # last, because DDP can't unregister a hook
+    front.register(recorder.reduced, recorder.on_backward)  # last, because DDP can't unregister a hook
     in_loop = generators if generators.get("in_loop") else None
     loop = Loop(recorder, in_loop, lambda: gradients.iteration >= start.next_iteration)
     parts = ProtectionParts(
@@ -261,8 +261,8 @@ def _recorded_buffers(
         )
     if model.broadcasts_buffers:
         return Buffers(model.extra_states, everything=False)  # which DDP does not broadcast
-    changed = own_buffers(start.record, place.position)
-    return Buffers(model.kept_beside, everything=False, changed=changed)
+    changed_before = own_buffers(start.record, place.position)
+    return Buffers(model.kept_beside, everything=False, changed_before=changed_before)
 
 
 class Protection:
@@ -355,7 +355,7 @@ class Protection:
             unpublished = self._recorder.refusal or self._publisher.error
             if unpublished is not None and well:  # nothing has raised it yet, or the script has caught it
                 if self._recorder.refusal is None:
-                    self._followers.refused(iteration + 1, unpublished, marks=False)
+                    self._followers.report_refusal(iteration + 1, unpublished, marks=False)
                 raise unpublished
             if last and self.session.first and iteration >= 0:
                 self._followers.await_stepped(iteration, deadline)

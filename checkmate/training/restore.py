@@ -29,7 +29,14 @@ from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.generators import RestoredTensors
 from checkmate.training.start import exchange, fence, from_disk, from_nodes, membership, plans, sharing
-from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, agree, log_once, run_on_all_ranks
+from checkmate.training.start.all_ranks import (
+    ANEW,
+    TRAINING_ENDED,
+    RestoreError,
+    agree,
+    log_once,
+    run_on_all_ranks,
+)
 from checkmate.training.start.from_disk import OnDisk
 from checkmate.training.start.from_nodes import Fetched
 from checkmate.training.start.install import part_of, restored_parts
@@ -54,7 +61,7 @@ _RESET: Final = (
     "disk from before it are not used"
 )
 FRESH_SECONDS: Final = 10.0
-"""How long a start that needs no state from the nodes waits for them to be fenced."""
+"""Seconds that a start that needs no state from the nodes waits for them to be fenced."""
 
 
 class Restored(NamedTuple):
@@ -175,7 +182,7 @@ def _begin(
                 place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next ({parts})"
             )
             if plan.iteration >= 0 and part_of(start.record, 0).step.last:
-                log_once(place, ENDED.format(plan.iteration))
+                log_once(place, TRAINING_ENDED.format(plan.iteration))
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
         without_nodes = partial(
@@ -231,17 +238,17 @@ def _from_nodes(
     fetched, trouble, unread = run_on_all_ranks(place, partial(read, readers))
     parts = None
     if not trouble:
-        tables = exchange.gather(sharing.table(fetched.states) if readers else None, named=place.named)
-        prepare = partial(sharing.prepare, fetched.states, tables, readers, place.named)
+        tables = exchange.gather(sharing.table(fetched.states) if readers else None, name_of=place.name_of)
+        prepare = partial(sharing.prepare, fetched.states, tables, readers, place.name_of)
         parts, trouble, unread = run_on_all_ranks(place, prepare)
-    if trouble and unread and any(exchange.gather(readers is not None, named=place.named)):
+    if trouble and unread and any(exchange.gather(readers is not None, name_of=place.name_of)):
         # another division into buckets has other parameters in a shard, for example
         log_once(place, f"each rank reads all of the state, because its part can't be read: {trouble}")
         parts = None
         fetched, trouble, _ = run_on_all_ranks(place, partial(read, None))
     if trouble:
         return None, trouble
-    states = sharing.share(fetched.states, parts, place.named)
+    states = sharing.share(fetched.states, parts, place.name_of)
     event = RESTORE_FETCHED(iteration=plan.iteration, seconds=seconds_since(began_at))
     say(logging.DEBUG, event, "state read from the shadow nodes")
     whole = replace(fetched, states=states)

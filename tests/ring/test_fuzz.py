@@ -40,7 +40,7 @@ def port() -> Iterator[Port]:
             answer = received(sock, greetings.ANSWER_BYTES)
             proof = RingProof(KEY, GREETING.pack(), NONCE, answer[greetings.HEADER_BYTES : -MAC_BYTES])
             sock.sendall(proof.mac(RingSide.CONNECTS))
-            assert received(sock, 1) == greetings.ACCEPTED
+            assert received(sock, 1) == greetings.ACCEPTANCE
         accepted = acceptor.wait(0, time.monotonic() + 5)
         assert isinstance(accepted, socket.socket)
         accepted.close()

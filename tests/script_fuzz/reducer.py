@@ -90,7 +90,7 @@ class GlooReducer:
         """Return the end of each stream after the last iteration that is reduced."""
         return {key: self._iterations * stream.nbytes for key, stream in self._streams.items()}
 
-    def passed(self, ends: Ends) -> bool:
+    def is_acknowledged(self, ends: Ends) -> bool:
         """Return whether the switch has the bytes: they outlive this process once they are in its socket."""
         return True
 

@@ -186,7 +186,7 @@ def test_any_seeds_are_read_or_refused(data: st.DataObject) -> None:
     whole = data.draw(st.just(made[at].SerializeToString()) | any_seeds)
     try:
         made[at] = pb.Seeds.FromString(damaged(data, whole))
-        state.SeedReader(made).all(LAYOUT.parameters)
+        state.SeedReader(made).read_all(LAYOUT.parameters)
     except (state.StateError, DecodeError) as error:
         assert len(str(error)) < 1000
 

@@ -51,10 +51,10 @@ def lion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: some-lion\nVersion: 1\n")
     (folder / "entry_points.txt").write_text("[checkmate.optimizers]\nlion = some_lion:Lion\n")
     monkeypatch.syspath_prepend(tmp_path)
-    supported._added.cache_clear()
+    supported._installed_optimizers.cache_clear()
     yield importlib.import_module("some_lion").Lion
     del sys.modules["some_lion"]
-    supported._added.cache_clear()
+    supported._installed_optimizers.cache_clear()
 
 
 def test_replicas_follow_it_bit_for_bit(lion: Any) -> None:
@@ -78,7 +78,7 @@ def test_without_the_package_a_node_says_so(lion: Any, monkeypatch: pytest.Monke
     assert type(build(spec, {0: parameter})) is lion
     _check_optimizer(spec, 1)  # as a node's `Begin` does
     with monkeypatch.context() as patch:
-        patch.setattr(supported, "_added", dict)
+        patch.setattr(supported, "_installed_optimizers", dict)
         with pytest.raises(CallRefused, match="install the trainers' one on shadow nodes, too"):
             _check_optimizer(spec, 1)
         with pytest.raises(UnsupportedOptimizer, match="no package here has the optimizer some_lion:Lion"):

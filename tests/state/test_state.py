@@ -80,7 +80,7 @@ def test_everything_comes_back_bit_for_bit(
 ) -> None:
     reader = SeedReader(send(parameters))
     assert reader.header == header_of(parameters)
-    found = reader.all(None)
+    found = reader.read_all(None)
     assert list(found) == list(parameters)
     for number, (tensor, state) in parameters.items():
         got, got_state = found[number]
@@ -116,7 +116,7 @@ def test_a_message_that_is_lost_doubled_moved_or_changed_is_noticed(
         if damaged[at] == messages[at]:
             return
     with pytest.raises(StateError):
-        SeedReader(damaged).all(None)
+        SeedReader(damaged).read_all(None)
 
 
 def test_pieces_are_small_and_in_order() -> None:
@@ -132,7 +132,7 @@ def test_pieces_are_small_and_in_order() -> None:
 def test_views_and_parameters_are_read_as_they_look() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     parameter = torch.nn.Parameter(base.t())
-    ((_, got, _),) = SeedReader(send({0: (parameter, {})})).each(None)
+    ((_, got, _),) = SeedReader(send({0: (parameter, {})})).read(None)
     assert torch.equal(got, base.t())
     assert got.is_contiguous()
 
@@ -154,17 +154,17 @@ def test_faults_are_said(change: Callable[[list[pb.Seeds]], list[pb.Seeds]], wor
     tensor = torch.zeros(PIECE_BYTES // 4 + 1)
     messages = send({0: (tensor, {"momentum_buffer": torch.ones(3)})})
     with pytest.raises(StateError, match=words):
-        SeedReader(change(messages)).all(None)
+        SeedReader(change(messages)).read_all(None)
 
 
 def test_a_stranger_is_refused() -> None:
     messages = send({0: (torch.zeros(3), {}), 1: (torch.ones(3), {})})
     messages[0].header.parameters[:] = [0]
     with pytest.raises(StateError, match="parameter 1 was not announced"):
-        SeedReader(messages).all(None)
+        SeedReader(messages).read_all(None)
     messages[0].header.parameters[:] = [0, 1, 2]
     with pytest.raises(StateError, match="wrong checksum"):
-        SeedReader(messages).all(None)
+        SeedReader(messages).read_all(None)
 
 
 def test_what_can_not_be_sent_is_named() -> None:

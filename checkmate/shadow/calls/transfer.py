@@ -27,7 +27,7 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
         group = node.state.group(header.shard.group, header)
         check_seed_header(group, header)
         hold = group.hold(header.shard.shard)
-    late = node.load(hold, header.iteration, seeds.all(group.layout.parameters))
+    late = node.load(hold, header.iteration, seeds.read_all(group.layout.parameters))
     with node.moving() as known:
         known.tally.seeds += 1
         group.records.adopt(header.record)

@@ -35,7 +35,7 @@ class GradientFront(Protocol):
 
     @property
     def buckets(self) -> GradientBuckets:
-        """What reduces them."""
+        """The buckets that reduce them."""
 
     def register(
         self,
@@ -74,7 +74,7 @@ class GradientBuckets:
     iteration: int
     """Number of the last synchronising backward that began; `first_iteration` - 1 before the first."""
     error: RingError | None
-    """Why the ring broke, as backward raises it."""
+    """The reason why the ring broke, as backward raises it."""
 
     def __init__(
         self, layout: Layout, parameters: Sequence[nn.Parameter], reducer: Reducer, first_iteration: int
@@ -125,9 +125,9 @@ class GradientBuckets:
         """
         return self._ends[iteration]
 
-    def passed(self, ends: Mapping[tuple[int, int], int]) -> bool:
+    def is_acknowledged(self, ends: Mapping[tuple[int, int], int]) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends."""
-        return self._reducer.passed(ends)
+        return self._reducer.is_acknowledged(ends)
 
     def give_up(self) -> None:
         """Note that the script ends by an error, of which other ranks of this host are told at `close`."""

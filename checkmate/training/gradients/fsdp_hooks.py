@@ -217,9 +217,9 @@ class ShardedHooks:
                 )
 
 
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have the same values. NaN is a value, whatever its bits."""
-    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def check_hooks(model: FsdpModel) -> None:

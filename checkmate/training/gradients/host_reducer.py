@@ -148,9 +148,9 @@ class HostReducer:
         """Return each stream's number of tagged bytes."""
         return self._inner.ends()
 
-    def passed(self, ends: Ends) -> bool:
+    def is_acknowledged(self, ends: Ends) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends."""
-        return self._inner.passed(ends)
+        return self._inner.is_acknowledged(ends)
 
     def give_up(self) -> None:
         """Note that the script ends by an error."""

@@ -43,9 +43,9 @@ class RankVerdict:
 
     rank: str
     version: str
-    """Of NCCL."""
+    """Version of NCCL."""
     trouble: str
-    """Why it can't, or ""."""
+    """The reason why it can't, or ""."""
     channels: tuple[ComparedChannel, ...]
 
 
@@ -87,7 +87,7 @@ def examine(job: Job, gpu: int, sizes: Sequence[int] = SIZES) -> list[RankVerdic
         version = ".".join(map(str, nccl_runtime.runtime.version()))
         trouble = next((trouble for trouble in maker.troubles if trouble.startswith(f"{session.name}: ")), "")
         verdict = RankVerdict(session.name, version, trouble.removeprefix(f"{session.name}: "), channels)
-        verdicts = exchange.gather(asdict(verdict), named=session.named)
+        verdicts = exchange.gather(asdict(verdict), name_of=session.name_of)
     return [_read(verdict) for verdict in verdicts]
 
 

@@ -19,15 +19,15 @@ _log: Final = logging.getLogger("checkmate")
 
 
 class Tags(Protocol):
-    """What the plugin has tagged."""
+    """The tagged streams, as the plugin counts them."""
 
     @property
     def trouble(self) -> str:
-        """Why tagging has stopped; empty if it has not."""
+        """The reason why tagging has stopped; empty if it has not."""
 
     @property
     def broken(self) -> str:
-        """Why a connection broke; empty if none did."""
+        """The reason why a connection broke; empty if none did."""
 
     def count(self, channel: int, shadow_id: int) -> tuple[int, int]:
         """Return a stream's tagged bytes, and those that the next rank has acknowledged."""
@@ -89,7 +89,7 @@ class NcclReducer:
         return Staging() if stream is None else StreamStaging(device, stream)
 
     def open(self, on_done: Callable[[int], None], on_error: Callable[[RingError], None]) -> None:
-        """Begin. `on_error` is called if `passed` finds a broken connection."""
+        """Begin. `on_error` is called if `is_acknowledged` finds a broken connection."""
         self._on_done, self._on_error = on_done, on_error
 
     def submit(self, index: int) -> None:
@@ -116,7 +116,7 @@ class NcclReducer:
         """Return the end of each stream after all launches."""
         return {stream: nbytes * self._iterations for stream, nbytes in self._streams.items()}
 
-    def passed(self, ends: Ends) -> bool:
+    def is_acknowledged(self, ends: Ends) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends.
 
         If tagging has stopped, nothing more comes: then shadow nodes notice that bytes are lost. If a

@@ -38,7 +38,7 @@ from checkmate.wire.schedule import stream_layout
 _PIECE: Final = 1 << 20
 """Elements that are predicted at once."""
 _SECONDS: Final = 10.0
-"""How long the last sends may take after the device is done."""
+"""Seconds that the last sends may take after the device is done."""
 _POLL_SECONDS: Final = 0.001
 
 ComparedBytes = dict[tuple[int, int], int]
@@ -59,7 +59,7 @@ class NcclMaker:
     library: NcclLibrary | None = None
     tagger: Tagger | None = None
     troubles: list[str] = field(default_factory=list)
-    """Of all ranks; if there is one, no rank tags."""
+    """Troubles of all ranks; if there is one, no rank tags."""
     _reducer: NcclReducer | None = None
 
     def make(self) -> NcclReducer:
@@ -80,7 +80,7 @@ class NcclMaker:
     def _agree(self, trouble: str) -> None:
         """Note the troubles of all ranks. Raise `SessionError` on all if tagging is required."""
         message: Any = exchange.shortened(f"{self.place.name}: {trouble}") if trouble else None
-        messages = exchange.gather(message, named=self.place.named)
+        messages = exchange.gather(message, name_of=self.place.name_of)
         self.troubles += [str(message) for message in messages if message]
         if self.troubles and self.required:
             raise SessionError(f"gradients can't be tagged: {self.troubles[0]}")
@@ -93,7 +93,7 @@ class NcclMaker:
         except PluginError as error:
             plugin, missing = Path(), str(error)
         setup = [*version, self.layout.fingerprint.hex(), plugin.name]
-        setups = exchange.gather(setup, named=self.place.named)
+        setups = exchange.gather(setup, name_of=self.place.name_of)
         if trouble := version_trouble(version) or missing or self._difference(setups):
             return trouble
         try:
@@ -140,14 +140,14 @@ class NcclMaker:
             setup = setups[rank]
             if setup[:3] != first[:3]:
                 names = [
-                    f"{self.place.named(r)} has {_dotted(v)}" for r, v in ((ranks[0], first), (rank, setup))
+                    f"{self.place.name_of(r)} has {_dotted(v)}" for r, v in ((ranks[0], first), (rank, setup))
                 ]
                 return f"versions of NCCL differ: {', '.join(names)}; install the same on all hosts"
             if setup[3] != first[3]:
-                return f"{self.place.named(rank)} has another model, or another NCCL_BUFFSIZE"
+                return f"{self.place.name_of(rank)} has another model, or another NCCL_BUFFSIZE"
             if setup[4] != first[4] and setup[4] and first[4]:
                 return (
-                    f"{self.place.named(rank)} has another Checkmate: install the same version on all hosts"
+                    f"{self.place.name_of(rank)} has another Checkmate: install the same version on all hosts"
                 )
         return ""
 
@@ -287,7 +287,7 @@ def _await_sends(library: NcclLibrary, expected: ComparedBytes) -> str:
                 'eval "$(checkmate nccl build)" before torchrun'
             )
         if time.monotonic() > deadline:
-            sent, total = sum(compared_bytes(library, expected).values()), sum(expected.values())
-            return f"NCCL has sent {sent} bytes of fully reduced data through the plugin, and not {total}"
+            nbytes, total = sum(compared_bytes(library, expected).values()), sum(expected.values())
+            return f"NCCL has sent {nbytes} bytes of fully reduced data through the plugin, and not {total}"
         time.sleep(_POLL_SECONDS)
     return library.trouble

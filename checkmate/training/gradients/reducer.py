@@ -48,7 +48,7 @@ class Reducer(Protocol):
         It is empty unless this rank tags, and exact only while no bucket is in progress.
         """
 
-    def passed(self, ends: Ends) -> bool:
+    def is_acknowledged(self, ends: Ends) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends, as `ends` returned."""
 
     def give_up(self) -> None:

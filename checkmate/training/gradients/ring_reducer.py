@@ -90,7 +90,7 @@ class RingReducer:
         """Return each stream's number of tagged bytes in this incarnation."""
         return {stream: sender.position(number) for stream, (sender, number) in self._streams.items()}
 
-    def passed(self, ends: Ends) -> bool:
+    def is_acknowledged(self, ends: Ends) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends."""
         for stream, end in ends.items():
             sender, number = self._streams[stream]

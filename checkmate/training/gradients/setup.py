@@ -130,7 +130,7 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
             tagger = undo.enter_context(Tagger.attach())
         except TaggerUnavailable as error:
             trouble = (f"{place.name}: {error.missing}", error.remedy)
-    troubles = [trouble for trouble in exchange.gather(trouble, named=place.named) if trouble is not None]
+    troubles = [trouble for trouble in exchange.gather(trouble, name_of=place.name_of) if trouble is not None]
     if troubles:
         missing, remedy = troubles[0]
         raise TaggerUnavailable(str(missing), str(remedy))

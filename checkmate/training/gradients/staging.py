@@ -10,7 +10,7 @@ import torch
 
 Tensors = list[torch.Tensor]
 FutureBuffer = torch.futures.Future[torch.Tensor]
-"""Of a buffer of gradients, when all of them are reduced."""
+"""The future of a buffer of gradients, complete when all of them are reduced."""
 
 
 def staging_for(device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
@@ -19,7 +19,7 @@ def staging_for(device: torch.device, on_error: Callable[[Exception], None]) -> 
 
 
 class Staging:
-    """How gradients of one device are moved: on the CPU, by plain copies in the caller's thread.
+    """Moves gradients of one device: on the CPU, by plain copies in the caller's thread.
 
     `flats` are the parts of our buckets that belong to `gradients`, in the same order.
     """

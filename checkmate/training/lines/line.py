@@ -46,7 +46,7 @@ _LARGE: Final = QUEUED_BYTES // (2 * ANSWERED_EVERY)
 ATTENTIVE: Final = 16
 """After a connect, or after a request of the node, this many records in a row request an answer."""
 _WARNINGS_MAX, _TEXT_MAX = 16, 1000
-"""Of what a node says: another host's text."""
+"""Limit of a node's text, because it is another host's."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
 _AT_ONCE: Final = 1 << 20  # bytes taken from the queue before they are written
 _VANISHED_SECONDS: Final = 15
@@ -93,7 +93,7 @@ class Line:
         """
         self.node = node
         self.stub = stub
-        self.begun = threading.Event()
+        self.begin_accepted = threading.Event()
         """Set once the node has accepted `begin`, or if there is none."""
         self._begin = begin
         self._on_reply = on_reply
@@ -102,18 +102,19 @@ class Line:
         self._at_risk = at_risk
         self._parts: deque[_Queued] = deque()
         self._nbytes = 0  # of them
-        self._sent = 0  # of them, on the present connection
-        self._taken = self._written = -1  # iterations on the present connection: dequeued, and in the kernel
+        self._count_sent = 0  # of them, on the present connection
+        # The last iterations on the present connection: dequeued, and in the kernel.
+        self._dequeued_iteration = self._kernel_iteration = -1
         self._calm = 0  # records since the node requested something
         self._finishing = self._flushed = False
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._closing = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._dropped = False  # whether it was said since the queue was empty
         self._unsure = -1  # the last iteration whose record was sent and dropped, and not answered
         self._superseded = False
         self._warnings: set[str] = set()
-        """Those that were logged: a node that comes and goes repeats them."""
+        """Warnings that were logged: a node that comes and goes repeats them."""
         self._complaint = ""
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name=f"shadow node {node.id}", daemon=True)
@@ -126,7 +127,7 @@ class Line:
         """Queue an iteration's serialized part without blocking."""
         if self._closing.is_set():
             return
-        with self._changed:
+        with self._condition:
             self._parts.append(_Queued(iteration, data))
             self._nbytes += len(data)
             while self._nbytes > QUEUED_BYTES and len(self._parts) > QUEUED_RECORDS:
@@ -135,19 +136,19 @@ class Line:
 
     def departed(self, iteration: int) -> bool:
         """Return whether an iteration's record was passed to the kernel; also true if the node is away."""
-        return self._written >= iteration or not self.connected
+        return self._kernel_iteration >= iteration or not self.connected
 
     @property
     def connected(self) -> bool:
         """Whether the node answers."""
-        return self.begun.is_set() and not self._complaint
+        return self.begin_accepted.is_set() and not self._complaint
 
     def finish(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until the node has every record. Return whether it has."""
         self._finishing = True
         os.eventfd_write(self._wake, 1)
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._parts, timeout)
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._parts, timeout)
 
     def end(self) -> None:
         """Tell the thread to end, without waiting for it."""
@@ -169,7 +170,7 @@ class Line:
             try:
                 if self._begin is not None:
                     self._send_begin(self._begin)
-                self.begun.set()
+                self.begin_accepted.set()
                 with closing(self._connect()) as sock:
                     why = self._exchange(sock)
             except OtherStart as error:
@@ -189,20 +190,20 @@ class Line:
             pause = min(2 * pause, _LONGEST_PAUSE) if self._complaint else _FIRST_PAUSE
             if not self._complaint and not self._closing.is_set():
                 number, place = self.node.id, self.node.mgmt
-                lost = TRAINER_NODE_LOST(node=number, why=why)
+                event = TRAINER_NODE_LOST(node=number, why=why)
                 text, risk = "shadow node %d (%s): %s; training continues%s", self._at_risk(number)
-                say(logging.WARNING, lost, text, number, place, why, risk)
+                say(logging.WARNING, event, text, number, place, why, risk)
             self._complaint = why
             self._closing.wait(pause)
 
     def _give_up(self, why: str) -> None:
         """Take no more records: the node follows another start, and would refuse this one for good."""
         self._complaint = why
-        with self._changed:
+        with self._condition:
             self._parts.clear()
             self._nbytes = 0
             self._closing.set()
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def _send_begin(self, begin: Callable[[], pb.BeginRequest]) -> None:
         request = begin()
@@ -239,10 +240,10 @@ class Line:
     def _exchange(self, sock: socket.socket) -> str:
         """Send records and read replies. Return why it ended; empty if all is sent or the line is closed."""
         outgoing, unpacker = bytearray(GREETING), Unpacker(greeted=True, most=ANSWER_BYTES)
-        with self._changed:
+        with self._condition:
             self._warn_unsure()
-            self._sent = self._calm = 0
-            self._taken = self._written = -1
+            self._count_sent = self._calm = 0
+            self._dequeued_iteration = self._kernel_iteration = -1
             self._flushed = False
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
@@ -252,7 +253,7 @@ class Line:
                     outgoing += data
                 _write(sock, outgoing)
                 if not outgoing:
-                    self._written = self._taken
+                    self._kernel_iteration = self._dequeued_iteration
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
                 selector.modify(sock, events)
                 ready = {key.fd for key, _ in selector.select()}
@@ -266,7 +267,7 @@ class Line:
                         return f"its reply to a step record is not a shadow node's: {wrong}"
                     if reply.refused:
                         return shortened(reply.refused, _TEXT_MAX)
-                    self._answered(reply)
+                    self._handle_answer(reply)
 
     def _read(self, sock: socket.socket, unpacker: Unpacker) -> Iterator[bytes]:
         """Yield the messages received. Raise `ConnectionResetError` if the node has closed the connection."""
@@ -282,33 +283,33 @@ class Line:
 
     def _next(self, room: int) -> Iterator[bytes]:
         """Yield frames to send now, beginning with those that an earlier connection left unanswered."""
-        with self._changed:
-            while room > 0 and self._sent < len(self._parts):
+        with self._condition:
+            while room > 0 and self._count_sent < len(self._parts):
                 self._calm += 1
-                record = self._parts[self._sent].data
+                record = self._parts[self._count_sent].data
                 regular = self._calm <= ATTENTIVE or self._calm % ANSWERED_EVERY == 0
                 data = pack(record, ANSWER if regular or len(record) >= _LARGE else 0)
-                self._taken = self._parts[self._sent].iteration
-                self._sent += 1
+                self._dequeued_iteration = self._parts[self._count_sent].iteration
+                self._count_sent += 1
                 room -= len(data)
                 yield data
-            if self._finishing and not self._flushed and self._sent == len(self._parts):
+            if self._finishing and not self._flushed and self._count_sent == len(self._parts):
                 self._flushed = True
                 yield pack(b"", ANSWER)
 
-    def _answered(self, reply: pb.RecordReply) -> None:
+    def _handle_answer(self, reply: pb.RecordReply) -> None:
         if self._complaint:
             say(logging.INFO, TRAINER_NODE_BACK(node=self.node.id), "shadow node %d is back", self.node.id)
             self._complaint = ""
-        with self._changed:
-            while self._sent and self._parts and self._parts[0].iteration <= reply.iteration:
+        with self._condition:
+            while self._count_sent and self._parts and self._parts[0].iteration <= reply.iteration:
                 self._pop()  # what was not sent is not answered, whatever the node says
             if reply.iteration >= self._unsure:
                 self._unsure = -1
             self._dropped = self._dropped and bool(self._parts)
             if reply.wanted:
                 self._calm = 0
-            self._changed.notify_all()
+            self._condition.notify_all()
         self._take(reply)
 
     def _take(self, reply: pb.RecordReply) -> None:
@@ -317,13 +318,13 @@ class Line:
 
     def _pop(self) -> None:
         self._nbytes -= len(self._parts.popleft().data)
-        self._sent = max(self._sent - 1, 0)
+        self._count_sent = max(self._count_sent - 1, 0)
 
     def _drop_oldest(self) -> None:
-        iteration, sent = self._parts[0].iteration, self._sent > 0
+        iteration, was_sent = self._parts[0].iteration, self._count_sent > 0
         waiting, size = self._nbytes / 2**20, len(self._parts[0].data) / 2**20
         self._pop()
-        if sent:  # it is with the node, unless the connection breaks
+        if was_sent:  # it is with the node, unless the connection breaks
             self._unsure = iteration
         elif not self._dropped:
             self._dropped = True

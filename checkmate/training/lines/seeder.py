@@ -38,19 +38,19 @@ class SeedSource:
     steps: StepExclusion
 
     def copy(
-        self, wanted: Sequence[int], ended: threading.Event
+        self, numbers: Sequence[int], closing: threading.Event
     ) -> tuple[int, list[tuple[int, torch.Tensor, Mapping[str, object]]]] | None:
         """Copy parameters between two steps, all of one iteration and in memory order.
 
         Returns:
-            The iteration, and copies of the first parameters of `wanted`: about `BATCH_BYTES`, or less if an
-            optimizer step came between. `None` if `ended` is set.
+            The iteration, and copies of the first of these parameters: about `BATCH_BYTES`, or less if an
+            optimizer step came between. `None` if `closing` is set.
         """
         copies: list[tuple[int, torch.Tensor, Mapping[str, object]]] = []
         at: int | None = None
         nbytes = 0
-        for number in wanted:
-            with self.steps.still(ended) as iteration:
+        for number in numbers:
+            with self.steps.still(closing) as iteration:
                 if iteration is None:
                     return None
                 if at is not None and iteration != at:
@@ -93,25 +93,25 @@ class Seeder:
         self._stub = stub
         self._source = source
         self._header = header
-        self._wanted: dict[int, dict[int, None]] = {}  # by shard: parameters in order
+        self._queued: dict[int, dict[int, None]] = {}  # by shard: parameters in order
         self._records: deque[tuple[int, pb.IterationRecord]] = deque()  # each with the shard of its header
-        self.given = threading.Event()
+        self.records_done = threading.Event()
         """Set, under the lock, while no record of `give` is left: all were sent, or given up."""
-        self.given.set()
+        self.records_done.set()
         self.given_up = ""
-        """Why records of `give` were given up; empty if none were."""
+        """The reason why records of `give` were given up; empty if none were."""
         self._failure = ""  # of the last stream
-        self._changed = threading.Condition()
-        self._ended = threading.Event()
+        self._condition = threading.Condition()
+        self._closing = threading.Event()
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name=f"seeds for {node}", daemon=True)
         self._thread.start()
 
     def want(self, shard: int, parameters: Iterable[int]) -> None:
         """Queue parameters of a shard, unless they are queued already."""
-        with self._changed:
-            self._wanted.setdefault(shard, {}).update(dict.fromkeys(parameters))
-            self._changed.notify_all()
+        with self._condition:
+            self._queued.setdefault(shard, {}).update(dict.fromkeys(parameters))
+            self._condition.notify_all()
 
     def give(self, shard: int, records: Sequence[pb.IterationRecord]) -> None:
         """Queue records to be sent once, each with a header of `shard`, after all queued parameters.
@@ -121,30 +121,30 @@ class Seeder:
         """
         if not records:
             return
-        with self._changed:
+        with self._condition:
             self._records.extend((shard, record) for record in records)
-            self.given.clear()
-            self._changed.notify_all()
+            self.records_done.clear()
+            self._condition.notify_all()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued."""
-        return self.given.is_set() and not any(self._wanted.values())
+        return self.records_done.is_set() and not any(self._queued.values())
 
     def close(self) -> None:
         """End the thread without sending the rest."""
-        self._ended.set()
-        with self._changed:
-            self._changed.notify_all()
+        self._closing.set()
+        with self._condition:
+            self._condition.notify_all()
         if self._call is not None:
             self._call.cancel()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.is_set():
-            with self._changed:
-                self._changed.wait_for(lambda: self._ended.is_set() or not self.idle)
-                todo = {shard: list(numbers) for shard, numbers in self._wanted.items() if numbers}
+        while not self._closing.is_set():
+            with self._condition:
+                self._condition.wait_for(lambda: self._closing.is_set() or not self.idle)
+                todo = {shard: list(numbers) for shard, numbers in self._queued.items() if numbers}
             for shard, numbers in todo.items():
                 self._send_some(shard, numbers)
             if not todo:
@@ -152,36 +152,36 @@ class Seeder:
 
     def _give_one(self) -> None:
         """Send the next record of `give`, if there is one."""
-        with self._changed:
+        with self._condition:
             if not self._records:
                 return
             shard, record = self._records.popleft()
         header = self._header(shard, record.iteration)
         header.record.CopyFrom(record)
-        sent = self._send(header, ()) is not None
-        with self._changed:
-            if not sent:
+        is_sent = self._send(header, ()) is not None
+        with self._condition:
+            if not is_sent:
                 self.given_up = self._failure
                 self._records.clear()
             if not self._records:
-                self.given.set()
+                self.records_done.set()
 
     def _send_some(self, shard: int, numbers: Sequence[int]) -> None:
         """Send one stream of seeds, with a batch of these parameters."""
-        copied = self._source.copy(numbers, self._ended)
+        copied = self._source.copy(numbers, self._closing)
         if copied is None:
             return
         iteration, copies = copied
-        sent = [number for number, _, _ in copies]
+        batch = [number for number, _, _ in copies]
         header = self._header(shard, iteration)
-        header.parameters.extend(sent)
-        again = self._send(header, copies)
-        if again is None:
+        header.parameters.extend(batch)
+        repeated = self._send(header, copies)
+        if repeated is None:
             self._forget(shard, numbers)  # the node requests them again when it is back
         else:
-            self._forget(shard, [number for number in sent if number not in again])
-        if again is None or again:
-            self._ended.wait(_PAUSE_SECONDS)
+            self._forget(shard, [number for number in batch if number not in repeated])
+        if repeated is None or repeated:
+            self._closing.wait(_PAUSE_SECONDS)
 
     def _send(
         self, header: pb.SeedHeader, copies: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]
@@ -189,7 +189,7 @@ class Seeder:
         """Send one stream of seeds. Return the parameters to send again, or `None` on failure."""
         try:
             self._call = self._stub.Seed.future(state.to_seeds(header, copies), timeout=SEED_SECONDS)
-            if self._ended.is_set():
+            if self._closing.is_set():
                 self._call.cancel()
             return frozenset(self._call.result().again)  # asked for each parameter
         except grpc.FutureCancelledError:
@@ -201,6 +201,6 @@ class Seeder:
             return None
 
     def _forget(self, shard: int, numbers: Iterable[int]) -> None:
-        with self._changed:
+        with self._condition:
             for number in numbers:
-                self._wanted[shard].pop(number, None)
+                self._queued[shard].pop(number, None)

@@ -47,18 +47,19 @@ class FsdpModel(TrainedModel):
             raise RefusedError(
                 f"PyTorch {torch.__version__} can't be followed with fully_shard: use 2.7 or newer"
             )
-        self.units = {name: one for name, one in module.named_modules() if isinstance(one, FSDPModule)}
+        self.units = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule)}
         for unit in self.units.values():
             unit.reshard()
         order = {name: number for number, name in enumerate(self.units)}
-        named = sorted(module.named_parameters(), key=lambda one: order[self._unit_of(one[0])])
-        self._parameters = dict(named)
+        parameters = sorted(module.named_parameters(), key=lambda pair: order[self._unit_of(pair[0])])
+        self._parameters = dict(parameters)
         self._fsdp_params: dict[torch.Tensor, Any] = {}
         self._reduced: dict[torch.Tensor, torch.dtype] = {}
         for group in (group for unit in self.units.values() for group in param_groups(unit)):
-            for one in group.fsdp_params:
-                self._fsdp_params[one.sharded_param] = one
-                self._reduced[one.sharded_param] = _reduced_dtype(group.mp_policy, one.sharded_param.dtype)
+            for fsdp_param in group.fsdp_params:
+                self._fsdp_params[fsdp_param.sharded_param] = fsdp_param
+                sharded = fsdp_param.sharded_param
+                self._reduced[sharded] = _reduced_dtype(group.mp_policy, sharded.dtype)
         self._kept_frozen = self.frozen()
         if not self.trained():
             raise RefusedError("no parameter of the model needs a gradient, so there is nothing to follow")
@@ -79,8 +80,8 @@ class FsdpModel(TrainedModel):
     def shard_ranks(self) -> list[int]:
         """The global ranks that share this rank's replica, in order of their parts of it."""
         meshes: list[Any] = [parameter.device_mesh for parameter in self.trained().values()]  # type: ignore[attr-defined]
-        found: list[int] = max((mesh.mesh for mesh in meshes), key=torch.Tensor.numel).flatten().tolist()
-        return found
+        ranks: list[int] = max((mesh.mesh for mesh in meshes), key=torch.Tensor.numel).flatten().tolist()
+        return ranks
 
     def check_settings(self) -> None:
         """Raise `RefusedError` if the script has changed what FSDP reduces, or how it divides gradients."""
@@ -134,7 +135,7 @@ class FsdpModel(TrainedModel):
     def _unit_of(self, name: str) -> str:
         """Return the name of the innermost unit that contains a parameter."""
         prefixes = list(accumulate(name.split("."), "{}.{}".format))
-        return next((one for one in reversed(prefixes) if one in self.units), "")
+        return next((prefix for prefix in reversed(prefixes) if prefix in self.units), "")
 
 
 def param_groups(unit: FSDPModule) -> Iterator[Any]:
@@ -151,16 +152,16 @@ def _chunk(name: str, parameter: torch.Tensor, reduced: torch.dtype) -> Paramete
     assert isinstance(parameter, DTensor)
     local = local_of(parameter)
     offset, _ = _box(parameter, _coordinate(parameter))
-    known = Parameter.of(name, local.shape, local.stride(), dtype_name(local.dtype))
+    chunk = Parameter.of(name, local.shape, local.stride(), dtype_name(local.dtype))
     gradient = "" if reduced == local.dtype else dtype_name(reduced)
-    return replace(known, whole=tuple(parameter.shape), offset=tuple(offset), gradient=gradient)
+    return replace(chunk, whole=tuple(parameter.shape), offset=tuple(offset), gradient=gradient)
 
 
 def _coordinate(parameter: DTensor) -> list[int]:
     """Return this rank's coordinate in a parameter's mesh."""
-    found = parameter.device_mesh.get_coordinate()
-    assert found is not None
-    return list(found)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return list(coordinate)
 
 
 def _box(parameter: DTensor, coordinate: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -192,15 +193,15 @@ def _check_mesh(name: str, parameter: torch.Tensor) -> None:
             'shards alone, mesh=checkmate.shard_mesh(device_type), or mesh["dp_shard"] of yours'
         )
     split = placements[1:]
-    if len(split) > 1 or any(type(one) not in (Shard, Replicate) for one in split):
+    if len(split) > 1 or any(type(placement) not in (Shard, Replicate) for placement in split):
         raise RefusedError(
             f"{name} has the placements {placements}: shadow nodes can follow shards of FSDP, and one "
             "dimension of tensor parallelism that shards or replicates parameters"
         )
-    own, (_, usual) = tuple(local_of(parameter).shape), _box(parameter, _coordinate(parameter))
-    if own != tuple(usual):
+    shape, (_, usual) = tuple(local_of(parameter).shape), _box(parameter, _coordinate(parameter))
+    if shape != tuple(usual):
         raise RefusedError(
-            f"{name}: this rank has {own} of {tuple(parameter.shape)}, but with {placements} PyTorch would "
+            f"{name}: this rank has {shape} of {tuple(parameter.shape)}, but with {placements} PyTorch would "
             f"give it {tuple(usual)}: split it with distribute_tensor or parallelize_module"
         )
 
@@ -210,9 +211,9 @@ def _check_elements(parameters: Iterable[torch.Tensor]) -> None:
     elements = 0
     for parameter in parameters:
         assert isinstance(parameter, DTensor)
-        _, *others = _coordinate(parameter)
+        _, *rest = _coordinate(parameter)
         shards = parameter.device_mesh.size(0)
-        elements += math.prod(_box(parameter, [shards - 1, *others])[1])
+        elements += math.prod(_box(parameter, [shards - 1, *rest])[1])
     if not elements:
         raise RefusedError(
             f"no parameter has a part on the last of {shards} shards, and a rank without any can't be "
@@ -244,7 +245,7 @@ def _averages(units: Mapping[str, FSDPModule]) -> bool:
     """
     with_factor = {name: _divides(group) for name, unit in units.items() for group in param_groups(unit)}
     if len(set(with_factor.values())) > 1:
-        without = next(name for name, found in with_factor.items() if not found)
+        without = next(name for name, has_factor in with_factor.items() if not has_factor)
         raise RefusedError(
             f"only some of FSDP's units have set_gradient_divide_factor, {without or 'the root'} has not: "
             "call it on all of them"
@@ -261,8 +262,8 @@ def _divides(group: Any) -> bool:
 
 def _reduced_dtype(policy: Any, dtype: torch.dtype) -> torch.dtype:
     """Return the type in which FSDP reduces the gradients of parameters of a type."""
-    found: torch.dtype = policy.reduce_dtype or policy.param_dtype or dtype
-    return found
+    result: torch.dtype = policy.reduce_dtype or policy.param_dtype or dtype
+    return result
 
 
 def _check_types(name: str, policy: Any, dtype: torch.dtype) -> None:

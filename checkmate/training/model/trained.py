@@ -1,4 +1,4 @@
-"""What the training side needs of a model, whatever wraps it."""
+"""The interface of a model to the training side, whatever wraps it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class TrainedModel(ABC):
     """A model of which each rank of a DP group trains a replica."""
 
     outer: nn.Module
-    """What the script calls. Its forward, in training, begins an iteration."""
+    """The module that the script calls. Its forward, in training, begins an iteration."""
     inner: nn.Module
-    """What has the parameters and buffers, under the names that the script knows."""
+    """The module that has the parameters and buffers, under the names that the script knows."""
     bucket_bytes: int
     """The size at which a bucket of gradients is closed."""
     averages: bool = True
@@ -75,31 +75,33 @@ class TrainedModel(ABC):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters whose gradients are reduced, by name, in the layout's order."""
-        named = self.parameters().items()
-        return {name: p for name, p in named if p.requires_grad and name not in self.ignored}
+        parameters = self.parameters().items()
+        return {name: p for name, p in parameters if p.requires_grad and name not in self.ignored}
 
     def slots(self) -> list[tuple[str, dict[str, nn.Parameter | None], str]]:
         """Return where modules keep the trained parameters: each one's name, and the dictionary and key."""
         names = {parameter: name for name, parameter in self.trained().items()}
-        every = (
+        parameters = (
             (module._parameters, key, p)
             for module in self.inner.modules()
             for key, p in module._parameters.items()
         )
-        return [(names[p], slots, key) for slots, key, p in every if p is not None and p in names]
+        return [(names[p], slots, key) for slots, key, p in parameters if p is not None and p in names]
 
     def frozen(self) -> dict[str, nn.Parameter]:
         """Return the parameters that need no gradient, by name."""
-        every = (p for module in self.inner.modules() for p in module._parameters.values() if p is not None)
-        if all(p.requires_grad for p in every):  # in most models, and names take ten times as long
+        parameters = (
+            p for module in self.inner.modules() for p in module._parameters.values() if p is not None
+        )
+        if all(p.requires_grad for p in parameters):  # in most models, and names take ten times as long
             return {}
         return {name: p for name, p in self.parameters().items() if not p.requires_grad}
 
     def kept_beside(self) -> dict[str, torch.Tensor]:
         """Return the buffers, frozen parameters and extra states, by name."""
-        every: dict[str, torch.Tensor] = {**self.frozen(), **dict(self.inner.named_buffers())}
+        tensors: dict[str, torch.Tensor] = {**self.frozen(), **dict(self.inner.named_buffers())}
         return {
-            name: tensor for name, tensor in every.items() if name not in self.ignored
+            name: tensor for name, tensor in tensors.items() if name not in self.ignored
         } | self.extra_states()
 
     def extra_states(self) -> dict[str, torch.Tensor]:
@@ -121,8 +123,12 @@ class TrainedModel(ABC):
     @cached_property
     def _stateful(self) -> list[tuple[str, nn.Module]]:
         """The modules with extra state. To search them in each iteration would take longer than all else."""
-        every = self.inner.named_modules()
-        return [one for one in every if type(one[1]).get_extra_state is not nn.Module.get_extra_state]
+        modules = self.inner.named_modules()
+        return [
+            named_module
+            for named_module in modules
+            if type(named_module[1]).get_extra_state is not nn.Module.get_extra_state
+        ]
 
     def state_names(self) -> dict[str, str]:
         """Return, by key of the model's `state_dict()`, the name of its tensor among `tensors`.
@@ -131,8 +137,8 @@ class TrainedModel(ABC):
         key: `load_state_dict` takes that too.
         """
         names = {id(tensor): name for name, tensor in self.tensors().items()}
-        stored = self.inner.state_dict(keep_vars=True)
-        found = {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
-        stored_as_they_are = set(found.values())
-        extra = {name: name for name in stored if is_extra_state(name)}
-        return found | extra | {name: name for name in self.trained() if name not in stored_as_they_are}
+        saved_tensors = self.inner.state_dict(keep_vars=True)
+        by_key = {key: names[id(tensor)] for key, tensor in saved_tensors.items() if id(tensor) in names}
+        stored_as_they_are = set(by_key.values())
+        extra = {name: name for name in saved_tensors if is_extra_state(name)}
+        return by_key | extra | {name: name for name in self.trained() if name not in stored_as_they_are}

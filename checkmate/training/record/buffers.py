@@ -58,13 +58,13 @@ def frozen_state(
     `trained` has the other parameters, and `parameters` returns all of the model, by name.
     """
     flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    others = [(index, p) for index, p in enumerate(flat) if p not in trained and p in optimizer.state]
-    if not others:
+    untrained = [(index, p) for index, p in enumerate(flat) if p not in trained and p in optimizer.state]
+    if not untrained:
         return {}
     names = {parameter: name for name, parameter in parameters().items()}
     return {
         name: tensor
-        for index, parameter in others
+        for index, parameter in untrained
         for name, tensor in name_frozen(
             index, _local_state(optimizer.state[parameter]), names.get(parameter, "")
         )
@@ -85,7 +85,7 @@ def fitting(find: Find, most: int = ALL_BYTES) -> Find:
     sizes = {name: local_of(tensor).nbytes for name, tensor in find().items()}
     without: set[str] = set()
     for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
-        if sum(sizes.values()) - sum(sizes[one] for one in without) <= most:
+        if sum(sizes.values()) - sum(sizes[dropped] for dropped in without) <= most:
             break
         without.add(name)
     if not without:
@@ -107,7 +107,7 @@ class Buffers:
         find: Find,
         *,
         everything: bool,
-        changed: Iterable[str] = (),
+        changed_before: Iterable[str] = (),
     ) -> None:
         """Look at the buffers for the first time.
 
@@ -115,25 +115,27 @@ class Buffers:
             find: Returns the buffers by name.
             everything: Send all buffers once, a few MiB per record, and then those that change. Otherwise the
                 buffers differ between ranks, and each record has the small ones and all that ever changed.
-            changed: Names of buffers that changed before a restart.
+            changed_before: Names of buffers that changed before a restart.
         """
         self._find = fitting(find)
         self._everything = everything
-        self._seen = {name: _Seen(name, tensor) for name, tensor in self._find().items()}
-        self._ever = set(changed) | {name for name, seen in self._seen.items() if seen.small}
-        self._unsent = list(self._seen) if everything else []
+        self._snapshots = {name: _Snapshot(name, tensor) for name, tensor in self._find().items()}
+        self._ever = set(changed_before) | {
+            name for name, snapshot in self._snapshots.items() if snapshot.small
+        }
+        self._unsent = list(self._snapshots) if everything else []
         self._round = 0
         self._uncounted: set[str] = set()
 
     @property
     def names(self) -> set[str]:
         """Names of all buffers kept, as of the last record."""
-        return set(self._seen)
+        return set(self._snapshots)
 
     def again(self) -> None:
         """Send again those that are sent once: a node joined without them. Callable from any thread."""
         if self._everything:
-            self._unsent = list(self._seen)
+            self._unsent = list(self._snapshots)
 
     def all(self, most: int = FIRST_BYTES) -> Iterator[dict[str, Later]]:
         """Yield copies of all buffers in lots of at least `most` bytes, except for the last.
@@ -157,63 +159,67 @@ class Buffers:
         `again`: only of those that have changed since the last look, and of all small ones on a CUDA device.
         """
         now = self._find()
-        changed = self._look(now)
-        self._ever |= changed
+        names = self._look(now)
+        self._ever |= names
         if not again:
-            changed = changed | self._first(now) if self._everything else self._ever & now.keys()
-        return {name: copied(now[name]) for name in sorted(changed)}
+            names = names | self._first(now) if self._everything else self._ever & now.keys()
+        return {name: copied(now[name]) for name in sorted(names)}
 
     def _look(self, now: Mapping[str, torch.Tensor]) -> set[str]:
         """Return the names of buffers that have changed since the last look."""
-        for gone in self._seen.keys() - now.keys():
-            del self._seen[gone]
-        changed = set()
+        for name_gone in self._snapshots.keys() - now.keys():
+            del self._snapshots[name_gone]
+        changed_names = set()
         for name, tensor in now.items():
-            seen = self._seen.get(name)
-            if seen is None or seen.differs(tensor):
-                self._seen[name] = _Seen(name, tensor, sampled=self._round < ROUNDS)
-                changed.add(name)
+            snapshot = self._snapshots.get(name)
+            if snapshot is None or snapshot.differs(tensor):
+                self._snapshots[name] = _Snapshot(name, tensor, sampled=self._round < ROUNDS)
+                changed_names.add(name)
         self._look_at_samples(now)
-        return changed | (self._uncounted & now.keys())
+        return changed_names | (self._uncounted & now.keys())
 
     def _look_at_samples(self, now: Mapping[str, torch.Tensor]) -> None:
         """Find tensors that the script changes through `.data`, which no version counts: always send these.
 
         A few are looked at in turn. On a CUDA device all are, but only at first, because that waits for it.
         """
-        names = [name for name, seen in self._seen.items() if not seen.small and name not in self._uncounted]
+        names = [
+            name
+            for name, snapshot in self._snapshots.items()
+            if not snapshot.small and name not in self._uncounted
+        ]
         if not names:
             return
         first = self._round * LOOKED_AT
         self._round += 1
-        chosen = [names[(first + i) % len(names)] for i in range(min(LOOKED_AT, len(names)))]
+        sampled = [names[(first + i) % len(names)] for i in range(min(LOOKED_AT, len(names)))]
         if any(now[name].is_cuda for name in names):
-            chosen = names if self._round <= ROUNDS else []
-        if any(self._seen[name].sample_differs(now[name]) for name in chosen):
-            self._uncounted |= {name for name in names if self._seen[name].sample_differs(now[name])}
+            sampled = names if self._round <= ROUNDS else []
+        if any(self._snapshots[name].sample_differs(now[name]) for name in sampled):
+            self._uncounted |= {name for name in names if self._snapshots[name].sample_differs(now[name])}
 
     def _first(self, now: Mapping[str, torch.Tensor]) -> set[str]:
         """Return the names of some buffers that were never sent."""
-        chosen: set[str] = set()
-        left = FIRST_BYTES
+        names: set[str] = set()
+        room = FIRST_BYTES
         unsent = self._unsent
-        while unsent and left > 0:
+        while unsent and room > 0:
             name = unsent.pop()
             if name in now:
-                left -= local_of(now[name]).nbytes
-                chosen.add(name)
-        return chosen
+                room -= local_of(now[name]).nbytes
+                names.add(name)
+        return names
 
 
-class _Seen:
+class _Snapshot:
     """A buffer's earlier state: its bytes if it is `small` and on the CPU, else only its version."""
 
     def __init__(self, name: str, tensor: torch.Tensor, *, sampled: bool = True) -> None:
         """Look at it. `sampled`: on a CUDA device, too, at a sample, which waits for the device."""
         self._place = _place(tensor)
-        counted = isinstance(tensor, nn.Parameter) or (is_frozen_state(name) and tensor.dim() > 0)
+        has_version = isinstance(tensor, nn.Parameter) or (is_frozen_state(name) and tensor.dim() > 0)
         # Extra state is packed again at each look, so its place shows nothing.
-        self.small = not counted and (local_of(tensor).nbytes <= EXACT_BYTES or is_extra_state(name))
+        self.small = not has_version and (local_of(tensor).nbytes <= EXACT_BYTES or is_extra_state(name))
         self._sample = None if self.small or (tensor.is_cuda and not sampled) else _sample(tensor)
         # Comparing would wait for a CUDA device, so a small buffer there is always sent.
         self._copy = local_of(tensor).detach().clone() if self.small and not tensor.is_cuda else None

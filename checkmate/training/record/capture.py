@@ -17,7 +17,7 @@ from checkmate.state import bytes_of, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.buffers import Buffers, Later
-from checkmate.training.record.generators import CHECKED, DrawWatch, capture_generators
+from checkmate.training.record.generators import MAX_CHECKS, DrawWatch, capture_generators
 from checkmate.training.record.windows import Copy, Window
 from checkmate.training.record.wrapped import class_of
 
@@ -55,7 +55,7 @@ class Scaled:
 
 
 @dataclass
-class Noted:
+class RecordDraft:
     """One iteration of one rank, before it becomes a message.
 
     Fields that only the group's first rank records are empty on others.
@@ -67,7 +67,7 @@ class Noted:
     stepped_by: list[torch.optim.Optimizer] = field(default_factory=list)
     marked: bool = False  # the script has marked its end
     settled: bool = False  # ... and has reached it
-    left: bool = False  # ... by leaving its loop over batches
+    left_loop: bool = False  # ... by leaving its loop over batches
     last: bool = False
     infinite: Sequence[torch.Tensor] = ()  # if one is not zero, the scaler made the optimizer skip
     options: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Noted:
     slices: list[tuple[Window, Copy]] = field(default_factory=list)
     buffers: dict[str, Later] | None = None  # not captured yet
     refusal: RefusedError | None = None
-    """Why it is refused, if the script has left its loop, perhaps by an error of its own."""
+    """The reason why it is refused, if the script has left its loop, perhaps by an error of its own."""
     checks: list[Callable[[], None]] = field(default_factory=list)
     """Raise `RefusedError` once a device has answered: before the iteration is sent."""
 
@@ -106,13 +106,13 @@ class Noted:
         return bool(self.stepped_by)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether its optimizer has stepped, or was made to skip by a scaler."""
         return self.stepped or bool(self.infinite)
 
     def skipped(self) -> bool:
         """Return whether parameters did not change. Waits for a CUDA device."""
-        return not self.stepped or any(bool(found.item()) for found in self.infinite)
+        return not self.stepped or any(bool(infinity.item()) for infinity in self.infinite)
 
 
 class Capture:
@@ -176,13 +176,13 @@ class DriftWatch:
         self._watched = watched
         self._options = options
         self._active = active
-        self._left = CHECKED
+        self._checks_left = MAX_CHECKS
         self._captured: dict[str, Any] | None = None
         self._warning: tuple[int, str] | None = None
 
     def note(self, end: IterationEnd) -> None:
         """Note a capture, in place of an earlier one of the same iteration."""
-        if self._active and self._left:
+        if self._active and self._checks_left:
             self._captured = {
                 "extra()": end.extra,
                 "the scheduler": end.scheduler,
@@ -194,7 +194,7 @@ class DriftWatch:
         """Stop checking: the script marks where its iterations end."""
         self._captured, self._active = None, False
 
-    def check(self, noted: Noted) -> None:
+    def check(self, draft: RecordDraft) -> None:
         """Have `say` warn if, as the next forward begins, something has changed since the capture.
 
         Options are compared in each iteration, because a script may change them at any time.
@@ -202,14 +202,14 @@ class DriftWatch:
         if not self._active:
             return
         captured, self._captured = self._captured, None
-        changed = []
-        if self._options.of(self._watched.optimizer.param_groups) != list(noted.end.next_options):
-            changed.append("an option of the optimizer")
+        names = []
+        if self._options.of(self._watched.optimizer.param_groups) != list(draft.end.next_options):
+            names.append("an option of the optimizer")
         if captured is not None:
-            self._left -= 1
+            self._checks_left -= 1
             now = self._now()
-            changed += [name for name, value in captured.items() if not same(value, now.get(name))]
-        self._warning = (noted.iteration, _listed(changed)) if changed else None
+            names += [name for name, value in captured.items() if not same(value, now.get(name))]
+        self._warning = (draft.iteration, _enumerated(names)) if names else None
 
     def say(self) -> None:
         """Warn, now that the iteration is known to have ended there."""
@@ -243,28 +243,28 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(flat.numel() // SAMPLED, 1)].to("cpu", copy=True).contiguous()
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Return whether two plain states (see `checkmate.state.dumps`) are equal, tensors bit for bit."""
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Tensor):
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if isinstance(first, torch.Tensor):
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
-        mine, theirs = (x.detach().cpu().resolve_conj().contiguous() for x in (one, other))
-        return bytes_of(mine) == bytes_of(theirs)
-    if isinstance(one, np.ndarray | np.generic):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return bool(alike and one.tobytes() == other.tobytes())
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other or (one != one and other != other))  # noqa: PLR0124 - not a number
+        first_tensor, second_tensor = (x.detach().cpu().resolve_conj().contiguous() for x in (first, second))
+        return bytes_of(first_tensor) == bytes_of(second_tensor)
+    if isinstance(first, np.ndarray | np.generic):
+        alike = first.dtype == second.dtype and first.shape == second.shape
+        return bool(alike and first.tobytes() == second.tobytes())
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second or (first != first and second != second))  # noqa: PLR0124 - not a number
 
 
-def _listed(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _enumerated(names: list[str], most: int = 3) -> str:
+    words = ", ".join(names[:most])
+    return words if len(names) <= most else f"{words} and {len(names) - most} more"
 
 
 def several_backwards(iteration: int, count: int) -> RefusedError:

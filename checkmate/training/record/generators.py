@@ -18,7 +18,7 @@ from checkmate.training.record.sites import script_frames
 
 _log: Final = logging.getLogger("checkmate")
 
-CHECKED: Final = 4
+MAX_CHECKS: Final = 4
 """The number of iterations checked. Each check copies the state and waits for a CUDA device."""
 
 LEFT_OUT: Final = (
@@ -57,11 +57,11 @@ class DrawWatch:
     """
 
     def __init__(self, resumed: Mapping[str, Any] | None, *, first: bool) -> None:
-        known = bool(resumed and resumed.get("still") and not resumed.get("in_loop"))
-        self._resumed = resumed if known else None
-        self._left = CHECKED
+        is_still = bool(resumed and resumed.get("still") and not resumed.get("in_loop"))
+        self._resumed = resumed if is_still else None
+        self._checks_left = MAX_CHECKS
         self._first = first
-        self.still = known
+        self.still = is_still
         """Whether they don't move there, as far as is known."""
 
     def look(self, end: Mapping[str, Any] | None) -> None:
@@ -71,25 +71,27 @@ class DrawWatch:
         """
         resumed, self._resumed = self._resumed, None
         if end is None:
-            if resumed is not None and self._first and _moved(resumed):
+            if resumed is not None and self._first and _have_moved(resumed):
                 _log.warning(
                     "random generators moved between checkmate.restore and the first forward, but did not "
-                    f"between the iterations that were looked at (at most {CHECKED}). Unless an epoch or an "
-                    "evaluation begins here, " + LEFT_OUT
+                    f"between the iterations that were looked at (at most {MAX_CHECKS}). Unless an epoch or "
+                    "an evaluation begins here, " + LEFT_OUT
                 )
-        elif self._left:
-            self._left -= 1
-            moved = _moved(end)
-            self.still = not moved and (self.still or not self._left)
-            if moved:
-                self._left = 0
+        elif self._checks_left:
+            self._checks_left -= 1
+            has_moved = _have_moved(end)
+            self.still = not has_moved and (self.still or not self._checks_left)
+            if has_moved:
+                self._checks_left = 0
 
 
-def _moved(before: Mapping[str, Any]) -> bool:
+def _have_moved(before: Mapping[str, Any]) -> bool:
     now = capture_generators()
     names = [name for name in now if now[name] is not None and before.get(name) is not None]
-    one, other = (state.dump_generators({name: of[name] for name in names}) for of in (before, now))
-    return one != other
+    before_bytes, now_bytes = (
+        state.dump_generators({name: of[name] for name in names}) for of in (before, now)
+    )
+    return before_bytes != now_bytes
 
 
 MAX_ITEMS, MAX_DEPTH = 16, 4
@@ -100,12 +102,14 @@ class RestoredTensors:
     """The tensors of a restored `extra`, as long as the script has them."""
 
     def __init__(self, extra: Any) -> None:
-        self._kinds = [((one.shape, one.dtype), weakref.ref(one)) for one in _tensors(extra)]
+        self._kinds = [((tensor.shape, tensor.dtype), weakref.ref(tensor)) for tensor in _tensors(extra)]
 
     def may_have(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is among them, or a copy of one, as far as can be known."""
         alike = [reference() for kind, reference in self._kinds if kind == (tensor.shape, tensor.dtype)]
-        return any(one is None or bytes_of(_plain(one)) == bytes_of(_plain(tensor)) for one in alike)
+        return any(
+            original is None or bytes_of(_plain(original)) == bytes_of(_plain(tensor)) for original in alike
+        )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,7 +135,7 @@ class FirstBatch:
         # Not their local names: reading these would keep what they name until the function returns.
         scopes = {id(frame.f_globals): frame.f_globals for frame in script_frames()}.values()
         values = [value for names in scopes for value in list(names.values())]
-        self._named = {id(one): weakref.ref(one) for one in _tensors(values)}
+        self._early_tensors = {id(tensor): weakref.ref(tensor) for tensor in _tensors(values)}
         self._begins_with_named: bool | None = None
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
@@ -142,20 +146,26 @@ class FirstBatch:
     def _before_forward(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        given = list(_tensors([arguments, keywords]))
-        named = [one for one in given if id(one) in self._named and self._named[id(one)]() is one]
+        tensors = list(_tensors([arguments, keywords]))
+        early = [
+            tensor
+            for tensor in tensors
+            if id(tensor) in self._early_tensors and self._early_tensors[id(tensor)]() is tensor
+        ]
         if self._begins_with_named is None or self._without_backward():
-            self._begins_with_named = bool(named) and not any(map(self._restored.may_have, named))
+            self._begins_with_named = bool(early) and not any(map(self._restored.may_have, early))
             self._first_in = self._iteration()
             return
         self.remove()
-        if self._begins_with_named and not named:
+        if self._begins_with_named and not early:
             _log.warning(
                 "the first batch was drawn before checkmate.protect, and not restored by extra(): " + LEFT_OUT
             )
 
     def _without_backward(self) -> bool:
-        return self._iteration() == self._first_in and all(one.grad is None for one in self._parameters)
+        return self._iteration() == self._first_in and all(
+            parameter.grad is None for parameter in self._parameters
+        )
 
 
 def _tensors(value: Any, depth: int = MAX_DEPTH) -> Iterator[torch.Tensor]:
@@ -167,6 +177,6 @@ def _tensors(value: Any, depth: int = MAX_DEPTH) -> Iterator[torch.Tensor]:
         if value.layout is torch.strided:
             yield value
     elif depth and type(value) in (dict, list, tuple):
-        for one in list(value.values() if type(value) is dict else value):
-            if type(one) not in (dict, list, tuple) or len(one) <= MAX_ITEMS:
-                yield from _tensors(one, depth - 1)
+        for item in list(value.values() if type(value) is dict else value):
+            if type(item) not in (dict, list, tuple) or len(item) <= MAX_ITEMS:
+                yield from _tensors(item, depth - 1)

@@ -14,7 +14,7 @@ from checkmate.events.kinds import TRAINER_FIRST
 from checkmate.events.saying import say, seconds_since
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import MESSAGE_BYTES
-from checkmate.training.record.capture import Noted
+from checkmate.training.record.capture import RecordDraft
 from checkmate.training.record.windows import to_message
 from checkmate.wire.schedule import FIRST, LAST
 
@@ -22,7 +22,7 @@ _log: Final = logging.getLogger("checkmate")
 _POLL_SECONDS: Final = 0.001
 _DEPARTED_POLL_SECONDS: Final = 0.0002
 DEPARTURE_SECONDS: Final = 0.25
-"""How long a step waits for the record before it to leave this process."""
+"""Seconds that a step waits for the record before it to leave this process."""
 
 
 class RecordSink(Protocol):
@@ -36,43 +36,43 @@ class RecordSink(Protocol):
         ...
 
 
-def to_part(author: pb.RecordPart, noted: Noted) -> pb.RecordPart:
+def to_part(author: pb.RecordPart, draft: RecordDraft) -> pb.RecordPart:
     """Return a rank's part of an iteration's record. Raise `StateError` if `extra` can't be stored.
 
     `author` has the fields that all parts of the rank share.
     """
-    captured = noted.end
+    captured = draft.end
     part = pb.RecordPart(
-        iteration=noted.iteration,
+        iteration=draft.iteration,
         rng=state.dump_generators(captured.rng),
         extra=b"" if captured.extra is None else state.dumps(captured.extra),
     )
     part.MergeFrom(author)
-    if noted.buffers:
-        part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()})
+    if draft.buffers:
+        part.buffers = state.dumps({name: later() for name, later in draft.buffers.items()})
     side = FIRST if author.position == 0 else LAST  # ranks between them do not tag: their `ends` are empty
-    for (channel, shard), end in noted.ends.items():
+    for (channel, shard), end in draft.ends.items():
         part.ends.add(side=side, channel=channel, shard=shard, end=end)
     if author.position == 0:
-        _fill_step(part.step, noted)
+        _fill_step(part.step, draft)
     return part
 
 
-def _fill_step(step: pb.Step, noted: Noted) -> None:
+def _fill_step(step: pb.Step, draft: RecordDraft) -> None:
     """Fill in the optimizer's step, in place: a message is copied when it is put into another."""
-    captured = noted.end
+    captured = draft.end
     step.SetInParent()
-    step.skipped, step.last = noted.skipped(), noted.last
-    step.options.extend(noted.options)
+    step.skipped, step.last = draft.skipped(), draft.last
+    step.options.extend(draft.options)
     step.next_options.extend(captured.next_options)
-    step.without_gradient.extend(sorted(noted.without_gradient))
-    step.with_gradient.extend(noted.with_gradient)
-    step.beginnings.extend(noted.beginnings)
+    step.without_gradient.extend(sorted(draft.without_gradient))
+    step.with_gradient.extend(draft.with_gradient)
+    step.beginnings.extend(draft.beginnings)
     step.scheduler = b"" if captured.scheduler is None else state.dumps(captured.scheduler)
     step.scheduler_class = captured.scheduler_class
     step.scaler = b"" if captured.scaler is None else state.dumps(captured.scaler)
-    step.slices.extend(to_message(window, later()) for window, later in noted.slices)
-    for scaled in noted.scaled:
+    step.slices.extend(to_message(window, later()) for window, later in draft.slices)
+    for scaled in draft.scaled:
         step.scalings.add(
             kind=scaled.kind,
             factor=float(scaled.factor.item()),
@@ -88,27 +88,27 @@ class Publisher:
         self,
         author: pb.RecordPart,
         sinks: Sequence[RecordSink],
-        passed: Callable[[Mapping[tuple[int, int], int]], bool],
+        is_acknowledged: Callable[[Mapping[tuple[int, int], int]], bool],
     ) -> None:
         self._author = author
         self._sinks = sinks
-        self._passed = passed
+        self._is_acknowledged = is_acknowledged
         self.error: Exception | None = None
-        """Why an iteration could not be published, and no later one is."""
+        """The reason why an iteration could not be published, and no later one is."""
         self.newest = -1
         """The last iteration published; -1 before the first."""
-        self._put = -1
+        self._last_queued = -1
         self._began = time.monotonic()
         self._slow: list[RecordSink] = []  # nodes for which steps do not wait
-        self._queue: queue.SimpleQueue[Noted | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._queue: queue.SimpleQueue[RecordDraft | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
-    def put(self, noted: Noted) -> None:
+    def put(self, draft: RecordDraft) -> None:
         """Publish an iteration, without blocking."""
-        self._put = noted.iteration
-        self._queue.put(noted)
+        self._last_queued = draft.iteration
+        self._queue.put(draft)
 
     def await_departed(self) -> None:
         """Wait until all iterations put have left this process, so that its death does not lose any.
@@ -119,11 +119,11 @@ class Publisher:
         if self.error is not None:
             raise self.error
         deadline = time.monotonic() + DEPARTURE_SECONDS
-        while self._behind(self._put):
-            if self._ended.is_set() or not self._thread.is_alive():
+        while self._behind(self._last_queued):
+            if self._closing.is_set() or not self._thread.is_alive():
                 break
             if time.monotonic() > deadline:
-                self._slow = [sink for sink in self._sinks if not sink.departed(self._put)]
+                self._slow = [sink for sink in self._sinks if not sink.departed(self._last_queued)]
                 return
             time.sleep(_DEPARTED_POLL_SECONDS)
         if self.error is not None:
@@ -139,37 +139,37 @@ class Publisher:
         """Publish queued iterations for up to `timeout` seconds, and end the thread."""
         self._queue.put(None)
         self._thread.join(timeout)
-        self._ended.set()
+        self._closing.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while (noted := self._queue.get()) is not None:
+        while (draft := self._queue.get()) is not None:
             try:
-                for check in noted.checks:
+                for check in draft.checks:
                     check()
-                data = to_part(self._author, noted).SerializeToString()
+                data = to_part(self._author, draft).SerializeToString()
                 if len(data) > MESSAGE_BYTES:
                     raise state.StateError(
-                        f"the step record of iteration {noted.iteration} has {len(data) >> 20} MiB, but the "
+                        f"the step record of iteration {draft.iteration} has {len(data) >> 20} MiB, but the "
                         f"limit is {MESSAGE_BYTES >> 20} MiB: have extra() return less"
                     )
-                if not self._await_passed(noted):
+                if not self._await_acknowledged(draft):
                     return
             except Exception as error:  # noqa: BLE001 - the script's thread raises it
                 self.error = error
                 return
             for sink in self._sinks:
-                sink.send(noted.iteration, data)
-            first, self.newest = self.newest < 0, noted.iteration
+                sink.send(draft.iteration, data)
+            first, self.newest = self.newest < 0, draft.iteration
             if first:
-                event = TRAINER_FIRST(iteration=noted.iteration, seconds=seconds_since(self._began))
-                say(logging.DEBUG, event, "iteration %d is the first", noted.iteration)
+                event = TRAINER_FIRST(iteration=draft.iteration, seconds=seconds_since(self._began))
+                say(logging.DEBUG, event, "iteration %d is the first", draft.iteration)
 
-    def _await_passed(self, noted: Noted) -> bool:
+    def _await_acknowledged(self, draft: RecordDraft) -> bool:
         """Wait until the next rank has acknowledged all tagged bytes, so that the switch has seen them."""
-        while not self._passed(noted.ends):
-            if self._ended.is_set():
-                _log.warning("iteration %d was not sent completely when training ended", noted.iteration)
+        while not self._is_acknowledged(draft.ends):
+            if self._closing.is_set():
+                _log.warning("iteration %d was not sent completely when training ended", draft.iteration)
                 return False
             time.sleep(_POLL_SECONDS)
         return True

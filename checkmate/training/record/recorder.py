@@ -26,7 +26,7 @@ from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import (
     Capture,
     DriftWatch,
-    Noted,
+    RecordDraft,
     Scaled,
     Watched,
     several_backwards,
@@ -62,7 +62,7 @@ class Recorder:
         watched: Watched,
         names: Mapping[str, nn.Parameter],
         steps: StepExclusion,
-        emit: Callable[[Noted], None],
+        emit: Callable[[RecordDraft], None],
         stream_ends: Callable[[int], Mapping[tuple[int, int], int]],
         slices: Slices,
         buffers: Buffers,
@@ -93,7 +93,7 @@ class Recorder:
             resumed: This rank's random generators in the record from which the run resumes.
         """
         self.refusal: CheckmateError | None = None
-        """Why the script was refused, if it was."""
+        """The reason why the script was refused, if it was."""
         self._await_departed = await_departed
         self._on_refused = on_refused
         self._watched = watched
@@ -116,7 +116,7 @@ class Recorder:
         self._checks = StepChecks(
             watched.optimizer, names, slices, watched.model.frozen(), watched.model.slots()
         )
-        self._open: Noted | None = None
+        self._open: RecordDraft | None = None
         self._looping = self._missed = False
         self._marking = marking
         self._parameters = list(names.values())
@@ -167,21 +167,21 @@ class Recorder:
         except (RefusedError, StateError) as error:
             self.refusal = error
             present = self._newest + 1 if self._open is None else self._open.iteration
-            refused = getattr(error, "iteration", None)
-            self._on_refused(present if refused is None else refused, error, self._marking)
+            iteration = getattr(error, "iteration", None)
+            self._on_refused(present if iteration is None else iteration, error, self._marking)
             raise
 
-    def begun(self) -> None:
+    def on_backward(self) -> None:
         """Emit a start's first iteration as the next backward begins, if the script does not mark any.
 
         Its record has the time of that backward to leave this process, as others have. A refusal waits for
         `reduced`, because an error that is raised here would lose its type.
         """
-        noted = self._open
-        self._leftovers.begun()
-        if noted is not None and noted.waiting and not self._marking and self.refusal is None:
+        draft = self._open
+        self._leftovers.on_backward()
+        if draft is not None and draft.waiting and not self._marking and self.refusal is None:
             self._drift.say()
-            self._emit_open(noted)
+            self._emit_open(draft)
 
     def reduced(self, iteration: int) -> None:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
@@ -189,21 +189,21 @@ class Recorder:
             if self._open is not None:
                 self._finish(self._open)
             if not self._marking and self._newest == self._began + 1:
-                self._await_departed()  # because it left late (`begun`), and other ranks may step now
-            self._open = Noted(iteration, self._stream_ends(iteration))
+                self._await_departed()  # because it left late (`on_backward`), and other ranks may step now
+            self._open = RecordDraft(iteration, self._stream_ends(iteration))
             if not self._marking or self._missed:  # it may get neither a step nor a mark
                 self._open.captured = self._capture.take(marks=self._marking)
                 self._drift.note(self._open.captured)
             self._checks.gradients.start()
-            self._leftovers.opened(self._open)
+            self._leftovers.watch(self._open)
 
     def enter_loop(self) -> None:
         """Expect a mark at the end of each turn from now on, with at most one backward in each."""
         with self._refusing():
-            noted = self._open
-            if noted is not None and noted.over and not self._marking:  # it has ended before the loop
-                self._check_end(noted)
-                noted.marked = True
+            draft = self._open
+            if draft is not None and draft.is_over and not self._marking:  # it has ended before the loop
+                self._check_end(draft)
+                draft.marked = True
             self._mark_from_now_on(looping=True)
 
     def leave_loop(self) -> None:
@@ -214,30 +214,30 @@ class Recorder:
         self._marking, self._looping = True, looping
         self._drift.forget()
 
-    def mark(self, *, in_loop: bool = False, left: bool = False) -> None:
+    def mark(self, *, in_loop: bool = False, left_loop: bool = False) -> None:
         """End the open iteration here, if there is one. A later mark before the next forward replaces it.
 
-        `in_loop`: as in `Capture.take`. `left`: the script has left its loop, and may have left the iteration
-        half-way.
+        `in_loop`: as in `Capture.take`. `left_loop`: the script has left its loop, and may have left the
+        iteration half-way.
         """
-        if left and self.refusal is not None:
+        if left_loop and self.refusal is not None:
             return  # the script leaves its loop because of it
         with self._refusing():
             unmarked = 0 if self._marking else self._unmarked
             self._mark_from_now_on(looping=in_loop and self._looping)
             if unmarked:
                 raise several_backwards(self._newest, unmarked + 1)
-            noted = self._open
-            if noted is not None and not (left and noted.settled):
-                noted.refusal = self._refusal_at_end(noted)
-                if not left and noted.refusal is not None:
-                    raise noted.refusal
-                noted.resume()
-                self._end_here(noted, in_loop=in_loop)  # first, because the script's `extra` may fail
-                self._note_gradients(noted)
-                noted.marked, noted.settled, noted.left = True, not left, left
-                if not left:
-                    self._steps.end(noted.iteration)
+            draft = self._open
+            if draft is not None and not (left_loop and draft.settled):
+                draft.refusal = self._refusal_at_end(draft)
+                if not left_loop and draft.refusal is not None:
+                    raise draft.refusal
+                draft.resume()
+                self._end_here(draft, in_loop=in_loop)  # first, because the script's `extra` may fail
+                self._note_gradients(draft)
+                draft.marked, draft.settled, draft.left_loop = True, not left_loop, left_loop
+                if not left_loop:
+                    self._steps.end(draft.iteration)
 
     def close(self, last: bool) -> None:
         """Remove the hooks. `last`: the open iteration is complete if its optimizer has stepped or skipped.
@@ -245,30 +245,30 @@ class Recorder:
         After an error it may lack its step or later changes. Then it is not emitted, unless the script had
         marked its end. Calling it again has no effect.
         """
-        noted = self._open
+        draft = self._open
         try:
-            ended = noted is not None and (last or noted.settled) and not self._lacks_step(noted)
-            if noted is not None and ended and self.refusal is None:
+            is_complete = draft is not None and (last or draft.settled) and not self._lacks_step(draft)
+            if draft is not None and is_complete and self.refusal is None:
                 with self._refusing():
-                    self._close(noted, last)
+                    self._close(draft, last)
         finally:
             self._open = None
             self._checks.gradients.forget()
             self._undo.close()
 
-    def _close(self, noted: Noted, last: bool) -> None:
+    def _close(self, draft: RecordDraft, last: bool) -> None:
         """Emit the open iteration as it was at its end: what the script did after its loop is its own."""
-        noted.last = last
-        if noted.refusal is not None:
-            raise noted.refusal
-        if not noted.marked and not noted.over:  # no step shows where it has ended
-            self._check_end(noted)
-        if self._marking and not noted.marked:
-            self._end_here(noted)
-            noted.marked = noted.settled = True
-        if last and noted.left:  # whoever resumes makes that loop's iterator again
-            noted.captured = replace(noted.end, rng={**noted.end.rng, "in_loop": True})
-        self._emit_open(noted)
+        draft.last = last
+        if draft.refusal is not None:
+            raise draft.refusal
+        if not draft.marked and not draft.is_over:  # no step shows where it has ended
+            self._check_end(draft)
+        if self._marking and not draft.marked:
+            self._end_here(draft)
+            draft.marked = draft.settled = True
+        if last and draft.left_loop:  # whoever resumes makes that loop's iterator again
+            draft.captured = replace(draft.end, rng={**draft.end.rng, "in_loop": True})
+        self._emit_open(draft)
 
     def scaled(self, kind: pb.Scaling.Kind.ValueType, factor: torch.Tensor) -> None:
         """Note that the scaler has unscaled all gradients."""
@@ -301,10 +301,10 @@ class Recorder:
         if self._open is None:
             return
         ids = {id(p) for p in parameters}
-        chosen = sorted(self._numbers[id(p)] for p in parameters if id(p) in self._numbers)
-        if ids >= self._stepped_ids and len(chosen) == len(set(chosen)):
-            chosen = []  # all; parameters named twice, such as tied weights, are multiplied twice
-        self._open.scaled.append(Scaled(pb.Scaling.CLIP, coefficient, chosen))
+        numbers = sorted(self._numbers[id(p)] for p in parameters if id(p) in self._numbers)
+        if ids >= self._stepped_ids and len(numbers) == len(set(numbers)):
+            numbers = []  # all; parameters named twice, such as tied weights, are multiplied twice
+        self._open.scaled.append(Scaled(pb.Scaling.CLIP, coefficient, numbers))
         self._checks.gradients.note()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
@@ -316,39 +316,39 @@ class Recorder:
             self._checks.check_parameters(self._newest + 1)
             for member, number in self._before_steps:  # after hooks of the script, which may change gradients
                 member._optimizer_step_pre_hooks.move_to_end(number)
-            noted = self._open
-            self._capture.draws.look(noted.captured.rng if noted and noted.captured else None)
-            if noted is None or noted.waiting:
+            draft = self._open
+            self._capture.draws.look(draft.captured.rng if draft and draft.captured else None)
+            if draft is None or draft.waiting:
                 return
-            if self._marking and noted.over and not noted.marked:
-                if noted.buffers is None:
-                    self._end_here(noted)
+            if self._marking and draft.is_over and not draft.marked:
+                if draft.buffers is None:
+                    self._end_here(draft)
                 return
-            self._drift.check(noted)
-            if not noted.marked:
-                self._note_gradients(noted)
-                if not noted.over or (not self._marking and self._newest == self._began):
-                    self._wait_here(noted)
+            self._drift.check(draft)
+            if not draft.marked:
+                self._note_gradients(draft)
+                if not draft.is_over or (not self._marking and self._newest == self._began):
+                    self._wait_here(draft)
                     return
-            self._finish(noted)
+            self._finish(draft)
 
-    def _wait_here(self, noted: Noted) -> None:
+    def _wait_here(self, draft: RecordDraft) -> None:
         """Let the next backward end an iteration, with its state now, unless a step or a mark still comes.
 
         So it is with a forward before the step, and in a start's first turn, in which nobody knows yet
         whether the script marks its iterations.
         """
-        self._check_end(noted)
-        if noted.captured is None:
-            self._end_here(noted)
-        if noted.buffers is None:
-            noted.buffers = self._capture.buffers(None)
-        noted.waiting = True
+        self._check_end(draft)
+        if draft.captured is None:
+            self._end_here(draft)
+        if draft.buffers is None:
+            draft.buffers = self._capture.buffers(None)
+        draft.waiting = True
 
-    def _note_gradients(self, noted: Noted) -> None:
+    def _note_gradients(self, draft: RecordDraft) -> None:
         """Note which parameters have a gradient, if only of zeros: an optimizer leaves out those without."""
         if self._first and self._watched.model.keeps_gradients:
-            noted.with_gradient = [n for n, p in enumerate(self._parameters) if p.grad is not None]
+            draft.with_gradient = [n for n, p in enumerate(self._parameters) if p.grad is not None]
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         """Refuse another optimizer that steps the same parameters; name one of other parameters once."""
@@ -364,8 +364,8 @@ class Recorder:
         with self._refusing():
             self._await_departed()
             self._checks.check_closure(arguments, keywords)
-            noted = self._open
-            if noted is None or optimizer in noted.stepped_by:
+            draft = self._open
+            if draft is None or optimizer in draft.stepped_by:
                 raise RefusedError(
                     "optimizer.step() without a backward of its own: each step must follow one synchronising "
                     "backward (the last of those accumulated with no_sync) and precede the next forward"
@@ -375,17 +375,17 @@ class Recorder:
                 check_unscheduled(optimizer)
             if self._watched.scaler is None:
                 check_unscaled(optimizer)
-            noted.resume()
-            self._add_check(noted, self._checks.check(optimizer))
+            draft.resume()
+            self._add_check(draft, self._checks.check(optimizer))
             self._checks.look_at_written()
-            self._check_state(noted)
-            if not self._marking and not noted.stepped:
-                self._sites.look(noted.iteration)
+            self._check_state(draft)
+            if not self._marking and not draft.stepped:
+                self._sites.look(draft.iteration)
             if self._first:
-                self._note_step(noted, optimizer)
+                self._note_step(draft, optimizer)
             self._steps.begin()
 
-    def _note_step(self, noted: Noted, optimizer: torch.optim.Optimizer) -> None:
+    def _note_step(self, draft: RecordDraft, optimizer: torch.optim.Optimizer) -> None:
         """Note what a step is about to use. What other optimizers do not step counts as without gradient."""
         now = self._capture.options.of(self._watched.optimizer.param_groups)
         first = 0
@@ -395,95 +395,95 @@ class Recorder:
             numbers = self._numbers_of[id(member)]
             without = {number for number in numbers if self._parameters[number].grad is None}
             if member is optimizer:
-                noted.note_options(now, groups)
-                noted.without_gradient = noted.without_gradient - numbers | without
-                noted.beginnings += beginnings(member, groups.start)
-            elif not noted.stepped:
-                noted.without_gradient |= numbers
+                draft.note_options(now, groups)
+                draft.without_gradient = draft.without_gradient - numbers | without
+                draft.beginnings += beginnings(member, groups.start)
+            elif not draft.stepped:
+                draft.without_gradient |= numbers
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        noted = self._open
-        if noted is not None:
-            noted.stepped_by.append(optimizer)
-            self._take_slices(noted)
+        draft = self._open
+        if draft is not None:
+            draft.stepped_by.append(optimizer)
+            self._take_slices(draft)
             self._checks.stepped(optimizer)
-            self._checks.note_state(noted.slices)
+            self._checks.note_state(draft.slices)
             self.moved_on()
             if len(self._members) == 1:  # else another may step in this iteration, and seeds be of half of it
-                self._steps.end(noted.iteration)
+                self._steps.end(draft.iteration)
 
-    def _check_state(self, noted: Noted) -> None:
+    def _check_state(self, draft: RecordDraft) -> None:
         """Refuse the iteration if anything but the optimizer has changed parameters or their state."""
-        self._add_check(noted, self._checks.check_state(noted.iteration))
+        self._add_check(draft, self._checks.check_state(draft.iteration))
 
-    def _add_check(self, noted: Noted, later: Callable[[], None] | None) -> None:
+    def _add_check(self, draft: RecordDraft, later: Callable[[], None] | None) -> None:
         """Have the publisher finish a check whose copies have not arrived from a device yet."""
         if later is not None:
-            noted.checks.append(later)
+            draft.checks.append(later)
 
-    def _refusal_at_end(self, noted: Noted) -> RefusedError | None:
+    def _refusal_at_end(self, draft: RecordDraft) -> RefusedError | None:
         """Return why an iteration is refused that the script may have left by an error, which comes first."""
         try:
-            self._check_end(noted)
+            self._check_end(draft)
         except RefusedError as error:
             return error
         return None
 
-    def _check_end(self, noted: Noted) -> None:
+    def _check_end(self, draft: RecordDraft) -> None:
         """Check what the script has done up to the end of an iteration.
 
         Nodes get slices of an iteration without a step, too, because they compare all of it in time.
         """
         self._checks.check_groups(sizes=True)
-        self._check_state(noted)
-        if not noted.stepped:
+        self._check_state(draft)
+        if not draft.stepped:
             self._checks.look_at_written()
-            self._take_slices(noted)
+            self._take_slices(draft)
 
-    def _take_slices(self, noted: Noted) -> None:
+    def _take_slices(self, draft: RecordDraft) -> None:
         """Copy an iteration's slices, and the same ones again after a later step of it.
 
         Other ranks' records have none, so these ranks look at windows of parameters alone.
         """
         if self._first:
-            noted.slices = self._slices.again(noted.slices) if noted.slices else self._slices.take()
+            draft.slices = self._slices.again(draft.slices) if draft.slices else self._slices.take()
 
-    def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
+    def _end_here(self, draft: RecordDraft, *, in_loop: bool = False) -> None:
         """Capture the state at the iteration's end, in place of an earlier capture."""
-        noted.captured = captured = self._capture.take(in_loop=in_loop, marks=self._marking)
-        noted.buffers = self._capture.buffers(noted.buffers)
+        draft.captured = captured = self._capture.take(in_loop=in_loop, marks=self._marking)
+        draft.buffers = self._capture.buffers(draft.buffers)
         self._drift.note(captured)
 
-    def _finish(self, noted: Noted) -> None:
+    def _finish(self, draft: RecordDraft) -> None:
         """Emit an iteration because the next one begins, after the last checks."""
-        if self._marking and not noted.marked:
-            if self._looping or noted.over or self._lacks_step(noted):
-                raise several_backwards(noted.iteration, 2)
+        if self._marking and not draft.marked:
+            if self._looping or draft.is_over or self._lacks_step(draft):
+                raise several_backwards(draft.iteration, 2)
             if not self._missed:
                 self._missed = True  # later such iterations end with their backward
-                warn_of_missed_mark(noted.iteration)
-        if noted.refusal is not None:
-            raise noted.refusal
-        if not noted.waiting:  # again after a mark: what a script changes then no record would have
-            self._check_end(noted)
+                warn_of_missed_mark(draft.iteration)
+        if draft.refusal is not None:
+            raise draft.refusal
+        if not draft.waiting:  # again after a mark: what a script changes then no record would have
+            self._check_end(draft)
         self._drift.say()
-        self._emit_open(noted)
+        self._emit_open(draft)
 
-    def _emit_open(self, noted: Noted) -> None:
+    def _emit_open(self, draft: RecordDraft) -> None:
         self._open = None
-        self._newest = noted.iteration
-        self._unmarked += noted.over and not noted.marked
+        self._newest = draft.iteration
+        self._unmarked += draft.is_over and not draft.marked
         self._checks.gradients.forget()
-        self._steps.end(noted.iteration)
-        if noted.captured is None:  # a mark was missed, and no forward in training mode showed its end
-            self._end_here(noted)
-        if noted.buffers is None:
-            noted.buffers = self._capture.buffers(None)
-        self._emit(noted)
+        self._steps.end(draft.iteration)
+        if draft.captured is None:  # a mark was missed, and no forward in training mode showed its end
+            self._end_here(draft)
+        if draft.buffers is None:
+            draft.buffers = self._capture.buffers(None)
+        self._emit(draft)
 
-    def _lacks_step(self, noted: Noted) -> bool:
+    def _lacks_step(self, draft: RecordDraft) -> bool:
         """Return whether there are gradients that no step has used."""
-        if noted.leaves_gradients is not None:
-            return noted.leaves_gradients and not noted.over
+        if draft.leaves_gradients is not None:
+            return draft.leaves_gradients and not draft.is_over
         gradients = (p.grad for p in self._parameters if p.grad is not None)
-        return not noted.over and any(bool(local_of(one).any()) for one in gradients)
+        return not draft.is_over and any(bool(local_of(gradient).any()) for gradient in gradients)

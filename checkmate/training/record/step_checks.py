@@ -15,8 +15,8 @@ from checkmate.optim.several import members_of, parameters_of
 from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.buffers import copied
-from checkmate.training.record.capture import Noted
-from checkmate.training.record.generators import CHECKED
+from checkmate.training.record.capture import RecordDraft
+from checkmate.training.record.generators import MAX_CHECKS
 from checkmate.training.record.sites import script_site
 from checkmate.training.record.windows import Copy, Slices, Window
 from checkmate.wire.parameter import dim_order
@@ -47,7 +47,9 @@ class StepChecks:
     ) -> None:
         self._optimizer = optimizer
         members = members_of(optimizer)
-        self._stepped_by = {id(one): parameters_of(one) for one in members} if len(members) > 1 else {}
+        self._stepped_by = (
+            {id(member): parameters_of(member) for member in members} if len(members) > 1 else {}
+        )
         self._frozen = frozen
         self._slots = [(name, slots, key, names[name]) for name, slots, key in slots]
         self._said_frozen = set[str]()
@@ -94,11 +96,13 @@ class StepChecks:
 
     def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer was given to `protect`, or wraps one that was, whose step it calls."""
-        ours = members_of(self._optimizer)
-        if any(optimizer is one or optimizer.param_groups is one.param_groups for one in ours):
+        members = members_of(self._optimizer)
+        if any(optimizer is member or optimizer.param_groups is member.param_groups for member in members):
             return True
-        held = [value if isinstance(value, list | tuple) else (value,) for value in vars(optimizer).values()]
-        return any(part is one for values in held for part in values for one in ours)
+        value_lists = [
+            value if isinstance(value, list | tuple) else (value,) for value in vars(optimizer).values()
+        ]
+        return any(part is member for values in value_lists for part in values for member in members)
 
     def name_foreign(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn once of an optimizer of other parameters, which nobody restores."""
@@ -118,13 +122,13 @@ class StepChecks:
         if shared is None:
             return None
         name = next(n for n, p in zip(self._names, self._parameters, strict=True) if p is shared)
-        kind, given = _kinds([optimizer])[0], _kinds(members_of(self._optimizer))
-        if kind in given:
+        kind, given_kinds = _kinds([optimizer])[0], _kinds(members_of(self._optimizer))
+        if kind in given_kinds:
             kind = f"another {type(optimizer).__name__}"
         (file, line), *_ = script_site() or (("", 0),)
         return RefusedError(
             f"{kind} is about to step {name} ({file}:{line}), but checkmate.protect was given "
-            f"{' and '.join(given)}, whose steps alone shadow nodes repeat. {_ANOTHER_RUN}"
+            f"{' and '.join(given_kinds)}, whose steps alone shadow nodes repeat. {_ANOTHER_RUN}"
         )
 
     def check_state(self, iteration: int) -> Callable[[], None] | None:
@@ -135,8 +139,8 @@ class StepChecks:
         compared = self._state.compare()
 
         def check() -> None:
-            if changed := compared():
-                raise self._refused_change(iteration, changed[0])
+            if windows := compared():
+                raise self._refused_change(iteration, windows[0])
 
         return self._now_or_later(check)
 
@@ -149,9 +153,9 @@ class StepChecks:
         now = [parameter._version for parameter in self._parameters]
         if now != self._versions:
             pairs = enumerate(zip(now, self._versions, strict=True))
-            written = [number for number, (version, before) in pairs if version != before]
-            if len(written) <= SAMPLED:  # windows show a write of all parameters, as a swap for an EMA's is
-                self._slices.look_at(written)
+            numbers = [number for number, (version, before) in pairs if version != before]
+            if len(numbers) <= SAMPLED:  # windows show a write of all parameters, as a swap for an EMA's is
+                self._slices.look_at(numbers)
             self._versions = now
 
     def hint_of_unused(self) -> str:
@@ -188,18 +192,18 @@ class StepChecks:
         frozen = [name for name, p in pairs if not p.requires_grad and name not in self._said_frozen]
         if frozen and not self._stepped_by:  # else frameworks freeze, in turn, what the others step
             self._said_frozen.update(frozen)
-            others = f" and {counted(len(frozen) - 1, 'other')}" if len(frozen) > 1 else ""
+            more = f" and {counted(len(frozen) - 1, 'other')}" if len(frozen) > 1 else ""
             _log.warning(
                 "iteration %d: %s%s got requires_grad=False after checkmate.protect. A resumed run begins "
                 "with what the script sets before its loop, so set it there, too, if the run is that far",
                 iteration,
                 frozen[0],
-                others,
+                more,
             )
 
-    def note_state(self, taken: Sequence[tuple[Window, Copy]]) -> None:
+    def note_state(self, copies: Sequence[tuple[Window, Copy]]) -> None:
         """Note these windows of parameters and state as the optimizer, or the start, has left them."""
-        self._state.note(taken)
+        self._state.note(copies)
         self._versions = [parameter._version for parameter in self._parameters]
 
     def check_gradients(self, of: Collection[torch.Tensor] | None = None) -> Callable[[], None] | None:
@@ -210,9 +214,9 @@ class StepChecks:
         compared = self.gradients.compare(of)
 
         def check() -> None:
-            if changed := compared():
+            if names := compared():
                 raise RefusedError(
-                    f"the gradient of {changed[0]} was changed between its reduction and the optimizer's "
+                    f"the gradient of {names[0]} was changed between its reduction and the optimizer's "
                     "step, and shadow nodes can't know how: clip by norm, with checkmate.clip_grad_norm_ or "
                     "checkmate.clip_grads_with_norm_, pass the GradScaler to checkmate.protect as scaler=, "
                     "give pipeline schedules scale_grads=False, and make other changes before the reduction, "
@@ -306,18 +310,18 @@ class GradientWatch:
         names = self._names
         if self._on_host:
             pairs = zip(names, self._samples, self._noted, strict=True)
-            changed = [
+            changed_names = [
                 name
-                for name, sample, noted in pairs
-                if (of is None or sample.parameter in of) and sample.copy() != noted
+                for name, sample, draft in pairs
+                if (of is None or sample.parameter in of) and sample.copy() != draft
             ]
-            return lambda: changed
+            return lambda: changed_names
         samples = zip(names, self._samples, strict=True)
-        chosen = {name for name, sample in samples if of is None or sample.parameter in of}
+        eligible = {name for name, sample in samples if of is None or sample.parameter in of}
         if self._sums is None:
             return lambda: names
         differs = copied(self._sums != self._sum())
-        return lambda: [name for name in _named(names, differs()) if name in chosen]
+        return lambda: [name for name in _changed_names(names, differs()) if name in eligible]
 
     def _sum(self) -> torch.Tensor:
         return torch.stack([sample.sum() for sample in self._samples])
@@ -336,13 +340,13 @@ class StateWatch:
         self._round = 0
         self._noted_windows: list[tuple[Window, Copy]] = []
 
-    def note(self, taken: Sequence[tuple[Window, Copy]]) -> None:
+    def note(self, copies: Sequence[tuple[Window, Copy]]) -> None:
         """Note these windows, and some of parameters alone, as they are now."""
         if not self._on_host:
             first = self._round * SAMPLED
             self._round += 1
-            taken = [taken[(first + i) % len(taken)] for i in range(min(SAMPLED, len(taken)))]
-        self._noted_windows = [*taken, *self._slices.take_parameters()]
+            copies = [copies[(first + i) % len(copies)] for i in range(min(SAMPLED, len(copies)))]
+        self._noted_windows = [*copies, *self._slices.take_parameters()]
 
     def compare(self) -> Callable[[], list[Window]]:
         """Copy the same windows again; the result returns those that differ, once copies have arrived."""
@@ -356,13 +360,13 @@ class StateWatch:
             return lambda: None
 
 
-def same_bits(one: object, other: object) -> bool:
+def same_bits(first: object, second: object) -> bool:
     """Return whether two copies of a window have the same bits: bytes, flat tensors, numbers or `None`."""
-    if isinstance(one, bytes):
-        return one == other
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and bytes_of(one) == bytes_of(other)
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # noqa: PLR0124 - NaN
+    if isinstance(first, bytes):
+        return first == second
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.dtype == second.dtype and bytes_of(first) == bytes_of(second)
+    return type(first) is type(second) and bool(first == second or (first != first and second != second))  # noqa: PLR0124 - NaN
 
 
 class _Sample:
@@ -377,8 +381,8 @@ class _Sample:
         gradient = self.parameter.grad
         if gradient is None:
             return b""
-        own, local = local_of(self.parameter), local_of(gradient)
-        if local.stride() != own.stride() or not _dense(own) or local.is_conj() or local.is_neg():
+        parameter, local = local_of(self.parameter), local_of(gradient)
+        if local.stride() != parameter.stride() or not _dense(parameter) or local.is_conj() or local.is_neg():
             return bytes_of(self._window(_flat(self.parameter, gradient))).tobytes()
         # It has the parameter's order in memory. A view of it as a tensor would take ten times as long.
         size = local.element_size()
@@ -410,14 +414,14 @@ def _dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (images and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
-def _named(names: Sequence[str], differs: torch.Tensor) -> list[str]:
-    return [name for name, changed in zip(names, differs.tolist(), strict=True) if changed]
+def _changed_names(names: Sequence[str], differs: torch.Tensor) -> list[str]:
+    return [name for name, is_changed in zip(names, differs.tolist(), strict=True) if is_changed]
 
 
 def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient's elements in its parameter's memory order: a view if the gradient has that order."""
-    own = local_of(parameter)
-    ordered = in_memory_order(local_of(gradient).detach(), dim_order(own.shape, own.stride()))
+    local = local_of(parameter)
+    ordered = in_memory_order(local_of(gradient).detach(), dim_order(local.shape, local.stride()))
     if ordered.is_contiguous():  # dimensions of size 1 may have any stride
         return ordered.as_strided((ordered.numel(),), (1,))
     return ordered.clone(memory_format=torch.contiguous_format).reshape(-1)
@@ -427,54 +431,60 @@ class LeftGradients:
     """Warns once of each kind if a backward adds to the iteration before's gradients: a resumed run has none.
 
     Scripts may clear gradients as late as between forward and backward. So one parameter's hook looks as the
-    next backward comes, or else `begun`: that of a sharded parameter is not called, nor of one that this
-    rank's loss does not use. `several`: there are several optimizers, and after the step of one, gradients of
-    the others' parameters may stay.
+    next backward comes, or else `on_backward`: that of a sharded parameter is not called, nor of one that
+    this rank's loss does not use. `several`: there are several optimizers, and after the step of one,
+    gradients of the others' parameters may stay.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, several: bool) -> None:
         self._parameters = sorted(filter(torch.Tensor.numel, parameters), key=torch.Tensor.numel)
-        self._left = 0 if several else CHECKED  # looks at a CUDA device after a step, which wait for it
-        self._added = False
-        self._noted: Noted | None = None  # whose gradients may be left
+        self._checks_left = (
+            0 if several else MAX_CHECKS
+        )  # looks at a CUDA device after a step, which wait for it
+        self._has_warned = False
+        self._noted: RecordDraft | None = None  # whose gradients may be left
         self._parameter = self._parameters[0]
         self._hook: Any = None
 
-    def opened(self, noted: Noted) -> None:
+    def watch(self, draft: RecordDraft) -> None:
         """Look when the first backward after this iteration's comes, at the smallest that has a gradient."""
         self.forget()
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if trained:
-            self._noted = noted
-            self._parameter = next((one for one in trained if one.grad is not None), trained[0])
-            self._hook = self._parameter.register_hook(lambda gradient: self.begun())  # type: ignore[no-untyped-call]
+            self._noted = draft
+            self._parameter = next(
+                (candidate for candidate in trained if candidate.grad is not None), trained[0]
+            )
+            self._hook = self._parameter.register_hook(lambda gradient: self.on_backward())  # type: ignore[no-untyped-call]
 
-    def begun(self) -> None:
+    def on_backward(self) -> None:
         """Look now that a backward has begun, unless that is done; DDP has not filled in gradients yet."""
-        noted = self._noted
+        draft = self._noted
         self.forget()
-        if noted is None:
+        if draft is None:
             return
-        noted.leaves_gradients = (self._left > 0 or not noted.over) and _has_gradient(self._parameter)
-        if noted.over:
-            self._left -= self._parameter.is_cuda
-        if not noted.leaves_gradients:
+        draft.leaves_gradients = (self._checks_left > 0 or not draft.is_over) and _has_gradient(
+            self._parameter
+        )
+        if draft.is_over:
+            self._checks_left -= self._parameter.is_cuda
+        if not draft.leaves_gradients:
             return
-        if noted.over:
-            self._left = 0
+        if draft.is_over:
+            self._checks_left = 0
             _log.warning(
                 "iteration %d: gradients are added to those of the iteration before, which no zero_grad() "
                 "has cleared. A resumed run begins without gradients: call optimizer.zero_grad() after each "
                 "step",
-                noted.iteration + 1,
+                draft.iteration + 1,
             )
-        elif not self._added:
-            self._added = True
+        elif not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "iteration %d: a backward without optimizer.step() or zero_grad(). To accumulate gradients, "
                 "use ddp.no_sync(), or with FSDP set_requires_gradient_sync(False): a run resumed between "
                 "two such backwards lacks what was accumulated",
-                noted.iteration,
+                draft.iteration,
             )
 
     def forget(self) -> None:

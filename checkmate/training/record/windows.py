@@ -19,7 +19,7 @@ SLICE_BYTES: Final = 64 * 1024
 PARAMETER_BYTES: Final = 16 * 1024
 """Windows of parameters alone: those above may all be of the optimizer state of one large parameter."""
 LOOKED_AT_BYTES: Final = 4 * SLICE_BYTES
-"""How much of a parameter that the script has written comes first."""
+"""Bytes of a parameter that the script has written, which come first."""
 WINDOW_BYTES: Final = 1024
 """A window counts as at least this many bytes, because even a small copy costs time."""
 
@@ -58,24 +58,26 @@ class Rotation:
         """
         self._least = WINDOW_BYTES if least is None else least
         self._numbers = numbers
-        self._known = frozenset(numbers)
+        self._own_numbers = frozenset(numbers)
         self._entries = entries
         self._nbytes = nbytes
         self._at = (0, 0, 0)  # indices of the parameter, its entry, and the entry's element
         self._first: list[tuple[int, str, int, int]] = []  # suspects: parameter, entry, first and last byte
-        self._named: Sequence[pb.Suspect] = ()
+        self._new_suspects: Sequence[pb.Suspect] = ()
 
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
         """Begin the next windows with suspects, after earlier ones. Others' are ignored.
 
         Callable from any thread.
         """
-        ours = [one for one in suspects if one.parameter in self._known]
-        self._named = ours or self._named  # another node's reply names none of this shard
+        own_suspects = [suspect for suspect in suspects if suspect.parameter in self._own_numbers]
+        self._new_suspects = (
+            own_suspects or self._new_suspects
+        )  # another node's reply names none of this shard
 
     def look_at(self, number: int, nbytes: int) -> None:
         """Begin the next windows with a parameter, unless there are suspects, which have to come first."""
-        if number in self._known and not self._named and not self._first:
+        if number in self._own_numbers and not self._new_suspects and not self._first:
             self._first = [(number, "", 0, min(nbytes, LOOKED_AT_BYTES))]
 
     def next(self) -> list[Window]:
@@ -83,26 +85,28 @@ class Rotation:
 
         Suspects get at most half of the bytes, so that the others are compared even if suspects never end.
         """
-        found = self._suspects(self._nbytes // 2)
-        return found + self._further(self._nbytes - sum(self._size(window) for window in found))
+        windows = self._suspects(self._nbytes // 2)
+        return windows + self._further(self._nbytes - sum(self._size(window) for window in windows))
 
-    def _suspects(self, left: int) -> list[Window]:
-        """Return windows of the next suspects that still exist, of about `left` bytes."""
+    def _suspects(self, nbytes: int) -> list[Window]:
+        """Return windows of the next suspects that still exist, of about `nbytes` bytes."""
         if not self._first:
-            named, self._named = self._named, ()
-            self._first = [(one.parameter, one.state, one.start, one.stop) for one in named]
-        found = list[Window]()
-        while self._first and left > 0:
+            suspects, self._new_suspects = self._new_suspects, ()
+            self._first = [
+                (suspect.parameter, suspect.state, suspect.start, suspect.stop) for suspect in suspects
+            ]
+        windows = list[Window]()
+        while self._first and nbytes > 0:
             number, name, start, stop = self._first.pop(0)
             for elements, itemsize in self._sizes(number, name):
                 first, last = start // itemsize, min(-(-stop // itemsize), elements)
-                end = min(last, first + max(left // itemsize, 1))
+                end = min(last, first + max(nbytes // itemsize, 1))
                 if end > first:
-                    found.append(Window(number, name, first, end))
-                    left -= self._size(found[-1])
+                    windows.append(Window(number, name, first, end))
+                    nbytes -= self._size(windows[-1])
                 if end < last:
                     self._first.insert(0, (number, name, end * itemsize, stop))
-        return found
+        return windows
 
     def _sizes(self, number: int, name: str) -> list[tuple[int, int]]:
         return [(count, itemsize) for entry, count, itemsize in self._entries(number) if entry == name]
@@ -112,27 +116,27 @@ class Rotation:
         ((_, itemsize),) = self._sizes(window.parameter, window.state)
         return max((window.stop - window.start) * itemsize, self._least)
 
-    def _further(self, left: int) -> list[Window]:
-        """Return the next windows of the rotation, of about `left` bytes."""
+    def _further(self, nbytes: int) -> list[Window]:
+        """Return the next windows of the rotation, of about `nbytes` bytes."""
         index, entry, start = self._at
-        found = list[Window]()
+        windows = list[Window]()
         while index < len(self._numbers):
             number = self._numbers[index]
-            known = self._entries(number)
-            if entry >= len(known):
+            entries = self._entries(number)
+            if entry >= len(entries):
                 index, entry, start = index + 1, 0, 0
                 continue
-            name, elements, itemsize = known[entry]
-            stop = min(elements, start + max(left, 0) // itemsize)
+            name, elements, itemsize = entries[entry]
+            stop = min(elements, start + max(nbytes, 0) // itemsize)
             if stop > start:
-                found.append(Window(number, name, start, stop))
-                left -= max((stop - start) * itemsize, self._least)
+                windows.append(Window(number, name, start, stop))
+                nbytes -= max((stop - start) * itemsize, self._least)
             if stop < elements:
                 self._at = (index, entry, stop)
-                return found
+                return windows
             entry, start = entry + 1, 0
         self._at = (0, 0, 0)
-        return found
+        return windows
 
 
 class Slices:
@@ -141,7 +145,7 @@ class Slices:
     def __init__(
         self, layout: Layout, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> None:
-        self._orders = [known.dim_order for known in layout.parameters]
+        self._orders = [parameter.dim_order for parameter in layout.parameters]
         self._parameters = parameters
         self._optimizer = optimizer
         self._places: dict[Window, _Place] = {}
@@ -162,21 +166,21 @@ class Slices:
             for rotation in self._rotations:
                 rotation.look_at(number, local_of(self._parameters[number]).nbytes)
 
-    def again(self, taken: Sequence[tuple[Window, Copy]]) -> list[tuple[Window, Copy]]:
+    def again(self, copies: Sequence[tuple[Window, Copy]]) -> list[tuple[Window, Copy]]:
         """Copy windows again, without those of state that does not exist any more."""
         now = list[tuple[Window, Copy]]()
-        for window, _ in taken:
+        for window, _ in copies:
             with suppress(KeyError):
                 now.append((window, self.copy(window)))
         return now
 
     def take(self) -> list[tuple[Window, Copy]]:
         """Return the next windows, each with its copy."""
-        return [(window, self.copy(window)) for one in self._rotations for window in one.next()]
+        return [(window, self.copy(window)) for rotation in self._rotations for window in rotation.next()]
 
     def take_parameters(self) -> list[tuple[Window, Copy]]:
         """Return windows of parameters alone, in a rotation of their own, each with its copy."""
-        return [(window, self.copy(window)) for one in self._of_parameters for window in one.next()]
+        return [(window, self.copy(window)) for rotation in self._of_parameters for window in rotation.next()]
 
     def copy(self, window: Window) -> Copy:
         """Copy a window as it is now. Raise `KeyError` if the optimizer has no such state any more."""
@@ -222,7 +226,7 @@ class Slices:
 
 
 class _Place(NamedTuple):
-    """Where a window of a tensor on the CPU is, as long as the tensor begins there."""
+    """The place of a window of a tensor on the CPU, as long as the tensor begins there."""
 
     tensor: torch.Tensor
     numel: int
@@ -238,12 +242,12 @@ class _Place(NamedTuple):
 
 def to_message(window: Window, value: object) -> pb.Slice:
     """Return a window's copy as a message. Raise `StateError` if it is neither a tensor nor a number."""
-    found = pb.Slice(parameter=window.parameter, state=window.state)
+    message = pb.Slice(parameter=window.parameter, state=window.state)
     if isinstance(value, bytes):
         elements = window.stop - window.start
-        found.offset, found.data = window.start * (len(value) // max(elements, 1)), value
+        message.offset, message.data = window.start * (len(value) // max(elements, 1)), value
     elif isinstance(value, torch.Tensor):
-        found.offset, found.data = window.start * value.element_size(), bytes(bytes_of(value))
+        message.offset, message.data = window.start * value.element_size(), bytes(bytes_of(value))
     else:
-        found.number.CopyFrom(to_number(window.state, value))
-    return found
+        message.number.CopyFrom(to_number(window.state, value))
+    return message

@@ -34,10 +34,10 @@ class ClipListener(AttachedData):
     """Attached to parameters until `close`. `before` is called before each clipping, `noted` after it."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], before: Callable[[], None], noted: OnMultiplied
+        self, parameters: Sequence[nn.Parameter], before: Callable[[], None], draft: OnMultiplied
     ) -> None:
         self.before = before
-        self.noted = noted
+        self.noted = draft
         self._parameters = parameters
         for parameter in parameters:
             attach(parameter, self)
@@ -74,10 +74,10 @@ def clip_grad_norm_(
         RefusedError: A gradient was changed since its reduction in a way that shadow nodes can't repeat.
         RuntimeError: The total norm is not finite, with `error_if_nonfinite`.
     """
-    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    listeners = _before_clipping(chosen)
-    norm: torch.Tensor = _TORCHS.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
-    _note_clipping(listeners, chosen, max_norm, norm)
+    clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    listeners = _before_clipping(clipped)
+    norm: torch.Tensor = _TORCHS.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite, foreach)
+    _note_clipping(listeners, clipped, max_norm, norm)
     return norm
 
 
@@ -102,10 +102,10 @@ def clip_grads_with_norm_(
     Raises:
         RefusedError: A gradient was changed since its reduction in a way that shadow nodes can't repeat.
     """
-    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    listeners = _before_clipping(chosen)
-    _TORCHS.clip_grads_with_norm_(chosen, max_norm, total_norm, foreach)
-    _note_clipping(listeners, chosen, max_norm, total_norm)
+    clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    listeners = _before_clipping(clipped)
+    _TORCHS.clip_grads_with_norm_(clipped, max_norm, total_norm, foreach)
+    _note_clipping(listeners, clipped, max_norm, total_norm)
 
 
 @contextmanager
@@ -116,29 +116,34 @@ def clipping_followed() -> Iterator[None]:
     object, calls torch's own, and the next step is refused if that clips. Nor can such an attribute be
     pickled meanwhile, because pickle finds another function under its name.
     """
-    ours = {id(getattr(_TORCHS, one.__name__)): one for one in (clip_grad_norm_, clip_grads_with_norm_)}
-    ours.pop(id(None), None)
+    replacements = {
+        id(getattr(_TORCHS, function.__name__)): function
+        for function in (clip_grad_norm_, clip_grads_with_norm_)
+    }
+    replacements.pop(id(None), None)
     replaced = []
     try:
         for module in list(sys.modules.values()):
             for name, value in list(getattr(module, "__dict__", {}).items()):
                 # By torch's private names, one of its functions calls the other, which would be noted twice.
-                if id(value) in ours and not (module is torch.nn.utils.clip_grad and name.startswith("_")):
-                    setattr(module, name, ours[id(value)])
+                if id(value) in replacements and not (
+                    module is torch.nn.utils.clip_grad and name.startswith("_")
+                ):
+                    setattr(module, name, replacements[id(value)])
                     replaced.append((module, name, value))
         yield
     finally:
         for module, name, value in replaced:
-            if getattr(module, name, None) is ours[id(value)]:
+            if getattr(module, name, None) is replacements[id(value)]:
                 setattr(module, name, value)
 
 
 def _before_clipping(parameters: Sequence[torch.Tensor]) -> list[ClipListener]:
     """Return the listeners of parameters, once each, after they have checked the gradients."""
-    found = {id(listener): listener for p in parameters if (listener := attached(p, ClipListener))}
-    for listener in found.values():
+    listeners = {id(listener): listener for p in parameters if (listener := attached(p, ClipListener))}
+    for listener in listeners.values():
         listener.before()
-    return list(found.values())
+    return list(listeners.values())
 
 
 def _note_clipping(
@@ -218,9 +223,9 @@ class ScalerWatch:
         result = self._step(optimizer, *arguments, **keywords)
         if not self._unscaled:
             self._listener.scaled(pb.Scaling.FUSED, scale)
-        found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        infinities = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         # Cloned because update() adds other optimizers' findings to the first of these.
-        self._listener.scaler_stepped([one.clone() for one in found.values()])
+        self._listener.scaler_stepped([infinity.clone() for infinity in infinities.values()])
         return result
 
     def update(self, *arguments: Any, **keywords: Any) -> None:
@@ -233,7 +238,7 @@ def class_of(scheduler: Any) -> str:
     """Return a name such as `StepLR` or `SequentialLR(LinearLR, StepLR)`; empty for `None`."""
     if scheduler is None:
         return ""
-    within = ", ".join(class_of(one) for one in getattr(scheduler, "_schedulers", ()))
+    within = ", ".join(class_of(part) for part in getattr(scheduler, "_schedulers", ()))
     return f"{type(scheduler).__name__}({within})" if within else type(scheduler).__name__
 
 
@@ -242,7 +247,7 @@ NOT_GIVEN: Final = (
     "schedule again: make it before checkmate.restore(model, optimizer, scheduler=scheduler), and give it to "
     "checkmate.protect in the same way"
 )
-"""Why a script with a scheduler of its own is refused."""
+"""The reason for the refusal of a script with a scheduler of its own."""
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
@@ -262,8 +267,8 @@ class SeveralSchedulers:
 
     def load_state_dict(self, state: Any) -> None:
         """Load a `state_dict`. Raise `ValueError` if it has another number of schedulers."""
-        for scheduler, own in zip(self._schedulers, state["_schedulers"], strict=True):
-            scheduler.load_state_dict(own)
+        for scheduler, scheduler_state in zip(self._schedulers, state["_schedulers"], strict=True):
+            scheduler.load_state_dict(scheduler_state)
 
 
 def schedulers_of(scheduler: Any) -> list[Any]:
@@ -308,7 +313,7 @@ class SchedulerWatch:
 
 
 _SCALER_FRAMES: Final = 12
-"""How far above a step its scaler's own is, with a library's between them."""
+"""The number of frames above a step in which its scaler's own is, with a library's between them."""
 
 
 def check_unscheduled(optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks do at a restart, so that all go on or none does."""
+"""The steps that all ranks take together at a restart, so that all go on or none does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from checkmate.wording import in_ranges
 _log: Final = logging.getLogger("checkmate")
 
 ANEW: Final = "`checkmate reset JOB` has the next start begin with iteration 0"
-ENDED: Final = f"training had ended with iteration {{}}: {ANEW}"
+TRAINING_ENDED: Final = f"training had ended with iteration {{}}: {ANEW}"
 
 
 class RestoreError(CheckmateError, RuntimeError):
@@ -68,7 +68,7 @@ def agree(place: Membership, make: Callable[[], A], from_message: Callable[[Any]
             message = {"made": make().message()}
         except Exception as error:  # noqa: BLE001 - others would wait for ever
             message = {"trouble": exchange.shortened(f"{place.name}: {type(error).__name__}: {error}")}
-    answer = exchange.broadcast(message, 0, named=place.named)
+    answer = exchange.broadcast(message, 0, name_of=place.name_of)
     if not isinstance(answer, dict) or answer.keys() not in ({"made"}, {"trouble"}):
         raise ExchangeError("rank 0 sent neither a plan nor an error")
     if "trouble" in answer:
@@ -96,7 +96,7 @@ def run_on_all_ranks(place: Membership, do: Callable[[], Any]) -> RankOutcome:
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
         _log.exception("rank %d can't install the state", place.rank)
         trouble = f"{place.name}: {type(error).__name__}: {error}"
-    outcomes = exchange.gather([trouble and exchange.shortened(trouble), kind], named=place.named)
+    outcomes = exchange.gather([trouble and exchange.shortened(trouble), kind], name_of=place.name_of)
     failures = {rank: (str(error), kind) for rank, (error, kind) in enumerate(outcomes) if error}
     if final := [error for error, kind in failures.values() if kind == "final"]:
         raise RestoreError(final[0])
@@ -110,7 +110,7 @@ def _grouped(errors: Mapping[int, str], place: Membership) -> str:
     """Return the errors of ranks in words, each cause once."""
     ranks_by_cause: dict[str, list[int]] = {}
     for rank, error in errors.items():
-        ranks_by_cause.setdefault(error.removeprefix(f"{place.named(rank)}: "), []).append(rank)
+        ranks_by_cause.setdefault(error.removeprefix(f"{place.name_of(rank)}: "), []).append(rank)
     return "; ".join(
         errors[ranks[0]] if len(ranks) == 1 else f"ranks {in_ranges(ranks)}: {cause}"
         for cause, ranks in ranks_by_cause.items()

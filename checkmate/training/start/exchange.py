@@ -1,4 +1,4 @@
-"""What ranks tell each other over `torch.distributed`: JSON of bounded size, with a version.
+"""Messages between ranks over `torch.distributed`: JSON of bounded size, with a version.
 
 Torch's own collectives for objects carry pickled ones, which run code of whoever sends them.
 """
@@ -18,7 +18,7 @@ from checkmate.training.errors import SessionError
 from checkmate.wording import counted
 
 VERSION: Final = 8
-"""Of these messages and of their order. With each change it is raised, so that older ranks are named."""
+"""Version of these messages and of their order. Each change raises it, so that older ranks are named."""
 MESSAGE_BYTES: Final = 16 << 20
 """The largest message; the longest are plans, with some bytes per shard."""
 _MAGIC: Final = 0xC4EC_0000
@@ -28,9 +28,9 @@ _HEADER: Final = struct.Struct("=qq")
 _SLOT_BYTES: Final = 4096
 """The first round of each message has this many bytes: the header, and all of a message that fits."""
 _ROOM: Final = _SLOT_BYTES - _HEADER.size
-_NAMED: Final = 8
+_MAX_NAMES: Final = 8
 """Ranks that an error names."""
-_SHOWN: Final = 2000
+_MAX_ERROR: Final = 2000
 """Characters of an error of another rank."""
 
 
@@ -38,59 +38,59 @@ class ExchangeError(SessionError):
     """Another rank sent what this version of Checkmate does not understand. The message names the rank."""
 
 
-Named = Callable[[int], str]
+NameOf = Callable[[int], str]
 """Returns a rank's name in messages."""
 
 
-def gather(message: Any, *, named: Named = "rank {}".format) -> list[Any]:
+def gather(message: Any, *, name_of: NameOf = "rank {}".format) -> list[Any]:
     """Return the messages of all ranks, by rank. All ranks call it, in the same order.
 
     Args:
         message: What JSON can express.
-        named: Returns a rank's name in errors.
+        name_of: Returns a rank's name in errors.
 
     Raises:
         ExchangeError: On all ranks, if one has another version or a message that is too large.
     """
     data = _encoded(message)
-    _meeting.attend(named)
+    _meeting.attend(name_of)
     slots = _gathered(_slot(data))
-    sizes = _sizes(dict(enumerate(slots)), named)
+    sizes = _sizes(dict(enumerate(slots)), name_of)
     parts = [slot[_HEADER.size :] for slot in slots]
     if (longest := max(sizes.values())) > _ROOM:
         parts = _gathered(_padded(data, longest))
-    return [_decoded(part[: sizes[rank]], named(rank)) for rank, part in enumerate(parts)]
+    return [_decoded(part[: sizes[rank]], name_of(rank)) for rank, part in enumerate(parts)]
 
 
-def broadcast(message: Any, source: int, *, named: Named = "rank {}".format) -> Any:
+def broadcast(message: Any, source: int, *, name_of: NameOf = "rank {}".format) -> Any:
     """Return the message of one rank. All ranks call it; the others' `message` is not used.
 
     Args:
         message: What JSON can express.
         source: The global rank that sends.
-        named: Returns a rank's name in errors.
+        name_of: Returns a rank's name in errors.
 
     Raises:
         ExchangeError: On all ranks, if one has another version or the message is too large.
     """
     rank = dist.get_rank()
     data = _encoded(message if rank == source else None)
-    _meeting.attend(named)
-    slot = own = _slot(data)
+    _meeting.attend(name_of)
+    slot = own_slot = _slot(data)
     if rank != source:
-        slot = torch.empty_like(own)
+        slot = torch.empty_like(own_slot)
     dist.broadcast(slot, src=source)
-    size = _sizes({rank: own, source: slot}, named)[source]
+    size = _sizes({rank: own_slot, source: slot}, name_of)[source]
     part = slot[_HEADER.size :]
     if size > _ROOM:
         part = _padded(data if rank == source else b"", size)
         dist.broadcast(part, src=source)
-    return _decoded(part[:size], named(source))
+    return _decoded(part[:size], name_of(source))
 
 
 def shortened(error: str) -> str:
     """Return an error's text, cut so that it fits into a message."""
-    return error if len(error) <= _SHOWN else f"{error[:_SHOWN]}..."
+    return error if len(error) <= _MAX_ERROR else f"{error[:_MAX_ERROR]}..."
 
 
 class _Meeting:
@@ -99,7 +99,7 @@ class _Meeting:
     def __init__(self) -> None:
         self._group: weakref.ref[dist.ProcessGroup] | None = None
 
-    def attend(self, named: Named) -> None:
+    def attend(self, name_of: NameOf) -> None:
         """Compare versions before the first message in a process group. Raise `ExchangeError` on all ranks.
 
         This round has the form that all versions know.
@@ -107,19 +107,19 @@ class _Meeting:
         world = dist.group.WORLD
         if world is None or (self._group is not None and self._group() is world):
             return
-        own = torch.tensor([_MAGIC + VERSION, 0], dtype=torch.int64, device=device())
-        _check_versions({rank: int(one[0]) for rank, one in enumerate(_gathered(own))}, named)
+        mark = torch.tensor([_MAGIC + VERSION, 0], dtype=torch.int64, device=device())
+        _check_versions({rank: int(tensor[0]) for rank, tensor in enumerate(_gathered(mark))}, name_of)
         self._group = weakref.ref(world)
 
 
 _meeting: Final = _Meeting()
 
 
-def _gathered(own: torch.Tensor) -> list[torch.Tensor]:
+def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of all ranks, which have the same size."""
-    received = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(received, own)
-    return received
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
+    return tensors
 
 
 def _slot(data: bytes) -> torch.Tensor:
@@ -131,26 +131,26 @@ def _padded(data: bytes, size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device())
 
 
-def _sizes(slots: Mapping[int, torch.Tensor], named: Named) -> dict[int, int]:
+def _sizes(slots: Mapping[int, torch.Tensor], name_of: NameOf) -> dict[int, int]:
     """Return the lengths of ranks' messages. Raise the same `ExchangeError` on all ranks if one is wrong."""
     headers = {
         rank: _HEADER.unpack(bytes(slot[: _HEADER.size].cpu().numpy())) for rank, slot in slots.items()
     }
-    _check_versions({rank: mark for rank, (mark, _) in headers.items()}, named)
+    _check_versions({rank: mark for rank, (mark, _) in headers.items()}, name_of)
     for rank, (_, size) in headers.items():
         if not 0 <= size <= MESSAGE_BYTES:
-            raise ExchangeError(f"{named(rank)} has a message of more than {MESSAGE_BYTES >> 20} MiB")
+            raise ExchangeError(f"{name_of(rank)} has a message of more than {MESSAGE_BYTES >> 20} MiB")
     return {rank: size for rank, (_, size) in headers.items()}
 
 
-def _check_versions(marks: Mapping[int, int], named: Named) -> None:
+def _check_versions(marks: Mapping[int, int], name_of: NameOf) -> None:
     """Raise `ExchangeError` if ranks have different versions. `marks`: `_MAGIC` and the version, by rank."""
     versions = {rank: mark - _MAGIC if 0 < mark - _MAGIC < _VERSIONS else 0 for rank, mark in marks.items()}
     newest = max(versions, key=lambda rank: versions[rank])
     if old := [rank for rank, version in versions.items() if version < versions[newest]]:
-        names = counted(len(old), "rank") if len(old) > _NAMED else ", ".join(map(named, old))
+        names = counted(len(old), "rank") if len(old) > _MAX_NAMES else ", ".join(map(name_of, old))
         raise ExchangeError(
-            f"{names}: an older version of Checkmate than {named(newest)}'s; all ranks need the same one"
+            f"{names}: an older version of Checkmate than {name_of(newest)}'s; all ranks need the same one"
         )
 
 

@@ -44,11 +44,11 @@ from checkmate.wording import at_iteration, counted
 _log: Final = logging.getLogger("checkmate")
 
 READ_SECONDS: Final = 5.0
-"""How long a fenced node may continue to read; it stops as soon as nothing arrives."""
+"""Seconds that a fenced node may continue to read; it stops as soon as nothing arrives."""
 DRAIN_SECONDS: Final = 20.0
-"""How long a node may step recorded iterations before it is fenced; it stops as soon as nothing changes."""
+"""Seconds that a node may step recorded iterations before it is fenced; it stops when nothing changes."""
 PATIENCE_SECONDS: Final = 2.0
-"""How long to wait for nodes that are not needed."""
+"""Seconds to wait for nodes that are not needed."""
 SETTLE_SECONDS: Final = 30.0
 COPY_SECONDS: Final = 20.0
 LATE_SECONDS: Final = 5.0
@@ -67,8 +67,8 @@ class Fence:
         self._deadline = deadline
         self._drain = drain
         self._seconds = DRAIN_SECONDS if drain else READ_SECONDS
-        self._changed = threading.Condition()
-        self._ended = threading.Event()
+        self._condition = threading.Condition()
+        self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._ask, args=(node.id, stubs.to(node.id)), daemon=True)
             for node in job.shadow_nodes
@@ -88,26 +88,26 @@ class Fence:
 
     @property
     def failures(self) -> dict[int, str]:
-        """Why nodes have not answered so far, by node."""
+        """The reasons why nodes have not answered so far, by node."""
         return {node: reply for node, reply in self.replies.copy().items() if isinstance(reply, str)}
 
     def wait(self, enough: Callable[[], bool]) -> None:
         """Wait for all nodes, but only for `PATIENCE_SECONDS` more once `enough` returns true."""
         patience = None
-        with self._changed:
+        with self._condition:
             while not self.complete:
                 now = time.monotonic()
                 if patience is None and enough():
                     patience = now + PATIENCE_SECONDS
-                left = min(self._deadline, patience or self._deadline) - now
-                if left <= 0:
+                seconds = min(self._deadline, patience or self._deadline) - now
+                if seconds <= 0:
                     return
-                self._changed.wait(left)
+                self._condition.wait(seconds)
 
     def close(self) -> None:
         """Stop asking. A call that has not been answered must not fence the training that begins next."""
-        with self._changed:
-            self._ended.set()
+        with self._condition:
+            self._closing.set()
         self._stubs.renew({node.id for node in self._job.shadow_nodes} - self.answers.keys())
 
     def within(self, seconds: float) -> float:
@@ -115,25 +115,25 @@ class Fence:
         return min(seconds, max(self._deadline - time.monotonic(), 0) + LATE_SECONDS)
 
     def _ask(self, node: int, stub: ShadowStub) -> None:
-        while not self._ended.is_set() and (left := self._deadline - time.monotonic()) > 0:
-            seconds = min(self._seconds, left)
+        while not self._closing.is_set() and (remaining := self._deadline - time.monotonic()) > 0:
+            seconds = min(self._seconds, remaining)
             request = pb.FenceRequest(
                 job=self._job.job, timeout=seconds, drain=self._drain, protocol=PROTOCOL
             )
             try:
-                reply: pb.NodeStatus | str = checked(stub.Fence(request, timeout=left))
+                reply: pb.NodeStatus | str = checked(stub.Fence(request, timeout=remaining))
             except grpc.RpcError as error:
                 reply = reason(error)
             except ValueError:  # `close` has closed the channel
                 return
-            with self._changed:
-                if self._ended.is_set():
+            with self._condition:
+                if self._closing.is_set():
                     return
                 self.replies[node] = reply
-                self._changed.notify_all()
+                self._condition.notify_all()
             if not isinstance(reply, str):
                 return
-            self._ended.wait(_AGAIN_SECONDS)
+            self._closing.wait(_AGAIN_SECONDS)
 
 
 def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> NewRun:
@@ -279,8 +279,10 @@ def missing_parts(answers: Iterable[pb.NodeStatus]) -> dict[int, pb.CopyRequest]
         for parts in answer.parts:
             lacking = sources[_key(parts)].keys() - set(_parts(parts))
             stepped = [hold.stepped for hold in answer.holds if hold.shard.group == parts.group]
-            needed = sorted(part for part in lacking if part[1] > min(stepped, default=-1))
-            request.wanted.extend(_grouped(parts, {part: sources[_key(parts)][part] for part in needed}))
+            lacking_parts = sorted(part for part in lacking if part[1] > min(stepped, default=-1))
+            request.wanted.extend(
+                _grouped(parts, {part: sources[_key(parts)][part] for part in lacking_parts})
+            )
         if request.wanted:
             requests[answer.node] = request
     return requests
@@ -294,14 +296,14 @@ def _parts(parts: pb.PartsHeld) -> Iterator[Part]:
     return ((run.position, t) for run in parts.ranges for t in range(run.first, run.last + 1))
 
 
-def _grouped(parts: pb.PartsHeld, needed: Mapping[Part, int]) -> Iterator[pb.PartsWanted]:
+def _grouped(parts: pb.PartsHeld, sources: Mapping[Part, int]) -> Iterator[pb.PartsWanted]:
     """Yield the needed parts, as ranges per source node."""
-    for node in dict.fromkeys(needed.values()):
+    for node in dict.fromkeys(sources.values()):
         ranges = pb.PartsWanted(node=node)
         ranges.parts.CopyFrom(
             pb.PartsHeld(group=parts.group, incarnation=parts.incarnation, run=parts.run, start=parts.start)
         )
-        for position, t in (part for part, source in needed.items() if source == node):
+        for position, t in (part for part, source in sources.items() if source == node):
             last = ranges.parts.ranges[-1] if ranges.parts.ranges else None
             if last is not None and (last.position, last.last + 1) == (position, t):
                 last.last = t

@@ -35,9 +35,9 @@ from checkmate.wording import at_iteration, counted, shortened
 _log: Final = logging.getLogger("checkmate")
 
 AWAY_SECONDS: Final = 3.0
-"""How long to wait at the end for a node whose connection is broken, because it may come back."""
+"""Seconds to wait at the end for a node whose connection is broken, because it may come back."""
 REFUSED_SECONDS: Final = 2.0
-"""How long to wait for the shadow nodes to take why the script was refused."""
+"""Seconds to wait for the shadow nodes to take why the script was refused."""
 _SUPERSEDED: Final = (
     "another start of this job has begun%s, and shadow nodes do not follow this one any more: what it trains "
     "from now on is not kept. If torchrun was started a second time while this one ran, end one of the two. "
@@ -115,8 +115,8 @@ class Opening:
 
     def _names(self) -> dict[str, str]:
         """Return the keys of the model's `state_dict()` whose tensors the nodes receive, with their names."""
-        given = {parameter.name for parameter in self.layout.parameters} | self.buffers.names
-        return {key: name for key, name in self.names.items() if name in given}
+        names = {parameter.name for parameter in self.layout.parameters} | self.buffers.names
+        return {key: name for key, name in self.names.items() if name in names}
 
 
 class Followers:
@@ -141,7 +141,7 @@ class Followers:
         with ExitStack() as undo:
             self.lines = [
                 Line(
-                    *(node, stubs.to(node.id), begin, self._replied, self._begun),
+                    *(node, stubs.to(node.id), begin, self._replied, self._on_begun),
                     tls=stubs.tls,
                     at_risk=self._at_risk,
                 )
@@ -165,17 +165,17 @@ class Followers:
             line.start()
         if place.first:
             for line in self.lines:
-                line.begun.wait(max(deadline - time.monotonic(), 0))
-        begun = [line.node.id for line in self.lines if line.begun.is_set()]
-        begun = exchange.gather(begun if place.first else None, named=place.named)[place.spokesman]
-        seeders = {node: seeder for node, seeder in self._seeders.items() if node in begun}
+                line.begin_accepted.wait(max(deadline - time.monotonic(), 0))
+        node_ids = [line.node.id for line in self.lines if line.begin_accepted.is_set()]
+        node_ids = exchange.gather(node_ids if place.first else None, name_of=place.name_of)[place.spokesman]
+        seeders = {node: seeder for node, seeder in self._seeders.items() if node in node_ids}
         seed_at_start(place, opening.layout, opening.start, seeders)
         if place.first:
             give_buffers(place, opening.buffers, opening.start, seeders, deadline)
         waiting = ""
         if place.first:
             waiting = await_ready(place, self._stubs, opening.start.plan.incarnation, deadline)
-        exchange.gather(None, named=place.named)  # nobody trains before all spokesmen have waited
+        exchange.gather(None, name_of=place.name_of)  # nobody trains before all spokesmen have waited
         if waiting:
             _log.warning("training begins without all shadow nodes: %s", waiting)
         elif place.first:
@@ -191,7 +191,7 @@ class Followers:
             line.finish(0)
         away = time.monotonic() + AWAY_SECONDS
         for line in self.lines:
-            if line.begun.is_set():
+            if line.begin_accepted.is_set():
                 until = deadline if line.connected else min(away, deadline)
                 line.finish(until - time.monotonic())
 
@@ -206,7 +206,7 @@ class Followers:
                 "training ends, but shadow nodes have not stepped iteration %d: %s", iteration, missing
             )
 
-    def refused(self, iteration: int, error: Exception, marks: bool) -> None:
+    def report_refusal(self, iteration: int, error: Exception, marks: bool) -> None:
         """Tell the shadow nodes why the script is refused, so that the next start can say it.
 
         Takes `REFUSED_SECONDS` at most, whatever the nodes do, and never raises. May be called by any thread.
@@ -244,30 +244,37 @@ class Followers:
             line.end()
         self._undo.close()
 
-    def _at_risk(self, lost: int) -> str:
+    def _at_risk(self, lost_node: int) -> str:
         """Return in words which shards no other node has, if a node is lost."""
-        there = {line.node.id for line in self.lines if line.connected and line.node.id != lost}
+        there = {line.node.id for line in self.lines if line.connected and line.node.id != lost_node}
         holders = {
             shard: {node.id for node in self._place.holders(shard)} for shard in range(self._place.shards)
         }
-        alone = [str(shard) for shard, nodes in holders.items() if lost in nodes and not nodes & there]
+        alone = [str(shard) for shard, nodes in holders.items() if lost_node in nodes and not nodes & there]
         if not alone:
             return ""
-        which = f"shard{'s' * (len(alone) > 1)} {', '.join(alone)}"
-        return f", but no other node has {which}: a crash now does not resume from shadow nodes"
+        shards = f"shard{'s' * (len(alone) > 1)} {', '.join(alone)}"
+        return f", but no other node has {shards}: a crash now does not resume from shadow nodes"
 
-    def _begun(self, request: pb.BeginRequest) -> None:
+    def _on_begun(self, request: pb.BeginRequest) -> None:
         """Send buffers again to a node that joined late or came back."""
         if request.next_iteration > request.first_iteration:
             self._opening.buffers.again()
 
     def _replied(self, node: int, reply: pb.RecordReply) -> None:
         """Handle a node's answer to a record. This rank seeds only its own share of the shards."""
-        for wanted in reply.wanted:
-            if wanted.shard % self._place.ranks == self._place.position and wanted.shard < self._place.shards:
-                ours = self._opening.layout.of_shard(wanted.shard)
-                numbers = sorted({*wanted.parameters}.intersection(ours)) if wanted.parameters else ours
-                self._seeders[node].want(wanted.shard, numbers)
+        for request in reply.wanted:
+            if (
+                request.shard % self._place.ranks == self._place.position
+                and request.shard < self._place.shards
+            ):
+                shard_numbers = self._opening.layout.of_shard(request.shard)
+                numbers = (
+                    sorted({*request.parameters}.intersection(shard_numbers))
+                    if request.parameters
+                    else shard_numbers
+                )
+                self._seeders[node].want(request.shard, numbers)
         if self._slices is not None and reply.suspects:
             self._slices.look_first(reply.suspects)
         if reply.buffers:
@@ -277,16 +284,16 @@ class Followers:
         if reply.also_training and self._is_new("overlaps"):
             words = overlap_words([shortened(host) for host in reply.also_training])
             say(logging.WARNING, TRAINER_OVERLAPS(why=words), "%s", words)
-        known = not reply.superseded and (reply.trouble or not self._finishing)
-        if known and reply.trouble != self._troubles[node]:
+        is_news = not reply.superseded and (reply.trouble or not self._finishing)
+        if is_news and reply.trouble != self._troubles[node]:
             self._troubles[node] = reply.trouble
             self._say_trouble(node, reply)
 
-    def _is_new(self, what: str) -> bool:
+    def _is_new(self, subject: str) -> bool:
         """Return whether something is noted for the first time. Each line has a thread."""
         with self._noting:
-            new = what not in self._noted
-            self._noted.add(what)
+            new = subject not in self._noted
+            self._noted.add(subject)
         return new
 
     def _say_superseded(self, by: str) -> None:
@@ -303,8 +310,8 @@ class Followers:
         if left_out is None:
             return
         event = TRAINER_NODE_TROUBLE(node=node, why=reply.trouble)
-        said = f"{reply.trouble or 'recovered'}{left_out_words(left_out)}"
-        say(logging.WARNING, event, "shadow node %d: %s", node, said)
+        words = f"{reply.trouble or 'recovered'}{left_out_words(left_out)}"
+        say(logging.WARNING, event, "shadow node %d: %s", node, words)
 
 
 def seed_at_start(place: Membership, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:
@@ -341,11 +348,11 @@ def give_buffers(
         for lot in buffers.all()
     ]
     for node, seeder in seeders.items():
-        held = next(s for s in range(place.shards) if node in [one.id for one in place.holders(s)])
-        seeder.give(held, records)
+        shard = next(s for s in range(place.shards) if node in [holder.id for holder in place.holders(s)])
+        seeder.give(shard, records)
     without = []
     for node, seeder in seeders.items():
-        if not seeder.given.wait(max(deadline - time.monotonic(), 0)):
+        if not seeder.records_done.wait(max(deadline - time.monotonic(), 0)):
             without.append(f"shadow node {node} (not in time)")
         elif seeder.given_up:
             without.append(f"shadow node {node} ({seeder.given_up})")
@@ -375,7 +382,7 @@ def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: flo
     while True:
         lacking = _lacking(place, stubs, incarnation)
         if not lacking or time.monotonic() > deadline:
-            hint = [_CONTROLLER] if any("streams are connected" in one for one in lacking) else []
+            hint = [_CONTROLLER] if any("streams are connected" in reason for reason in lacking) else []
             return "; ".join([*lacking, *hint])
         time.sleep(pause)
         pause = min(1.5 * pause, _POLL_SECONDS)
@@ -384,58 +391,60 @@ def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: flo
 def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: int, deadline: float) -> str:
     """Wait until all live holds of the group have stepped an iteration. Return missing shards in words."""
     while True:
-        found = _holds(place, stubs, incarnation)
-        holds = [hold for held in found.values() if not isinstance(held, str) for hold in held.values()]
+        answers = _holds(place, stubs, incarnation)
+        holds = [
+            hold for answer in answers.values() if not isinstance(answer, str) for hold in answer.values()
+        ]
         there = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
         missing = [shard for shard in range(place.shards) if shard not in there]
-        silent = [found[node.id] for shard in missing for node in place.holders(shard)]
+        silent = [answers[node.id] for shard in missing for node in place.holders(shard)]
         waiting = any(hold.live and hold.stepped < iteration for hold in holds)
-        waiting |= any(isinstance(one, str) and not one.startswith(UNREACHABLE) for one in silent)
+        waiting |= any(isinstance(reply, str) and not reply.startswith(UNREACHABLE) for reply in silent)
         if waiting and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 10)
             continue
-        return "; ".join(f"shard {shard}: {_progress(place, shard, found)}" for shard in missing)
+        return "; ".join(f"shard {shard}: {_progress(place, shard, answers)}" for shard in missing)
 
 
-def _progress(place: Membership, shard: int, found: Holds) -> str:
+def _progress(place: Membership, shard: int, answers: Holds) -> str:
     """Return the progress of a shard's holders, in words."""
     words = []
     for node in place.holders(shard):
-        holds = found[node.id]
+        holds = answers[node.id]
         if isinstance(holds, str):
             words.append(f"shadow node {node.id}: {holds}")
             continue
-        held = holds.get(shard)
-        at = at_iteration(held.stepped) if held is not None and held.seeded else "not seeded"
+        hold = holds.get(shard)
+        at = at_iteration(hold.stepped) if hold is not None and hold.seeded else "not seeded"
         words.append(f"shadow node {node.id} is {at}")
     return ", ".join(words)
 
 
 def _holds(place: Membership, stubs: Stubs, incarnation: int) -> Holds:
     """Ask the nodes for their holds of the group in this incarnation."""
-    nodes, ours = [node.id for node in place.nodes], (place.group, incarnation)
-    found: dict[int, dict[int, pb.HoldStatus] | str] = {}
+    nodes, group = [node.id for node in place.nodes], (place.group, incarnation)
+    answers: dict[int, dict[int, pb.HoldStatus] | str] = {}
     for node, status in stubs.statuses(nodes, _STATUS_SECONDS).items():
         if isinstance(status, str):
-            found[node] = status
+            answers[node] = status
         else:
-            holds = [hold for hold in status.holds if (hold.shard.group, hold.incarnation) == ours]
-            found[node] = {hold.shard.shard: hold for hold in holds}
-    return found
+            holds = [hold for hold in status.holds if (hold.shard.group, hold.incarnation) == group]
+            answers[node] = {hold.shard.shard: hold for hold in holds}
+    return answers
 
 
 def _lacking(place: Membership, stubs: Stubs, incarnation: int) -> list[str]:
     """Return why nodes of the group are not ready, in words; empty if all are."""
-    found = []
+    reasons = []
     for number, holds in _holds(place, stubs, incarnation).items():
         if isinstance(holds, str):
-            found.append(f"{node_name(place.job, number)}: {holds}")
+            reasons.append(f"{node_name(place.job, number)}: {holds}")
             continue
         for shard in range(place.shards):
-            ours = number in [node.id for node in place.holders(shard)]
-            if ours and (trouble := _not_ready(holds.get(shard))):
-                found.append(f"shadow node {number}, shard {shard}: {trouble}")
-    return found
+            is_holder = number in [node.id for node in place.holders(shard)]
+            if is_holder and (trouble := _not_ready(holds.get(shard))):
+                reasons.append(f"shadow node {number}, shard {shard}: {trouble}")
+    return reasons
 
 
 def _not_ready(hold: pb.HoldStatus | None) -> str:

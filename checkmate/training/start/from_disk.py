@@ -25,7 +25,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import exchange
-from checkmate.training.start.all_ranks import ANEW, ENDED, RestoreError, log_once, run_on_all_ranks
+from checkmate.training.start.all_ranks import ANEW, TRAINING_ENDED, RestoreError, log_once, run_on_all_ranks
 from checkmate.training.start.install import (
     InstallError,
     check_record,
@@ -100,7 +100,7 @@ def resume(
     """Resume from the newest checkpoint. Only the user chooses an older one: it loses iterations."""
     path, *older = checkpoints.paths
     message = trained_by(place, watched).message()
-    messages = exchange.gather(message if place.first else None, named=place.named)
+    messages = exchange.gather(message if place.first else None, name_of=place.name_of)
     trained = [Trained.of_message(messages[group.ranks[0].rank]) for group in place.job.dp_groups]
     groups = stages(place.job, trained)
     resumed, trouble, _ = run_on_all_ranks(place, lambda: install_checkpoint(path, place, watched, groups))
@@ -111,8 +111,8 @@ def resume(
     log_once(
         place, f"resumed from {path}: iteration {record.iteration + 1} comes next ({restored_parts(record)})"
     )
-    if resumed.ended:
-        log_once(place, ENDED.format(record.iteration))
+    if resumed.training_ended:
+        log_once(place, TRAINING_ENDED.format(record.iteration))
     if resumed.other_ranks:
         _log.warning("%s: %s", path, resumed.other_ranks)
     if older:
@@ -125,13 +125,13 @@ class Resumed:
     """The result of a checkpoint's installation."""
 
     record: pb.IterationRecord
-    """Of the checkpoint's iteration, as shadow nodes get it with the seeds."""
+    """The record of the checkpoint's iteration, as shadow nodes get it with the seeds."""
     extra: Any
     """This rank's."""
-    ended: bool = False
+    training_ended: bool = False
     """Whether training had ended with that iteration."""
     other_ranks: str = ""
-    """How the ranks have changed since, for a warning in this rank's log; empty if it has none to give."""
+    """The changes of the ranks since, for a warning in this rank's log; empty if it has none to give."""
 
 
 def trained_by(place: Membership, watched: Watched) -> Trained:
@@ -159,15 +159,15 @@ def install_checkpoint(
     parts = LocalParts(watched, stage)
     checkpoint = disk.load(path, parts.select)
     try:
-        saved = disk.stage_in(checkpoint, stage)
+        stage_data = disk.stage_in(checkpoint, stage)
     except KeyError:
         raise InstallError(f"{path} has no stage {stage}") from None
-    if saved["job"] != place.job.job:
-        raise InstallError(f"{path} belongs to the job {saved['job']}, not to {place.job.job}")
+    if stage_data["job"] != place.job.job:
+        raise InstallError(f"{path} belongs to the job {stage_data['job']}, not to {place.job.job}")
     if parts.misfits:
         raise InstallError(f"{path} doesn't fit the script: {parts.misfits[0]}")
     try:
-        resumed, ranks = _install(saved, place, watched, StageRanks.of_stage(place.job, stages[stage]))
+        resumed, ranks = _install(stage_data, place, watched, StageRanks.of_stage(place.job, stages[stage]))
     except (RuntimeError, ValueError, KeyError) as error:
         raise InstallError(f"{path} doesn't fit the script: {' '.join(str(error).split())}") from error
     part = "it" if "model" in checkpoint else f"stage {stage} of it"
@@ -175,57 +175,59 @@ def install_checkpoint(
 
 
 def _install(
-    saved: dict[str, Any], place: Membership, watched: Watched, present: StageRanks
+    stage_data: dict[str, Any], place: Membership, watched: Watched, present: StageRanks
 ) -> tuple[Resumed, Counterparts]:
-    ranks = Counterparts.from_checkpoint(saved, present)
-    record = _record_of(saved, place, ranks.of_rank)
+    ranks = Counterparts.from_checkpoint(stage_data, present)
+    record = _record_of(stage_data, place, ranks.of_rank)
     check_record(record, watched, place)
-    missing, unexpected = load_model(watched.model, saved["model"])
+    missing, unexpected = load_model(watched.model, stage_data["model"])
     lacking = set(missing) & watched.model.trained().keys()
     if lacking or unexpected:
         raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
-    load_optimizer(watched.optimizer, saved["optimizer"])
+    load_optimizer(watched.optimizer, stage_data["optimizer"])
     parameters = watched.model.trained()
-    names = set(saved.get("with_gradient", ()))
+    names = set(stage_data.get("with_gradient", ()))
     numbers = [number for number, name in enumerate(parameters) if name in names]
     install_gradients(list(parameters.values()), numbers)
     record.parts[0].step.with_gradient.extend(numbers)
     options = [options_of(group) for group in watched.optimizer.param_groups]
     record.parts[0].step.MergeFrom(pb.Step(options=options, next_options=options))
     extra = install_record(watched, record, place.position)
-    return Resumed(record, extra, ended=bool(saved.get("ended"))), ranks
+    return Resumed(record, extra, training_ended=bool(stage_data.get("ended"))), ranks
 
 
-def _record_of(saved: dict[str, Any], place: Membership, of_rank: Mapping[int, int]) -> pb.IterationRecord:
+def _record_of(
+    stage_data: dict[str, Any], place: Membership, of_rank: Mapping[int, int]
+) -> pb.IterationRecord:
     """Return the record of a checkpoint's iteration, which is sent to shadow nodes with the seeds.
 
     It does not have the optimizer's options yet. `of_rank` has the checkpoint's rank in the place of each of
     ours. A rank without one gets the lowest rank's `extra`, because that often counts what all ranks have
     done; but no random generators, because two ranks would draw the same numbers.
     """
-    record = pb.IterationRecord(iteration=saved["iteration"])
+    record = pb.IterationRecord(iteration=stage_data["iteration"])
     members = place.job.dp_groups[place.group].ranks
-    buffers = saved.get("rank_buffers", {})  # what differs from those of the stage's first rank
+    buffers = stage_data.get("rank_buffers", {})  # what differs from those of the stage's first rank
     first = buffers.get(of_rank.get(members[0].rank), {})
-    common = saved["extra"].get(min(saved["extra"], default=None))
+    common = stage_data["extra"].get(min(stage_data["extra"], default=None))
     for position, member in enumerate(members):
         part = record.parts.add(
-            job=place.job.job, group=place.group, position=position, iteration=saved["iteration"]
+            job=place.job.job, group=place.group, position=position, iteration=stage_data["iteration"]
         )
         counterpart = of_rank.get(member.rank)
-        if counterpart in saved["rng"]:
-            part.rng = state.dump_generators(saved["rng"][counterpart])
-        if counterpart in saved["extra"] or (saved["extra"] and counterpart is None):
-            part.extra = state.dumps(saved["extra"].get(counterpart, common))
-        own_buffers = saved["buffers"] | buffers.get(counterpart, {})
+        if counterpart in stage_data["rng"]:
+            part.rng = state.dump_generators(stage_data["rng"][counterpart])
+        if counterpart in stage_data["extra"] or (stage_data["extra"] and counterpart is None):
+            part.extra = state.dumps(stage_data["extra"].get(counterpart, common))
+        own_buffers = stage_data["buffers"] | buffers.get(counterpart, {})
         if position and (names := first.keys() | buffers.get(counterpart, {}).keys()):
             part.buffers = state.dumps({name: own_buffers[name] for name in sorted(names)})
     step = record.parts[0].step
-    step.scheduler_class = saved.get("scheduler_class", "")
+    step.scheduler_class = stage_data.get("scheduler_class", "")
     for name in ("scheduler", "scaler"):
-        if saved[name] is not None:
-            setattr(step, name, state.dumps(saved[name]))
-    for name, tensor in (saved["buffers"] | first).items():
+        if stage_data[name] is not None:
+            setattr(step, name, state.dumps(stage_data[name]))
+    for name, tensor in (stage_data["buffers"] | first).items():
         record.buffers[name] = state.dumps(tensor)
     return record
 
@@ -286,7 +288,7 @@ class LocalParts:
         return None
 
 
-def load_model(model: TrainedModel, saved: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+def load_model(model: TrainedModel, tensors_read: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
     """Set a model's `state_dict()`, of which `saved` has this rank's parts.
 
     Returns:
@@ -295,7 +297,7 @@ def load_model(model: TrainedModel, saved: Mapping[str, torch.Tensor]) -> tuple[
     tensors, names = model.tensors(), model.state_names()
     parts = {
         key: sharded_like(tensors[names[key]], part) if names.get(key) in tensors else part
-        for key, part in saved.items()
+        for key, part in tensors_read.items()
     }
     missing, unexpected = model.inner.load_state_dict(parts, strict=False)
     return missing, unexpected
@@ -324,23 +326,23 @@ class StageRanks:
 class Counterparts:
     """The ranks of a stage, as they are in a checkpoint and now."""
 
-    saved: StageRanks
-    present: StageRanks
+    saved_ranks: StageRanks
+    present_ranks: StageRanks
 
     @classmethod
-    def from_checkpoint(cls, saved: Mapping[str, Any], present: StageRanks) -> Counterparts:
+    def from_checkpoint(cls, stage_data: Mapping[str, Any], present: StageRanks) -> Counterparts:
         """Return those for the part of a checkpoint that has a stage.
 
         Up to protocol 4 it does not name its ranks. All of them have random generators.
         """
-        ranks, tp = saved.get("ranks", sorted(saved["rng"])), saved.get("tp", present.tp)
+        ranks, tp = stage_data.get("ranks", sorted(stage_data["rng"])), stage_data.get("tp", present.tp)
         return cls(StageRanks(tuple(ranks), tp), present)
 
     @cached_property
     def of_rank(self) -> Mapping[int, int]:
         """The checkpoint's rank at the place of each of ours, if it has one there."""
-        saved = self.saved.places
-        return {rank: saved[place] for place, rank in self.present.places.items() if place in saved}
+        places = self.saved_ranks.places
+        return {rank: places[place] for place, rank in self.present_ranks.places.items() if place in places}
 
     def warning(self, rank: int, stage: str) -> str:
         """Return what the log of one of our ranks has to say, or "".
@@ -351,15 +353,15 @@ class Counterparts:
             rank: The rank.
             stage: The checkpoint's part in messages, such as `stage 1 of it`.
         """
-        first, *_ = self.present.ranks
-        new = [number for number in self.present.ranks if number not in self.of_rank]
-        extra = f"extra() of the checkpoint's rank {self.saved.ranks[0]}"
+        first, *_ = self.present_ranks.ranks
+        new = [number for number in self.present_ranks.ranks if number not in self.of_rank]
+        extra = f"extra() of the checkpoint's rank {self.saved_ranks.ranks[0]}"
         if rank != first:
             warning = f"rank {rank} keeps the script's random generators, and gets {extra}"
             return f"{warning}, because the checkpoint has no rank in its place" if rank in new else ""
-        if not new and len(self.of_rank) == len(self.saved.ranks):
+        if not new and len(self.of_rank) == len(self.saved_ranks.ranks):
             return ""
-        before, now = counted(len(self.saved.ranks), "rank"), len(self.present.ranks)
+        before, now = counted(len(self.saved_ranks.ranks), "rank"), len(self.present_ranks.ranks)
         warning = f"{stage} is of {before}, and there are {now} now"
         if new:
             more = f" and {len(new) - _MAX_NAMED} more" if new[_MAX_NAMED:] else ""

@@ -54,23 +54,25 @@ def read(
     """
     layouts = lay_out_shares(watched.model, place, slicing_of(place, watched.model))
     numbers = {parameter: number for number, parameter in enumerate(watched.model.trained().values())}
-    wanted: dict[Asked, Sequence[int]] = {
+    requests: dict[Asked, Sequence[int]] = {
         Asked(place.job.job, plan.run, plan.iteration, group, shard): nodes
         for (group, shard), nodes in plan.holders.items()
         if group in layouts
     }
-    needed = frozenset(n for one in wanted for n in layouts[one.group].of_shard(one.shard))
+    needed_numbers = frozenset(
+        n for request in requests for n in layouts[request.group].of_shard(request.shard)
+    )
     if readers:
-        wanted = part_of_all(wanted, layouts, readers)
-    got = fetch(wanted, layouts, stubs, place, timeout)
-    if plan.iteration >= 0 and not got.record.parts:
+        requests = part_of_all(requests, layouts, readers)
+    fetched = fetch(requests, layouts, stubs, place, timeout)
+    if plan.iteration >= 0 and not fetched.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")
-    check_optimizer(got.optimizer, spec_of(watched.optimizer, numbers))
-    check_record(got.record, watched, place)
-    return replace(got, needed=needed)
+    check_optimizer(fetched.optimizer, spec_of(watched.optimizer, numbers))
+    check_record(fetched.record, watched, place)
+    return replace(fetched, needed_numbers=needed_numbers)
 
 
-def install(place: Membership, watched: Watched, start: Start, got: Fetched) -> Any:
+def install(place: Membership, watched: Watched, start: Start, fetched: Fetched) -> Any:
     """Install all of a model's state, once all readers have shared it; return the user's `extra`.
 
     Raises:
@@ -78,22 +80,22 @@ def install(place: Membership, watched: Watched, start: Start, got: Fetched) -> 
         InstallError: It does not fit the script.
     """
     began = time.monotonic()
-    if differs := got.needed ^ got.states.keys():
+    if differs := fetched.needed_numbers ^ fetched.states.keys():
         raise FetchError(
-            f"the ranks have read {len(got.states)} of {len(got.needed)} parameters, and not "
-            f"{got.parameters[min(differs)].name}"
+            f"the ranks have read {len(fetched.states)} of {len(fetched.needed_numbers)} parameters, and not "
+            f"{fetched.parameters[min(differs)].name}"
         )
     parameters = list(watched.model.trained().values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
-    states = {n: from_held(got.parameters[n], *values) for n, values in got.states.items()}
+    states = {n: from_held(fetched.parameters[n], *values) for n, values in fetched.states.items()}
     install_parameters(parameters, states)
-    given = [group.options for group in got.optimizer.groups]
-    options = part_of(got.record, 0).step.next_options or given
-    install_gradients(parameters, set(part_of(got.record, 0).step.with_gradient))
-    install_optimizer(watched.optimizer, numbers, states, options, got.record)
-    start.keep = got.same_buckets
-    start.record = got.record
-    extra = install_record(watched, got.record, place.position)
+    recorded = [group.options for group in fetched.optimizer.groups]
+    options = part_of(fetched.record, 0).step.next_options or recorded
+    install_gradients(parameters, set(part_of(fetched.record, 0).step.with_gradient))
+    install_optimizer(watched.optimizer, numbers, states, options, fetched.record)
+    start.keep = fetched.same_buckets
+    start.record = fetched.record
+    extra = install_record(watched, fetched.record, place.position)
     installed = RESTORE_INSTALLED(iteration=start.next_iteration - 1, seconds=seconds_since(began))
     say(logging.DEBUG, installed, "state installed")
     return extra
@@ -114,12 +116,12 @@ class Fetched:
     optimizer: pb.OptimizerSpec
     same_buckets: bool
     """Whether buckets and memory order are the same, so that the nodes can continue with their own state."""
-    needed: frozenset[int] = frozenset()
+    needed_numbers: frozenset[int] = frozenset()
     """The parameters that this rank needs; other ranks may have read some of them."""
 
 
 def fetch(
-    wanted: Mapping[Asked, Sequence[int]],
+    requests: Mapping[Asked, Sequence[int]],
     layouts: Mapping[int, Layout],
     stubs: Stubs,
     place: Membership,
@@ -130,7 +132,7 @@ def fetch(
     Buffers may come with any shard. Before the first iteration there are none: the script creates them.
 
     Args:
-        wanted: The shards and their holders.
+        requests: The shards and their holders.
         layouts: The layouts of the DP groups that train the model, by group.
         stubs: Stubs of the job's nodes.
         place: This rank's place. Its number rotates the order of the holders.
@@ -142,16 +144,16 @@ def fetch(
     """
     how = ShardReading(time.monotonic() + timeout, accept=partial(_check_model, layouts))
     try:
-        order = {asked: spread(holders, place.rank) for asked, holders in wanted.items()}
-        found = read_shards(stubs, order, how)
+        order = {request: spread(holders, place.rank) for request, holders in requests.items()}
+        shards_read = read_shards(stubs, order, how)
     except Lacking as error:
         raise FetchError(str(error)) from None
-    states = {number: values for shard in found.values() for number, values in shard.states.items()}
-    shards = [shard for (group, _), shard in found.items() if group == place.group]
+    states = {number: values for shard in shards_read.values() for number, values in shard.states.items()}
+    shards = [shard for (group, _), shard in shards_read.items() if group == place.group]
     headers = [shard.header for shard in shards]
     record, without = record_of(headers)
     if without and record.parts:
-        shards_named = ", ".join(name(shard) for shard in sorted(found) if shard[0] == place.group)
+        shards_named = ", ".join(name(shard) for shard in sorted(shards_read) if shard[0] == place.group)
         raise FetchError(
             f"no holder of {shards_named} has {len(without)} of the model's buffers and frozen parameters: "
             f"{', '.join(without)}"
@@ -166,11 +168,11 @@ def spread(holders: Sequence[int], rank: int) -> list[int]:
     return [*holders[start:], *holders[:start]]
 
 
-def _check_model(ours: Mapping[int, Layout], header: pb.SeedHeader, theirs: Layout) -> None:
+def _check_model(layouts: Mapping[int, Layout], header: pb.SeedHeader, held_layout: Layout) -> None:
     """Raise `FetchError` if the nodes hold another model, and `OtherRanks` if other parts of it."""
-    own = ours[header.shard.group]
-    difference = different(theirs, own)
-    if difference and in_other_parts(theirs, own):
+    layout = layouts[header.shard.group]
+    difference = different(held_layout, layout)
+    if difference and in_other_parts(held_layout, layout):
         raise OtherRanks(
             f"the shadow nodes hold other parts of the model in DP group {header.shard.group}: {difference}. "
             f"{RESHARDING}"
@@ -182,31 +184,41 @@ def _check_model(ours: Mapping[int, Layout], header: pb.SeedHeader, theirs: Layo
         )
 
 
-def different(theirs: Layout, ours: Layout) -> str:
+def different(held_layout: Layout, script_layout: Layout) -> str:
     """Return how a stored model differs from ours, in words, or "".
 
     Buckets, memory order and the types of gradients may differ.
     """
-    if theirs.shards != ours.shards:
-        return f"it is divided into {counted(theirs.shards, 'shard')}, ours into {ours.shards}"
-    if theirs.share != ours.share:
-        return f"{theirs.share.count} ranks of a host have a share of it, of ours {ours.share.count}"
-    for old, new in zip(theirs.parameters, ours.parameters, strict=False):
+    if held_layout.shards != script_layout.shards:
+        held_shards = counted(held_layout.shards, "shard")
+        return f"it is divided into {held_shards}, ours into {script_layout.shards}"
+    if held_layout.share != script_layout.share:
+        count = script_layout.share.count
+        return f"{held_layout.share.count} ranks of a host have a share of it, of ours {count}"
+    for old, new in zip(held_layout.parameters, script_layout.parameters, strict=False):
         if _compared(old) != _compared(new):
-            return f"it has {_shown(old)} in place of {_shown(new)}"
-    if len(theirs.parameters) != len(ours.parameters):
-        return f"it has {len(theirs.parameters)} trained parameters, ours {len(ours.parameters)}"
+            return f"it has {_in_words(old)} in place of {_in_words(new)}"
+    if len(held_layout.parameters) != len(script_layout.parameters):
+        return (
+            f"it has {len(held_layout.parameters)} trained parameters, ours {len(script_layout.parameters)}"
+        )
     return ""
 
 
-def in_other_parts(theirs: Layout, ours: Layout) -> bool:
+def in_other_parts(held_layout: Layout, script_layout: Layout) -> bool:
     """Return whether a stored model differs from ours because ranks share it out in another way."""
-    if theirs.share != ours.share:
+    if held_layout.share != script_layout.share:
         return True
-    old = {known.name: known for known in theirs.parameters}
-    both = [(old[known.name], known) for known in ours.parameters if known.name in old]
-    same = [(one, other) for one, other in both if (one.whole or one.shape) == (other.whole or other.shape)]
-    return any((one.shape, one.offset) != (other.shape, other.offset) for one, other in same)
+    old = {parameter.name: parameter for parameter in held_layout.parameters}
+    both = [
+        (old[parameter.name], parameter) for parameter in script_layout.parameters if parameter.name in old
+    ]
+    same = [
+        (before, after)
+        for before, after in both
+        if (before.whole or before.shape) == (after.whole or after.shape)
+    ]
+    return any((before.shape, before.offset) != (after.shape, after.offset) for before, after in same)
 
 
 def _compared(parameter: Parameter) -> Parameter:
@@ -214,6 +226,6 @@ def _compared(parameter: Parameter) -> Parameter:
     return replace(parameter, dim_order=(), gradient="")
 
 
-def _shown(parameter: Parameter) -> str:
+def _in_words(parameter: Parameter) -> str:
     chunk = f" at {list(parameter.offset)} of {list(parameter.whole)}" if parameter.whole else ""
     return f"{parameter.name} {list(parameter.shape)}{chunk} {parameter.dtype}"

@@ -33,17 +33,20 @@ class InstallError(RuntimeError):
     """State that doesn't fit this script's model, optimizer or scheduler."""
 
 
-def check_optimizer(stored: pb.OptimizerSpec, ours: pb.OptimizerSpec) -> None:
+def check_optimizer(saved_spec: pb.OptimizerSpec, script_spec: pb.OptimizerSpec) -> None:
     """Raise `InstallError` if the state is of another kind of optimizer, or of other parameter groups."""
-    kinds = [[kind_of(spec, group) for group in spec.groups] for spec in (stored, ours)]
-    named = [" and ".join(dict.fromkeys(names)) for names in kinds]
-    if named[0] != named[1]:
+    kinds = [[kind_of(spec, group) for group in spec.groups] for spec in (saved_spec, script_spec)]
+    kind_names = [" and ".join(dict.fromkeys(names)) for names in kinds]
+    if kind_names[0] != kind_names[1]:
         raise InstallError(
-            f"the state is of {named[0]}, but the script has {named[1]}: construct the optimizer as before"
+            f"the state is of {kind_names[0]}, but the script has {kind_names[1]}: "
+            "construct the optimizer as before"
         )
-    theirs, mine = ([list(group.parameters) for group in spec.groups] for spec in (stored, ours))
-    if (theirs, kinds[0]) != (mine, kinds[1]):
-        sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
+    saved_groups, present_groups = (
+        [list(group.parameters) for group in spec.groups] for spec in (saved_spec, script_spec)
+    )
+    if (saved_groups, kinds[0]) != (present_groups, kinds[1]):
+        sizes = [", ".join(str(len(group)) for group in groups) for groups in (saved_groups, present_groups)]
         raise InstallError(
             f"the state's parameter groups have {sizes[0]} parameters, the script's {sizes[1]}, or different "
             "ones: construct the optimizer as before"
@@ -69,61 +72,65 @@ def check_record(record: pb.IterationRecord, watched: Watched, place: Membership
     check_scaler(watched.scaler, scaler)
 
 
-def check_scheduler(ours: Any, stored: Mapping[str, Any] | None, stored_class: str = "") -> None:
+def check_scheduler(scheduler: Any, saved_state: Mapping[str, Any] | None, saved_class: str = "") -> None:
     """Raise `InstallError` if the script's scheduler is of another kind than the stored one.
 
-    `stored_class` is `class_of` the stored one. If the classes are equal, either state may have additional
+    `saved_class` is `class_of` the stored one. If the classes are equal, either state may have additional
     keys, because some schedulers add keys as they step. If the class is unknown, all keys must be equal.
     """
-    mine = class_of(ours)
-    if stored is None:
-        if ours is None:
+    class_name = class_of(scheduler)
+    if saved_state is None:
+        if scheduler is None:
             return
         raise InstallError(
-            f"the state has no scheduler, but the script has {with_article(mine)}, which would begin in the "
-            f"middle of the run. {_AFTER}"
+            f"the state has no scheduler, but the script has {with_article(class_name)}, which would "
+            f"begin in the middle of the run. {_AFTER}"
         )
-    if ours is None:
-        which = f", {with_article(stored_class)}" if stored_class else ""
-        raise InstallError(f"the state has a scheduler{which}: pass scheduler= to checkmate.restore")
-    if stored_class and stored_class != mine:
+    if scheduler is None:
+        kind = f", {with_article(saved_class)}" if saved_class else ""
+        raise InstallError(f"the state has a scheduler{kind}: pass scheduler= to checkmate.restore")
+    if saved_class and saved_class != class_name:
         raise InstallError(
-            f"the state's scheduler is {with_article(stored_class)}, but the script's is "
-            f"{with_article(mine)}: {_AS_IT_WAS}"
+            f"the state's scheduler is {with_article(saved_class)}, but the script's is "
+            f"{with_article(class_name)}: {_AS_IT_WAS}"
         )
-    theirs, own = set(_keys(stored)), set(_keys(ours.state_dict()))
-    fits = theirs <= own or own <= theirs if stored_class else theirs == own
+    saved_keys, present_keys = set(_keys(saved_state)), set(_keys(scheduler.state_dict()))
+    fits = (
+        saved_keys <= present_keys or present_keys <= saved_keys
+        if saved_class
+        else saved_keys == present_keys
+    )
     if not fits:
         raise InstallError(
-            f"the state's {stored_class or 'scheduler'} has {_listed(theirs - own)}, and the script's "
-            f"{mine} has {_listed(own - theirs)}: {_AS_IT_WAS}"
+            f"the state's {saved_class or 'scheduler'} has {_enumerated(saved_keys - present_keys)}, and the "
+            f"script's {class_name} has {_enumerated(present_keys - saved_keys)}: {_AS_IT_WAS}"
         )
 
 
-def check_scaler(ours: Any, stored: Mapping[str, Any] | None) -> None:
+def check_scaler(scaler: Any, saved_state: Mapping[str, Any] | None) -> None:
     """Raise `InstallError` if only one of the scalers is enabled; a disabled one has an empty state."""
-    own = None if ours is None else ours.state_dict()
-    if stored and not own:
+    present = None if scaler is None else scaler.state_dict()
+    if saved_state and not present:
         raise InstallError("the state has an enabled scaler: pass an enabled scaler= to checkmate.restore")
-    if own and not stored:
+    if present and not saved_state:
         raise InstallError(f"the state has no enabled scaler, but the script has one: {_AS_IT_WAS}")
-    if own and stored and own.keys() != stored.keys():
+    if present and saved_state and present.keys() != saved_state.keys():
         raise InstallError(
-            f"the state's scaler has {_listed(stored.keys() - own.keys())}, and the script's "
-            f"{type(ours).__name__} has {_listed(own.keys() - stored.keys())}: {_AS_IT_WAS}"
+            f"the state's scaler has {_enumerated(saved_state.keys() - present.keys())}, and the script's "
+            f"{type(scaler).__name__} has {_enumerated(present.keys() - saved_state.keys())}: {_AS_IT_WAS}"
         )
 
 
-def _keys(found: Mapping[str, Any]) -> Iterator[str]:
+def _keys(state: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of a scheduler's state, and of the schedulers in it."""
-    for key, value in found.items():
+    for key, value in state.items():
         yield key
         if key == "_schedulers":
-            for number, one in enumerate(value):
-                yield from (f"{key}[{number}].{name}" for name in _keys(one))
+            for number, part in enumerate(value):
+                yield from (f"{key}[{number}].{name}" for name in _keys(part))
 
 
-def _listed(keys: set[str]) -> str:
+def _enumerated(keys: set[str]) -> str:
     return ", ".join(sorted(keys)) or "no other keys"
 
 
@@ -163,10 +170,10 @@ def install_optimizer(
         for index, parameter in enumerate(flat)
         if (number := numbers.get(parameter, FROZEN)) in states and states[number][1]
     }
-    others = state.frozen_states(
+    untrained = state.frozen_states(
         {name: state.loads(data) for name, data in record.buffers.items() if state.is_frozen_state(name)}
     )
-    whole["state"] = dict(sorted({**trained, **others}.items()))
+    whole["state"] = dict(sorted({**trained, **untrained}.items()))
     load_optimizer(optimizer, whole)
     for group, text in zip(optimizer.param_groups, options, strict=bool(options)):
         apply_options(group, text)
@@ -180,12 +187,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> N
     optimizer.load_state_dict(whole)
     flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, entries in whole["state"].items():
-        ours = optimizer.state[flat[index]]
+        present = optimizer.state[flat[index]]
         for name, value in entries.items():
-            there = ours.get(name)
+            there = present.get(name)
             if isinstance(value, torch.Tensor) and there is not None and there.dtype != value.dtype:
-                ours[name] = value.to(there.device)
-            ours[name] = sharded_like(flat[index], ours[name])
+                present[name] = value.to(there.device)
+            present[name] = sharded_like(flat[index], present[name])
     lay_out_state(optimizer)
 
 
@@ -198,9 +205,9 @@ def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
         return value
     like: Any = parameter
     if local.device.type != like.device_mesh.device_type:  # offloaded: `from_local` would move it to the GPU
-        made = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
-        state.local_of(made).copy_(value)
-        return made
+        sharded = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+        state.local_of(sharded).copy_(value)
+        return sharded
     return type(like).from_local(
         value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -208,10 +215,10 @@ def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
 
 def install_buffers(model: TrainedModel, buffers: Mapping[str, torch.Tensor]) -> None:
     """Set buffers and frozen parameters, by name. A buffer of another shape or type is replaced."""
-    ours = model.tensors()
+    tensors = model.tensors()
     with torch.no_grad():
         for name, tensor in buffers.items():
-            there = ours.get(name)
+            there = tensors.get(name)
             if state.is_frozen_state(name):
                 continue  # the optimizer's
             if state.is_extra_state(name):
@@ -253,14 +260,14 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
     Returns:
         This rank's `extra`, or `None`.
     """
-    own, step = part_of(record, position), part_of(record, 0).step
+    part, step = part_of(record, position), part_of(record, 0).step
     buffers = {name: state.loads(data) for name, data in record.buffers.items()}
     install_buffers(watched.model, buffers | own_buffers(record, position))
     _load(watched.scheduler, "scheduler", step.scheduler)
     _load(watched.scaler, "scaler", step.scaler)
-    if own.rng:
-        install_generators(state.load_generators(own.rng))
-    return state.loads(own.extra) if own.extra else None
+    if part.rng:
+        install_generators(state.load_generators(part.rng))
+    return state.loads(part.extra) if part.extra else None
 
 
 def _load(thing: Any, name: str, data: bytes) -> None:
@@ -289,42 +296,43 @@ def part_of(record: pb.IterationRecord, position: int) -> pb.RecordPart:
 
 def restored_parts(record: pb.IterationRecord) -> str:
     """Return in words what beside parameters and optimizer a record restores, and what it lacks."""
-    own = part_of(record, 0)
-    every = [name for name in record.buffers if not state.is_frozen_state(name)]
-    names = [name for name in every if not state.is_extra_state(name)]
-    extra = len(every) - len(names)
+    first_part = part_of(record, 0)
+    state_names = [name for name in record.buffers if not state.is_frozen_state(name)]
+    names = [name for name in state_names if not state.is_extra_state(name)]
+    extra = len(state_names) - len(names)
     parts = {
-        "random generators": own.rng,
+        "random generators": first_part.rng,
         counted(len(names), "buffer or frozen parameter", "buffers and frozen parameters"): names,
         f"extra state of {counted(extra, 'module')}": extra,
-        "scheduler": own.step.scheduler,
-        "scaler": own.step.scaler,
+        "scheduler": first_part.step.scheduler,
+        "scaler": first_part.step.scaler,
         "extra()": any(part.extra for part in record.parts),
     }
-    there = ["parameters", "optimizer", *(name for name, given in parts.items() if given)]
+    there = ["parameters", "optimizer", *(name for name, content in parts.items() if content)]
     # Without parts it is of before the first iteration, when there is nothing to restore yet.
     optional = ("scheduler", "scaler", "extra()") if record.parts else ()
     lacking = [f"no {name}" for name in optional if not parts[name]]
     return f"with {', '.join(there)}" + (f"; {', '.join(lacking)}" if lacking else "")
 
 
-def check_format(known: Parameter, reduced: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def check_format(parameter: Parameter, reduced: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Raise `RuntimeError` if DDP's bucket or `.grad` has another memory format than the parameter.
 
     Args:
-        known: The parameter.
+        parameter: The parameter.
         reduced: Its flat part of DDP's bucket before the reduction: the elements of `gradient`.
         gradient: Its `.grad`.
     """
-    if gradient is None or len(known.shape) < 2:
+    if gradient is None or len(parameter.shape) < 2:
         return
-    if _order(gradient) == known.dim_order:
-        local = in_memory_order(gradient.detach(), known.dim_order).reshape(-1)
+    if _order(gradient) == parameter.dim_order:
+        local = in_memory_order(gradient.detach(), parameter.dim_order).reshape(-1)
         if torch.equal(local, reduced) or not torch.equal(local.sort()[0], reduced.sort()[0]):
             return  # with other elements it is not of this backward: the parameter was not used
     raise RuntimeError(
-        f"the gradient of {known.name} has another memory format than the parameter: choose memory formats "
-        "before DistributedDataParallel is constructed, and let backward create .grad by leaving it None"
+        f"the gradient of {parameter.name} has another memory format than the parameter: choose memory "
+        "formats before DistributedDataParallel is constructed, and let backward create .grad by leaving it "
+        "None"
     )
 
 
@@ -344,8 +352,8 @@ def _laid_out(parameter: torch.Tensor, value: object) -> object:
         return value
     if _order(value) == _order(parameter):
         return value
-    made = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
-    return made.copy_(value)
+    ordered = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
+    return ordered.copy_(value)
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:

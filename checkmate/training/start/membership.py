@@ -69,11 +69,11 @@ class Membership:
     @property
     def interface(self) -> str | None:
         """This rank's interface, if its host has several in the job. May raise `SessionError`."""
-        own = self.job.dp_groups[self.group].ranks[self.position]
-        if not any(host.name == own.host and len(host.nics) > 1 for host in self.job.hosts):
+        member = self.job.dp_groups[self.group].ranks[self.position]
+        if not any(host.name == member.host and len(host.nics) > 1 for host in self.job.hosts):
             return None
         try:
-            return interface_of(own.ip)
+            return interface_of(member.ip)
         except ValueError as error:
             raise SessionError(f"{self.name}: {error}") from None
 
@@ -87,22 +87,22 @@ class Membership:
         """This rank's name in messages."""
         return self.names[self.position]
 
-    def named(self, rank: int) -> str:
+    def name_of(self, rank: int) -> str:
         """Return the name of any rank of the job in messages."""
-        ranks = [one for group in self.job.dp_groups for one in group.ranks]
-        return next((one.named for one in ranks if one.rank == rank), f"rank {rank}")
+        ranks = [member for group in self.job.dp_groups for member in group.ranks]
+        return next((member.named for member in ranks if member.rank == rank), f"rank {rank}")
 
     @property
     def share(self) -> Share:
-        """What of the model its group reduces."""
+        """The share of the model that its group reduces."""
         return Share(self.together.index(self.group), len(self.together)) if self.together else WHOLE
 
     @property
     def host_ranks(self) -> list[Rank]:
         """The ranks on its host that train its model, one of each DP group; it alone by default."""
-        own = self.job.dp_groups[self.group].ranks[self.position]
+        member = self.job.dp_groups[self.group].ranks[self.position]
         groups = [self.job.dp_groups[group].ranks for group in self.together or [self.group]]
-        return [rank for ranks in groups for rank in ranks if rank is own or rank.host == own.host]
+        return [rank for ranks in groups for rank in ranks if rank is member or rank.host == member.host]
 
     @property
     def replicas(self) -> int:
@@ -171,8 +171,8 @@ def place(job: Job, rank: int, world: int, together: Sequence[int] | None) -> Me
         )
     group = next((i for i, ranks in enumerate(members) if rank in ranks), None)
     if group is None:
-        known = ", ".join(str(number) for ranks in members for number in sorted(ranks))
-        raise SessionError(f"rank {rank} is not in the job {job.job}; its dp_groups have {known}")
+        numbers = ", ".join(str(number) for ranks in members for number in sorted(ranks))
+        raise SessionError(f"rank {rank} is not in the job {job.job}; its dp_groups have {numbers}")
     groups = groups_of_model(job, group, together)
     return Membership(job, rank, group, members[group].index(rank), groups if len(groups) > 1 else ())
 
@@ -190,10 +190,10 @@ def join(model: TrainedModel) -> Membership:
     expected = os.environ.get("RANK", str(rank))
     if expected != str(rank):
         raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")
-    found = place(job, rank, dist.get_world_size(), model.replicas)
+    membership = place(job, rank, dist.get_world_size(), model.replicas)
     if model.shard_ranks:
-        _check_shards(found, model)
-    number, *_ = found.together or [found.group]
+        _check_shards(membership, model)
+    number, *_ = membership.together or [membership.group]
     spokesman = job.dp_groups[number].ranks[0].rank
     first = min(model.replicas or [spokesman])
     # The ring's first rank records buffers.
@@ -202,27 +202,27 @@ def join(model: TrainedModel) -> Membership:
             f"DDP broadcasts the buffers of rank {first}, but the ring begins with rank "
             f"{spokesman}: list rank {first} first in the job's dp_groups[{number}]"
         )
-    return found
+    return membership
 
 
-def _check_shards(found: Membership, model: TrainedModel) -> None:
+def _check_shards(place: Membership, model: TrainedModel) -> None:
     """Raise `SessionError` on all ranks if a DP group's ranks don't train a part alike. All ranks call it."""
-    own = [model.shard_ranks.index(found.rank), len(model.shard_ranks), model.averages]
-    told = exchange.gather(own, named=found.named)
-    for number, group in enumerate(found.job.dp_groups):
-        name = f"DP group {group_name(found.job, number)}"
-        first, *others = (member.rank for member in group.ranks)
-        for other in others:
-            (one, parts, averages), (another, more, also) = told[first], told[other]
+    part = [model.shard_ranks.index(place.rank), len(model.shard_ranks), model.averages]
+    parts_by_rank = exchange.gather(part, name_of=place.name_of)
+    for number, group in enumerate(place.job.dp_groups):
+        name = f"DP group {group_name(place.job, number)}"
+        first, *rest = (member.rank for member in group.ranks)
+        for rank in rest:
+            (first_part, parts, averages), (another, more, also) = parts_by_rank[first], parts_by_rank[rank]
             if averages != also:
                 raise SessionError(
-                    f"{name}: only one of {found.named(first)} and {found.named(other)} has "
+                    f"{name}: only one of {place.name_of(first)} and {place.name_of(rank)} has "
                     "set_gradient_divide_factor: call it on all ranks, or on none"
                 )
-            if (one, parts) != (another, more):
+            if (first_part, parts) != (another, more):
                 raise SessionError(
-                    f"{name} has {found.named(first)} with part {one} of {parts} of the model and "
-                    f"{found.named(other)} with part {another} of {more}, but the ranks of a DP group have "
+                    f"{name} has {place.name_of(first)} with part {first_part} of {parts} of the model and "
+                    f"{place.name_of(rank)} with part {another} of {more}, but the ranks of a DP group have "
                     "replicas of one part: make FSDP's mesh with checkmate.shard_mesh or checkmate.job_mesh, "
                     "from a job with a mesh, or with a DP group for the ranks of each part"
                 )
@@ -273,11 +273,11 @@ class ModelStanding(AttachedData):
     @classmethod
     def of(cls, model: TrainedModel) -> ModelStanding:
         """Return a model's standing. Raise `SessionError` if a model is protected."""
-        found = attached(model.inner, cls)
-        if found is None:
-            found = cls()
-            attach(model.inner, found)
-        if cls.protected is found:
+        standing = attached(model.inner, cls)
+        if standing is None:
+            standing = cls()
+            attach(model.inner, standing)
+        if cls.protected is standing:
             raise SessionError("this model is already protected: close its Protection first")
         if cls.protected is not None:
             raise SessionError(
@@ -285,7 +285,7 @@ class ModelStanding(AttachedData):
                 "process can protect only one. Put both into one module in one DistributedDataParallel, and "
                 "give their optimizers as a list (`checkmate docs training`)"
             )
-        return found
+        return standing
 
     def restored(self, start: Start, stubs: Stubs, *, first: bool) -> None:
         """Keep the outcome of `restore` for `protect`.
@@ -328,11 +328,11 @@ class ModelStanding(AttachedData):
 
         The caller closes them.
         """
-        kept, self._stubs = self._stubs, None
-        if kept is not None:
-            if (kept.job, kept.keys) == (job, keys):
-                return kept
-            kept.close()
+        stubs, self._stubs = self._stubs, None
+        if stubs is not None:
+            if (stubs.job, stubs.keys) == (job, keys):
+                return stubs
+            stubs.close()
         return Stubs(job, keys)
 
     def hold(self) -> None:
@@ -356,7 +356,7 @@ def groups_of_model(job: Job, group: int, replicas: Sequence[int] | None) -> tup
         SessionError: Gradients would be averaged over other ranks than those of whole DP groups, or over
             groups that are not on the same hosts.
     """
-    members = [{rank.rank for rank in one.ranks} for one in job.dp_groups]
+    members = [{rank.rank for rank in dp_group.ranks} for dp_group in job.dp_groups]
     expected = replica_groups(job, group)
     if replicas is None:
         if len(expected) > 1:
@@ -365,19 +365,19 @@ def groups_of_model(job: Job, group: int, replicas: Sequence[int] | None) -> tup
                 "the model in DistributedDataParallel, or use a mesh with dp_shard x tp of gpus_per_host"
             )
         return expected
-    over = set(replicas)
-    found = tuple(index for index, ranks in enumerate(members) if ranks <= over)
-    whole = group in found and over == set().union(*(members[index] for index in found))
-    if not whole or (job.mesh is not None and found != expected):
+    replica_set = set(replicas)
+    groups = tuple(index for index, ranks in enumerate(members) if ranks <= replica_set)
+    whole = group in groups and replica_set == set().union(*(members[index] for index in groups))
+    if not whole or (job.mesh is not None and groups != expected):
         ranks = sorted(set().union(*(members[index] for index in expected)))
-        named = f"dp_groups[{group}]" if job.mesh is None else "mesh"
+        field = f"dp_groups[{group}]" if job.mesh is None else "mesh"
         raise SessionError(
-            f"DDP averages over ranks {sorted(over)}, but the job's {named} has {ranks}: "
-            f"{_plain_ddp(job, len(over))}give DDP a process_group of these"
+            f"DDP averages over ranks {sorted(replica_set)}, but the job's {field} has {ranks}: "
+            f"{_plain_ddp(job, len(replica_set))}give DDP a process_group of these"
         )
-    if len(found) > 1:
-        _check_hosts(job, found)
-    return found
+    if len(groups) > 1:
+        _check_hosts(job, groups)
+    return groups
 
 
 def _plain_ddp(job: Job, ranks: int) -> str:
@@ -394,7 +394,7 @@ def _check_hosts(job: Job, groups: Sequence[int]) -> None:
     names = " and ".join(f"dp_groups[{index}]" for index in groups)
     hosts = [sorted(rank.host or rank.place for rank in job.dp_groups[index].ranks) for index in groups]
     if any(rank.host is None for index in groups for rank in job.dp_groups[index].ranks) or any(
-        one != hosts[0] for one in hosts
+        host_list != hosts[0] for host_list in hosts
     ):
         raise SessionError(
             f"DDP averages over the ranks of {names}, which are not on the same hosts: give DDP a "

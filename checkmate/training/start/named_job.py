@@ -17,22 +17,22 @@ from checkmate.job.kept import CheckedJob, keep, read_kept
 from checkmate.job.schema import JOB_VARIABLE, Job
 from checkmate.training.errors import SessionError
 
-_known: dict[Path, CheckedJob] = {}
+_last_job: dict[Path, CheckedJob] = {}
 """By the absolute path of the job file; the last one only."""
 
 
 def named_job() -> Job:
     """Return the job that CHECKMATE_JOB names. Raise `SessionError` if there is none."""
-    named = os.environ.get(JOB_VARIABLE)
-    if not named:
+    name = os.environ.get(JOB_VARIABLE)
+    if not name:
         raise SessionError(f"{JOB_VARIABLE} is not set: set it to the path of the job's YAML")
-    file = Path(named).absolute()  # so that paths in the job are absolute, too
-    known = _known.get(file)
-    if known is None or not known.is_current():
-        known = read_kept(file) or _read(file)
-        _known.clear()
-        _known[file] = known
-    return known.job
+    file = Path(name).absolute()  # so that paths in the job are absolute, too
+    current = _last_job.get(file)
+    if current is None or not current.is_current():
+        current = read_kept(file) or _read(file)
+        _last_job.clear()
+        _last_job[file] = current
+    return current.job
 
 
 def _read(file: Path) -> CheckedJob:
@@ -40,12 +40,12 @@ def _read(file: Path) -> CheckedJob:
     from checkmate.job.files import JobError, read_checked  # noqa: PLC0415 - takes as long as all the rest
 
     try:
-        checked = read_checked(file)
+        job_and_files = read_checked(file)
     except JobError as error:
         raise SessionError(f"{JOB_VARIABLE}: {error}") from None
     if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's: one process of a host is enough
-        keep(file, checked)
-    return checked
+        keep(file, job_and_files)
+    return job_and_files
 
 
 if TYPE_CHECKING:

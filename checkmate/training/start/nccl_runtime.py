@@ -67,7 +67,7 @@ class Communicator(Protocol):
 
 
 class NcclRuntime(Protocol):
-    """What Checkmate needs of PyTorch's NCCL."""
+    """The part of PyTorch's NCCL that Checkmate needs."""
 
     def version(self) -> Version:
         """Return NCCL's version."""
@@ -158,15 +158,17 @@ class TorchNccl:
 
     def open(self, place: Membership, device: torch.device) -> Communicator:
         """Make a process group for each DP group, as torch requires of all ranks. Return this rank's."""
-        own: dist.ProcessGroup | None = None
+        own_group: dist.ProcessGroup | None = None
         for number, group in enumerate(place.job.dp_groups):
             options = dist.ProcessGroupNCCL.Options()
             options.config.min_ctas = options.config.max_ctas = place.job.channels
-            made = dist.new_group([rank.rank for rank in group.ranks], backend="nccl", pg_options=options)
+            process_group = dist.new_group(
+                [rank.rank for rank in group.ranks], backend="nccl", pg_options=options
+            )
             if number == place.group:
-                own = made
-        assert own is not None
-        return TorchCommunicator(own, device)
+                own_group = process_group
+        assert own_group is not None
+        return TorchCommunicator(own_group, device)
 
 
 runtime: NcclRuntime = TorchNccl()

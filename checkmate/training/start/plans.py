@@ -18,7 +18,7 @@ _MAX_SHOWN: Final = 200
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStart:
-    """What all ways to begin have in common."""
+    """The fields that all ways to begin have in common."""
 
     kind: ClassVar[str]
     """Tells the classes apart in a message."""

@@ -21,7 +21,7 @@ from checkmate.nodes.reader import Asked, States
 from checkmate.state import DTYPES, bytes_of, dtype_name
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
-from checkmate.training.start.exchange import ExchangeError, Named
+from checkmate.training.start.exchange import ExchangeError, NameOf
 from checkmate.training.start.membership import Membership
 from checkmate.wire.layout import Layout
 
@@ -37,12 +37,12 @@ class Readers:
 
     ranks: Sequence[int]
     """Global ranks, in the order of their parts."""
-    own: int
+    index: int
     """This rank's index in `ranks`."""
     group: dist.ProcessGroup
     """PyTorch's group of these ranks."""
     device: torch.device
-    """Where the group takes tensors."""
+    """The device on which the group takes tensors."""
 
 
 def readers_of(place: Membership, model: TrainedModel) -> Readers | None:
@@ -55,16 +55,18 @@ def readers_of(place: Membership, model: TrainedModel) -> Readers | None:
     return Readers(ranks, ranks.index(place.rank), group, exchange.device(group, first.device))
 
 
-def divide(asked: Sequence[Asked], layouts: Mapping[int, Layout], readers: int) -> list[dict[int, list[int]]]:
-    """Return which parameters each reader reads, by index in `asked`, so that all read as much. Pure."""
+def divide(
+    requests: Sequence[Asked], layouts: Mapping[int, Layout], readers: int
+) -> list[dict[int, list[int]]]:
+    """Return which parameters each reader reads, by index in `requests`, so that all read as much. Pure."""
     sizes = [
-        (prod(layouts[one.group].parameters[number].shape), at, number)
-        for at, one in enumerate(asked)
-        for number in layouts[one.group].of_shard(one.shard)
+        (prod(layouts[request.group].parameters[number].shape), at, number)
+        for at, request in enumerate(requests)
+        for number in layouts[request.group].of_shard(request.shard)
     ]
     parts = [dict[int, list[int]]() for _ in range(readers)]
     loads = [(0, reader) for reader in range(readers)]  # a heap: the largest goes to who has least
-    for size, at, number in sorted(sizes, key=lambda one: (-one[0], one[1:])):
+    for size, at, number in sorted(sizes, key=lambda request: (-request[0], request[1:])):
         load, least = loads[0]
         parts[least].setdefault(at, []).append(number)
         heapq.heapreplace(loads, (load + size, least))
@@ -72,13 +74,14 @@ def divide(asked: Sequence[Asked], layouts: Mapping[int, Layout], readers: int) 
 
 
 def part_of_all(
-    wanted: Mapping[Asked, Sequence[int]], layouts: Mapping[int, Layout], readers: Readers
+    requests: Mapping[Asked, Sequence[int]], layouts: Mapping[int, Layout], readers: Readers
 ) -> dict[Asked, Sequence[int]]:
     """Return the requests for this rank's part of the shards: of some only the header. Pure."""
-    order = sorted(wanted, key=lambda one: (one.group, one.shard))
-    part = divide(order, layouts, len(readers.ranks))[readers.own]
+    order = sorted(requests, key=lambda request: (request.group, request.shard))
+    part = divide(order, layouts, len(readers.ranks))[readers.index]
     return {
-        replace(one, parameters=tuple(sorted(part.get(at, ())))): wanted[one] for at, one in enumerate(order)
+        replace(request, parameters=tuple(sorted(part.get(at, ())))): requests[request]
+        for at, request in enumerate(order)
     }
 
 
@@ -94,43 +97,45 @@ class _Entry(NamedTuple):
     """If it is not a tensor; a float as hexadecimal digits, because JSON has neither NaN nor infinity."""
 
 
-def prepare(own: States, tables: Sequence[Any], readers: Readers | None, named: Named) -> Parts | None:
+def prepare(
+    own_states: States, tables: Sequence[Any], readers: Readers | None, name_of: NameOf
+) -> Parts | None:
     """Return the parts of all readers, with memory for the others' and for the exchange.
 
     `None` without readers.
 
     Args:
-        own: What this rank has read.
+        own_states: What this rank has read.
         tables: By rank, the `table` of what it has read.
         readers: The ranks that need the same.
-        named: Returns a rank's name in errors.
+        name_of: Returns a rank's name in errors.
 
     Raises:
         ExchangeError: A reader does not say what it has read, or two have read the same.
     """
     if readers is None:
         return None
-    found: States = {}
+    all_states: States = {}
     parts = []
     for rank in readers.ranks:
-        entries = _entries(tables[rank], named(rank))
-        if twice := found.keys() & {entry.number for entry in entries}:
-            raise ExchangeError(f"{named(rank)} has read parameter {min(twice)}, as another rank has")
-        states = own if rank == readers.ranks[readers.own] else _made(entries)
-        found |= states
+        entries = _entries(tables[rank], name_of(rank))
+        if twice := all_states.keys() & {entry.number for entry in entries}:
+            raise ExchangeError(f"{name_of(rank)} has read parameter {min(twice)}, as another rank has")
+        states = own_states if rank == readers.ranks[readers.index] else _blank_states(entries)
+        all_states |= states
         parts.append(TensorBytes(_tensors(states, entries)))
     device = readers.device
     slots = torch.empty(IN_FLIGHT, 0 if device == _CPU else PIECE_BYTES, dtype=torch.uint8, device=device)
-    return Parts(found, parts, readers, slots)
+    return Parts(all_states, parts, readers, slots)
 
 
-def share(own: States, parts: Parts | None, named: Named) -> States:
+def share(own_states: States, parts: Parts | None, name_of: NameOf) -> States:
     """Return what all readers have read. All ranks of the job call it.
 
     Args:
-        own: What this rank has read: all that it needs if there are no `parts`.
+        own_states: What this rank has read: all that it needs if there are no `parts`.
         parts: What `prepare` has returned.
-        named: Returns a rank's name in errors.
+        name_of: Returns a rank's name in errors.
 
     Raises:
         ExchangeError: On all ranks, if one has received something else than another one has sent.
@@ -138,18 +143,18 @@ def share(own: States, parts: Parts | None, named: Named) -> States:
     digest = None
     if parts is not None:
         parts.exchange()
-        digest = parts.own.digest()
-    told = exchange.gather(digest, named=named)
-    trouble = "" if parts is None else parts.trouble(told, named)
-    if found := next(filter(None, exchange.gather(trouble, named=named)), None):
-        raise ExchangeError(str(found))
-    return own if parts is None else parts.states
+        digest = parts.own_part.digest()
+    digests = exchange.gather(digest, name_of=name_of)
+    trouble = "" if parts is None else parts.trouble(digests, name_of)
+    if failure := next(filter(None, exchange.gather(trouble, name_of=name_of)), None):
+        raise ExchangeError(str(failure))
+    return own_states if parts is None else parts.states
 
 
-def table(own: States) -> list[_Entry]:
+def table(own_states: States) -> list[_Entry]:
     """Return what a rank has read, without the contents of tensors, as JSON can express it."""
     table = []
-    for number, (tensor, values) in own.items():
+    for number, (tensor, values) in own_states.items():
         for name, value in {"": tensor, **values}.items():
             if isinstance(value, torch.Tensor):
                 table.append(_Entry(number, name, dtype_name(value.dtype), list(value.shape)))
@@ -163,17 +168,17 @@ def table(own: States) -> list[_Entry]:
 
 def _entries(table: Any, name: str) -> list[_Entry]:
     """Return a rank's table. Raise `ExchangeError` if it is not one."""
-    found = table if isinstance(table, list) else []
-    entries = [_Entry(*one) for one in found if isinstance(one, list) and len(one) == len(_Entry._fields)]
+    rows = table if isinstance(table, list) else []
+    entries = [_Entry(*row) for row in rows if isinstance(row, list) and len(row) == len(_Entry._fields)]
     numbers = {entry.number for entry in entries}
-    whole = found == table and len(entries) == len(found)
+    whole = rows == table and len(entries) == len(rows)
     whole &= numbers == {entry.number for entry in entries if entry.dtype and not entry.name}
     if not whole or any(entry.dtype not in (None, *DTYPES) for entry in entries):
         raise ExchangeError(f"{name} does not say what it has read from the shadow nodes")
     return entries
 
 
-def _made(entries: Sequence[_Entry]) -> States:
+def _blank_states(entries: Sequence[_Entry]) -> States:
     """Return a rank's states with tensors whose values are still to come."""
     values: dict[int, dict[str, object]] = {}
     for entry in entries:
@@ -181,12 +186,12 @@ def _made(entries: Sequence[_Entry]) -> States:
         if entry.dtype:
             value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         values.setdefault(entry.number, {})[entry.name] = value
-    made: States = {}
-    for number, known in values.items():
-        tensor = known.pop("")
+    blank: States = {}
+    for number, entry_values in values.items():
+        tensor = entry_values.pop("")
         assert isinstance(tensor, torch.Tensor)
-        made[number] = (tensor, known)
-    return made
+        blank[number] = (tensor, entry_values)
+    return blank
 
 
 def _tensors(states: States, entries: Sequence[_Entry]) -> Iterator[torch.Tensor]:
@@ -200,7 +205,7 @@ def _tensors(states: States, entries: Sequence[_Entry]) -> Iterator[torch.Tensor
 
 @dataclass(frozen=True)
 class Parts:
-    """What each of several readers has read, or will have from another one."""
+    """The parts that several readers have read, or will have from one another."""
 
     states: States
     """All of it. Parts of other ranks have their values after `exchange`."""
@@ -211,18 +216,18 @@ class Parts:
     """Memory for pieces that are under way, where the group takes tensors; none if that is the CPU."""
 
     @property
-    def own(self) -> TensorBytes:
+    def own_part(self) -> TensorBytes:
         """The part that this rank has read."""
-        return self.parts[self.readers.own]
+        return self.parts[self.readers.index]
 
-    def trouble(self, told: Sequence[Any], named: Named) -> str:
-        """Return which part is not what its rank has read, or "". `told`: by rank, the digest of its part."""
-        own = named(self.readers.ranks[self.readers.own])
+    def trouble(self, digests: Sequence[Any], name_of: NameOf) -> str:
+        """Return which part is not what its rank has read, or "". `digests`: of the parts, by rank."""
+        name = name_of(self.readers.ranks[self.readers.index])
         for rank, part in zip(self.readers.ranks, self.parts, strict=True):
-            if part is not self.own and part.digest() != told[rank]:
+            if part is not self.own_part and part.digest() != digests[rank]:
                 return (
-                    f"{own} has received other state than {named(rank)} has read from the shadow nodes: the "
-                    "network or the memory of one of them is at fault"
+                    f"{name} has received other state than {name_of(rank)} has read from the shadow nodes: "
+                    "the network or the memory of one of them is at fault"
                 )
         return ""
 
@@ -246,26 +251,26 @@ class Parts:
 
     def _begin(self, at: int, piece: SentPiece, slot: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
         """Send or receive a piece of reader `at`; return the work, and the tensor that is on the way."""
-        sent = piece.bytes if self.readers.device == _CPU else slot[: len(piece.bytes)]
-        if at == self.readers.own:
+        buffer = piece.bytes if self.readers.device == _CPU else slot[: len(piece.bytes)]
+        if at == self.readers.index:
             piece.give()
-            if sent is not piece.bytes:
-                sent.copy_(piece.bytes)
+            if buffer is not piece.bytes:
+                buffer.copy_(piece.bytes)
         source, group = self.readers.ranks[at], self.readers.group
-        work: dist.Work | None = dist.broadcast(sent, src=source, group=group, async_op=True)
+        work: dist.Work | None = dist.broadcast(buffer, src=source, group=group, async_op=True)
         assert work is not None  # else this rank would not be in the group
-        return work, sent
+        return work, buffer
 
-    def _finish(self, work: dist.Work, sent: torch.Tensor, at: int, piece: SentPiece) -> None:
+    def _finish(self, work: dist.Work, buffer: torch.Tensor, at: int, piece: SentPiece) -> None:
         work.wait()
-        if at != self.readers.own:
-            if sent is not piece.bytes:
-                piece.bytes.copy_(sent)
+        if at != self.readers.index:
+            if buffer is not piece.bytes:
+                piece.bytes.copy_(buffer)
             piece.take()
 
 
 PIECE_BYTES: Final = 4 << 20
-"""What a rank sends at once, at most."""
+"""The most that a rank sends at once."""
 PACKED_BELOW: Final = 64 << 10
 """Tensors of fewer bytes are sent together, because each broadcast takes time. Larger ones are not copied."""
 
@@ -297,8 +302,10 @@ class TensorBytes:
     """The bytes of a sequence of tensors, with memory to send or receive them."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._flats = [one.contiguous().reshape(-1).view(torch.uint8) for one in tensors if one.nbytes]
-        self.pieces = [SentPiece(views) for views in _cut(self._flats)]
+        self._flats = [
+            tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.nbytes
+        ]
+        self.pieces = [SentPiece(views) for views in _piece_views(self._flats)]
 
     def digest(self) -> str:
         """Return XXH3 of all bytes: it finds accidents."""
@@ -308,7 +315,7 @@ class TensorBytes:
         return hashed.hexdigest()
 
 
-def _cut(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _piece_views(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield the views of which pieces consist: large tensors in parts, small ones together."""
     small: list[torch.Tensor] = []
     nbytes = 0

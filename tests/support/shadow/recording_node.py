@@ -105,7 +105,7 @@ class RecordingNode(rpc.ShadowServicer):
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         reader = SeedReader(request_iterator)
-        self.seeds.append((reader.header, dict(reader.all(None))))
+        self.seeds.append((reader.header, dict(reader.read_all(None))))
         return pb.SeedReply(again=self.again(reader.header))
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:

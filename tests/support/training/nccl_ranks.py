@@ -88,7 +88,7 @@ def reduce(rank: int, count: int, channels: int, runtime: NcclRuntime) -> dict[s
         assert done == [*range(len(reducer.tensors))] * ITERATIONS
         ends = reducer.ends()
         deadline = time.monotonic() + 10
-        while not (passed := reducer.passed(ends)) and time.monotonic() < deadline:
+        while not (passed := reducer.is_acknowledged(ends)) and time.monotonic() < deadline:
             time.sleep(0.01)
         dist.barrier()
         library = maker.library

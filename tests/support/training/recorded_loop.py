@@ -17,7 +17,7 @@ from checkmate.shadow.replica.replica import Replica
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import Noted, Watched
+from checkmate.training.record.capture import RecordDraft, Watched
 from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
@@ -73,7 +73,7 @@ class RecordedLoop:
         for replica in self.replicas:
             for number in replica.numbers:
                 replica.load(number, self.parameters[number].detach().clone(), {}, -1)
-        self.emitted: list[Noted] = []
+        self.emitted: list[RecordDraft] = []
         self.steps = StepExclusion(0)
         scheduler, scaler = (
             watched.get(name, lambda _: None)(self.optimizer) for name in ("scheduler", "scaler")
@@ -108,7 +108,7 @@ class RecordedLoop:
 
     def backward_of(self, loss: torch.Tensor) -> None:
         """Run backward, and keep the final gradients for the replicas."""
-        self.recorder.begun()
+        self.recorder.on_backward()
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         self.iteration += 1
         flats = {}

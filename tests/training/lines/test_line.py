@@ -21,7 +21,7 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.lines import line as line_module
 from checkmate.training.lines.line import ANSWERED_EVERY, ATTENTIVE, QUEUED_BYTES, QUEUED_RECORDS, Line
-from checkmate.training.record.capture import IterationEnd, Noted
+from checkmate.training.record.capture import IterationEnd, RecordDraft
 from checkmate.training.record.publisher import DEPARTURE_SECONDS, Publisher
 from testbed.jobs import job
 from tests.support.shadow.recording_node import SECONDS, RecordingNode
@@ -156,7 +156,7 @@ def test_a_node_that_comes_and_goes_warns_once(
     line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
     line.start()
     for count in (1, 2):
-        wait_until(lambda count=count: len(node.begins) == count and line.begun.is_set())  # type: ignore[misc]
+        wait_until(lambda count=count: len(node.begins) == count and line.begin_accepted.is_set())  # type: ignore[misc]
         time.sleep(0.3)
         node.stop()
         node.start()
@@ -227,7 +227,7 @@ def test_a_node_that_is_too_slow_is_named_as_such_each_time(
     line.send(*part(0))
     wait_until(lambda: not line._parts)
     for iteration in (1, 101):
-        with line._changed:  # the line's thread sends nothing meanwhile
+        with line._condition:  # the line's thread sends nothing meanwhile
             for offset in range(QUEUED_RECORDS + 2):
                 line.send(*part(iteration + offset))
         wait_until(lambda: not line._parts)
@@ -270,7 +270,9 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     publisher = Publisher(author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()))
     for iteration in range(2):
         publisher.put(
-            Noted(iteration, {(0, 0): 100 * iteration}, IterationEnd({"torch": torch.zeros(1)}, {"at": 4}))
+            RecordDraft(
+                iteration, {(0, 0): 100 * iteration}, IterationEnd({"torch": torch.zeros(1)}, {"at": 4})
+            )
         )
     assert_only = [0]
     wait_until(lambda: [one.iteration for one in node.records] == assert_only)
@@ -310,7 +312,7 @@ def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_tha
     publisher = Publisher(pb.RecordPart(job="demo", position=1), [swift, stuck], lambda _: True)
     publisher.await_departed()  # nothing was put
     for iteration in range(3):
-        publisher.put(Noted(iteration, {}, IterationEnd({"torch": torch.zeros(1)})))
+        publisher.put(RecordDraft(iteration, {}, IterationEnd({"torch": torch.zeros(1)})))
         wait_until(lambda now=iteration: now in stuck.waiting)  # type: ignore[misc]
         timer = threading.Timer(0.05, swift.leave)
         timer.start()
@@ -329,7 +331,7 @@ def test_what_has_departed_is_in_the_kernels_hands(node: RecordingNode, stub: Sh
     assert line.departed(0)  # the node is considered away
     line.start()
     node.answering.clear()
-    wait_until(line.begun.is_set)
+    wait_until(line.begin_accepted.is_set)
     for iteration in range(4):
         line.send(*part(iteration, bytes(100_000)))
         wait_until(lambda now=iteration: line.departed(now))  # type: ignore[misc]
@@ -349,7 +351,7 @@ class Unwilling:
 @pytest.mark.parametrize("extra", [object(), Unwilling()])
 def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: object) -> None:
     publisher = Publisher(pb.RecordPart(job="demo", position=1), [], lambda _: True)
-    publisher.put(Noted(0, {}, IterationEnd({}, extra)))
+    publisher.put(RecordDraft(0, {}, IterationEnd({}, extra)))
     publisher.close(SECONDS)
     with pytest.raises(state.StateError):
         publisher.await_departed()

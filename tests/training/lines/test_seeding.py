@@ -121,7 +121,7 @@ def test_records_are_given_after_parameters(
     monkeypatch.setattr("checkmate.training.lines.seeder.BATCH_BYTES", 1)
     training = SeedingTraining()
     seeder = Seeder(0, stub, training.source, header)
-    assert seeder.given.is_set()
+    assert seeder.records_done.is_set()
 
     def wanting(head: pb.SeedHeader) -> list[int]:
         if list(head.record.buffers) == ["a"]:
@@ -132,7 +132,7 @@ def test_records_are_given_after_parameters(
     seeder.want(1, [3, 4])
     seeder.give(1, records("a", "b"))
     seeder.give(1, [])
-    assert seeder.given.wait(SECONDS)
+    assert seeder.records_done.wait(SECONDS)
     seeder.close()
     came = [[*found, *head.record.buffers] for head, found in node.seeds]
     assert came == [[3], [4], ["a"], [5], ["b"]]
@@ -157,11 +157,11 @@ def test_records_that_are_given_while_others_are_sent_are_not_passed_over(
 ) -> None:
     training = SeedingTraining()
     seeder = Seeder(0, stub, training.source, header)
-    seeder.given = SlowEvent()
+    seeder.records_done = SlowEvent()
     seeder.want(0, [1])
     time.sleep(0.1)
     seeder.give(0, records("a"))
-    assert seeder.given.wait(SECONDS)
+    assert seeder.records_done.wait(SECONDS)
     assert [list(head.record.buffers) for head, _ in node.seeds] == [[], ["a"]]
     seeder.close()
 
@@ -171,7 +171,7 @@ def test_records_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub:
     training = SeedingTraining()
     seeder = Seeder(0, stub, training.source, header)
     seeder.give(0, records("a") * 100)
-    assert seeder.given.wait(SECONDS)
+    assert seeder.records_done.wait(SECONDS)
     seeder.close()
     assert seeder.given_up.startswith("can't be reached")
     assert not node.seeds

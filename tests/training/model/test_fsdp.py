@@ -187,7 +187,7 @@ class OneRank:
     def ends(self) -> dict[tuple[int, int], int]:
         return {}
 
-    def passed(self, ends: object) -> bool:
+    def is_acknowledged(self, ends: object) -> bool:
         return True
 
     def give_up(self) -> None:

@@ -85,9 +85,9 @@ def test_each_bucket_is_launched_once_and_ends_follow_from_launches() -> None:
     assert opened.done == [0, 1] * 2
     assert opened.reducer.ends() == {(0, 0): 48, (1, 0): 32}
     opened.tags.acknowledged = 47
-    assert not opened.reducer.passed(opened.reducer.ends())
+    assert not opened.reducer.is_acknowledged(opened.reducer.ends())
     opened.tags.acknowledged = 48
-    assert opened.reducer.passed(opened.reducer.ends())
+    assert opened.reducer.is_acknowledged(opened.reducer.ends())
 
 
 def test_training_continues_when_tagging_ends(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,9 +95,9 @@ def test_training_continues_when_tagging_ends(caplog: pytest.LogCaptureFixture) 
     opened.iterate()
     opened.tags.trouble = "step 3: NCCL sends 8 bytes, and not 16"
     with caplog.at_level(logging.WARNING, "checkmate"):
-        assert opened.reducer.passed(opened.reducer.ends())
+        assert opened.reducer.is_acknowledged(opened.reducer.ends())
         opened.iterate()
-        assert opened.reducer.passed(opened.reducer.ends())
+        assert opened.reducer.is_acknowledged(opened.reducer.ends())
     (told,) = caplog.messages
     assert told.startswith("rank 3 (gpu3): gradients are not tagged any more: step 3: NCCL sends 8 bytes")
     assert not opened.errors
@@ -117,7 +117,7 @@ def test_no_record_follows_a_broken_connection() -> None:
     opened.tags.trouble = opened.tags.broken = "the connection to 10.0.0.2 broke"
     opened.tags.acknowledged = 1000
     for _ in range(2):
-        assert not opened.reducer.passed(opened.reducer.ends())
+        assert not opened.reducer.is_acknowledged(opened.reducer.ends())
     assert opened.communicator.calls[2:] == ["abort"]
     assert [str(error) for error in opened.errors] == ["rank 3 (gpu3): the connection to 10.0.0.2 broke"]
     with pytest.raises(RingError, match="the connection to 10"):
@@ -140,4 +140,4 @@ def test_without_a_plugin_nothing_is_awaited() -> None:
     reducer.open(lambda index: None, lambda error: None)
     reducer.submit(0)
     assert reducer.ends() == {}
-    assert reducer.passed({})
+    assert reducer.is_acknowledged({})

@@ -21,7 +21,7 @@ from checkmate.training.loop import generators_of
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Capture, Watched
-from checkmate.training.record.generators import CHECKED, FirstBatch, RestoredTensors, capture_generators
+from checkmate.training.record.generators import MAX_CHECKS, FirstBatch, RestoredTensors, capture_generators
 from checkmate.training.record.wrapped import SchedulerWatch
 from checkmate.training.start.membership import Start, place
 from checkmate.training.start.plans import plan_new_run
@@ -132,7 +132,7 @@ def test_an_iteration_without_a_step_ends_with_its_backward() -> None:
 def test_all_is_captured_at_the_mark(caplog: pytest.LogCaptureFixture) -> None:
     script = EndScript()
     loop = script.loop
-    for _ in range(CHECKED + 2):
+    for _ in range(MAX_CHECKS + 2):
         loop.backward()
         loop.optimizer.step()
         loop.scheduler.step()
@@ -173,7 +173,7 @@ def test_a_later_mark_counts_until_the_next_forward() -> None:
         loop.optimizer.step()
         loop.recorder.mark()
         script.work()
-        loop.recorder.mark(left=True)  # that work may be incomplete
+        loop.recorder.mark(left_loop=True)  # that work may be incomplete
         script.work()
         script.note()
         loop.recorder.mark()
@@ -249,13 +249,13 @@ CHANGES: dict[str, Callable[[EndScript], object]] = {
 
 
 @pytest.mark.parametrize("what", list(CHANGES))
-@pytest.mark.parametrize("at", [0, CHECKED - 1])
+@pytest.mark.parametrize("at", [0, MAX_CHECKS - 1])
 def test_what_changes_after_the_capture_is_said_once(
     what: str, at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = EndScript(scaler=lambda _: torch.amp.GradScaler("cpu"))
     loop = script.loop
-    for iteration in range(CHECKED + 1):
+    for iteration in range(MAX_CHECKS + 1):
         loop.backward()
         loop.scaler.step(loop.optimizer)
         loop.scaler.update()
@@ -272,11 +272,11 @@ def test_what_changes_after_the_capture_is_said_once(
 
 def test_later_iterations_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     script = EndScript()
-    for iteration in range(CHECKED + 3):
+    for iteration in range(MAX_CHECKS + 3):
         script.loop.backward()
         script.loop.optimizer.step()
         script.loop.optimizer.zero_grad()
-        if iteration >= CHECKED:
+        if iteration >= MAX_CHECKS:
             script.seen["at"] += 1
     script.loop.close()
     assert not caplog.records
@@ -293,7 +293,7 @@ def test_what_is_marked_is_kept_after_an_error_too() -> None:
         for _ in range(2):
             loop.backward()
             loop.optimizer.step()
-            loop.recorder.mark(left=not settled)
+            loop.recorder.mark(left_loop=not settled)
         loop.recorder.close(last=False)
         assert emitted(loop) == [(0, False), (1, False)] if settled else [(0, False)]
 
@@ -462,7 +462,7 @@ def test_a_batch_that_was_fetched_ahead_and_is_drawn_again_is_named(
     again: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = FetchingLoop(adamw)
-    before.turn(CHECKED + 2)
+    before.turn(MAX_CHECKS + 2)
     *_, last = before.close()
     kept = state.load_generators(last.rng)
     assert kept["still"]
@@ -542,7 +542,7 @@ def test_generators_that_move_between_iterations_name_nothing(caplog: pytest.Log
     loop = FetchingLoop(adamw)
     loop.turn(1)
     torch.rand(1)
-    loop.turn(CHECKED + 2)
+    loop.turn(MAX_CHECKS + 2)
     *_, last = loop.close()
     kept = state.load_generators(last.rng)
     assert "still" not in kept

@@ -463,7 +463,7 @@ def test_buffers_of_a_rank_of_its_own_come_again_and_again() -> None:
     for name in ("once", "before", "never"):
         model.register_buffer(name, torch.zeros(EXACT_BYTES))
     model.register_buffer("number", torch.tensor(7))  # small: recorded whether changed or not
-    buffers = Buffers(lambda: dict(model.named_buffers()), everything=False, changed=["before"])
+    buffers = Buffers(lambda: dict(model.named_buffers()), everything=False, changed_before=["before"])
     assert set(buffers.take()) == {"before", "number"}
     dict(model.named_buffers())["once"].add_(1)
     assert set(buffers.take()) == {"before", "number", "once"}

@@ -25,7 +25,7 @@ from checkmate.training.checks import check_schedulers, watched_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.loop import Loop as Batches
 from checkmate.training.record import windows
-from checkmate.training.record.capture import Noted, same
+from checkmate.training.record.capture import RecordDraft, same
 from checkmate.training.record.publisher import Publisher, to_part
 from checkmate.training.record.step_checks import LeftGradients
 from checkmate.training.record.wrapped import class_of
@@ -46,7 +46,7 @@ def iterate(loop: RecordedLoop) -> None:
 
 
 def emitted(loop: RecordedLoop) -> list[int]:
-    return [noted.iteration for noted in loop.emitted]
+    return [draft.iteration for draft in loop.emitted]
 
 
 def change_by_hand(loop: RecordedLoop) -> None:
@@ -344,8 +344,8 @@ def test_an_answer_of_a_device_holds_its_record_back(what: str) -> None:
     loop.recorder.close(last=True)
     sink = Sink()
     publisher = Publisher(pb.RecordPart.FromString(AUTHOR.SerializeToString()), [sink], lambda ends: True)
-    for noted in loop.emitted:
-        publisher.put(noted)
+    for draft in loop.emitted:
+        publisher.put(draft)
     publisher.close(5.0)
     assert sink.iterations == [0]
     with pytest.raises(RefusedError, match=words):
@@ -361,8 +361,8 @@ def test_on_a_device_too_optimizers_in_turns_clear_what_they_do_not_step() -> No
         stepping.step()
         stepping.zero_grad()
         loop.recorder.mark()
-    for noted in loop.emitted:
-        for check in noted.checks:
+    for draft in loop.emitted:
+        for check in draft.checks:
             check()
     loop.recorder.close(last=False)
 
@@ -424,14 +424,14 @@ def test_a_sharded_parameter_has_no_hook_that_sees_a_backward_begin(
     model: Any = fully_shard(nn.Linear(8, 4), mesh=DeviceMesh("cpu", [0]))
     optimizer = torch.optim.SGD(model.parameters())
     watch = LeftGradients(list(model.parameters()), several=False)
-    model.set_all_reduce_hook(lambda flat: watch.begun())  # as `ShardedHooks` does
+    model.set_all_reduce_hook(lambda flat: watch.on_backward())  # as `ShardedHooks` does
     for iteration in range(4):
         loss = model(torch.randn(4, 8)).sum()
         if iteration < 3:
             optimizer.zero_grad()
         assert not [text for text in caplog.messages if text.startswith("iteration")]
         loss.backward()
-        watch.opened(Noted(iteration, {}, stepped_by=[optimizer] * stepped))
+        watch.watch(RecordDraft(iteration, {}, stepped_by=[optimizer] * stepped))
     (text,) = [text for text in caplog.messages if text.startswith("iteration")]
     assert text.startswith(f"iteration {3 if stepped else 2}: {named}")
 

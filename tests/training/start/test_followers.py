@@ -107,7 +107,7 @@ def followed(job: Job, position: int = 0, start: Start | None = None) -> Iterato
 
 def test_a_refusal_is_told_to_all_nodes_and_cut(nodes: list[RecordingNode], job: Job) -> None:
     with followed(job) as followers:
-        followers.refused(12, RefusedError(f"a hook\nchanges p0{5000 * '.'}"), marks=True)
+        followers.report_refusal(12, RefusedError(f"a hook\nchanges p0{5000 * '.'}"), marks=True)
         start = followers._opening.start.plan.start
     for node in nodes:
         (request,) = node.refusals
@@ -127,22 +127,22 @@ def test_a_refusal_waits_for_no_node_for_long_and_never_raises(
     monkeypatch.setattr(following, "REFUSED_SECONDS", 0.5)
     caplog.set_level(logging.INFO, "checkmate")
     with followed(job) as followers:
-        wait_until(lambda: all(line.begun.is_set() for line in followers.lines))
+        wait_until(lambda: all(line.begin_accepted.is_set() for line in followers.lines))
         nodes[0].stop()
         nodes[1].hanging = True
         began = time.monotonic()
-        followers.refused(12, RefusedError("no"), marks=True)
+        followers.report_refusal(12, RefusedError("no"), marks=True)
         assert time.monotonic() - began < 2
         assert "no shadow node knows why training ends" in caplog.text
         nodes[1].hanging = False
-    followers.refused(12, RefusedError("no"), marks=True)  # all is closed
+    followers.report_refusal(12, RefusedError("no"), marks=True)  # all is closed
     nodes[0].start()
 
 
 def test_without_shadow_nodes_a_refusal_is_told_to_nobody(job: Job) -> None:
     with followed(job) as followers:
         followers._place = replace(followers._place, followed=False)
-        followers.refused(0, RefusedError("no"), marks=True)
+        followers.report_refusal(0, RefusedError("no"), marks=True)
 
 
 @pytest.mark.parametrize(("position", "count"), [(0, 1), (1, 0)])
