@@ -93,6 +93,6 @@ def test_a_reader_notices_that_the_other_machine_is_gone() -> None:
             tcp.notice_vanished(reader, 6)
             shell(f"nsenter --net=/run/netns/{pair.b} ip link set {pair.b} down")
             reader.settimeout(20)
-            with pytest.raises(OSError) as raised:
+            with pytest.raises(OSError) as excinfo:
                 reader.recv(1)
-            assert raised.value.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH), raised.value
+            assert excinfo.value.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH), excinfo.value

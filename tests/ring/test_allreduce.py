@@ -118,11 +118,11 @@ class Reducing:
 def with_rings(ranks: int, channels: int, work: Callable[[Ring], Result]) -> list[Result]:
     port = free_port()
 
-    def one(rank: int) -> Result:
+    def connect_and_work(rank: int) -> Result:
         with connect_ring(RingPlace(rank, loopback(ranks), channels, port=port), timeout=20) as ring:
             return work(ring)
 
-    return on_all_ranks(ranks, one)
+    return on_all_ranks(ranks, connect_and_work)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
@@ -136,14 +136,14 @@ def test_all_ranks_get_the_defined_bits(ranks: int, channels: int) -> None:
     def work(ring: Ring) -> bool:
         good = True
         for slice_bytes in (4096, 1 << 20):
-            mine = [torch.empty_like(value[0]) for value in values]
-            reducing = Reducing(ring, mine, slice_bytes)
+            buckets = [torch.empty_like(value[0]) for value in values]
+            reducing = Reducing(ring, buckets, slice_bytes)
             with closing(reducing.engine):
                 for _ in range(2):
-                    for tensor, value in zip(mine, values, strict=True):
+                    for tensor, value in zip(buckets, values, strict=True):
                         tensor.copy_(value[ring.place.rank])
                     reducing.run()
-                    good = good and all(map(same_bits, mine, expected))
+                    good = good and all(map(same_bits, buckets, expected))
         return good
 
     assert with_rings(ranks, channels, work) == [True] * ranks

@@ -105,9 +105,9 @@ def test_strangers_do_not_delay_a_start(behave: Callable[..., None], count: int)
     assert took < 2
 
 
-def refused(mine: RingPlace, others: RingPlace) -> list[str]:
+def refused(place: RingPlace, peer_place: RingPlace) -> list[str]:
     def work(rank: int) -> str:
-        with pytest.raises(RingError) as error, connect_ring(others if rank else mine, timeout=1):
+        with pytest.raises(RingError) as error, connect_ring(peer_place if rank else place, timeout=1):
             pass
         return str(error.value)
 

@@ -45,11 +45,11 @@ def ranks() -> list[Watched]:
 def test_the_end_of_one_is_noticed_by_all(ranks: list[Watched]) -> None:
     """One after another, against the ring: each breaks its connections to the one before."""
     ranks[2].ring.abort()  # as the kernel does for a process that ends
-    wait_until(lambda: all(one.told for one in ranks), "all ranks notice", 10)
-    for one in ranks:
-        one.watch.close(well=False)
-        one.ring.close()
-    assert [len(one.told) for one in ranks] == [1] * RANKS
+    wait_until(lambda: all(rank.told for rank in ranks), "all ranks notice", 10)
+    for rank in ranks:
+        rank.watch.close(well=False)
+        rank.ring.close()
+    assert [len(rank.told) for rank in ranks] == [1] * RANKS
     assert "rank 2" in ranks[1].told[0] and "on the same host, has ended" in ranks[1].told[0]
 
 
@@ -57,16 +57,16 @@ def test_what_was_sent_before_the_end_can_still_be_used(ranks: list[Watched]) ->
     """A rank that is behind reads the rest of an iteration that the next one has completed."""
     ranks[2].ring.abort()
     time.sleep(0.2)
-    assert not any(one.told for one in ranks)
-    for one in ranks:
-        one.watch.close(well=False)
-        one.ring.close()
-    assert [one.told for one in ranks] == [[]] * RANKS
+    assert not any(rank.told for rank in ranks)
+    for rank in ranks:
+        rank.watch.close(well=False)
+        rank.ring.close()
+    assert [rank.told for rank in ranks] == [[]] * RANKS
 
 
 def test_ranks_that_close_one_after_another_are_no_error(ranks: list[Watched]) -> None:
-    for one in ranks:
-        one.watch.close(well=True)
-        one.ring.close()
-    assert [one.told for one in ranks] == [[]] * RANKS
+    for rank in ranks:
+        rank.watch.close(well=True)
+        rank.ring.close()
+    assert [rank.told for rank in ranks] == [[]] * RANKS
     assert not [thread for thread in threading.enumerate() if thread.name == "ring watch"]

@@ -43,16 +43,16 @@ SCALARS = (
 VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.tuples(v, v), max_leaves=5)
 
 
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def same(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, (float, np.floating)) and math.isnan(one):
-        return math.isnan(other)
-    return bool(one == other) and str(one) == str(other)
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first.nan_to_num(7), second.nan_to_num(7))
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, (float, np.floating)) and math.isnan(first):
+        return math.isnan(second)
+    return bool(first == second) and str(first) == str(second)
 
 
 @given(st.dictionaries(st.text(max_size=8).filter(lambda k: k not in ("params", "param_names")), VALUES))
@@ -118,9 +118,9 @@ def test_the_same_optimizer_is_built_again(name: str, which: str) -> None:
     )
     assert [list(group.parameters) for group in spec.groups] == [[10], [11, 12, 13]]
     tensors = {10: torch.ones(3, 2), 13: torch.zeros(6)}
-    built = build(spec, tensors)
-    assert type(built) is kind
-    for group, theirs, numbers in zip(built.param_groups, optimizer.param_groups, ([10], [13]), strict=True):
+    copy = build(spec, tensors)
+    assert type(copy) is kind
+    for group, theirs, numbers in zip(copy.param_groups, optimizer.param_groups, ([10], [13]), strict=True):
         assert [id(p) for p in group["params"]] == [id(tensors[i]) for i in numbers]
         assert {**group, "params": 0} == {**theirs, "params": 0}
 

@@ -51,15 +51,15 @@ ENTRIES = st.dictionaries(st.text(min_size=1, max_size=8), NUMBERS | tensors() |
 PARAMETERS = st.dictionaries(st.integers(0, 0xFFFFFFFE), st.tuples(tensors(), ENTRIES), max_size=4)
 
 
-def same(one: object, other: object) -> bool:
+def same(first: object, second: object) -> bool:
     """Compare types and bits."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and bytes(bytes_of(one)) == bytes(
-            bytes_of(other)
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return (first.dtype, first.shape) == (second.dtype, second.shape) and bytes(bytes_of(first)) == bytes(
+            bytes_of(second)
         )
-    if isinstance(one, float) and math.isnan(one):
-        return isinstance(other, float) and math.isnan(other)
-    return type(one) is type(other) and one == other and str(one) == str(other)  # -0.0 is not 0.0
+    if isinstance(first, float) and math.isnan(first):
+        return isinstance(second, float) and math.isnan(second)
+    return type(first) is type(second) and first == second and str(first) == str(second)  # -0.0 is not 0.0
 
 
 def header_of(parameters: dict[int, tuple[torch.Tensor, dict[str, object]]]) -> pb.SeedHeader:

@@ -84,9 +84,9 @@ def leave_the_rest_out(rank: int, count: int, ports: list[int]) -> str:
     model = sharded(HeadlessNet(), replicated(2, SHARDS)["dp_shard"])
     with hooked(model, rank, 2, ports):
         backward_in_chunks(model, rows(rank, 0), whole=False)
-        with pytest.raises(RefusedError) as raised:
+        with pytest.raises(RefusedError) as excinfo:
             model(rows(rank, 1))
-    return str(raised.value)
+    return str(excinfo.value)
 
 
 def test_a_backward_of_the_head_alone_is_refused(ranks: RankProcesses) -> None:

@@ -82,10 +82,10 @@ def test_an_example_resumes(
     (recovery,) = record.recoveries()
     assert KILLED - 1 <= recovery.resumed_with <= KILLED
     resumed = {
-        one.more["iteration"]
+        event.more["iteration"]
         for events in record.events.values()
-        for one in events
-        if one.name == "restored" and one.more["iteration"]
+        for event in events
+        if event.name == "restored" and event.more["iteration"]
     }
     assert resumed == {recovery.resumed_with}  # on all ranks, of all groups
     assert list(record.curve) == list(range(ITERATIONS))

@@ -239,11 +239,11 @@ def close_under_way(rank: int, count: int, port: int) -> tuple[str, str]:
             return "", ""
         timer = threading.Timer(0.3, hook.close)
         timer.start()
-        with pytest.raises(RingError) as raised:
+        with pytest.raises(RingError) as excinfo:
             ddp(batch(rank, 0)).backward()
         timer.join()
         dist.barrier()
-        return str(hook.buckets.error), str(raised.value)
+        return str(hook.buckets.error), str(excinfo.value)
 
 
 def test_closing_ends_a_backward_under_way(ranks: RankProcesses) -> None:
@@ -289,9 +289,9 @@ def refuse(rank: int, count: int, port: int) -> list[str]:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
     ddp = DistributedDataParallel(model)
     with hooked(ddp, HookCase(shards=1), rank, count, port):
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises(RuntimeError) as excinfo:
             ddp(torch.tensor([1, 2])).sum().backward()
-        words.append(str(raised.value))
+        words.append(str(excinfo.value))
     dist.barrier()
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
     layout, parameters = layout_of(model, 1)
@@ -300,9 +300,9 @@ def refuse(rank: int, count: int, port: int) -> list[str]:
         less = make_layout(layout.parameters[1:], 1)
         hook = GradientHook(ddp, GradientBuckets(less, parameters[1:], RingReducer(ring, less), 0))
         hook.register()
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises(RuntimeError) as excinfo:
             ddp(torch.ones(1, 4)).sum().backward()
-        words.append(str(raised.value))
+        words.append(str(excinfo.value))
         hook.close()
     return words
 

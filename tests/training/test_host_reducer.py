@@ -274,9 +274,9 @@ def leave_early(rank: int, count: int, port: int) -> str:
     ddp = DistributedDataParallel(HostNet(), bucket_cap_mb=0.003)
     with hooked(ddp, HostRank(rank, count, 2, port)):
         if rank != 1:
-            with pytest.raises(RingError) as raised:
+            with pytest.raises(RingError) as excinfo:
                 ddp(rows(rank, 0, 0), more=True).backward()
-            told = str(raised.value)
+            told = str(excinfo.value)
     dist.barrier()
     return told
 

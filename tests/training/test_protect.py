@@ -117,7 +117,9 @@ def check_events(folder: Path) -> None:
     """Check the events that both ranks have kept, one after another, and what a report makes of them."""
     found = read_paths([folder])
     assert found.passed_over == {}
-    names = {f"rank {n}": [one.name for one in found.events if one.source == f"rank {n}"] for n in (0, 1)}
+    names = {
+        f"rank {n}": [event.name for event in found.events if event.source == f"rank {n}"] for n in (0, 1)
+    }
     kinds = ("restore.started", "restore.agreed", "restore.ended", "protect.started", "protect.ended")
     expected = [f"trainer.{name}" for name in (*kinds, "first", "ended")]
     assert names["rank 1"] == expected

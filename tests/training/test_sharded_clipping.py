@@ -143,9 +143,9 @@ def clip_with_torchs_own(rank: int, count: int) -> str:
     checks.gradients.start()
     checks.check(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-    with pytest.raises(RefusedError) as raised:
+    with pytest.raises(RefusedError) as excinfo:
         checks.check(optimizer)
-    return str(raised.value)
+    return str(excinfo.value)
 
 
 def test_torchs_own_function_is_noticed_on_all_ranks(ranks: RankProcesses) -> None:

@@ -96,9 +96,9 @@ def add_factor(rank: int, count: int, file: str) -> str:
     for unit in model.modules():
         if isinstance(unit, FSDPModule) and rank >= 2:
             unit.set_gradient_divide_factor(1.0)
-    with pytest.raises(SessionError) as raised:
+    with pytest.raises(SessionError) as excinfo:
         membership.join(FsdpModel(model))
-    return str(raised.value)
+    return str(excinfo.value)
 
 
 def test_replicas_have_to_divide_gradients_alike(ranks: RankProcesses, tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_replicas_have_to_divide_gradients_alike(ranks: RankProcesses, tmp_path:
 
 
 def shard_too_small_a_model(rank: int, count: int) -> str:
-    with pytest.raises(RefusedError) as raised:
+    with pytest.raises(RefusedError) as excinfo:
         FsdpModel(fully_shard(nn.Linear(5, 6), mesh=replicated(1, count)["dp_shard"]))  # 2, 2, 2 and 0 rows
-    return str(raised.value)
+    return str(excinfo.value)
 
 
 def test_all_ranks_name_a_shard_without_elements(ranks: RankProcesses) -> None:

@@ -46,7 +46,7 @@ def test_records_arrive_in_order_and_are_answered(node: RecordingNode, stub: Sha
     assert line.finish(SECONDS)
     line.close()
     assert node.begins == [begin]
-    assert [one.iteration for one in node.records] == list(range(50))
+    assert [record.iteration for record in node.records] == list(range(50))
     asked = [
         iteration for iteration in range(50) if iteration < ATTENTIVE or (iteration + 1) % ANSWERED_EVERY == 0
     ]
@@ -90,7 +90,7 @@ def test_what_a_broken_connection_left_unanswered_is_sent_again(
         node.start()
         assert line.finish(SECONDS)
     line.close()
-    assert [one.iteration for one in node.records][-3:] == [1, 2, 3]
+    assert [record.iteration for record in node.records][-3:] == [1, 2, 3]
     assert len(node.begins) == 2
     assert caplog.text.count("training continues") == 1
     assert "shadow node 0 is back" in caplog.text
@@ -108,7 +108,7 @@ def test_what_comes_after_a_break_reaches_the_node_in_the_end(node: RecordingNod
     line.send(*part(1))
     assert line.finish(SECONDS)
     line.close()
-    assert [one.iteration for one in node.records][-1] == 1
+    assert [record.iteration for record in node.records][-1] == 1
 
 
 def test_what_a_node_has_not_read_yet_outlives_the_trainer(node: RecordingNode) -> None:
@@ -123,7 +123,7 @@ def test_what_a_node_has_not_read_yet_outlives_the_trainer(node: RecordingNode) 
     time.sleep(0.1)
     node.answering.set()
     wait_until(lambda: len(node.records) == 300)
-    assert [one.iteration for one in node.records] == list(range(300))
+    assert [record.iteration for record in node.records] == list(range(300))
 
 
 def send_and_wait(node: ShadowNode, count: int) -> None:
@@ -275,9 +275,9 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
             )
         )
     assert_only = [0]
-    wait_until(lambda: [one.iteration for one in node.records] == assert_only)
+    wait_until(lambda: [record.iteration for record in node.records] == assert_only)
     time.sleep(0.1)
-    assert [one.iteration for one in node.records] == assert_only
+    assert [record.iteration for record in node.records] == assert_only
     acknowledged[0, 0] = 100
     wait_until(lambda: len(node.records) == 2)
     publisher.close(SECONDS)
@@ -460,4 +460,4 @@ def test_a_reply_answers_no_record_that_was_not_sent(node: RecordingNode, stub: 
         line.send(*part(iteration))
     assert line.finish(SECONDS)
     line.close()
-    assert [one.iteration for one in node.records] == list(range(30))
+    assert [record.iteration for record in node.records] == list(range(30))

@@ -44,14 +44,14 @@ def test_the_check_prints_what_each_rank_has_compared(
     both = ranks.run(2, examined, DoubleNccl("2.30"), "nccl")
     assert both[0] == both[1]
     verdicts: list[RankVerdict] = both[0]
-    assert [(one.rank, one.version, one.trouble) for one in verdicts] == [
+    assert [(verdict.rank, verdict.version, verdict.trouble) for verdict in verdicts] == [
         ("rank 0 (192.168.0.0)", "2.30.5", ""),
         ("rank 1 (192.168.0.1)", "2.30.5", ""),
     ]
     layout = nccl_check.sample_layout(2, NcclSlicing(), SIZES)
-    compared = [seen.nbytes for one in verdicts for seen in one.channels]
+    compared = [seen.nbytes for verdict in verdicts for seen in verdict.channels]
     assert sum(compared) == sum(bucket.nbytes for bucket in layout.schedule)  # each of 2 ranks sends half
-    assert all(seen.mismatches == 0 and seen.sends for one in verdicts for seen in one.channels)
+    assert all(seen.mismatches == 0 and seen.sends for verdict in verdicts for seen in verdict.channels)
     show(verdicts)
     printed = capsys.readouterr().out
     assert printed.count("gradients can be tagged") == 2
@@ -61,6 +61,6 @@ def test_the_check_prints_what_each_rank_has_compared(
 @TAGGING
 def test_the_check_names_what_is_wrong(ranks: RankProcesses) -> None:
     (verdicts, _) = ranks.run(2, examined, OTHER_CELLS, "nccl")
-    assert all("NCCL sends" in one.trouble for one in verdicts)
+    assert all("NCCL sends" in verdict.trouble for verdict in verdicts)
     told = ranks.run(2, examined, DoubleNccl("2.30"), "ring")
     assert told == ["the job demo has collective: ring: set it to nccl"] * 2

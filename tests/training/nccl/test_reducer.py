@@ -167,13 +167,13 @@ def lose(rank: int, count: int) -> str:
         reducer.submit(0)
         if rank:
             return ""
-        with pytest.raises(RingError) as raised:
+        with pytest.raises(RingError) as excinfo:
             for index in range(1, len(reducer.tensors)):
                 reducer.submit(index)
         with pytest.raises(RingError):  # for good
             reducer.submit(0)
         assert reducer.failed
-        return str(raised.value)
+        return str(excinfo.value)
 
 
 @TAGGING
@@ -185,10 +185,10 @@ def test_a_rank_that_ends_is_an_error_on_the_other(ranks: RankProcesses) -> None
 def refused(rank: int, count: int) -> str:
     """Return why a job with `collective: nccl` has no slicing on this machine's CPU."""
     ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
-    with pytest.raises(SessionError) as raised:
+    with pytest.raises(SessionError) as excinfo:
         nccl_runtime.runtime = nccl_runtime.TorchNccl()
         nccl_runtime.slicing_of(place_of(rank, count, 1), DdpModel(ddp))
-    return str(raised.value)
+    return str(excinfo.value)
 
 
 def test_models_on_a_cpu_are_refused(ranks: RankProcesses) -> None:

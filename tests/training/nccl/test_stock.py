@@ -147,13 +147,13 @@ def captured(rank: int, count: int) -> str:
     with ExitStack() as undo:
         reducer = prepare(rank, count, 2, TorchNccl(), undo).make()
         reducer.open(lambda index: None, lambda error: None)
-        with pytest.raises(RingError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(RingError) as excinfo, torch.cuda.graph(torch.cuda.CUDAGraph()):
             try:
                 reducer.submit(0)
             finally:
                 assert reducer.communicator.stream is not None
                 torch.cuda.current_stream().wait_stream(reducer.communicator.stream)
-        return str(raised.value)
+        return str(excinfo.value)
 
 
 def test_a_cuda_graph_is_refused(ranks: RankProcesses) -> None:

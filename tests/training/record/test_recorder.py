@@ -243,7 +243,7 @@ def test_slices_come_round_all_parameters_and_their_state() -> None:
         loop.backward(more=more)
         loop.optimizer.step()
     numbers, entries = range(len(loop.parameters)), ("", "step", "exp_avg", "exp_avg_sq")
-    first, second = ({(one.parameter, one.state) for one in part.step.slices} for part in loop.close())
+    first, second = ({(piece.parameter, piece.state) for piece in part.step.slices} for part in loop.close())
     assert {number for number, _ in first} == set(numbers)
     assert second == {(number, entry) for number in numbers for entry in entries}
 

@@ -168,12 +168,12 @@ def test_a_script_that_goes_on_is_refused_again() -> None:
     loop.model.first.weight.data.zero_()
     errors = []
     for _ in range(3):
-        with pytest.raises(RefusedError) as raised:
+        with pytest.raises(RefusedError) as excinfo:
             loop.backward()
-        errors.append(raised.value)
-    with pytest.raises(RefusedError) as raised:
+        errors.append(excinfo.value)
+    with pytest.raises(RefusedError) as excinfo:
         loop.recorder.mark()
-    assert {id(error) for error in [*errors, raised.value]} == {id(loop.recorder.refusal)}
+    assert {id(error) for error in [*errors, excinfo.value]} == {id(loop.recorder.refusal)}
     assert refusals == [(0, loop.recorder.refusal)]
     loop.recorder.close(last=True)
     assert emitted(loop) == []
@@ -205,7 +205,7 @@ def test_one_element_of_a_large_model_is_compared_next(monkeypatch: pytest.Monke
     iterate(loop)
     iterate(loop)
     parts = loop.close()
-    assert {one.parameter for one in parts[3].step.slices if not one.state} >= {number}
+    assert {piece.parameter for piece in parts[3].step.slices if not piece.state} >= {number}
 
 
 @pytest.mark.parametrize("loops", ["steps", "mark"])
@@ -727,7 +727,9 @@ class Container(torch.optim.Optimizer):
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
-        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
+        super().__init__(
+            [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]], {}
+        )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for optimizer in self.optimizers:

@@ -29,16 +29,16 @@ from tests.support.training.rank_processes import RankProcesses
 
 def _exchanged(rank: int, count: int, length: int) -> tuple[list[Any], Any]:
     gathered = exchange.gather({"rank": rank, "text": "é" * rank * length})
-    told = exchange.broadcast(["from", rank, "x" * length] if rank == 1 else None, 1)
+    answer = exchange.broadcast(["from", rank, "x" * length] if rank == 1 else None, 1)
     assert count == 3
-    return gathered, told
+    return gathered, answer
 
 
 @pytest.mark.parametrize("length", [0, 1, 4000, 100_000])
 def test_messages_arrive_whatever_their_length(ranks: RankProcesses, length: int) -> None:
-    for gathered, told in ranks.run(3, _exchanged, length):
-        assert gathered == [{"rank": one, "text": "é" * one * length} for one in range(3)]
-        assert told == ["from", 1, "x" * length]
+    for gathered, answer in ranks.run(3, _exchanged, length):
+        assert gathered == [{"rank": rank, "text": "é" * rank * length} for rank in range(3)]
+        assert answer == ["from", 1, "x" * length]
 
 
 def _rounds(rank: int, _: int, length: int) -> list[int]:
@@ -72,18 +72,18 @@ def test_a_short_message_takes_one_round(ranks: RankProcesses) -> None:
 def _meets_an_old_version(rank: int, count: int, call: str) -> str:
     """Rank 1 begins as version 7 does: with the mark of its version and a length."""
     if rank == 1:
-        own = torch.tensor([exchange._MAGIC + 7, 2])
-        dist.all_gather([torch.empty_like(own) for _ in range(count)], own)
+        mark = torch.tensor([exchange._MAGIC + 7, 2])
+        dist.all_gather([torch.empty_like(mark) for _ in range(count)], mark)
         return ""
-    with pytest.raises(ExchangeError) as caught:
+    with pytest.raises(ExchangeError) as excinfo:
         exchange.gather("here") if call == "gather" else exchange.broadcast("here", 0)
-    return str(caught.value)
+    return str(excinfo.value)
 
 
 @pytest.mark.parametrize("call", ["gather", "broadcast"])
 def test_an_older_version_is_named(ranks: RankProcesses, call: str) -> None:
-    told, _ = ranks.run(2, _meets_an_old_version, call)
-    assert told == "rank 1: an older version of Checkmate than rank 0's; all ranks need the same one"
+    error, _ = ranks.run(2, _meets_an_old_version, call)
+    assert error == "rank 1: an older version of Checkmate than rank 0's; all ranks need the same one"
 
 
 def _fails(rank: int, _: int, version: int, size: int) -> str:
@@ -161,8 +161,8 @@ def test_a_plan_survives() -> None:
         RefusedStart(**common, trouble="why"),
     ):
         message = json.loads(json.dumps(plan.message()))
-        received = plans.from_message(message)
-        assert (received, received.start) == (plan, plan.start)
+        copy = plans.from_message(message)
+        assert (copy, copy.start) == (plan, plan.start)
         assert message.keys() == plans._MESSAGE.keys()
     on_disk = OnDisk((Path("/a/b"), Path("/c")), 9)
     assert OnDisk.from_message(on_disk.message()) == on_disk
@@ -190,10 +190,10 @@ def test_a_malformed_plan_is_refused(change: dict[str, Any]) -> None:
     right = FromNodes(incarnation=7, run="run", iteration=41, holders={(0, 1): [2, 3]}).message()
     with pytest.raises(ValueError, match="not a plan: "):
         plans.from_message({**right, **change})
-    others: tuple[Any, ...] = (None, [], {}, {key: value for key, value in right.items() if key != "run"})
-    for other in others:
+    messages: tuple[Any, ...] = (None, [], {}, {key: value for key, value in right.items() if key != "run"})
+    for message in messages:
         with pytest.raises(ValueError, match="not a plan"):
-            plans.from_message(other)
+            plans.from_message(message)
 
 
 def test_malformed_paths_are_refused() -> None:

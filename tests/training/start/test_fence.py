@@ -33,26 +33,26 @@ TIMEOUT = 20.0
 def served() -> Iterator[list[RecordingNode]]:
     nodes = [RecordingNode(), RecordingNode()]
     yield nodes
-    for one in nodes:
-        one.stop()
+    for recording in nodes:
+        recording.stop()
 
 
 @pytest.fixture
 def job(served: list[RecordingNode]) -> Job:
-    return job_at([one.address for one in served])
+    return job_at([node.address for node in served])
 
 
 @pytest.fixture
 def stubs(job: Job) -> Iterator[Stubs]:
-    opened = Stubs(job, None)
-    yield opened
-    opened.close()
+    job_stubs = Stubs(job, None)
+    yield job_stubs
+    job_stubs.close()
 
 
 def job_at(addresses: list[str]) -> Job:
     data = job_data(ranks=2, nodes=len(addresses))
-    for one, address in zip(data["shadow_nodes"], addresses, strict=True):
-        one["mgmt"] = address
+    for entry, address in zip(data["shadow_nodes"], addresses, strict=True):
+        entry["mgmt"] = address
     return of_data(Job, data)
 
 

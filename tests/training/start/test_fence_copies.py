@@ -17,16 +17,16 @@ Parts = frozenset[tuple[int, int]]
 def answer(node: int, start: int, parts: Iterable[tuple[int, int]], stepped: int) -> pb.NodeStatus:
     """Return the answer of a node with one hold and these parts: positions and iterations."""
     incarnation, run, name = STARTS[start]
-    said = pb.NodeStatus(job="demo", node=node)
-    said.holds.add(shard=pb.Shard(group=0, shard=node), stepped=stepped)
-    held = said.parts.add(group=0, incarnation=incarnation, run=run, start=name)
+    status = pb.NodeStatus(job="demo", node=node)
+    status.holds.add(shard=pb.Shard(group=0, shard=node), stepped=stepped)
+    ranges = status.parts.add(group=0, incarnation=incarnation, run=run, start=name)
     for position, iteration in sorted(parts):
-        held.ranges.add(position=position, first=iteration, last=iteration)
-    return said
+        ranges.ranges.add(position=position, first=iteration, last=iteration)
+    return status
 
 
 def of(ranges: Iterable[pb.PartRange]) -> Parts:
-    return frozenset((one.position, t) for one in ranges for t in range(one.first, one.last + 1))
+    return frozenset((run.position, t) for run in ranges for t in range(run.first, run.last + 1))
 
 
 some_parts = st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 6)))
@@ -36,22 +36,22 @@ some_parts = st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 6)))
 def test_each_node_gets_what_it_lacks_and_somebody_of_its_start_has(
     nodes: list[tuple[int, Parts, int]],
 ) -> None:
-    wanted = missing_parts(answer(number, *one) for number, one in enumerate(nodes))
+    requests = missing_parts(answer(number, *one) for number, one in enumerate(nodes))
     for number, (start, parts, stepped) in enumerate(nodes):
-        got: set[tuple[int, int]] = set()
-        for one in wanted.get(number, pb.CopyRequest()).wanted:
+        copies: set[tuple[int, int]] = set()
+        for one in requests.get(number, pb.CopyRequest()).wanted:
             from_start, there, _ = nodes[one.node]
             assert (one.parts.incarnation, one.parts.run, one.parts.start) == STARTS[start]
             assert from_start == start
             assert of(one.parts.ranges) <= there
-            got |= of(one.parts.ranges)
+            copies |= of(one.parts.ranges)
         everywhere = frozenset[tuple[int, int]]().union(*(p for s, p, _ in nodes if s == start))
-        assert got == {part for part in everywhere - parts if part[1] > stepped}
+        assert copies == {part for part in everywhere - parts if part[1] > stepped}
 
 
 def test_neighbouring_iterations_are_asked_for_together() -> None:
     parts = [(position, iteration) for position in (0, 1) for iteration in range(3, 9)]
-    wanted = missing_parts([answer(0, 0, parts, 2), answer(1, 0, [(0, 5)], 2)])
-    assert wanted.keys() == {1}
-    (one,) = wanted[1].wanted
-    assert [(r.position, r.first, r.last) for r in one.parts.ranges] == [(0, 3, 4), (0, 6, 8), (1, 3, 8)]
+    requests = missing_parts([answer(0, 0, parts, 2), answer(1, 0, [(0, 5)], 2)])
+    assert requests.keys() == {1}
+    (request,) = requests[1].wanted
+    assert [(r.position, r.first, r.last) for r in request.parts.ranges] == [(0, 3, 4), (0, 6, 8), (1, 3, 8)]

@@ -54,8 +54,10 @@ def record(loop: RecordedLoop, ranks: int = 2) -> pb.IterationRecord:
             loop.scheduler.step(*([1.0] if isinstance(loop.scheduler, ReduceLROnPlateau) else []))
         loop.optimizer.zero_grad()
     part = loop.close()[-1]
-    others = [pb.RecordPart(position=position, iteration=2, rng=part.rng) for position in range(1, ranks)]
-    return pb.IterationRecord(iteration=2, parts=[part, *others])
+    other_parts = [
+        pb.RecordPart(position=position, iteration=2, rng=part.rng) for position in range(1, ranks)
+    ]
+    return pb.IterationRecord(iteration=2, parts=[part, *other_parts])
 
 
 def stored(ranks: int = 2, **watched: Make) -> pb.IterationRecord:
@@ -64,8 +66,8 @@ def stored(ranks: int = 2, **watched: Make) -> pb.IterationRecord:
 
 def script(**watched: Make) -> Watched:
     loop = RecordedLoop(adamw)
-    made = {name: make(loop.optimizer) for name, make in watched.items()}
-    return Watched(loop.wrapped, loop.optimizer, **made)
+    arguments = {name: make(loop.optimizer) for name, make in watched.items()}
+    return Watched(loop.wrapped, loop.optimizer, **arguments)
 
 
 class Lazy(LRScheduler):
@@ -90,11 +92,11 @@ SAME: dict[str, Make] = {
 @pytest.mark.parametrize("kind", list(SAME))
 def test_the_same_scheduler_fits(kind: str) -> None:
     loop = RecordedLoop(adamw, scheduler=SAME[kind])
-    found = record(loop)
-    theirs = script(scheduler=SAME[kind])
-    check_record(found, theirs, PLACE)
-    install_record(theirs, found, 0)
-    assert theirs.scheduler.state_dict() == loop.scheduler.state_dict()
+    saved_record = record(loop)
+    resumed = script(scheduler=SAME[kind])
+    check_record(saved_record, resumed, PLACE)
+    install_record(resumed, saved_record, 0)
+    assert resumed.scheduler.state_dict() == loop.scheduler.state_dict()
 
 
 OTHER: list[tuple[Make | None, Make | None, str]] = [
@@ -124,19 +126,19 @@ OTHER: list[tuple[Make | None, Make | None, str]] = [
 
 @pytest.mark.parametrize(("before", "after", "words"), OTHER)
 def test_another_scheduler_is_named(before: Make | None, after: Make | None, words: str) -> None:
-    found = record(RecordedLoop(adamw, **({"scheduler": before} if before else {})))
-    theirs = script(**({"scheduler": after} if after else {}))
+    saved_record = record(RecordedLoop(adamw, **({"scheduler": before} if before else {})))
+    resumed = script(**({"scheduler": after} if after else {}))
     with pytest.raises(InstallError, match=words):
-        check_record(found, theirs, PLACE)
+        check_record(saved_record, resumed, PLACE)
 
 
 def test_of_a_scheduler_whose_class_is_not_known_the_keys_are_compared() -> None:
     """For example in an old checkpoint on disk."""
-    found = stored(scheduler=SAME["StepLR"])
-    found.parts[0].step.scheduler_class = ""
-    check_record(found, script(scheduler=SAME["StepLR"]), PLACE)
+    saved_record = stored(scheduler=SAME["StepLR"])
+    saved_record.parts[0].step.scheduler_class = ""
+    check_record(saved_record, script(scheduler=SAME["StepLR"]), PLACE)
     with pytest.raises(InstallError, match="the state's scheduler has .*step_size, and the script's"):
-        check_record(found, script(scheduler=lambda o: ExponentialLR(o, 0.9)), PLACE)
+        check_record(saved_record, script(scheduler=lambda o: ExponentialLR(o, 0.9)), PLACE)
 
 
 def scaler(**options: Any) -> Make:
@@ -178,18 +180,22 @@ def test_what_is_missing_is_told_of_a_record_only() -> None:
 def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = RecordedLoop(adamw, scheduler=SAME["StepLR"])
     spec = spec_of(loop.optimizer, {parameter: number for number, parameter in enumerate(loop.parameters)})
-    found = record(loop)
-    other = RecordedLoop(adamw)
-    before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
-    states: States = {number: (tensor.detach() + 1, {}) for number, tensor in enumerate(other.parameters)}
+    saved_record = record(loop)
+    resumed_loop = RecordedLoop(adamw)
+    before = {name: tensor.clone() for name, tensor in resumed_loop.model.state_dict().items()}
+    states: States = {
+        number: (tensor.detach() + 1, {}) for number, tensor in enumerate(resumed_loop.parameters)
+    }
 
     def fetched(*_: object) -> Fetched:
-        return Fetched(loop.layout.parameters, states, found, spec, True)
+        return Fetched(loop.layout.parameters, states, saved_record, spec, True)
 
     monkeypatch.setattr(from_nodes, "fetch", fetched)
-    theirs = Watched(other.wrapped, other.optimizer, ExponentialLR(other.optimizer, 0.9))
+    resumed = Watched(
+        resumed_loop.wrapped, resumed_loop.optimizer, ExponentialLR(resumed_loop.optimizer, 0.9)
+    )
     plan = FromNodes(incarnation=1, run="run", iteration=2, holders={})
     with pytest.raises(InstallError, match="is a StepLR"):
-        from_nodes.read(PLACE, theirs, Stubs(PLACE.job, None), plan, 1.0, None)
-    assert all(torch.equal(before[name], tensor) for name, tensor in other.model.state_dict().items())
-    assert not other.optimizer.state
+        from_nodes.read(PLACE, resumed, Stubs(PLACE.job, None), plan, 1.0, None)
+    assert all(torch.equal(before[name], tensor) for name, tensor in resumed_loop.model.state_dict().items())
+    assert not resumed_loop.optimizer.state

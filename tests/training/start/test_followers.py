@@ -96,13 +96,13 @@ def followed(job: Job, position: int = 0, start: Start | None = None) -> Iterato
     )
     source = SeedSource(LAYOUT, parameters, optimizer, StepExclusion(0))
     with Stubs(job, None) as stubs:
-        made = FollowedRank(opening, stubs, source, None)
-        for line in made.lines:
+        rank = FollowedRank(opening, stubs, source, None)
+        for line in rank.lines:
             line.start()
         try:
-            yield made
+            yield rank
         finally:
-            made.close()
+            rank.close()
 
 
 def test_a_refusal_is_told_to_all_nodes_and_cut(nodes: list[RecordingNode], job: Job) -> None:

@@ -176,18 +176,18 @@ def test_a_new_process_goes_on_from_the_newest(
 ) -> None:
     script = DiskScript(1)
     record = script.train(5)
-    made = checkpoint(script.snapshot(record), by_name=kind == "dcp")
-    on_disk.save(made, kept.path_of(tmp_path, 2, 4, kind), kind)
+    saved_checkpoint = checkpoint(script.snapshot(record), by_name=kind == "dcp")
+    on_disk.save(saved_checkpoint, kept.path_of(tmp_path, 2, 4, kind), kind)
     expected = script.everything()
     monkeypatch.setenv("CHECKMATE_CHECKPOINTS", str(tmp_path))
     there = list_checkpoints(None)
     (path,) = there.paths
     assert (there.generation, there.unused_names) == (2, "")
-    other = DiskScript(2)
-    resumed = from_disk.install_checkpoint(path, PLACE, other.watched, ONE)
+    resumed_script = DiskScript(2)
+    resumed = from_disk.install_checkpoint(path, PLACE, resumed_script.watched, ONE)
     again = resumed.record
     assert (resumed.extra, resumed.other_ranks) == ({"seen": 7}, "")
-    found = other.everything()
+    found = resumed_script.everything()
     for name in expected:
         assert digest(found[name]) == digest(expected[name]), name
     assert again.iteration == 4
@@ -266,10 +266,10 @@ def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def saved(script: DiskScript, folder: Path, *numbers: tuple[int, int]) -> list[Path]:
     """Save checkpoints of a script, with the names of these generations and iterations."""
-    made = checkpoint(script.snapshot(script.train(2)))
+    saved_checkpoint = checkpoint(script.snapshot(script.train(2)))
     paths = [kept.path_of(folder, generation, iteration, "torch") for generation, iteration in numbers]
     for path in paths:
-        on_disk.save(made, path, "torch")
+        on_disk.save(saved_checkpoint, path, "torch")
     return paths
 
 
@@ -307,14 +307,14 @@ def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path
         newest = kept.path_of(tmp_path, 1, 900, "dcp")
         newest.mkdir()
         (newest / "__0_0.distcp").write_bytes(b"half")
-    with pytest.raises(RestoreError) as caught:
+    with pytest.raises(RestoreError) as excinfo:
         from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), list_checkpoints(tmp_path))
-    assert f"can't read {newest} as a checkpoint: " in str(caught.value)
-    assert f"; checkpoints='{older}' selects the one before it; `checkmate reset JOB`" in str(caught.value)
-    asked = list_checkpoints(older)
-    assert asked.paths == (older,)
-    assert asked.generation == 1
-    start, _ = from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), asked)
+    assert f"can't read {newest} as a checkpoint: " in str(excinfo.value)
+    assert f"; checkpoints='{older}' selects the one before it; `checkmate reset JOB`" in str(excinfo.value)
+    chosen_disk = list_checkpoints(older)
+    assert chosen_disk.paths == (older,)
+    assert chosen_disk.generation == 1
+    start, _ = from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), chosen_disk)
     assert start.next_iteration == 2
 
 

@@ -33,7 +33,7 @@ from tests.support.shadow.world import fence as fenced
 pytestmark = needs_buffers
 
 
-def fetched(said: Sequence[str], *, iterations: int = 2) -> Fetched:
+def fetched(names: Sequence[str], *, iterations: int = 2) -> Fetched:
     """Fetch a model with two buffers, after iterations whose records had those of `said`."""
     with ExitStack() as stack:
         here = World(stack, nodes=2, ranks=2)
@@ -42,7 +42,7 @@ def fetched(said: Sequence[str], *, iterations: int = 2) -> Fetched:
         training.begin([0, 1])
         training.seed_all()
         here.ready()
-        training.saying = list(said)
+        training.saying = list(names)
         for _ in range(iterations):
             training.iterate()
         here.stepped(iterations - 1)
@@ -50,8 +50,8 @@ def fetched(said: Sequence[str], *, iterations: int = 2) -> Fetched:
         settle(here, training, iterations - 1)
         stubs = Stubs(here.job, None)
         stack.callback(stubs.close)
-        wanted = {Asked(here.job.job, RUN, iterations - 1, 0, shard): [shard] for shard in range(2)}
-        return fetch(wanted, {0: training.layout}, stubs, Membership(here.job, 0, 0, 0), 10.0)
+        requests = {Asked(here.job.job, RUN, iterations - 1, 0, shard): [shard] for shard in range(2)}
+        return fetch(requests, {0: training.layout}, stubs, Membership(here.job, 0, 0, 0), 10.0)
 
 
 def test_all_buffers_come_with_the_shards() -> None:
@@ -75,13 +75,13 @@ def test_before_the_first_iteration_no_buffer_has_come() -> None:
 def test_another_number_of_shards_or_another_shard_is_another_model() -> None:
     """The type of gradients may change, and so may the memory order."""
     chunk = Parameter("w", (4, 2), "float32", whole=(7, 2), offset=(0, 0))
-    ours = make_layout([chunk], 1)
-    assert different(make_layout([replace(chunk, gradient="bfloat16")], 1), ours) == ""
-    other = make_layout([replace(chunk, whole=(8, 2))], 1)
-    told = "it has w [4, 2] at [0, 0] of [8, 2] float32 in place of w [4, 2] at [0, 0] of [7, 2] float32"
-    assert different(other, ours) == told
+    layout = make_layout([chunk], 1)
+    assert different(make_layout([replace(chunk, gradient="bfloat16")], 1), layout) == ""
+    resized = make_layout([replace(chunk, whole=(8, 2))], 1)
+    words = "it has w [4, 2] at [0, 0] of [8, 2] float32 in place of w [4, 2] at [0, 0] of [7, 2] float32"
+    assert different(resized, layout) == words
     whole = make_layout([Parameter("w", (4, 2), "float32")], 1)
-    assert different(whole, ours).startswith("it has w [4, 2] float32 in place of w [4, 2] at")
+    assert different(whole, layout).startswith("it has w [4, 2] float32 in place of w [4, 2] at")
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_another_number_of_shards_or_another_shard_is_another_model() -> None:
     ids=["another chunk", "not sharded", "another shape", "another name"],
 )
 def test_other_parts_of_the_same_model_are_told_from_another_model(theirs: Parameter, moved: bool) -> None:
-    ours = make_layout([Parameter("w", (4, 2), "float32", whole=(7, 2), offset=(0, 0))], 1)
-    assert in_other_parts(make_layout([theirs], 1), ours) == moved
-    assert different(make_layout([theirs], 1), ours)
+    layout = make_layout([Parameter("w", (4, 2), "float32", whole=(7, 2), offset=(0, 0))], 1)
+    assert in_other_parts(make_layout([theirs], 1), layout) == moved
+    assert different(make_layout([theirs], 1), layout)
     header = pb.SeedHeader(shard=pb.Shard(group=0))
     with pytest.raises(
         OtherRanks if moved else FetchError, match="other parts" if moved else "another model"
     ):
-        _check_model({0: ours}, header, make_layout([theirs], 1))
+        _check_model({0: layout}, header, make_layout([theirs], 1))

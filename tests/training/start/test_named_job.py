@@ -35,9 +35,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Return a count of reads."""
-    counted = Mock(wraps=read_set)
-    monkeypatch.setattr("checkmate.job.files.read_set", counted)
-    return counted
+    counter = Mock(wraps=read_set)
+    monkeypatch.setattr("checkmate.job.files.read_set", counter)
+    return counter
 
 
 def edit(file: Path, change: Callable[[str], str]) -> None:

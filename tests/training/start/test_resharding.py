@@ -57,14 +57,14 @@ def test_to_shards_and_back(
 ) -> None:
     """A DDP's checkpoint is loaded into shards; their checkpoint has the same tensors, and a DDP loads it."""
     model, states = saved(tmp_path / "one", kind)
-    told = ranks.run(case.ranks, resume, case, str(tmp_path / "one"))
-    for found, optimizer, _, _ in told:
+    resumptions = ranks.run(case.ranks, resume, case, str(tmp_path / "one"))
+    for found, optimizer, _, _ in resumptions:
         assert equal(found, model)
         assert equal(by_number(optimizer), by_number(states))
-    first, second, *new = (warned for _, _, _, warned in told)
+    first, second, *new = (warned for _, _, _, warned in resumptions)
     assert first.startswith(f"it is of 2 ranks, and there are {case.ranks} now: ranks 2, 3") and not second
     assert all(warned.startswith(f"rank {rank} keeps") for rank, warned in enumerate(new, 2))
-    groups = tuple(unpacked(*told[number][2]) for number in range(case.shards))
+    groups = tuple(unpacked(*resumptions[number][2]) for number in range(case.shards))
     snapshot = Snapshot(case.job(), "run", ITERATION, groups)
     on_disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "two", kind)
     one, two = (on_disk.load(tmp_path / name) for name in ("one", "two"))

@@ -72,13 +72,13 @@ PARTS = [[4, 0, 1], [3, 2], []]
 NAMED = "rank {}".format
 
 
-def _told(own: States) -> Any:
-    return json.loads(json.dumps(table(own)))
+def _told(states: States) -> Any:
+    return json.loads(json.dumps(table(states)))
 
 
-def _share(own: States, readers: Readers | None) -> States:
-    tables = exchange.gather(table(own) if readers else None)
-    return share(own, prepare(own, tables, readers, NAMED), NAMED)
+def _share(states: States, readers: Readers | None) -> States:
+    tables = exchange.gather(table(states) if readers else None)
+    return share(states, prepare(states, tables, readers, NAMED), NAMED)
 
 
 def _shared(rank: int, _: int, piece: int, packed_below: int) -> States:
@@ -211,12 +211,12 @@ def _restored(
     rank: int, ranks: int, bad: int, error: type[Exception]
 ) -> tuple[list[bool], list[int] | None, str]:
     """Restore three parameters; on rank `bad`, reading this rank's part fails. Return what was asked."""
-    asked: list[bool] = []
+    with_readers: list[bool] = []
 
     def read(place: Membership, *arguments: Any) -> Fetched:
         seconds, readers = arguments[-2:]
         assert seconds == 1.0, "each attempt has the whole timeout"
-        asked.append(readers is not None)
+        with_readers.append(readers is not None)
         if readers and rank == bad:
             raise error("parameter 2 is not of shard 0")
         states = {number: _state(number) for number in ([rank] if readers else range(3))}
@@ -229,8 +229,8 @@ def _restored(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(from_nodes, "read", read)
         patch.setattr(from_nodes, "install", lambda *arguments: sorted(arguments[-1].states))
-        found, trouble = restore._from_nodes(place, watched, Stubs(place.job, None), plan, start, 1.0)
-    return asked, found, trouble
+        result, trouble = restore._from_nodes(place, watched, Stubs(place.job, None), plan, start, 1.0)
+    return with_readers, result, trouble
 
 
 @pytest.mark.parametrize(("bad", "asked"), [(9, [True]), (1, [True, False])], ids=["parts", "refused"])

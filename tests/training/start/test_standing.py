@@ -94,15 +94,15 @@ def _protects(_: int, __: int, file: Path) -> tuple[bool, bool]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mock.patch.dict(os.environ, {JOB_VARIABLE: str(file)}):
         checkmate.restore(model, optimizer)
-        kept = ModelStanding.of(DdpModel(model))._stubs
+        stubs = ModelStanding.of(DdpModel(model))._stubs
         with (
             mock.patch.object(protect, "_assemble", side_effect=_Assembled) as assemble,
             pytest.raises(_Assembled),
         ):
             checkmate.protect(model, optimizer)
-    given = next(one for one in assemble.call_args.args if isinstance(one, Stubs))
-    assert_closed(given)
-    return kept is not None, given is kept
+    protect_stubs = next(argument for argument in assemble.call_args.args if isinstance(argument, Stubs))
+    assert_closed(protect_stubs)
+    return stubs is not None, protect_stubs is stubs
 
 
 def test_protect_uses_the_connections_of_restore(
