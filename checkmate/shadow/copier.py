@@ -62,7 +62,7 @@ class Copier:
                 log.debug("no seeds of %s from shadow node %d: %s", hold, other, error)
                 given = False
             with self._node.changed:
-                hold.from_holder = given
+                hold.note_holder(gives=given)
             if given:
                 return True
         return False

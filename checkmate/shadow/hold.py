@@ -13,7 +13,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
 from checkmate.shadow.logic.hold_state import HoldSnapshot, HoldState, Stepped, StreamState
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
-from checkmate.shadow.receive.plans import SETS, HoldPlan, check_lengths
+from checkmate.shadow.receive.plans import HoldPlan, check_lengths
 from checkmate.shadow.replica.replica import Replica
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import stream_layout
@@ -74,9 +74,14 @@ class Hold:
         if self.state.settled:
             return
         for inlet, stream in zip(self.inlets, self.state.streams, strict=False):
-            stream.position, stream.received = inlet.position, inlet.received
-            stream.connected, stream.paused = inlet.connected, inlet.paused
-            stream.queued = inlet.queued() if stream.paused else 0
+            paused = inlet.paused
+            stream.observe(
+                inlet.position,
+                inlet.received,
+                connected=inlet.connected,
+                paused=paused,
+                queued=inlet.queued() if paused else 0,
+            )
 
     def step(self, iteration: int, step: pb.Step) -> Stepped:
         """Step parameters that are at the previous iteration, release the buckets, and compare.
@@ -85,7 +90,7 @@ class Hold:
         """
         with self.lock:
             troubles = self.replica.step(iteration, self.sets.gradients(iteration), step)
-            self.sets.released = iteration
+            self.sets.release(iteration)
             comparison = self.replica.comparison
             equal = min(comparison.doubtful.values(), default=iteration - 1)
             return Stepped(self._snapshot(), troubles, equal, comparison.to_messages())
@@ -127,7 +132,7 @@ class Hold:
         """Discard all received gradients, and receive from iteration `state.joined` on."""
         self.close()
         with self.lock:
-            self.sets.released = self.state.joined - 1
+            self.sets.release(self.state.joined - 1)
             self.inlets = self._new_inlets()
         self.look()
 
@@ -135,7 +140,7 @@ class Hold:
         """Discard streams and gradients; keep parameters and optimizer state for readers."""
         self.close()
         with self.lock:
-            self.sets.tensors = [{} for _ in range(SETS)]
+            self.sets.clear()
         self.inlets = []
 
     def close(self) -> None:

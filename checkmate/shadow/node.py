@@ -69,7 +69,7 @@ class Node:
         self.data: dict[HoldState, Hold] = {}
         """The tensors and sockets of each hold of `state`."""
         self.step_seconds = 0.0
-        self.fetches_waiting = 0
+        self.waiting_fetches = 0
         """Calls that wait for an iteration to be stepped."""
         self.stopping = False
         self.also_unread: list[Callable[[], int]] = []
@@ -136,6 +136,14 @@ class Node:
         """Wait until `known` returns true. The caller holds the lock."""
         return self.changed.wait_for(lambda: known() or self.stopping, timeout) and known()
 
+    def wait_for_fetch(self, known: Callable[[], bool], timeout: float) -> None:
+        """Wait like `wait_for`, counted among `waiting_fetches`. The caller holds the lock."""
+        self.waiting_fetches += 1
+        try:
+            self.wait_for(known, timeout)
+        finally:
+            self.waiting_fetches -= 1
+
     def quiet(self, timeout: float) -> bool:
         """Wait until no step is running. The caller holds the lock and prevents new steps."""
         return self.changed.wait_for(lambda: not self._stepping, timeout)
@@ -169,16 +177,14 @@ class Node:
         """
         with self.changed:
             data = self.data.get(hold)
-            if data is None or hold.live or hold.settled:
+            if data is None or not self.state.begin_load(hold):
                 return []
-            hold.loading += 1
         try:
             return data.load(iteration, ((n, *values) for n, values in parameters.items()))
         finally:
             snapshot = data.snapshot()
             with self.moving() as state:
-                hold.loading -= 1
-                state.took(hold, snapshot)
+                state.end_load(hold, snapshot)
 
     def close(self) -> None:
         """End all threads and close all sockets."""
@@ -286,8 +292,7 @@ class Node:
         if [hold for hold in stepped if hold.take_loaded()]:
             memory.trim()
         with self.moving() as state:
-            state.tally.steps += 1
-            state.tally.step_seconds += self.step_seconds
+            state.tally.count_steps(self.step_seconds)
             self._stepping = False
             state.forget()
         for reader in self.readers:

@@ -97,7 +97,7 @@ class Serving:
             if shortfall := tcp_memory_shortfall(full_buffers(self.node.plans), receive_buffer):
                 log.warning("%s", shortfall)
                 if shortfall != TCP_MEM_UNSEEN:  # which is not a problem of the node
-                    self.node.state.troubles.append(shortfall)
+                    self.node.state.note_trouble(shortfall)
             # Two of each rank, because an old connection may linger.
             most = 2 * sum(len(group.ranks) for group in job.dp_groups) + _SPARE_CONNECTIONS
             self._inbox = Inbox(listener, partial(take, self.node), gate, most)

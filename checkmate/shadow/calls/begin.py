@@ -42,7 +42,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
         state.ended.check(request, state.generation)
         old = state.groups.get(request.group)
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
-            old.reached = max(old.reached, request.next_iteration)
+            old.reach(request.next_iteration)
             return warnings(request)
         kept = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
         records = Records(request.ranks, request.first_iteration, request.buffers)
@@ -76,7 +76,7 @@ def _new_holds(
         except StreamTooLong as error:
             raise CallRefused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None
         if before is not None:
-            hold.state.doubt.past = before.doubt.past
+            hold.state.doubt.continue_from(before.doubt)
         holds.append(hold)
     return holds
 
@@ -168,7 +168,7 @@ def hold_status(group: ShadowGroup, hold: HoldState, *, counts: bool) -> pb.Hold
         first_iteration=begin.first_iteration,
         doubtful=hold.doubtful,
         lacks_buffers=lacks,
-        last=hold.last == hold.stepped,
+        last=hold.final == hold.stepped,
     )
 
 

@@ -69,8 +69,7 @@ def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
         state.drain()
     _read_on(node, node.now() + timeout, again=again)
     with node.changed:
-        if state.phase is Phase.DRAINING:
-            state.phase = Phase.DRAINED
+        state.end_drain()
         return _answer(node)
 
 
@@ -100,7 +99,7 @@ def fence(
             raise CallRefused(
                 f"incarnation {number} has begun in the meantime, and is not fenced", precondition=True
             )
-        state.phase = Phase.ANSWERED
+        state.end_fence()
         if state.groups:
             stands = "; ".join(_stands(hold) for _, hold in state.holds)
             stepped = max((hold.stepped for _, hold in state.holds), default=-1)

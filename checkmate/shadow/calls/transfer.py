@@ -29,7 +29,7 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
         hold = group.hold(header.shard.shard)
     late = node.load(hold, header.iteration, seeds.read_all(group.layout.parameters))
     with node.moving() as known:
-        known.tally.seeds += 1
+        known.tally.count_seeds()
         group.records.adopt(header.record)
     return late
 
@@ -77,9 +77,10 @@ def _reply(group: ShadowGroup, part: pb.RecordPart, now: float) -> pb.RecordRepl
     reply = pb.RecordReply(iteration=part.iteration, wanted=wanted)
     if part.position == 0:  # it reports to the user
         troubled = [hold for hold in group.holds if hold.doubtful or (hold.trouble and not hold.live)]
-        reply.trouble = "; ".join(f"{hold}: {hold.trouble}" for hold in troubled)
-        reply.buffers = group.records.take_wants_buffers()
-        reply.suspects.extend(one for hold in group.holds for one in hold.suspects)
+        words = "; ".join(f"{hold}: {hold.trouble}" for hold in troubled)
+        suspects = [suspect for hold in group.holds for suspect in hold.suspects]
+        buffers = group.records.take_wants_buffers()
+        reply.MergeFrom(pb.RecordReply(trouble=words, buffers=buffers, suspects=suspects))
     return reply
 
 
@@ -87,7 +88,7 @@ def _to_ask(hold: HoldState, now: float) -> list[int]:
     """Return the parameters to request from trainers, unless another holder provides them."""
     if not hold.wants_seeds or hold.from_holder or now - hold.asked < ASKED_SECONDS:
         return []
-    hold.asked = now
+    hold.note_seeds_asked(now)
     return hold.wanted()
 
 
@@ -104,7 +105,7 @@ def reserve(node: Node, request: pb.ReserveRequest) -> pb.ReserveReply:
         stepped = max((hold.stepped for hold in live), default=-1)
         if not live or node.state.fenced or not _reserve_all(node, live, iteration):
             return pb.ReserveReply(granted=False, stepped=stepped)
-        node.state.reserved.setdefault(iteration, []).append(node.now() + seconds)
+        node.state.reserve(iteration, node.now() + seconds)
         return pb.ReserveReply(granted=True, stepped=stepped)
 
 
@@ -146,15 +147,11 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         if iteration not in reserved and not (hold.settled and hold.stepped == iteration):
             raise _refused(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")
         if iteration in reserved and not _kept(hold, iteration):
-            check_waiting(node.job, node.fetches_waiting)
-            node.fetches_waiting += 1
-            try:
-                node.wait_for(
-                    lambda: _kept(hold, iteration) or iteration not in reserved or hold not in node.data,
-                    timeout,
-                )
-            finally:
-                node.fetches_waiting -= 1
+            check_waiting(node.job, node.waiting_fetches)
+            node.wait_for_fetch(
+                lambda: _kept(hold, iteration) or iteration not in reserved or hold not in node.data,
+                timeout,
+            )
         if hold not in node.data:
             raise CallRefused("it does not hold this shard any more", precondition=True)
         if not _kept(hold, iteration):

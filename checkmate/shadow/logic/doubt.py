@@ -27,6 +27,10 @@ class Doubt:
         if self.active:
             self._last = max(self._last, iteration)
 
+    def continue_from(self, earlier: Doubt) -> None:
+        """Keep in mind what was doubtful in the same state before a restart."""
+        self.past = earlier.past
+
     def covers(self, iteration: int) -> bool:
         """Return whether saved state of an iteration may be wrong."""
         return self.active or any(iteration in doubtful for doubtful in self.past)

@@ -50,6 +50,16 @@ class ShadowGroup:
     dropped: dict[int, str] = field(default_factory=dict)
     """Reasons, by shard, why a restart dropped the hold; kept until the next `Begin`."""
 
+    def reach(self, iteration: int) -> None:
+        """Note that trainers have connected at this iteration."""
+        self.reached = max(self.reached, iteration)
+
+    def remove(self, hold: HoldState, why: str) -> None:
+        """Remove a hold. Keep the reason if a restart loses something with it."""
+        self.holds.remove(hold)
+        if hold.holds_something:
+            self.dropped[hold.plan.shard] = why
+
     @property
     def newest(self) -> int:
         """The newest iteration that the trainers are known to have reached."""

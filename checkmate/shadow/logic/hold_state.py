@@ -49,6 +49,15 @@ class StreamState:
     stood: tuple[int, float] = (-1, 0.0)
     """A position below a recorded end, and the time since when it is unchanged."""
 
+    def observe(self, position: int, received: int, *, connected: bool, paused: bool, queued: int) -> None:
+        """Update the state to that of the stream's receiving end."""
+        self.position, self.received = position, received
+        self.connected, self.paused, self.queued = connected, paused, queued
+
+    def discard(self) -> None:
+        """Forget the connection, whose data is discarded."""
+        self.received, self.connected = 0, False
+
     def stands_below(self, end: int, now: float) -> float:
         """Return the seconds that it has not moved below `end`, without our own pauses."""
         if self.paused or self.position >= end:
@@ -105,7 +114,7 @@ class HoldState:
     lag_said: bool = False
     stepping: int | None = None  # an iteration whose record is not kept yet
     loading: int = 0  # calls that load seeds at the moment
-    last: int | None = None  # the iteration after which none follows
+    final: int | None = None  # the iteration after which none follows
     released: int = field(init=False)
     """The last iteration whose gradients are used up."""
     in_full: int = field(init=False)
@@ -187,6 +196,62 @@ class HoldState:
         if snapshot.version > self._version:
             self._version, self.at = snapshot
 
+    def begin_step(self, iteration: int) -> None:
+        """Note that a step to this iteration writes the tensors."""
+        self.stepping = iteration
+
+    def end_step(self, iteration: int, *, final: bool, result: Stepped) -> None:
+        """Update the state after a step, unless the hold has rejoined in the meantime."""
+        self.stepping = None
+        if iteration == self.released + 1:
+            self.released = iteration
+        self.took(result.snapshot)
+        self.final = iteration if final else None
+        self.suspects = result.suspects
+        if result.troubles:
+            self.doubt.found(iteration, result.equal)
+            self.trouble = "; ".join(result.troubles)
+
+    def fail_step(self, snapshot: HoldSnapshot) -> None:
+        """Update the state after a step that has failed."""
+        self.stepping = None
+        self.took(snapshot)
+
+    def end_doubt(self) -> str:
+        """Trust the state again, which was found equal. Return what to report, or "" without a doubt."""
+        if over := self.doubt.over():
+            self.trouble = ""
+        return over
+
+    def begin_load(self) -> None:
+        """Note that a call writes seeds into the tensors."""
+        self.loading += 1
+
+    def end_load(self) -> None:
+        """Note that such a call has ended."""
+        self.loading -= 1
+
+    def note_seeds_asked(self, now: float) -> None:
+        """Note that trainers were asked for seeds."""
+        self.asked = now
+
+    def note_holder(self, *, gives: bool) -> None:
+        """Note whether another holder gives the seeds."""
+        self.from_holder = gives
+
+    def note_trouble(self, trouble: str) -> None:
+        """Keep why the hold is not as it should be, for the status."""
+        self.trouble = trouble
+
+    def reach_farther(self) -> None:
+        """Join twice as far ahead from now on if the last attempt was too late to get live."""
+        if not self.live:
+            self.ahead *= 2
+
+    def lose_state(self) -> None:
+        """Forget the parameters, which are discarded."""
+        self.live, self.at = False, {}
+
     def go_live(self, now: float) -> None:
         """Start to count for commits."""
         self.live, self.ahead, self.trouble = True, AHEAD, self.trouble if self.doubtful else ""
@@ -205,7 +270,7 @@ class HoldState:
         """Stop receiving, and keep the state for readers. Discard iterations that are not stepped."""
         self.settled, self.in_full = True, self.released
         for stream in self.streams:
-            stream.received, stream.connected = 0, False
+            stream.discard()
 
     def joinable(self, newest: int) -> int:
         """Return the iteration at which to join if trainers may be at iteration `newest`."""

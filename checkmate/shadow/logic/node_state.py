@@ -135,10 +135,19 @@ class NodeState:
         for group in self.groups.values():
             self.ended.end(start_of(group.begin))
 
+    def end_drain(self) -> None:
+        """Note that no data has arrived for a while, unless the drain was overtaken by a fence or a start."""
+        if self.phase is Phase.DRAINING:
+            self.phase = Phase.DRAINED
+
     def fence(self) -> None:
         """Stop commits in this start of training for good."""
         self.drain()
         self.phase = Phase.FENCED
+
+    def end_fence(self) -> None:
+        """Note that the fence is answered: the status does not change until the next `Fence` or `Begin`."""
+        self.phase = Phase.ANSWERED
 
     def supersede(self, by: str, now: float) -> None:
         """Note that another start has fenced this one, from the address `by`."""
@@ -258,35 +267,35 @@ class NodeState:
         """Begin a step and return its record, or `None` if the hold has rejoined in the meantime."""
         if due.iteration != due.hold.released + 1:
             return None
-        due.hold.stepping = due.iteration
+        due.hold.begin_step(due.iteration)
         return due.group.records.step(due.iteration)
 
     def stepped(self, due: Due, step: pb.Step, result: Stepped, now: float) -> None:
         """Record the end of a step. A hold that differs stays in doubt until it is found equal."""
         group, hold = due.group, due.hold
-        hold.stepping = None
-        if due.iteration == hold.released + 1:
-            hold.released = due.iteration
-        hold.took(result.snapshot)
-        hold.last = due.iteration if step.last else None
-        hold.suspects = result.suspects
+        hold.end_step(due.iteration, final=step.last, result=result)
         group.records.stepped(due.iteration)
         self.tell(group.records.trouble)
         if result.troubles:
-            self.tally.mismatches += 1
-            hold.doubt.found(due.iteration, result.equal)
-            hold.trouble = "; ".join(result.troubles)
+            self.tally.count_mismatch()
             if (left_out := hold.differences.again(due.iteration)) is not None:
                 self._effects.append(sayings.mismatch(hold, due.iteration, left_out))
             if not self.fenced and hold.doubt.may_renew(now):  # the trainers' state is authoritative
                 self._renew(group, hold, hold.trouble)
-        elif not result.suspects and (over := hold.doubt.over()):
-            hold.trouble = ""
+        elif not result.suspects and (over := hold.end_doubt()):
             self._doubt_over(hold, over)
 
-    def took(self, hold: HoldState, snapshot: HoldSnapshot) -> None:
+    def begin_load(self, hold: HoldState) -> bool:
+        """Return whether to load seeds into a hold: otherwise they are duplicates, or of an earlier start."""
+        if hold.live or hold.settled:
+            return False
+        hold.begin_load()
+        return True
+
+    def end_load(self, hold: HoldState, snapshot: HoldSnapshot) -> None:
         """Record which parameters a hold has after seeds were loaded."""
         before = hold.seeded
+        hold.end_load()
         hold.took(snapshot)
         if hold.seeded and not before:
             self._effects.append(sayings.seeded(hold))
@@ -294,17 +303,20 @@ class NodeState:
     def step_failed(self, due: Due, error: Exception, snapshot: HoldSnapshot) -> None:
         """Reseed a hold that cannot step. During a restart, keep it if its state is still complete."""
         hold, trouble = due.hold, f"stepping iteration {due.iteration} failed: {error}"
-        hold.stepping = None
-        hold.took(snapshot)
+        hold.fail_step(snapshot)
         if self.fenced and hold.seeded:
-            hold.trouble = trouble
+            hold.note_trouble(trouble)
         else:
             self._renew(due.group, hold, trouble)
+
+    def note_trouble(self, trouble: str) -> None:
+        """Add a problem of the node to the status."""
+        self.troubles.append(trouble)
 
     def tell(self, trouble: str) -> None:
         """Log a problem of the node, once, and add it to the status."""
         if trouble and trouble not in self.troubles:
-            self.troubles.append(trouble)
+            self.note_trouble(trouble)
             self._effects.append(sayings.trouble(trouble))
 
     def _doubt_over(self, hold: HoldState, over: str) -> None:
@@ -342,10 +354,14 @@ class NodeState:
             lost = hold.gap(group.records, now, self.grace)
             if lost is not None:
                 if not (hold.busy or hold.has_whole):  # otherwise after that is stepped
-                    self.tally.gaps += 1
+                    self.tally.count_gap()
                     self._join_again(group, hold, lost)
             elif hold.live and (said := hold.lag(group.records.newest, now)):
                 self._effects.append(self._lags.said(hold, *said, now))
+
+    def reserve(self, iteration: int, end: float) -> None:
+        """Keep an iteration readable until the time `end`, beside its other reservations."""
+        self.reserved.setdefault(iteration, []).append(end)
 
     def release(self, iteration: int) -> None:
         """End the reservation of an iteration that expires first."""
@@ -361,10 +377,9 @@ class NodeState:
         """Drop a hold that a restart cannot use. Keep the reason until the next `Begin`."""
         if hold not in group.holds:
             return
-        group.holds.remove(hold)
+        group.remove(hold, why)
         self._effects.append(Close(hold))
         if hold.holds_something:
-            group.dropped[hold.plan.shard] = why
             self._effects.append(sayings.changed(logging.WARNING, hold, "dropped", why, why))
 
     @property
@@ -377,13 +392,12 @@ class NodeState:
 
     def _renew(self, group: ShadowGroup, hold: HoldState, trouble: str) -> None:
         """Reseed a hold from scratch; twice as far ahead if the last attempt was too late."""
-        if not hold.live:
-            hold.ahead *= 2
-        hold.live, hold.at = False, {}
+        hold.reach_farther()
+        hold.lose_state()
         self._effects.append(Empty(hold))
-        hold.trouble = trouble
+        hold.note_trouble(trouble)
         if not self.fenced:
-            hold.trouble += f"; it joins again at iteration {self._join(group, hold)}"
+            hold.note_trouble(f"{trouble}; it joins again at iteration {self._join(group, hold)}")
             message = f"{hold}: {hold.trouble}"
             self._effects.append(sayings.changed(logging.DEBUG, hold, "joining", message, hold.trouble))
 
@@ -399,8 +413,7 @@ class NodeState:
         level = logging.WARNING if hold.live or hold.ahead == AHEAD else logging.DEBUG
         stepped = hold.stepped
         last = f"iteration {stepped} was its last, " if hold.seeded and stepped >= 0 else ""
-        if not hold.live:
-            hold.ahead *= 2
+        hold.reach_farther()
         iteration = self._join(group, hold)
-        hold.trouble = f"{lost}; {last}it joins again at iteration {iteration}"
+        hold.note_trouble(f"{lost}; {last}it joins again at iteration {iteration}")
         self._effects.append(sayings.gap(level, hold, stepped, iteration, lost))

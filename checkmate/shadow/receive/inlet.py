@@ -45,6 +45,14 @@ class BucketSets:
         """Return an iteration's gradients, as flat tensors by index of bucket."""
         return self.tensors[iteration % SETS]
 
+    def release(self, iteration: int) -> None:
+        """Have the sets of iterations up to this one written again."""
+        self.released = iteration
+
+    def clear(self) -> None:
+        """Discard the tensors, for good."""
+        self.tensors = [{} for _ in range(SETS)]
+
     def free_for(self, iteration: int) -> bool:
         """Return whether an iteration's bytes may be written."""
         return iteration <= self.released + SETS
