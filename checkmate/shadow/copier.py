@@ -13,7 +13,7 @@ from checkmate import state
 from checkmate.nodes.reader import Asked, NotReserved, ShardReading, read_shard, reserved
 from checkmate.nodes.stubs import Stubs
 from checkmate.shadow.logic.group import ShadowGroup
-from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.node import Node
 from checkmate.wire.layout import Layout
 
@@ -53,7 +53,7 @@ class Copier:
             if not any(helped):
                 time.sleep(_IDLE_SECONDS)
 
-    def _help(self, group: ShadowGroup, hold: HoldState) -> bool:
+    def _help(self, group: ShadowGroup, hold: Hold) -> bool:
         """Fetch one piece for a hold. Return whether any of its other holders had it."""
         for other in hold.plan.others:
             try:
@@ -67,7 +67,7 @@ class Copier:
                 return True
         return False
 
-    def _piece(self, other: int, group: ShadowGroup, hold: HoldState) -> bool:
+    def _piece(self, other: int, group: ShadowGroup, hold: Hold) -> bool:
         """Fetch some wanted parameters from one other holder. Return whether there was anything to fetch."""
         begin = group.begin
         with reserved(self._stubs, [other], _FETCH_SECONDS, at_least=hold.released) as kept:

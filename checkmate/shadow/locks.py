@@ -11,7 +11,7 @@ from typing import Final
 
 ORDER: Final = ("attempt", "node", "hold", "inlet", "replica", "reader")
 """`attempt`: one connection attempt of a stream (`receive.connector`). `node`: the node's state (`node`).
-`hold`: a hold's replica and buckets, for a whole step (`hold`). `inlet`: a stream's socket and position
+`hold`: a hold's replica and buckets, for a whole step (`resources`). `inlet`: a stream's socket and position
 (`receive.inlet`). `replica`: reservations of its readers (`replica.replica`). `reader`: the streams of a NIC
 (`receive.connector`).
 """

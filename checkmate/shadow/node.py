@@ -24,14 +24,14 @@ from checkmate.nodes.other_ranks import job_ranks
 from checkmate.output.log_lines import GatheredLog, first_and_count, left_out_words
 from checkmate.shadow import locks, memory
 from checkmate.shadow.clock import STALL, AwakeClock, Silence
-from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
-from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.shadow.receive.connector import Connector, Reader
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import hold_plans
+from checkmate.shadow.resources import HoldResources
 
 log = logging.getLogger("checkmate")
 
@@ -66,7 +66,7 @@ class Node:
         self._clock = AwakeClock()
         self._silence = Silence()
         self.state = NodeState(job, node_id, self.now(), receive_buffer=receive_buffer, grace=grace)
-        self.data: dict[HoldState, Hold] = {}
+        self.resources: dict[Hold, HoldResources] = {}
         """The tensors and sockets of each hold of `state`."""
         self.step_seconds = 0.0
         self.waiting_fetches = 0
@@ -111,15 +111,15 @@ class Node:
         with self.moving():
             pass
 
-    def holds(self) -> list[Hold]:
-        """Return all holds, by group."""
+    def all_resources(self) -> list[HoldResources]:
+        """Return the resources of all holds, by group."""
         with self.changed:
-            return [self.data[hold] for _, hold in self.state.holds]
+            return [self.resources[hold] for _, hold in self.state.holds]
 
     def unread(self) -> int:
         """Return the number of bytes that this machine has received and this process could read."""
         with self.changed:
-            inlets = [inlet for hold in self.data.values() for inlet in hold.inlets if not inlet.paused]
+            inlets = [i for resources in self.resources.values() for i in resources.inlets if not i.paused]
         return sum(inlet.queued() for inlet in inlets) + sum(count() for count in self.also_unread)
 
     def silent_since(self, *, unread: bool = False) -> float:
@@ -151,38 +151,38 @@ class Node:
     def step(self, due: Due) -> None:
         """Step one hold. Do nothing if it has rejoined in the meantime."""
         with self.changed:
-            hold = self.data.get(due.hold)
-            step = None if hold is None else self.state.begin_step(due)
-        if hold is None or step is None:
+            resources = self.resources.get(due.hold)
+            step = None if resources is None else self.state.begin_step(due)
+        if resources is None or step is None:
             return
         try:
-            result = hold.step(due.iteration, step)
+            result = resources.step(due.iteration, step)
         except Exception as error:
-            left_out = hold.state.failures.again(due.iteration)
+            left_out = due.hold.failures.again(due.iteration)
             if left_out is not None:
                 words = left_out_words(left_out)
-                log.exception("%s: stepping iteration %d failed%s", hold, due.iteration, words)
-            snapshot = hold.snapshot()
+                log.exception("%s: stepping iteration %d failed%s", due.hold, due.iteration, words)
+            snapshot = resources.snapshot()
             with self.moving() as state:
                 state.step_failed(due, error, snapshot)
             return
         with self.moving() as state:
             state.stepped(due, step, result, self.now())
 
-    def load(self, hold: HoldState, iteration: int, parameters: Seeds) -> list[int]:
+    def load(self, hold: Hold, iteration: int, parameters: Seeds) -> list[int]:
         """Load parameters in their state after `iteration`. Return late ones, whose next gradients are gone.
 
         Does nothing if the hold is live or settled: the seeds are duplicates, or belong to an earlier start.
         Raises `ReplicaError` if one does not fit.
         """
         with self.changed:
-            data = self.data.get(hold)
-            if data is None or not self.state.begin_load(hold):
+            resources = self.resources.get(hold)
+            if resources is None or not self.state.begin_load(hold):
                 return []
         try:
-            return data.load(iteration, ((n, *values) for n, values in parameters.items()))
+            return resources.load(iteration, ((n, *values) for n, values in parameters.items()))
         finally:
-            snapshot = data.snapshot()
+            snapshot = resources.snapshot()
             with self.moving() as state:
                 state.end_load(hold, snapshot)
 
@@ -193,8 +193,8 @@ class Node:
             self.changed.notify_all()
         self._connector.stop()
         self._breaks.flush()
-        for hold in self.holds():
-            hold.close()
+        for resources in self.all_resources():
+            resources.close()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -202,8 +202,8 @@ class Node:
             reader.stop()
 
     def _follow_up(self) -> None:
-        for hold in self.data.values():
-            hold.look()
+        for resources in self.resources.values():
+            resources.observe()
         self.state.refresh(self.now())
         for effect in self.state.take_effects():
             self._carry_out(effect)
@@ -211,18 +211,18 @@ class Node:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Connect(state):
-                self._connect(self.data[state])
-            case Join(state):
-                self.data[state].join()
-                self._connect(self.data[state])
-            case Empty(state):
-                self.data[state].empty()
-            case Close(state):
-                self.data.pop(state).close()
+            case Connect(hold):
+                self._connect(hold)
+            case Join(hold):
+                self.resources[hold].join()
+                self._connect(hold)
+            case Empty(hold):
+                self.resources[hold].empty()
+            case Close(hold):
+                self.resources.pop(hold).close()
             case Release(iteration):
-                for hold in self.data.values():
-                    hold.replica.release(iteration)
+                for resources in self.resources.values():
+                    resources.replica.release(iteration)
             case Log(level, message, None):
                 log.log(level, "%s", message)
             case Log(level, message, Happened() as event):
@@ -232,8 +232,8 @@ class Node:
         """Connect a hold's streams in the background."""
         for reader in self.readers:
             reader.wake()  # to close sockets of closed inlets
-        incarnation = self.state.groups[hold.state.plan.group].begin.incarnation
-        for inlet in hold.inlets:
+        incarnation = self.state.groups[hold.plan.group].begin.incarnation
+        for inlet in self.resources[hold].inlets:
             self._connector.connect(inlet, incarnation)
 
     def _broken(self, inlet: Inlet) -> None:
@@ -284,12 +284,12 @@ class Node:
             if self.stopping:
                 return
             self._stepping = True
-            stepped = [self.data[one.hold] for one in due]
+            stepped = [self.resources[step.hold] for step in due]
         start = time.monotonic()
-        for one in due:
-            self.step(one)
+        for step in due:
+            self.step(step)
         self.step_seconds = time.monotonic() - start
-        if [hold for hold in stepped if hold.take_loaded()]:
+        if [resources for resources in stepped if resources.take_loaded()]:
             memory.trim()
         with self.moving() as state:
             state.tally.count_steps(self.step_seconds)

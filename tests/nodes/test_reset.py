@@ -76,7 +76,7 @@ def test_it_waits_for_the_end_of_training(stack: ExitStack) -> None:
         for number in (0, 1):
             said = here.status(number)
             assert (said.holds_nothing, list(said.holds), said.generation, said.discarded) == (True, [], 3, 3)
-        assert not here.nodes[0].node.data
+        assert not here.nodes[0].node.resources
         found = reset.ask(here.job, stubs)
         assert found == Discard(3, None, (0, 1))
 

@@ -125,9 +125,11 @@ def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None
     optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
     for planned in Demand(here.job, (whole,), optimizer, LINE, RECEIVE_BUFFER).nodes:
         real = here.nodes[planned.node].node
-        taken = sum(bytes_of_hold(hold) for hold in real.holds())
+        taken = sum(bytes_of_hold(resources) for resources in real.all_resources())
         assert taken == pytest.approx(planned.memory.process, rel=0.01)
-        assert sum(nic.streams for nic in planned.nics) == sum(len(hold.inlets) for hold in real.holds())
+        assert sum(nic.streams for nic in planned.nics) == sum(
+            len(resources.inlets) for resources in real.all_resources()
+        )
 
 
 def options(optimizer: torch.optim.Optimizer) -> str:

@@ -237,7 +237,7 @@ def test_reserved_iterations_have_no_more_memory_than_there_is(
     training = here.started()
     training.iterate()
     here.stepped(0)
-    state_bytes = here.hold().replica.nbytes
+    state_bytes = here.resources().replica.nbytes
     assert state_bytes == 3 * 4 * sum(p.numel() for p in training.parameters)
     monkeypatch.setattr(machine_memory, "available", lambda: 3 * state_bytes)
 

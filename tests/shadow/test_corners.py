@@ -19,15 +19,15 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls import fence as restarting
 from checkmate.shadow.calls.fence import QUIET, QUIET_AGAIN
-from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.commit import NEVER, Committee
 from checkmate.shadow.logic.group import CallRefused, reusable
-from checkmate.shadow.logic.hold_state import HoldState, Stepped
+from checkmate.shadow.logic.hold import Hold, Stepped
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import TICK, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.replica.replica import ReplicaError
+from checkmate.shadow.resources import HoldResources
 from testbed.small_training import RUN, START
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.world import World, check_now, fence, going_on, settle
@@ -117,23 +117,25 @@ def test_the_parts_of_the_last_step_stay_until_they_are_kept() -> None:
     assert not records.served(0).parts
 
 
-def between_step_and_record(monkeypatch: pytest.MonkeyPatch, hold: Hold, what: Callable[[], None]) -> None:
+def between_step_and_record(
+    monkeypatch: pytest.MonkeyPatch, resources: HoldResources, event: Callable[[], None]
+) -> None:
     """An event occurs when a step is done but its record is not kept yet."""
-    real = hold.step
+    real = resources.step
 
     def step(*arguments: Any) -> Stepped:
         stepped = real(*arguments)
-        what()
+        event()
         return stepped
 
-    monkeypatch.setattr(hold, "step", step)
+    monkeypatch.setattr(resources, "step", step)
 
 
-def join_again(node: Node, hold: HoldState, iteration: int) -> None:
+def join_again(node: Node, hold: Hold, iteration: int) -> None:
     """Return the state as after a gap."""
     with node.changed:
         hold.join(iteration)
-        node.data[hold].join()
+        node.resources[hold].join()
         node.state.forget()
 
 
@@ -143,17 +145,17 @@ def test_a_record_survives_a_gap_between_a_step_and_its_keeping(
     here = world(nodes=1, ranks=2)
     training = here.started()
     node = here.nodes[0].node
-    group, hold = node.state.groups[0], here.hold()
+    group, resources = node.state.groups[0], here.resources()
     done = threading.Event()
 
     def gap() -> None:
-        join_again(node, hold.state, 5)
+        join_again(node, resources.hold, 5)
         done.set()
 
-    between_step_and_record(monkeypatch, hold, gap)
+    between_step_and_record(monkeypatch, resources, gap)
     training.iterate()
     assert done.wait(5)
-    wait_until(lambda: hold.state.stepping is None, "the record")
+    wait_until(lambda: resources.hold.stepping is None, "the record")
     assert group.records.served(0).parts
 
 
@@ -163,8 +165,8 @@ def test_after_a_gap_the_last_good_state_is_restored_with_its_record(world: Call
     training.iterate()
     here.stepped(0)
     node = here.nodes[0].node
-    for one in node.holds():
-        join_again(node, one.state, 5)
+    for _, hold in node.state.holds:
+        join_again(node, hold, 5)
     assert {hold.stepped for hold in fence(here, training)[0].holds} == {0}
     settle(here, training, 0)
     for shard in range(here.job.shards(0)):
@@ -177,8 +179,8 @@ def test_a_hold_that_cannot_step_is_taken_out_and_seeded_anew(
     """It is logged once, and the hold does not stay in doubt; the other node continues meanwhile."""
     here = world(nodes=2, ranks=2)
     training = here.started()
-    hold = here.hold()
-    real: Callable[..., list[str]] = hold.replica.step
+    resources = here.resources()
+    real: Callable[..., list[str]] = resources.replica.step
     tries = []
 
     def step(iteration: int, *arguments: Any) -> list[str]:
@@ -187,13 +189,13 @@ def test_a_hold_that_cannot_step_is_taken_out_and_seeded_anew(
             raise ReplicaError("a gradient is missing")
         return real(iteration, *arguments)
 
-    monkeypatch.setattr(hold.replica, "step", step)
+    monkeypatch.setattr(resources.replica, "step", step)
     training.iterate()
-    wait_until(lambda: not hold.state.live, "that it is out")
-    assert "a gradient is missing" in hold.state.trouble
-    assert not hold.state.seeded
+    wait_until(lambda: not resources.hold.live, "that it is out")
+    assert "a gradient is missing" in resources.hold.trouble
+    assert not resources.hold.seeded
     with going_on(training):
-        wait_until(lambda: hold.state.live, "live again")
+        wait_until(lambda: resources.hold.live, "live again")
     assert tries.count(0) == 1
     here.stepped(training.iteration)
     check_now(here, training)
@@ -246,10 +248,10 @@ def test_a_fenced_node_stays_with_its_answer(world: Callable[..., World]) -> Non
     node = here.nodes[0].node
     assert [hold.in_full for hold in fence(here, training)[0].holds] == [0]
     training.iterate()
-    hold, records = here.hold(), node.state.groups[0].records
-    wait_until(lambda: all(i.iteration == 2 for i in hold.inlets) and records.complete(1), "all")
+    resources, records = here.resources(), node.state.groups[0].records
+    wait_until(lambda: all(i.iteration == 2 for i in resources.inlets) and records.complete(1), "all")
     node.touch()
-    assert (hold.state.in_full, node.state.committee.mine.in_full) == (0, 0)
+    assert (resources.hold.in_full, node.state.committee.mine.in_full) == (0, 0)
     assert [hold.in_full for hold in fence(here, training)[0].holds] == [1]
 
 
@@ -420,11 +422,11 @@ def test_seeds_that_come_late_leave_a_live_hold_alone(world: Callable[..., World
     here = world(nodes=1, ranks=2)
     training = here.started()
     check_now(here, training)
-    hold = here.hold()
-    number = hold.state.parameters[0]
+    resources = here.resources()
+    number = resources.hold.parameters[0]
     tensor, values = training.states[0][number]
-    assert here.nodes[0].node.load(hold.state, 5, {number: (torch.zeros_like(tensor), values)}) == []
-    assert hold.replica.at[number] == 0
+    assert here.nodes[0].node.load(resources.hold, 5, {number: (torch.zeros_like(tensor), values)}) == []
+    assert resources.replica.at[number] == 0
     check_now(here, training)
 
 
@@ -436,11 +438,11 @@ def test_seeds_that_come_late_leave_a_settled_hold_alone(world: Callable[..., Wo
     here.stepped(0)
     fence(here, training)
     settle(here, training, 0)
-    hold = here.hold()
-    hold.state.live = False  # like one that had a gap before, and has the requested iteration
-    number = hold.state.parameters[0]
+    resources = here.resources()
+    resources.hold.live = False  # like one that had a gap before, and has the requested iteration
+    number = resources.hold.parameters[0]
     tensor, values = training.states[0][number]
-    assert here.nodes[0].node.load(hold.state, 5, {number: (torch.zeros_like(tensor), values)}) == []
+    assert here.nodes[0].node.load(resources.hold, 5, {number: (torch.zeros_like(tensor), values)}) == []
     training.check(0, 0, 0)
 
 
@@ -473,17 +475,17 @@ def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None
 def test_fetch_waits_for_the_record_too(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     here = world(nodes=1, ranks=2)
     training = here.started()
-    hold = here.hold()
+    resources = here.resources()
     stepped, go_on = threading.Event(), threading.Event()
 
     def pause() -> None:
         stepped.set()
         assert go_on.wait(5)
 
-    between_step_and_record(monkeypatch, hold, pause)
+    between_step_and_record(monkeypatch, resources, pause)
     request = pb.ReserveRequest(job=here.job.job, iteration=0, seconds=10)
     assert training.stubs[0].Reserve(request, timeout=5).granted
     training.iterate()
     assert stepped.wait(5)
     threading.Timer(0.2, go_on.set).start()
-    assert training.check(0, hold.state.plan.shard, 0).record.parts
+    assert training.check(0, resources.hold.plan.shard, 0).record.parts

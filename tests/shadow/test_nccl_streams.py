@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from checkmate import state
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.hold import Hold
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import hold_plans
 from checkmate.shadow.replica.replica import Replica
+from checkmate.shadow.resources import HoldResources
 from checkmate.wire.layout import Layout, from_json, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.parameter import LayoutError, Parameter
@@ -109,16 +109,18 @@ def test_a_node_assembles_what_nccl_sends(
     for node in (0, 1):
         for plan in hold_plans(made, node):
             replica = Replica(layout, plan.shard, pb.OptimizerSpec(name="SGD"), exact=True)
-            hold = Hold(plan, layout, replica, channels=channels, ranks=ranks, first=0, joined=0)
-            for inlet in hold.inlets:
+            resources = HoldResources(
+                plan, layout, replica, channels=channels, ranks=ranks, first=0, joined=0
+            )
+            for inlet in resources.inlets:
                 key = inlet.plan.side, inlet.plan.channel, plan.shard
                 sent = [streams[key] for _, streams in reduced]
                 assert all(len(data) == inlet.layout.nbytes for data in sent)
                 drain(inlet, b"".join(sent), pick)
             for iteration, (buckets, _) in enumerate(reduced):
-                for index, found in hold.sets.gradients(iteration).items():
+                for index, found in resources.sets.gradients(iteration).items():
                     assert torch.equal(found, buckets[index])
-            hold.close()
+            resources.close()
 
 
 def test_a_chunk_that_is_sent_in_slices_has_one_place() -> None:

@@ -19,7 +19,7 @@ from checkmate import state
 from checkmate.job import boundaries
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.hold_state import StreamState
+from checkmate.shadow.logic.hold import StreamState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.memory import resident
 from checkmate.shadow.receive.connector import Reader

@@ -161,10 +161,10 @@ def test_a_hold_in_doubt_is_seeded_anew_and_offered_once_it_was_found_right(
 ) -> None:
     here = world(nodes=1, ranks=2)
     training = spoiled(here)
-    hold = here.hold()
+    resources = here.resources()
     with going_on(training):
-        wait_until(lambda: hold.state.live, "live again", 30)
-        assert not here.status(0).holds[0].offered or not hold.state.doubtful
+        wait_until(lambda: resources.hold.live, "live again", 30)
+        assert not here.status(0).holds[0].offered or not resources.hold.doubtful
         wait_until(lambda: here.status(0).holds[0].offered, "offered again", 30)
     here.stepped(training.iteration)
     (status,) = here.status(0).holds
@@ -184,12 +184,14 @@ def test_a_hold_in_doubt_is_not_out_for_as_long_as_comparing_takes_to_come_round
     check_now(here, training)
     with torch.no_grad():
         training.parameters[0][0, 0] += 1
-    hold = here.hold()
+    resources = here.resources()
     cycle = 3 * 4 * 512 * 512 // SLICE_BYTES
     with going_on(training):
-        wait_until(lambda: hold.state.doubtful and hold.state.live, "found in the next cycle", 30)
+        wait_until(lambda: resources.hold.doubtful and resources.hold.live, "found in the next cycle", 30)
         live = training.iteration
-        wait_until(lambda: here.status(0).holds[0].offered and not hold.state.doubtful, "that it is over", 30)
+        wait_until(
+            lambda: here.status(0).holds[0].offered and not resources.hold.doubtful, "that it is over", 30
+        )
     assert training.iteration - live < cycle // 2
     check_now(here, training)
 
@@ -207,13 +209,15 @@ def test_what_was_kept_while_in_doubt_is_not_served_once_the_doubt_is_over(
     while training.iteration < 5:
         here.stepped(training.iterate())
     training.iterate()
-    hold = here.hold()
-    wait_until(lambda: "found equal after iteration 0" in hold.state.trouble, "that it is found")
+    resources = here.resources()
+    wait_until(lambda: "found equal after iteration 0" in resources.hold.trouble, "that it is found")
     with going_on(training):
-        wait_until(lambda: here.status(0).holds[0].offered and not hold.state.doubtful, "that it is over", 30)
+        wait_until(
+            lambda: here.status(0).holds[0].offered and not resources.hold.doubtful, "that it is over", 30
+        )
     with pytest.raises(grpc.RpcError, match="iteration 2 was found doubtful later"):
         training.fetch(0, 0, 2)
-    assert [hold.state.doubt.covers(iteration) for iteration in (0, 1, 6)] == [False, True, True]
+    assert [resources.hold.doubt.covers(iteration) for iteration in (0, 1, 6)] == [False, True, True]
 
 
 def test_a_record_that_a_rank_has_dropped_is_a_gap(world: Callable[..., World]) -> None:
@@ -331,23 +335,23 @@ def test_reading_goes_on_while_a_step_takes_long(
     here = world(nodes=1, ranks=2)
     training = here.started()
     go_on, stepping = threading.Event(), threading.Event()
-    hold = here.hold()
-    real = hold.replica.step
+    resources = here.resources()
+    real = resources.replica.step
 
     def slow(*arguments: Any) -> list[str]:
         stepping.set()
         assert go_on.wait(20)
         return real(*arguments)
 
-    monkeypatch.setattr(hold.replica, "step", slow)
+    monkeypatch.setattr(resources.replica, "step", slow)
     training.iterate()
     assert stepping.wait(10)
     training.iterate()
     training.iterate()
-    wait_until(lambda: hold.state.in_full == 1, "the next iteration")
-    wait_until(lambda: any(inlet.paused for inlet in hold.inlets), "the pause")
+    wait_until(lambda: resources.hold.in_full == 1, "the next iteration")
+    wait_until(lambda: any(inlet.paused for inlet in resources.inlets), "the pause")
     assert here.status(0).holds[0].stepped == -1
-    assert hold.state.in_full == 1
+    assert resources.hold.in_full == 1
     go_on.set()
     here.stepped(2)
     check_now(here, training)
@@ -356,15 +360,15 @@ def test_reading_goes_on_while_a_step_takes_long(
 def test_a_node_that_lags_says_so(world: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
     here = world(nodes=1, ranks=2)
     training = here.started()
-    hold = here.hold()
+    resources = here.resources()
     with caplog.at_level(logging.INFO, "checkmate"):
-        with hold.lock:  # like a long step
+        with resources.lock:  # like a long step
             for _ in range(4):
                 training.iterate()
-            wait_until(lambda: "4 iterations behind the trainers" in hold.state.trouble, "the lag")
-            assert hold.state.lag_said
+            wait_until(lambda: "4 iterations behind the trainers" in resources.hold.trouble, "the lag")
+            assert resources.hold.lag_said
         here.stepped(3)
-        wait_until(lambda: not hold.state.trouble, "that it is over")
+        wait_until(lambda: not resources.hold.trouble, "that it is over")
     said = [record.getMessage() for record in caplog.records]
     assert any("a restart must first step all of them" in line for line in said)
     assert any("at most one iteration behind" in line for line in said)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkmate import shadow
 
-STATES = {"NodeState", "ShadowGroup", "HoldState", "StreamState", "Tally"}
+STATES = {"NodeState", "ShadowGroup", "Hold", "StreamState", "Tally"}
 """Classes of `checkmate.shadow.logic` whose attributes others may only read."""
 MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "discard", "update", "setdefault"}
 BELOW = ("receive", "replica")

@@ -16,15 +16,15 @@ from checkmate.events.saying import say
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory
-from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.bounds import check_protocol, check_refused
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, reusable, start_of, warnings
-from checkmate.shadow.logic.hold_state import AHEAD, HoldState
+from checkmate.shadow.logic.hold import AHEAD, Hold
 from checkmate.shadow.logic.record_bounds import check_begin
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import Node
 from checkmate.shadow.receive.plans import HoldPlan, StreamTooLong
 from checkmate.shadow.replica.replica import Replica
+from checkmate.shadow.resources import HoldResources
 from checkmate.wire.layout import Layout
 
 
@@ -48,9 +48,9 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
         records = Records(request.ranks, request.first_iteration, request.buffers)
         if old is not None and kept:
             records.adopt(old.records.served(request.first_iteration - 1))
-        holds = _new_holds(node, request, layout, kept)
-        node.data.update({hold.state: hold for hold in holds})
-        group = ShadowGroup(request, layout, records, [hold.state for hold in holds])
+        holds = {resources.hold: resources for resources in _new_resources(node, request, layout, kept)}
+        node.resources.update(holds)
+        group = ShadowGroup(request, layout, records, list(holds))
         state.begun(group, node.now(), caller)
     number, incarnation, first = request.group, request.incarnation, request.next_iteration
     event = TRAINING_BEGUN(group=number, incarnation=incarnation, iteration=first)
@@ -58,27 +58,32 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
     return warnings(request)
 
 
-def _new_holds(
-    node: Node, request: pb.BeginRequest, layout: Layout, kept: Mapping[int, HoldState]
-) -> list[Hold]:
-    """Return the group's holds on this node. Holds that a restart has `kept`, by shard, keep their state."""
+def _new_resources(
+    node: Node, request: pb.BeginRequest, layout: Layout, kept: Mapping[int, Hold]
+) -> list[HoldResources]:
+    """Return the group's holds on this node, with their resources.
+
+    Holds that a restart has `kept`, by shard, keep their state.
+    """
     first, late = request.first_iteration, request.next_iteration > request.first_iteration
     joined = request.next_iteration + AHEAD if late else first
     ranks, channels = request.ranks, node.job.channels
-    holds = []
+    group = []
     for plan in node.plans:
         if plan.group != request.group:
             continue
         before = kept.get(plan.shard)
-        replica = node.data[before].replica if before is not None else _replica(layout, plan, request)
+        replica = node.resources[before].replica if before is not None else _replica(layout, plan, request)
         try:
-            hold = Hold(plan, layout, replica, channels=channels, ranks=ranks, first=first, joined=joined)
+            resources = HoldResources(
+                plan, layout, replica, channels=channels, ranks=ranks, first=first, joined=joined
+            )
         except StreamTooLong as error:
             raise CallRefused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None
         if before is not None:
-            hold.state.doubt.continue_from(before.doubt)
-        holds.append(hold)
-    return holds
+            resources.hold.doubt.continue_from(before.doubt)
+        group.append(resources)
+    return group
 
 
 def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replica:
@@ -111,9 +116,9 @@ def node_status(node: Node, job: str) -> pb.NodeStatus:
 
 def locked_status(node: Node) -> pb.NodeStatus:
     """Return the node's status. The caller holds the node's lock."""
-    state, data = node.state, [node.data[hold] for _, hold in node.state.holds]
-    for one in data:
-        one.look()
+    state, all_resources = node.state, [node.resources[hold] for _, hold in node.state.holds]
+    for resources in all_resources:
+        resources.observe()
     holds = list(state.holds)
     dropped = [why for group in state.groups.values() for why in group.dropped.values()]
     return pb.NodeStatus(
@@ -133,7 +138,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
         capability=torch.backends.cpu.get_cpu_capability(),
         refusal=state.refusal,
         trouble=[*state.all_troubles, *dropped],
-        pull_seconds=max((pull_seconds(hold) for hold in data), default=0.0),
+        pull_seconds=max((pull_seconds(resources) for resources in all_resources), default=0.0),
         step_seconds=node.step_seconds,
         memory_bytes=memory.resident(),
         nics=[
@@ -144,7 +149,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
     )
 
 
-def hold_status(group: ShadowGroup, hold: HoldState, *, counts: bool) -> pb.HoldStatus:
+def hold_status(group: ShadowGroup, hold: Hold, *, counts: bool) -> pb.HoldStatus:
     """Return the status of a hold on a node that `counts`. The caller holds the node's lock."""
     begin, lacks = group.begin, group.records.lacking(hold.stepped)
     live = hold.live and counts
@@ -172,12 +177,12 @@ def hold_status(group: ShadowGroup, hold: HoldState, *, counts: bool) -> pb.Hold
     )
 
 
-def pull_seconds(hold: Hold) -> float:
+def pull_seconds(resources: HoldResources) -> float:
     """Return the time from first to last byte of the newest complete iteration; 0 if there is none."""
-    inlets = [inlet for inlet in hold.inlets if inlet.layout.nbytes]
+    inlets = [inlet for inlet in resources.inlets if inlet.layout.nbytes]
     times = [{t: (began, ended) for t, began, ended in tuple(inlet.pulls)} for inlet in inlets]
-    common = set.intersection(*(set(one) for one in times)) if times else set()
+    common = set.intersection(*(set(spans) for spans in times)) if times else set()
     if not common:
         return 0.0
-    spans = [one[max(common)] for one in times]
-    return max(ended for _, ended in spans) - min(began for began, _ in spans)
+    pulls = [spans[max(common)] for spans in times]
+    return max(ended for _, ended in pulls) - min(began for began, _ in pulls)

@@ -26,7 +26,7 @@ from checkmate.shadow.logic.bounds import (
 )
 from checkmate.shadow.logic.effects import Due
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start, source_of
-from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.node import Node
 from checkmate.wording import at_iteration
@@ -183,7 +183,7 @@ def _answer(node: Node) -> pb.NodeStatus:
     return answer
 
 
-def _stands(hold: HoldState) -> str:
+def _stands(hold: Hold) -> str:
     return f"{hold} is {at_iteration(hold.stepped)}" if hold.seeded else f"{hold} is not seeded"
 
 
@@ -212,7 +212,7 @@ def reset(node: Node, request: pb.ResetRequest) -> pb.NodeStatus:
     return node_status(node, request.job)
 
 
-def _settle(node: Node, group: ShadowGroup, hold: HoldState, request: pb.SettleRequest) -> None:
+def _settle(node: Node, group: ShadowGroup, hold: Hold, request: pb.SettleRequest) -> None:
     iteration, why = request.iteration, _other_state(group, request)
     with node.changed:
         node.wait_for(lambda: not hold.busy, QUIET)
@@ -222,15 +222,15 @@ def _settle(node: Node, group: ShadowGroup, hold: HoldState, request: pb.SettleR
         if hold.released == before:
             break  # it failed, or training has restarted in the meantime
     with node.moving() as state:
-        data = node.data.get(hold)
-        if data is None:
+        resources = node.resources.get(hold)
+        if resources is None:
             return  # training has restarted in the meantime
         if not (fits and hold.stepped == iteration and not hold.doubtful):
             asked = f"dropped when a restart asked for iteration {iteration}"
             state.drop(group, hold, f"{hold}: {asked}: {why or _stood(hold)}")
             return
         hold.settle()
-    data.settle()
+    resources.settle()
 
 
 def _other_state(group: ShadowGroup, request: pb.SettleRequest) -> str:
@@ -242,7 +242,7 @@ def _other_state(group: ShadowGroup, request: pb.SettleRequest) -> str:
     return ""
 
 
-def _stood(hold: HoldState) -> str:
+def _stood(hold: Hold) -> str:
     """Return how far a hold is that a restart cannot use."""
     stood = f"it was {at_iteration(hold.stepped)}" if hold.seeded else "it was not seeded"
     return hold.trouble or stood

@@ -11,7 +11,7 @@ from checkmate import machine_memory, state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.bounds import check_copies, check_numbers, check_reserve, check_waiting
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job
-from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.record_bounds import check_part, check_seed_header
 from checkmate.shadow.node import Node
 from checkmate.shadow.replica.replica import Replica
@@ -84,7 +84,7 @@ def _reply(group: ShadowGroup, part: pb.RecordPart, now: float) -> pb.RecordRepl
     return reply
 
 
-def _to_ask(hold: HoldState, now: float) -> list[int]:
+def _to_ask(hold: Hold, now: float) -> list[int]:
     """Return the parameters to request from trainers, unless another holder provides them."""
     if not hold.wants_seeds or hold.from_holder or now - hold.asked < ASKED_SECONDS:
         return []
@@ -100,7 +100,7 @@ def reserve(node: Node, request: pb.ReserveRequest) -> pb.ReserveReply:
         check_reserve(request, node.state.newest, sum(map(len, node.state.reserved.values())))
         live = [hold for _, hold in node.state.holds if hold.live]
         if iteration not in node.state.reserved and node.state.reserved:
-            nbytes = sum(node.data[hold].replica.nbytes for hold in live)
+            nbytes = sum(node.resources[hold].replica.nbytes for hold in live)
             check_copies(len(node.state.reserved) + 1, nbytes, machine_memory.available())
         stepped = max((hold.stepped for hold in live), default=-1)
         if not live or node.state.fenced or not _reserve_all(node, live, iteration):
@@ -109,11 +109,11 @@ def reserve(node: Node, request: pb.ReserveRequest) -> pb.ReserveReply:
         return pb.ReserveReply(granted=True, stepped=stepped)
 
 
-def _reserve_all(node: Node, holds: Sequence[HoldState], iteration: int) -> bool:
+def _reserve_all(node: Node, holds: Sequence[Hold], iteration: int) -> bool:
     """Reserve on all holds or on none. Fails if one has begun the next step or is in doubt."""
     granted: list[Replica] = []
     for hold in holds:
-        replica = node.data[hold].replica
+        replica = node.resources[hold].replica
         unfit = hold.released > iteration or hold.doubt.covers(iteration)
         if unfit or not replica.reserve(iteration):
             for one in granted:
@@ -143,16 +143,16 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
             raise CallRefused(f"DP group {request.shard.group} has not begun here", precondition=True)
         hold = group.hold(request.shard.shard)
         check_numbers("the request", request.parameters, hold.parameters)
-        replica = node.data[hold].replica
+        replica = node.resources[hold].replica
         if iteration not in reserved and not (hold.settled and hold.stepped == iteration):
             raise _refused(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")
         if iteration in reserved and not _kept(hold, iteration):
             check_waiting(node.job, node.waiting_fetches)
             node.wait_for_fetch(
-                lambda: _kept(hold, iteration) or iteration not in reserved or hold not in node.data,
+                lambda: _kept(hold, iteration) or iteration not in reserved or hold not in node.resources,
                 timeout,
             )
-        if hold not in node.data:
+        if hold not in node.resources:
             raise CallRefused("it does not hold this shard any more", precondition=True)
         if not _kept(hold, iteration):
             raise _refused(hold, f"iteration {iteration} was not stepped in time")
@@ -164,16 +164,16 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
     return state.to_seeds(header, replica.read(iteration, header.parameters) if header.parameters else ())
 
 
-def _kept(hold: HoldState, iteration: int) -> bool:
+def _kept(hold: Hold, iteration: int) -> bool:
     """Return whether an iteration is stepped and its record is available."""
     return hold.released >= iteration and hold.stepping != iteration
 
 
-def _refused(hold: HoldState, message: str) -> CallRefused:
+def _refused(hold: Hold, message: str) -> CallRefused:
     return CallRefused(f"{hold}: {message}", precondition=True)
 
 
-def _header(node: Node, group: ShadowGroup, hold: HoldState, request: pb.FetchRequest) -> pb.SeedHeader:
+def _header(node: Node, group: ShadowGroup, hold: Hold, request: pb.FetchRequest) -> pb.SeedHeader:
     return pb.SeedHeader(
         job=node.job.job,
         incarnation=group.begin.incarnation,

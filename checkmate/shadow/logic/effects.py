@@ -7,31 +7,31 @@ from typing import NamedTuple
 
 from checkmate.events.kinds import Happened
 from checkmate.shadow.logic.group import ShadowGroup
-from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.hold import Hold
 
 
 class Connect(NamedTuple):
     """Connect all streams of a hold."""
 
-    hold: HoldState
+    hold: Hold
 
 
 class Join(NamedTuple):
     """Close a hold's streams, and open new ones that receive from its `joined` on."""
 
-    hold: HoldState
+    hold: Hold
 
 
 class Empty(NamedTuple):
     """Discard a hold's parameters and optimizer state."""
 
-    hold: HoldState
+    hold: Hold
 
 
 class Close(NamedTuple):
     """Close a hold for good."""
 
-    hold: HoldState
+    hold: Hold
 
 
 class Release(NamedTuple):
@@ -56,5 +56,5 @@ class Due:
     """A step to do now."""
 
     group: ShadowGroup
-    hold: HoldState
+    hold: Hold
     iteration: int

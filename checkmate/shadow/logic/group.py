@@ -10,7 +10,7 @@ import torch
 from checkmate.job.schema import Job
 from checkmate.optim.supported import steps_alike
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.records import Records
 from checkmate.wire.layout import Layout
 
@@ -44,7 +44,7 @@ class ShadowGroup:
     begin: pb.BeginRequest
     layout: Layout
     records: Records
-    holds: list[HoldState] = field(default_factory=list)
+    holds: list[Hold] = field(default_factory=list)
     reached: int = 0
     """The newest iteration of the trainers when they last connected."""
     dropped: dict[int, str] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class ShadowGroup:
         """Note that trainers have connected at this iteration."""
         self.reached = max(self.reached, iteration)
 
-    def remove(self, hold: HoldState, why: str) -> None:
+    def remove(self, hold: Hold, why: str) -> None:
         """Remove a hold. Keep the reason if a restart loses something with it."""
         self.holds.remove(hold)
         if hold.holds_something:
@@ -66,7 +66,7 @@ class ShadowGroup:
         seen = [hold.receiving for hold in self.holds]
         return max([self.records.newest + 1, self.begin.next_iteration, self.reached, *seen])
 
-    def hold(self, shard: int) -> HoldState:
+    def hold(self, shard: int) -> Hold:
         """Return a shard's hold. Raise `CallRefused` if the node has none."""
         for hold in self.holds:
             if hold.plan.shard == shard:
@@ -123,7 +123,7 @@ def warnings(request: pb.BeginRequest) -> list[str]:
     return found
 
 
-def reusable(old: ShadowGroup | None, request: pb.BeginRequest, layout: Layout) -> Sequence[HoldState]:
+def reusable(old: ShadowGroup | None, request: pb.BeginRequest, layout: Layout) -> Sequence[Hold]:
     """Return settled holds with exactly the state that a new start continues, and its layout and step."""
     if old is None or not request.keep:
         return ()

@@ -20,7 +20,7 @@ from checkmate.shadow.logic import sayings
 from checkmate.shadow.logic.commit import NEVER, Committee, Progress
 from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, Start, check_job, in_start, start_of
-from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped
+from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped
 from checkmate.shadow.logic.leaving import LEFT, Leaving
 from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
@@ -35,7 +35,7 @@ class NodeState:
     """The state of one shadow node of a job."""
 
     def __init__(self, job: Job, node_id: int, now: float, *, receive_buffer: int, grace: float) -> None:
-        """`receive_buffer` is bytes per stream's socket, `grace` seconds; see `HoldState.gap`."""
+        """`receive_buffer` is bytes per stream's socket, `grace` seconds; see `Hold.gap`."""
         self.job, self.id, self.grace = job, node_id, grace
         self.receive_buffer = receive_buffer
         self.groups: dict[int, ShadowGroup] = {}
@@ -65,7 +65,7 @@ class NodeState:
         return taken
 
     @property
-    def holds(self) -> Iterator[tuple[ShadowGroup, HoldState]]:
+    def holds(self) -> Iterator[tuple[ShadowGroup, Hold]]:
         """All holds, each with its group."""
         for group in list(self.groups.values()):
             for hold in list(group.holds):
@@ -285,14 +285,14 @@ class NodeState:
         elif not result.suspects and (over := hold.end_doubt()):
             self._doubt_over(hold, over)
 
-    def begin_load(self, hold: HoldState) -> bool:
+    def begin_load(self, hold: Hold) -> bool:
         """Return whether to load seeds into a hold: otherwise they are duplicates, or of an earlier start."""
         if hold.live or hold.settled:
             return False
         hold.begin_load()
         return True
 
-    def end_load(self, hold: HoldState, snapshot: HoldSnapshot) -> None:
+    def end_load(self, hold: Hold, snapshot: HoldSnapshot) -> None:
         """Record which parameters a hold has after seeds were loaded."""
         before = hold.seeded
         hold.end_load()
@@ -319,7 +319,7 @@ class NodeState:
             self.note_trouble(trouble)
             self._effects.append(sayings.trouble(trouble))
 
-    def _doubt_over(self, hold: HoldState, over: str) -> None:
+    def _doubt_over(self, hold: Hold, over: str) -> None:
         """Add to the status what was doubtful, and log it if the doubt was logged."""
         message = f"{hold}: {over}"
         self.doubts.setdefault(hold.shard, deque(maxlen=DOUBTS_MOST)).append(message)
@@ -373,7 +373,7 @@ class NodeState:
             del self.reserved[iteration]
         self._effects.append(Release(iteration))
 
-    def drop(self, group: ShadowGroup, hold: HoldState, why: str) -> None:
+    def drop(self, group: ShadowGroup, hold: Hold, why: str) -> None:
         """Drop a hold that a restart cannot use. Keep the reason until the next `Begin`."""
         if hold not in group.holds:
             return
@@ -383,14 +383,14 @@ class NodeState:
             self._effects.append(sayings.changed(logging.WARNING, hold, "dropped", why, why))
 
     @property
-    def _present(self) -> Iterator[tuple[ShadowGroup, HoldState]]:
+    def _present(self) -> Iterator[tuple[ShadowGroup, Hold]]:
         """Holds of the present start of training, without groups that have not begun it."""
         return ((group, hold) for group, hold in self.holds if start_of(group.begin) == self.start)
 
     def _new_committee(self, incarnation: int, start: bytes, now: float) -> Committee:
         return Committee(self.id, [node.id for node in self.job.shadow_nodes], incarnation, now, start=start)
 
-    def _renew(self, group: ShadowGroup, hold: HoldState, trouble: str) -> None:
+    def _renew(self, group: ShadowGroup, hold: Hold, trouble: str) -> None:
         """Reseed a hold from scratch; twice as far ahead if the last attempt was too late."""
         hold.reach_farther()
         hold.lose_state()
@@ -401,14 +401,14 @@ class NodeState:
             message = f"{hold}: {hold.trouble}"
             self._effects.append(sayings.changed(logging.DEBUG, hold, "joining", message, hold.trouble))
 
-    def _join(self, group: ShadowGroup, hold: HoldState) -> int:
+    def _join(self, group: ShadowGroup, hold: Hold) -> int:
         """Join a hold some iterations ahead. Return that iteration."""
         iteration = hold.joinable(group.newest)
         hold.join(iteration)
         self._effects.append(Join(hold))
         return iteration
 
-    def _join_again(self, group: ShadowGroup, hold: HoldState, lost: str) -> None:
+    def _join_again(self, group: ShadowGroup, hold: Hold, lost: str) -> None:
         """Rejoin after a loss, some iterations ahead; twice as many if the last attempt was too late."""
         level = logging.WARNING if hold.live or hold.ahead == AHEAD else logging.DEBUG
         stepped = hold.stepped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from checkmate.shadow.logic.commit import PATIENCE
-from checkmate.shadow.logic.hold_state import StreamState
+from checkmate.shadow.logic.hold import StreamState
 
 _SECONDS = 1.0
 

@@ -25,40 +25,40 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import REFUSAL_MAX
 from checkmate.shadow.logic.commit import Committee
 from checkmate.shadow.logic.effects import Log
-from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.hold import Hold
 from checkmate.wording import at_iteration, counted, shortened
 
 LAG_SECONDS = 60.0
 """Least time between two events about a hold that is behind."""
 
 
-def changed(level: int, hold: HoldState, state: str, message: str, why: str = "") -> Log:
+def changed(level: int, hold: Hold, state: str, message: str, why: str = "") -> Log:
     """Return what is said about a hold that is in another state."""
     group, shard = hold.shard
     event = HOLD_CHANGED(group=group, shard=shard, state=state, iteration=hold.stepped, why=why)
     return Log(level, message, event)
 
 
-def live(hold: HoldState) -> Log:
+def live(hold: Hold) -> Log:
     """Return what is said about a hold that is live from now on."""
     return changed(logging.INFO, hold, "live", f"{hold}: live {at_iteration(hold.stepped)}")
 
 
-def seeded(hold: HoldState) -> Log:
+def seeded(hold: Hold) -> Log:
     """Return what is said about a hold all of whose parameters have arrived."""
     group, shard = hold.shard
     event = SHARD_SEEDED(group=group, shard=shard, iteration=hold.stepped)
     return Log(logging.DEBUG, f"{hold}: seeded {at_iteration(hold.stepped)}", event)
 
 
-def gap(level: int, hold: HoldState, stepped: int, joins: int, why: str) -> Log:
+def gap(level: int, hold: Hold, stepped: int, joins: int, why: str) -> Log:
     """Return what is said about lost gradients. `stepped`: the last iteration before."""
     group, shard = hold.shard
     event = STREAM_GAP(group=group, shard=shard, iteration=stepped, joins=joins, why=why)
     return Log(level, f"{hold}: {hold.trouble}", event)
 
 
-def mismatch(hold: HoldState, iteration: int, left_out: int) -> Log:
+def mismatch(hold: Hold, iteration: int, left_out: int) -> Log:
     """Return what is said about a hold that differs from the trainers' state after an iteration.
 
     `left_out`: how many differences before this one were not said.
@@ -104,7 +104,7 @@ class LagWatch:
         self._behind: set[tuple[int, int]] = set()
         """Shards of which a line says that they are behind."""
 
-    def said(self, hold: HoldState, level: int, message: str, now: float) -> Log:
+    def said(self, hold: Hold, level: int, message: str, now: float) -> Log:
         """Return what is said about a hold that is behind, or has caught up."""
         before = self._said.get(hold.shard)
         if level < logging.WARNING:

@@ -18,7 +18,7 @@ from checkmate.shadow.calls.begin import hold_status
 from checkmate.shadow.clock import STALL
 from checkmate.shadow.logic.effects import Due, Empty, Log
 from checkmate.shadow.logic.group import ShadowGroup
-from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped, StreamState
+from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped, StreamState
 from checkmate.shadow.logic.node_state import DOUBTS_MOST, NodeState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.logic.sayings import LagWatch
@@ -58,14 +58,14 @@ class SimulatedNode:
                 )
                 for s in plan.streams
             ]
-            hold = HoldState(plan, layout.of_shard(plan.shard), streams, 0, 0)
+            hold = Hold(plan, layout.of_shard(plan.shard), streams, 0, 0)
             hold.took(HoldSnapshot(0, dict.fromkeys(hold.parameters, -1)))
             holds.append(hold)
         self.state.begun(ShadowGroup(begin, layout, Records(RANKS, 0), holds), 0.0)
         self.refresh()
 
     @property
-    def holds(self) -> list[HoldState]:
+    def holds(self) -> list[Hold]:
         return self.state.groups[0].holds
 
     def refresh(self) -> None:

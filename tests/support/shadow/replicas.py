@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from checkmate.shadow.hold import Hold
 from checkmate.shadow.replica.replica import Replica
+from checkmate.shadow.resources import HoldResources
 
 
 def iteration_of(replica: Replica) -> int | None:
@@ -22,7 +22,7 @@ def bytes_of_replica(replica: Replica) -> int:
     return sum(tensor.nbytes for tensor in (*held, *values) if isinstance(tensor, torch.Tensor))
 
 
-def bytes_of_hold(hold: Hold) -> int:
+def bytes_of_hold(resources: HoldResources) -> int:
     """Return the bytes of a hold's replica and buckets."""
-    buckets = [bucket for one in hold.sets.tensors for bucket in one.values()]
-    return bytes_of_replica(hold.replica) + sum(bucket.nbytes for bucket in buckets)
+    buckets = [bucket for buckets in resources.sets.tensors for bucket in buckets.values()]
+    return bytes_of_replica(resources.replica) + sum(bucket.nbytes for bucket in buckets)

@@ -11,8 +11,8 @@ from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls.begin import node_status
-from checkmate.shadow.hold import Hold
 from checkmate.shadow.process import Serving
+from checkmate.shadow.resources import HoldResources
 from testbed.copies import Copies, local_job
 from testbed.small_training import RUN, START, SmallTraining
 from tests.support.waiting import wait_until
@@ -74,9 +74,9 @@ class World:
             for group, hold in self.nodes[node].node.state.holds
         )
 
-    def hold(self, node: int = 0) -> Hold:
-        """Return the first hold of a node."""
-        return self.nodes[node].node.holds()[0]
+    def resources(self, node: int = 0) -> HoldResources:
+        """Return the resources of the first hold of a node."""
+        return self.nodes[node].node.all_resources()[0]
 
     def stepped(self, iteration: int, seconds: float = 10) -> None:
         """Wait until all live holds have stepped an iteration."""

@@ -1,4 +1,4 @@
-"""State of a hold: one shard of one DP group, without its tensors and sockets. Pure.
+"""A hold: one shard of one DP group on this node, without its tensors and sockets. Pure.
 
 A hold joins at some iteration, and receives everything from there on. It is seeded, at once or parameter by
 parameter, and steps the parameters it has. It is live once all of them are at the same iteration (design,
@@ -89,8 +89,8 @@ class Stepped:
 
 
 @dataclass(eq=False)
-class HoldState:
-    """One hold. The node's state moves it; what reads or writes tensors is `hold.Hold`."""
+class Hold:
+    """The state and decisions of one hold. `resources.HoldResources` has its tensors and sockets."""
 
     plan: HoldPlan
     parameters: Sequence[int]

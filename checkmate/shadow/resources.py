@@ -1,6 +1,6 @@
-"""The data of a hold: the replica, two sets of buckets, and the receiving ends of the streams.
+"""The resources of a hold: the replica, two sets of buckets, and the receiving ends of the streams.
 
-`hold_state` has its state and decisions; this module writes tensors and reads sockets.
+`logic.hold` has its state and decisions; this module writes tensors and reads sockets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
-from checkmate.shadow.logic.hold_state import HoldSnapshot, HoldState, Stepped, StreamState
+from checkmate.shadow.logic.hold import Hold, HoldSnapshot, Stepped, StreamState
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.shadow.receive.plans import HoldPlan, check_lengths
 from checkmate.shadow.replica.replica import Replica
@@ -19,8 +19,8 @@ from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import stream_layout
 
 
-class Hold:
-    """One shard of one group: its tensors and sockets. `lock` covers replica and buckets."""
+class HoldResources:
+    """The tensors and sockets of one hold. `lock` covers replica and buckets."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Hold:
         first: int,
         joined: int,
     ) -> None:
-        """Create a hold without seeds.
+        """Create the hold and its resources, without seeds.
 
         Args:
             first: the iteration at byte 0 of the streams.
@@ -58,22 +58,22 @@ class Hold:
         ]
         check_lengths(layouts)
         streams = [StreamState(s, laid) for s, laid in zip(plan.streams, layouts, strict=True)]
-        self.state = HoldState(plan, layout.of_shard(plan.shard), streams, first, joined)
+        self.hold = Hold(plan, layout.of_shard(plan.shard), streams, first, joined)
         self.sets = BucketSets(layout, plan.shard, joined - 1)
         self.inlets = self._new_inlets()
         self._version = 0
         self._loaded = False
-        self.state.took(HoldSnapshot(0, dict(replica.at)))
-        self.look()
+        self.hold.took(HoldSnapshot(0, dict(replica.at)))
+        self.observe()
 
     def __str__(self) -> str:
-        return str(self.state)
+        return str(self.hold)
 
-    def look(self) -> None:
-        """Copy the positions of the streams to the state."""
-        if self.state.settled:
+    def observe(self) -> None:
+        """Copy the positions of the streams to the hold."""
+        if self.hold.settled:
             return
-        for inlet, stream in zip(self.inlets, self.state.streams, strict=False):
+        for inlet, stream in zip(self.inlets, self.hold.streams, strict=False):
             paused = inlet.paused
             stream.observe(
                 inlet.position,
@@ -126,15 +126,15 @@ class Hold:
         """Discard parameters and optimizer state."""
         with self.lock:
             self.replica.clear()
-            self.state.took(self._snapshot())
+            self.hold.took(self._snapshot())
 
     def join(self) -> None:
         """Discard all received gradients, and receive from iteration `state.joined` on."""
         self.close()
         with self.lock:
-            self.sets.release(self.state.joined - 1)
+            self.sets.release(self.hold.joined - 1)
             self.inlets = self._new_inlets()
-        self.look()
+        self.observe()
 
     def settle(self) -> None:
         """Discard streams and gradients; keep parameters and optimizer state for readers."""
@@ -153,8 +153,8 @@ class Hold:
         return HoldSnapshot(self._version, dict(self.replica.at))
 
     def _new_inlets(self) -> list[Inlet]:
-        state = self.state
+        hold = self.hold
         return [
-            Inlet(stream.plan, stream.layout, self.sets, first=state.first, joined=state.joined)
-            for stream in state.streams
+            Inlet(stream.plan, stream.layout, self.sets, first=hold.first, joined=hold.joined)
+            for stream in hold.streams
         ]
