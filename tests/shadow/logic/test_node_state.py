@@ -16,7 +16,7 @@ from checkmate.nodes.target import Target, find_target
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import hold_status
 from checkmate.shadow.clock import STALL
-from checkmate.shadow.logic.effects import Due, Empty, Log
+from checkmate.shadow.logic.effects import Due, Empty, Join, Log
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped, StreamState
 from checkmate.shadow.logic.node_state import DOUBTS_MOST, NodeState
@@ -201,7 +201,110 @@ def played(world: SimulatedWorld, doings: list[tuple[str, int, int]]) -> Iterato
     count = len(world.nodes)
     for kind, a, b in doings:
         world.act(kind, a % count, b % count)
+        for node in world.nodes:
+            check_counters(node)
         yield
+
+
+def check_counters(node: SimulatedNode) -> None:
+    """Check the order that `checkmate/shadow/README.md` has of the counters of iterations."""
+    group = node.state.groups[0]
+    assert group.begin.first_iteration == group.records.first
+    assert max(group.begin.next_iteration, group.reached, group.records.newest + 1) <= group.newest
+    for hold in group.holds:
+        assert hold.first <= hold.joined <= hold.released + 1
+        assert hold.released <= hold.in_full
+        assert hold.receiving <= min(hold.released + SETS, group.newest)
+        if hold.in_full >= hold.joined:
+            assert hold.in_full <= min(hold.receiving, group.records.newest)
+        if hold.live:
+            assert hold.stepped == hold.released
+
+
+class RejoiningNode(SimulatedNode):
+    """The only node of a job, whose holds may lose gradients or their state, and join again."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, 0)
+        self.state.grace = 1.0
+        self.version = max(hold.stepped for hold in self.holds) + 2
+
+    def refresh(self) -> None:
+        self.state.refresh(self.now)
+        for effect in self.state.take_effects():
+            if isinstance(effect, Join):
+                for stream in effect.hold.streams:
+                    begin = stream.layout.nbytes * (effect.hold.joined - effect.hold.first)
+                    stream.observe(begin, 0, connected=True, paused=False, queued=0)
+
+    def receive(self, newest: int) -> None:
+        for hold in self.holds:
+            for stream in hold.streams:
+                position = stream.position + stream.layout.nbytes // 2
+                end = stream.layout.nbytes * (min(newest, hold.released + SETS) + 1)
+                if position <= end:
+                    stream.observe(position, position, connected=True, paused=position == end, queued=0)
+
+    def train(self, newest: int) -> None:
+        for position in range(RANKS):
+            self.inbox.append(pb.RecordPart(iteration=newest, position=position, run="one", start=b"one"))
+
+    def end_step(self, trouble: str = "") -> None:
+        """Step a hold for which a step is due, and find it equal, or not."""
+        for due in self.state.due(self.now)[:1]:
+            record = self.state.begin_step(due)
+            assert record is not None
+            before = due.iteration - 1
+            at = {n: before + (i == before) for n, i in due.hold.at.items()}
+            snapshot = HoldSnapshot(self.next_version(), at)
+            troubles = (trouble,) if trouble else ()
+            self.state.stepped(due, record, Stepped(snapshot, troubles, before), self.now)
+
+    def seed(self, late: int) -> None:
+        """Load all parameters that a hold wants, as trainers send them some iterations later."""
+        for hold in self.holds:
+            wanted = hold.wanted()
+            if wanted and self.state.begin_load(hold):
+                at = {**hold.at, **dict.fromkeys(wanted, hold.released + late)}
+                self.state.end_load(hold, HoldSnapshot(self.next_version(), at))
+
+    def next_version(self) -> int:
+        self.version += 1
+        return self.version
+
+
+COUNTED = [*["train"] * 3, *["receive"] * 4, *["record"] * 5, *["step"] * 6, "seed", "seed late", "differ"]
+COUNTED += ["pass over", "wait", "reach"]
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from(COUNTED), min_size=60, max_size=200))
+def test_the_counters_of_a_hold_keep_their_order(doings: list[str]) -> None:
+    node, newest = RejoiningNode(local_job(nodes=1, ranks=RANKS)), -1
+    for doing in doings:
+        match doing:
+            case "train":
+                newest += 1
+                node.train(newest)
+            case "receive":
+                node.receive(newest)
+            case "record":
+                node.take_record()
+            case "step":
+                node.end_step()
+            case "differ":
+                node.end_step("p0 differs")
+            case "seed" | "seed late":
+                node.seed(late=doing == "seed late")
+            case "pass over":
+                newest += 1
+            case "wait":
+                node.now += 3600.0
+            case "reach":
+                node.state.groups[0].reach(newest + 1)
+        node.state.tick(node.now)
+        node.refresh()
+        check_counters(node)
 
 
 @settings(max_examples=150)
