@@ -1,5 +1,8 @@
 """Protects the gRPC server from requests that do not come, do not end, or cannot be read.
 
+A client that opens calls and sends no request would keep a worker with each. A few may wait for long, because
+a network may be slow; many of one host may not.
+
 Deserialisers do not raise, because grpcio keeps about 16 KB for each message for which one does. Recovery
 has workers of its own, so that transfers of state cannot delay it.
 """
@@ -8,18 +11,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from checkmate.keys.contexts import host_of_call
-from checkmate.shadow.logic.admission import WaitingCalls
 from checkmate.shadow.logic.group import CallRefused
 
+REQUEST_SECONDS: Final = 5.0
+"""How long a call may wait for its request."""
+IDLE_SECONDS: Final = 60.0
+"""How long a stream that has begun may wait for its client to send or to read."""
+CROWD: Final = 8
+"""If a host has, or had lately, more calls without a request, they have `CROWDED_SECONDS`."""
+CROWDED_SECONDS: Final = 0.25
+REMEMBERED_SECONDS: Final = 10.0
+"""How long a host that was a crowd may not have more than `CROWD` calls without a request."""
 _TICK_SECONDS: Final = 0.1
 _SMALL: Final = 1 << 20
 _LARGE: Final = {"Begin": 64 << 20, "Seed": 256 << 20, "Copy": 16 << 20, "Parts": 16 << 20}
@@ -54,11 +66,61 @@ def reader(parse: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]
     return read
 
 
+@dataclass(slots=True)
+class _Wait:
+    host: str
+    since: float
+    first: bool
+
+
+class WaitingCalls:
+    """The calls that wait for their clients at the moment, by key, and which have waited too long. Pure."""
+
+    def __init__(self) -> None:
+        self._waits: dict[Hashable, _Wait] = {}
+        self._crowds: dict[str, float] = {}  # when a host was last a crowd
+
+    def begin(self, key: Hashable, host: str, now: float) -> bool:
+        """Record a new call, which waits for its request. Return false if its host has too many already."""
+        crowded = now - self._crowds.get(host, -REMEMBERED_SECONDS) < REMEMBERED_SECONDS
+        if crowded and self._count(host) >= CROWD:
+            return False
+        self._waits[key] = _Wait(host, now, first=True)
+        return True
+
+    def wait(self, key: Hashable, host: str, now: float) -> None:
+        """Record that a call that has begun waits for its client."""
+        self._waits[key] = _Wait(host, now, first=False)
+
+    def done(self, key: Hashable) -> None:
+        """Record that a call does not wait any more."""
+        self._waits.pop(key, None)
+
+    def late(self, now: float) -> list[Hashable]:
+        """Return, and forget, the calls that have waited too long."""
+        self._crowds = {host: at for host, at in self._crowds.items() if now - at < REMEMBERED_SECONDS}
+        found = [key for key, one in self._waits.items() if now - one.since > self._patience(one)]
+        for host in {self._waits[key].host for key in found if self._count(self._waits[key].host) > CROWD}:
+            self._crowds[host] = now
+        for key in found:
+            del self._waits[key]
+        return found
+
+    def _patience(self, one: _Wait) -> float:
+        if not one.first:
+            return IDLE_SECONDS
+        crowded = one.host in self._crowds or self._count(one.host) > CROWD
+        return CROWDED_SECONDS if crowded else REQUEST_SECONDS
+
+    def _count(self, host: str) -> int:
+        return sum(one.first and one.host == host for one in self._waits.values())
+
+
 class CallGuard:
     """Ends calls that wait too long for their clients, between `start` and `stop`."""
 
     def __init__(self) -> None:
-        self._admission = WaitingCalls()
+        self._calls = WaitingCalls()
         self._contexts: dict[object, grpc.ServicerContext] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -131,9 +193,9 @@ class CallGuard:
         with self._lock:
             admitted = True
             if first:
-                admitted = self._admission.begin(key, host, now)
+                admitted = self._calls.begin(key, host, now)
             else:
-                self._admission.wait(key, host, now)
+                self._calls.wait(key, host, now)
             if admitted:
                 self._contexts[key] = context
         if not admitted:
@@ -146,13 +208,13 @@ class CallGuard:
             yield
         finally:
             with self._lock:
-                self._admission.done(key)
+                self._calls.done(key)
                 self._contexts.pop(key, None)
 
     def _watch(self) -> None:
         while not self._stopping.wait(_TICK_SECONDS):
             with self._lock:
-                late = [self._contexts.pop(key) for key in self._admission.late(time.monotonic())]
+                late = [self._contexts.pop(key) for key in self._calls.late(time.monotonic())]
             for context in late:
                 context.cancel()
 

@@ -10,10 +10,10 @@ import threading
 from typing import Final
 
 ORDER: Final = ("attempt", "node", "hold", "inlet", "replica", "reader")
-"""`attempt`: one connection attempt of a stream (`receive.connector`). `node`: the node's state (`node`).
+"""`attempt`: one connection attempt of a stream (`receive.stream_threads`). `node`: the state of the node.
 `hold`: a hold's replica and buckets, for a whole step (`resources`). `inlet`: a stream's socket and position
 (`receive.inlet`). `replica`: reservations of its readers (`replica.replica`). `reader`: the streams of a NIC
-(`receive.connector`).
+(`receive.stream_threads`).
 """
 
 

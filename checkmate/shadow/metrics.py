@@ -17,8 +17,8 @@ from prometheus_client.metrics_core import (
 )
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.leaving import LEFT
-from checkmate.shadow.logic.tally import Tally
+from checkmate.shadow.logic.node_state import Tally
+from checkmate.shadow.logic.phases import LEFT
 from checkmate.shadow.view import lag, state_of
 from checkmate.wording import counted
 

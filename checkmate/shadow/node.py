@@ -28,9 +28,9 @@ from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, J
 from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
-from checkmate.shadow.receive.connector import Connector, Reader
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import hold_plans
+from checkmate.shadow.receive.stream_threads import Connector, Reader
 from checkmate.shadow.resources import HoldResources
 
 log = logging.getLogger("checkmate")

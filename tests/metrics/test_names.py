@@ -14,7 +14,7 @@ from checkmate.consolidate.follow import Saved
 from checkmate.consolidate.metrics import KeeperTally, families
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import metrics as of_shadow
-from checkmate.shadow.logic.tally import Tally
+from checkmate.shadow.logic.node_state import Tally
 from controlplane import metrics as of_controller
 from controlplane.guard import Refusal
 from controlplane.metrics import StrayPackets

@@ -21,7 +21,7 @@ from checkmate.nodes.standing import Answers, beginning_of, newest_beginnings
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
-from checkmate.shadow.logic import leaving
+from checkmate.shadow.logic import phases
 from testbed.small_training import SmallTraining
 from tests.support.cli import invoke
 from tests.support.labs.end_hosts import needs_buffers
@@ -77,7 +77,7 @@ def test_a_node_leaves_once_another_one_holds_its_shards(stack: ExitStack) -> No
         assert draining.drain(here.job, stubs, 0, SECONDS) == [(0, 0), (0, 1)]
         said = here.status(0)
         assert (said.left, said.holds_nothing, list(said.holds)) == (True, True, [])
-        assert leaving.LEFT in said.trouble
+        assert phases.LEFT in said.trouble
         assert not here.nodes[0].node.resources
         assert draining.drain(here.job, stubs, 0, SECONDS) == [], "it may be repeated"
         with pytest.raises(NotDrained, match=r"shadow node 1 .* only live state of shard 0 of DP group 0"):
@@ -109,7 +109,7 @@ def test_holders_that_are_drained_at_the_same_time_do_not_both_leave(stack: Exit
 
 @needs_buffers
 def test_a_node_that_nobody_tells_to_go_stays(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaving, "UNDECIDED_SECONDS", 0.3)
+    monkeypatch.setattr(phases, "UNDECIDED_SECONDS", 0.3)
     here, training, stubs = trained(stack)
     with going_on(training):
         said = leave(stubs, 0, Step.ASK)

@@ -22,7 +22,7 @@ from checkmate.shadow.calls.fence import QUIET, QUIET_AGAIN
 from checkmate.shadow.logic.commit import NEVER, Committee
 from checkmate.shadow.logic.group import CallRefused, reusable
 from checkmate.shadow.logic.hold import Hold, Stepped
-from checkmate.shadow.logic.phase import Phase
+from checkmate.shadow.logic.phases import Phase
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import TICK, Node
 from checkmate.shadow.peers import Peers

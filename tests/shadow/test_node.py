@@ -13,11 +13,11 @@ from rich.console import Console
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
+from checkmate.shadow.logic.announcements import PeerWatch
 from checkmate.shadow.logic.commit import SILENCE_MIN
 from checkmate.shadow.logic.effects import Log
 from checkmate.shadow.logic.node_state import NodeState
-from checkmate.shadow.logic.phase import Phase
-from checkmate.shadow.logic.sayings import PeerWatch
+from checkmate.shadow.logic.phases import Phase
 from checkmate.shadow.view import StatusWatch, data, picture
 from testbed.copies import local_job
 from testbed.small_training import RUN

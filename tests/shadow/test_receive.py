@@ -22,7 +22,6 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.hold import StreamState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.memory import resident
-from checkmate.shadow.receive.connector import Reader
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.shadow.receive.plans import (
     SETS,
@@ -34,6 +33,7 @@ from checkmate.shadow.receive.plans import (
     start_of,
     whole_through,
 )
+from checkmate.shadow.receive.stream_threads import Reader
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import Bucket, StreamLayout, stream_layout

@@ -15,8 +15,8 @@ from torch import nn
 from checkmate.optim import supported
 from checkmate.optim.supported import UnsupportedOptimizer, build, spec_of
 from checkmate.planner.models.optimizers import NamedOptimizer, OptimizerError
+from checkmate.shadow.logic.bounds import _check_optimizer
 from checkmate.shadow.logic.group import CallRefused
-from checkmate.shadow.logic.record_bounds import _check_optimizer
 from tests.support.training.optimizer_steps import Trainer, follow
 
 LION = """

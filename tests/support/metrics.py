@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from checkmate.consolidate import metrics as of_keeper
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import metrics as of_shadow
-from checkmate.shadow.logic.tally import Tally
+from checkmate.shadow.logic.node_state import Tally
 from controlplane import metrics as of_controller
 from controlplane.guard import Refusal
 from controlplane.status import StreamCount, StreamStatus, SwitchStatus

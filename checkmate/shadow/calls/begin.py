@@ -16,10 +16,9 @@ from checkmate.events.saying import say
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory
-from checkmate.shadow.logic.bounds import check_protocol, check_refused
+from checkmate.shadow.logic.bounds import check_begin, check_protocol, check_refused
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, reusable, start_of, warnings
 from checkmate.shadow.logic.hold import AHEAD, Hold
-from checkmate.shadow.logic.record_bounds import check_begin
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import Node
 from checkmate.shadow.receive.plans import HoldPlan, StreamTooLong

@@ -27,7 +27,7 @@ from checkmate.shadow.logic.bounds import (
 from checkmate.shadow.logic.effects import Due
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start, source_of
 from checkmate.shadow.logic.hold import Hold
-from checkmate.shadow.logic.phase import Phase
+from checkmate.shadow.logic.phases import Phase
 from checkmate.shadow.node import Node
 from checkmate.wording import at_iteration
 

@@ -6,7 +6,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import locked_status
 from checkmate.shadow.logic.bounds import check_protocol
 from checkmate.shadow.logic.group import CallRefused, check_job, start_of
-from checkmate.shadow.logic.phase import Phase
+from checkmate.shadow.logic.phases import Phase
 from checkmate.shadow.node import Node
 
 

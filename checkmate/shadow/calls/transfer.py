@@ -9,10 +9,16 @@ from collections.abc import Iterator, Sequence
 
 from checkmate import machine_memory, state
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.bounds import check_copies, check_numbers, check_reserve, check_waiting
+from checkmate.shadow.logic.bounds import (
+    check_copies,
+    check_numbers,
+    check_part,
+    check_reserve,
+    check_seed_header,
+    check_waiting,
+)
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job
 from checkmate.shadow.logic.hold import Hold
-from checkmate.shadow.logic.record_bounds import check_part, check_seed_header
 from checkmate.shadow.node import Node
 from checkmate.shadow.replica.replica import Replica
 

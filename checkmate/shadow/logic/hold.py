@@ -8,13 +8,13 @@ parameter, and steps the parameters it has. It is live once all of them are at t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from checkmate.output.log_lines import Repetition
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.doubt import Doubt
+from checkmate.shadow.logic.commit import PATIENCE
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.receive.plans import FARTHEST, SETS, HoldPlan, StreamPlan, ahead_at_most, whole_through
 from checkmate.wire.schedule import StreamLayout
@@ -33,6 +33,12 @@ LAG_SECONDS = 1.0
 
 RECORD_GRACES = 5
 """Multiple of a stream's grace after which an overtaken record counts as lost."""
+
+
+RENEW_SECONDS = (60.0, 3600.0)
+"""First and longest interval between reseeds of a hold that stays doubtful; it doubles each time."""
+
+_PATIENCE_SECONDS = 1.0  # between measurements
 
 
 @dataclass(slots=True)
@@ -67,6 +73,31 @@ class StreamState:
         return now - self.stood[1]
 
 
+class PatienceMeter:
+    """Seconds until the fullest socket buffer overflows at the present rate, measured once per second."""
+
+    def __init__(self, now: float, receive_buffer: int) -> None:
+        """Start to measure. `receive_buffer` is the size of a stream's socket buffer in bytes."""
+        self.seconds = PATIENCE
+        self._receive_buffer = receive_buffer
+        self._measured = now
+        self._received: dict[int, int] = {}
+
+    def measure(self, streams: Iterable[StreamState], now: float) -> None:
+        """Measure the rate of each stream since the last call."""
+        if now - self._measured < _PATIENCE_SECONDS:
+            return
+        passed, self._measured = now - self._measured, now
+        lasts, seen = [PATIENCE], {}
+        for stream in streams:
+            seen[id(stream)] = stream.received
+            rate = (stream.received - self._received.get(id(stream), stream.received)) / passed
+            if rate > 0:
+                lasts.append((self._receive_buffer - stream.queued) / rate)
+        self._received = seen
+        self.seconds = max(0.0, min(lasts))
+
+
 class HoldSnapshot(NamedTuple):
     """Iteration of each seeded parameter. The snapshot with the greater version is newer."""
 
@@ -86,6 +117,52 @@ class Stepped:
     troubles: Sequence[str] = ()
     equal: int = -1
     suspects: Sequence[pb.Suspect] = ()
+
+
+class Doubt:
+    """Whether a hold may differ from the trainers. While `active`, its state is not offered."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._first = self._last = 0
+        self.past: list[range] = []
+        """Iterations whose saved state stays doubtful and must not be used."""
+        self._renewed = self._patience = 0.0
+
+    def found(self, iteration: int, equal: int) -> None:
+        """Record a difference after an iteration. All was last found equal after `equal`."""
+        first = equal + 1
+        self._first = min(first, self._first) if self.active else first
+        self.active, self._last = True, iteration
+
+    def stood(self, iteration: int) -> None:
+        """Record that the state up to an iteration was discarded; if in doubt, it stays doubtful."""
+        if self.active:
+            self._last = max(self._last, iteration)
+
+    def continue_from(self, earlier: Doubt) -> None:
+        """Keep in mind what was doubtful in the same state before a restart."""
+        self.past = earlier.past
+
+    def covers(self, iteration: int) -> bool:
+        """Return whether saved state of an iteration may be wrong."""
+        return self.active or any(iteration in doubtful for doubtful in self.past)
+
+    def over(self) -> str:
+        """End the doubt. Return what to report, or an empty text if there was no doubt."""
+        if not self.active:
+            return ""
+        self.active = False
+        self.past.append(range(self._first, self._last + 1))
+        return f"checkpoints of iterations {self._first} to {self._last} are doubtful, newer ones are not"
+
+    def may_renew(self, now: float) -> bool:
+        """Return whether to reseed the hold: less and less often if that does not help."""
+        if self._patience and now - self._renewed < self._patience:
+            return False
+        least, most = RENEW_SECONDS
+        self._renewed, self._patience = now, min(max(2 * self._patience, least), most)
+        return True
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from checkmate.events.kinds import NODE_DRAINED
@@ -16,19 +17,44 @@ from checkmate.job.schema import Job
 from checkmate.nodes.standing import overlap_words
 from checkmate.output.log_lines import left_out_words
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic import sayings
+from checkmate.shadow.logic import announcements
 from checkmate.shadow.logic.commit import NEVER, Committee, Progress
 from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, Start, check_job, in_start, start_of
-from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped
-from checkmate.shadow.logic.leaving import LEFT, Leaving
-from checkmate.shadow.logic.patience import PatienceMeter
-from checkmate.shadow.logic.phase import Phase
+from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, PatienceMeter, Stepped
+from checkmate.shadow.logic.phases import LEFT, Leaving, Phase
 from checkmate.shadow.logic.starts import EndedStarts, OlderStarts, Superseded
-from checkmate.shadow.logic.tally import Tally
 
 DOUBTS_MOST: Final = 4
 """Doubts of a shard that are past and in the status: newer ones take the place of older ones."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a node has done since its start, counted for its metrics."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    gaps: int = 0
+    mismatches: int = 0
+    seeds: int = 0
+
+    def count_steps(self, seconds: float) -> None:
+        """Count a round of steps, of all holds that were due, which took these seconds."""
+        self.steps += 1
+        self.step_seconds += seconds
+
+    def count_gap(self) -> None:
+        """Count a loss of gradients."""
+        self.gaps += 1
+
+    def count_mismatch(self) -> None:
+        """Count a step after which a hold differed from the trainers."""
+        self.mismatches += 1
+
+    def count_seeds(self) -> None:
+        """Count a stream of seeds."""
+        self.seeds += 1
 
 
 class NodeState:
@@ -55,8 +81,8 @@ class NodeState:
         """By shard: the last times in which checkpoints were doubtful, in words."""
         self.tally = Tally()
         self._patience = PatienceMeter(now, receive_buffer)
-        self._peers = sayings.PeerWatch()
-        self._lags = sayings.LagWatch()
+        self._peers = announcements.PeerWatch()
+        self._lags = announcements.LagWatch()
         self._effects: list[Effect] = []
 
     def take_effects(self) -> list[Effect]:
@@ -161,7 +187,7 @@ class NodeState:
         """
         ended = self.older.of(part)
         if ended is not None and self.older.heard(ended, host, now):
-            self._effects.append(sayings.overlap(self.older.hosts, now - ended.since))
+            self._effects.append(announcements.overlap(self.older.hosts, now - ended.since))
         return ended
 
     def refused(self, request: pb.RefusedRequest) -> None:
@@ -183,7 +209,7 @@ class NodeState:
                 text=request.text,
                 marks=request.marks,
             )
-            self._effects.append(sayings.refused(self.refusal))
+            self._effects.append(announcements.refused(self.refusal))
 
     @property
     def generation(self) -> int:
@@ -196,7 +222,7 @@ class NodeState:
         self.fence()
         self._effects += [Close(hold) for _, hold in self.holds]
         if any(hold.holds_something for _, hold in self.holds):
-            self._effects.append(sayings.reset(generation))
+            self._effects.append(announcements.reset(generation))
         self.groups.clear()
         self.troubles.clear()
         self.doubts.clear()
@@ -229,7 +255,7 @@ class NodeState:
                 hold.update(group.records)
                 if not self.fenced and hold.may_go_live(self.committee.committed):
                     hold.go_live(now)
-                    self._effects.append(sayings.live(hold))
+                    self._effects.append(announcements.live(hold))
             counts = not self.leaving.undecided and (self.fenced or not hold.settled)
             if hold.live and counts:  # a settled one waits for its group's Begin
                 live.append(hold)
@@ -279,7 +305,7 @@ class NodeState:
         if result.troubles:
             self.tally.count_mismatch()
             if (left_out := hold.differences.again(due.iteration)) is not None:
-                self._effects.append(sayings.mismatch(hold, due.iteration, left_out))
+                self._effects.append(announcements.mismatch(hold, due.iteration, left_out))
             if not self.fenced and hold.doubt.may_renew(now):  # the trainers' state is authoritative
                 self._renew(group, hold, hold.trouble)
         elif not result.suspects and (over := hold.end_doubt()):
@@ -298,7 +324,7 @@ class NodeState:
         hold.end_load()
         hold.took(snapshot)
         if hold.seeded and not before:
-            self._effects.append(sayings.seeded(hold))
+            self._effects.append(announcements.seeded(hold))
 
     def step_failed(self, due: Due, error: Exception, snapshot: HoldSnapshot) -> None:
         """Reseed a hold that cannot step. During a restart, keep it if its state is still complete."""
@@ -317,7 +343,7 @@ class NodeState:
         """Log a problem of the node, once, and add it to the status."""
         if trouble and trouble not in self.troubles:
             self.note_trouble(trouble)
-            self._effects.append(sayings.trouble(trouble))
+            self._effects.append(announcements.trouble(trouble))
 
     def _doubt_over(self, hold: Hold, over: str) -> None:
         """Add to the status what was doubtful, and log it if the doubt was logged."""
@@ -325,9 +351,9 @@ class NodeState:
         self.doubts.setdefault(hold.shard, deque(maxlen=DOUBTS_MOST)).append(message)
         if (left_out := hold.differences.over()) is None:
             return
-        self._effects.append(sayings.trouble(f"{message}{left_out_words(left_out)}"))
+        self._effects.append(announcements.trouble(f"{message}{left_out_words(left_out)}"))
         if hold.live:  # a mismatch has ended that, for whoever reads the events
-            self._effects.append(sayings.changed(logging.DEBUG, hold, "live", message, over))
+            self._effects.append(announcements.changed(logging.DEBUG, hold, "live", message, over))
 
     def forget(self) -> None:
         """Drop records that are no longer needed, except during a step."""
@@ -380,7 +406,7 @@ class NodeState:
         group.remove(hold, why)
         self._effects.append(Close(hold))
         if hold.holds_something:
-            self._effects.append(sayings.changed(logging.WARNING, hold, "dropped", why, why))
+            self._effects.append(announcements.changed(logging.WARNING, hold, "dropped", why, why))
 
     @property
     def _present(self) -> Iterator[tuple[ShadowGroup, Hold]]:
@@ -399,7 +425,7 @@ class NodeState:
         if not self.fenced:
             hold.note_trouble(f"{trouble}; it joins again at iteration {self._join(group, hold)}")
             message = f"{hold}: {hold.trouble}"
-            self._effects.append(sayings.changed(logging.DEBUG, hold, "joining", message, hold.trouble))
+            self._effects.append(announcements.changed(logging.DEBUG, hold, "joining", message, hold.trouble))
 
     def _join(self, group: ShadowGroup, hold: Hold) -> int:
         """Join a hold some iterations ahead. Return that iteration."""
@@ -416,4 +442,4 @@ class NodeState:
         hold.reach_farther()
         iteration = self._join(group, hold)
         hold.note_trouble(f"{lost}; {last}it joins again at iteration {iteration}")
-        self._effects.append(sayings.gap(level, hold, stepped, iteration, lost))
+        self._effects.append(announcements.gap(level, hold, stepped, iteration, lost))

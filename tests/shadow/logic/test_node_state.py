@@ -16,12 +16,12 @@ from checkmate.nodes.target import Target, find_target
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import hold_status
 from checkmate.shadow.clock import STALL
+from checkmate.shadow.logic.announcements import LagWatch
 from checkmate.shadow.logic.effects import Due, Empty, Join, Log
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped, StreamState
 from checkmate.shadow.logic.node_state import DOUBTS_MOST, NodeState
 from checkmate.shadow.logic.records import Records
-from checkmate.shadow.logic.sayings import LagWatch
 from checkmate.shadow.logic.starts import SILENT_SECONDS
 from checkmate.shadow.receive.plans import SETS, hold_plans
 from checkmate.wire.layout import Layout, make_layout

@@ -1,12 +1,13 @@
-"""How a node leaves its job when an operator asks for it (`checkmate drain`). Pure.
+"""The phases of a node: of a restart, and of leaving its job. Pure.
 
-Two holders of a shard could be asked at the same moment. So a node leaves in two steps: first it no longer
-counts as a live holder, which everybody sees; then it goes, if another holder still counted after that. In
-between it goes on to step, so it can stay.
+Two holders of a shard could be asked to leave at the same moment (`checkmate drain`). So a node leaves in two
+steps: first it no longer counts as a live holder, which everybody sees; then it goes, if another holder still
+counted after that. In between it goes on to step, so it can stay.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import Final
 
 from checkmate.shadow.logic.group import CallRefused
@@ -15,6 +16,20 @@ UNDECIDED_SECONDS: Final = 10.0
 """How long a node waits between the steps, before it stays."""
 
 LEFT: Final = "it was drained, and holds nothing until it is restarted"
+
+
+class Phase(enum.IntEnum):
+    """Progress of a restart on a node."""
+
+    OPEN = 0
+    DRAINING = 1
+    """Recorded iterations are committed and stepped; known starts of training cannot begin again."""
+    DRAINED = 2
+    """As while draining, and no data has arrived for a while."""
+    FENCED = 3
+    """Nothing more is committed."""
+    ANSWERED = 4
+    """The status was returned, and does not change until the next `Fence` or `Begin`."""
 
 
 class Leaving:
