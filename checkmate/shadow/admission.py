@@ -43,11 +43,11 @@ class Addresses:
 
     def of(self, host: str) -> list[str]:
         """Return a host's addresses; none if its name cannot be resolved."""
-        looked_up, found = self._found.get(host, (-math.inf, []))
+        looked_up, addresses = self._found.get(host, (-math.inf, []))
         if time.monotonic() - looked_up >= self._seconds:
-            found = _resolved(host)
-            self._found[host] = (time.monotonic(), found)
-        return found
+            addresses = _resolved(host)
+            self._found[host] = (time.monotonic(), addresses)
+        return addresses
 
 
 class CallerCheck(grpc.ServerInterceptor):
@@ -72,16 +72,16 @@ class CallerCheck(grpc.ServerInterceptor):
         call = getattr(handler, kind)
 
         @wraps(call)
-        def checked(request: Any, context: grpc.ServicerContext) -> Any:
+        def check_and_call(request: Any, context: grpc.ServicerContext) -> Any:
             self._check(rpc, context)
             return call(request, context)
 
-        made: grpc.RpcMethodHandler[Any, Any] = make(
-            checked,
+        checked_handler: grpc.RpcMethodHandler[Any, Any] = make(
+            check_and_call,
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
-        return made
+        return checked_handler
 
     def _check(self, rpc: str, context: grpc.ServicerContext) -> None:
         host = host_of_call(context.peer())
@@ -130,16 +130,16 @@ def check_caller(rpc: str, uris: Iterable[str], host: str, job: Job, addresses: 
         addresses: Those of shadow nodes' hosts that are DNS names.
     """
     role = caller_role(uris, job)
-    named = [one for one in node_hosts(job) if not _is_address(one)] if role is Role.SHADOW else []
-    check_call(rpc, role, host, job, {one: addresses.of(one) for one in named})
+    names = [name for name in node_hosts(job) if not _is_address(name)] if role is Role.SHADOW else []
+    check_call(rpc, role, host, job, {name: addresses.of(name) for name in names})
 
 
 def _resolved(name: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []  # its node is refused until the name can be resolved
-    return [str(place[0]) for *_, place in found]
+    return [str(address[0]) for *_, address in infos]
 
 
 def _is_address(host: str) -> bool:

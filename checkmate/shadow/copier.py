@@ -48,56 +48,59 @@ class Copier:
     def _run(self) -> None:
         while not self._node.stopping:
             with self._node.changed:
-                holds = [one for one in self._node.state.holds if one[1].plan.others and one[1].wants_seeds]
+                holds = [(group, hold) for group, hold in self._node.state.holds if hold.wants_seeds]
+                holds = [(group, hold) for group, hold in holds if hold.plan.others]
             helped = [self._help(group, hold) for group, hold in holds]
             if not any(helped):
                 time.sleep(_IDLE_SECONDS)
 
     def _help(self, group: ShadowGroup, hold: Hold) -> bool:
         """Fetch one piece for a hold. Return whether any of its other holders had it."""
-        for other in hold.plan.others:
+        for holder in hold.plan.others:
             try:
-                given = self._piece(other, group, hold)
+                has_piece = self._piece(holder, group, hold)
             except (grpc.RpcError, NotReserved, state.StateError, ValueError) as error:
-                log.debug("no seeds of %s from shadow node %d: %s", hold, other, error)
-                given = False
+                log.debug("no seeds of %s from shadow node %d: %s", hold, holder, error)
+                has_piece = False
             with self._node.changed:
-                hold.note_holder(gives=given)
-            if given:
+                hold.note_holder(gives=has_piece)
+            if has_piece:
                 return True
         return False
 
-    def _piece(self, other: int, group: ShadowGroup, hold: Hold) -> bool:
+    def _piece(self, holder: int, group: ShadowGroup, hold: Hold) -> bool:
         """Fetch some wanted parameters from one other holder. Return whether there was anything to fetch."""
         begin = group.begin
-        with reserved(self._stubs, [other], _FETCH_SECONDS, at_least=hold.released) as kept:
+        with reserved(self._stubs, [holder], _FETCH_SECONDS, at_least=hold.released) as reservation:
             with self._node.changed:
-                wanted = some(hold.wanted(), group.layout, PIECE_BYTES)
-            if not wanted:
+                numbers = some(hold.wanted(), group.layout, PIECE_BYTES)
+            if not numbers:
                 return False  # trainers were faster
-            asked = Asked(
+            request = Asked(
                 self._node.job.job,
                 begin.run,
-                kept.iteration,
+                reservation.iteration,
                 *hold.shard,
                 begin.incarnation,
                 begin.start,
-                tuple(wanted),
+                tuple(numbers),
             )
-            found = read_shard(self._stubs.to(other), asked, ShardReading(time.monotonic() + _FETCH_SECONDS))
-        self._node.load(hold, kept.iteration, found.states)
+            piece = read_shard(
+                self._stubs.to(holder), request, ShardReading(time.monotonic() + _FETCH_SECONDS)
+            )
+        self._node.load(hold, reservation.iteration, piece.states)
         with self._node.moving():
-            group.records.adopt(found.header.record)
+            group.records.adopt(piece.header.record)
         return True
 
 
-def some(wanted: Sequence[int], layout: Layout, most: int) -> list[int]:
+def some(numbers: Sequence[int], layout: Layout, most: int) -> list[int]:
     """Return the first parameters, at least one, until their size reaches `most` bytes."""
-    found: list[int] = []
+    first: list[int] = []
     nbytes = 0
-    for number in wanted:
-        found.append(number)
+    for number in numbers:
+        first.append(number)
         nbytes += layout.parameters[number].nbytes
         if nbytes >= most:
             break
-    return found
+    return first

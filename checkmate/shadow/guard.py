@@ -99,21 +99,21 @@ class WaitingCalls:
     def late(self, now: float) -> list[Hashable]:
         """Return, and forget, the calls that have waited too long."""
         self._crowds = {host: at for host, at in self._crowds.items() if now - at < REMEMBERED_SECONDS}
-        found = [key for key, one in self._waits.items() if now - one.since > self._patience(one)]
-        for host in {self._waits[key].host for key in found if self._count(self._waits[key].host) > CROWD}:
+        keys = [key for key, wait in self._waits.items() if now - wait.since > self._patience(wait)]
+        for host in {self._waits[key].host for key in keys if self._count(self._waits[key].host) > CROWD}:
             self._crowds[host] = now
-        for key in found:
+        for key in keys:
             del self._waits[key]
-        return found
+        return keys
 
-    def _patience(self, one: _Wait) -> float:
-        if not one.first:
+    def _patience(self, wait: _Wait) -> float:
+        if not wait.first:
             return IDLE_SECONDS
-        crowded = one.host in self._crowds or self._count(one.host) > CROWD
+        crowded = wait.host in self._crowds or self._count(wait.host) > CROWD
         return CROWDED_SECONDS if crowded else REQUEST_SECONDS
 
     def _count(self, host: str) -> int:
-        return sum(one.first and one.host == host for one in self._waits.values())
+        return sum(wait.first and wait.host == host for wait in self._waits.values())
 
 
 class CallGuard:
@@ -137,11 +137,11 @@ class CallGuard:
             self._thread.join()
 
     def handlers(
-        self, found: Mapping[str, Handler], pools: Mapping[str, ThreadPoolExecutor]
+        self, handlers: Mapping[str, Handler], pools: Mapping[str, ThreadPoolExecutor]
     ) -> dict[str, Handler]:
         """Return a service's handlers, guarded. `pools` has the workers of methods that have their own."""
         return {
-            method: self._guarded(method, handler, pools.get(method)) for method, handler in found.items()
+            method: self._guarded(method, handler, pools.get(method)) for method, handler in handlers.items()
         }
 
     def _guarded(self, method: str, handler: Any, pool: ThreadPoolExecutor | None) -> Handler:
@@ -162,15 +162,15 @@ class CallGuard:
                 with self._waiting(context):
                     yield message
 
-        made: Any = stream if handler.response_streaming else unary
+        guarded: Any = stream if handler.response_streaming else unary
         if pool is not None:
-            made.experimental_thread_pool = pool
+            guarded.experimental_thread_pool = pool
         make = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        return make(made, reader(handler.request_deserializer, method), handler.response_serializer)
+        return make(guarded, reader(handler.request_deserializer, method), handler.response_serializer)
 
     def _messages(self, method: str, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         """Yield a call's requests. Raise `CallRefused` if one cannot be read, `RpcError` if they end."""
@@ -240,6 +240,6 @@ class Handlers:
     def add_generic_rpc_handlers(self, handlers: object) -> None:
         """Do nothing: `add_registered_method_handlers` gets the same handlers, by name."""
 
-    def add_registered_method_handlers(self, service: str, found: Mapping[str, Handler]) -> None:
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
         """Keep a service's handlers."""
-        self.found.update(found)
+        self.found.update(handlers)

@@ -120,7 +120,7 @@ class Inbox:
 
     def trainers(self) -> int:
         """Return the number of connections that have greeted."""
-        return sum(one.greeted and not one.closing for one in list(self._served))
+        return sum(connection.greeted and not connection.closing for connection in list(self._served))
 
     def _accept_forever(self) -> None:
         while not self._stopping.is_set():
@@ -155,16 +155,16 @@ class Inbox:
     def _make_room(self) -> bool:
         """Close what is over the limits. Return whether there is room for one more."""
         served = list(self._served)
-        new = [one for one in served if not one.greeted and not one.closing]
-        old = [one for one in served if one.greeted and not one.closing]
+        new = [connection for connection in served if not connection.greeted and not connection.closing]
+        old = [connection for connection in served if connection.greeted and not connection.closing]
         if len(new) >= NEWCOMERS:  # the oldest of the host that has most of them
-            ((host, _),) = Counter(one.host for one in new).most_common(1)
-            next(one for one in new if one.host == host).hang_up()
+            ((host, _),) = Counter(connection.host for connection in new).most_common(1)
+            next(connection for connection in new if connection.host == host).hang_up()
             self._strangers.line(
                 f"step records: {counted(len(new), 'connection')} without a greeting, most from {host}"
             )
         if len(old) > self._most:
-            quietest = min(old, key=lambda one: one.heard)
+            quietest = min(old, key=lambda connection: connection.heard)
             quietest.hang_up()
             self._strangers.line(
                 f"step records: {counted(len(old), 'connection')}; closed one from {quietest.host}"
@@ -199,7 +199,7 @@ class Inbox:
         Nothing is sent while data waits to be read, because the trainer may have ended.
         """
         sock, replies, newest = connection.sock, bytearray(), -1
-        unpacker, left = Unpacker(greeted=False), len(GREETING)
+        unpacker, missing = Unpacker(greeted=False), len(GREETING)
         deadline = time.monotonic() + GREETING_SECONDS
         sock.settimeout(GREETING_SECONDS)
         ends = deadline  # of a frame that has begun
@@ -219,8 +219,8 @@ class Inbox:
                     newest = max(newest, part.iteration)
                 if reply is not None and frame.wants_answer:
                     replies += pack(reply.SerializeToString())
-            connection.heard, left = time.monotonic(), left - len(data)
-            connection.greeted = left <= 0
+            connection.heard, missing = time.monotonic(), missing - len(data)
+            connection.greeted = missing <= 0
             if begins:
                 ends = connection.heard + FRAME_SECONDS
             ends += self._held.wait_for_room(connection, unpacker.held, begins)
@@ -243,7 +243,7 @@ class _HeldFrames:
 
         `begins`: whether it is of another frame than at the last call.
         """
-        begun = time.monotonic()
+        start = time.monotonic()
         with self._changed:
             if begins:
                 self._forget(connection)
@@ -252,7 +252,7 @@ class _HeldFrames:
             self._bytes[connection] = nbytes
             while not (connection.closing or self._may_go_on(connection)):
                 self._changed.wait(1.0)
-        return time.monotonic() - begun
+        return time.monotonic() - start
 
     def forget(self, connection: _Connection) -> None:
         """Take note that a connection holds nothing any more."""
@@ -283,7 +283,9 @@ def _refuse(sock: socket.socket, why: str) -> None:
         sock.sendall(pack(pb.RecordReply(iteration=-1, refused=why).SerializeToString()))
         socket.socket.shutdown(sock, socket.SHUT_WR)
         deadline = time.monotonic() + _LINGER_SECONDS
-        while (left := deadline - time.monotonic()) > 0:  # closing with unread data would discard the reason
-            sock.settimeout(left)
+        while (
+            remaining := deadline - time.monotonic()
+        ) > 0:  # closing with unread data would discard the reason
+            sock.settimeout(remaining)
             if not sock.recv(_READ_BYTES):
                 return

@@ -71,12 +71,12 @@ def families(status: pb.NodeStatus, tally: Tally, unread: int) -> Iterator[Metri
 
 def _tallied(tally: Tally, status: pb.NodeStatus, node: tuple[str, str]) -> Iterator[Metric]:
     """Yield what has been counted since the node's start."""
-    received = CounterMetricFamily(
+    nbytes = CounterMetricFamily(
         "checkmate_shadow_received_bytes", "Gradients received.", labels=(*_OF_NODE, "nic")
     )
     for nic in status.nics:
-        received.add_metric((*node, nic.ip), nic.bytes)
-    yield received
+        nbytes.add_metric((*node, nic.ip), nic.bytes)
+    yield nbytes
     steps = SummaryMetricFamily(
         "checkmate_shadow_step_duration_seconds", "Steps of all due shards together.", labels=_OF_NODE
     )
@@ -109,7 +109,7 @@ def _labels(status: pb.NodeStatus, hold: pb.HoldStatus) -> tuple[str, ...]:
 
 
 def _gauge(name: str, text: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    made = GaugeMetricFamily(f"checkmate_shadow_{name}", text, labels=_OF_HOLD)
+    family = GaugeMetricFamily(f"checkmate_shadow_{name}", text, labels=_OF_HOLD)
     for labels, value in values:
-        made.add_metric(labels, value)
-    return made
+        family.add_metric(labels, value)
+    return family

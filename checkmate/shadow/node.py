@@ -129,18 +129,18 @@ class Node:
         """
         records = [group.records.count for group in self.state.groups.values()]
         steps = [hold.released for _, hold in self.state.holds]
-        received = [reader.bytes for reader in self.readers]
-        return self._silence.since((*received, *records, *steps), self.now(), unread=unread)
+        nbytes = [reader.bytes for reader in self.readers]
+        return self._silence.since((*nbytes, *records, *steps), self.now(), unread=unread)
 
-    def wait_for(self, known: Callable[[], bool], timeout: float) -> bool:
+    def wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Wait until `known` returns true. The caller holds the lock."""
-        return self.changed.wait_for(lambda: known() or self.stopping, timeout) and known()
+        return self.changed.wait_for(lambda: condition() or self.stopping, timeout) and condition()
 
-    def wait_for_fetch(self, known: Callable[[], bool], timeout: float) -> None:
+    def wait_for_fetch(self, condition: Callable[[], bool], timeout: float) -> None:
         """Wait like `wait_for`, counted among `waiting_fetches`. The caller holds the lock."""
         self.waiting_fetches += 1
         try:
-            self.wait_for(known, timeout)
+            self.wait_for(condition, timeout)
         finally:
             self.waiting_fetches -= 1
 
@@ -148,26 +148,26 @@ class Node:
         """Wait until no step is running. The caller holds the lock and prevents new steps."""
         return self.changed.wait_for(lambda: not self._stepping, timeout)
 
-    def step(self, due: Due) -> None:
+    def step(self, due_step: Due) -> None:
         """Step one hold. Do nothing if it has rejoined in the meantime."""
         with self.changed:
-            resources = self.resources.get(due.hold)
-            step = None if resources is None else self.state.begin_step(due)
+            resources = self.resources.get(due_step.hold)
+            step = None if resources is None else self.state.begin_step(due_step)
         if resources is None or step is None:
             return
         try:
-            result = resources.step(due.iteration, step)
+            result = resources.step(due_step.iteration, step)
         except Exception as error:
-            left_out = due.hold.failures.again(due.iteration)
+            left_out = due_step.hold.failures.again(due_step.iteration)
             if left_out is not None:
                 words = left_out_words(left_out)
-                log.exception("%s: stepping iteration %d failed%s", due.hold, due.iteration, words)
+                log.exception("%s: stepping iteration %d failed%s", due_step.hold, due_step.iteration, words)
             snapshot = resources.snapshot()
             with self.moving() as state:
-                state.step_failed(due, error, snapshot)
+                state.step_failed(due_step, error, snapshot)
             return
         with self.moving() as state:
-            state.stepped(due, step, result, self.now())
+            state.stepped(due_step, step, result, self.now())
 
     def load(self, hold: Hold, iteration: int, parameters: Seeds) -> list[int]:
         """Load parameters in their state after `iteration`. Return late ones, whose next gradients are gone.
@@ -252,16 +252,16 @@ class Node:
     def _watch_forever(self) -> None:
         self._forever("watching", self._tick)
 
-    def _forever(self, what: str, turn: Callable[[], None]) -> None:
+    def _forever(self, task: str, turn: Callable[[], None]) -> None:
         while not self.stopping:
             try:
                 turn()
             except Exception as error:  # our own bug; a node without this thread would look alive
-                log.exception("%s", what)
+                log.exception("%s", task)
                 with self.changed:
-                    if what == "stepping":
+                    if task == "stepping":
                         self._stepping = False
-                    self.state.tell(f"{what} failed: {error!r}")
+                    self.state.tell(f"{task} failed: {error!r}")
                     self.changed.wait_for(lambda: self.stopping, _PAUSE)
 
     def _tick(self) -> None:
@@ -279,14 +279,14 @@ class Node:
     def _step_due(self) -> None:
         """Wait until steps are due, and do them."""
         with self.changed:
-            while not (due := self.state.due(self.now())) and not self.stopping:
+            while not (steps := self.state.due(self.now())) and not self.stopping:
                 self.changed.wait()
             if self.stopping:
                 return
             self._stepping = True
-            stepped = [self.resources[step.hold] for step in due]
+            stepped = [self.resources[step.hold] for step in steps]
         start = time.monotonic()
-        for step in due:
+        for step in steps:
             self.step(step)
         self.step_seconds = time.monotonic() - start
         if [resources for resources in stepped if resources.take_loaded()]:

@@ -49,15 +49,15 @@ class Peers:
         self._newest: dict[int, threading.Event] = {}
         """The end of the newest stream from each node with a higher id."""
         self._complaints: dict[int, str] = {}
-        lower = [other.id for other in node.job.shadow_nodes if other.id < node.id]
+        lower = [peer.id for peer in node.job.shadow_nodes if peer.id < node.id]
         self._threads = [
             threading.Thread(
                 target=self._tell_forever,
-                args=(other, open_channel(node.job, other, node.access.keys)),
-                name=f"peer {other}",
+                args=(peer, open_channel(node.job, peer, node.access.keys)),
+                name=f"peer {peer}",
                 daemon=True,
             )
-            for other in lower
+            for peer in lower
         ]
 
     def start(self) -> None:
@@ -74,24 +74,24 @@ class Peers:
         for thread in self._threads:
             thread.join()
 
-    def answer(self, reports: Iterable[pb.Progress], done: threading.Event) -> Iterator[pb.Decision]:
+    def answer(self, reports: Iterable[pb.Progress], call_end: threading.Event) -> Iterator[pb.Decision]:
         """Process the reports of a node with a higher id, and yield decisions, until its stream ends.
 
         Raises `CallRefused` if a report is invalid.
         """
-        ended, why = threading.Event(), list[str]()
+        stream_end, why = threading.Event(), list[str]()
         hear = threading.Thread(
-            target=self._hear, args=(reports, ended, why), name="peer reports", daemon=True
+            target=self._hear, args=(reports, stream_end, why), name="peer reports", daemon=True
         )
         hear.start()
         news = News(self._decision, lambda: True)
-        while not (ended.is_set() or done.is_set() or self._stopping.is_set()):
+        while not (stream_end.is_set() or call_end.is_set() or self._stopping.is_set()):
             if (decision := news.wait(self._node.changed)) is not None:
                 yield decision
         if why:
             raise CallRefused(why[0])
 
-    def _hear(self, reports: Iterable[pb.Progress], ended: threading.Event, why: list[str]) -> None:
+    def _hear(self, reports: Iterable[pb.Progress], stream_end: threading.Event, why: list[str]) -> None:
         node = None
         try:
             for report in reports:
@@ -100,8 +100,8 @@ class Peers:
                     node = report.node
                     if older := self._newest.get(node):
                         older.set()
-                    self._newest[node] = ended
-                if report.node != node or ended.is_set():
+                    self._newest[node] = stream_end
+                if report.node != node or stream_end.is_set():
                     break  # an old stream that ends late
                 self._take(report)
         except grpc.RpcError:
@@ -109,9 +109,9 @@ class Peers:
         except CallRefused as error:
             why.append(str(error))
         finally:
-            ended.set()
+            stream_end.set()
             if node is not None:
-                self._ask_whether_ended(node, ended)
+                self._ask_whether_ended(node, stream_end)
 
     def _check(self, report: pb.Progress) -> None:
         with self._node.changed:
@@ -119,20 +119,20 @@ class Peers:
             check_job(state.job, report.job)
             check_progress(state.job, state.id, report, state.committee.start, state.newest)
 
-    def _ask_whether_ended(self, other: int, stream: threading.Event) -> None:
+    def _ask_whether_ended(self, peer: int, stream: threading.Event) -> None:
         """Probe the node of a stream that broke; again for a moment, because a dying process may listen."""
         for pause in _PROBE_PAUSES:
-            if self._stopping.wait(pause) or self._newest[other] is not stream or self._ended(other):
+            if self._stopping.wait(pause) or self._newest[peer] is not stream or self._ended(peer):
                 return
 
-    def _ended(self, other: int) -> bool:
+    def _ended(self, peer: int) -> bool:
         """Handle the end of a stream: if the node refuses connections, its process has ended. Return that."""
-        address = split_address(self._node.job.node(other).mgmt)
+        address = split_address(self._node.job.node(peer).mgmt)
         try:
             socket.create_connection(address, _PROBE_SECONDS).close()
         except ConnectionRefusedError:
             with self._node.moving() as state:
-                state.committee.gone(other)
+                state.committee.gone(peer)
             return True
         except OSError:
             pass  # unreachable: it may only be silent
@@ -153,41 +153,41 @@ class Peers:
         with self._node.moving() as state:
             state.committee.heard(report.node, progress, self._node.now())
 
-    def _tell_forever(self, other: int, channel: grpc.Channel) -> None:
+    def _tell_forever(self, peer: int, channel: grpc.Channel) -> None:
         stub = rpc.ShadowStub(channel)
         pause = _BACKOFF[0]
         while not self._stopping.is_set():
             try:
-                call = stub.Commit(self._reports(other))
-                self._calls[other] = call
+                call = stub.Commit(self._reports(peer))
+                self._calls[peer] = call
                 for decision in call:
-                    self._complaints.pop(other, None)
+                    self._complaints.pop(peer, None)
                     pause = _BACKOFF[0]
-                    self._told(other, decision)
+                    self._told(peer, decision)
             except grpc.RpcError as error:  # the committee reports a broken stream if it matters
-                self._complain(other, refusal(error))
+                self._complain(peer, refusal(error))
             except CallRefused as error:
                 call.cancel()
-                self._complain(other, str(error))
-            self._ended(other)
+                self._complain(peer, str(error))
+            self._ended(peer)
             self._stopping.wait(pause)
             pause = min(2 * pause, _BACKOFF[1])
         channel.close()
 
-    def _complain(self, other: int, why: str) -> None:
+    def _complain(self, peer: int, why: str) -> None:
         """Log why a node and this one do not understand each other, unless that is known."""
-        if why and self._complaints.get(other) != why:
-            self._complaints[other] = why
-            log.warning("shadow node %d: %s", other, shortened(why))
+        if why and self._complaints.get(peer) != why:
+            self._complaints[peer] = why
+            log.warning("shadow node %d: %s", peer, shortened(why))
 
-    def _told(self, other: int, decision: pb.Decision) -> None:
+    def _told(self, peer: int, decision: pb.Decision) -> None:
         with self._node.moving() as state:
             committee = state.committee
             check_decision(state.job, decision, committee.start, state.newest)
             if (decision.incarnation, decision.start) != (committee.incarnation, committee.start):
                 decision = pb.Decision(step_to=committee.committed, patience=decision.patience)
             committee.told(
-                other,
+                peer,
                 decision.step_to,
                 decision.active,
                 self._node.now(),
@@ -196,9 +196,9 @@ class Peers:
                 decision.patience or PATIENCE,
             )
 
-    def _reports(self, other: int) -> Iterator[pb.Progress]:
+    def _reports(self, peer: int) -> Iterator[pb.Progress]:
         def decides() -> bool:
-            return self._node.state.committee.decider(self._node.now()) == other
+            return self._node.state.committee.decider(self._node.now()) == peer
 
         news = News(self._progress, decides)
         while not self._stopping.is_set():
@@ -206,20 +206,20 @@ class Peers:
                 yield report
 
     def _progress(self) -> pb.Progress:
-        mine = self._node.state.committee.mine
+        progress = self._node.state.committee.mine
         return pb.Progress(
             job=self._node.job.job,
             protocol=PROTOCOL,
             node=self._node.id,
-            incarnation=mine.incarnation % 256,
-            in_full=mine.in_full,
-            stepped=mine.stepped,
-            live=mine.live,
-            patience=mine.patience,
-            shards=_to_shards(mine.shards),
-            kept=_to_kept(mine.kept),
-            pressed=mine.pressed,
-            start=mine.start,
+            incarnation=progress.incarnation % 256,
+            in_full=progress.in_full,
+            stepped=progress.stepped,
+            live=progress.live,
+            patience=progress.patience,
+            shards=_to_shards(progress.shards),
+            kept=_to_kept(progress.kept),
+            pressed=progress.pressed,
+            start=progress.start,
         )
 
     def _decision(self) -> pb.Decision:
@@ -236,20 +236,20 @@ class Peers:
         )
 
 
-def _shards(said: Iterable[pb.Shard]) -> frozenset[Shard]:
-    return frozenset((shard.group, shard.shard) for shard in said)
+def _shards(messages: Iterable[pb.Shard]) -> frozenset[Shard]:
+    return frozenset((shard.group, shard.shard) for shard in messages)
 
 
 def _to_shards(shards: Iterable[Shard]) -> list[pb.Shard]:
     return [pb.Shard(group=group, shard=shard) for group, shard in sorted(shards)]
 
 
-def _kept(said: Iterable[pb.Kept]) -> tuple[Kept, ...]:
-    return tuple(((one.shard.group, one.shard.shard), one.stepped) for one in said)
+def _kept(messages: Iterable[pb.Kept]) -> tuple[Kept, ...]:
+    return tuple(((message.shard.group, message.shard.shard), message.stepped) for message in messages)
 
 
-def _to_kept(kept: Iterable[Kept]) -> list[pb.Kept]:
-    return [pb.Kept(shard=pb.Shard(group=group, shard=shard), stepped=at) for (group, shard), at in kept]
+def _to_kept(shards: Iterable[Kept]) -> list[pb.Kept]:
+    return [pb.Kept(shard=pb.Shard(group=group, shard=shard), stepped=at) for (group, shard), at in shards]
 
 
 class News(Generic[M]):
@@ -260,12 +260,12 @@ class News(Generic[M]):
         self._last: M | None = None
         self._sent = 0.0
 
-    def wait(self, changed: threading.Condition) -> M | None:
+    def wait(self, condition: threading.Condition) -> M | None:
         """Wait for news or the next heartbeat. Return the message to send, if any."""
-        with changed:
-            fresh = changed.wait_for(lambda: self._now() != self._last and self._urgent(), HEARTBEAT)
-            said = self._now()
+        with condition:
+            fresh = condition.wait_for(lambda: self._now() != self._last and self._urgent(), HEARTBEAT)
+            message = self._now()
         if not fresh and time.monotonic() - self._sent < HEARTBEAT:
             return None
-        self._last, self._sent = said, time.monotonic()
-        return said
+        self._last, self._sent = message, time.monotonic()
+        return message

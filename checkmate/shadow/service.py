@@ -73,8 +73,10 @@ class ShadowService(rpc.ShadowServicer):
         return self._answer(context, lambda: events.events(self._node, self._log, request))
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        left, caller = _left(context), host_of_call(context.peer())
-        return self._answer(context, lambda: fence.stop(self._node, request, left, context.is_active, caller))
+        remaining, caller = _left(context), host_of_call(context.peer())
+        return self._answer(
+            context, lambda: fence.stop(self._node, request, remaining, context.is_active, caller)
+        )
 
     def Copy(self, request: pb.CopyRequest, context: grpc.ServicerContext) -> pb.CopyReply:
         return self._answer(context, lambda: fence.copy(self._node, request))
@@ -126,10 +128,10 @@ class ShadowService(rpc.ShadowServicer):
     def Commit(
         self, request_iterator: Iterator[pb.Progress], context: grpc.ServicerContext
     ) -> Iterator[pb.Decision]:
-        done = threading.Event()
-        context.add_callback(done.set)
+        call_end = threading.Event()
+        context.add_callback(call_end.set)
         try:
-            yield from self._peers.answer(request_iterator, done)
+            yield from self._peers.answer(request_iterator, call_end)
         except CallRefused as error:
             _abort(context, error)
 
@@ -150,8 +152,8 @@ def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
 
 def _left(context: grpc.ServicerContext) -> float:
     """Return the seconds until the caller's deadline."""
-    left = context.time_remaining()
-    return FETCH_SECONDS if left is None else max(0.0, left)
+    seconds = context.time_remaining()
+    return FETCH_SECONDS if seconds is None else max(0.0, seconds)
 
 
 class ServeError(RuntimeError):
@@ -177,11 +179,11 @@ def records_listener(job: Job, node_id: int, receive_buffer: int) -> socket.sock
         ServeError: if the address cannot be used.
     """
     host, port = job.node(node_id).records_at
-    what = f"{host}:{port}, the address of shadow node {node_id} for step records,"
-    return _listen((host, port), what, node_id, receive_buffer)
+    label = f"{host}:{port}, the address of shadow node {node_id} for step records,"
+    return _listen((host, port), label, node_id, receive_buffer)
 
 
-def _listen(address: tuple[str, int], what: str, node_id: int, receive_buffer: int = 0) -> socket.socket:
+def _listen(address: tuple[str, int], label: str, node_id: int, receive_buffer: int = 0) -> socket.socket:
     try:
         (family, kind, _, _, place), *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         listener = socket.socket(family, kind)
@@ -201,7 +203,7 @@ def _listen(address: tuple[str, int], what: str, node_id: int, receive_buffer: i
             "start a shadow node of a lab in its own namespace",
         }
         why = reasons.get(error.errno or 0, f"can't be used: {error.strerror or error}")
-        raise ServeError(f"{what} {why}") from None
+        raise ServeError(f"{label} {why}") from None
     return listener
 
 
@@ -220,9 +222,9 @@ def connections_max(ranks: int) -> int:
     Strangers' idle connections end after `HANDSHAKE_SECONDS`. Raises the soft limit of descriptors if it can.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < (wanted := min(hard, _FILES)):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+    if soft < (target := min(hard, _FILES)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        soft = target
     return min(_CONNECTIONS_MIN + _CONNECTIONS_OF_RANK * ranks, soft // 2)
 
 
@@ -259,11 +261,11 @@ class Server:
 
     def _add(self, name: str, add: Callable[[Any, Any], None], servicer: object) -> None:
         """Add a generated service to the server, guarded."""
-        made = Handlers()
-        add(servicer, made)
-        found = {method: handler for method, handler in made.found.items() if method != "Watch"}
+        collected = Handlers()
+        add(servicer, collected)
+        handlers = {method: handler for method, handler in collected.found.items() if method != "Watch"}
         pools = {**dict.fromkeys(_RECOVERY, self._recovery), "Seed": self._seeds, "Events": self._events}
-        guarded = self._guard.handlers(found, pools)
+        guarded = self._guard.handlers(handlers, pools)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, guarded),))
 
     def __enter__(self) -> Server:

@@ -38,8 +38,8 @@ class StatusWatch:
         """Return the current status, and each NIC's bytes per second since the previous one."""
         status = node_status(self._node, self._node.job.job)
         now = time.monotonic()
-        passed = max(now - self._at, 1e-6)
-        rates = {nic.ip: (nic.bytes - self._bytes.get(nic.ip, nic.bytes)) / passed for nic in status.nics}
+        seconds = max(now - self._at, 1e-6)
+        rates = {nic.ip: (nic.bytes - self._bytes.get(nic.ip, nic.bytes)) / seconds for nic in status.nics}
         self._at, self._bytes = now, {nic.ip: nic.bytes for nic in status.nics}
         return status, rates
 
@@ -51,14 +51,14 @@ def follow(node: Node, stopped: threading.Event, console: Console | None, *, as_
     """
     watched = watchdog_seconds() is not None
     watch = StatusWatch(node)
-    shown = Live(Group(), console=console, refresh_per_second=4)
-    with shown if console else nullcontext():
+    view = Live(Group(), console=console, refresh_per_second=4)
+    with view if console else nullcontext():
         while not stopped.wait(SECONDS):  # returns regularly, so that Python can run signal handlers
             if watched:
                 with node.changed:
                     notify("WATCHDOG=1")
             if console:
-                shown.update(picture(*watch.see()))
+                view.update(picture(*watch.see()))
             elif as_json:
                 print(json.dumps(data(*watch.see())), flush=True)
 
@@ -70,11 +70,11 @@ def time_now() -> str:
 
 def data(status: pb.NodeStatus, rates: Mapping[str, float]) -> dict[str, object]:
     """Return what `--json` prints: the time, the fields of the status, and rates."""
-    said = plain(status)
-    for hold, of in zip(said["holds"], status.holds, strict=True):
+    fields = plain(status)
+    for hold, of in zip(fields["holds"], status.holds, strict=True):
         hold["lag"] = lag(of)
     rounded = {ip: round(rate) for ip, rate in rates.items()}
-    return {"version": JSON_VERSION, "time": time_now(), **said, "bytes_per_second": rounded}
+    return {"version": JSON_VERSION, "time": time_now(), **fields, "bytes_per_second": rounded}
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def plain(message: Message) -> dict[str, Any]:
 
     A field that is `optional` and not set is `None`.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.containing_oneof and not message.HasField(field.name):
@@ -90,13 +90,13 @@ def plain(message: Message) -> dict[str, Any]:
         elif field.message_type and field.message_type.GetOptions().map_entry:
             value = dict(value)
         elif field.message_type:
-            value = [plain(one) for one in value] if field.is_repeated else plain(value)
+            value = [plain(part) for part in value] if field.is_repeated else plain(value)
         elif field.is_repeated:
             value = list(value)
         elif isinstance(value, bytes):
             value = value.hex()
-        found[field.name] = value
-    return found
+        fields[field.name] = value
+    return fields
 
 
 def lag(hold: pb.HoldStatus) -> int:
@@ -123,15 +123,15 @@ def picture(status: pb.NodeStatus, rates: Mapping[str, float]) -> Group:
     times = f"pull {status.pull_seconds * 1000:.3g} ms; step {status.step_seconds * 1000:.3g} ms"
     troubles = [hold.trouble for hold in status.holds if hold.trouble] + list(status.trouble)
     troubles += [
-        f"shadow node {other.node} is {counted(other.iterations, 'iteration')} behind the last commit"
-        for other in status.behind
+        f"shadow node {peer.node} is {counted(peer.iterations, 'iteration')} behind the last commit"
+        for peer in status.behind
     ]
     if status.HasField("refusal"):
         troubles.insert(0, f"training was refused {refusal_words(status.refusal)}")
     lines = [Text(f"{nics}; {times}; memory {size(status.memory_bytes)}")]
     # Not as markup, because names of parameters may look like it.
-    shown = table if status.holds else f"{title}: waiting for training"
-    return Group(shown, *lines, *(Text(trouble, "yellow") for trouble in troubles))
+    body = table if status.holds else f"{title}: waiting for training"
+    return Group(body, *lines, *(Text(trouble, "yellow") for trouble in troubles))
 
 
 def state_of(hold: pb.HoldStatus, fenced: bool) -> Text:

@@ -43,11 +43,11 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
             old.reach(request.next_iteration)
             return warnings(request)
-        kept = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
+        reused = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
         records = Records(request.ranks, request.first_iteration, request.buffers)
-        if old is not None and kept:
+        if old is not None and reused:
             records.adopt(old.records.served(request.first_iteration - 1))
-        holds = {resources.hold: resources for resources in _new_resources(node, request, layout, kept)}
+        holds = {resources.hold: resources for resources in _new_resources(node, request, layout, reused)}
         node.resources.update(holds)
         group = ShadowGroup(request, layout, records, list(holds))
         state.begun(group, node.now(), caller)
@@ -58,7 +58,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
 
 
 def _new_resources(
-    node: Node, request: pb.BeginRequest, layout: Layout, kept: Mapping[int, Hold]
+    node: Node, request: pb.BeginRequest, layout: Layout, reused: Mapping[int, Hold]
 ) -> list[HoldResources]:
     """Return the group's holds on this node, with their resources.
 
@@ -71,7 +71,7 @@ def _new_resources(
     for plan in node.plans:
         if plan.group != request.group:
             continue
-        before = kept.get(plan.shard)
+        before = reused.get(plan.shard)
         replica = node.resources[before].replica if before is not None else _replica(layout, plan, request)
         try:
             resources = HoldResources(
@@ -179,9 +179,9 @@ def hold_status(group: ShadowGroup, hold: Hold, *, counts: bool) -> pb.HoldStatu
 def pull_seconds(resources: HoldResources) -> float:
     """Return the time from first to last byte of the newest complete iteration; 0 if there is none."""
     inlets = [inlet for inlet in resources.inlets if inlet.layout.nbytes]
-    times = [{t: (began, ended) for t, began, ended in tuple(inlet.pulls)} for inlet in inlets]
+    times = [{t: (begin, end) for t, begin, end in tuple(inlet.pulls)} for inlet in inlets]
     common = set.intersection(*(set(spans) for spans in times)) if times else set()
     if not common:
         return 0.0
     pulls = [spans[max(common)] for spans in times]
-    return max(ended for _, ended in pulls) - min(began for began, _ in pulls)
+    return max(end for _, end in pulls) - min(begin for begin, _ in pulls)

@@ -23,18 +23,18 @@ def events(node: Node, log: EventLog | None, request: pb.EventsRequest) -> pb.Ev
     reply = pb.EventsReply(now=time.time())
     if log is None:
         return reply
-    found = log.read()
+    stored = log.read()
     lines: list[str] = []
-    left = ANSWER_BYTES
-    for event in reversed(found.events):
+    room = ANSWER_BYTES
+    for event in reversed(stored.events):
         if event.time < request.since:
             continue
         line = event.to_line()
-        left -= len(line)
-        if left < 0:
+        room -= len(line)
+        if room < 0:
             reply.older = True
             break
         lines.append(line)
     reply.events.extend(reversed(lines))
-    reply.passed_over = sum(found.passed_over.values())
+    reply.passed_over = sum(stored.passed_over.values())
     return reply

@@ -46,17 +46,17 @@ Wanted = Callable[[], bool]
 
 
 def stop(
-    node: Node, request: pb.FenceRequest, left: float, wanted: Wanted, caller: str = ""
+    node: Node, request: pb.FenceRequest, remaining: float, is_waiting: Wanted, caller: str = ""
 ) -> pb.NodeStatus:
     """Drain or fence for at most the `left` seconds of the call. Raise `CallRefused` like both."""
     check_fence(request)
-    timeout = min(request.timeout or left, left, FENCE_SECONDS_MAX)
+    timeout = min(request.timeout or remaining, remaining, FENCE_SECONDS_MAX)
     if request.drain:
-        return drain(node, request.job, timeout, wanted)
-    return fence(node, request.job, timeout, wanted, caller)
+        return drain(node, request.job, timeout, is_waiting)
+    return fence(node, request.job, timeout, is_waiting, caller)
 
 
-def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
+def drain(node: Node, job: str, timeout: float, is_waiting: Wanted = lambda: True) -> pb.NodeStatus:
     """Continue to commit until all recorded iterations are stepped or nothing changes; return the status.
 
     Starts of training that have begun here cannot begin again. Takes at most `timeout` seconds. Raises
@@ -64,7 +64,7 @@ def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
     """
     check_job(node.job, job)
     with node.moving() as state:
-        _check_wanted(wanted)
+        _check_wanted(is_waiting)
         again = state.phase >= Phase.DRAINED
         state.drain()
     _read_on(node, node.now() + timeout, again=again)
@@ -74,7 +74,7 @@ def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
 
 
 def fence(
-    node: Node, job: str, timeout: float, wanted: Wanted = lambda: True, caller: str = ""
+    node: Node, job: str, timeout: float, is_waiting: Wanted = lambda: True, caller: str = ""
 ) -> pb.NodeStatus:
     """Stop commits in this incarnation for good, read until no more data arrives, and return the status.
 
@@ -86,7 +86,7 @@ def fence(
     check_job(node.job, job)
     deadline = node.now() + timeout
     with node.moving() as state:
-        _check_wanted(wanted)
+        _check_wanted(is_waiting)
         committee, again = state.committee, state.phase >= Phase.DRAINED
         state.fence()
         state.supersede(caller, node.now())
@@ -114,15 +114,15 @@ def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
     check_job(node.job, request.job)
     check_copy(node.job, node.id, request)
     reply = pb.CopyReply()
-    for wanted in request.wanted:
+    for source in request.wanted:
         try:
-            with open_channel(node.job, wanted.node, node.access.keys) as channel:
-                asked = pb.PartsRequest(job=request.job, parts=wanted.parts)
-                for part in ShadowStub(channel).Parts(asked, timeout=_COPY_SECONDS):
+            with open_channel(node.job, source.node, node.access.keys) as channel:
+                parts_request = pb.PartsRequest(job=request.job, parts=source.parts)
+                for part in ShadowStub(channel).Parts(parts_request, timeout=_COPY_SECONDS):
                     record(node, part, answer=False)
                     reply.copied += 1
         except (grpc.RpcError, CallRefused) as error:  # also a part that does not fit
-            reply.troubles.append(f"records from shadow node {wanted.node}: {reason(error)}")
+            reply.troubles.append(f"records from shadow node {source.node}: {reason(error)}")
     return reply
 
 
@@ -130,14 +130,14 @@ def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
     """Return parts of step records. Raise `CallRefused` if another start of training has begun here."""
     check_job(node.job, request.job)
     check_parts(node.job, request.parts)
-    asked = request.parts
+    message = request.parts
     with node.changed:
-        group = in_start(node.state.groups.get(asked.group), asked.group, asked)
-        return group.records.parts_of(asked.ranges)
+        group = in_start(node.state.groups.get(message.group), message.group, message)
+        return group.records.parts_of(message.ranges)
 
 
-def _check_wanted(wanted: Wanted) -> None:
-    if not wanted():
+def _check_wanted(is_waiting: Wanted) -> None:
+    if not is_waiting():
         raise CallRefused("the caller is gone; nothing was done", precondition=True)
 
 
@@ -153,7 +153,7 @@ def _read_on(node: Node, deadline: float, *, again: bool) -> None:
         deadline: When to stop waiting, in the node's time.
         again: Whether this start of training was waited for before.
     """
-    called = node.now()
+    call_time = node.now()
     while (now := node.now()) < deadline:
         unread = node.unread() > 0
         with node.changed:
@@ -162,7 +162,7 @@ def _read_on(node: Node, deadline: float, *, again: bool) -> None:
             least = 0.0 if again else QUIET_AGAIN
             if state.undecided and not state.fenced:
                 enough = least = QUIET_UNDECIDED
-        if now >= since + enough and now >= called + least:
+        if now >= since + enough and now >= call_time + least:
             return
         time.sleep(QUIET_AGAIN / 5)
 
@@ -187,12 +187,12 @@ def _stands(hold: Hold) -> str:
     return f"{hold} is {at_iteration(hold.stepped)}" if hold.seeded else f"{hold} is not seeded"
 
 
-def settle(node: Node, request: pb.SettleRequest, wanted: Wanted = lambda: True) -> pb.NodeStatus:
+def settle(node: Node, request: pb.SettleRequest, is_waiting: Wanted = lambda: True) -> pb.NodeStatus:
     """Step to the target iteration, then discard streams and gradients. Drop holds that cannot step to it."""
     check_job(node.job, request.job)
     check_settle(request)
     with node.changed:
-        _check_wanted(wanted)
+        _check_wanted(is_waiting)
         if not node.state.fenced and node.state.groups:
             raise CallRefused("the node is not fenced: call Fence first", precondition=True)
         holds = list(node.state.holds)
@@ -226,8 +226,8 @@ def _settle(node: Node, group: ShadowGroup, hold: Hold, request: pb.SettleReques
         if resources is None:
             return  # training has restarted in the meantime
         if not (fits and hold.stepped == iteration and not hold.doubtful):
-            asked = f"dropped when a restart asked for iteration {iteration}"
-            state.drop(group, hold, f"{hold}: {asked}: {why or _stood(hold)}")
+            words = f"dropped when a restart asked for iteration {iteration}"
+            state.drop(group, hold, f"{hold}: {words}: {why or _stood(hold)}")
             return
         hold.settle()
     resources.settle()

@@ -24,8 +24,10 @@ def leave(node: Node, request: pb.LeaveRequest) -> pb.NodeStatus:
                 state.leaving.check_here()
                 if state.phase is not Phase.OPEN:
                     raise CallRefused("training restarts: wait until it trains", precondition=True)
-                begun = {number for number, one in state.groups.items() if start_of(one.begin) == state.start}
-                if state.groups and not {plan.group for plan in node.plans} <= begun:
+                numbers = {
+                    number for number, group in state.groups.items() if start_of(group.begin) == state.start
+                }
+                if state.groups and not {plan.group for plan in node.plans} <= numbers:
                     raise CallRefused("training has not begun in all DP groups yet", precondition=True)
                 state.leaving.ask(node.now(), request.token)
             case pb.LeaveRequest.STAY:

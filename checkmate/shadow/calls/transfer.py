@@ -34,8 +34,8 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
         check_seed_header(group, header)
         hold = group.hold(header.shard.shard)
     late = node.load(hold, header.iteration, seeds.read_all(group.layout.parameters))
-    with node.moving() as known:
-        known.tally.count_seeds()
+    with node.moving() as node_state:
+        node_state.tally.count_seeds()
         group.records.adopt(header.record)
     return late
 
@@ -48,21 +48,21 @@ def take(node: Node, part: pb.RecordPart, answer: bool, host: str) -> pb.RecordR
     """
     check_job(node.job, part.job)
     with node.changed:
-        ended = node.state.superseded(part, host, node.now())
+        start = node.state.superseded(part, host, node.now())
         here = node.state.groups.get(part.group)
-        replaced = here is None or node.state.older.of(here.begin) is not ended
-    if ended is not None and (ended.goes_on or replaced):
-        return pb.RecordReply(iteration=part.iteration, superseded=True, by=ended.by) if answer else None
+        replaced = here is None or node.state.older.of(here.begin) is not start
+    if start is not None and (start.goes_on or replaced):
+        return pb.RecordReply(iteration=part.iteration, superseded=True, by=start.by) if answer else None
     reply = record(node, part, answer)
-    if reply is not None and ended is not None:
-        reply.superseded, reply.by = True, ended.by
+    if reply is not None and start is not None:
+        reply.superseded, reply.by = True, start.by
     return reply
 
 
 def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | None:
     """Add a rank's part of a step record. Return the reply, with requests for seeds, if one is wanted."""
-    with node.moving() as moved:
-        group = moved.group(part.group, part)
+    with node.moving() as node_state:
+        group = node_state.group(part.group, part)
         check_part(node.job, group, part)
         group.records.add(part, node.now())
     if not answer:
@@ -70,17 +70,17 @@ def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | No
     with node.changed:
         reply = _reply(group, part, node.now())
         if part.position == 0:
-            reply.also_training.extend(moved.older.hosts)
+            reply.also_training.extend(node_state.older.hosts)
         return reply
 
 
 def _reply(group: ShadowGroup, part: pb.RecordPart, now: float) -> pb.RecordReply:
-    wanted = [
+    requests = [
         pb.SeedWanted(shard=hold.plan.shard, parameters=numbers)
         for hold in group.holds
         if hold.plan.shard % group.begin.ranks == part.position and (numbers := _to_ask(hold, now))
     ]
-    reply = pb.RecordReply(iteration=part.iteration, wanted=wanted)
+    reply = pb.RecordReply(iteration=part.iteration, wanted=requests)
     if part.position == 0:  # it reports to the user
         troubled = [hold for hold in group.holds if hold.doubtful or (hold.trouble and not hold.live)]
         words = "; ".join(f"{hold}: {hold.trouble}" for hold in troubled)
@@ -122,8 +122,8 @@ def _reserve_all(node: Node, holds: Sequence[Hold], iteration: int) -> bool:
         replica = node.resources[hold].replica
         unfit = hold.released > iteration or hold.doubt.covers(iteration)
         if unfit or not replica.reserve(iteration):
-            for one in granted:
-                one.release(iteration)
+            for earlier in granted:
+                earlier.release(iteration)
             return False
         granted.append(replica)
     return True
@@ -132,8 +132,8 @@ def _reserve_all(node: Node, holds: Sequence[Hold], iteration: int) -> bool:
 def release(node: Node, job: str, iteration: int) -> None:
     """End one reservation of an iteration."""
     check_job(node.job, job)
-    with node.moving() as moved:
-        moved.release(iteration)
+    with node.moving() as node_state:
+        node_state.release(iteration)
 
 
 def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.Seeds]:

@@ -129,14 +129,14 @@ class PeerWatch:
 
     def lost(self, committee: Committee) -> Iterator[Log]:
         """Yield what is to be said about nodes whose processes have ended, and about those that are back."""
-        gone, present = committee.known()
-        for node in sorted(gone - self._lost):
+        lost, present = committee.known()
+        for node in sorted(lost - self._lost):
             why = "its process has ended, or has begun again"
             yield Log(logging.DEBUG, f"shadow node {node}: {why}", PEER_LOST(node=node, why=why))
         back = sorted(self._lost & present)
         for node in back:
             yield Log(logging.DEBUG, f"shadow node {node} answers again", PEER_BACK(node=node))
-        self._lost = (self._lost | gone) - set(back)
+        self._lost = (self._lost | lost) - set(back)
 
     def behind(self, committee: Committee) -> Iterator[Log]:
         """Yield what is to be said about nodes that stop to count, or count again."""

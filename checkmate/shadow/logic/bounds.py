@@ -66,37 +66,37 @@ def check_protocol(protocol: int) -> None:
         raise CallRefused(different, precondition=True)
 
 
-def check_number(what: str, value: int, most: int, least: int = 0) -> None:
+def check_number(label: str, value: int, most: int, least: int = 0) -> None:
     """Refuse a number outside of `least` to `most`, both included."""
     if not least <= value <= most:
-        raise CallRefused(f"{what} {value}: must be a number from {least} to {most}")
+        raise CallRefused(f"{label} {value}: must be a number from {least} to {most}")
 
 
-def check_ahead(what: str, iteration: int, newest: int) -> None:
+def check_ahead(label: str, iteration: int, newest: int) -> None:
     """Refuse an iteration that is far beyond the newest known one."""
-    check_number(what, iteration, ITERATIONS_MAX, NEVER)
+    check_number(label, iteration, ITERATIONS_MAX, NEVER)
     if iteration > newest + WINDOW:
         raise CallRefused(
-            f"{what} {iteration}: more than {WINDOW} beyond iteration {newest}, the newest one here"
+            f"{label} {iteration}: more than {WINDOW} beyond iteration {newest}, the newest one here"
         )
 
 
-def check_seconds(what: str, seconds: float, most: float) -> None:
+def check_seconds(label: str, seconds: float, most: float) -> None:
     """Refuse a time that is negative, too long, or not a number."""
     if not (math.isfinite(seconds) and 0 <= seconds <= most):
-        raise CallRefused(f"{what} {seconds:g}: must be a number of seconds from 0 to {most:g}")
+        raise CallRefused(f"{label} {seconds:g}: must be a number of seconds from 0 to {most:g}")
 
 
-def check_text(what: str, text: str, most: int = TEXT_MAX) -> None:
+def check_text(label: str, text: str, most: int = TEXT_MAX) -> None:
     """Refuse a text that is too long."""
     if len(text) > most:
-        raise CallRefused(f"{what} has {len(text)} characters, and may have {most}")
+        raise CallRefused(f"{label} has {len(text)} characters, and may have {most}")
 
 
-def check_start(what: str, start: bytes) -> None:
+def check_start(label: str, start: bytes) -> None:
     """Refuse bytes that cannot name a start of training."""
     if len(start) != START_BYTES:
-        raise CallRefused(f"{what} has {len(start)} bytes; a start of training is named by {START_BYTES}")
+        raise CallRefused(f"{label} has {len(start)} bytes; a start of training is named by {START_BYTES}")
 
 
 def check_group(job: Job, group: int) -> None:
@@ -105,14 +105,14 @@ def check_group(job: Job, group: int) -> None:
         raise CallRefused(f"no DP group {group}: job {job.job} has {len(job.dp_groups)}")
 
 
-def check_numbers(what: str, numbers: Sequence[int], known: Collection[int]) -> None:
+def check_numbers(label: str, numbers: Sequence[int], parameters: Collection[int]) -> None:
     """Refuse parameters that are not among `known`, or come twice."""
-    if len(numbers) > len(known) or len(set(numbers)) < len(numbers):
+    if len(numbers) > len(parameters) or len(set(numbers)) < len(numbers):
         raise CallRefused(
-            f"{what} lists {counted(len(numbers), 'parameter')} of {len(known)}, or one of them twice"
+            f"{label} lists {counted(len(numbers), 'parameter')} of {len(parameters)}, or one of them twice"
         )
-    if unknown := set(numbers).difference(known):
-        raise CallRefused(f"{what} lists parameter {min(unknown)}, which the shard does not have")
+    if unknown := set(numbers).difference(parameters):
+        raise CallRefused(f"{label} lists parameter {min(unknown)}, which the shard does not have")
 
 
 def check_fence(request: pb.FenceRequest) -> None:
@@ -181,16 +181,16 @@ def check_parts(job: Job, parts: pb.PartsHeld) -> None:
     if len(parts.ranges) > RANGES_MAX:
         raise CallRefused(f"{len(parts.ranges)} ranges of parts; a call may have {RANGES_MAX}")
     before = (-1, -1)
-    for one in parts.ranges:
-        check_number("position", one.position, ranks - 1)
-        check_number("iteration", one.first, ITERATIONS_MAX)
-        check_number("iteration", one.last, ITERATIONS_MAX)
-        if one.first > one.last or (one.position, one.first) <= before:
+    for part in parts.ranges:
+        check_number("position", part.position, ranks - 1)
+        check_number("iteration", part.first, ITERATIONS_MAX)
+        check_number("iteration", part.last, ITERATIONS_MAX)
+        if part.first > part.last or (part.position, part.first) <= before:
             raise CallRefused(
-                f"parts {one.first} to {one.last} of position {one.position}: ranges must be in order, "
+                f"parts {part.first} to {part.last} of position {part.position}: ranges must be in order, "
                 "and must not overlap"
             )
-        before = (one.position, one.last)
+        before = (part.position, part.last)
 
 
 def check_copy(job: Job, me: int, request: pb.CopyRequest) -> None:
@@ -198,16 +198,16 @@ def check_copy(job: Job, me: int, request: pb.CopyRequest) -> None:
     most = len(job.shadow_nodes) * len(job.dp_groups)
     if len(request.wanted) > most:
         raise CallRefused(f"parts of {len(request.wanted)} nodes and groups; job {job.job} has {most}")
-    for wanted in request.wanted:
-        check_node(job, wanted.node)
-        if wanted.node == me:
+    for source in request.wanted:
+        check_node(job, source.node)
+        if source.node == me:
             raise CallRefused(f"parts of shadow node {me}: this is that node")
-        check_parts(job, wanted.parts)
+        check_parts(job, source.parts)
 
 
 def check_node(job: Job, node: int) -> None:
     """Refuse a shadow node that the job does not have."""
-    if node not in {one.id for one in job.shadow_nodes}:
+    if node not in {shadow_node.id for shadow_node in job.shadow_nodes}:
         raise CallRefused(f"no shadow node {node} in job {job.job}")
 
 
@@ -220,11 +220,11 @@ def check_progress(job: Job, me: int, report: pb.Progress, start: bytes, newest:
             f"progress of shadow node {report.node}: nodes report to lower ids, and this is node {me}"
         )
     check_number("incarnation", report.incarnation, INCARNATIONS - 1)
-    known = newest if report.start == start else ITERATIONS_MAX
-    for what, iteration in (("in full:", report.in_full), ("stepped:", report.stepped)):
-        check_ahead(what, iteration, known)
+    limit = newest if report.start == start else ITERATIONS_MAX
+    for label, iteration in (("in full:", report.in_full), ("stepped:", report.stepped)):
+        check_ahead(label, iteration, limit)
     check_seconds("patience", report.patience, PATIENCE)
-    _check_shards(job, report.shards, report.kept, known)
+    _check_shards(job, report.shards, report.kept, limit)
 
 
 def check_decision(job: Job, decision: pb.Decision, start: bytes, newest: int) -> None:
@@ -232,20 +232,20 @@ def check_decision(job: Job, decision: pb.Decision, start: bytes, newest: int) -
     if different := mismatch(decision.protocol, "the other node", "this one"):
         raise CallRefused(different, precondition=True)
     check_number("incarnation", decision.incarnation, INCARNATIONS - 1)
-    known = newest if decision.start == start else ITERATIONS_MAX
-    check_ahead("step to:", decision.step_to, known)
+    limit = newest if decision.start == start else ITERATIONS_MAX
+    check_ahead("step to:", decision.step_to, limit)
     check_seconds("patience", decision.patience, PATIENCE)
-    _check_shards(job, decision.shards, decision.kept, known)
+    _check_shards(job, decision.shards, decision.kept, limit)
 
 
-def _check_shards(job: Job, shards: Iterable[pb.Shard], kept: Iterable[pb.Kept], newest: int) -> None:
-    known, kept = holders_of(job), list(kept)
-    named = [(shard.group, shard.shard) for shard in shards]
-    for numbers in (named, [(one.shard.group, one.shard.shard) for one in kept]):
-        if len(set(numbers)) < len(numbers) or not known.keys() >= set(numbers):
+def _check_shards(job: Job, shards: Iterable[pb.Shard], kept_shards: Iterable[pb.Kept], newest: int) -> None:
+    holders, kept_shards = holders_of(job), list(kept_shards)
+    live_shards = [(shard.group, shard.shard) for shard in shards]
+    for numbers in (live_shards, [(report.shard.group, report.shard.shard) for report in kept_shards]):
+        if len(set(numbers)) < len(numbers) or not holders.keys() >= set(numbers):
             raise CallRefused(f"shards that job {job.job} does not have, or one of them twice")
-    for one in kept:
-        check_ahead("kept:", one.stepped, newest)
+    for report in kept_shards:
+        check_ahead("kept:", report.stepped, newest)
 
 
 def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memory: int) -> Layout:
@@ -268,17 +268,17 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
         )
     check_start("start", request.start)
     check_start("continues", request.continues)
-    for what in ("run", "torch", "capability", "device"):
-        check_text(what, getattr(request, what))
+    for field in ("run", "torch", "capability", "device"):
+        check_text(field, getattr(request, field))
     ranks = len(job.dp_groups[request.group].ranks)
     if request.ranks != ranks:
         raise CallRefused(
             f"{counted(request.ranks, 'rank')}: DP group {request.group} of job {job.job} has {ranks}"
         )
-    if found := difference(request.job_ranks, job_ranks(job)):
+    if differences := difference(request.job_ranks, job_ranks(job)):
         raise CallRefused(
-            f"the trainers' job file has {found[0]}, but this node's has {found[1]}; trainers and shadow "
-            "nodes must read the same job file"
+            f"the trainers' job file has {differences[0]}, but this node's has {differences[1]}; trainers "
+            "and shadow nodes must read the same job file"
         )
     layout = _layout(job, request)
     _check_optimizer(request.optimizer, len(layout.parameters))
@@ -310,15 +310,15 @@ def _check_optimizer(spec: pb.OptimizerSpec, parameters: int) -> None:
     if spec.threads > THREADS_MAX:
         raise CallRefused(f"{spec.threads} threads in training; at most {THREADS_MAX} are supported")
     check_text("default_dtype", spec.default_dtype)
-    seen: set[int] = set()
+    earlier: set[int] = set()
     for index, group in enumerate(spec.groups):
         check_text(f"parameter group {index}: its options", group.options, OPTIONS_MAX)
         numbers = [number for number in group.parameters if number != FROZEN]
         if numbers and (wrong := max(numbers)) >= parameters:
             raise CallRefused(f"parameter group {index} has parameter {wrong}; the layout has {parameters}")
-        if len(set(numbers)) < len(numbers) or not seen.isdisjoint(numbers):
+        if len(set(numbers)) < len(numbers) or not earlier.isdisjoint(numbers):
             raise CallRefused(f"parameter group {index} has a parameter that comes twice")
-        seen.update(numbers)
+        earlier.update(numbers)
         if group.names and len(group.names) != len(group.parameters):
             raise CallRefused(
                 f"parameter group {index} has {len(group.names)} names, but not for each parameter"
@@ -392,17 +392,17 @@ def _check_ends(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
 def _check_step(group: ShadowGroup, step: pb.Step) -> None:
     """Refuse a step that does not fit the group's layout and optimizer."""
     parameters, groups = len(group.layout.parameters), len(group.begin.optimizer.groups)
-    for what, options in (("options", step.options), ("next_options", step.next_options)):
+    for label, options in (("options", step.options), ("next_options", step.next_options)):
         if len(options) not in (0, groups):
-            raise CallRefused(f"{what} of {len(options)} parameter groups; the optimizer has {groups}")
+            raise CallRefused(f"{label} of {len(options)} parameter groups; the optimizer has {groups}")
         for text in options:
-            _check_options(what, text)
+            _check_options(label, text)
     check_numbers("without_gradient", step.without_gradient, range(parameters))
     check_numbers("with_gradient", step.with_gradient, range(parameters))
-    listed = sum(len(one.parameters) or parameters for one in step.scalings)
+    total = sum(len(scaling.parameters) or parameters for scaling in step.scalings)
     most = REPEATS_MAX * parameters
-    if listed > most:
-        raise CallRefused(f"{len(step.scalings)} scalings list {listed} parameters; a step may have {most}")
+    if total > most:
+        raise CallRefused(f"{len(step.scalings)} scalings list {total} parameters; a step may have {most}")
     for scaling in step.scalings:
         _check_known("a scaling", scaling.parameters, parameters)
     try:
@@ -419,12 +419,12 @@ def _check_step(group: ShadowGroup, step: pb.Step) -> None:
     _check_slices(group, step.slices)
 
 
-def _check_options(what: str, text: str) -> None:
-    check_text(what, text, OPTIONS_MAX)
+def _check_options(label: str, text: str) -> None:
+    check_text(label, text, OPTIONS_MAX)
     try:
         parse_options(text)
     except OptionsError as error:
-        raise CallRefused(f"{what}: {error}") from None
+        raise CallRefused(f"{label}: {error}") from None
 
 
 def _check_slices(group: ShadowGroup, slices: Iterable[pb.Slice]) -> None:
@@ -432,21 +432,21 @@ def _check_slices(group: ShadowGroup, slices: Iterable[pb.Slice]) -> None:
     slices, most = list(slices), SLICES_MAX * group.layout.shards
     if len(slices) > most:
         raise CallRefused(f"{len(slices)} slices; a record may have {most}")
-    _check_known("a slice", [one.parameter for one in slices], len(group.layout.parameters))
-    for one in slices:
-        known = group.layout.parameters[one.parameter]
-        check_text("the name of a slice's state", one.state)
-        room = max(known.elements, 1) * _STATE_ITEMSIZE if one.state else known.nbytes
-        if one.offset + len(one.data) > room:
+    _check_known("a slice", [part.parameter for part in slices], len(group.layout.parameters))
+    for part in slices:
+        parameter = group.layout.parameters[part.parameter]
+        check_text("the name of a slice's state", part.state)
+        room = max(parameter.elements, 1) * _STATE_ITEMSIZE if part.state else parameter.nbytes
+        if part.offset + len(part.data) > room:
             raise CallRefused(
-                f"a slice of bytes {one.offset} to {one.offset + len(one.data)} of {known.name}, which has "
-                f"at most {room}"
+                f"a slice of bytes {part.offset} to {part.offset + len(part.data)} of {parameter.name}, "
+                f"which has at most {room}"
             )
 
 
-def _check_known(what: str, numbers: Sequence[int], parameters: int) -> None:
+def _check_known(label: str, numbers: Sequence[int], parameters: int) -> None:
     if numbers and max(numbers) >= parameters:
-        raise CallRefused(f"{what} has parameter {max(numbers)}; the layout has {parameters}")
+        raise CallRefused(f"{label} has parameter {max(numbers)}; the layout has {parameters}")
 
 
 def _check_room(group: ShadowGroup, part: pb.RecordPart) -> None:

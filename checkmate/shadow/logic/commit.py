@@ -76,8 +76,8 @@ class Committee:
     def __post_init__(self) -> None:
         self.mine = Progress(self.incarnation, NEVER, NEVER, False, start=self.start)
         self._others = {node: _Other(self.began) for node in sorted(self.nodes) if node != self.me}
-        self._lower = {node: other for node, other in self._others.items() if node < self.me}
-        self._higher = {node: other for node, other in self._others.items() if node > self.me}
+        self._lower = {node: peer for node, peer in self._others.items() if node < self.me}
+        self._higher = {node: peer for node, peer in self._others.items() if node > self.me}
         self.behind: dict[int, int] = {}
         """If we decide: live nodes that do not count, and the number of committed iterations they lack."""
 
@@ -87,13 +87,13 @@ class Committee:
 
     def heard(self, node: int, progress: Progress, now: float) -> None:
         """Process a report of a node with a higher id. A node of another start has lost this one."""
-        other = self._higher.get(node)
-        if other is None:
+        peer = self._higher.get(node)
+        if peer is None:
             return
         if (progress.incarnation, progress.start) != (self.incarnation, self.start):
-            other.gone = other.progress is not None
+            peer.gone = peer.progress is not None
             return
-        other.heard, other.progress, other.gone = now, progress, False
+        peer.heard, peer.progress, peer.gone = now, progress, False
         if progress.live:
             self.committed = max(self.committed, progress.stepped)
 
@@ -103,34 +103,34 @@ class Committee:
         step_to: int,
         active: bool,
         now: float,
-        kept: tuple[Kept, ...] = (),
+        kept_shards: tuple[Kept, ...] = (),
         shards: frozenset[Shard] = frozenset(),
         patience: float = PATIENCE,
     ) -> None:
         """Process an answer of a node with a lower id."""
-        if other := self._lower.get(node):
-            said = Progress(self.incarnation, step_to, step_to, active, patience, shards, kept)
-            other.heard, other.progress, other.gone = now, said, False
+        if peer := self._lower.get(node):
+            progress = Progress(self.incarnation, step_to, step_to, active, patience, shards, kept_shards)
+            peer.heard, peer.progress, peer.gone = now, progress, False
             self.committed = max(self.committed, step_to)
 
     def gone(self, node: int) -> None:
         """Record that a node's process has ended, and its state is lost."""
-        if other := self._others.get(node):
-            other.gone = True
+        if peer := self._others.get(node):
+            peer.gone = True
 
     def known(self) -> tuple[set[int], set[int]]:
         """Return the nodes that have reported: those whose processes have ended since, and the others."""
-        told = {node: other.gone for node, other in self._others.items() if other.progress is not None}
-        return {node for node, gone in told.items() if gone}, {node for node in told if not told[node]}
+        ends = {node: peer.gone for node, peer in self._others.items() if peer.progress is not None}
+        return {node for node, is_gone in ends.items() if is_gone}, {node for node in ends if not ends[node]}
 
     def decider(self, now: float) -> int | None:
         """Return the lowest live id, or `None` if it is not known yet."""
-        for node, other in self._lower.items():
-            if not self._counts(other, now):
+        for node, peer in self._lower.items():
+            if not self._counts(peer, now):
                 continue
-            if other.progress is None:
+            if peer.progress is None:
                 return None
-            if other.progress.live:
+            if peer.progress.live:
                 return node
         return self.me if self.active else None
 
@@ -142,16 +142,16 @@ class Committee:
     @property
     def silence(self) -> float:
         """Seconds until a silent node no longer counts: a quarter of the shortest patience, within bounds."""
-        told = [other.progress.patience for other in self._higher.values() if other.progress]
-        return min(SILENCE_MAX, max(SILENCE_MIN, min([self.mine.patience, *told]) / 4))
+        patiences = [peer.progress.patience for peer in self._higher.values() if peer.progress]
+        return min(SILENCE_MAX, max(SILENCE_MIN, min([self.mine.patience, *patiences]) / 4))
 
     def nobody_live(self, now: float) -> bool:
         """Return whether no node is live, so that no agreement is needed. Unknown nodes may be live."""
         if self.mine.live:
             return False
         return not any(
-            self._counts(other, now) if other.progress is None else other.progress.live and not other.gone
-            for other in self._others.values()
+            self._counts(peer, now) if peer.progress is None else peer.progress.live and not peer.gone
+            for peer in self._others.values()
         )
 
     def decide(self, now: float) -> int:
@@ -163,9 +163,9 @@ class Committee:
         if self.decider(now) != self.me:
             return self.committed
         live = [self.mine]
-        for node, other in self._higher.items():
-            progress = other.progress
-            if not self._counts(other, now):
+        for node, peer in self._higher.items():
+            progress = peer.progress
+            if not self._counts(peer, now):
                 continue
             if progress is None:
                 return self.committed  # unknown until it reports, or has been silent too long
@@ -184,25 +184,25 @@ class Committee:
         self.committed = target
         return self.committed
 
-    def _counts(self, other: _Other, now: float) -> bool:
+    def _counts(self, peer: _Other, now: float) -> bool:
         """Return whether a node is neither gone nor silent."""
-        return not other.gone and now - other.heard <= self.silence
+        return not peer.gone and now - peer.heard <= self.silence
 
     def _silent(self, now: float) -> set[Shard]:
         """Return shards of live nodes that are silent but may still have room in their buffers."""
-        found: set[Shard] = set()
-        for other in self._others.values():
-            said = other.progress
-            if said is None or not said.live or other.gone:
+        shards: set[Shard] = set()
+        for peer in self._others.values():
+            progress = peer.progress
+            if progress is None or not progress.live or peer.gone:
                 continue
-            if self.silence < now - other.heard <= said.patience:
-                found |= said.shards
-        return found
+            if self.silence < now - peer.heard <= progress.patience:
+                shards |= progress.shards
+        return shards
 
     def _level(self, now: float) -> set[Shard]:
         """Return shards of holds that are not live, but whose state is at the last committed iteration."""
-        kept = set(self.mine.kept)
-        for other in self._others.values():
-            if other.progress and self._counts(other, now):
-                kept.update(other.progress.kept)
-        return {shard for shard, at in kept if at == self.committed}
+        kept_shards = set(self.mine.kept)
+        for peer in self._others.values():
+            if peer.progress and self._counts(peer, now):
+                kept_shards.update(peer.progress.kept)
+        return {shard for shard, at in kept_shards if at == self.committed}

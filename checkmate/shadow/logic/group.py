@@ -63,8 +63,8 @@ class ShadowGroup:
     @property
     def newest(self) -> int:
         """The newest iteration that the trainers are known to have reached."""
-        seen = [hold.receiving for hold in self.holds]
-        return max([self.records.newest + 1, self.begin.next_iteration, self.reached, *seen])
+        received = [hold.receiving for hold in self.holds]
+        return max([self.records.newest + 1, self.begin.next_iteration, self.reached, *received])
 
     def hold(self, shard: int) -> Hold:
         """Return a shard's hold. Raise `CallRefused` if the node has none."""
@@ -81,29 +81,29 @@ def check_job(job: Job, name: str) -> None:
 
 
 def in_start(
-    group: ShadowGroup | None, number: int, said: pb.RecordPart | pb.SeedHeader | pb.PartsHeld
+    group: ShadowGroup | None, number: int, message: pb.RecordPart | pb.SeedHeader | pb.PartsHeld
 ) -> ShadowGroup:
     """Return a group that has begun in the same start as `said`. Raise `CallRefused` if it has not.
 
     Neither number is unique: incarnations wrap after 256 starts, and a run continues over restarts.
     """
-    if group is None or group.begin.incarnation != said.incarnation:
-        others = "none" if group is None else f"incarnation {group.begin.incarnation}"
+    if group is None or group.begin.incarnation != message.incarnation:
+        present = "none" if group is None else f"incarnation {group.begin.incarnation}"
         raise CallRefused(
-            f"DP group {number} has not begun incarnation {said.incarnation} here; {others} has",
+            f"DP group {number} has not begun incarnation {message.incarnation} here; {present} has",
             precondition=True,
         )
     begin = group.begin
-    if begin.run != said.run:
+    if begin.run != message.run:
         raise CallRefused(
-            f"run {said.run or '(unnamed)'}: DP group {number} is in run {begin.run} here, in the same "
-            f"incarnation {said.incarnation}",
+            f"run {message.run or '(unnamed)'}: DP group {number} is in run {begin.run} here, in the same "
+            f"incarnation {message.incarnation}",
             precondition=True,
         )
-    if begin.start != said.start:
+    if begin.start != message.start:
         raise CallRefused(
             f"DP group {number} is in another start of training here, with the same incarnation "
-            f"{said.incarnation} and run {said.run}",
+            f"{message.incarnation} and run {message.run}",
             precondition=True,
         )
     return group
@@ -111,16 +111,16 @@ def in_start(
 
 def warnings(request: pb.BeginRequest) -> list[str]:
     """Return warnings about differences in software that may change the last bits of the state."""
-    ours = {"torch": torch.__version__, "CPU capability": torch.backends.cpu.get_cpu_capability()}
-    theirs = {"torch": request.torch, "CPU capability": request.capability}
-    found = [
-        f"trainers have {what} {theirs[what]}, this node {ours[what]}: states may differ in the last bits"
-        for what in ours
-        if theirs[what] and theirs[what] != ours[what]
+    node_software = {"torch": torch.__version__, "CPU capability": torch.backends.cpu.get_cpu_capability()}
+    trainer_software = {"torch": request.torch, "CPU capability": request.capability}
+    lines = [
+        f"trainers have {name} {version}, this node {node_software[name]}: states may differ in the last bits"
+        for name, version in trainer_software.items()
+        if version and version != node_software[name]
     ]
     if request.device.startswith("cuda"):
-        found.append("trainers step on a GPU: states agree to about seven digits, not bit for bit")
-    return found
+        lines.append("trainers step on a GPU: states agree to about seven digits, not bit for bit")
+    return lines
 
 
 def reusable(old: ShadowGroup | None, request: pb.BeginRequest, layout: Layout) -> Sequence[Hold]:
@@ -128,8 +128,8 @@ def reusable(old: ShadowGroup | None, request: pb.BeginRequest, layout: Layout) 
     if old is None or not request.keep:
         return ()
     last = request.first_iteration - 1
-    ours, theirs = (old.begin.run, source_of(old.begin, last)), (request.run, request.continues)
-    same = old.layout.fingerprint == layout.fingerprint and ours == theirs
+    present, continued = (old.begin.run, source_of(old.begin, last)), (request.run, request.continues)
+    same = old.layout.fingerprint == layout.fingerprint and present == continued
     if not same or not steps_alike(old.begin.optimizer, request.optimizer):
         return ()
     good = [hold for hold in old.holds if hold.settled and hold.seeded and not hold.doubtful]

@@ -87,14 +87,14 @@ class PatienceMeter:
         """Measure the rate of each stream since the last call."""
         if now - self._measured < _PATIENCE_SECONDS:
             return
-        passed, self._measured = now - self._measured, now
-        lasts, seen = [PATIENCE], {}
+        seconds, self._measured = now - self._measured, now
+        lasts, positions = [PATIENCE], {}
         for stream in streams:
-            seen[id(stream)] = stream.received
-            rate = (stream.received - self._received.get(id(stream), stream.received)) / passed
+            positions[id(stream)] = stream.received
+            rate = (stream.received - self._received.get(id(stream), stream.received)) / seconds
             if rate > 0:
                 lasts.append((self._receive_buffer - stream.queued) / rate)
-        self._received = seen
+        self._received = positions
         self.seconds = max(0.0, min(lasts))
 
 
@@ -296,9 +296,9 @@ class Hold:
 
     def end_doubt(self) -> str:
         """Trust the state again, which was found equal. Return what to report, or "" without a doubt."""
-        if over := self.doubt.over():
+        if words := self.doubt.over():
             self.trouble = ""
-        return over
+        return words
 
     def begin_load(self) -> None:
         """Note that a call writes seeds into the tensors."""
@@ -403,12 +403,12 @@ class Hold:
         """Return a description of data that is lost for good, if any."""
         for stream in self.streams:
             plan = stream.plan
-            begun = max(records.newest, self.receiving) >= self.joined > self.first
-            if begun and not (stream.received or stream.connected):
+            has_begun = max(records.newest, self.receiving) >= self.joined > self.first
+            if has_begun and not (stream.received or stream.connected):
                 return f"{plan}: not connected before iteration {self.joined}"
             end = records.ends.get((plan.side, plan.channel, plan.shard), 0)
-            lost = end - stream.position >= FARTHEST  # reconnecting would not bring it
-            if lost or stream.stands_below(end, now) > grace:
+            is_lost = end - stream.position >= FARTHEST  # reconnecting would not bring it
+            if is_lost or stream.stands_below(end, now) > grace:
                 return f"{plan}: {counted(end - stream.position, 'byte has', 'bytes have')} not come"
         following = self.in_full + 1
         since = records.missing.since(following)

@@ -87,8 +87,8 @@ class NodeState:
 
     def take_effects(self) -> list[Effect]:
         """Return and remove the effects to carry out."""
-        taken, self._effects = self._effects, []
-        return taken
+        effects, self._effects = self._effects, []
+        return effects
 
     @property
     def holds(self) -> Iterator[tuple[ShadowGroup, Hold]]:
@@ -100,7 +100,7 @@ class NodeState:
     @property
     def all_troubles(self) -> list[str]:
         """Problems of the node, doubts that are past, and an older start that goes on."""
-        doubts = [one for of_hold in self.doubts.values() for one in of_hold]
+        doubts = [doubt for of_hold in self.doubts.values() for doubt in of_hold]
         return [*self.troubles, *doubts, *([overlap_words(self.older.hosts)] if self.older.hosts else [])]
 
     @property
@@ -108,14 +108,14 @@ class NodeState:
         """The newest iteration that trainers are known to have reached."""
         return max((group.newest for group in self.groups.values()), default=0)
 
-    def group(self, number: int, said: pb.RecordPart | pb.SeedHeader) -> ShadowGroup:
+    def group(self, number: int, message: pb.RecordPart | pb.SeedHeader) -> ShadowGroup:
         """Return a group. Raise `CallRefused` unless it has begun here, in the same start as `said`.
 
         A node that was drained says so.
         """
-        check_job(self.job, said.job)
+        check_job(self.job, message.job)
         self.leaving.check_here()
-        return in_start(self.groups.get(number), number, said)
+        return in_start(self.groups.get(number), number, message)
 
     def begun(self, group: ShadowGroup, now: float, by: str = "") -> None:
         """Start a DP group, in place of its earlier incarnation. `by`: the address of who asks for it."""
@@ -185,18 +185,20 @@ class NodeState:
 
         The log says once that it goes on.
         """
-        ended = self.older.of(part)
-        if ended is not None and self.older.heard(ended, host, now):
-            self._effects.append(announcements.overlap(self.older.hosts, now - ended.since))
-        return ended
+        start = self.older.of(part)
+        if start is not None and self.older.heard(start, host, now):
+            self._effects.append(announcements.overlap(self.older.hosts, now - start.since))
+        return start
 
     def refused(self, request: pb.RefusedRequest) -> None:
         """Keep why a script was refused, unless that of another rank came first.
 
         Raises `CallRefused` if its start is not the one that began last here.
         """
-        begun = [one.begin for one in self.groups.values() if start_of(one.begin) == self.start]
-        begin = next((one for one in begun if one.start == request.start), None)
+        begins = [
+            candidate.begin for candidate in self.groups.values() if start_of(candidate.begin) == self.start
+        ]
+        begin = next((candidate for candidate in begins if candidate.start == request.start), None)
         if begin is None:
             raise CallRefused("that start of training has not begun here last", precondition=True)
         if self.refusal is None:
@@ -249,7 +251,7 @@ class NodeState:
         """
         if self.phase is Phase.ANSWERED:
             return
-        live, kept, patience = [], [], self._patience.seconds
+        live, kept_shards, patience = [], [], self._patience.seconds
         for group, hold in self._present:
             if not hold.settled:
                 hold.update(group.records)
@@ -260,7 +262,7 @@ class NodeState:
             if hold.live and counts:  # a settled one waits for its group's Begin
                 live.append(hold)
             elif hold.seeded and not (hold.doubtful or hold.settled):
-                kept.append((hold.shard, hold.stepped))
+                kept_shards.append((hold.shard, hold.stepped))
         self.committee.report(
             Progress(
                 self.committee.incarnation,
@@ -269,7 +271,7 @@ class NodeState:
                 bool(live),
                 patience,
                 frozenset(hold.shard for hold in live if not hold.doubtful),
-                tuple(kept),
+                tuple(kept_shards),
                 any(hold.pressed(patience, self.receive_buffer) for hold in live),
                 self.committee.start,
             )
@@ -289,27 +291,27 @@ class NodeState:
             if not hold.busy and (iteration := hold.due(committed, alone=alone)) is not None
         ]
 
-    def begin_step(self, due: Due) -> pb.Step | None:
+    def begin_step(self, due_step: Due) -> pb.Step | None:
         """Begin a step and return its record, or `None` if the hold has rejoined in the meantime."""
-        if due.iteration != due.hold.released + 1:
+        if due_step.iteration != due_step.hold.released + 1:
             return None
-        due.hold.begin_step(due.iteration)
-        return due.group.records.step(due.iteration)
+        due_step.hold.begin_step(due_step.iteration)
+        return due_step.group.records.step(due_step.iteration)
 
-    def stepped(self, due: Due, step: pb.Step, result: Stepped, now: float) -> None:
+    def stepped(self, due_step: Due, step: pb.Step, result: Stepped, now: float) -> None:
         """Record the end of a step. A hold that differs stays in doubt until it is found equal."""
-        group, hold = due.group, due.hold
-        hold.end_step(due.iteration, final=step.last, result=result)
-        group.records.stepped(due.iteration)
+        group, hold = due_step.group, due_step.hold
+        hold.end_step(due_step.iteration, final=step.last, result=result)
+        group.records.stepped(due_step.iteration)
         self.tell(group.records.trouble)
         if result.troubles:
             self.tally.count_mismatch()
-            if (left_out := hold.differences.again(due.iteration)) is not None:
-                self._effects.append(announcements.mismatch(hold, due.iteration, left_out))
+            if (left_out := hold.differences.again(due_step.iteration)) is not None:
+                self._effects.append(announcements.mismatch(hold, due_step.iteration, left_out))
             if not self.fenced and hold.doubt.may_renew(now):  # the trainers' state is authoritative
                 self._renew(group, hold, hold.trouble)
-        elif not result.suspects and (over := hold.end_doubt()):
-            self._doubt_over(hold, over)
+        elif not result.suspects and (words := hold.end_doubt()):
+            self._doubt_over(hold, words)
 
     def begin_load(self, hold: Hold) -> bool:
         """Return whether to load seeds into a hold: otherwise they are duplicates, or of an earlier start."""
@@ -326,14 +328,14 @@ class NodeState:
         if hold.seeded and not before:
             self._effects.append(announcements.seeded(hold))
 
-    def step_failed(self, due: Due, error: Exception, snapshot: HoldSnapshot) -> None:
+    def step_failed(self, due_step: Due, error: Exception, snapshot: HoldSnapshot) -> None:
         """Reseed a hold that cannot step. During a restart, keep it if its state is still complete."""
-        hold, trouble = due.hold, f"stepping iteration {due.iteration} failed: {error}"
+        hold, trouble = due_step.hold, f"stepping iteration {due_step.iteration} failed: {error}"
         hold.fail_step(snapshot)
         if self.fenced and hold.seeded:
             hold.note_trouble(trouble)
         else:
-            self._renew(due.group, hold, trouble)
+            self._renew(due_step.group, hold, trouble)
 
     def note_trouble(self, trouble: str) -> None:
         """Add a problem of the node to the status."""
@@ -345,15 +347,15 @@ class NodeState:
             self.note_trouble(trouble)
             self._effects.append(announcements.trouble(trouble))
 
-    def _doubt_over(self, hold: Hold, over: str) -> None:
+    def _doubt_over(self, hold: Hold, words: str) -> None:
         """Add to the status what was doubtful, and log it if the doubt was logged."""
-        message = f"{hold}: {over}"
+        message = f"{hold}: {words}"
         self.doubts.setdefault(hold.shard, deque(maxlen=DOUBTS_MOST)).append(message)
         if (left_out := hold.differences.over()) is None:
             return
         self._effects.append(announcements.trouble(f"{message}{left_out_words(left_out)}"))
         if hold.live:  # a mismatch has ended that, for whoever reads the events
-            self._effects.append(announcements.changed(logging.DEBUG, hold, "live", message, over))
+            self._effects.append(announcements.changed(logging.DEBUG, hold, "live", message, words))
 
     def forget(self) -> None:
         """Drop records that are no longer needed, except during a step."""
@@ -377,13 +379,13 @@ class NodeState:
         for group, hold in self.holds:
             if hold.settled or self.phase is not Phase.OPEN:
                 continue  # a restart needs received data unchanged
-            lost = hold.gap(group.records, now, self.grace)
-            if lost is not None:
+            loss = hold.gap(group.records, now, self.grace)
+            if loss is not None:
                 if not (hold.busy or hold.has_whole):  # otherwise after that is stepped
                     self.tally.count_gap()
-                    self._join_again(group, hold, lost)
-            elif hold.live and (said := hold.lag(group.records.newest, now)):
-                self._effects.append(self._lags.said(hold, *said, now))
+                    self._join_again(group, hold, loss)
+            elif hold.live and (lag := hold.lag(group.records.newest, now)):
+                self._effects.append(self._lags.said(hold, *lag, now))
 
     def reserve(self, iteration: int, end: float) -> None:
         """Keep an iteration readable until the time `end`, beside its other reservations."""
@@ -434,12 +436,12 @@ class NodeState:
         self._effects.append(Join(hold))
         return iteration
 
-    def _join_again(self, group: ShadowGroup, hold: Hold, lost: str) -> None:
+    def _join_again(self, group: ShadowGroup, hold: Hold, loss: str) -> None:
         """Rejoin after a loss, some iterations ahead; twice as many if the last attempt was too late."""
         level = logging.WARNING if hold.live or hold.ahead == AHEAD else logging.DEBUG
         stepped = hold.stepped
         last = f"iteration {stepped} was its last, " if hold.seeded and stepped >= 0 else ""
         hold.reach_farther()
         iteration = self._join(group, hold)
-        hold.note_trouble(f"{lost}; {last}it joins again at iteration {iteration}")
-        self._effects.append(announcements.gap(level, hold, stepped, iteration, lost))
+        hold.note_trouble(f"{loss}; {last}it joins again at iteration {iteration}")
+        self._effects.append(announcements.gap(level, hold, stepped, iteration, loss))

@@ -55,8 +55,8 @@ class Leaving:
 
     def stay(self) -> bool:
         """Take the first step back. Return whether there was one."""
-        asked, self._until = self.undecided, None
-        return asked
+        was_undecided, self._until = self.undecided, None
+        return was_undecided
 
     def expired(self, now: float) -> bool:
         """Return whether the second step has not come in time."""

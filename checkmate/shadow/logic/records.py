@@ -21,12 +21,12 @@ class Spans:
     def __bool__(self) -> bool:
         return bool(self._spans)
 
-    def add(self, passed: range, now: float) -> None:
+    def add(self, skipped: range, now: float) -> None:
         """Add iterations; those that are there already keep their time."""
-        left = [passed]
-        for known, _ in self._spans:
-            left = [part for one in left for part in _without(one, known)]
-        self._spans = sorted([*self._spans, *((one, now) for one in left)], key=lambda span: span[0].start)
+        new = [skipped]
+        for present, _ in self._spans:
+            new = [part for rest in new for part in _without(rest, present)]
+        self._spans = sorted([*self._spans, *((rest, now) for rest in new)], key=lambda span: span[0].start)
 
     def remove(self, iteration: int) -> None:
         """Remove an iteration, if it is there."""
@@ -42,18 +42,21 @@ class Spans:
 
     def forget(self, iteration: int) -> int | None:
         """Remove iterations up to this one, and return the greatest of them, if any."""
-        gone = [min(iteration, span[-1]) for span, _ in self._spans if span.start <= iteration]
+        lasts = [min(iteration, span[-1]) for span, _ in self._spans if span.start <= iteration]
         self._spans = [
             (range(max(span.start, iteration + 1), span.stop), since)
             for span, since in self._spans
             if span[-1] > iteration
         ]
-        return max(gone, default=None)
+        return max(lasts, default=None)
 
 
-def _without(one: range, other: range) -> list[range]:
+def _without(span: range, excluded: range) -> list[range]:
     """Return the parts of a range outside of another one."""
-    parts = range(one.start, min(one.stop, other.start)), range(max(one.start, other.stop), one.stop)
+    parts = (
+        range(span.start, min(span.stop, excluded.start)),
+        range(max(span.start, excluded.stop), span.stop),
+    )
     return [part for part in parts if part]
 
 
@@ -125,11 +128,11 @@ class Records:
         for end in part.ends:
             key = (end.side, end.channel, end.shard)
             self.ends[key] = max(self.ends.get(key, 0), end.end)
-        passed = range(self._last_of.get(part.position, part.iteration) + 1, part.iteration)
-        if passed:
-            self.missing.add(passed, now)
+        skipped = range(self._last_of.get(part.position, part.iteration) + 1, part.iteration)
+        if skipped:
+            self.missing.add(skipped, now)
             if part.position == 0:
-                self._passed_over.add(passed, now)
+                self._passed_over.add(skipped, now)
                 self._wants_buffers = bool(self._expected)
         if part.position == 0:
             self._passed_over.remove(part.iteration)  # it has been copied from another node
@@ -166,8 +169,8 @@ class Records:
 
     def lacking(self, iteration: int) -> int:
         """Return the number of unknown buffers after an iteration."""
-        done = self._done.get(iteration)
-        return len(self._expected - (self._buffers if done is None else done.buffers).keys())
+        record = self._done.get(iteration)
+        return len(self._expected - (self._buffers if record is None else record.buffers).keys())
 
     def take_wants_buffers(self) -> bool:
         """Return, once, whether the first rank must send all buffers again."""
@@ -184,14 +187,14 @@ class Records:
 
     def _forget_buffers(self, iteration: int) -> None:
         """Discard buffers that are older than a skipped iteration."""
-        if (passed := self._passed_over.forget(iteration)) is not None:
-            self._forgotten = passed
-            self._said = {name: said for name, said in self._said.items() if said >= self._forgotten}
+        if (skipped := self._passed_over.forget(iteration)) is not None:
+            self._forgotten = skipped
+            self._said = {name: last for name, last in self._said.items() if last >= self._forgotten}
             self._buffers = {name: self._buffers[name] for name in self._said}
 
-    def _take(self, found: Mapping[str, bytes], iteration: int) -> None:
+    def _take(self, buffers: Mapping[str, bytes], iteration: int) -> None:
         """Update buffers to their state after an iteration, unless newer ones are known."""
-        newer = {name: data for name, data in found.items() if self._said.get(name, iteration) <= iteration}
+        newer = {name: data for name, data in buffers.items() if self._said.get(name, iteration) <= iteration}
         self._said.update(dict.fromkeys(newer, iteration))
         self._buffers = {**self._buffers, **newer}
 
@@ -201,42 +204,42 @@ class Records:
         The parts of that last step stay, because `stepped` may not have been called for it yet. Some earlier
         parts stay, too, because another node may lack them.
         """
-        held = set(stepped)
-        oldest = min(held, default=self.first - 1)
+        last_steps = set(stepped)
+        oldest = min(last_steps, default=self.first - 1)
         self._oldest = oldest
-        spare = sorted(t for t in self._parts if t < oldest)
-        for done in spare:
-            self._merge(done)  # no hold steps it, but its buffers may never be sent again
-        nbytes = sum(self._sizes[t] for t in spare)
+        spare = sorted(iteration for iteration in self._parts if iteration < oldest)
+        for iteration in spare:
+            self._merge(iteration)  # no hold steps it, but its buffers may never be sent again
+        nbytes = sum(self._sizes[iteration] for iteration in spare)
         while spare and (nbytes > SPARE_BYTES or len(spare) > SPARE_ITERATIONS):
-            done = spare.pop(0)
-            self.nbytes -= self._sizes[done]
-            nbytes -= self._sizes.pop(done)
-            del self._parts[done]
-            self._taken.discard(done)
-        for done in [t for t in self._done if t < oldest and t not in held and t not in reserved]:
-            del self._done[done]
+            iteration = spare.pop(0)
+            self.nbytes -= self._sizes[iteration]
+            nbytes -= self._sizes.pop(iteration)
+            del self._parts[iteration]
+            self._taken.discard(iteration)
+        for iteration in [t for t in self._done if t < oldest and t not in last_steps and t not in reserved]:
+            del self._done[iteration]
         self.missing.forget(oldest)
 
     def held(self) -> list[pb.PartRange]:
         """Return the present parts, as ranges by rank."""
-        found: list[pb.PartRange] = []
+        ranges: list[pb.PartRange] = []
         for position in range(self._ranks):
             for t in sorted(t for t, parts in self._parts.items() if position in parts):
-                last = found[-1] if found else None
+                last = ranges[-1] if ranges else None
                 if last is not None and (last.position, last.last + 1) == (position, t):
                     last.last = t
                 else:
-                    found.append(pb.PartRange(position=position, first=t, last=t))
-        return found
+                    ranges.append(pb.PartRange(position=position, first=t, last=t))
+        return ranges
 
     def parts_of(self, ranges: Iterable[pb.PartRange]) -> list[pb.RecordPart]:
         """Return the present parts of some ranges, in order."""
         return [
             part
-            for one in ranges
-            for t in sorted(t for t in self._parts if one.first <= t <= one.last)
-            if (part := self._parts[t].get(one.position)) is not None
+            for span in ranges
+            for t in sorted(t for t in self._parts if span.first <= t <= span.last)
+            if (part := self._parts[t].get(span.position)) is not None
         ]
 
     def _merge(self, iteration: int) -> None:
@@ -248,7 +251,7 @@ class Records:
             return
         self._taken.add(iteration)
         try:
-            found = _by_name(first.buffers)
+            buffers = _by_name(first.buffers)
         except state.StateError as error:
             # Only the first: each iteration may have such buffers.
             self.trouble = (
@@ -256,11 +259,11 @@ class Records:
             )
             return
         if iteration > self._forgotten:
-            self._take(found, iteration)
+            self._take(buffers, iteration)
 
 
 def _by_name(blob: bytes) -> Mapping[str, bytes]:
-    changed = state.loads(blob)
-    if not isinstance(changed, dict):
+    buffers = state.loads(blob)
+    if not isinstance(buffers, dict):
         return {}
-    return {str(name): state.dumps(tensor) for name, tensor in changed.items()}
+    return {str(name): state.dumps(tensor) for name, tensor in buffers.items()}

@@ -50,9 +50,9 @@ class EndedStarts:
         if start not in self._fenced:
             self._fenced.append(start)
 
-    def check(self, begin: pb.BeginRequest, known: int) -> None:
+    def check(self, begin: pb.BeginRequest, greatest: int) -> None:
         """Raise `CallRefused` if a start may not begin. `known`: the greatest generation known here."""
-        _check_ahead(begin.generation, known)
+        _check_ahead(begin.generation, greatest)
         if start_of(begin) in self._fenced:
             raise StartEnded(begin)
         if 0 < self.discarded >= begin.generation:
@@ -61,23 +61,24 @@ class EndedStarts:
                 precondition=True,
             )
 
-    def discard(self, generation: int, known: int) -> None:
+    def discard(self, generation: int, greatest: int) -> None:
         """Refuse all runs up to a generation. Raise `CallRefused` if `known` is greater, or not near it."""
-        _check_ahead(generation, known)
-        if generation < known:
+        _check_ahead(generation, greatest)
+        if generation < greatest:
             raise CallRefused(
-                f"generation {known} has begun here, and only those up to {generation} were to be discarded",
+                f"generation {greatest} has begun here, and only those up to {generation} were to be "
+                "discarded",
                 precondition=True,
             )
         self.discarded = generation
 
 
-def _check_ahead(generation: int, known: int) -> None:
+def _check_ahead(generation: int, greatest: int) -> None:
     """Raise `CallRefused` for a generation that no run has reached: all later runs would be refused."""
-    if generation > known + GENERATIONS_AHEAD:
+    if generation > greatest + GENERATIONS_AHEAD:
         raise CallRefused(
-            f"generation {generation}: more than {GENERATIONS_AHEAD} beyond generation {known}, the greatest "
-            "one here; another shadow node has answered nonsense"
+            f"generation {generation}: more than {GENERATIONS_AHEAD} beyond generation {greatest}, the "
+            "greatest one here; another shadow node has answered nonsense"
         )
 
 
@@ -104,7 +105,9 @@ class OlderStarts:
     @property
     def hosts(self) -> list[str]:
         """Addresses from which records of starts that go on have come since the newest start began here."""
-        return list(dict.fromkeys(host for one in self._starts.values() if one.goes_on for host in one.hosts))
+        return list(
+            dict.fromkeys(host for start in self._starts.values() if start.goes_on for host in start.hosts)
+        )
 
     def end(self, begin: pb.BeginRequest, by: str, now: float) -> None:
         """Note that a start is superseded, from the address `by`, unless that is known."""
@@ -115,31 +118,31 @@ class OlderStarts:
 
     def begun(self) -> None:
         """Note that a new start has begun: what was noticed during another one tells nothing about it."""
-        for one in self._starts.values():
-            one.late, one.goes_on = math.inf, False
-            one.hosts.clear()
+        for start in self._starts.values():
+            start.late, start.goes_on = math.inf, False
+            start.hosts.clear()
 
     def forget(self, now: float) -> None:
         """Forget addresses from which nothing has come for long."""
-        for one in self._starts.values():
-            for host in [host for host, heard in one.hosts.items() if now - heard > SILENT_SECONDS]:
-                del one.hosts[host]
+        for start in self._starts.values():
+            for host in [host for host, last in start.hosts.items() if now - last > SILENT_SECONDS]:
+                del start.hosts[host]
 
-    def of(self, said: pb.BeginRequest | pb.RecordPart) -> Superseded | None:
+    def of(self, message: pb.BeginRequest | pb.RecordPart) -> Superseded | None:
         """Return the start to which a message belongs, if it is superseded."""
-        return self._starts.get(_key(said))
+        return self._starts.get(_key(message))
 
-    def heard(self, one: Superseded, host: str, now: float) -> bool:
+    def heard(self, start: Superseded, host: str, now: float) -> bool:
         """Note a record of a superseded start. Return whether it is the first that shows that it goes on."""
-        if now < one.since + LATE_SECONDS:
+        if now < start.since + LATE_SECONDS:
             return False
-        one.late = min(one.late, now)
-        if host in one.hosts or len(one.hosts) < _HOSTS_MOST:
-            one.hosts[host] = now
-        first = not one.goes_on and now >= one.late + APART_SECONDS
-        one.goes_on |= first
+        start.late = min(start.late, now)
+        if host in start.hosts or len(start.hosts) < _HOSTS_MOST:
+            start.hosts[host] = now
+        first = not start.goes_on and now >= start.late + APART_SECONDS
+        start.goes_on |= first
         return first
 
 
-def _key(said: pb.BeginRequest | pb.RecordPart) -> tuple[int, str, bytes]:
-    return (said.incarnation, said.run, said.start)
+def _key(message: pb.BeginRequest | pb.RecordPart) -> tuple[int, str, bytes]:
+    return (message.incarnation, message.run, message.start)

@@ -98,8 +98,8 @@ def check_host(nic_ips: Sequence[str], receive_buffer: int = RECEIVE_BUFFER) -> 
 def tcp_memory(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> tuple[int, int, int]:
     """Return the least `net.ipv4.tcp_mem` for N streams, in pages of this machine."""
     # The kernel doubles the value of SO_RCVBUFFORCE for its own overhead (man 7 socket).
-    needed = -(-2 * receive_buffer * streams // resource.getpagesize())
-    return needed, needed * 5 // 4, needed * 3 // 2
+    pages = -(-2 * receive_buffer * streams // resource.getpagesize())
+    return pages, pages * 5 // 4, pages * 3 // 2
 
 
 def tcp_memory_shortfall(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> str | None:
@@ -107,17 +107,17 @@ def tcp_memory_shortfall(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> 
 
     Above tcp_mem's second value the kernel shrinks windows, which would cost gradients.
     """
-    needed, *_ = wanted = tcp_memory(streams, receive_buffer)
+    pages, *_ = setting = tcp_memory(streams, receive_buffer)
     try:
         pressure = int(_TCP_MEM.read_text().split()[1])
     except FileNotFoundError:
         return TCP_MEM_UNSEEN
-    if needed <= pressure:
+    if pages <= pressure:
         return None
-    megabytes = needed * resource.getpagesize() >> 20
+    megabytes = pages * resource.getpagesize() >> 20
     return (
         f"{counted(streams, 'stream')} may hold {megabytes} MB, more than net.ipv4.tcp_mem allows; "
-        f'raise it: sysctl -w net.ipv4.tcp_mem="{" ".join(map(str, wanted))}"'
+        f'raise it: sysctl -w net.ipv4.tcp_mem="{" ".join(map(str, setting))}"'
     )
 
 

@@ -33,9 +33,9 @@ class BucketSets:
     """
 
     def __init__(self, layout: Layout, shard: int, released: int) -> None:
-        ours = {i: bucket for i, bucket in enumerate(layout.buckets) if bucket.shard == shard}
+        buckets = {i: bucket for i, bucket in enumerate(layout.buckets) if bucket.shard == shard}
         self.tensors: list[dict[int, torch.Tensor]] = [
-            {i: torch.zeros(b.elements, dtype=getattr(torch, b.dtype)) for i, b in ours.items()}
+            {i: torch.zeros(b.elements, dtype=getattr(torch, b.dtype)) for i, b in buckets.items()}
             for _ in range(SETS)
         ]
         self._bytes = [{i: state.bytes_of(t) for i, t in tensors.items()} for tensors in self.tensors]
@@ -143,8 +143,8 @@ class Inlet:
             return self._take(self.socket)
 
     def _take(self, sock: socket.socket) -> Took:
-        taken = 0
-        while taken < _TURN_BYTES:
+        total = 0
+        while total < _TURN_BYTES:
             room = self._room or self._next_room()
             if room is None:
                 return self._break(_CLOSED) if at_its_end(sock) else Took.PAUSED
@@ -158,7 +158,7 @@ class Inlet:
                 return self._break(_CLOSED)
             if self._began is None:
                 self._began = time.monotonic()
-            taken += count
+            total += count
             self.position += count
             self.received += count
             if count == len(room):

@@ -84,9 +84,9 @@ class Reader:
                 self._turn(inlet)
 
     def _turn(self, inlet: Inlet) -> None:
-        received, iteration = inlet.received, inlet.iteration
+        before, iteration = inlet.received, inlet.iteration
         took = inlet.take()
-        self.bytes += inlet.received - received
+        self.bytes += inlet.received - before
         if inlet.iteration != iteration:
             self._on_iteration()
         if took is not Took.ENDED:
@@ -169,7 +169,7 @@ class Connector:
         self._connected.flush()
 
     def _connect(self, inlet: Inlet, incarnation: int) -> None:
-        said = ""
+        reason = ""
         self._pause(inlet.plan)
         while not (inlet.closed or self._stopping.is_set()):
             try:
@@ -178,9 +178,9 @@ class Connector:
                 return
             except StreamError as error:
                 inlet.broken = str(error)
-                if inlet.broken != said:
-                    said = inlet.broken
-                    self._failures.add(f"{said}; retrying")
+                if inlet.broken != reason:
+                    reason = inlet.broken
+                    self._failures.add(f"{reason}; retrying")
                 self._pause(inlet.plan)
 
     def _pause(self, plan: StreamPlan) -> None:

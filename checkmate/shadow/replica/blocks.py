@@ -48,41 +48,41 @@ class Block:
 
         Step as if together with parameters of the types `beside` that have no state yet.
         """
-        chosen = [(n, piece) for n, piece in self.pieces if n in gradients]
-        if not chosen:
+        pieces = [(n, piece) for n, piece in self.pieces if n in gradients]
+        if not pieces:
             return
-        named = []
-        for n, piece in chosen:
+        gradients_by_number = []
+        for n, piece in pieces:
             bucket, start = gradients[n]
             run = bucket[start + piece.start : start + piece.stop].to(piece.tensor.dtype)
             # A scalar if the trainers' is one, because torch's type promotion depends on dimensions.
             piece.tensor.grad = run if piece.tensor.dim() else run.view(())
-            named.append((n, piece.tensor.grad))
+            gradients_by_number.append((n, piece.tensor.grad))
         try:
-            scale(self.optimizer, named, step.scalings)
+            scale(self.optimizer, gradients_by_number, step.scalings)
             if step.skipped:
                 skip(self.optimizer)
             with self._beside(beside):
                 self.optimizer.step()
         finally:
             forget(self.optimizer)
-            for _, piece in chosen:
+            for _, piece in pieces:
                 piece.tensor.grad = None
 
     @contextmanager
     def _beside(self, types: Iterable[torch.dtype]) -> Iterator[None]:
         """Add an empty parameter of each type, with a gradient and without state."""
         group = self.optimizer.param_groups[0]
-        own, others = group["params"], [torch.empty(0, dtype=dtype) for dtype in types]
-        for other in others:
-            other.grad = torch.empty_like(other)
-        group["params"] = [*own, *others]
+        parameters, stand_ins = group["params"], [torch.empty(0, dtype=dtype) for dtype in types]
+        for stand_in in stand_ins:
+            stand_in.grad = torch.empty_like(stand_in)
+        group["params"] = [*parameters, *stand_ins]
         try:
             yield
         finally:
-            group["params"] = own
-            for other in others:
-                self.optimizer.state.pop(other, None)
+            group["params"] = parameters
+            for stand_in in stand_ins:
+                self.optimizer.state.pop(stand_in, None)
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Batch:
 
         If a GradScaler skips the step, fused optimizers still create their state; others are not called.
         """
-        beside = [DTYPES[one.dtype] for one in step.beginnings if one.group == self.group]
+        beside = [DTYPES[beginning.dtype] for beginning in step.beginnings if beginning.group == self.group]
         with _torch_set(self.threads, self.default):
             for block in self.blocks:
                 if not step.skipped or block.optimizer.param_groups[0].get("fused"):
@@ -127,7 +127,7 @@ def uncut(spec: pb.OptimizerSpec) -> set[int]:
     return {number for group in fused for number in group.parameters}
 
 
-def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held], block: int) -> list[Batch]:
+def cut(spec: pb.OptimizerSpec, parameters: Mapping[int, Held], block: int) -> list[Batch]:
     """Return the batches of a shard's parameters; parameters that no optimizer steps come last.
 
     `block` limits the elements that `foreach` steps together, because it has temporaries of all of them.
@@ -136,38 +136,40 @@ def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held], block: int) -> list[Ba
     stepped: set[int] = set()
     default = default_dtype(spec)
     for index, group in enumerate(spec.groups):
-        ours = [number for number in group.parameters if number in held]
+        members = [number for number in group.parameters if number in parameters]
         together = block if parse_options(group.options).get("foreach") else None
-        stepped.update(ours)
-        for threads in sorted({held[number].threads for number in ours}):
-            alike = [number for number in ours if held[number].threads == threads]
-            for numbers in _batches(alike, held, together):
-                blocks = list(_blocks(kind_of(spec, group), group.options, numbers, held))
+        stepped.update(members)
+        for threads in sorted({parameters[number].threads for number in members}):
+            alike = [number for number in members if parameters[number].threads == threads]
+            for numbers in _batches(alike, parameters, together):
+                blocks = list(_blocks(kind_of(spec, group), group.options, numbers, parameters))
                 batches.append(Batch(index, numbers, blocks, threads, default))
-    if rest := [number for number in held if number not in stepped]:
+    if rest := [number for number in parameters if number not in stepped]:
         batches.append(Batch(None, rest))
     return batches
 
 
-def _batches(numbers: Sequence[int], held: Mapping[int, Held], together: int | None) -> Iterator[list[int]]:
+def _batches(
+    numbers: Sequence[int], parameters: Mapping[int, Held], together: int | None
+) -> Iterator[list[int]]:
     """Yield cut parameters separately, and others together up to `together` elements."""
     open_: list[int] = []
     for number in numbers:
-        if len(held[number].pieces) > 1:
+        if len(parameters[number].pieces) > 1:
             yield [number]
             continue
         open_.append(number)
-        if together is not None and sum(held[n].parameter.elements for n in open_) >= together:
+        if together is not None and sum(parameters[n].parameter.elements for n in open_) >= together:
             yield open_
             open_ = []
     if open_:
         yield open_
 
 
-def _blocks(name: str, options: str, numbers: list[int], held: Mapping[int, Held]) -> Iterator[Block]:
+def _blocks(name: str, options: str, numbers: list[int], parameters: Mapping[int, Held]) -> Iterator[Block]:
     """Yield one block of all pieces of several parameters, or a block for each piece of a single one."""
-    pieces = [[(number, piece) for piece in held[number].pieces] for number in numbers]
-    runs = [[one] for one in pieces[0]] if len(numbers) == 1 else [list(itertools.chain(*pieces))]
+    pieces = [[(number, piece) for piece in parameters[number].pieces] for number in numbers]
+    runs = [[run] for run in pieces[0]] if len(numbers) == 1 else [list(itertools.chain(*pieces))]
     for run in runs:
         spec = pb.OptimizerSpec(name=name)
         spec.groups.add(parameters=[number for number, _ in run], options=options)
@@ -194,10 +196,10 @@ def _torch_set(threads: int, default: torch.dtype) -> Iterator[None]:
 
 def check_scalings(scalings: Iterable[pb.Scaling]) -> None:
     """Raise `ValueError` if the kind or type of a scaling is unknown."""
-    for one in scalings:
-        dtype = DTYPES.get(one.dtype or "float32")
-        if one.kind not in _KINDS or dtype is None or not dtype.is_floating_point:
-            raise ValueError(f"unknown scaling of gradients: {one.kind} {one.dtype}")
+    for scaling in scalings:
+        dtype = DTYPES.get(scaling.dtype or "float32")
+        if scaling.kind not in _KINDS or dtype is None or not dtype.is_floating_point:
+            raise ValueError(f"unknown scaling of gradients: {scaling.kind} {scaling.dtype}")
 
 
 def scale(
@@ -206,11 +208,11 @@ def scale(
     scalings: Iterable[pb.Scaling],
 ) -> None:
     """Scale gradients in place, given with their parameters' numbers. A scaling may list parameters."""
-    for one in scalings:
-        times = Counter(one.parameters)
-        chosen = [gradient for number, gradient in gradients for _ in range(times[number] if times else 1)]
-        factor = torch.tensor(one.factor, dtype=DTYPES[one.dtype or "float32"])
-        _KINDS[one.kind](optimizer, chosen, factor)
+    for scaling in scalings:
+        times = Counter(scaling.parameters)
+        tensors = [gradient for number, gradient in gradients for _ in range(times[number] if times else 1)]
+        factor = torch.tensor(scaling.factor, dtype=DTYPES[scaling.dtype or "float32"])
+        _KINDS[scaling.kind](optimizer, tensors, factor)
 
 
 def skip(optimizer: torch.optim.Optimizer) -> None:
@@ -238,8 +240,8 @@ def _clip(_: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], factor: t
 def _unscale(_: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply like `torch.amp.GradScaler.unscale_`."""
     for group in _by_type(gradients):
-        found = torch.zeros(1, dtype=torch.float32)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor.reshape(1))
+        found_inf = torch.zeros(1, dtype=torch.float32)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, factor.reshape(1))
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, _: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

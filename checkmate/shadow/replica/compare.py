@@ -53,71 +53,73 @@ class Comparison:
     def seeded(self, number: int, iteration: int, entries: Collection[str]) -> None:
         """Record that a parameter was seeded, with these entries of optimizer state."""
         self._seeded[number] = iteration
-        self._equal = {what: at for what, at in self._equal.items() if what[0] != number}
+        self._equal = {key: at for key, at in self._equal.items() if key[0] != number}
         self.doubtful.pop(number, None)
-        for what in [(n, entry) for n, entry in self.suspects if n == number and entry not in ("", *entries)]:
-            del self.suspects[what]  # the trainers no longer have it
+        for key in [(n, entry) for n, entry in self.suspects if n == number and entry not in ("", *entries)]:
+            del self.suspects[key]  # the trainers no longer have it
 
-    def compare(self, iteration: int, slices: Sequence[pb.Slice], held: Mapping[int, Held]) -> Iterator[str]:
+    def compare(
+        self, iteration: int, slices: Sequence[pb.Slice], parameters: Mapping[int, Held]
+    ) -> Iterator[str]:
         """Compare `held`, at `iteration`, with the trainers' slices. Yield a message per difference."""
-        for one in slices:
-            ours, what = held.get(one.parameter), (one.parameter, one.state)
-            if ours is None:
+        for part in slices:
+            parameter, key = parameters.get(part.parameter), (part.parameter, part.state)
+            if parameter is None:
                 continue
-            run = range(one.offset, one.offset + max(len(one.data), 1))
-            if self._same(ours, one):
-                self._right(what, iteration, run)
+            run = range(part.offset, part.offset + max(len(part.data), 1))
+            if self._same(parameter, part):
+                self._right(key, iteration, run)
                 continue
-            before = self.suspects.get(what, run)
-            self.suspects[what] = range(min(run.start, before.start), max(run.stop, before.stop))
-            seeded = self._seeded[one.parameter]
-            since = self.doubtful.setdefault(one.parameter, self._equal.get(what, seeded))
-            of = f"{one.state} of parameter" if one.state else "parameter"
+            before = self.suspects.get(key, run)
+            self.suspects[key] = range(min(run.start, before.start), max(run.stop, before.stop))
+            seeded = self._seeded[part.parameter]
+            since = self.doubtful.setdefault(part.parameter, self._equal.get(key, seeded))
+            of = f"{part.state} of parameter" if part.state else "parameter"
             yield (
-                f"{of} {ours.parameter.name} differs from the trainers' after iteration {iteration}. "
+                f"{of} {parameter.parameter.name} differs from the trainers' after iteration {iteration}. "
                 f"It was last found equal after iteration {since}; checkpoints after that one are doubtful. "
                 "Possible causes: a gradient was changed between backward and optimizer.step(), a parameter "
                 "outside optimizer.step(). Clip gradients by norm, unscale them with the GradScaler "
                 "that protect was given, and let only the optimizer change parameters"
             )
 
-    def _right(self, what: Compared, iteration: int, run: range) -> None:
+    def _right(self, key: Compared, iteration: int, run: range) -> None:
         """Record that a run was found right. It is no longer suspect if enough of our own steps preceded."""
-        self._equal[what] = iteration
-        suspect = self.suspects.get(what)
-        if suspect is None or iteration < self._seeded[what[0]] + STEPS_TO_TRUST:
+        self._equal[key] = iteration
+        suspect = self.suspects.get(key)
+        if suspect is None or iteration < self._seeded[key[0]] + STEPS_TO_TRUST:
             return
         if suspect.start in run:
             suspect = range(run.stop, suspect.stop)
         if suspect:
-            self.suspects[what] = suspect
+            self.suspects[key] = suspect
         else:
-            del self.suspects[what]
+            del self.suspects[key]
 
-    def _same(self, ours: Held, one: pb.Slice) -> bool:
+    def _same(self, parameter: Held, part: pb.Slice) -> bool:
         try:
-            value = ours.entry(one.state)
+            value = parameter.entry(part.state)
         except KeyError:
             return False
         if not isinstance(value, torch.Tensor):
-            return one.HasField("number") and one.number == to_number(one.state, value)
-        return not one.HasField("number") and self._same_run(value, one)
+            return part.HasField("number") and part.number == to_number(part.state, value)
+        return not part.HasField("number") and self._same_run(value, part)
 
-    def _same_run(self, tensor: torch.Tensor, one: pb.Slice) -> bool:
+    def _same_run(self, tensor: torch.Tensor, part: pb.Slice) -> bool:
         """Return whether a tensor has this run, within a tolerance unless `exact`.
 
         For state the tolerance is relative to the run's largest value, because sums of values that cancel out
         keep the errors of their terms.
         """
-        ours = bytes_of(tensor)[one.offset : one.offset + len(one.data)]
-        if len(ours) != len(one.data) or len(ours) % tensor.element_size():
+        run = bytes_of(tensor)[part.offset : part.offset + len(part.data)]
+        if len(run) != len(part.data) or len(run) % tensor.element_size():
             return False
-        if self.exact or not one.data or not tensor.is_floating_point():
-            return bytes(ours) == one.data
+        if self.exact or not part.data or not tensor.is_floating_point():
+            return bytes(run) == part.data
         relative, absolute = CLOSE_ENOUGH[tensor.dtype]
-        start = one.offset // tensor.element_size()
-        theirs = torch.frombuffer(bytearray(one.data), dtype=tensor.dtype).double()
-        mine = tensor.reshape(-1)[start : start + len(theirs)].double()
-        if one.state:
-            absolute = max(absolute, relative * float(theirs.abs().nan_to_num(0.0, 0.0).max()))
-        return torch.allclose(mine, theirs, relative, absolute, equal_nan=True)
+        start = part.offset // tensor.element_size()
+        trainer_values = torch.frombuffer(bytearray(part.data), dtype=tensor.dtype).double()
+        replica_values = tensor.reshape(-1)[start : start + len(trainer_values)].double()
+        if part.state:
+            absolute = max(absolute, relative * float(trainer_values.abs().nan_to_num(0.0, 0.0).max()))
+        return torch.allclose(replica_values, trainer_values, relative, absolute, equal_nan=True)

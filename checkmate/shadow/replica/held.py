@@ -39,8 +39,8 @@ class HeldPiece:
         """The optimizer's own state of this piece."""
         if self.optimizer is None:
             return {}
-        found: dict[str, Any] = self.optimizer.state[self.tensor]
-        return found
+        entries: dict[str, Any] = self.optimizer.state[self.tensor]
+        return entries
 
 
 class Held:

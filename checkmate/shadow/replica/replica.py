@@ -67,8 +67,8 @@ class Replica:
         self.at: dict[int, int] = {}
         """Iteration of each parameter's last step; absent if it is not seeded."""
         threads = (spec.threads or torch.get_num_threads()) if exact else 0
-        known = [layout.parameters[number] for number in self.numbers]
-        block = block_elements(known)
+        parameters = [layout.parameters[number] for number in self.numbers]
+        block = block_elements(parameters)
         whole = uncut(spec)
         self._held = {
             n: Held(layout.parameters[n], 0 if n in whole else block, threads) for n in self.numbers
@@ -84,27 +84,27 @@ class Replica:
 
         Raises `ReplicaError` if the shard has no such parameter, or its shape or type differs.
         """
-        held = self._held.get(parameter)
-        if held is None:
+        stored = self._held.get(parameter)
+        if stored is None:
             raise ReplicaError(f"shard {self.shard} has no parameter {parameter}")
-        known = held.parameter
-        if (tuple(tensor.shape), tensor.dtype) != (known.memory_shape, held.dtype):
+        expected = stored.parameter
+        if (tuple(tensor.shape), tensor.dtype) != (expected.memory_shape, stored.dtype):
             raise ReplicaError(
-                f"{known.name} has shape {known.memory_shape} and type {known.dtype}, but its seed has "
-                f"{tuple(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
+                f"{expected.name} has shape {expected.memory_shape} and type {expected.dtype}, but its seed "
+                f"has {tuple(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
             )
-        ours = {name: _plain(value) for name, value in state.items()}
+        entries = {name: _plain(value) for name, value in state.items()}
         with self._lock:
-            self._keep(parameter, held)
-            held.put(_plain(tensor), ours)
+            self._keep(parameter, stored)
+            stored.put(_plain(tensor), entries)
             self.at[parameter] = iteration
-            self.comparison.seeded(parameter, iteration, ours)
+            self.comparison.seeded(parameter, iteration, entries)
 
     def clear(self) -> None:
         """Discard all state. Readers in progress keep the old copy."""
         with self._lock:
-            for number, held in self._held.items():
-                self._keep(number, held)
+            for number, stored in self._held.items():
+                self._keep(number, stored)
             self.at.clear()
 
     def step(self, iteration: int, gradients: Mapping[int, torch.Tensor], step: pb.Step) -> list[str]:
@@ -120,21 +120,25 @@ class Replica:
         Raises:
             ValueError: if the record or the gradients do not fit the shard; nothing is stepped then.
         """
-        due = {number for number in self.numbers if self.at.get(number) == iteration - 1}
+        numbers_due = {number for number in self.numbers if self.at.get(number) == iteration - 1}
         options = self._options(step)
-        called = not step.skipped or bool(step.options)  # by a GradScaler, whatever the optimizer did then
-        found = self._gradients(due - set(step.without_gradient), gradients) if called else {}
+        is_called = not step.skipped or bool(step.options)  # by a GradScaler, whatever the optimizer did then
+        bucket_gradients = (
+            self._gradients(numbers_due - set(step.without_gradient), gradients) if is_called else {}
+        )
         for batch in self._batches:
-            numbers = [number for number in batch.numbers if number in due]
+            numbers = [number for number in batch.numbers if number in numbers_due]
             if numbers:
-                self._advance(batch, numbers, iteration, options, found, step)
-        stepped = {number: held for number, held in self._held.items() if self.at.get(number) == iteration}
+                self._advance(batch, numbers, iteration, options, bucket_gradients, step)
+        stepped = {
+            number: parameter for number, parameter in self._held.items() if self.at.get(number) == iteration
+        }
         return list(self.comparison.compare(iteration, step.slices, stepped))
 
     @property
     def nbytes(self) -> int:
         """The bytes of parameters and optimizer state that steps overwrite."""
-        return sum(held.nbytes for held in self._held.values())
+        return sum(parameter.nbytes for parameter in self._held.values())
 
     def reserve(self, iteration: int) -> bool:
         """Keep a present or future iteration readable, once for each parameter, until `release`.
@@ -150,9 +154,9 @@ class Replica:
     def release(self, iteration: int) -> None:
         """End one reservation of an iteration, if there is one."""
         with self._lock:
-            kept = self._kept.get(iteration)
-            if kept is not None and kept.reserved:
-                kept.reserved -= 1
+            reservation = self._kept.get(iteration)
+            if reservation is not None and reservation.reserved:
+                reservation.reserved -= 1
                 self._drop(iteration)
 
     def read(
@@ -163,33 +167,33 @@ class Replica:
         A tensor is valid until the next one is read, and must not be changed. Raises `NotStepped` if the
         iteration is not stepped yet, and `Gone` if newer ones have overwritten it.
         """
-        wanted = tuple(parameters) or self.numbers
+        numbers = tuple(parameters) or self.numbers
         with self._lock:
-            self._check_readable(iteration, wanted)
-        return self._read(iteration, wanted)
+            self._check_readable(iteration, numbers)
+        return self._read(iteration, numbers)
 
     def _read(
-        self, iteration: int, wanted: Sequence[int]
+        self, iteration: int, numbers: Sequence[int]
     ) -> Iterator[tuple[int, torch.Tensor, dict[str, object]]]:
-        unread = set(wanted)
+        unread = set(numbers)
         with self._lock:
-            self._check_readable(iteration, wanted)
-            kept = self._kept.setdefault(iteration, _Kept())
-            kept.readers.append(unread)
+            self._check_readable(iteration, numbers)
+            reservation = self._kept.setdefault(iteration, _Kept())
+            reservation.readers.append(unread)
         try:
-            for number in wanted:
+            for number in numbers:
                 with self._lock:
-                    copy = kept.copies.get(number)
+                    copy = reservation.copies.get(number)
                     tensor, state = self._held[number].snapshot() if copy is None else copy
                 yield number, tensor, state
                 with self._lock:
                     unread.discard(number)
-                    kept.reads[number] += 1
-                    if not kept.wants(number):
-                        kept.copies.pop(number, None)
+                    reservation.reads[number] += 1
+                    if not reservation.wants(number):
+                        reservation.copies.pop(number, None)
         finally:
             with self._lock:
-                kept.readers.remove(unread)
+                reservation.readers.remove(unread)
                 self._drop(iteration)
 
     def _options(self, step: pb.Step) -> list[dict[str, Any]]:
@@ -199,7 +203,7 @@ class Replica:
                 f"the record has {len(step.options)} parameter groups, the optimizer has {self._groups}"
             )
         check_scalings(step.scalings)
-        if unknown := {one.dtype for one in step.beginnings} - DTYPES.keys():
+        if unknown := {beginning.dtype for beginning in step.beginnings} - DTYPES.keys():
             raise ReplicaError(f"the record has parameters of unknown types: {', '.join(unknown)}")
         return [parse_options(text) for text in step.options]
 
@@ -207,14 +211,17 @@ class Replica:
         """Return each parameter's gradient in its bucket. Empty parameters are not in any bucket."""
         where = {number: self.layout.where[number] for number in numbers.difference(self.layout.empty)}
         for index in {index for index, _ in where.values()}:
-            bucket, known = buckets.get(index), self.layout.buckets[index]
-            if bucket is None or (bucket.shape, bucket.dtype) != ((known.elements,), DTYPES[known.dtype]):
+            bucket, expected = buckets.get(index), self.layout.buckets[index]
+            if bucket is None or (bucket.shape, bucket.dtype) != (
+                (expected.elements,),
+                DTYPES[expected.dtype],
+            ):
                 raise ReplicaError(
                     f"bucket {index} of shard {self.shard} is missing, or has another size or type"
                 )
-        found = {number: (buckets[index], place.start) for number, (index, place) in where.items()}
+        gradients = {number: (buckets[index], place.start) for number, (index, place) in where.items()}
         nothing = {n: (torch.empty(0, dtype=self._held[n].dtype), 0) for n in numbers - where.keys()}
-        return found | nothing
+        return gradients | nothing
 
     def _advance(
         self,
@@ -235,9 +242,9 @@ class Replica:
                     self._held[number].move()
             if options and batch.group is not None:
                 batch.put_options(options[batch.group])
-            chosen = {number: gradients[number] for number in numbers if number in gradients}
-            batch.step(chosen, step)
-            for number in chosen:
+            parameter_gradients = {number: gradients[number] for number in numbers if number in gradients}
+            batch.step(parameter_gradients, step)
+            for number in parameter_gradients:
                 self._held[number].gather()
         except BaseException:
             with self._lock:
@@ -249,24 +256,24 @@ class Replica:
             self.at.update(dict.fromkeys(numbers, iteration))
             self._moving.difference_update(numbers)
 
-    def _keep(self, number: int, held: Held) -> bool:
+    def _keep(self, number: int, parameter: Held) -> bool:
         """Leave a parameter that will change to its remaining readers. Return whether there are any."""
-        kept = self._kept.get(self.at.get(number, -2))
-        if kept is None or number in kept.copies or not kept.wants(number):
+        reservation = self._kept.get(self.at.get(number, -2))
+        if reservation is None or number in reservation.copies or not reservation.wants(number):
             return False
-        kept.copies[number] = held.snapshot()
+        reservation.copies[number] = parameter.snapshot()
         return True
 
     def _beyond(self, number: int, iteration: int) -> bool:
         at = self.at.get(number)
         return at is not None and (at > iteration or (at == iteration and number in self._moving))
 
-    def _check_readable(self, iteration: int, wanted: Sequence[int]) -> None:
-        kept = self._kept.get(iteration)
-        for number in wanted:
+    def _check_readable(self, iteration: int, numbers: Sequence[int]) -> None:
+        reservation = self._kept.get(iteration)
+        for number in numbers:
             if number not in self._held:
                 raise NotStepped(f"shard {self.shard} has no parameter {number}")
-            if kept is not None and number in kept.copies:
+            if reservation is not None and number in reservation.copies:
                 continue
             name = self.layout.parameters[number].name
             if self._beyond(number, iteration):
