@@ -39,14 +39,14 @@ class Addresses:
 
     def __init__(self, seconds: float = _RESOLVED_SECONDS) -> None:
         self._seconds = seconds
-        self._found: dict[str, tuple[float, list[str]]] = {}
+        self._resolved: dict[str, tuple[float, list[str]]] = {}
 
-    def of(self, host: str) -> list[str]:
+    def lookup(self, host: str) -> list[str]:
         """Return a host's addresses; none if its name cannot be resolved."""
-        looked_up, addresses = self._found.get(host, (-math.inf, []))
+        looked_up, addresses = self._resolved.get(host, (-math.inf, []))
         if time.monotonic() - looked_up >= self._seconds:
             addresses = _resolved(host)
-            self._found[host] = (time.monotonic(), addresses)
+            self._resolved[host] = (time.monotonic(), addresses)
         return addresses
 
 
@@ -131,7 +131,7 @@ def check_caller(rpc: str, uris: Iterable[str], host: str, job: Job, addresses: 
     """
     role = caller_role(uris, job)
     names = [name for name in node_hosts(job) if not _is_address(name)] if role is Role.SHADOW else []
-    check_call(rpc, role, host, job, {name: addresses.of(name) for name in names})
+    check_call(rpc, role, host, job, {name: addresses.lookup(name) for name in names})
 
 
 def _resolved(name: str) -> list[str]:

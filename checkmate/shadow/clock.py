@@ -35,7 +35,7 @@ class AwakeClock:
 
 
 class Silence:
-    """How long some counters have stood still."""
+    """The time since which some counters have stood still."""
 
     def __init__(self) -> None:
         self._counters: tuple[int, ...] | None = None

@@ -36,7 +36,7 @@ class Copier:
 
     def start(self) -> None:
         """Start the thread, if any hold has another holder."""
-        if any(plan.others for plan in self._node.plans):
+        if any(plan.other_holders for plan in self._node.plans):
             self._thread.start()
 
     def stop(self) -> None:
@@ -47,22 +47,22 @@ class Copier:
 
     def _run(self) -> None:
         while not self._node.stopping:
-            with self._node.changed:
+            with self._node.state_changed:
                 holds = [(group, hold) for group, hold in self._node.state.holds if hold.wants_seeds]
-                holds = [(group, hold) for group, hold in holds if hold.plan.others]
+                holds = [(group, hold) for group, hold in holds if hold.plan.other_holders]
             helped = [self._help(group, hold) for group, hold in holds]
             if not any(helped):
                 time.sleep(_IDLE_SECONDS)
 
     def _help(self, group: ShadowGroup, hold: Hold) -> bool:
         """Fetch one piece for a hold. Return whether any of its other holders had it."""
-        for holder in hold.plan.others:
+        for holder in hold.plan.other_holders:
             try:
                 has_piece = self._piece(holder, group, hold)
             except (grpc.RpcError, NotReserved, state.StateError, ValueError) as error:
                 log.debug("no seeds of %s from shadow node %d: %s", hold, holder, error)
                 has_piece = False
-            with self._node.changed:
+            with self._node.state_changed:
                 hold.note_holder(gives=has_piece)
             if has_piece:
                 return True
@@ -72,8 +72,8 @@ class Copier:
         """Fetch some wanted parameters from one other holder. Return whether there was anything to fetch."""
         begin = group.begin
         with reserved(self._stubs, [holder], _FETCH_SECONDS, at_least=hold.released) as reservation:
-            with self._node.changed:
-                numbers = some(hold.wanted(), group.layout, PIECE_BYTES)
+            with self._node.state_changed:
+                numbers = first_parameters(hold.wanted_parameters(), group.layout, PIECE_BYTES)
             if not numbers:
                 return False  # trainers were faster
             request = Asked(
@@ -94,13 +94,13 @@ class Copier:
         return True
 
 
-def some(numbers: Sequence[int], layout: Layout, most: int) -> list[int]:
+def first_parameters(numbers: Sequence[int], layout: Layout, most: int) -> list[int]:
     """Return the first parameters, at least one, until their size reaches `most` bytes."""
-    first: list[int] = []
+    chosen_numbers: list[int] = []
     nbytes = 0
     for number in numbers:
-        first.append(number)
+        chosen_numbers.append(number)
         nbytes += layout.parameters[number].nbytes
         if nbytes >= most:
             break
-    return first
+    return chosen_numbers

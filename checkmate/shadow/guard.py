@@ -24,14 +24,14 @@ from checkmate.keys.contexts import host_of_call
 from checkmate.shadow.logic.group import CallRefused
 
 REQUEST_SECONDS: Final = 5.0
-"""How long a call may wait for its request."""
+"""Limit of the time that a call waits for its request."""
 IDLE_SECONDS: Final = 60.0
-"""How long a stream that has begun may wait for its client to send or to read."""
+"""Limit of the time that a stream, once begun, waits for its client to send or to read."""
 CROWD: Final = 8
 """If a host has, or had lately, more calls without a request, they have `CROWDED_SECONDS`."""
 CROWDED_SECONDS: Final = 0.25
 REMEMBERED_SECONDS: Final = 10.0
-"""How long a host that was a crowd may not have more than `CROWD` calls without a request."""
+"""Time during which a host that was a crowd may have no more than `CROWD` calls without a request."""
 _TICK_SECONDS: Final = 0.1
 _SMALL: Final = 1 << 20
 _LARGE: Final = {"Begin": 64 << 20, "Seed": 256 << 20, "Copy": 16 << 20, "Parts": 16 << 20}
@@ -92,7 +92,7 @@ class WaitingCalls:
         """Record that a call that has begun waits for its client."""
         self._waits[key] = _Wait(host, now, first=False)
 
-    def done(self, key: Hashable) -> None:
+    def end_wait(self, key: Hashable) -> None:
         """Record that a call does not wait any more."""
         self._waits.pop(key, None)
 
@@ -208,7 +208,7 @@ class CallGuard:
             yield
         finally:
             with self._lock:
-                self._calls.done(key)
+                self._calls.end_wait(key)
                 self._contexts.pop(key, None)
 
     def _watch(self) -> None:
@@ -235,11 +235,11 @@ class Handlers:
     """In place of a server: collects the handlers that generated code adds."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Handler] = {}
+        self.by_method: dict[str, Handler] = {}
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
         """Do nothing: `add_registered_method_handlers` gets the same handlers, by name."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
         """Keep a service's handlers."""
-        self.found.update(handlers)
+        self.by_method.update(handlers)

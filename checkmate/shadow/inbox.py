@@ -36,11 +36,11 @@ from checkmate.wording import counted
 log = logging.getLogger("checkmate")
 
 GREETING_SECONDS: Final = 5.0
-"""How long a connection may take for its greeting, after the TLS handshake."""
+"""Limit of the time from a TLS handshake to the greeting of a connection."""
 FRAME_SECONDS: Final = 60.0
-"""How long a frame may take from its first byte to its last, without the time for which it waits for room."""
+"""Limit of the time from the first byte of a frame to its last, without waits for room."""
 HELD_BYTES: Final = 1 << 30
-"""Of all frames that are not complete. Above that, only the oldest is read on."""
+"""Bytes of all frames that are not complete. Above that, only the oldest is read on."""
 NEWCOMERS: Final = 64
 """Connections that have not greeted yet."""
 CONNECTIONS: Final = 256
@@ -59,7 +59,7 @@ Raises `CallRefused` or `StateError`.
 
 @dataclass(eq=False)
 class _Connection:
-    """An accepted connection. `heard`: when something came last."""
+    """An accepted connection. `heard_at`: when something came last."""
 
     sock: socket.socket
     host: str
@@ -67,7 +67,7 @@ class _Connection:
     """Whether its records count as unread; with TLS, once its caller is known."""
     greeted: bool = False
     closing: bool = False
-    heard: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=time.monotonic)
 
     def hang_up(self) -> None:
         """End it; its thread notices."""
@@ -93,7 +93,7 @@ class Inbox:
         self._listener, self._take, self._gate, self._most = listener, take, gate, most
         self._stopping = threading.Event()
         self._served: dict[_Connection, threading.Thread] = {}
-        self._held = _HeldFrames()
+        self._frames = _OpenFrames()
         self._strangers = StrangerLog()
         self._thread = threading.Thread(target=self._accept_forever, name="records", daemon=True)
 
@@ -164,7 +164,7 @@ class Inbox:
                 f"step records: {counted(len(new), 'connection')} without a greeting, most from {host}"
             )
         if len(old) > self._most:
-            quietest = min(old, key=lambda connection: connection.heard)
+            quietest = min(old, key=lambda connection: connection.heard_at)
             quietest.hang_up()
             self._strangers.line(
                 f"step records: {counted(len(old), 'connection')}; closed one from {quietest.host}"
@@ -189,7 +189,7 @@ class Inbox:
             why = repr(error)
         if why and not self._stopping.is_set():
             self._strangers.line(f"step records from {connection.host}: {why}")
-        self._held.forget(connection)
+        self._frames.forget(connection)
         del self._served[connection]
         connection.sock.close()
 
@@ -203,7 +203,7 @@ class Inbox:
         deadline = time.monotonic() + GREETING_SECONDS
         sock.settimeout(GREETING_SECONDS)
         ends = deadline  # of a frame that has begun
-        while not self._stopping.is_set() and (data := _received(sock, connection.greeted)):
+        while not self._stopping.is_set() and (data := _receive(sock, connection.greeted)):
             begins = not (connection.greeted and unpacker.held)  # a frame, in these bytes
             for frame in unpacker.feed(data):
                 begins = True
@@ -219,11 +219,11 @@ class Inbox:
                     newest = max(newest, part.iteration)
                 if reply is not None and frame.wants_answer:
                     replies += pack(reply.SerializeToString())
-            connection.heard, missing = time.monotonic(), missing - len(data)
+            connection.heard_at, missing = time.monotonic(), missing - len(data)
             connection.greeted = missing <= 0
             if begins:
-                ends = connection.heard + FRAME_SECONDS
-            ends += self._held.wait_for_room(connection, unpacker.held, begins)
+                ends = connection.heard_at + FRAME_SECONDS
+            ends += self._frames.wait_for_room(connection, unpacker.held, begins)
             until = deadline if not connection.greeted else ends if unpacker.held else None
             sock.settimeout(None if until is None else max(until - time.monotonic(), 0.001))
             if replies and not waiting(sock):
@@ -231,12 +231,12 @@ class Inbox:
                 replies.clear()
 
 
-class _HeldFrames:
+class _OpenFrames:
     """The bytes of all connections' frames that are not complete."""
 
     def __init__(self) -> None:
         self._bytes: dict[_Connection, int] = {}  # in the order in which the frames have begun
-        self._changed = threading.Condition()
+        self._room = threading.Condition()
 
     def wait_for_room(self, connection: _Connection, nbytes: int, begins: bool) -> float:
         """Note what a connection holds, and wait until it may hold more. Return the seconds of waiting.
@@ -244,19 +244,19 @@ class _HeldFrames:
         `begins`: whether it is of another frame than at the last call.
         """
         start = time.monotonic()
-        with self._changed:
+        with self._room:
             if begins:
                 self._forget(connection)
             if not nbytes:
                 return 0.0
             self._bytes[connection] = nbytes
             while not (connection.closing or self._may_go_on(connection)):
-                self._changed.wait(1.0)
+                self._room.wait(1.0)
         return time.monotonic() - start
 
     def forget(self, connection: _Connection) -> None:
         """Take note that a connection holds nothing any more."""
-        with self._changed:
+        with self._room:
             self._forget(connection)
 
     def _may_go_on(self, connection: _Connection) -> bool:
@@ -264,10 +264,10 @@ class _HeldFrames:
 
     def _forget(self, connection: _Connection) -> None:
         if self._bytes.pop(connection, None) is not None:
-            self._changed.notify_all()
+            self._room.notify_all()
 
 
-def _received(sock: socket.socket, greeted: bool) -> bytes:
+def _receive(sock: socket.socket, greeted: bool) -> bytes:
     """Return what has come. Raise `FrameError` if a frame is late."""
     try:
         return sock.recv(_READ_BYTES)

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import (
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.node_state import Tally
-from checkmate.shadow.logic.phases import LEFT
+from checkmate.shadow.logic.phases import LEFT_TROUBLE
 from checkmate.shadow.view import lag, state_of
 from checkmate.wording import counted
 
@@ -96,7 +96,7 @@ def not_ready(status: pb.NodeStatus) -> str:
     """Return why the node cannot serve a restart, or ""."""
     missing = sum(hold.streams - hold.connected for hold in status.holds)
     if status.left:
-        return LEFT
+        return LEFT_TROUBLE
     if not status.holds:
         return "no training has begun"
     if missing:

@@ -2,7 +2,7 @@
 
 Reader threads fill buckets, one thread steps, one reports the passage of time to the state, and gRPC's
 threads run the functions in `calls`. All of them change `node_state.NodeState` in the same way: by `moving`,
-which holds the lock `changed`. No thread steps, receives or uses the network while it holds that lock.
+which holds the lock `state_changed`. No thread steps, receives or uses the network while it holds that lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from checkmate.nodes.other_ranks import job_ranks
 from checkmate.output.log_lines import GatheredLog, first_and_count, left_out_words
 from checkmate.shadow import locks, memory
 from checkmate.shadow.clock import STALL, AwakeClock, Silence
-from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
+from checkmate.shadow.logic.effects import Close, Connect, DueStep, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
@@ -62,7 +62,7 @@ class Node:
         self.job_ranks = job_ranks(job)
         self.plans = hold_plans(job, node_id)
         self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
-        self.changed = threading.Condition(locks.ordered_lock("node"))
+        self.state_changed = threading.Condition(locks.ordered_lock("node"))
         self._clock = AwakeClock()
         self._silence = Silence()
         self.state = NodeState(job, node_id, self.now(), receive_buffer=receive_buffer, grace=grace)
@@ -102,7 +102,7 @@ class Node:
     @contextmanager
     def moving(self) -> Iterator[NodeState]:
         """Hold the lock while the caller changes the state; then carry out the effects."""
-        with self.changed:
+        with self.state_changed:
             yield self.state
             self._follow_up()
 
@@ -113,12 +113,12 @@ class Node:
 
     def all_resources(self) -> list[HoldResources]:
         """Return the resources of all holds, by group."""
-        with self.changed:
+        with self.state_changed:
             return [self.resources[hold] for _, hold in self.state.holds]
 
     def unread(self) -> int:
         """Return the number of bytes that this machine has received and this process could read."""
-        with self.changed:
+        with self.state_changed:
             inlets = [i for resources in self.resources.values() for i in resources.inlets if not i.paused]
         return sum(inlet.queued() for inlet in inlets) + sum(count() for count in self.also_unread)
 
@@ -133,8 +133,8 @@ class Node:
         return self._silence.since((*nbytes, *records, *steps), self.now(), unread=unread)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `known` returns true. The caller holds the lock."""
-        return self.changed.wait_for(lambda: condition() or self.stopping, timeout) and condition()
+        """Wait until `condition` returns true. The caller holds the lock."""
+        return self.state_changed.wait_for(lambda: condition() or self.stopping, timeout) and condition()
 
     def wait_for_fetch(self, condition: Callable[[], bool], timeout: float) -> None:
         """Wait like `wait_for`, counted among `waiting_fetches`. The caller holds the lock."""
@@ -146,11 +146,11 @@ class Node:
 
     def quiet(self, timeout: float) -> bool:
         """Wait until no step is running. The caller holds the lock and prevents new steps."""
-        return self.changed.wait_for(lambda: not self._stepping, timeout)
+        return self.state_changed.wait_for(lambda: not self._stepping, timeout)
 
-    def step(self, due_step: Due) -> None:
+    def step(self, due_step: DueStep) -> None:
         """Step one hold. Do nothing if it has rejoined in the meantime."""
-        with self.changed:
+        with self.state_changed:
             resources = self.resources.get(due_step.hold)
             step = None if resources is None else self.state.begin_step(due_step)
         if resources is None or step is None:
@@ -164,10 +164,10 @@ class Node:
                 log.exception("%s: stepping iteration %d failed%s", due_step.hold, due_step.iteration, words)
             snapshot = resources.snapshot()
             with self.moving() as state:
-                state.step_failed(due_step, error, snapshot)
+                state.fail_step(due_step, error, snapshot)
             return
         with self.moving() as state:
-            state.stepped(due_step, step, result, self.now())
+            state.end_step(due_step, step, result, self.now())
 
     def load(self, hold: Hold, iteration: int, parameters: Seeds) -> list[int]:
         """Load parameters in their state after `iteration`. Return late ones, whose next gradients are gone.
@@ -175,7 +175,7 @@ class Node:
         Does nothing if the hold is live or settled: the seeds are duplicates, or belong to an earlier start.
         Raises `ReplicaError` if one does not fit.
         """
-        with self.changed:
+        with self.state_changed:
             resources = self.resources.get(hold)
             if resources is None or not self.state.begin_load(hold):
                 return []
@@ -188,9 +188,9 @@ class Node:
 
     def close(self) -> None:
         """End all threads and close all sockets."""
-        with self.changed:
+        with self.state_changed:
             self.stopping = True
-            self.changed.notify_all()
+            self.state_changed.notify_all()
         self._connector.stop()
         self._breaks.flush()
         for resources in self.all_resources():
@@ -207,7 +207,7 @@ class Node:
         self.state.refresh(self.now())
         for effect in self.state.take_effects():
             self._carry_out(effect)
-        self.changed.notify_all()
+        self.state_changed.notify_all()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -239,7 +239,7 @@ class Node:
     def _broken(self, inlet: Inlet) -> None:
         """Reconnect a stream at its position; data sent in the meantime shows as a gap."""
         self._breaks.add(f"{inlet.plan}: {inlet.broken}; reconnecting")
-        with self.changed:
+        with self.state_changed:
             group = self.state.groups.get(inlet.plan.group)
             if group is not None and not inlet.closed:
                 self._connector.connect(inlet, group.begin.incarnation, again=True)
@@ -258,15 +258,15 @@ class Node:
                 turn()
             except Exception as error:  # our own bug; a node without this thread would look alive
                 log.exception("%s", task)
-                with self.changed:
+                with self.state_changed:
                     if task == "stepping":
                         self._stepping = False
                     self.state.tell(f"{task} failed: {error!r}")
-                    self.changed.wait_for(lambda: self.stopping, _PAUSE)
+                    self.state_changed.wait_for(lambda: self.stopping, _PAUSE)
 
     def _tick(self) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.stopping, TICK)
+        with self.state_changed:
+            self.state_changed.wait_for(lambda: self.stopping, TICK)
             if stopped := self._clock.beat():
                 seconds = STALL + stopped
                 event = NODE_STALLED(seconds=round(seconds, 3))
@@ -278,9 +278,9 @@ class Node:
 
     def _step_due(self) -> None:
         """Wait until steps are due, and do them."""
-        with self.changed:
-            while not (steps := self.state.due(self.now())) and not self.stopping:
-                self.changed.wait()
+        with self.state_changed:
+            while not (steps := self.state.due_steps(self.now())) and not self.stopping:
+                self.state_changed.wait()
             if self.stopping:
                 return
             self._stepping = True

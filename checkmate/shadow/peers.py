@@ -24,7 +24,7 @@ from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.logic.bounds import check_decision, check_progress
-from checkmate.shadow.logic.commit import PATIENCE, Kept, Progress
+from checkmate.shadow.logic.commit import PATIENCE, KeptShard, Progress
 from checkmate.shadow.logic.group import CallRefused, check_job
 from checkmate.shadow.node import Node
 from checkmate.wording import shortened
@@ -86,7 +86,7 @@ class Peers:
         hear.start()
         news = News(self._decision, lambda: True)
         while not (stream_end.is_set() or call_end.is_set() or self._stopping.is_set()):
-            if (decision := news.wait(self._node.changed)) is not None:
+            if (decision := news.wait(self._node.state_changed)) is not None:
                 yield decision
         if why:
             raise CallRefused(why[0])
@@ -114,7 +114,7 @@ class Peers:
                 self._ask_whether_ended(node, stream_end)
 
     def _check(self, report: pb.Progress) -> None:
-        with self._node.changed:
+        with self._node.state_changed:
             state = self._node.state
             check_job(state.job, report.job)
             check_progress(state.job, state.id, report, state.committee.start, state.newest)
@@ -122,17 +122,17 @@ class Peers:
     def _ask_whether_ended(self, peer: int, stream: threading.Event) -> None:
         """Probe the node of a stream that broke; again for a moment, because a dying process may listen."""
         for pause in _PROBE_PAUSES:
-            if self._stopping.wait(pause) or self._newest[peer] is not stream or self._ended(peer):
+            if self._stopping.wait(pause) or self._newest[peer] is not stream or self._has_ended(peer):
                 return
 
-    def _ended(self, peer: int) -> bool:
+    def _has_ended(self, peer: int) -> bool:
         """Handle the end of a stream: if the node refuses connections, its process has ended. Return that."""
         address = split_address(self._node.job.node(peer).mgmt)
         try:
             socket.create_connection(address, _PROBE_SECONDS).close()
         except ConnectionRefusedError:
             with self._node.moving() as state:
-                state.committee.gone(peer)
+                state.committee.note_end(peer)
             return True
         except OSError:
             pass  # unreachable: it may only be silent
@@ -145,13 +145,13 @@ class Peers:
             report.stepped,
             report.live,
             report.patience or PATIENCE,
-            _shards(report.shards),
-            _kept(report.kept),
+            _shards_from(report.shards),
+            _kept_from(report.kept),
             report.pressed,
             report.start,
         )
         with self._node.moving() as state:
-            state.committee.heard(report.node, progress, self._node.now())
+            state.committee.hear_report(report.node, progress, self._node.now())
 
     def _tell_forever(self, peer: int, channel: grpc.Channel) -> None:
         stub = rpc.ShadowStub(channel)
@@ -163,13 +163,13 @@ class Peers:
                 for decision in call:
                     self._complaints.pop(peer, None)
                     pause = _BACKOFF[0]
-                    self._told(peer, decision)
+                    self._hear_decision(peer, decision)
             except grpc.RpcError as error:  # the committee reports a broken stream if it matters
                 self._complain(peer, refusal(error))
             except CallRefused as error:
                 call.cancel()
                 self._complain(peer, str(error))
-            self._ended(peer)
+            self._has_ended(peer)
             self._stopping.wait(pause)
             pause = min(2 * pause, _BACKOFF[1])
         channel.close()
@@ -180,19 +180,19 @@ class Peers:
             self._complaints[peer] = why
             log.warning("shadow node %d: %s", peer, shortened(why))
 
-    def _told(self, peer: int, decision: pb.Decision) -> None:
+    def _hear_decision(self, peer: int, decision: pb.Decision) -> None:
         with self._node.moving() as state:
             committee = state.committee
             check_decision(state.job, decision, committee.start, state.newest)
             if (decision.incarnation, decision.start) != (committee.incarnation, committee.start):
                 decision = pb.Decision(step_to=committee.committed, patience=decision.patience)
-            committee.told(
+            committee.hear_decision(
                 peer,
                 decision.step_to,
                 decision.active,
                 self._node.now(),
-                _kept(decision.kept),
-                _shards(decision.shards),
+                _kept_from(decision.kept),
+                _shards_from(decision.shards),
                 decision.patience or PATIENCE,
             )
 
@@ -202,11 +202,11 @@ class Peers:
 
         news = News(self._progress, decides)
         while not self._stopping.is_set():
-            if (report := news.wait(self._node.changed)) is not None:
+            if (report := news.wait(self._node.state_changed)) is not None:
                 yield report
 
     def _progress(self) -> pb.Progress:
-        progress = self._node.state.committee.mine
+        progress = self._node.state.committee.progress
         return pb.Progress(
             job=self._node.job.job,
             protocol=PROTOCOL,
@@ -217,7 +217,7 @@ class Peers:
             live=progress.live,
             patience=progress.patience,
             shards=_to_shards(progress.shards),
-            kept=_to_kept(progress.kept),
+            kept=_to_kept(progress.kept_shards),
             pressed=progress.pressed,
             start=progress.start,
         )
@@ -230,13 +230,13 @@ class Peers:
             step_to=committee.committed,
             active=committee.active,
             start=committee.start,
-            kept=_to_kept(committee.mine.kept),
-            shards=_to_shards(committee.mine.shards),
-            patience=committee.mine.patience,
+            kept=_to_kept(committee.progress.kept_shards),
+            shards=_to_shards(committee.progress.shards),
+            patience=committee.progress.patience,
         )
 
 
-def _shards(messages: Iterable[pb.Shard]) -> frozenset[Shard]:
+def _shards_from(messages: Iterable[pb.Shard]) -> frozenset[Shard]:
     return frozenset((shard.group, shard.shard) for shard in messages)
 
 
@@ -244,11 +244,11 @@ def _to_shards(shards: Iterable[Shard]) -> list[pb.Shard]:
     return [pb.Shard(group=group, shard=shard) for group, shard in sorted(shards)]
 
 
-def _kept(messages: Iterable[pb.Kept]) -> tuple[Kept, ...]:
+def _kept_from(messages: Iterable[pb.Kept]) -> tuple[KeptShard, ...]:
     return tuple(((message.shard.group, message.shard.shard), message.stepped) for message in messages)
 
 
-def _to_kept(shards: Iterable[Kept]) -> list[pb.Kept]:
+def _to_kept(shards: Iterable[KeptShard]) -> list[pb.Kept]:
     return [pb.Kept(shard=pb.Shard(group=group, shard=shard), stepped=at) for (group, shard), at in shards]
 
 
@@ -258,14 +258,14 @@ class News(Generic[M]):
     def __init__(self, now: Callable[[], M], urgent: Callable[[], bool]) -> None:
         self._now, self._urgent = now, urgent
         self._last: M | None = None
-        self._sent = 0.0
+        self._sent_at = 0.0
 
     def wait(self, condition: threading.Condition) -> M | None:
         """Wait for news or the next heartbeat. Return the message to send, if any."""
         with condition:
             fresh = condition.wait_for(lambda: self._now() != self._last and self._urgent(), HEARTBEAT)
             message = self._now()
-        if not fresh and time.monotonic() - self._sent < HEARTBEAT:
+        if not fresh and time.monotonic() - self._sent_at < HEARTBEAT:
             return None
-        self._last, self._sent = message, time.monotonic()
+        self._last, self._sent_at = message, time.monotonic()
         return message

@@ -63,7 +63,7 @@ class HoldResources:
         self.inlets = self._new_inlets()
         self._version = 0
         self._loaded = False
-        self.hold.took(HoldSnapshot(0, dict(replica.at)))
+        self.hold.update_at(HoldSnapshot(0, dict(replica.at)))
         self.observe()
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class HoldResources:
             paused = inlet.paused
             stream.observe(
                 inlet.position,
-                inlet.received,
+                inlet.received_bytes,
                 connected=inlet.connected,
                 paused=paused,
                 queued=inlet.queued() if paused else 0,
@@ -126,7 +126,7 @@ class HoldResources:
         """Discard parameters and optimizer state."""
         with self.lock:
             self.replica.clear()
-            self.hold.took(self._snapshot())
+            self.hold.update_at(self._snapshot())
 
     def join(self) -> None:
         """Discard all received gradients, and receive from iteration `state.joined` on."""

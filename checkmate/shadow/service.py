@@ -73,7 +73,7 @@ class ShadowService(rpc.ShadowServicer):
         return self._answer(context, lambda: events.events(self._node, self._log, request))
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        remaining, caller = _left(context), host_of_call(context.peer())
+        remaining, caller = _seconds_left(context), host_of_call(context.peer())
         return self._answer(
             context, lambda: fence.stop(self._node, request, remaining, context.is_active, caller)
         )
@@ -104,7 +104,7 @@ class ShadowService(rpc.ShadowServicer):
         )
 
     def Refused(self, request: pb.RefusedRequest, context: grpc.ServicerContext) -> pb.RefusedReply:
-        self._answer(context, lambda: begin.refused(self._node, request))
+        self._answer(context, lambda: begin.keep_refusal(self._node, request))
         return pb.RefusedReply()
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
@@ -121,7 +121,7 @@ class ShadowService(rpc.ShadowServicer):
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
         try:
-            yield from transfer.fetch(self._node, request, min(_left(context), FETCH_SECONDS))
+            yield from transfer.fetch(self._node, request, min(_seconds_left(context), FETCH_SECONDS))
         except (CallRefused, StateError, LookupError) as error:
             _abort(context, error)
 
@@ -150,7 +150,7 @@ def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
     context.abort(code, str(error))
 
 
-def _left(context: grpc.ServicerContext) -> float:
+def _seconds_left(context: grpc.ServicerContext) -> float:
     """Return the seconds until the caller's deadline."""
     seconds = context.time_remaining()
     return FETCH_SECONDS if seconds is None else max(0.0, seconds)
@@ -164,7 +164,7 @@ class ServeError(RuntimeError):
 
 def check_address(job: Job, node_id: int) -> None:
     """Raise `ServeError` if the mgmt address cannot be bound; gRPC itself only prints the reason."""
-    _listen(split_address(job.node(node_id).mgmt), _named(job, node_id), node_id).close()
+    _listen(split_address(job.node(node_id).mgmt), _mgmt_words(job, node_id), node_id).close()
 
 
 def records_listener(job: Job, node_id: int, receive_buffer: int) -> socket.socket:
@@ -207,7 +207,7 @@ def _listen(address: tuple[str, int], label: str, node_id: int, receive_buffer: 
     return listener
 
 
-def _named(job: Job, node_id: int) -> str:
+def _mgmt_words(job: Job, node_id: int) -> str:
     return f"{job.node(node_id).mgmt}, the mgmt address of shadow node {node_id},"
 
 
@@ -257,13 +257,13 @@ class Server:
             else:
                 self._server.add_secure_port(address, server_credentials(keys))
         except RuntimeError as error:  # taken since `check_address`
-            raise ServeError(f"{_named(job, node.id)} can't be used: {error}") from None
+            raise ServeError(f"{_mgmt_words(job, node.id)} can't be used: {error}") from None
 
     def _add(self, name: str, add: Callable[[Any, Any], None], servicer: object) -> None:
         """Add a generated service to the server, guarded."""
         collected = Handlers()
         add(servicer, collected)
-        handlers = {method: handler for method, handler in collected.found.items() if method != "Watch"}
+        handlers = {method: handler for method, handler in collected.by_method.items() if method != "Watch"}
         pools = {**dict.fromkeys(_RECOVERY, self._recovery), "Seed": self._seeds, "Events": self._events}
         guarded = self._guard.handlers(handlers, pools)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, guarded),))

@@ -55,7 +55,7 @@ def follow(node: Node, stopped: threading.Event, console: Console | None, *, as_
     with view if console else nullcontext():
         while not stopped.wait(SECONDS):  # returns regularly, so that Python can run signal handlers
             if watched:
-                with node.changed:
+                with node.state_changed:
                     notify("WATCHDOG=1")
             if console:
                 view.update(picture(*watch.see()))

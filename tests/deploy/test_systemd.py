@@ -101,7 +101,7 @@ def test_a_shadow_node_is_alive_as_long_as_its_lock_can_be_had(
         shown = threading.Thread(target=follow, args=(serving.node, stopped, None), kwargs={"as_json": False})
         shown.start()
         manager.told("WATCHDOG=1")
-        with serving.node.changed:
+        with serving.node.state_changed:
             manager._sock.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 for _ in range(100):  # those that were sent before

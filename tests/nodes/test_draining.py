@@ -77,7 +77,7 @@ def test_a_node_leaves_once_another_one_holds_its_shards(stack: ExitStack) -> No
         assert draining.drain(here.job, stubs, 0, SECONDS) == [(0, 0), (0, 1)]
         said = here.status(0)
         assert (said.left, said.holds_nothing, list(said.holds)) == (True, True, [])
-        assert phases.LEFT in said.trouble
+        assert phases.LEFT_TROUBLE in said.trouble
         assert not here.nodes[0].node.resources
         assert draining.drain(here.job, stubs, 0, SECONDS) == [], "it may be repeated"
         with pytest.raises(NotDrained, match=r"shadow node 1 .* only live state of shard 0 of DP group 0"):

@@ -304,7 +304,7 @@ def test_a_name_is_looked_up_once_and_again_when_that_is_old(monkeypatch: pytest
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     addresses = Addresses(seconds=60)
-    assert [addresses.of(host) for host in ("one", "gone", "one", "gone")] == [
+    assert [addresses.lookup(host) for host in ("one", "gone", "one", "gone")] == [
         ["192.0.2.1"],
         [],
         ["192.0.2.1"],
@@ -312,7 +312,7 @@ def test_a_name_is_looked_up_once_and_again_when_that_is_old(monkeypatch: pytest
     ]
     assert asked == ["one", "gone"]
     brief = Addresses(seconds=0)
-    assert [brief.of("one"), brief.of("one")] == [["192.0.2.3"], ["192.0.2.4"]]
+    assert [brief.lookup("one"), brief.lookup("one")] == [["192.0.2.3"], ["192.0.2.4"]]
 
 
 def test_without_keys_nothing_starts_and_the_error_has_the_remedy(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_another_holder_is_asked_for_nothing_where_trainers_were_faster(
     training = here.started()
     check_now(here, training)
     group = here.nodes[0].node.state.groups[0]
-    assert group.holds[0].wanted() == []
+    assert group.holds[0].wanted_parameters() == []
     assert not here.nodes[0]._copier._piece(1, group, group.holds[0])
     reserved = here.nodes[1].node.state.reserved
     wait_until(lambda: not any(len(ends) > 1 for ends in reserved.values()), "the release")
@@ -111,9 +111,9 @@ def test_the_parts_of_the_last_step_stay_until_they_are_kept() -> None:
     for t in (0, 1, 2):
         records.add(pb.RecordPart(iteration=t), 0.0)
     records.forget([1], {})
-    records.stepped(1)
+    records.keep(1)
     assert records.served(1).parts
-    records.stepped(0)
+    records.keep(0)
     assert not records.served(0).parts
 
 
@@ -133,7 +133,7 @@ def between_step_and_record(
 
 def join_again(node: Node, hold: Hold, iteration: int) -> None:
     """Return the state as after a gap."""
-    with node.changed:
+    with node.state_changed:
         hold.join(iteration)
         node.resources[hold].join()
         node.state.forget()
@@ -251,7 +251,7 @@ def test_a_fenced_node_stays_with_its_answer(world: Callable[..., World]) -> Non
     resources, records = here.resources(), node.state.groups[0].records
     wait_until(lambda: all(i.iteration == 2 for i in resources.inlets) and records.complete(1), "all")
     node.touch()
-    assert (resources.hold.in_full, node.state.committee.mine.in_full) == (0, 0)
+    assert (resources.hold.in_full, node.state.committee.progress.in_full) == (0, 0)
     assert [hold.in_full for hold in fence(here, training)[0].holds] == [1]
 
 
@@ -355,7 +355,7 @@ def test_a_group_of_an_earlier_start_has_no_say_in_the_present_one(world: Callab
     node = here.nodes[0].node
     assert (node.state.committee.start, node.state.committee.committed) == (b"the second start", NEVER)
     node.touch()
-    assert node.state.committee.mine.stepped == NEVER
+    assert node.state.committee.progress.stepped == NEVER
 
 
 @needs_buffers
@@ -373,7 +373,7 @@ def test_a_process_that_still_listens_while_it_dies_is_out_soon(
 
     monkeypatch.setattr(socket, "create_connection", dying)
     here.stop(1)
-    wait_until(lambda: 1 in here.nodes[0].node.state.committee.known()[0], "node 1 to be out")
+    wait_until(lambda: 1 in here.nodes[0].node.state.committee.reporters()[0], "node 1 to be out")
     assert next(probes) > 1  # else it was silence, which takes seconds
 
 
@@ -382,9 +382,9 @@ def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[...
     node = here.nodes[0].node
     here.stop(1)
     peers = Peers(node)
-    with node.changed:
+    with node.state_changed:
         node.state.committee = Committee(0, [0, 1], 5, time.monotonic())
-    heard = node.state.committee._higher[1]
+    peer = node.state.committee._higher[1]
     go_on = [threading.Event(), threading.Event()]
 
     def reports(index: int) -> Iterator[pb.Progress]:
@@ -396,13 +396,13 @@ def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[...
         stream = threading.Thread(target=peers._hear, args=(reports(index), threading.Event(), []))
         stream.start()
         streams.append(stream)
-        wait_until(lambda: heard.progress is not None and heard.progress.in_full == index, "heard")  # noqa: B023
+        wait_until(lambda: peer.progress is not None and peer.progress.in_full == index, "heard")  # noqa: B023
     go_on[0].set()
     streams[0].join()
-    assert not heard.gone
+    assert not peer.is_gone
     go_on[1].set()
     streams[1].join()
-    assert heard.gone  # the peer is gone
+    assert peer.is_gone
 
 
 def test_a_stream_two_gb_behind_is_lost_at_once(world: Callable[..., World]) -> None:
@@ -412,7 +412,7 @@ def test_a_stream_two_gb_behind_is_lost_at_once(world: Callable[..., World]) -> 
     group = here.nodes[0].node.state.groups[0]
     hold = group.holds[0]
     plan = hold.streams[0].plan
-    with here.nodes[0].node.changed:
+    with here.nodes[0].node.state_changed:
         for behind, lost in (((1 << 31) - 1, False), (1 << 31, True)):
             group.records.ends[plan.side, plan.channel, plan.shard] = hold.streams[0].position + behind
             assert bool(hold.gap(group.records, time.monotonic(), 60)) == lost

@@ -55,7 +55,7 @@ def frame(iteration: int, nbytes: int) -> bytes:
 
 
 def held(records: Records) -> int:
-    return sum(records.inbox._held._bytes.values())
+    return sum(records.inbox._frames._bytes.values())
 
 
 def test_a_frame_that_does_not_end_in_time_ends_its_connection(

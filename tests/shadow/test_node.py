@@ -128,7 +128,7 @@ def test_the_log_says_who_was_left_behind() -> None:
     peers, said = PeerWatch(), list[Log]()
     for behind in ({}, {2: 3}, {2: 2}, {}):
         state.committee.behind = behind
-        said += peers.behind(state.committee)
+        said += peers.announce_behind(state.committee)
     assert [one.message for one in said] == [
         "shadow node 2 is 3 iterations behind, and does not count",
         "shadow node 2 has caught up",
@@ -164,7 +164,7 @@ def test_what_one_has_stepped_the_others_step_when_settling(world: Callable[...,
     training = here.started()
     training.iterate()
     here.stepped(0)
-    with here.nodes[1].node.changed:  # it does not receive the decision
+    with here.nodes[1].node.state_changed:  # it does not receive the decision
         here.nodes[1].node.state.phase = Phase.FENCED
     training.iterate()
     wait_until(lambda: here.status(1).holds[0].in_full == 1, "in full")

@@ -56,7 +56,7 @@ def test_nodes_connect_exactly_the_streams_that_switches_expect(jobs: list[Job])
     for node in made.shadow_nodes:
         for plan in hold_plans(made, node.id):
             holders = {made.holder(plan.group, plan.shard, i + 1).id for i in range(made.replicas)}
-            assert holders == {node.id, *plan.others}
+            assert holders == {node.id, *plan.other_holders}
             for stream in plan.streams:
                 assert stream.nic_ip == str(node.nics[stream.nic].ip)
                 assert stream.shard == plan.shard
@@ -247,7 +247,7 @@ def test_an_iteration_is_timed_from_its_first_byte_to_its_last(pipe: Callable[[]
     data = on_the_wire(one.stream, buckets)
     before = time.monotonic()
     one.theirs.sendall(data[:10])
-    wait_until(lambda: one.inlet.received == 10, "ten bytes")
+    wait_until(lambda: one.inlet.received_bytes == 10, "ten bytes")
     between = time.monotonic()
     time.sleep(0.05)
     one.theirs.sendall(data[10:])
@@ -314,7 +314,7 @@ def test_a_record_is_complete_when_all_parts_are_there_in_any_order(order: list[
         seen.setdefault(t, set()).add(position)
         assert {i for i in range(3) if records.complete(i)} == {i for i, p in seen.items() if len(p) == 3}
     assert records.count == 9
-    records.stepped(1)
+    records.keep(1)
     assert [p.position for p in records.served(1).parts] == [0, 1, 2]
     assert {p.rng for p in records.served(1).parts} == {b""}
 
@@ -323,9 +323,9 @@ def test_buffers_that_changed_once_stay_in_later_records() -> None:
     records = Records(1, 0)
     mean, count = torch.tensor([1.5]), torch.tensor(7)
     records.add(part(0, 0, buffers=state.dumps({"mean": mean, "count": count})), 0.0)
-    records.stepped(0)
+    records.keep(0)
     records.add(part(1, 0, buffers=state.dumps({"mean": mean + 1})), 0.0)
-    records.stepped(1)
+    records.keep(1)
     assert {n: state.loads(b) for n, b in records.served(1).buffers.items()} == {
         "mean": mean + 1,
         "count": count,
@@ -340,11 +340,11 @@ def test_kept_records_share_buffers_that_stay_as_they_are() -> None:
     """Those of a frozen model are large: a copy per iteration costs memory, and time under the lock."""
     records, frozen = Records(1, 0), torch.ones(1 << 20)
     records.add(part(0, 0, buffers=state.dumps({"frozen": frozen})), 0.0)
-    records.stepped(0)
+    records.keep(0)
     before = resident()
     for t in range(1, 65):
         records.add(part(t, 0), 0.0)
-        records.stepped(t)
+        records.keep(t)
     assert resident() - before < 16 * frozen.nbytes
     assert all(state.loads(records.served(t).buffers["frozen"]).equal(frozen) for t in (0, 64))
 
@@ -356,7 +356,7 @@ def test_buffers_of_iterations_that_nobody_steps_are_kept() -> None:
         records.add(part(t, 1), 0.0)
         records.add(part(t, 0, buffers=state.dumps({f"b{t}": torch.tensor(t)})), 0.0)
     records.forget([2], {})
-    records.stepped(3)
+    records.keep(3)
     assert set(records.served(3).buffers) == {"b0", "b1", "b2", "b3"}
 
 
@@ -364,17 +364,17 @@ def test_an_older_iteration_that_is_stepped_later_changes_no_newer_buffer() -> N
     records = Records(1, 0)
     for t in (9, 10, 11):
         records.add(part(t, 0, buffers=state.dumps({"mean": torch.tensor(t)}) if t < 11 else b""), 0.0)
-    records.stepped(10)
+    records.keep(10)
     records.forget([10, 8], {})
     for t, mean in ((9, 9), (10, 10), (11, 10)):
-        records.stepped(t)
+        records.keep(t)
         assert state.loads(records.served(t).buffers["mean"]) == mean
     late = Records(1, 0)
     late.add(part(2, 0, buffers=state.dumps({"mean": torch.tensor(2)})), 0.0)
-    late.stepped(2)
+    late.keep(2)
     late.add(part(1, 0, buffers=state.dumps({"mean": torch.tensor(1), "once": torch.tensor(1)})), 0.0)
     late.add(part(3, 0), 0.0)
-    late.stepped(3)
+    late.keep(3)
     assert {n: state.loads(b).item() for n, b in late.served(3).buffers.items()} == {"mean": 2, "once": 1}
 
 
@@ -386,7 +386,7 @@ def test_buffers_may_have_changed_in_a_record_that_never_came() -> None:
         return state.dumps({name: torch.tensor(value) for name, value in buffers.items()})
 
     records.add(part(0, 0, buffers=said(mean=0)), 0.0)
-    records.stepped(0)
+    records.keep(0)
     assert records.lacking(0) == 1
     records.add(part(1, 0, buffers=said(once=1)), 0.0)
     records.add(part(2, 0), 0.0)
@@ -394,13 +394,13 @@ def test_buffers_may_have_changed_in_a_record_that_never_came() -> None:
     records.add(part(4, 0, buffers=said(mean=4)), 0.0)
     assert records.take_wants_buffers()
     assert not records.take_wants_buffers()
-    records.stepped(2)
+    records.keep(2)
     assert records.lacking(2) == 0
-    records.stepped(4)
+    records.keep(4)
     assert (records.lacking(2), records.lacking(4)) == (0, 1)
     records.add(part(3, 0, buffers=said(once=3)), 0.0)
     records.add(part(5, 0, buffers=said(once=5)), 0.0)
-    records.stepped(5)
+    records.keep(5)
     assert {n: state.loads(b).item() for n, b in records.served(5).buffers.items()} == {"mean": 4, "once": 5}
 
 
@@ -408,12 +408,12 @@ def test_buffers_from_another_holder_replace_older_ones() -> None:
     records = Records(1, 0, ["mean", "once"])
     old, new = ({n: state.dumps(torch.tensor(v)) for n in ("mean", "once")} for v in (1, 5))
     records.add(part(1, 0, buffers=state.dumps({"mean": torch.tensor(1), "once": torch.tensor(1)})), 0.0)
-    records.stepped(1)
+    records.keep(1)
     records.add(part(3, 0), 0.0)
     records.adopt(pb.IterationRecord(iteration=1, buffers=old))  # from before the skipped one
     records.adopt(pb.IterationRecord(iteration=5, buffers=new))
     records.add(part(6, 0, buffers=state.dumps({"mean": torch.tensor(6)})), 0.0)
-    records.stepped(6)
+    records.keep(6)
     assert {n: state.loads(b).item() for n, b in records.served(6).buffers.items()} == {"mean": 6, "once": 5}
 
 

@@ -105,7 +105,7 @@ class Receiver:
     @property
     def received(self) -> int:
         """Number of received bytes."""
-        return sum(inlet.received for inlet in self._inlets)
+        return sum(inlet.received_bytes for inlet in self._inlets)
 
     def settle(self) -> None:
         """Wait until all memory of both sets has been written once."""

@@ -38,7 +38,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
     with node.moving() as state:
         start = start_of(request)
         state.leaving.check_here()
-        state.ended.check(request, state.generation)
+        state.ended_starts.check(request, state.generation)
         old = state.groups.get(request.group)
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
             old.reach(request.next_iteration)
@@ -50,7 +50,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
         holds = {resources.hold: resources for resources in _new_resources(node, request, layout, reused)}
         node.resources.update(holds)
         group = ShadowGroup(request, layout, records, list(holds))
-        state.begun(group, node.now(), caller)
+        state.begin_group(group, node.now(), caller)
     number, incarnation, first = request.group, request.incarnation, request.next_iteration
     event = TRAINING_BEGUN(group=number, incarnation=incarnation, iteration=first)
     say(logging.INFO, event, "DP group %d: incarnation %d begins at iteration %d", number, incarnation, first)
@@ -62,7 +62,7 @@ def _new_resources(
 ) -> list[HoldResources]:
     """Return the group's holds on this node, with their resources.
 
-    Holds that a restart has `kept`, by shard, keep their state.
+    Holds that a restart has `reused`, by shard, keep their state.
     """
     first, late = request.first_iteration, request.next_iteration > request.first_iteration
     joined = request.next_iteration + AHEAD if late else first
@@ -92,12 +92,12 @@ def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replic
         raise CallRefused(f"unsupported optimizer: {error}") from None
 
 
-def refused(node: Node, request: pb.RefusedRequest) -> None:
+def keep_refusal(node: Node, request: pb.RefusedRequest) -> None:
     """Keep why a script was refused. Raise `CallRefused` if the request is wrong, or of another start."""
     check_refused(request)
     check_job(node.job, request.job)
     with node.moving() as state:
-        state.refused(request)
+        state.keep_refusal(request)
 
 
 def status(node: Node, request: pb.StatusRequest) -> pb.NodeStatus:
@@ -109,7 +109,7 @@ def status(node: Node, request: pb.StatusRequest) -> pb.NodeStatus:
 def node_status(node: Node, job: str) -> pb.NodeStatus:
     """Return the node's status. Raise `CallRefused` for another job."""
     check_job(node.job, job)
-    with node.changed:
+    with node.state_changed:
         return locked_status(node)
 
 
@@ -128,11 +128,11 @@ def locked_status(node: Node) -> pb.NodeStatus:
         fenced=state.fenced,
         incarnation=max(state.committee.incarnation, 0),
         generation=state.generation,
-        discarded=state.ended.discarded,
+        discarded=state.ended_starts.discarded,
         trainers=node.trainers(),
         job_ranks=node.job_ranks,
         holds=[hold_status(group, hold, counts=not state.leaving.undecided) for group, hold in holds],
-        left=state.leaving.left,
+        left=state.leaving.has_left,
         torch=torch.__version__,
         capability=torch.backends.cpu.get_cpu_capability(),
         refusal=state.refusal,
@@ -164,7 +164,7 @@ def hold_status(group: ShadowGroup, hold: Hold, *, counts: bool) -> pb.HoldStatu
         streams=len(hold.plan.streams),
         connected=sum(stream.connected for stream in hold.streams),
         receiving=hold.receiving,
-        bytes=sum(stream.received for stream in hold.streams),
+        bytes=sum(stream.received_bytes for stream in hold.streams),
         run=begin.run,
         start=begin.start,
         continues=begin.continues,

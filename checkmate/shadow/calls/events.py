@@ -12,7 +12,7 @@ from checkmate.shadow.logic.group import CallRefused, check_job
 from checkmate.shadow.node import Node
 
 ANSWER_BYTES: Final = 4 << 20
-"""Of the events in an answer; the newest are in it."""
+"""Bytes of the events in an answer, which has the newest ones."""
 
 
 def events(node: Node, log: EventLog | None, request: pb.EventsRequest) -> pb.EventsReply:
@@ -23,10 +23,10 @@ def events(node: Node, log: EventLog | None, request: pb.EventsRequest) -> pb.Ev
     reply = pb.EventsReply(now=time.time())
     if log is None:
         return reply
-    stored = log.read()
+    contents = log.read()
     lines: list[str] = []
     room = ANSWER_BYTES
-    for event in reversed(stored.events):
+    for event in reversed(contents.events):
         if event.time < request.since:
             continue
         line = event.to_line()
@@ -36,5 +36,5 @@ def events(node: Node, log: EventLog | None, request: pb.EventsRequest) -> pb.Ev
             break
         lines.append(line)
     reply.events.extend(reversed(lines))
-    reply.passed_over = sum(stored.passed_over.values())
+    reply.passed_over = sum(contents.passed_over.values())
     return reply

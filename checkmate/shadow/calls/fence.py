@@ -24,7 +24,7 @@ from checkmate.shadow.logic.bounds import (
     check_protocol,
     check_settle,
 )
-from checkmate.shadow.logic.effects import Due
+from checkmate.shadow.logic.effects import DueStep
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start, source_of
 from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.phases import Phase
@@ -41,14 +41,14 @@ QUIET_UNDECIDED = 2.0
 """The same while iterations wait for reports of other nodes; only the time after the call counts."""
 
 
-Wanted = Callable[[], bool]
+StillWaits = Callable[[], bool]
 """Whether the caller still waits for the answer."""
 
 
 def stop(
-    node: Node, request: pb.FenceRequest, remaining: float, is_waiting: Wanted, caller: str = ""
+    node: Node, request: pb.FenceRequest, remaining: float, is_waiting: StillWaits, caller: str = ""
 ) -> pb.NodeStatus:
-    """Drain or fence for at most the `left` seconds of the call. Raise `CallRefused` like both."""
+    """Drain or fence for at most the `remaining` seconds of the call. Raise `CallRefused` like both."""
     check_fence(request)
     timeout = min(request.timeout or remaining, remaining, FENCE_SECONDS_MAX)
     if request.drain:
@@ -56,44 +56,44 @@ def stop(
     return fence(node, request.job, timeout, is_waiting, caller)
 
 
-def drain(node: Node, job: str, timeout: float, is_waiting: Wanted = lambda: True) -> pb.NodeStatus:
+def drain(node: Node, job: str, timeout: float, is_waiting: StillWaits = lambda: True) -> pb.NodeStatus:
     """Continue to commit until all recorded iterations are stepped or nothing changes; return the status.
 
     Starts of training that have begun here cannot begin again. Takes at most `timeout` seconds. Raises
-    `CallRefused` if the answer is no longer `wanted` when its turn comes.
+    `CallRefused` if the caller no longer waits when its turn comes.
     """
     check_job(node.job, job)
     with node.moving() as state:
-        _check_wanted(is_waiting)
+        _check_waits(is_waiting)
         again = state.phase >= Phase.DRAINED
         state.drain()
     _read_on(node, node.now() + timeout, again=again)
-    with node.changed:
+    with node.state_changed:
         state.end_drain()
         return _answer(node)
 
 
 def fence(
-    node: Node, job: str, timeout: float, is_waiting: Wanted = lambda: True, caller: str = ""
+    node: Node, job: str, timeout: float, is_waiting: StillWaits = lambda: True, caller: str = ""
 ) -> pb.NodeStatus:
     """Stop commits in this incarnation for good, read until no more data arrives, and return the status.
 
     Trainers of this incarnation that go on are told so, with the caller's address.
 
-    Raises `CallRefused`, and does not affect another incarnation, if the answer is no longer `wanted` when
+    Raises `CallRefused`, and does not affect another incarnation, if the caller no longer waits when
     its turn comes, or if training has restarted in the meantime.
     """
     check_job(node.job, job)
     deadline = node.now() + timeout
     with node.moving() as state:
-        _check_wanted(is_waiting)
+        _check_waits(is_waiting)
         committee, again = state.committee, state.phase >= Phase.DRAINED
         state.fence()
         state.supersede(caller, node.now())
         node.quiet(timeout)
     _read_on(node, deadline, again=again)
     node.touch()
-    with node.changed:
+    with node.state_changed:
         if state.committee is not committee:
             number = state.committee.incarnation
             raise CallRefused(
@@ -101,7 +101,7 @@ def fence(
             )
         state.end_fence()
         if state.groups:
-            stands = "; ".join(_stands(hold) for _, hold in state.holds)
+            stands = "; ".join(_state_words(hold) for _, hold in state.holds)
             stepped = max((hold.stepped for _, hold in state.holds), default=-1)
             number = state.committee.incarnation
             event = NODE_FENCED(incarnation=number, iteration=stepped, why=stands)
@@ -131,12 +131,12 @@ def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
     check_job(node.job, request.job)
     check_parts(node.job, request.parts)
     message = request.parts
-    with node.changed:
+    with node.state_changed:
         group = in_start(node.state.groups.get(message.group), message.group, message)
         return group.records.parts_of(message.ranges)
 
 
-def _check_wanted(is_waiting: Wanted) -> None:
+def _check_waits(is_waiting: StillWaits) -> None:
     if not is_waiting():
         raise CallRefused("the caller is gone; nothing was done", precondition=True)
 
@@ -156,7 +156,7 @@ def _read_on(node: Node, deadline: float, *, again: bool) -> None:
     call_time = node.now()
     while (now := node.now()) < deadline:
         unread = node.unread() > 0
-        with node.changed:
+        with node.state_changed:
             state, since = node.state, node.silent_since(unread=unread)
             enough = QUIET_AGAIN if again or state.drained else QUIET
             least = 0.0 if again else QUIET_AGAIN
@@ -178,27 +178,27 @@ def _answer(node: Node) -> pb.NodeStatus:
             incarnation=begin.incarnation,
             run=begin.run,
             start=begin.start,
-            ranges=group.records.held(),
+            ranges=group.records.part_ranges(),
         )
     return answer
 
 
-def _stands(hold: Hold) -> str:
+def _state_words(hold: Hold) -> str:
     return f"{hold} is {at_iteration(hold.stepped)}" if hold.seeded else f"{hold} is not seeded"
 
 
-def settle(node: Node, request: pb.SettleRequest, is_waiting: Wanted = lambda: True) -> pb.NodeStatus:
+def settle(node: Node, request: pb.SettleRequest, is_waiting: StillWaits = lambda: True) -> pb.NodeStatus:
     """Step to the target iteration, then discard streams and gradients. Drop holds that cannot step to it."""
     check_job(node.job, request.job)
     check_settle(request)
-    with node.changed:
-        _check_wanted(is_waiting)
+    with node.state_changed:
+        _check_waits(is_waiting)
         if not node.state.fenced and node.state.groups:
             raise CallRefused("the node is not fenced: call Fence first", precondition=True)
         holds = list(node.state.holds)
     for group, hold in holds:
         _settle(node, group, hold, request)
-    with node.changed:
+    with node.state_changed:
         node.state.forget()
     return node_status(node, request.job)
 
@@ -214,11 +214,11 @@ def reset(node: Node, request: pb.ResetRequest) -> pb.NodeStatus:
 
 def _settle(node: Node, group: ShadowGroup, hold: Hold, request: pb.SettleRequest) -> None:
     iteration, why = request.iteration, _other_state(group, request)
-    with node.changed:
+    with node.state_changed:
         node.wait_for(lambda: not hold.busy, QUIET)
         fits = hold.seeded and not hold.doubtful and not why
     while fits and hold.stepped == (before := hold.released) < min(iteration, hold.in_full):
-        node.step(Due(group, hold, before + 1))
+        node.step(DueStep(group, hold, before + 1))
         if hold.released == before:
             break  # it failed, or training has restarted in the meantime
     with node.moving() as state:
@@ -227,7 +227,7 @@ def _settle(node: Node, group: ShadowGroup, hold: Hold, request: pb.SettleReques
             return  # training has restarted in the meantime
         if not (fits and hold.stepped == iteration and not hold.doubtful):
             words = f"dropped when a restart asked for iteration {iteration}"
-            state.drop(group, hold, f"{hold}: {words}: {why or _stood(hold)}")
+            state.drop(group, hold, f"{hold}: {words}: {why or _trouble_words(hold)}")
             return
         hold.settle()
     resources.settle()
@@ -242,7 +242,7 @@ def _other_state(group: ShadowGroup, request: pb.SettleRequest) -> str:
     return ""
 
 
-def _stood(hold: Hold) -> str:
+def _trouble_words(hold: Hold) -> str:
     """Return how far a hold is that a restart cannot use."""
     stood = f"it was {at_iteration(hold.stepped)}" if hold.seeded else "it was not seeded"
     return hold.trouble or stood

@@ -38,5 +38,5 @@ def leave(node: Node, request: pb.LeaveRequest) -> pb.NodeStatus:
                 state.leave()
             case _:
                 raise CallRefused(f"step {request.step} of leaving: there is none")
-    with node.changed:
+    with node.state_changed:
         return locked_status(node)

@@ -29,7 +29,7 @@ ASKED_SECONDS = 5.0
 def seed(node: Node, seeds: state.SeedReader) -> list[int]:
     """Load seeds. Return late parameters, which must be sent again. Raise `StateError` or `CallRefused`."""
     header = seeds.header
-    with node.changed:
+    with node.state_changed:
         group = node.state.group(header.shard.group, header)
         check_seed_header(group, header)
         hold = group.hold(header.shard.shard)
@@ -47,10 +47,10 @@ def take(node: Node, part: pb.RecordPart, answer: bool, host: str) -> pb.RecordR
     added, because no restart needs them.
     """
     check_job(node.job, part.job)
-    with node.changed:
+    with node.state_changed:
         start = node.state.superseded(part, host, node.now())
         here = node.state.groups.get(part.group)
-        replaced = here is None or node.state.older.of(here.begin) is not start
+        replaced = here is None or node.state.older_starts.find(here.begin) is not start
     if start is not None and (start.goes_on or replaced):
         return pb.RecordReply(iteration=part.iteration, superseded=True, by=start.by) if answer else None
     reply = record(node, part, answer)
@@ -67,10 +67,10 @@ def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | No
         group.records.add(part, node.now())
     if not answer:
         return None
-    with node.changed:
+    with node.state_changed:
         reply = _reply(group, part, node.now())
         if part.position == 0:
-            reply.also_training.extend(node_state.older.hosts)
+            reply.also_training.extend(node_state.older_starts.hosts)
         return reply
 
 
@@ -92,17 +92,17 @@ def _reply(group: ShadowGroup, part: pb.RecordPart, now: float) -> pb.RecordRepl
 
 def _to_ask(hold: Hold, now: float) -> list[int]:
     """Return the parameters to request from trainers, unless another holder provides them."""
-    if not hold.wants_seeds or hold.from_holder or now - hold.asked < ASKED_SECONDS:
+    if not hold.wants_seeds or hold.from_holder or now - hold.seeds_asked_at < ASKED_SECONDS:
         return []
     hold.note_seeds_asked(now)
-    return hold.wanted()
+    return hold.wanted_parameters()
 
 
 def reserve(node: Node, request: pb.ReserveRequest) -> pb.ReserveReply:
     """Keep the current iteration or a future one readable for the given seconds."""
     check_job(node.job, request.job)
     iteration, seconds = request.iteration, request.seconds
-    with node.changed:
+    with node.state_changed:
         check_reserve(request, node.state.newest, sum(map(len, node.state.reserved.values())))
         live = [hold for _, hold in node.state.holds if hold.live]
         if iteration not in node.state.reserved and node.state.reserved:
@@ -143,7 +143,7 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
     """
     check_job(node.job, request.job)
     iteration, reserved = request.iteration, node.state.reserved
-    with node.changed:
+    with node.state_changed:
         group = node.state.groups.get(request.shard.group)
         if group is None:
             raise CallRefused(f"DP group {request.shard.group} has not begun here", precondition=True)
@@ -151,31 +151,33 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         check_numbers("the request", request.parameters, hold.parameters)
         replica = node.resources[hold].replica
         if iteration not in reserved and not (hold.settled and hold.stepped == iteration):
-            raise _refused(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")
-        if iteration in reserved and not _kept(hold, iteration):
+            raise _refusal(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")
+        if iteration in reserved and not _is_served(hold, iteration):
             check_waiting(node.job, node.waiting_fetches)
             node.wait_for_fetch(
-                lambda: _kept(hold, iteration) or iteration not in reserved or hold not in node.resources,
+                lambda: (
+                    _is_served(hold, iteration) or iteration not in reserved or hold not in node.resources
+                ),
                 timeout,
             )
         if hold not in node.resources:
             raise CallRefused("it does not hold this shard any more", precondition=True)
-        if not _kept(hold, iteration):
-            raise _refused(hold, f"iteration {iteration} was not stepped in time")
+        if not _is_served(hold, iteration):
+            raise _refusal(hold, f"iteration {iteration} was not stepped in time")
         if hold.doubtful:
-            raise _refused(hold, hold.trouble)
+            raise _refusal(hold, hold.trouble)
         if hold.doubt.covers(iteration):
-            raise _refused(hold, f"its iteration {iteration} was found doubtful later")
+            raise _refusal(hold, f"its iteration {iteration} was found doubtful later")
         header = _header(node, group, hold, request)
     return state.to_seeds(header, replica.read(iteration, header.parameters) if header.parameters else ())
 
 
-def _kept(hold: Hold, iteration: int) -> bool:
+def _is_served(hold: Hold, iteration: int) -> bool:
     """Return whether an iteration is stepped and its record is available."""
     return hold.released >= iteration and hold.stepping != iteration
 
 
-def _refused(hold: Hold, message: str) -> CallRefused:
+def _refusal(hold: Hold, message: str) -> CallRefused:
     return CallRefused(f"{hold}: {message}", precondition=True)
 
 

@@ -1,1 +1,1 @@
-"""What a shadow node knows and decides. Pure."""
+"""State and decisions of a shadow node. Pure."""

@@ -1,4 +1,4 @@
-"""What a node's state says: lines of the log, each with its event. Pure."""
+"""Lines of the log that a node's state requests, each with its event. Pure."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ LAG_SECONDS = 60.0
 """Least time between two events about a hold that is behind."""
 
 
-def changed(level: int, hold: Hold, state: str, message: str, why: str = "") -> Log:
-    """Return what is said about a hold that is in another state."""
+def hold_changed(level: int, hold: Hold, state: str, message: str, why: str = "") -> Log:
+    """Return the line about a hold that is in another state."""
     group, shard = hold.shard
     event = HOLD_CHANGED(group=group, shard=shard, state=state, iteration=hold.stepped, why=why)
     return Log(level, message, event)
 
 
-def live(hold: Hold) -> Log:
-    """Return what is said about a hold that is live from now on."""
-    return changed(logging.INFO, hold, "live", f"{hold}: live {at_iteration(hold.stepped)}")
+def hold_live(hold: Hold) -> Log:
+    """Return the line about a hold that is live from now on."""
+    return hold_changed(logging.INFO, hold, "live", f"{hold}: live {at_iteration(hold.stepped)}")
 
 
-def seeded(hold: Hold) -> Log:
-    """Return what is said about a hold all of whose parameters have arrived."""
+def hold_seeded(hold: Hold) -> Log:
+    """Return the line about a hold all of whose parameters have arrived."""
     group, shard = hold.shard
     event = SHARD_SEEDED(group=group, shard=shard, iteration=hold.stepped)
     return Log(logging.DEBUG, f"{hold}: seeded {at_iteration(hold.stepped)}", event)
 
 
-def gap(level: int, hold: Hold, stepped: int, joins: int, why: str) -> Log:
-    """Return what is said about lost gradients. `stepped`: the last iteration before."""
+def stream_gap(level: int, hold: Hold, stepped: int, joins: int, why: str) -> Log:
+    """Return the line about lost gradients. `stepped`: the last iteration before."""
     group, shard = hold.shard
     event = STREAM_GAP(group=group, shard=shard, iteration=stepped, joins=joins, why=why)
     return Log(level, f"{hold}: {hold.trouble}", event)
 
 
-def mismatch(hold: Hold, iteration: int, left_out: int) -> Log:
-    """Return what is said about a hold that differs from the trainers' state after an iteration.
+def comparison_mismatch(hold: Hold, iteration: int, left_out: int) -> Log:
+    """Return the line about a hold that differs from the trainers' state after an iteration.
 
     `left_out`: how many differences before this one were not said.
     """
@@ -68,8 +68,8 @@ def mismatch(hold: Hold, iteration: int, left_out: int) -> Log:
     return Log(logging.ERROR, f"{hold}: {hold.trouble}{left_out_words(left_out)}", event)
 
 
-def refused(refusal: pb.Refusal) -> Log:
-    """Return what is said about a script that was refused."""
+def training_refused(refusal: pb.Refusal) -> Log:
+    """Return the line about a script that was refused."""
     event = TRAINING_REFUSED(
         incarnation=refusal.incarnation,
         iteration=refusal.iteration,
@@ -79,68 +79,68 @@ def refused(refusal: pb.Refusal) -> Log:
     return Log(logging.WARNING, f"training was refused {refusal_words(refusal)}", event)
 
 
-def overlap(hosts: Collection[str], seconds: float) -> Log:
-    """Return what is said once it shows that an older start goes on, `seconds` after it was superseded."""
+def training_overlaps(hosts: Collection[str], seconds: float) -> Log:
+    """Return the line for the moment when an older start shows that it goes on. `seconds`: since it ended."""
     why = overlap_words(hosts)
     return Log(logging.WARNING, f"{why} (it was superseded {seconds:.0f} s ago)", TRAINING_OVERLAPS(why=why))
 
 
-def trouble(why: str) -> Log:
-    """Return what is said about a problem of the node."""
+def node_trouble(why: str) -> Log:
+    """Return the line about a problem of the node."""
     return Log(logging.ERROR, why, NODE_TROUBLE(why=why))
 
 
-def reset(generation: int) -> Log:
-    """Return what is said once runs are discarded."""
+def node_reset(generation: int) -> Log:
+    """Return the line about runs that are discarded."""
     message = f"reset: what it held up to generation {generation} is discarded"
     return Log(logging.WARNING, message, NODE_RESET(generation=generation))
 
 
 class LagWatch:
-    """What was said about holds that are behind: once a minute for each, because slow nodes repeat it."""
+    """The lines about holds that are behind: at most one a minute for each, because slow nodes repeat it."""
 
     def __init__(self) -> None:
-        self._said: dict[tuple[int, int], float] = {}
-        self._behind: set[tuple[int, int]] = set()
+        self._announced: dict[tuple[int, int], float] = {}
+        self._late: set[tuple[int, int]] = set()
         """Shards of which a line says that they are behind."""
 
-    def said(self, hold: Hold, level: int, message: str, now: float) -> Log:
-        """Return what is said about a hold that is behind, or has caught up."""
-        before = self._said.get(hold.shard)
+    def announce(self, hold: Hold, level: int, message: str, now: float) -> Log:
+        """Return the line about a hold that is behind, or has caught up."""
+        before = self._announced.get(hold.shard)
         if level < logging.WARNING:
-            worth = hold.shard in self._behind
-            self._behind.discard(hold.shard)
+            worth = hold.shard in self._late
+            self._late.discard(hold.shard)
             return Log(level if worth else logging.DEBUG, message)
         if before is not None and now - before < LAG_SECONDS:
             return Log(logging.DEBUG, message)
-        self._said[hold.shard] = now
-        self._behind.add(hold.shard)
+        self._announced[hold.shard] = now
+        self._late.add(hold.shard)
         group, shard = hold.shard
         event = HOLD_BEHIND(group=group, shard=shard, iteration=hold.stepped, why=hold.trouble)
         return Log(level, message, event)
 
 
 class PeerWatch:
-    """What was said about other nodes: which are lost, and which are left behind."""
+    """The lines about other nodes that are lost or left behind, and about their return."""
 
     def __init__(self) -> None:
-        self._lost: set[int] = set()
-        self._behind: Set[int] = frozenset()
+        self._lost_nodes: set[int] = set()
+        self._late: Set[int] = frozenset()
 
-    def lost(self, committee: Committee) -> Iterator[Log]:
-        """Yield what is to be said about nodes whose processes have ended, and about those that are back."""
-        lost, present = committee.known()
-        for node in sorted(lost - self._lost):
+    def announce_lost(self, committee: Committee) -> Iterator[Log]:
+        """Yield the lines about nodes whose processes have ended, and about those that are back."""
+        ended_nodes, present = committee.reporters()
+        for node in sorted(ended_nodes - self._lost_nodes):
             why = "its process has ended, or has begun again"
             yield Log(logging.DEBUG, f"shadow node {node}: {why}", PEER_LOST(node=node, why=why))
-        back = sorted(self._lost & present)
+        back = sorted(self._lost_nodes & present)
         for node in back:
             yield Log(logging.DEBUG, f"shadow node {node} answers again", PEER_BACK(node=node))
-        self._lost = (self._lost | lost) - set(back)
+        self._lost_nodes = (self._lost_nodes | ended_nodes) - set(back)
 
-    def behind(self, committee: Committee) -> Iterator[Log]:
-        """Yield what is to be said about nodes that stop to count, or count again."""
-        before, behind = self._behind, committee.behind
+    def announce_behind(self, committee: Committee) -> Iterator[Log]:
+        """Yield the lines about nodes that stop to count, or count again."""
+        before, behind = self._late, committee.behind
         if before == behind.keys():
             return
         for node in sorted(behind.keys() - before):
@@ -149,4 +149,4 @@ class PeerWatch:
             yield Log(logging.WARNING, f"shadow node {node} is {lag} behind, and does not count", event)
         for node in sorted(before - behind.keys()):
             yield Log(logging.INFO, f"shadow node {node} has caught up", PEER_BACK(node=node))
-        self._behind = frozenset(behind)
+        self._late = frozenset(behind)

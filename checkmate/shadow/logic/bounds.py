@@ -34,7 +34,7 @@ from checkmate.wire.schedule import FIRST, LAST
 from checkmate.wording import counted, size
 
 WINDOW: Final = 1 << 20
-"""How far a message may be ahead of the newest iteration that is known here."""
+"""Iterations by which a message may be ahead of the newest iteration that is known here."""
 FENCE_SECONDS_MAX: Final = 3600.0
 RESERVE_SECONDS_MAX: Final = 86_400.0
 RESERVATIONS_MAX: Final = 64
@@ -53,7 +53,7 @@ MIN_COPIES: Final = 3
 SLICES_MAX: Final = 128
 """Slices of each shard; trainers send about 64."""
 REPEATS_MAX: Final = 64
-"""How often the scalings of a step may list each parameter; without a list, one lists all."""
+"""Number of times that the scalings of a step may list each parameter; without a list, one lists all."""
 UNSTEPPED_BYTES: Final = 1 << 30
 """Bytes of parts that wait for their step, beyond which only the next iterations' parts are taken."""
 NEXT: Final = 2
@@ -106,7 +106,7 @@ def check_group(job: Job, group: int) -> None:
 
 
 def check_numbers(label: str, numbers: Sequence[int], parameters: Collection[int]) -> None:
-    """Refuse parameters that are not among `known`, or come twice."""
+    """Refuse parameters that are not among `parameters`, or come twice."""
     if len(numbers) > len(parameters) or len(set(numbers)) < len(numbers):
         raise CallRefused(
             f"{label} lists {counted(len(numbers), 'parameter')} of {len(parameters)}, or one of them twice"

@@ -21,7 +21,7 @@ from checkmate.nodes.standing import Shard
 NEVER: Final = -2
 """An iteration before -1, which is the state before the first iteration."""
 
-Kept = tuple[Shard, int]
+KeptShard = tuple[Shard, int]
 """The shard of a hold that is not live but has complete state, and its last stepped iteration."""
 
 SILENCE_MIN, SILENCE_MAX = 1.0, 5.0
@@ -44,18 +44,18 @@ class Progress:
     live: bool
     patience: float = PATIENCE
     shards: frozenset[Shard] = frozenset()
-    kept: tuple[Kept, ...] = ()
+    kept_shards: tuple[KeptShard, ...] = ()
     pressed: bool = False
     start: bytes = b""
 
 
 @dataclass(slots=True)
-class _Other:
+class _Peer:
     """Another node, as reported by itself. If its id is lower than ours, it is `live` if it may decide."""
 
-    heard: float
+    heard_at: float
     progress: Progress | None = None  # None: unknown
-    gone: bool = False
+    is_gone: bool = False
 
 
 @dataclass
@@ -71,56 +71,56 @@ class Committee:
     began: float
     committed: int = NEVER
     start: bytes = b""
-    mine: Progress = field(init=False)
+    progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mine = Progress(self.incarnation, NEVER, NEVER, False, start=self.start)
-        self._others = {node: _Other(self.began) for node in sorted(self.nodes) if node != self.me}
-        self._lower = {node: peer for node, peer in self._others.items() if node < self.me}
-        self._higher = {node: peer for node, peer in self._others.items() if node > self.me}
+        self.progress = Progress(self.incarnation, NEVER, NEVER, False, start=self.start)
+        self._peers = {node: _Peer(self.began) for node in sorted(self.nodes) if node != self.me}
+        self._lower = {node: peer for node, peer in self._peers.items() if node < self.me}
+        self._higher = {node: peer for node, peer in self._peers.items() if node > self.me}
         self.behind: dict[int, int] = {}
         """If we decide: live nodes that do not count, and the number of committed iterations they lack."""
 
     def report(self, progress: Progress) -> None:
         """Update our own progress."""
-        self.mine = progress
+        self.progress = progress
 
-    def heard(self, node: int, progress: Progress, now: float) -> None:
+    def hear_report(self, node: int, progress: Progress, now: float) -> None:
         """Process a report of a node with a higher id. A node of another start has lost this one."""
         peer = self._higher.get(node)
         if peer is None:
             return
         if (progress.incarnation, progress.start) != (self.incarnation, self.start):
-            peer.gone = peer.progress is not None
+            peer.is_gone = peer.progress is not None
             return
-        peer.heard, peer.progress, peer.gone = now, progress, False
+        peer.heard_at, peer.progress, peer.is_gone = now, progress, False
         if progress.live:
             self.committed = max(self.committed, progress.stepped)
 
-    def told(
+    def hear_decision(
         self,
         node: int,
         step_to: int,
         active: bool,
         now: float,
-        kept_shards: tuple[Kept, ...] = (),
+        kept_shards: tuple[KeptShard, ...] = (),
         shards: frozenset[Shard] = frozenset(),
         patience: float = PATIENCE,
     ) -> None:
         """Process an answer of a node with a lower id."""
         if peer := self._lower.get(node):
             progress = Progress(self.incarnation, step_to, step_to, active, patience, shards, kept_shards)
-            peer.heard, peer.progress, peer.gone = now, progress, False
+            peer.heard_at, peer.progress, peer.is_gone = now, progress, False
             self.committed = max(self.committed, step_to)
 
-    def gone(self, node: int) -> None:
+    def note_end(self, node: int) -> None:
         """Record that a node's process has ended, and its state is lost."""
-        if peer := self._others.get(node):
-            peer.gone = True
+        if peer := self._peers.get(node):
+            peer.is_gone = True
 
-    def known(self) -> tuple[set[int], set[int]]:
+    def reporters(self) -> tuple[set[int], set[int]]:
         """Return the nodes that have reported: those whose processes have ended since, and the others."""
-        ends = {node: peer.gone for node, peer in self._others.items() if peer.progress is not None}
+        ends = {node: peer.is_gone for node, peer in self._peers.items() if peer.progress is not None}
         return {node for node, is_gone in ends.items() if is_gone}, {node for node in ends if not ends[node]}
 
     def decider(self, now: float) -> int | None:
@@ -137,21 +137,21 @@ class Committee:
     @property
     def active(self) -> bool:
         """Whether we may decide: live, and not left behind while others considered us dead."""
-        return self.mine.live and self.mine.in_full >= self.committed
+        return self.progress.live and self.progress.in_full >= self.committed
 
     @property
     def silence(self) -> float:
         """Seconds until a silent node no longer counts: a quarter of the shortest patience, within bounds."""
         patiences = [peer.progress.patience for peer in self._higher.values() if peer.progress]
-        return min(SILENCE_MAX, max(SILENCE_MIN, min([self.mine.patience, *patiences]) / 4))
+        return min(SILENCE_MAX, max(SILENCE_MIN, min([self.progress.patience, *patiences]) / 4))
 
     def nobody_live(self, now: float) -> bool:
         """Return whether no node is live, so that no agreement is needed. Unknown nodes may be live."""
-        if self.mine.live:
+        if self.progress.live:
             return False
         return not any(
-            self._counts(peer, now) if peer.progress is None else peer.progress.live and not peer.gone
-            for peer in self._others.values()
+            self._counts(peer, now) if peer.progress is None else peer.progress.live and not peer.is_gone
+            for peer in self._peers.values()
         )
 
     def decide(self, now: float) -> int:
@@ -162,7 +162,7 @@ class Committee:
         self.behind = {}
         if self.decider(now) != self.me:
             return self.committed
-        live = [self.mine]
+        live = [self.progress]
         for node, peer in self._higher.items():
             progress = peer.progress
             if not self._counts(peer, now):
@@ -184,25 +184,25 @@ class Committee:
         self.committed = target
         return self.committed
 
-    def _counts(self, peer: _Other, now: float) -> bool:
+    def _counts(self, peer: _Peer, now: float) -> bool:
         """Return whether a node is neither gone nor silent."""
-        return not peer.gone and now - peer.heard <= self.silence
+        return not peer.is_gone and now - peer.heard_at <= self.silence
 
     def _silent(self, now: float) -> set[Shard]:
         """Return shards of live nodes that are silent but may still have room in their buffers."""
         shards: set[Shard] = set()
-        for peer in self._others.values():
+        for peer in self._peers.values():
             progress = peer.progress
-            if progress is None or not progress.live or peer.gone:
+            if progress is None or not progress.live or peer.is_gone:
                 continue
-            if self.silence < now - peer.heard <= progress.patience:
+            if self.silence < now - peer.heard_at <= progress.patience:
                 shards |= progress.shards
         return shards
 
     def _level(self, now: float) -> set[Shard]:
         """Return shards of holds that are not live, but whose state is at the last committed iteration."""
-        kept_shards = set(self.mine.kept)
-        for peer in self._others.values():
+        kept_shards = set(self.progress.kept_shards)
+        for peer in self._peers.values():
             if peer.progress and self._counts(peer, now):
-                kept_shards.update(peer.progress.kept)
+                kept_shards.update(peer.progress.kept_shards)
         return {shard for shard, at in kept_shards if at == self.committed}

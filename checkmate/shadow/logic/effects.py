@@ -52,7 +52,7 @@ Effect = Connect | Join | Empty | Close | Release | Log
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DueStep:
     """A step to do now."""
 
     group: ShadowGroup

@@ -63,8 +63,8 @@ class ShadowGroup:
     @property
     def newest(self) -> int:
         """The newest iteration that the trainers are known to have reached."""
-        received = [hold.receiving for hold in self.holds]
-        return max([self.records.newest + 1, self.begin.next_iteration, self.reached, *received])
+        iterations = [hold.receiving for hold in self.holds]
+        return max([self.records.newest + 1, self.begin.next_iteration, self.reached, *iterations])
 
     def hold(self, shard: int) -> Hold:
         """Return a shard's hold. Raise `CallRefused` if the node has none."""
@@ -83,7 +83,7 @@ def check_job(job: Job, name: str) -> None:
 def in_start(
     group: ShadowGroup | None, number: int, message: pb.RecordPart | pb.SeedHeader | pb.PartsHeld
 ) -> ShadowGroup:
-    """Return a group that has begun in the same start as `said`. Raise `CallRefused` if it has not.
+    """Return a group that has begun in the same start as `message`. Raise `CallRefused` if it has not.
 
     Neither number is unique: incarnations wrap after 256 starts, and a run continues over restarts.
     """

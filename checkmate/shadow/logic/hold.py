@@ -48,21 +48,23 @@ class StreamState:
     plan: StreamPlan
     layout: StreamLayout
     position: int = 0
-    received: int = 0
+    received_bytes: int = 0
     connected: bool = False
     paused: bool = False
     queued: int = 0
     stood: tuple[int, float] = (-1, 0.0)
     """A position below a recorded end, and the time since when it is unchanged."""
 
-    def observe(self, position: int, received: int, *, connected: bool, paused: bool, queued: int) -> None:
+    def observe(
+        self, position: int, received_bytes: int, *, connected: bool, paused: bool, queued: int
+    ) -> None:
         """Update the state to that of the stream's receiving end."""
-        self.position, self.received = position, received
+        self.position, self.received_bytes = position, received_bytes
         self.connected, self.paused, self.queued = connected, paused, queued
 
     def discard(self) -> None:
         """Forget the connection, whose data is discarded."""
-        self.received, self.connected = 0, False
+        self.received_bytes, self.connected = 0, False
 
     def stands_below(self, end: int, now: float) -> float:
         """Return the seconds that it has not moved below `end`, without our own pauses."""
@@ -81,7 +83,7 @@ class PatienceMeter:
         self.seconds = PATIENCE
         self._receive_buffer = receive_buffer
         self._measured = now
-        self._received: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
 
     def measure(self, streams: Iterable[StreamState], now: float) -> None:
         """Measure the rate of each stream since the last call."""
@@ -90,11 +92,11 @@ class PatienceMeter:
         seconds, self._measured = now - self._measured, now
         lasts, positions = [PATIENCE], {}
         for stream in streams:
-            positions[id(stream)] = stream.received
-            rate = (stream.received - self._received.get(id(stream), stream.received)) / seconds
+            positions[id(stream)] = stream.received_bytes
+            rate = (stream.received_bytes - self._counts.get(id(stream), stream.received_bytes)) / seconds
             if rate > 0:
                 lasts.append((self._receive_buffer - stream.queued) / rate)
-        self._received = positions
+        self._counts = positions
         self.seconds = max(0.0, min(lasts))
 
 
@@ -129,13 +131,13 @@ class Doubt:
         """Iterations whose saved state stays doubtful and must not be used."""
         self._renewed = self._patience = 0.0
 
-    def found(self, iteration: int, equal: int) -> None:
+    def begin(self, iteration: int, equal: int) -> None:
         """Record a difference after an iteration. All was last found equal after `equal`."""
         first = equal + 1
         self._first = min(first, self._first) if self.active else first
         self.active, self._last = True, iteration
 
-    def stood(self, iteration: int) -> None:
+    def prolong(self, iteration: int) -> None:
         """Record that the state up to an iteration was discarded; if in doubt, it stays doubtful."""
         if self.active:
             self._last = max(self._last, iteration)
@@ -148,7 +150,7 @@ class Doubt:
         """Return whether saved state of an iteration may be wrong."""
         return self.active or any(iteration in doubtful for doubtful in self.past)
 
-    def over(self) -> str:
+    def end(self) -> str:
         """End the doubt. Return what to report, or an empty text if there was no doubt."""
         if not self.active:
             return ""
@@ -185,7 +187,7 @@ class Hold:
     settled: bool = False
     trouble: str = ""
     ahead: int = AHEAD
-    asked: float = 0.0  # when trainers were last asked for seeds
+    seeds_asked_at: float = 0.0  # when trainers were last asked for seeds
     from_holder: bool = False  # another holder gives the seeds
     lagging: float = 0.0  # when it was last no more than one iteration behind
     lag_said: bool = False
@@ -233,7 +235,7 @@ class Hold:
             (
                 self.first + (stream.position - 1) // stream.layout.nbytes
                 for stream in self.streams
-                if stream.layout.nbytes and stream.received
+                if stream.layout.nbytes and stream.received_bytes
             ),
             default=-1,
         )
@@ -261,14 +263,16 @@ class Hold:
     @property
     def wants_seeds(self) -> bool:
         """Whether to request seeds: an iteration is complete, so its streams are connected."""
-        return not (self.live or self.settled) and self.in_full >= self.joined and bool(self.wanted())
+        return (
+            not (self.live or self.settled) and self.in_full >= self.joined and bool(self.wanted_parameters())
+        )
 
-    def wanted(self) -> list[int]:
+    def wanted_parameters(self) -> list[int]:
         """Return the parameters to seed: those without state, or whose next gradients are gone."""
         at, released = self.at, self.released
         return [number for number in self.parameters if at.get(number, released - 1) < released]
 
-    def took(self, snapshot: HoldSnapshot) -> None:
+    def update_at(self, snapshot: HoldSnapshot) -> None:
         """Update iterations after parameters were loaded, stepped or discarded."""
         if snapshot.version > self._version:
             self._version, self.at = snapshot
@@ -282,21 +286,21 @@ class Hold:
         self.stepping = None
         if iteration == self.released + 1:
             self.released = iteration
-        self.took(result.snapshot)
+        self.update_at(result.snapshot)
         self.final = iteration if final else None
         self.suspects = result.suspects
         if result.troubles:
-            self.doubt.found(iteration, result.equal)
+            self.doubt.begin(iteration, result.equal)
             self.trouble = "; ".join(result.troubles)
 
     def fail_step(self, snapshot: HoldSnapshot) -> None:
         """Update the state after a step that has failed."""
         self.stepping = None
-        self.took(snapshot)
+        self.update_at(snapshot)
 
     def end_doubt(self) -> str:
         """Trust the state again, which was found equal. Return what to report, or "" without a doubt."""
-        if words := self.doubt.over():
+        if words := self.doubt.end():
             self.trouble = ""
         return words
 
@@ -310,7 +314,7 @@ class Hold:
 
     def note_seeds_asked(self, now: float) -> None:
         """Note that trainers were asked for seeds."""
-        self.asked = now
+        self.seeds_asked_at = now
 
     def note_holder(self, *, gives: bool) -> None:
         """Note whether another holder gives the seeds."""
@@ -337,9 +341,9 @@ class Hold:
     def join(self, iteration: int) -> None:
         """Receive from this iteration on; discard what was received before."""
         if self.seeded:
-            self.doubt.stood(self.stepped)
+            self.doubt.prolong(self.stepped)
         self.live = self.from_holder = self.lag_said = False
-        self.asked = self._record_since = 0.0
+        self.seeds_asked_at = self._record_since = 0.0
         self.joined = iteration
         self.released = self.in_full = iteration - 1
 
@@ -370,7 +374,7 @@ class Hold:
             and all(stream.connected for stream in self.streams)
         )
 
-    def due(self, committed: int, *, alone: bool) -> int | None:
+    def next_step(self, committed: int, *, alone: bool) -> int | None:
         """Return the iteration to step now, if any. If `alone`, no node is live and nothing is committed.
 
         While parameters are still missing, a step waits until its set of buckets is needed. Seeds then have
@@ -383,7 +387,7 @@ class Hold:
             return iteration if iteration <= committed else None
         if iteration > committed and not alone:
             return None
-        hurry = iteration < self.in_full or iteration < committed or not self.wanted()
+        hurry = iteration < self.in_full or iteration < committed or not self.wanted_parameters()
         return iteration if hurry else None
 
     def pressed(self, patience: float, receive_buffer: int) -> bool:
@@ -404,7 +408,7 @@ class Hold:
         for stream in self.streams:
             plan = stream.plan
             has_begun = max(records.newest, self.receiving) >= self.joined > self.first
-            if has_begun and not (stream.received or stream.connected):
+            if has_begun and not (stream.received_bytes or stream.connected):
                 return f"{plan}: not connected before iteration {self.joined}"
             end = records.ends.get((plan.side, plan.channel, plan.shard), 0)
             is_lost = end - stream.position >= FARTHEST  # reconnecting would not bring it

@@ -19,10 +19,10 @@ from checkmate.output.log_lines import left_out_words
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic import announcements
 from checkmate.shadow.logic.commit import NEVER, Committee, Progress
-from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
+from checkmate.shadow.logic.effects import Close, Connect, DueStep, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, Start, check_job, in_start, start_of
 from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, PatienceMeter, Stepped
-from checkmate.shadow.logic.phases import LEFT, Leaving, Phase
+from checkmate.shadow.logic.phases import LEFT_TROUBLE, Leaving, Phase
 from checkmate.shadow.logic.starts import EndedStarts, OlderStarts, Superseded
 
 DOUBTS_MOST: Final = 4
@@ -31,7 +31,7 @@ DOUBTS_MOST: Final = 4
 
 @dataclass(slots=True)
 class Tally:
-    """What a node has done since its start, counted for its metrics."""
+    """Counts of the actions of a node since its start, for its metrics."""
 
     steps: int = 0
     step_seconds: float = 0.0
@@ -70,8 +70,8 @@ class NodeState:
         self.committee = self._new_committee(-1, b"", now)
         self.phase = Phase.OPEN
         self.leaving = Leaving()
-        self.ended = EndedStarts()
-        self.older = OlderStarts()
+        self.ended_starts = EndedStarts()
+        self.older_starts = OlderStarts()
         self.refusal: pb.Refusal | None = None
         """Why a script was refused in the start of training that began last."""
         self.reserved: dict[int, list[float]] = {}
@@ -101,7 +101,11 @@ class NodeState:
     def all_troubles(self) -> list[str]:
         """Problems of the node, doubts that are past, and an older start that goes on."""
         doubts = [doubt for of_hold in self.doubts.values() for doubt in of_hold]
-        return [*self.troubles, *doubts, *([overlap_words(self.older.hosts)] if self.older.hosts else [])]
+        return [
+            *self.troubles,
+            *doubts,
+            *([overlap_words(self.older_starts.hosts)] if self.older_starts.hosts else []),
+        ]
 
     @property
     def newest(self) -> int:
@@ -109,7 +113,7 @@ class NodeState:
         return max((group.newest for group in self.groups.values()), default=0)
 
     def group(self, number: int, message: pb.RecordPart | pb.SeedHeader) -> ShadowGroup:
-        """Return a group. Raise `CallRefused` unless it has begun here, in the same start as `said`.
+        """Return a group. Raise `CallRefused` unless it has begun here, in the same start as `message`.
 
         A node that was drained says so.
         """
@@ -117,16 +121,16 @@ class NodeState:
         self.leaving.check_here()
         return in_start(self.groups.get(number), number, message)
 
-    def begun(self, group: ShadowGroup, now: float, by: str = "") -> None:
+    def begin_group(self, group: ShadowGroup, now: float, by: str = "") -> None:
         """Start a DP group, in place of its earlier incarnation. `by`: the address of who asks for it."""
         start, number = start_of(group.begin), group.begin.group
         if (old := self.groups.get(number)) is not None:
             self._effects += [Close(hold) for hold in old.holds]
             if start_of(old.begin) != start:
-                self.ended.end(start_of(old.begin))
-                self.older.end(old.begin, by, now)
+                self.ended_starts.end(start_of(old.begin))
+                self.older_starts.end(old.begin, by, now)
         if self.start != start:
-            self.older.begun()
+            self.older_starts.note_newest()
             self.refusal = None
         self.groups[number] = group
         if self.fenced or self.start != start:
@@ -159,7 +163,7 @@ class NodeState:
         self.phase = Phase.FENCED if self.fenced else max(self.phase, Phase.DRAINING)
         self.stay("training restarts")
         for group in self.groups.values():
-            self.ended.end(start_of(group.begin))
+            self.ended_starts.end(start_of(group.begin))
 
     def end_drain(self) -> None:
         """Note that no data has arrived for a while, unless the drain was overtaken by a fence or a start."""
@@ -178,19 +182,19 @@ class NodeState:
     def supersede(self, by: str, now: float) -> None:
         """Note that another start has fenced this one, from the address `by`."""
         for group in self.groups.values():
-            self.older.end(group.begin, by, now)
+            self.older_starts.end(group.begin, by, now)
 
     def superseded(self, part: pb.RecordPart, host: str, now: float) -> Superseded | None:
         """Return the start of a record from a trainer at the address `host`, if it is superseded.
 
         The log says once that it goes on.
         """
-        start = self.older.of(part)
-        if start is not None and self.older.heard(start, host, now):
-            self._effects.append(announcements.overlap(self.older.hosts, now - start.since))
+        start = self.older_starts.find(part)
+        if start is not None and self.older_starts.hear_record(start, host, now):
+            self._effects.append(announcements.training_overlaps(self.older_starts.hosts, now - start.since))
         return start
 
-    def refused(self, request: pb.RefusedRequest) -> None:
+    def keep_refusal(self, request: pb.RefusedRequest) -> None:
         """Keep why a script was refused, unless that of another rank came first.
 
         Raises `CallRefused` if its start is not the one that began last here.
@@ -211,20 +215,20 @@ class NodeState:
                 text=request.text,
                 marks=request.marks,
             )
-            self._effects.append(announcements.refused(self.refusal))
+            self._effects.append(announcements.training_refused(self.refusal))
 
     @property
     def generation(self) -> int:
         """The greatest generation that this node knows."""
-        return max([self.ended.discarded, *(group.begin.generation for group in self.groups.values())])
+        return max([self.ended_starts.discarded, *(group.begin.generation for group in self.groups.values())])
 
     def reset(self, generation: int) -> None:
         """Discard all groups, for good. Raise `CallRefused` if a greater generation has begun here."""
-        self.ended.discard(generation, self.generation)
+        self.ended_starts.discard(generation, self.generation)
         self.fence()
         self._effects += [Close(hold) for _, hold in self.holds]
         if any(hold.holds_something for _, hold in self.holds):
-            self._effects.append(announcements.reset(generation))
+            self._effects.append(announcements.node_reset(generation))
         self.groups.clear()
         self.troubles.clear()
         self.doubts.clear()
@@ -236,8 +240,8 @@ class NodeState:
         self._effects += [Close(hold) for _, hold in self.holds]
         self.groups.clear()
         self.doubts.clear()
-        self.troubles, self.refusal = [LEFT], None
-        self._effects.append(Log(logging.WARNING, LEFT, NODE_DRAINED()))
+        self.troubles, self.refusal = [LEFT_TROUBLE], None
+        self._effects.append(Log(logging.WARNING, LEFT_TROUBLE, NODE_DRAINED()))
 
     def stay(self, why: str) -> None:
         """Count as a live holder again, if the node is about to leave."""
@@ -257,7 +261,7 @@ class NodeState:
                 hold.update(group.records)
                 if not self.fenced and hold.may_go_live(self.committee.committed):
                     hold.go_live(now)
-                    self._effects.append(announcements.live(hold))
+                    self._effects.append(announcements.hold_live(hold))
             counts = not self.leaving.undecided and (self.fenced or not hold.settled)
             if hold.live and counts:  # a settled one waits for its group's Begin
                 live.append(hold)
@@ -278,36 +282,36 @@ class NodeState:
         )
         if not self.fenced:
             self.committee.decide(now)
-        self._effects += self._peers.behind(self.committee)
+        self._effects += self._peers.announce_behind(self.committee)
 
-    def due(self, now: float) -> list[Due]:
+    def due_steps(self, now: float) -> list[DueStep]:
         """Return the steps to do now, at most one per hold."""
         if self.fenced:
             return []
         committed, alone = self.committee.committed, self.committee.nobody_live(now)
         return [
-            Due(group, hold, iteration)
+            DueStep(group, hold, iteration)
             for group, hold in self._present
-            if not hold.busy and (iteration := hold.due(committed, alone=alone)) is not None
+            if not hold.busy and (iteration := hold.next_step(committed, alone=alone)) is not None
         ]
 
-    def begin_step(self, due_step: Due) -> pb.Step | None:
+    def begin_step(self, due_step: DueStep) -> pb.Step | None:
         """Begin a step and return its record, or `None` if the hold has rejoined in the meantime."""
         if due_step.iteration != due_step.hold.released + 1:
             return None
         due_step.hold.begin_step(due_step.iteration)
         return due_step.group.records.step(due_step.iteration)
 
-    def stepped(self, due_step: Due, step: pb.Step, result: Stepped, now: float) -> None:
+    def end_step(self, due_step: DueStep, step: pb.Step, result: Stepped, now: float) -> None:
         """Record the end of a step. A hold that differs stays in doubt until it is found equal."""
         group, hold = due_step.group, due_step.hold
         hold.end_step(due_step.iteration, final=step.last, result=result)
-        group.records.stepped(due_step.iteration)
+        group.records.keep(due_step.iteration)
         self.tell(group.records.trouble)
         if result.troubles:
             self.tally.count_mismatch()
             if (left_out := hold.differences.again(due_step.iteration)) is not None:
-                self._effects.append(announcements.mismatch(hold, due_step.iteration, left_out))
+                self._effects.append(announcements.comparison_mismatch(hold, due_step.iteration, left_out))
             if not self.fenced and hold.doubt.may_renew(now):  # the trainers' state is authoritative
                 self._renew(group, hold, hold.trouble)
         elif not result.suspects and (words := hold.end_doubt()):
@@ -324,11 +328,11 @@ class NodeState:
         """Record which parameters a hold has after seeds were loaded."""
         before = hold.seeded
         hold.end_load()
-        hold.took(snapshot)
+        hold.update_at(snapshot)
         if hold.seeded and not before:
-            self._effects.append(announcements.seeded(hold))
+            self._effects.append(announcements.hold_seeded(hold))
 
-    def step_failed(self, due_step: Due, error: Exception, snapshot: HoldSnapshot) -> None:
+    def fail_step(self, due_step: DueStep, error: Exception, snapshot: HoldSnapshot) -> None:
         """Reseed a hold that cannot step. During a restart, keep it if its state is still complete."""
         hold, trouble = due_step.hold, f"stepping iteration {due_step.iteration} failed: {error}"
         hold.fail_step(snapshot)
@@ -345,7 +349,7 @@ class NodeState:
         """Log a problem of the node, once, and add it to the status."""
         if trouble and trouble not in self.troubles:
             self.note_trouble(trouble)
-            self._effects.append(announcements.trouble(trouble))
+            self._effects.append(announcements.node_trouble(trouble))
 
     def _doubt_over(self, hold: Hold, words: str) -> None:
         """Add to the status what was doubtful, and log it if the doubt was logged."""
@@ -353,9 +357,9 @@ class NodeState:
         self.doubts.setdefault(hold.shard, deque(maxlen=DOUBTS_MOST)).append(message)
         if (left_out := hold.differences.over()) is None:
             return
-        self._effects.append(announcements.trouble(f"{message}{left_out_words(left_out)}"))
+        self._effects.append(announcements.node_trouble(f"{message}{left_out_words(left_out)}"))
         if hold.live:  # a mismatch has ended that, for whoever reads the events
-            self._effects.append(announcements.changed(logging.DEBUG, hold, "live", message, words))
+            self._effects.append(announcements.hold_changed(logging.DEBUG, hold, "live", message, words))
 
     def forget(self) -> None:
         """Drop records that are no longer needed, except during a step."""
@@ -373,8 +377,8 @@ class NodeState:
         if self.leaving.expired(now):
             self.stay("nobody has told it to go")
         self.forget()
-        self.older.forget(now)
-        self._effects += self._peers.lost(self.committee)
+        self.older_starts.forget(now)
+        self._effects += self._peers.announce_lost(self.committee)
         self._patience.measure((stream for _, hold in self.holds for stream in hold.streams), now)
         for group, hold in self.holds:
             if hold.settled or self.phase is not Phase.OPEN:
@@ -385,7 +389,7 @@ class NodeState:
                     self.tally.count_gap()
                     self._join_again(group, hold, loss)
             elif hold.live and (lag := hold.lag(group.records.newest, now)):
-                self._effects.append(self._lags.said(hold, *lag, now))
+                self._effects.append(self._lags.announce(hold, *lag, now))
 
     def reserve(self, iteration: int, end: float) -> None:
         """Keep an iteration readable until the time `end`, beside its other reservations."""
@@ -408,7 +412,7 @@ class NodeState:
         group.remove(hold, why)
         self._effects.append(Close(hold))
         if hold.holds_something:
-            self._effects.append(announcements.changed(logging.WARNING, hold, "dropped", why, why))
+            self._effects.append(announcements.hold_changed(logging.WARNING, hold, "dropped", why, why))
 
     @property
     def _present(self) -> Iterator[tuple[ShadowGroup, Hold]]:
@@ -427,7 +431,9 @@ class NodeState:
         if not self.fenced:
             hold.note_trouble(f"{trouble}; it joins again at iteration {self._join(group, hold)}")
             message = f"{hold}: {hold.trouble}"
-            self._effects.append(announcements.changed(logging.DEBUG, hold, "joining", message, hold.trouble))
+            self._effects.append(
+                announcements.hold_changed(logging.DEBUG, hold, "joining", message, hold.trouble)
+            )
 
     def _join(self, group: ShadowGroup, hold: Hold) -> int:
         """Join a hold some iterations ahead. Return that iteration."""
@@ -444,4 +450,4 @@ class NodeState:
         hold.reach_farther()
         iteration = self._join(group, hold)
         hold.note_trouble(f"{loss}; {last}it joins again at iteration {iteration}")
-        self._effects.append(announcements.gap(level, hold, stepped, iteration, loss))
+        self._effects.append(announcements.stream_gap(level, hold, stepped, iteration, loss))

@@ -13,9 +13,9 @@ from typing import Final
 from checkmate.shadow.logic.group import CallRefused
 
 UNDECIDED_SECONDS: Final = 10.0
-"""How long a node waits between the steps, before it stays."""
+"""Time between the steps after which a node stays."""
 
-LEFT: Final = "it was drained, and holds nothing until it is restarted"
+LEFT_TROUBLE: Final = "it was drained, and holds nothing until it is restarted"
 
 
 class Phase(enum.IntEnum):
@@ -36,7 +36,7 @@ class Leaving:
     """Whether a node stays, is about to leave, or has left."""
 
     def __init__(self) -> None:
-        self.left = False
+        self.has_left = False
         self._until: float | None = None
         self._token = b""
 
@@ -51,7 +51,7 @@ class Leaving:
 
     def may_go(self, token: bytes) -> bool:
         """Return whether the second step follows the first one with this token, or was taken already."""
-        return self.left or (self.undecided and token == self._token)
+        return self.has_left or (self.undecided and token == self._token)
 
     def stay(self) -> bool:
         """Take the first step back. Return whether there was one."""
@@ -64,9 +64,9 @@ class Leaving:
 
     def go(self) -> None:
         """Take the second step, for good."""
-        self._until, self.left = None, True
+        self._until, self.has_left = None, True
 
     def check_here(self) -> None:
         """Raise `CallRefused` if the node has left."""
-        if self.left:
-            raise CallRefused(LEFT, precondition=True)
+        if self.has_left:
+            raise CallRefused(LEFT_TROUBLE, precondition=True)

@@ -69,7 +69,7 @@ PART_BYTES = 1024
 """Memory of a part beside its data."""
 
 
-class _Done(NamedTuple):
+class _ServedRecord(NamedTuple):
     """Data served with an iteration; it becomes a message only on demand, because buffers may be large."""
 
     parts: Sequence[pb.RecordPart]
@@ -87,9 +87,9 @@ class Records:
         self._sizes: dict[int, int] = {}  # bytes of an iteration's parts
         self.nbytes = 0
         """Bytes of all parts."""
-        self._done: dict[int, _Done] = {}
+        self._served: dict[int, _ServedRecord] = {}
         self._buffers: dict[str, bytes] = {}  # replaced, never changed, because served data shares it
-        self._said: dict[str, int] = {}
+        self._buffer_iterations: dict[str, int] = {}
         """The last iteration whose record had each buffer."""
         self._merged = first - 1
         self._oldest = first - 1
@@ -99,7 +99,7 @@ class Records:
         self._forgotten = first - 1
         """The newest iteration at which all earlier buffers were discarded."""
         self._wants_buffers = False
-        self._taken: set[int] = set()
+        self._merged_buffers: set[int] = set()
         """Iterations whose buffers were merged."""
         self.trouble = ""
         """Description of data that cannot be read."""
@@ -150,26 +150,26 @@ class Records:
         """Return the first rank's record of the step. Raise `KeyError` if it is missing."""
         return self._parts[iteration][0].step
 
-    def stepped(self, iteration: int) -> None:
+    def keep(self, iteration: int) -> None:
         """Keep the data to serve with an iteration that a hold has stepped.
 
         Earlier iterations are kept, too, because another hold may be behind and need their buffers.
         """
         for t in sorted(self._parts):
-            if self._oldest <= t <= iteration and t not in self._done:
+            if self._oldest <= t <= iteration and t not in self._served:
                 self._merge(t)
                 if self.complete(t):
                     ordered = [self._parts[t][position] for position in sorted(self._parts[t])]
-                    self._done[t] = _Done(ordered, self._buffers)
+                    self._served[t] = _ServedRecord(ordered, self._buffers)
 
     def served(self, iteration: int) -> pb.IterationRecord:
         """Return the record to serve with the state after an iteration; without parts if unknown."""
-        parts, buffers = self._done.get(iteration, _Done((), {}))
+        parts, buffers = self._served.get(iteration, _ServedRecord((), {}))
         return pb.IterationRecord(iteration=iteration, parts=parts, buffers=buffers)
 
     def lacking(self, iteration: int) -> int:
         """Return the number of unknown buffers after an iteration."""
-        record = self._done.get(iteration)
+        record = self._served.get(iteration)
         return len(self._expected - (self._buffers if record is None else record.buffers).keys())
 
     def take_wants_buffers(self) -> bool:
@@ -180,7 +180,7 @@ class Records:
     def adopt(self, record: pb.IterationRecord) -> None:
         """Take over the record of an iteration before these records, or from another holder."""
         if record.parts:
-            self._done.setdefault(record.iteration, _Done(record.parts, dict(record.buffers)))
+            self._served.setdefault(record.iteration, _ServedRecord(record.parts, dict(record.buffers)))
         self._forget_buffers(record.iteration)
         if record.iteration >= self._forgotten:
             self._take(record.buffers, record.iteration)
@@ -189,19 +189,25 @@ class Records:
         """Discard buffers that are older than a skipped iteration."""
         if (skipped := self._passed_over.forget(iteration)) is not None:
             self._forgotten = skipped
-            self._said = {name: last for name, last in self._said.items() if last >= self._forgotten}
-            self._buffers = {name: self._buffers[name] for name in self._said}
+            self._buffer_iterations = {
+                name: last for name, last in self._buffer_iterations.items() if last >= self._forgotten
+            }
+            self._buffers = {name: self._buffers[name] for name in self._buffer_iterations}
 
     def _take(self, buffers: Mapping[str, bytes], iteration: int) -> None:
         """Update buffers to their state after an iteration, unless newer ones are known."""
-        newer = {name: data for name, data in buffers.items() if self._said.get(name, iteration) <= iteration}
-        self._said.update(dict.fromkeys(newer, iteration))
+        newer = {
+            name: data
+            for name, data in buffers.items()
+            if self._buffer_iterations.get(name, iteration) <= iteration
+        }
+        self._buffer_iterations.update(dict.fromkeys(newer, iteration))
         self._buffers = {**self._buffers, **newer}
 
     def forget(self, stepped: Iterable[int], reserved: Collection[int]) -> None:
         """Drop parts before the oldest hold's last step, and served records that can no longer be requested.
 
-        The parts of that last step stay, because `stepped` may not have been called for it yet. Some earlier
+        The parts of that last step stay, because `keep` may not have been called for it yet. Some earlier
         parts stay, too, because another node may lack them.
         """
         last_steps = set(stepped)
@@ -216,12 +222,14 @@ class Records:
             self.nbytes -= self._sizes[iteration]
             nbytes -= self._sizes.pop(iteration)
             del self._parts[iteration]
-            self._taken.discard(iteration)
-        for iteration in [t for t in self._done if t < oldest and t not in last_steps and t not in reserved]:
-            del self._done[iteration]
+            self._merged_buffers.discard(iteration)
+        for iteration in [
+            t for t in self._served if t < oldest and t not in last_steps and t not in reserved
+        ]:
+            del self._served[iteration]
         self.missing.forget(oldest)
 
-    def held(self) -> list[pb.PartRange]:
+    def part_ranges(self) -> list[pb.PartRange]:
         """Return the present parts, as ranges by rank."""
         ranges: list[pb.PartRange] = []
         for position in range(self._ranks):
@@ -247,9 +255,9 @@ class Records:
         self._merged = max(self._merged, iteration)
         self._forget_buffers(iteration)
         first = self._parts[iteration].get(0)
-        if first is None or not first.buffers or iteration in self._taken:
+        if first is None or not first.buffers or iteration in self._merged_buffers:
             return
-        self._taken.add(iteration)
+        self._merged_buffers.add(iteration)
         try:
             buffers = _by_name(first.buffers)
         except state.StateError as error:

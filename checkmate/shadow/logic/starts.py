@@ -38,7 +38,7 @@ class StartEnded(CallRefused):
 
 
 class EndedStarts:
-    """What a restart has ended (`drain`, `fence`), and what `checkmate reset` has discarded."""
+    """Starts that a restart has ended (`drain`, `fence`) or `checkmate reset` has discarded."""
 
     def __init__(self) -> None:
         self.discarded = 0
@@ -51,7 +51,7 @@ class EndedStarts:
             self._fenced.append(start)
 
     def check(self, begin: pb.BeginRequest, greatest: int) -> None:
-        """Raise `CallRefused` if a start may not begin. `known`: the greatest generation known here."""
+        """Raise `CallRefused` if a start may not begin. `greatest`: the greatest generation known here."""
         _check_ahead(begin.generation, greatest)
         if start_of(begin) in self._fenced:
             raise StartEnded(begin)
@@ -62,7 +62,7 @@ class EndedStarts:
             )
 
     def discard(self, generation: int, greatest: int) -> None:
-        """Refuse all runs up to a generation. Raise `CallRefused` if `known` is greater, or not near it."""
+        """Refuse all runs up to a generation. Raise `CallRefused` if it is below `greatest`, or far above."""
         _check_ahead(generation, greatest)
         if generation < greatest:
             raise CallRefused(
@@ -89,7 +89,7 @@ class Superseded:
     since: float
     by: str
     late: float = math.inf
-    """When the first late record came, since the newest start began here."""
+    """Time of the first late record since the newest start began here."""
     goes_on: bool = False
     """Whether its trainers go on, since then."""
     hosts: dict[str, float] = field(default_factory=dict)
@@ -111,12 +111,12 @@ class OlderStarts:
 
     def end(self, begin: pb.BeginRequest, by: str, now: float) -> None:
         """Note that a start is superseded, from the address `by`, unless that is known."""
-        if self.of(begin) is None:
+        if self.find(begin) is None:
             while len(self._starts) >= _REMEMBERED:
                 del self._starts[next(iter(self._starts))]
             self._starts[_key(begin)] = Superseded(now, by)
 
-    def begun(self) -> None:
+    def note_newest(self) -> None:
         """Note that a new start has begun: what was noticed during another one tells nothing about it."""
         for start in self._starts.values():
             start.late, start.goes_on = math.inf, False
@@ -128,11 +128,11 @@ class OlderStarts:
             for host in [host for host, last in start.hosts.items() if now - last > SILENT_SECONDS]:
                 del start.hosts[host]
 
-    def of(self, message: pb.BeginRequest | pb.RecordPart) -> Superseded | None:
+    def find(self, message: pb.BeginRequest | pb.RecordPart) -> Superseded | None:
         """Return the start to which a message belongs, if it is superseded."""
         return self._starts.get(_key(message))
 
-    def heard(self, start: Superseded, host: str, now: float) -> bool:
+    def hear_record(self, start: Superseded, host: str, now: float) -> bool:
         """Note a record of a superseded start. Return whether it is the first that shows that it goes on."""
         if now < start.since + LATE_SECONDS:
             return False

@@ -66,7 +66,7 @@ _CLOSED = "the switch's side closed the connection"
 _TURN_BYTES = 8 << 20  # read from one stream before the NIC's other streams have their turn
 
 
-class Took(enum.Enum):
+class ReadResult(enum.Enum):
     """Result of a turn of reading."""
 
     MORE = enum.auto()  # call again when the socket is readable
@@ -89,7 +89,7 @@ class Inlet:
         self.plan, self.layout = plan, layout
         self.first = first
         self.position = start_of(layout, first, joined)
-        self.received = 0
+        self.received_bytes = 0
         self.paused = False
         self.broken: str | None = None
         self.socket: socket.socket | None = None
@@ -135,23 +135,23 @@ class Inlet:
         """Return the number of bytes in the socket's buffer."""
         return waiting(self.socket) if self.connected else 0
 
-    def take(self) -> Took:
+    def take(self) -> ReadResult:
         """Read available data, for one turn at most."""
         with self._lock:
             if self.closed or self.socket is None:
-                return Took.ENDED
+                return ReadResult.ENDED
             return self._take(self.socket)
 
-    def _take(self, sock: socket.socket) -> Took:
+    def _take(self, sock: socket.socket) -> ReadResult:
         total = 0
         while total < _TURN_BYTES:
             room = self._room or self._next_room()
             if room is None:
-                return self._break(_CLOSED) if at_its_end(sock) else Took.PAUSED
+                return self._break(_CLOSED) if at_its_end(sock) else ReadResult.PAUSED
             try:
                 count = sock.recv_into(room)
             except BlockingIOError:
-                return Took.MORE
+                return ReadResult.MORE
             except OSError as error:
                 return self._break(f"the connection broke: {error.strerror}")
             if not count:
@@ -160,17 +160,17 @@ class Inlet:
                 self._began = time.monotonic()
             total += count
             self.position += count
-            self.received += count
+            self.received_bytes += count
             if count == len(room):
                 self._filled()
             else:
                 self._room = room[count:]
-                return Took.MORE  # the socket is empty
-        return Took.MORE
+                return ReadResult.MORE  # the socket is empty
+        return ReadResult.MORE
 
-    def _break(self, reason: str) -> Took:
+    def _break(self, reason: str) -> ReadResult:
         self.broken = reason
-        return Took.ENDED
+        return ReadResult.ENDED
 
     def _next_room(self) -> memoryview | None:
         """Return the rest of the piece at `position`, or `None` if its set is not free."""

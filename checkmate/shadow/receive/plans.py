@@ -49,11 +49,11 @@ class StreamPlan:
 
 @dataclass(frozen=True, slots=True)
 class HoldPlan:
-    """One shard of one DP group that the node holds. `others` are the ids of its other holders."""
+    """One shard of one DP group that the node holds. `other_holders` are the ids of its other holders."""
 
     group: int
     shard: int
-    others: tuple[int, ...]
+    other_holders: tuple[int, ...]
     streams: tuple[StreamPlan, ...]
 
 

@@ -17,7 +17,7 @@ from checkmate.events.kinds import STREAM_CONNECTED, STREAM_FAILED
 from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks
 from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
-from checkmate.shadow.receive.inlet import Inlet, Took
+from checkmate.shadow.receive.inlet import Inlet, ReadResult
 from checkmate.shadow.receive.plans import StreamPlan
 from checkmate.wording import counted
 
@@ -40,21 +40,21 @@ class Reader:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._lock = locks.ordered_lock("reader")
         self._inlets: dict[int, Inlet] = {}
-        self._stopping = self._ended = False
+        self._stopping = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def add(self, inlet: Inlet) -> None:
         """Start to read a stream, which has its socket already."""
         with self._lock:
-            if inlet.socket is not None and not self._ended:
+            if inlet.socket is not None and not self._is_closed:
                 self._epoll.register(inlet.socket, select.EPOLLIN)
                 self._inlets[inlet.socket.fileno()] = inlet
 
     def wake(self) -> None:
         """Look at all streams, because a set of buckets was released or a stream was closed."""
         with self._lock:
-            if not self._ended:
+            if not self._is_closed:
                 os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
@@ -65,7 +65,7 @@ class Reader:
         for inlet in list(self._inlets.values()):
             self._drop(inlet)
         with self._lock:
-            self._ended = True
+            self._is_closed = True
             self._epoll.close()
             os.close(self._wake)
 
@@ -84,13 +84,13 @@ class Reader:
                 self._turn(inlet)
 
     def _turn(self, inlet: Inlet) -> None:
-        before, iteration = inlet.received, inlet.iteration
+        before, iteration = inlet.received_bytes, inlet.iteration
         took = inlet.take()
-        self.bytes += inlet.received - before
+        self.bytes += inlet.received_bytes - before
         if inlet.iteration != iteration:
             self._on_iteration()
-        if took is not Took.ENDED:
-            self._pause(inlet, took is Took.PAUSED)
+        if took is not ReadResult.ENDED:
+            self._pause(inlet, took is ReadResult.PAUSED)
             return
         self._drop(inlet)
         if not inlet.closed:

@@ -21,7 +21,7 @@ import torch
 from checkmate.optim.options import parse_options
 from checkmate.optim.supported import build, default_dtype, kind_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.replica.held import Held, HeldPiece
+from checkmate.shadow.replica.parameter import ParameterPiece, StoredParameter
 from checkmate.state import DTYPES
 from checkmate.wire.parameter import Parameter
 
@@ -29,7 +29,7 @@ BLOCKS: Final = 8
 """Approximate number of blocks of a shard. Fewer take less time, more take less memory."""
 BLOCK_ELEMENTS: Final = (1 << 16, 1 << 22)
 """Minimum and maximum size of a block; small parameters together may exceed it a little."""
-CUT: Final = 64
+CUT_ELEMENTS: Final = 64
 """Cuts are at multiples of this number of elements, which are whole vectors on every CPU."""
 
 Gradients = Mapping[int, tuple[torch.Tensor, int]]
@@ -41,7 +41,7 @@ class Block:
     """Pieces of parameters that one optimizer steps together."""
 
     optimizer: torch.optim.Optimizer
-    pieces: list[tuple[int, HeldPiece]]
+    pieces: list[tuple[int, ParameterPiece]]
 
     def step(self, gradients: Gradients, step: pb.Step, beside: Iterable[torch.dtype] = ()) -> None:
         """Scale gradients in place, and step the pieces of parameters that have one.
@@ -118,7 +118,7 @@ def block_elements(parameters: Iterable[Parameter]) -> int:
     """Return the size of these parameters' blocks, in elements."""
     least, most = BLOCK_ELEMENTS
     share = sum(parameter.elements for parameter in parameters) // BLOCKS
-    return max(least, min(share, most)) // CUT * CUT
+    return max(least, min(share, most)) // CUT_ELEMENTS * CUT_ELEMENTS
 
 
 def uncut(spec: pb.OptimizerSpec) -> set[int]:
@@ -127,7 +127,9 @@ def uncut(spec: pb.OptimizerSpec) -> set[int]:
     return {number for group in fused for number in group.parameters}
 
 
-def cut(spec: pb.OptimizerSpec, parameters: Mapping[int, Held], block: int) -> list[Batch]:
+def make_batches(
+    spec: pb.OptimizerSpec, parameters: Mapping[int, StoredParameter], block: int
+) -> list[Batch]:
     """Return the batches of a shard's parameters; parameters that no optimizer steps come last.
 
     `block` limits the elements that `foreach` steps together, because it has temporaries of all of them.
@@ -150,7 +152,7 @@ def cut(spec: pb.OptimizerSpec, parameters: Mapping[int, Held], block: int) -> l
 
 
 def _batches(
-    numbers: Sequence[int], parameters: Mapping[int, Held], together: int | None
+    numbers: Sequence[int], parameters: Mapping[int, StoredParameter], together: int | None
 ) -> Iterator[list[int]]:
     """Yield cut parameters separately, and others together up to `together` elements."""
     open_: list[int] = []
@@ -166,7 +168,9 @@ def _batches(
         yield open_
 
 
-def _blocks(name: str, options: str, numbers: list[int], parameters: Mapping[int, Held]) -> Iterator[Block]:
+def _blocks(
+    name: str, options: str, numbers: list[int], parameters: Mapping[int, StoredParameter]
+) -> Iterator[Block]:
     """Yield one block of all pieces of several parameters, or a block for each piece of a single one."""
     pieces = [[(number, piece) for piece in parameters[number].pieces] for number in numbers]
     runs = [[run] for run in pieces[0]] if len(numbers) == 1 else [list(itertools.chain(*pieces))]

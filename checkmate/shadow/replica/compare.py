@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.replica.held import Held
+from checkmate.shadow.replica.parameter import StoredParameter
 from checkmate.state import bytes_of, to_number
 
 CLOSE_ENOUGH: Final[Mapping[torch.dtype, tuple[float, float]]] = {
@@ -59,9 +59,9 @@ class Comparison:
             del self.suspects[key]  # the trainers no longer have it
 
     def compare(
-        self, iteration: int, slices: Sequence[pb.Slice], parameters: Mapping[int, Held]
+        self, iteration: int, slices: Sequence[pb.Slice], parameters: Mapping[int, StoredParameter]
     ) -> Iterator[str]:
-        """Compare `held`, at `iteration`, with the trainers' slices. Yield a message per difference."""
+        """Compare parameters, at `iteration`, with the trainers' slices. Yield a message per difference."""
         for part in slices:
             parameter, key = parameters.get(part.parameter), (part.parameter, part.state)
             if parameter is None:
@@ -96,7 +96,7 @@ class Comparison:
         else:
             del self.suspects[key]
 
-    def _same(self, parameter: Held, part: pb.Slice) -> bool:
+    def _same(self, parameter: StoredParameter, part: pb.Slice) -> bool:
         try:
             value = parameter.entry(part.state)
         except KeyError:

@@ -17,9 +17,16 @@ import torch
 from checkmate.optim.options import parse_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
-from checkmate.shadow.replica.blocks import Batch, Gradients, block_elements, check_scalings, cut, uncut
+from checkmate.shadow.replica.blocks import (
+    Batch,
+    Gradients,
+    block_elements,
+    check_scalings,
+    make_batches,
+    uncut,
+)
 from checkmate.shadow.replica.compare import Comparison
-from checkmate.shadow.replica.held import Held, State
+from checkmate.shadow.replica.parameter import OptimizerState, StoredParameter
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout
 
@@ -32,12 +39,12 @@ class NotStepped(ReplicaError, LookupError):
     """The iteration to read is not stepped yet, or the parameter is not seeded."""
 
 
-class Gone(ReplicaError, LookupError):
+class IterationGone(ReplicaError, LookupError):
     """Newer iterations have overwritten the iteration to read."""
 
 
 @dataclass
-class _Kept:
+class _Reservation:
     """An iteration that is reserved or being read."""
 
     reserved: int = 0
@@ -49,7 +56,7 @@ class _Kept:
         return self.reads[number] < self.reserved or any(number in reader for reader in self.readers)
 
     @property
-    def done(self) -> bool:
+    def is_over(self) -> bool:
         return not self.reserved and not self.readers
 
 
@@ -70,41 +77,42 @@ class Replica:
         parameters = [layout.parameters[number] for number in self.numbers]
         block = block_elements(parameters)
         whole = uncut(spec)
-        self._held = {
-            n: Held(layout.parameters[n], 0 if n in whole else block, threads) for n in self.numbers
+        self._parameters = {
+            n: StoredParameter(layout.parameters[n], 0 if n in whole else block, threads)
+            for n in self.numbers
         }
         self._groups = len(spec.groups)
-        self._batches = cut(spec, self._held, block)
+        self._batches = make_batches(spec, self._parameters, block)
         self._lock = locks.ordered_lock("replica")
         self._moving: set[int] = set()
-        self._kept: dict[int, _Kept] = {}
+        self._reservations: dict[int, _Reservation] = {}
 
-    def load(self, parameter: int, tensor: torch.Tensor, state: State, iteration: int) -> None:
+    def load(self, parameter: int, tensor: torch.Tensor, state: OptimizerState, iteration: int) -> None:
         """Seed a parameter with its state after `iteration`. Takes over both, without a copy.
 
         Raises `ReplicaError` if the shard has no such parameter, or its shape or type differs.
         """
-        stored = self._held.get(parameter)
-        if stored is None:
+        target = self._parameters.get(parameter)
+        if target is None:
             raise ReplicaError(f"shard {self.shard} has no parameter {parameter}")
-        expected = stored.parameter
-        if (tuple(tensor.shape), tensor.dtype) != (expected.memory_shape, stored.dtype):
+        expected = target.parameter
+        if (tuple(tensor.shape), tensor.dtype) != (expected.memory_shape, target.dtype):
             raise ReplicaError(
                 f"{expected.name} has shape {expected.memory_shape} and type {expected.dtype}, but its seed "
                 f"has {tuple(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
             )
         entries = {name: _plain(value) for name, value in state.items()}
         with self._lock:
-            self._keep(parameter, stored)
-            stored.put(_plain(tensor), entries)
+            self._keep(parameter, target)
+            target.load(_plain(tensor), entries)
             self.at[parameter] = iteration
             self.comparison.seeded(parameter, iteration, entries)
 
     def clear(self) -> None:
         """Discard all state. Readers in progress keep the old copy."""
         with self._lock:
-            for number, stored in self._held.items():
-                self._keep(number, stored)
+            for number, stored_parameter in self._parameters.items():
+                self._keep(number, stored_parameter)
             self.at.clear()
 
     def step(self, iteration: int, gradients: Mapping[int, torch.Tensor], step: pb.Step) -> list[str]:
@@ -131,14 +139,16 @@ class Replica:
             if numbers:
                 self._advance(batch, numbers, iteration, options, bucket_gradients, step)
         stepped = {
-            number: parameter for number, parameter in self._held.items() if self.at.get(number) == iteration
+            number: parameter
+            for number, parameter in self._parameters.items()
+            if self.at.get(number) == iteration
         }
         return list(self.comparison.compare(iteration, step.slices, stepped))
 
     @property
     def nbytes(self) -> int:
         """The bytes of parameters and optimizer state that steps overwrite."""
-        return sum(parameter.nbytes for parameter in self._held.values())
+        return sum(parameter.nbytes for parameter in self._parameters.values())
 
     def reserve(self, iteration: int) -> bool:
         """Keep a present or future iteration readable, once for each parameter, until `release`.
@@ -148,13 +158,13 @@ class Replica:
         with self._lock:
             if any(self._beyond(number, iteration) for number in self.numbers):
                 return False
-            self._kept.setdefault(iteration, _Kept()).reserved += 1
+            self._reservations.setdefault(iteration, _Reservation()).reserved += 1
             return True
 
     def release(self, iteration: int) -> None:
         """End one reservation of an iteration, if there is one."""
         with self._lock:
-            reservation = self._kept.get(iteration)
+            reservation = self._reservations.get(iteration)
             if reservation is not None and reservation.reserved:
                 reservation.reserved -= 1
                 self._drop(iteration)
@@ -165,7 +175,7 @@ class Replica:
         """Return an iterator over parameters (all if empty) after `iteration`, without waiting.
 
         A tensor is valid until the next one is read, and must not be changed. Raises `NotStepped` if the
-        iteration is not stepped yet, and `Gone` if newer ones have overwritten it.
+        iteration is not stepped yet, and `IterationGone` if newer ones have overwritten it.
         """
         numbers = tuple(parameters) or self.numbers
         with self._lock:
@@ -178,13 +188,13 @@ class Replica:
         unread = set(numbers)
         with self._lock:
             self._check_readable(iteration, numbers)
-            reservation = self._kept.setdefault(iteration, _Kept())
+            reservation = self._reservations.setdefault(iteration, _Reservation())
             reservation.readers.append(unread)
         try:
             for number in numbers:
                 with self._lock:
                     copy = reservation.copies.get(number)
-                    tensor, state = self._held[number].snapshot() if copy is None else copy
+                    tensor, state = self._parameters[number].snapshot() if copy is None else copy
                 yield number, tensor, state
                 with self._lock:
                     unread.discard(number)
@@ -220,7 +230,7 @@ class Replica:
                     f"bucket {index} of shard {self.shard} is missing, or has another size or type"
                 )
         gradients = {number: (buckets[index], place.start) for number, (index, place) in where.items()}
-        nothing = {n: (torch.empty(0, dtype=self._held[n].dtype), 0) for n in numbers - where.keys()}
+        nothing = {n: (torch.empty(0, dtype=self._parameters[n].dtype), 0) for n in numbers - where.keys()}
         return gradients | nothing
 
     def _advance(
@@ -235,17 +245,17 @@ class Replica:
         """Advance a batch's parameters to `iteration`. If that fails, they count as not seeded."""
         with self._lock:
             self._moving.update(numbers)
-            unread = [number for number in numbers if self._keep(number, self._held[number])]
+            unread = [number for number in numbers if self._keep(number, self._parameters[number])]
         try:
             for number in unread:
                 if batch.blocks:
-                    self._held[number].move()
+                    self._parameters[number].move()
             if options and batch.group is not None:
                 batch.put_options(options[batch.group])
             parameter_gradients = {number: gradients[number] for number in numbers if number in gradients}
             batch.step(parameter_gradients, step)
             for number in parameter_gradients:
-                self._held[number].gather()
+                self._parameters[number].gather()
         except BaseException:
             with self._lock:
                 for number in numbers:
@@ -256,9 +266,9 @@ class Replica:
             self.at.update(dict.fromkeys(numbers, iteration))
             self._moving.difference_update(numbers)
 
-    def _keep(self, number: int, parameter: Held) -> bool:
+    def _keep(self, number: int, parameter: StoredParameter) -> bool:
         """Leave a parameter that will change to its remaining readers. Return whether there are any."""
-        reservation = self._kept.get(self.at.get(number, -2))
+        reservation = self._reservations.get(self.at.get(number, -2))
         if reservation is None or number in reservation.copies or not reservation.wants(number):
             return False
         reservation.copies[number] = parameter.snapshot()
@@ -269,23 +279,23 @@ class Replica:
         return at is not None and (at > iteration or (at == iteration and number in self._moving))
 
     def _check_readable(self, iteration: int, numbers: Sequence[int]) -> None:
-        reservation = self._kept.get(iteration)
+        reservation = self._reservations.get(iteration)
         for number in numbers:
-            if number not in self._held:
+            if number not in self._parameters:
                 raise NotStepped(f"shard {self.shard} has no parameter {number}")
             if reservation is not None and number in reservation.copies:
                 continue
             name = self.layout.parameters[number].name
             if self._beyond(number, iteration):
-                raise Gone(
+                raise IterationGone(
                     f"{name} is beyond iteration {iteration}, which was not reserved, or is read already"
                 )
             if self.at.get(number) != iteration:
                 raise NotStepped(f"{name} is not at iteration {iteration} yet")
 
     def _drop(self, iteration: int) -> None:
-        if self._kept[iteration].done:
-            del self._kept[iteration]
+        if self._reservations[iteration].is_over:
+            del self._reservations[iteration]
 
 
 def _plain(value: Any) -> Any:

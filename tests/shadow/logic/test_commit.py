@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from checkmate.shadow.logic.commit import NEVER, SILENCE_MAX, SILENCE_MIN, Committee, Kept, Progress
+from checkmate.shadow.logic.commit import NEVER, SILENCE_MAX, SILENCE_MIN, Committee, KeptShard, Progress
 
 BUFFERS = 2
-Told = tuple[int, bool, tuple[Kept, ...]]
+Told = tuple[int, bool, tuple[KeptShard, ...]]
 
 
 class SimulatedCommittees:
@@ -39,7 +39,7 @@ class SimulatedCommittees:
             self.stepped if self.live else NEVER,
             self.live,
             shards=frozenset([shard]) if self.live else frozenset(),
-            kept=() if self.live or not self.kept else ((shard, self.stepped),),
+            kept_shards=() if self.live or not self.kept else ((shard, self.stepped),),
             pressed=self.pressed,
         )
 
@@ -70,19 +70,19 @@ class SimulatedJob:
         if a > b:
             self.ways[a, b].append(node.progress())
         else:
-            self.ways[a, b].append((node.view.committed, node.view.active, node.progress().kept))
+            self.ways[a, b].append((node.view.committed, node.view.active, node.progress().kept_shards))
 
     def deliver(self, a: int, b: int) -> None:
         """Deliver the next message from `a` to `b`; after the last of a dead node, `b` notices its death."""
         node, way = self.nodes[b], self.ways[a, b]
         if not way:
             if self.nodes[a].dead:
-                node.view.gone(a)
+                node.view.note_end(a)
         elif isinstance(said := way.popleft(), Progress):
-            node.view.heard(a, said, 0.0)
+            node.view.hear_report(a, said, 0.0)
         else:
             step_to, active, kept = said
-            node.view.told(a, step_to, active, 0.0, kept)
+            node.view.hear_decision(a, step_to, active, 0.0, kept)
         node.refresh()
 
     def act(self, kind: str, a: int, b: int) -> None:
@@ -197,7 +197,7 @@ def test_nothing_waits_for_a_shard_that_is_not_level_or_has_another_holder_or_wh
     def stands(kept: tuple[tuple[tuple[int, int], int], ...], shards: frozenset[tuple[int, int]]) -> bool:
         made = committee(count=2)
         made.report(progress(5, 4, shards=shards))
-        made.heard(1, progress(NEVER, NEVER, live=False, kept=kept), 100.1)
+        made.hear_report(1, progress(NEVER, NEVER, live=False, kept_shards=kept), 100.1)
         made.committed = 4
         return made.decide(100.2) == 4
 
@@ -207,18 +207,18 @@ def test_nothing_waits_for_a_shard_that_is_not_level_or_has_another_holder_or_wh
     assert not stands((), frozenset([ours]))
     made = committee(count=2)
     made.report(progress(5, 4, shards=frozenset([ours])))
-    made.heard(1, progress(NEVER, NEVER, live=False, kept=((theirs, 4),)), 100.1)
+    made.hear_report(1, progress(NEVER, NEVER, live=False, kept_shards=((theirs, 4),)), 100.1)
     made.committed = 4
     assert made.decide(100.2) == 4
-    made.gone(1)
+    made.note_end(1)
     assert made.decide(100.2) == 5
 
 
 def test_another_start_of_the_same_incarnation_is_not_heard() -> None:
     made = Committee(0, range(2), 4, began=100.0, start=b"second")
-    made.heard(1, Progress(4, 20, 19, True, start=b"first"), 100.1)
+    made.hear_report(1, Progress(4, 20, 19, True, start=b"first"), 100.1)
     assert made.committed == NEVER
-    made.heard(1, Progress(4, 1, 0, True, start=b"second"), 100.2)
+    made.hear_report(1, Progress(4, 1, 0, True, start=b"second"), 100.2)
     assert made.committed == 0
 
 
@@ -234,24 +234,24 @@ def progress(in_full: int, stepped: int, **other: object) -> Progress:
 
 def test_nothing_is_decided_before_all_have_been_heard_or_were_silent_for_long() -> None:
     view = committee()
-    view.heard(1, progress(5, 4), 100.0)
+    view.hear_report(1, progress(5, 4), 100.0)
     assert view.decide(100.0) == 4  # steps of node 1 were decided before
     assert view.decide(100.0 + SILENCE_MAX) == 4
-    view.heard(1, progress(5, 4), 100.1 + SILENCE_MAX)
+    view.hear_report(1, progress(5, 4), 100.1 + SILENCE_MAX)
     assert view.decide(100.1 + SILENCE_MAX) == 5
 
 
 def test_a_process_that_ended_is_not_waited_for_and_a_silent_one_for_a_quarter_of_the_patience() -> None:
     view = committee()
-    view.heard(1, progress(5, 4, patience=8.0), 100.0)
-    view.heard(2, progress(4, 4), 100.0)
+    view.hear_report(1, progress(5, 4, patience=8.0), 100.0)
+    view.hear_report(2, progress(4, 4), 100.0)
     assert view.decide(101.9) == 4
-    view.heard(1, progress(5, 4, patience=8.0), 102.1)
+    view.hear_report(1, progress(5, 4, patience=8.0), 102.1)
     assert view.decide(102.1) == 5
     other = committee()
-    other.heard(1, progress(5, 4), 100.0)
-    other.heard(2, progress(4, 4), 100.0)
-    other.gone(2)
+    other.hear_report(1, progress(5, 4), 100.0)
+    other.hear_report(2, progress(4, 4), 100.0)
+    other.note_end(2)
     assert other.decide(100.0) == 5
 
 
@@ -275,9 +275,9 @@ def test_a_silent_node_is_stepped_past_only_for_want_of_room_or_if_its_shards_ha
     shards = frozenset([OURS, THEIRS] if covered else [OURS])
     view.report(progress(6, 4, shards=shards, pressed=pressed))
     if lower:
-        view.told(0, 4, True, 100.0, (), frozenset([THEIRS]), 30.0)
+        view.hear_decision(0, 4, True, 100.0, (), frozenset([THEIRS]), 30.0)
     else:
-        view.heard(1, progress(4, 4, shards=frozenset([THEIRS]), patience=30.0), 100.0)
+        view.hear_report(1, progress(4, 4, shards=frozenset([THEIRS]), patience=30.0), 100.0)
     assert view.decide(100.1) == 4
     assert view.decide(100.0 + after) == committed
 
@@ -286,30 +286,30 @@ def test_a_node_that_has_forgotten_the_start_is_not_waited_for() -> None:
     """Its process was restarted, and its state is lost."""
     view = committee(count=2)
     view.report(progress(6, 4, shards=frozenset([OURS])))
-    view.heard(1, progress(4, 4, shards=frozenset([THEIRS])), 100.0)
-    view.heard(1, Progress(-1 % 256, NEVER, NEVER, False), 100.1)
+    view.hear_report(1, progress(4, 4, shards=frozenset([THEIRS])), 100.0)
+    view.hear_report(1, Progress(-1 % 256, NEVER, NEVER, False), 100.1)
     assert view.decide(100.2) == 6
     late = committee(count=2)  # one that has not begun this start yet has lost nothing
-    late.heard(1, Progress(3, 9, 9, True), 100.0)
+    late.hear_report(1, Progress(3, 9, 9, True), 100.0)
     assert late.decide(100.2) == NEVER
 
 
 def test_silence_has_its_bounds() -> None:
     view = committee()
     assert view.silence == SILENCE_MAX
-    view.heard(1, progress(5, 4, patience=0.001), 100.0)
+    view.hear_report(1, progress(5, 4, patience=0.001), 100.0)
     assert view.silence == SILENCE_MIN
 
 
 def test_who_was_left_behind_counts_again_once_it_has_caught_up() -> None:
     view = committee(count=2)
-    view.gone(1)
+    view.note_end(1)
     assert view.decide(100.0) == 5
-    view.heard(1, progress(4, 4), 101.0)
+    view.hear_report(1, progress(4, 4), 101.0)
     view.report(progress(6, 5))
     assert view.decide(101.0) == 6
     assert view.behind == {1: 1}
-    view.heard(1, progress(6, 5), 101.0)
+    view.hear_report(1, progress(6, 5), 101.0)
     view.report(progress(7, 6))
     assert view.decide(101.0) == 6
     assert not view.behind
@@ -317,16 +317,16 @@ def test_who_was_left_behind_counts_again_once_it_has_caught_up() -> None:
 
 def test_what_another_incarnation_says_is_not_heard() -> None:
     view = committee(count=2)
-    view.heard(1, progress(9, 9, incarnation=3), 100.0)
+    view.hear_report(1, progress(9, 9, incarnation=3), 100.0)
     assert view.decide(100.0) == NEVER
 
 
 def test_a_lower_node_decides_as_soon_as_it_is_active_and_as_long_as_it_speaks() -> None:
     view = committee(me=1, count=2)
     assert view.decider(100.0) is None
-    view.told(0, NEVER, False, 100.0)
+    view.hear_decision(0, NEVER, False, 100.0)
     assert view.decider(100.0) == 1
-    view.told(0, 4, True, 100.0)
+    view.hear_decision(0, 4, True, 100.0)
     assert (view.decider(100.0), view.committed) == (0, 4)
     assert view.decide(100.0) == 4
     assert view.decider(100.1 + SILENCE_MAX) == 1
@@ -335,7 +335,7 @@ def test_a_lower_node_decides_as_soon_as_it_is_active_and_as_long_as_it_speaks()
 
 def test_a_node_that_others_have_left_behind_does_not_decide() -> None:
     view = committee(count=2)
-    view.heard(1, progress(9, 8), 100.0)
+    view.hear_report(1, progress(9, 8), 100.0)
     assert not view.active
     view.report(progress(8, 7))
     assert view.active
@@ -344,14 +344,14 @@ def test_a_node_that_others_have_left_behind_does_not_decide() -> None:
 def test_nobody_is_live_only_when_all_were_heard_or_are_silent_or_gone() -> None:
     view = Committee(1, range(3), 4, began=100.0)
     assert not view.nobody_live(100.0)  # all are unknown
-    view.told(0, NEVER, False, 100.0)
+    view.hear_decision(0, NEVER, False, 100.0)
     assert not view.nobody_live(100.0)
     assert view.nobody_live(100.1 + SILENCE_MAX)
-    view.heard(2, progress(5, 4, live=False), 100.0)
+    view.hear_report(2, progress(5, 4, live=False), 100.0)
     assert view.nobody_live(100.0)
-    view.heard(2, progress(5, 4), 100.0)
+    view.hear_report(2, progress(5, 4), 100.0)
     assert not view.nobody_live(100.1 + SILENCE_MAX)
-    view.gone(2)
+    view.note_end(2)
     assert view.nobody_live(100.0)
     view.report(progress(5, 4))
     assert not view.nobody_live(100.0)

@@ -17,7 +17,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import hold_status
 from checkmate.shadow.clock import STALL
 from checkmate.shadow.logic.announcements import LagWatch
-from checkmate.shadow.logic.effects import Due, Empty, Join, Log
+from checkmate.shadow.logic.effects import DueStep, Empty, Join, Log
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped, StreamState
 from checkmate.shadow.logic.node_state import DOUBTS_MOST, NodeState
@@ -59,9 +59,9 @@ class SimulatedNode:
                 for s in plan.streams
             ]
             hold = Hold(plan, layout.of_shard(plan.shard), streams, 0, 0)
-            hold.took(HoldSnapshot(0, dict.fromkeys(hold.parameters, -1)))
+            hold.update_at(HoldSnapshot(0, dict.fromkeys(hold.parameters, -1)))
             holds.append(hold)
-        self.state.begun(ShadowGroup(begin, layout, Records(RANKS, 0), holds), 0.0)
+        self.state.begin_group(ShadowGroup(begin, layout, Records(RANKS, 0), holds), 0.0)
         self.refresh()
 
     @property
@@ -79,7 +79,7 @@ class SimulatedNode:
         for hold in self.holds:
             for stream in hold.streams:
                 stream.position = stream.layout.nbytes * (self.brought + 1)
-                stream.received = stream.position
+                stream.received_bytes = stream.position
                 stream.paused = self.brought == free
                 stream.queued = (newest - self.brought) / BUFFER if stream.paused else 0  # type: ignore[assignment]
 
@@ -88,11 +88,11 @@ class SimulatedNode:
             self.state.groups[0].records.add(self.inbox.popleft(), self.now)
 
     def step(self) -> None:
-        for due in self.state.due(self.now)[:1]:
+        for due in self.state.due_steps(self.now)[:1]:
             said = self.state.begin_step(due)
             assert said is not None
             at = HoldSnapshot(due.iteration + 1, dict.fromkeys(due.hold.parameters, due.iteration))
-            self.state.stepped(due, said, Stepped(at), self.now)
+            self.state.end_step(due, said, Stepped(at), self.now)
 
     def status(self) -> pb.NodeStatus:
         answer = pb.NodeStatus(node=self.number)
@@ -125,13 +125,13 @@ class SimulatedWorld:
             return
         mine, theirs = self.nodes[a].state.committee, self.nodes[b]
         way = self.ways.setdefault((a, b), deque())
-        said = replace(mine.mine)
+        progress = replace(mine.progress)
         if a > b:
-            way.append(lambda: theirs.state.committee.heard(a, said, theirs.now))
+            way.append(lambda: theirs.state.committee.hear_report(a, progress, theirs.now))
         else:
-            told, active = mine.committed, mine.active
-            has = (said.kept, said.shards, said.patience)
-            way.append(lambda: theirs.state.committee.told(a, told, active, theirs.now, *has))
+            committed, active = mine.committed, mine.active
+            has = (progress.kept_shards, progress.shards, progress.patience)
+            way.append(lambda: theirs.state.committee.hear_decision(a, committed, active, theirs.now, *has))
 
     def act(self, kind: str, a: int, b: int) -> None:
         node = self.nodes[a]
@@ -251,19 +251,19 @@ class RejoiningNode(SimulatedNode):
 
     def end_step(self, trouble: str = "") -> None:
         """Step a hold for which a step is due, and find it equal, or not."""
-        for due in self.state.due(self.now)[:1]:
+        for due in self.state.due_steps(self.now)[:1]:
             record = self.state.begin_step(due)
             assert record is not None
             before = due.iteration - 1
             at = {n: before + (i == before) for n, i in due.hold.at.items()}
             snapshot = HoldSnapshot(self.next_version(), at)
             troubles = (trouble,) if trouble else ()
-            self.state.stepped(due, record, Stepped(snapshot, troubles, before), self.now)
+            self.state.end_step(due, record, Stepped(snapshot, troubles, before), self.now)
 
     def seed(self, late: int) -> None:
         """Load all parameters that a hold wants, as trainers send them some iterations later."""
         for hold in self.holds:
-            wanted = hold.wanted()
+            wanted = hold.wanted_parameters()
             if wanted and self.state.begin_load(hold):
                 at = {**hold.at, **dict.fromkeys(wanted, hold.released + late)}
                 self.state.end_load(hold, HoldSnapshot(self.next_version(), at))
@@ -395,9 +395,9 @@ def test_a_step_that_fails_in_a_restart_leaves_what_is_whole() -> None:
     node = live_node()
     (hold,) = node.holds
     node.state.fence()
-    due = Due(node.state.groups[0], hold, 4)
+    due = DueStep(node.state.groups[0], hold, 4)
     assert node.state.begin_step(due) is not None
-    node.state.step_failed(due, ValueError("a bucket is missing"), HoldSnapshot(99, dict(hold.at)))
+    node.state.fail_step(due, ValueError("a bucket is missing"), HoldSnapshot(99, dict(hold.at)))
     assert not any(isinstance(effect, Empty) for effect in node.state.take_effects())
     assert (hold.seeded, hold.stepped) == (True, 3)
     assert "a bucket is missing" in hold.trouble
@@ -407,22 +407,24 @@ def test_a_hold_in_doubt_covers_no_shard() -> None:
     """Others wait for a silent node with correct state."""
     node = live_node()
     (hold,) = node.holds
-    assert node.state.committee.mine.shards == {hold.shard}
-    hold.doubt.found(3, 2)
+    assert node.state.committee.progress.shards == {hold.shard}
+    hold.doubt.begin(3, 2)
     node.refresh()
-    assert not node.state.committee.mine.shards
+    assert not node.state.committee.progress.shards
 
 
 def test_a_hold_that_is_found_equal_again_says_that_it_is_live() -> None:
     """A report takes a shard that differs for lost until then."""
     node = live_node()
     (hold,) = node.holds
-    hold.doubt.found(3, 2)
+    hold.doubt.begin(3, 2)
     hold.doubt.may_renew(node.now)  # not again so soon: it stays live
 
     def said(troubles: tuple[str, ...]) -> list[tuple[str, object]]:
         snapshot = HoldSnapshot(99, dict(hold.at))
-        node.state.stepped(Due(node.state.groups[0], hold, 4), pb.Step(), Stepped(snapshot, troubles, 2), 1.0)
+        node.state.end_step(
+            DueStep(node.state.groups[0], hold, 4), pb.Step(), Stepped(snapshot, troubles, 2), 1.0
+        )
         events = [one.event for one in node.state.take_effects() if isinstance(one, Log) and one.event]
         return [(one.name, one.fields.get("state")) for one in events if one.name != "node.trouble"]
 
@@ -439,8 +441,8 @@ def test_a_difference_is_said_once_and_then_more_and_more_rarely() -> None:
 
     def said(iteration: int, troubles: tuple[str, ...]) -> list[str]:
         snapshot = HoldSnapshot(99 + iteration, dict(hold.at))
-        due = Due(node.state.groups[0], hold, iteration)
-        node.state.stepped(due, pb.Step(), Stepped(snapshot, troubles, iteration - 1), 1.0)
+        due = DueStep(node.state.groups[0], hold, iteration)
+        node.state.end_step(due, pb.Step(), Stepped(snapshot, troubles, iteration - 1), 1.0)
         effects = node.state.take_effects()
         return [one.message for one in effects if isinstance(one, Log) and one.level > logging.DEBUG]
 
@@ -468,8 +470,8 @@ def test_a_hold_that_lags_again_and_again_is_one_line_a_minute() -> None:
     watch = LagWatch()
     said = []
     for second in range(0, 100, 10):
-        behind = watch.said(hold, logging.WARNING, "behind", float(second))
-        said += [behind.level, watch.said(hold, logging.INFO, "caught up", second + 5.0).level]
+        behind = watch.announce(hold, logging.WARNING, "behind", float(second))
+        said += [behind.level, watch.announce(hold, logging.INFO, "caught up", second + 5.0).level]
     loud = [number for number, level in enumerate(said) if level > logging.DEBUG]
     assert loud == [0, 1, 12, 13]
 
@@ -516,13 +518,13 @@ def test_what_was_noticed_before_a_start_tells_nothing_about_it() -> None:
     node.state.supersede("", 100.0)
     for seconds in (6.0, 8.0):
         node.state.superseded(part_of(group.begin), "10.0.0.1", 100.0 + seconds)
-    assert node.state.older.hosts == ["10.0.0.1"]
+    assert node.state.older_starts.hosts == ["10.0.0.1"]
     another = pb.BeginRequest()
     another.CopyFrom(group.begin)
     another.incarnation += 1
-    node.state.begun(ShadowGroup(another, group.layout, Records(RANKS, 0), []), 110.0)
-    assert not node.state.older.hosts
+    node.state.begin_group(ShadowGroup(another, group.layout, Records(RANKS, 0), []), 110.0)
+    assert not node.state.older_starts.hosts
     for seconds in (11.0, 11.1, 13.0):
         node.state.superseded(part_of(group.begin), f"10.0.0.{seconds:g}", 100.0 + seconds)
     hosts = ["10.0.0.11", "10.0.0.11.1", "10.0.0.13"]
-    assert node.state.older.hosts == hosts, "it goes on beside this one, too"
+    assert node.state.older_starts.hosts == hosts, "it goes on beside this one, too"

@@ -124,7 +124,7 @@ def test_state_of_trainers_on_another_device_is_compared_with_a_tolerance(
 
 def spoil(replica: Replica, entry: str) -> None:
     """Change the first value of an entry of parameter 4's state."""
-    value = replica._held[4].entry(entry)
+    value = replica._parameters[4].entry(entry)
     assert isinstance(value, torch.Tensor)
     value.view(-1)[0] += 1
 
@@ -196,7 +196,7 @@ def test_suspect_state_that_trainers_no_longer_have_is_forgotten() -> None:
     replica = trainer.replica(0)
     follow(trainer, [replica], trainer.backward())
     gradients = trainer.backward()
-    held = replica._held[4].entry("momentum_buffer")
+    held = replica._parameters[4].entry("momentum_buffer")
     assert isinstance(held, torch.Tensor)
     held += 1
     assert replica.step(1, buckets_of(gradients, replica), trainer.update())

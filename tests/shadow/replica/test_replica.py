@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from checkmate.optim.supported import SUPPORTED, options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica import blocks
-from checkmate.shadow.replica.replica import Gone, NotStepped, Replica, ReplicaError
+from checkmate.shadow.replica.replica import IterationGone, NotStepped, Replica, ReplicaError
 from checkmate.state import dtype_name
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
@@ -352,7 +352,7 @@ def test_a_reserved_iteration_is_read_after_newer_steps(skipped: bool) -> None:
     assert bytes_of_replica(replica) > plain
     found = {n: (t.clone(), copied(s)) for n, t, s in itertools.chain([first], one)}
     assert_same(found, expected, replica.numbers)
-    with pytest.raises(Gone, match="beyond iteration 2"):
+    with pytest.raises(IterationGone, match="beyond iteration 2"):
         read(replica, 2)  # reserved for one reader
     assert bytes_of_replica(replica) == plain
     replica.release(2)
@@ -374,7 +374,7 @@ def test_a_released_iteration_costs_nothing_more() -> None:
     for reserved in (True, False):
         replica.release(0)
         assert (bytes_of_replica(replica) > plain) == reserved
-    with pytest.raises(Gone):
+    with pytest.raises(IterationGone):
         replica.read(0)
 
 
@@ -389,11 +389,11 @@ def test_a_reader_that_gives_up_leaves_nothing() -> None:
     assert bytes_of_replica(replica) > plain
     reader.close()  # type: ignore[attr-defined]
     assert bytes_of_replica(replica) == plain
-    with pytest.raises(Gone):
+    with pytest.raises(IterationGone):
         replica.read(0)
     late = replica.read(1)
     follow(trainer, [replica], trainer.backward())
-    with pytest.raises(Gone):
+    with pytest.raises(IterationGone):
         next(late)
 
 
@@ -425,7 +425,7 @@ def test_readers_beside_steps_see_whole_iterations() -> None:
                 continue
             try:
                 found = read(replica, iteration)
-            except (Gone, NotStepped):
+            except (IterationGone, NotStepped):
                 continue  # it stepped between, or two readers shared a reservation
             finally:
                 replica.release(iteration)

@@ -16,10 +16,10 @@ def iteration_of(replica: Replica) -> int | None:
 
 def bytes_of_replica(replica: Replica) -> int:
     """Return the bytes of parameters and optimizer state, without scalars, copies for readers included."""
-    held = [tensor for one in replica._held.values() for tensor in (one.tensor, *one.whole.values())]
-    copies = [copy for kept in replica._kept.values() for copy in kept.copies.values()]
+    stored = [tensor for p in replica._parameters.values() for tensor in (p.tensor, *p.whole.values())]
+    copies = [copy for reservation in replica._reservations.values() for copy in reservation.copies.values()]
     values = [value for tensor, state in copies for value in (tensor, *state.values())]
-    return sum(tensor.nbytes for tensor in (*held, *values) if isinstance(tensor, torch.Tensor))
+    return sum(tensor.nbytes for tensor in (*stored, *values) if isinstance(tensor, torch.Tensor))
 
 
 def bytes_of_hold(resources: HoldResources) -> int:

@@ -220,7 +220,7 @@ def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
         node = here.nodes[0].node
         fenced(here, training)
         (held,) = node.state.groups[0].holds
-        held.doubt.found(0, -1)
+        held.doubt.begin(0, -1)
         held.trouble = "parameter p3 differs"
         assert not settle(here, training, 0)[0].holds
         for _ in range(2):

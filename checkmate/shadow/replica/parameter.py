@@ -18,11 +18,11 @@ from checkmate.wire.parameter import Parameter
 SURE_ITEMSIZE: Final = 4
 """Size of elements from which results do not depend on the number of threads."""
 
-State = Mapping[str, object]
+OptimizerState = Mapping[str, object]
 
 
 @dataclass
-class HeldPiece:
+class ParameterPiece:
     """A flat run of a parameter, as an optimizer sees it; `tensor` is the optimizer's key for its state."""
 
     start: int
@@ -43,7 +43,7 @@ class HeldPiece:
         return entries
 
 
-class Held:
+class StoredParameter:
     """A parameter and its optimizer state: whole for readers, and in pieces for steps."""
 
     def __init__(self, parameter: Parameter, block: int, threads: int = 1) -> None:
@@ -59,7 +59,7 @@ class Held:
         elements = parameter.elements
         step = block if block and (threads <= 1 or not short) else elements
         self.pieces = [
-            HeldPiece(start, min(start + step, elements), torch.empty(0, dtype=self.dtype))
+            ParameterPiece(start, min(start + step, elements), torch.empty(0, dtype=self.dtype))
             for start in (range(0, elements, step) if elements else [0])
         ]
 
@@ -73,7 +73,7 @@ class Held:
         """The bytes of its large tensors."""
         return self.tensor.nbytes + sum(value.nbytes for value in list(self.whole.values()))
 
-    def put(self, tensor: torch.Tensor, state: State) -> None:
+    def load(self, tensor: torch.Tensor, state: OptimizerState) -> None:
         """Take over a parameter and its state. Earlier snapshots do not change."""
         self.tensor = tensor
         self.whole = {name: value for name, value in state.items() if self._by_element(value)}  # type: ignore[misc]
@@ -85,7 +85,7 @@ class Held:
                 continue
             piece.views = {name: self._run(value, piece) for name, value in self.whole.items()}
             piece.optimizer.state[piece.tensor] = {
-                name: piece.views.get(name, _own(value)) for name, value in state.items()
+                name: piece.views.get(name, _copy_of(value)) for name, value in state.items()
             }
 
     def snapshot(self) -> tuple[torch.Tensor, dict[str, object]]:
@@ -93,7 +93,7 @@ class Held:
         if not self.stepped:
             return self.tensor, dict(self.rest)
         state = self.pieces[0].state
-        return self.tensor, {name: self.whole.get(name, _own(value)) for name, value in state.items()}
+        return self.tensor, {name: self.whole.get(name, _copy_of(value)) for name, value in state.items()}
 
     def entry(self, name: str) -> object:
         """Return the live parameter (empty name) or entry of its state. Raise `KeyError` if there is none."""
@@ -106,7 +106,7 @@ class Held:
     def move(self) -> None:
         """Continue with a copy, and leave shared tensors to their readers."""
         tensor, state = self.snapshot()
-        self.put(tensor.clone(), {name: _own(value) for name, value in state.items()})
+        self.load(tensor.clone(), {name: _copy_of(value) for name, value in state.items()})
 
     def gather(self) -> None:
         """Add state that the optimizer has created in a step to the whole."""
@@ -130,7 +130,7 @@ class Held:
     def _by_element(self, value: object) -> bool:
         return bool(self.parameter.shape) and _like(value, self.tensor)
 
-    def _run(self, whole: torch.Tensor, piece: HeldPiece) -> torch.Tensor:
+    def _run(self, whole: torch.Tensor, piece: ParameterPiece) -> torch.Tensor:
         """Return a piece's elements. Scalars stay scalars, because their state looks like a step count."""
         return whole.view(-1)[piece.start : piece.stop] if self.parameter.shape else whole.view(())
 
@@ -139,5 +139,5 @@ def _like(value: object, tensor: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == tensor.shape and tensor.dim() > 0
 
 
-def _own(value: object) -> object:
+def _copy_of(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
