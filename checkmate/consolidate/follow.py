@@ -145,7 +145,7 @@ class _Due:
 
     def is_available(self, source: Source) -> bool:
         """Return whether it is stepped, or is the next one to be stepped."""
-        stepped, self.ended = source.stepped, source.ended
+        stepped, self.ended = source.stepped, source.has_ended
         if not stepped - self._every < self.iteration <= stepped + self._every:
             self.iteration = next_due(stepped, self._every)  # the first time, or training went back
         if self.ended and stepped >= 0 and self._saved != (source.beginning.run, stepped):

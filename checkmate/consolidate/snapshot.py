@@ -20,10 +20,10 @@ from checkmate.keys.access import Access, access
 from checkmate.keys.roles import Role
 from checkmate.nodes.other_ranks import other_ranks
 from checkmate.nodes.reader import (
-    Asked,
     NotReserved,
     Reservation,
     ShardReading,
+    ShardRequest,
     ShardState,
     States,
     most_parts,
@@ -155,20 +155,20 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
                 running,
                 seconds,
                 newest=source.stepped,
-                at_least=0 if source.ended else at_least,
+                at_least=0 if source.has_ended else at_least,
                 enough=lambda granted: not _without(source, granted),
             ) as reservation:
                 return self._read_all(source, reservation, deadline)
         except NotReserved as error:
-            without = _without(source, set(running) - error.refused.keys())
-            reasons = {shard: [(n, error.refused[n]) for n in source.holders[shard]] for shard in without}
+            without = _without(source, set(running) - error.refusals.keys())
+            reasons = {shard: [(n, error.refusals[n]) for n in source.holders[shard]] for shard in without}
             raise lacking(self.job, reasons) from None
 
     def _read_all(self, source: Source, reservation: Reservation, deadline: float) -> Snapshot:
         iteration, begun = reservation.iteration, source.beginning
         wanted = {
-            Asked(self.job.job, begun.run, iteration, *shard, begun.incarnation, begun.start): [
-                node for node in nodes if node not in reservation.refused
+            ShardRequest(self.job.job, begun.run, iteration, *shard, begun.incarnation, begun.start): [
+                node for node in nodes if node not in reservation.refusals
             ]
             for shard, nodes in source.holders.items()
         }

@@ -57,7 +57,7 @@ def capabilities(role: Role, held: Collection[Capability], *, tags: bool, ports:
     if missing:
         remedy = libbpf.REMEDY if role is Role.TRAINER else "run it as root, or give it these capabilities"
         return failed("capabilities", f"{', '.join(missing)} missing", remedy)
-    names = [f"CAP_{one.name}" for one in (libbpf.NEEDED if role is Role.TRAINER else needed)]
+    names = [f"CAP_{one.name}" for one in (libbpf.REQUIRED if role is Role.TRAINER else needed)]
     return ok("capabilities", f"has {', '.join(names)}")
 
 

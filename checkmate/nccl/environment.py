@@ -67,8 +67,8 @@ def version_trouble(version: Version) -> str:
     """Return why a version of NCCL is not supported, or ""."""
     if OLDEST <= version[:2] <= NEWEST:
         return ""
-    known = " to ".join(".".join(map(str, one)) for one in (OLDEST, NEWEST))
-    return f"NCCL {'.'.join(map(str, version))} is not supported, but {known} are (PyTorch 2.7 to 2.13)"
+    versions = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    return f"NCCL {'.'.join(map(str, version))} is not supported, but {versions} are (PyTorch 2.7 to 2.13)"
 
 
 def environment_troubles(environ: Mapping[str, str], plugin: Path, channels: int) -> Iterator[str]:
@@ -82,21 +82,21 @@ def environment_troubles(environ: Mapping[str, str], plugin: Path, channels: int
     net = environ.get("NCCL_NET", NAME)
     if net.lower() != NAME.lower():
         yield f"NCCL_NET is {net}, so NCCL uses no plugin: unset it"
-    for name, what in _PLUGINS.items():
+    for name, purpose in _PLUGINS.items():
         value = environ.get(name, SONAME)
         if value not in (SONAME, str(plugin)):
-            yield f"{name} is {value}, and NCCL loads one {what} in a process: unset it"
-    for name, wanted in (("NCCL_ALGO", "ring"), ("NCCL_PROTO", "simple")):
+            yield f"{name} is {value}, and NCCL loads one {purpose} in a process: unset it"
+    for name, required in (("NCCL_ALGO", "ring"), ("NCCL_PROTO", "simple")):
         allowed = environ.get(name)
-        if allowed and not _allows(allowed, wanted):
-            yield f"{name} is {allowed}, which excludes {wanted}: unset it"
+        if allowed and not _allows(allowed, required):
+            yield f"{name} is {allowed}, which excludes {required}: unset it"
     for name, sign in _LIMITS:
         limit = environ.get(name, "")
         if limit.isdecimal() and sign * (int(limit) - channels) > 0:
             yield f"{name} is {limit}, but the job has channels: {channels}: unset it"
 
 
-def _allows(value: str, wanted: str) -> bool:
+def _allows(value: str, required: str) -> bool:
     """Return whether a list of algorithms or protocols, as in NCCL_ALGO, allows one for AllReduce.
 
     It may have a list for each function, such as `allreduce:tree,ring;broadcast:ring`, and `^` excludes.
@@ -105,6 +105,6 @@ def _allows(value: str, wanted: str) -> bool:
         function, colon, names = part.strip().rpartition(":")
         if colon and function.strip() != "allreduce":
             continue
-        listed = {name.strip() for name in names.removeprefix("^").split(",")}
-        return (wanted in listed) != names.startswith("^")
+        choices = {name.strip() for name in names.removeprefix("^").split(",")}
+        return (required in choices) != names.startswith("^")
     return True

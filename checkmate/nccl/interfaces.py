@@ -25,8 +25,8 @@ def interface_of(address: IPv4Address) -> str:
     place, _ = room.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock, _SIOCGIFCONF, struct.pack("iL", _ROOM, place))
-    found = room.tobytes()[: struct.unpack_from("i", answer)[0]]
-    entries = [found[start : start + _ENTRY] for start in range(0, len(found), _ENTRY)]
+    data = room.tobytes()[: struct.unpack_from("i", answer)[0]]
+    entries = [data[start : start + _ENTRY] for start in range(0, len(data), _ENTRY)]
     names = {entry[20:24]: entry[:16].split(b"\0")[0].decode().partition(":")[0] for entry in entries}
     if address.packed not in names:
         raise ValueError(f"no interface of this host has the address {address}: correct ip in the job file")

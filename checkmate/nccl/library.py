@@ -23,7 +23,7 @@ _KEY_BYTES: Final = 16
 class NcclSizes(ctypes.Structure):
     """`struct slicing_sizes` of plugin/slicing.h: the parameters of a slicing, in their order."""
 
-    _fields_ = tuple((one.name, ctypes.c_uint32) for one in fields(NcclSlicing))
+    _fields_ = tuple((field.name, ctypes.c_uint32) for field in fields(NcclSlicing))
 
 
 class _Job(ctypes.Structure):
@@ -128,7 +128,7 @@ class NcclLibrary:
             sockets_map: File descriptor of the tagger's map of sockets; -1 to tag nothing.
             dscp_bit: The DSCP bit of tagged segments.
         """
-        given = _Job(
+        job = _Job(
             address=int.from_bytes(place.address.packed, sys.byteorder),
             ranks=place.ranks,
             rank=place.rank,
@@ -141,7 +141,7 @@ class NcclLibrary:
             interface=place.interface.encode()[:15],
             key=(ctypes.c_ubyte * _KEY_BYTES)(*meeting_key(place.key)),
         )
-        if self._library.checkmate_nccl_begin(ctypes.byref(given)):
+        if self._library.checkmate_nccl_begin(ctypes.byref(job)):
             if not 0 < channels <= CHANNELS_MAX:
                 raise ValueError(f"{channels} channels are more than the {CHANNELS_MAX} of a job, or none")
             raise ValueError(f"the NCCL plugin refuses rank {place.rank} of {place.ranks} with {slicing}")
@@ -156,10 +156,10 @@ class NcclLibrary:
             ValueError: They are too many, or a shadow id is too large.
         """
         self._itemsizes = [b.itemsize for b in buckets]
-        made = [_Bucket(b.address, b.elements, b.itemsize, b.shadow_id, b.allowed) for b in buckets]
-        if self._library.checkmate_nccl_buckets((_Bucket * len(made))(*made), len(made)):
+        structures = [_Bucket(b.address, b.elements, b.itemsize, b.shadow_id, b.allowed) for b in buckets]
+        if self._library.checkmate_nccl_buckets((_Bucket * len(structures))(*structures), len(structures)):
             most = f"it takes {_BUCKETS_MAX} at most, with shadow ids below {NCCL_SHADOW_IDS}"
-            raise ValueError(f"the NCCL plugin refuses {len(made)} buckets: {most}")
+            raise ValueError(f"the NCCL plugin refuses {len(structures)} buckets: {most}")
 
     @contextmanager
     def expected(self) -> Iterator[None]:
@@ -174,7 +174,7 @@ class NcclLibrary:
         finally:
             self._library.checkmate_nccl_expect(0)
 
-    def used(self, bucket: int) -> int:
+    def used_channels(self, bucket: int) -> int:
         """Return the number of channels that carry a bucket; 0 if no AllReduce has shown it yet."""
         return int(self._library.checkmate_nccl_used(bucket))
 
@@ -209,13 +209,13 @@ class NcclLibrary:
 
         They follow from bucket and element. All floating-point types read normal numbers.
         """
-        known = self._itemsizes[bucket] if bucket < len(self._itemsizes) else 1
-        made = bytearray(len(elements) * known)
-        place = (ctypes.c_char * len(made)).from_buffer(made)
+        itemsize = self._itemsizes[bucket] if bucket < len(self._itemsizes) else 1
+        prediction = bytearray(len(elements) * itemsize)
+        place = (ctypes.c_char * len(prediction)).from_buffer(prediction)
         first, count = ctypes.c_uint64(elements.start), ctypes.c_uint64(len(elements))
         if elements.step != 1 or self._library.checkmate_nccl_predict(bucket, first, count, place):
             raise ValueError(f"bucket {bucket} does not have the elements {elements}")
-        return made
+        return prediction
 
     def calibrated(self, channel: int, shadow_id: int) -> NcclCalibration:
         """Return what this rank has compared on a channel of a shard since the calibration began."""

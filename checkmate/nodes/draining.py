@@ -46,24 +46,24 @@ def only_here(answers: Answers, node: int) -> list[Shard]:
     A live holder does not count if it is not offered, because it is doubtful or lacks buffers, or if one of
     its streams is not connected, which may turn out to be a gap, or if it is behind.
     """
-    counted = counted_holds(answers)
-    newest = newest_beginnings(hold for _, hold in counted)
-    present = [(holder, hold) for holder, hold in counted if beginning_of(hold) in newest]
+    holds = counted_holds(answers)
+    newest = newest_beginnings(hold for _, hold in holds)
+    present = [(holder, hold) for holder, hold in holds if beginning_of(hold) in newest]
     shards = {(holder, (hold.shard.group, hold.shard.shard)): hold for holder, hold in present}
     here = {shard: hold for (holder, shard), hold in shards.items() if holder == node and hold.seeded}
-    others = {
+    elsewhere = {
         shard
         for (holder, shard), hold in shards.items()
         if holder != node and shard in here and _as_good(hold, here[shard])
     }
-    return sorted(here.keys() - others)
+    return sorted(here.keys() - elsewhere)
 
 
 def _as_good(hold: pb.HoldStatus, than: pb.HoldStatus) -> bool:
     return hold.offered and hold.connected == hold.streams and hold.in_full >= than.stepped - BEHIND
 
 
-def held(answer: pb.NodeStatus) -> list[Shard]:
+def held_shards(answer: pb.NodeStatus) -> list[Shard]:
     """Return the shards of which a node has state."""
     return sorted((hold.shard.group, hold.shard.shard) for hold in answer.holds if hold.seeded)
 
@@ -94,7 +94,7 @@ def drain(
     if force:
         before = _own(job, node, stubs.statuses())
         _go(job, stubs, node, force=True)
-        return held(before)
+        return held_shards(before)
     deadline = time.monotonic() + seconds
     while True:
         answers = stubs.statuses()
@@ -109,20 +109,20 @@ def drain(
         waits(why)
         time.sleep(_AGAIN_SECONDS)
     token = os.urandom(16)  # no other command's answer makes this one valid
-    asked = _leave(job, stubs, node, Step.ASK, token=token)
+    answer = _leave(job, stubs, node, Step.ASK, token=token)
     # Others may have been asked at the same time: who sees that the other one counts no longer, stays.
-    if alone := only_here({**stubs.statuses(), node: asked}, node):
+    if alone := only_here({**stubs.statuses(), node: answer}, node):
         _leave(job, stubs, node, Step.STAY, token=token)
         raise NotDrained(_without(job, node, alone))
     _go(job, stubs, node, token=token)
-    return held(before)
+    return held_shards(before)
 
 
 def _own(job: Job, node: int, answers: Answers) -> pb.NodeStatus:
-    said = answers[node]
-    if isinstance(said, str):
-        raise NodeAway(f"{node_name(job, node)}: {said}")
-    return said
+    answer = answers[node]
+    if isinstance(answer, str):
+        raise NodeAway(f"{node_name(job, node)}: {answer}")
+    return answer
 
 
 def _go(job: Job, stubs: Stubs, node: int, *, token: bytes = b"", force: bool = False) -> None:
@@ -130,8 +130,8 @@ def _go(job: Job, stubs: Stubs, node: int, *, token: bytes = b"", force: bool = 
     try:
         _leave(job, stubs, node, Step.GO, token=token, force=force)
     except NotDrained:
-        said = stubs.statuses()[node]
-        if isinstance(said, str) or not said.left:
+        answer = stubs.statuses()[node]
+        if isinstance(answer, str) or not answer.left:
             raise
 
 
@@ -145,10 +145,10 @@ def _leave(
     force: bool = False,
 ) -> pb.NodeStatus:
     request = pb.LeaveRequest(job=job.job, protocol=PROTOCOL, step=step, token=token, force=force)
-    said = stubs.ask([node], lambda stub: stub.Leave, request)[node]
-    if isinstance(said, str):
-        raise NotDrained(f"{node_name(job, node)}: {said}")
-    return said
+    answer = stubs.ask([node], lambda stub: stub.Leave, request)[node]
+    if isinstance(answer, str):
+        raise NotDrained(f"{node_name(job, node)}: {answer}")
+    return answer
 
 
 def _without(job: Job, node: int, alone: list[Shard]) -> str:

@@ -15,8 +15,8 @@ RESHARDING: Final = (
     "To continue with other ranks, save the state with `checkmate consolidate`, with the job file as it was "
     "then; start the shadow nodes again with the new one; and specify restore(..., checkpoints=)"
 )
-_MESH: Final = tuple(one.name for one in fields(Mesh))
-_SHOWN: Final = 8
+_MESH: Final = tuple(field.name for field in fields(Mesh))
+_MAX_SHOWN: Final = 8
 """The number of ranks of a DP group that a message names."""
 
 
@@ -37,49 +37,52 @@ def other_ranks(job: Job, answers: Answers) -> str:
     `answers` are those of the nodes. Only those with the newest run count: one that was away may come back
     with an older run, of a job file that was replaced meanwhile.
     """
-    ours = job_ranks(job)
-    held = counted_holds(answers)
-    newest_run = max((hold.generation for _, hold in held), default=0)
-    for node in sorted({node for node, hold in held if hold.generation == newest_run}):
+    own_ranks = job_ranks(job)
+    holds = counted_holds(answers)
+    newest_run = max((hold.generation for _, hold in holds), default=0)
+    for node in sorted({node for node, hold in holds if hold.generation == newest_run}):
         answer = answers[node]
         if isinstance(answer, str) or not answer.job_ranks.groups:
             continue
-        if found := difference(answer.job_ranks, ours):
+        if sizes := difference(answer.job_ranks, own_ranks):
             newest = max((hold.stepped for hold in answer.holds), default=-1)
             return (
                 f"{node_name(job, node)} holds a state {at_iteration(newest)}, and its job file has "
-                f"{found[0]}, but the job now has {found[1]}"
+                f"{sizes[0]}, but the job now has {sizes[1]}"
             )
     return ""
 
 
-def difference(theirs: pb.JobRanks, ours: pb.JobRanks) -> tuple[str, str] | None:
+def difference(old_ranks: pb.JobRanks, new_ranks: pb.JobRanks) -> tuple[str, str] | None:
     """Return, in words, what two job files have instead of each other; `None` if ranks train the same.
 
     A job with a mesh, and one that lists the DP groups of that mesh, do not differ.
     """
-    old, new = dict(theirs.mesh), dict(ours.mesh)
-    changed = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
-    if old and new and changed:
-        return _mesh(old, changed), _mesh(new, changed)
-    if [len(group.ranks) for group in theirs.groups] != [len(group.ranks) for group in ours.groups]:
-        return _sizes(theirs), _sizes(ours)
-    for number, (before, now) in enumerate(zip(theirs.groups, ours.groups, strict=True)):
+    old, new = dict(old_ranks.mesh), dict(new_ranks.mesh)
+    names = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
+    if old and new and names:
+        return _mesh(old, names), _mesh(new, names)
+    if [len(group.ranks) for group in old_ranks.groups] != [len(group.ranks) for group in new_ranks.groups]:
+        return _sizes(old_ranks), _sizes(new_ranks)
+    for number, (before, now) in enumerate(zip(old_ranks.groups, new_ranks.groups, strict=True)):
         if before != now:
-            return f"DP group {number} with ranks {_listed(before)}", f"it with ranks {_listed(now)}"
+            return (
+                f"DP group {number} with ranks {_ranks_words(before)}",
+                f"it with ranks {_ranks_words(now)}",
+            )
     return None
 
 
-def _mesh(mesh: Mapping[str, int], changed: list[str]) -> str:
-    known = [name for name in _MESH if name in changed]
-    return f"a mesh with {' and '.join(f'{name} {mesh.get(name, 0)}' for name in known)}"
+def _mesh(mesh: Mapping[str, int], names: list[str]) -> str:
+    dimensions = [name for name in _MESH if name in names]
+    return f"a mesh with {' and '.join(f'{name} {mesh.get(name, 0)}' for name in dimensions)}"
 
 
-def _sizes(found: pb.JobRanks) -> str:
-    sizes = " and ".join(map(str, sorted({len(group.ranks) for group in found.groups})))
-    return f"{counted(len(found.groups), 'DP group')} of {sizes or 'no'} ranks"
+def _sizes(job_ranks: pb.JobRanks) -> str:
+    sizes = " and ".join(map(str, sorted({len(group.ranks) for group in job_ranks.groups})))
+    return f"{counted(len(job_ranks.groups), 'DP group')} of {sizes or 'no'} ranks"
 
 
-def _listed(group: pb.GroupRanks) -> str:
-    more = ", ..." if len(group.ranks) > _SHOWN else ""
-    return ", ".join(map(str, group.ranks[:_SHOWN])) + more
+def _ranks_words(group: pb.GroupRanks) -> str:
+    more = ", ..." if len(group.ranks) > _MAX_SHOWN else ""
+    return ", ".join(map(str, group.ranks[:_MAX_SHOWN])) + more

@@ -31,10 +31,10 @@ _TOO_FAST: Final = "advances faster than iterations can be reserved"
 class NotReserved(Exception):
     """No iteration could be reserved on enough nodes. `refused`: the reasons, by node."""
 
-    refused: Mapping[int, str]
+    refusals: Mapping[int, str]
 
     def __str__(self) -> str:
-        return "; ".join(f"shadow node {node}: {why}" for node, why in sorted(self.refused.items()))
+        return "; ".join(f"shadow node {node}: {why}" for node, why in sorted(self.refusals.items()))
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Reservation:
 
     iteration: int
     granted: frozenset[int]
-    refused: Mapping[int, str]
+    refusals: Mapping[int, str]
 
 
 @contextmanager
@@ -70,25 +70,27 @@ def reserved(
         NotReserved: Too few nodes have granted any iteration.
     """
     enough = enough or (lambda granted: len(granted) == len(nodes))
-    refused: Mapping[int, str] = {}
+    refusals: Mapping[int, str] = {}
     stepped = -1 if newest is None else newest
     for margin in _MARGINS if newest is not None else (0, *_MARGINS):
         iteration = max(stepped + margin, at_least, 0)
         request = pb.ReserveRequest(job=stubs.job.job, iteration=iteration, seconds=seconds)
         answers = stubs.ask(nodes, lambda stub: stub.Reserve, request, min(seconds, ANSWER_SECONDS))
-        refused = {node: why for node, answer in answers.items() if (why := _refusal(answer))}
-        granted = frozenset(answers.keys() - refused.keys())
+        refusals = {node: why for node, answer in answers.items() if (why := _refusal(answer))}
+        granted = frozenset(answers.keys() - refusals.keys())
         try:
             if enough(granted):
-                yield Reservation(iteration, granted, refused)
+                yield Reservation(iteration, granted, refusals)
                 return
         finally:
             release = pb.ReleaseRequest(job=stubs.job.job, iteration=iteration)
             stubs.ask(granted, lambda stub: stub.Release, release)
-        stepped = max([stepped, *(one.stepped for one in answers.values() if not isinstance(one, str))])
+        stepped = max(
+            [stepped, *(granting.stepped for granting in answers.values() if not isinstance(granting, str))]
+        )
         if stepped < 0:
             break  # no hold is live: no later iteration would be granted either
-    raise NotReserved(refused)
+    raise NotReserved(refusals)
 
 
 def _refusal(answer: pb.ReserveReply | str) -> str:
@@ -99,7 +101,7 @@ def _refusal(answer: pb.ReserveReply | str) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShardRequest:
     """A request for one shard of a job's DP group at an iteration of a run.
 
     Without `incarnation` or `start`, any is accepted. Without `parameters`, all of the shard's are requested;
@@ -120,26 +122,28 @@ class Asked:
         return layout.of_shard(self.shard) if self.parameters is None else self.parameters
 
 
-def check_header(header: pb.SeedHeader, asked: Asked) -> Layout:
+def check_header(header: pb.SeedHeader, request: ShardRequest) -> Layout:
     """Return the layout of a stream of seeds. Raise `StateError` if it is not the requested shard."""
-    there = Asked(
+    there = ShardRequest(
         header.job,
         header.run,
         header.iteration,
         header.shard.group,
         header.shard.shard,
-        None if asked.incarnation is None else header.incarnation,
-        None if asked.start is None else header.start,
-        asked.parameters,
+        None if request.incarnation is None else header.incarnation,
+        None if request.start is None else header.start,
+        request.parameters,
     )
-    if there != asked:
-        ours, theirs = _shown(asked), _shown(there)
-        raise StateError(f"it sent {theirs}, not {ours if ours != theirs else 'of the requested start'}")
+    if there != request:
+        requested, received = _words_of(request), _words_of(there)
+        raise StateError(
+            f"it sent {received}, not {requested if requested != received else 'of the requested start'}"
+        )
     try:
         layout = from_json(header.layout)
     except LayoutError as error:
         raise StateError(str(error)) from None
-    if sorted(header.parameters) != sorted(asked.numbers(layout)):
+    if sorted(header.parameters) != sorted(request.numbers(layout)):
         raise StateError("it announced other parameters than requested")
     return layout
 
@@ -164,11 +168,11 @@ def record_of(headers: Sequence[pb.SeedHeader]) -> tuple[pb.IterationRecord, lis
     return record, sorted(expected - record.buffers.keys())
 
 
-def _shown(asked: Asked) -> str:
-    incarnation = "" if asked.incarnation is None else f" (incarnation {asked.incarnation})"
+def _words_of(request: ShardRequest) -> str:
+    incarnation = "" if request.incarnation is None else f" (incarnation {request.incarnation})"
     return (
-        f"shard {asked.shard} of DP group {asked.group} at iteration {asked.iteration} of job {asked.job}, "
-        f"run {asked.run}{incarnation}"
+        f"shard {request.shard} of DP group {request.group} at iteration {request.iteration} "
+        f"of job {request.job}, run {request.run}{incarnation}"
     )
 
 
@@ -203,7 +207,7 @@ class ShardReading:
     accept: Accept = lambda header, layout: None
 
 
-def read_shard(stub: ShadowStub, asked: Asked, how: ShardReading) -> ShardState:
+def read_shard(stub: ShadowStub, shard_request: ShardRequest, how: ShardReading) -> ShardState:
     """Read a shard from one node.
 
     Raises:
@@ -211,11 +215,11 @@ def read_shard(stub: ShadowStub, asked: Asked, how: ShardReading) -> ShardState:
         grpc.RpcError: The call failed.
     """
     request = pb.FetchRequest(
-        job=asked.job,
-        shard=pb.Shard(group=asked.group, shard=asked.shard),
-        iteration=asked.iteration,
-        parameters=asked.parameters or (),
-        header_only=asked.parameters == (),
+        job=shard_request.job,
+        shard=pb.Shard(group=shard_request.group, shard=shard_request.shard),
+        iteration=shard_request.iteration,
+        parameters=shard_request.parameters or (),
+        header_only=shard_request.parameters == (),
     )
     stream = stub.Fetch(request, timeout=max(how.deadline - time.monotonic(), _LEAST_SECONDS))
     too_late = threading.Timer(how.step_seconds or 0, stream.cancel)
@@ -224,7 +228,7 @@ def read_shard(stub: ShadowStub, asked: Asked, how: ShardReading) -> ShardState:
             too_late.start()
         reader = state.SeedReader(stream)  # the header comes once the iteration is stepped
         too_late.cancel()
-        layout = check_header(reader.header, asked)
+        layout = check_header(reader.header, shard_request)
         how.accept(reader.header, layout)
         states: States = {}
         for number, tensor, values in reader.read(layout.parameters):
@@ -237,7 +241,7 @@ def read_shard(stub: ShadowStub, asked: Asked, how: ShardReading) -> ShardState:
 
 
 def read_shards(
-    stubs: Stubs, wanted: Mapping[Asked, Sequence[int]], how: ShardReading
+    stubs: Stubs, sources: Mapping[ShardRequest, Sequence[int]], how: ShardReading
 ) -> dict[Shard, ShardState]:
     """Read shards in parallel, each from the first of its nodes that provides it.
 
@@ -249,24 +253,30 @@ def read_shards(
     Raises:
         Lacking: No node provides some shard.
     """
-    with ThreadPoolExecutor(max(len(wanted), 1), thread_name_prefix="read") as pool:
-        tried = list(pool.map(lambda asked: _from_any(stubs, asked, wanted[asked], how), wanted))
-    failed = [one for one in tried if isinstance(one, Lacking)]
+    with ThreadPoolExecutor(max(len(sources), 1), thread_name_prefix="read") as pool:
+        results = list(pool.map(lambda request: _from_any(stubs, request, sources[request], how), sources))
+    failed = [result for result in results if isinstance(result, Lacking)]
     if failed:
-        troubles = {shard: found for one in failed for shard, found in one.shards.items()}
-        raise Lacking(troubles, frozenset(shard for one in failed for shard in one.wrong))
-    found = zip(wanted, tried, strict=True)
-    return {(asked.group, asked.shard): one for asked, one in found if isinstance(one, ShardState)}
+        troubles = {shard: reasons for result in failed for shard, reasons in result.shards.items()}
+        raise Lacking(troubles, frozenset(shard for result in failed for shard in result.wrong))
+    reasons = zip(sources, results, strict=True)
+    return {
+        (request.group, request.shard): result
+        for request, result in reasons
+        if isinstance(result, ShardState)
+    }
 
 
-def _from_any(stubs: Stubs, asked: Asked, nodes: Sequence[int], how: ShardReading) -> ShardState | Lacking:
+def _from_any(
+    stubs: Stubs, request: ShardRequest, nodes: Sequence[int], how: ShardReading
+) -> ShardState | Lacking:
     """Return a shard, or why no node provides it."""
-    shard = (asked.group, asked.shard)
+    shard = (request.group, request.shard)
     troubles: list[tuple[int, str]] = []
     wrong: set[Shard] = set()
     for node in nodes:
         try:
-            return read_shard(stubs.to(node), asked, how)
+            return read_shard(stubs.to(node), request, how)
         except state.StateError as error:
             wrong.add(shard)
             troubles.append((node, str(error)))

@@ -47,10 +47,10 @@ def ask(job: Job, stubs: Stubs) -> Discard:
     return decide(job, stubs.statuses([node.id for node in job.shadow_nodes]))
 
 
-def ask_again(job: Job, stubs: Stubs, found: Discard) -> Discard:
+def ask_again(job: Job, stubs: Stubs, plan: Discard) -> Discard:
     """Return what there is to discard some time after `found`. Raise `NotReset` also if it is more."""
     now = ask(job, stubs)
-    if (now.generation, now.iteration) != (found.generation, found.iteration):
+    if (now.generation, now.iteration) != (plan.generation, plan.iteration):
         raise NotReset(
             f"job {job.job} was trained in the meantime, so nothing was discarded; repeat the command"
         )
@@ -59,12 +59,12 @@ def ask_again(job: Job, stubs: Stubs, found: Discard) -> Discard:
 
 def decide(job: Job, answers: Answers) -> Discard:
     """Return what there is to discard. Raises like `ask`."""
-    silent = {node: said for node, said in answers.items() if isinstance(said, str)}
-    said = {node: one for node, one in answers.items() if isinstance(one, pb.NodeStatus)}
+    silent = {node: statuses for node, statuses in answers.items() if isinstance(statuses, str)}
+    statuses = {node: answer for node, answer in answers.items() if isinstance(answer, pb.NodeStatus)}
     away = "; ".join(f"{node_name(job, node)}: {why}" for node, why in silent.items())
-    if not said:
+    if not statuses:
         raise NoNode(f"no shadow node of job {job.job} answers ({away}); {LAB_HINT}")
-    if running := {node: one.trainers for node, one in said.items() if one.trainers}:
+    if running := {node: answer.trainers for node, answer in statuses.items() if answer.trainers}:
         node, ranks = next(iter(running.items()))
         raise NotReset(
             f"training of job {job.job} runs: {counted(ranks, 'rank is', 'ranks are')} connected to "
@@ -76,18 +76,18 @@ def decide(job: Job, answers: Answers) -> Discard:
             f"the shadow nodes of job {job.job} that answer hold nothing, and others may hold a run: {away}; "
             "repeat the command once they answer"
         )
-    held = [hold.stepped for _, hold in counted_holds(answers) if hold.seeded]
-    return Discard(max(generation, 1), max(held, default=None), tuple(said), silent)
+    iterations = [hold.stepped for _, hold in counted_holds(answers) if hold.seeded]
+    return Discard(max(generation, 1), max(iterations, default=None), tuple(statuses), silent)
 
 
-def discard(job: Job, stubs: Stubs, found: Discard) -> None:
+def discard(job: Job, stubs: Stubs, plan: Discard) -> None:
     """Discard it. May be repeated, also after it has failed half way.
 
     Raises:
         NotReset: Some of the nodes have not done it. The message names them.
     """
-    done = stubs.reset(found.answering, found.generation)
-    failed = {node: said for node, said in done.items() if isinstance(said, str)}
+    answers = stubs.reset(plan.answering, plan.generation)
+    failed = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
     if failed:
-        named = "; ".join(f"{node_name(job, node)}: {why}" for node, why in failed.items())
-        raise NotReset(f"not discarded on all shadow nodes ({named}); repeat the command")
+        lines = "; ".join(f"{node_name(job, node)}: {why}" for node, why in failed.items())
+        raise NotReset(f"not discarded on all shadow nodes ({lines}); repeat the command")

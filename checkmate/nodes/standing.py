@@ -23,7 +23,7 @@ Answers = Mapping[int, pb.NodeStatus | str]
 """By node: its status, or why there is none."""
 
 _NO_ANSWER: Final = "has not answered"
-_SHOWN: Final = 4
+_MAX_SHOWN: Final = 4
 """Addresses in a message."""
 
 
@@ -103,8 +103,8 @@ def lacking(
 ) -> Lacking:
     """Return `Lacking` with the troubles of nodes, by shard."""
     shards = {
-        shard: [f"{node_name(job, node)}: {text}" for node, text in found]
-        for shard, found in troubles.items()
+        shard: [f"{node_name(job, node)}: {text}" for node, text in reasons]
+        for shard, reasons in troubles.items()
     }
     return Lacking(shards, frozenset(wrong))
 
@@ -120,7 +120,7 @@ def decide(job: Job, answers: Answers, of: Callable[[Standings, Beginning], T]) 
     """
     stood = standings(job, answers)
     troubles = []
-    holds = (one.hold for found in stood.values() for one in found if one.hold is not None)
+    holds = (standing.hold for group in stood.values() for standing in group if standing.hold is not None)
     for beginning in newest_beginnings(holds):
         try:
             return of(stood, beginning)
@@ -128,15 +128,18 @@ def decide(job: Job, answers: Answers, of: Callable[[Standings, Beginning], T]) 
             troubles.append(error)
     if troubles:
         raise troubles[0]
-    nothing = why_lacking(job, stood, lambda one: one.trouble)
-    answered = any(isinstance(answer, pb.NodeStatus) for answer in answers.values())
-    raise nothing if answered else NoAnswer(nothing.shards)
+    nothing = why_lacking(job, stood, lambda standing: standing.trouble)
+    has_answer = any(isinstance(answer, pb.NodeStatus) for answer in answers.values())
+    raise nothing if has_answer else NoAnswer(nothing.shards)
 
 
 def all_able(job: Job, stood: Standings, trouble: Trouble) -> dict[Shard, list[Standing]]:
     """Return the standings without trouble, by shard. Raise `Lacking` if some shard has none."""
-    able = {shard: [one for one in found if not trouble(one)] for shard, found in stood.items()}
-    without = {shard: stood[shard] for shard, found in able.items() if not found}
+    able = {
+        shard: [standing for standing in standings if not trouble(standing)]
+        for shard, standings in stood.items()
+    }
+    without = {shard: stood[shard] for shard, standings in able.items() if not standings}
     if without:
         raise why_lacking(job, without, trouble)
     return able
@@ -144,24 +147,30 @@ def all_able(job: Job, stood: Standings, trouble: Trouble) -> dict[Shard, list[S
 
 def why_lacking(job: Job, without: Standings, trouble: Trouble) -> Lacking:
     """Return `Lacking` for shards that no node can provide. Doubtful ones count as wrong."""
-    troubles = {shard: [(one.node, trouble(one)) for one in stood] for shard, stood in without.items()}
+    troubles = {
+        shard: [(standing.node, trouble(standing)) for standing in stood] for shard, stood in without.items()
+    }
     wrong = [
         shard
         for shard, stood in without.items()
-        for one in stood
-        if one.hold is not None and one.hold.doubtful and trouble(one) == unfit(one.hold)
+        for standing in stood
+        if standing.hold is not None and standing.hold.doubtful and trouble(standing) == unfit(standing.hold)
     ]
     return lacking(job, troubles, wrong)
 
 
 def discarded(answers: Answers) -> int:
     """Return the greatest generation that `checkmate reset` has discarded on any node; 0 if none."""
-    return max((one.discarded for one in answers.values() if isinstance(one, pb.NodeStatus)), default=0)
+    return max(
+        (answer.discarded for answer in answers.values() if isinstance(answer, pb.NodeStatus)), default=0
+    )
 
 
 def greatest_generation(answers: Answers) -> int:
     """Return the greatest generation that any node knows; 0 if none."""
-    return max((one.generation for one in answers.values() if isinstance(one, pb.NodeStatus)), default=0)
+    return max(
+        (answer.generation for answer in answers.values() if isinstance(answer, pb.NodeStatus)), default=0
+    )
 
 
 def newest_refusal(answers: Answers) -> pb.Refusal | None:
@@ -176,11 +185,19 @@ def newest_refusal(answers: Answers) -> pb.Refusal | None:
         if isinstance(answer, pb.NodeStatus) and answer.HasField("refusal")
         if not least or answer.refusal.generation > least
     ]
-    known: list[pb.Refusal | pb.HoldStatus] = [*refusals, *(hold for _, hold in counted_holds(answers))]
-    generation = max((one.generation for one in known), default=0)
-    incarnation = newest_incarnation(one.incarnation for one in known if one.generation == generation)
-    newest = [one for one in refusals if (one.generation, one.incarnation) == (generation, incarnation)]
-    return min(newest, key=lambda one: (one.iteration, one.rank, one.text), default=None)
+    candidates: list[pb.Refusal | pb.HoldStatus] = [*refusals, *(hold for _, hold in counted_holds(answers))]
+    generation = max((candidate.generation for candidate in candidates), default=0)
+    incarnation = newest_incarnation(
+        candidate.incarnation for candidate in candidates if candidate.generation == generation
+    )
+    newest = [
+        candidate
+        for candidate in refusals
+        if (candidate.generation, candidate.incarnation) == (generation, incarnation)
+    ]
+    return min(
+        newest, key=lambda candidate: (candidate.iteration, candidate.rank, candidate.text), default=None
+    )
 
 
 def refusal_words(refusal: pb.Refusal) -> str:
@@ -191,10 +208,12 @@ def refusal_words(refusal: pb.Refusal) -> str:
 
 def overlap_words(hosts: Collection[str]) -> str:
     """Return what is wrong if trainers of an older start go on, by the addresses of their hosts."""
-    shown = " and ".join(filter(None, [", ".join(list(hosts)[:_SHOWN]), _more(len(hosts) - _SHOWN)]))
+    addresses = " and ".join(
+        filter(None, [", ".join(list(hosts)[:_MAX_SHOWN]), _more(len(hosts) - _MAX_SHOWN)])
+    )
     return (
-        f"an older start of this job still trains: its step records come from {shown}. Shadow nodes follow "
-        "the newer start only, so what the older one trains is not kept: end one of the two"
+        f"an older start of this job still trains: its step records come from {addresses}. Shadow nodes "
+        "follow the newer start only, so what the older one trains is not kept: end one of the two"
     )
 
 
@@ -220,7 +239,9 @@ def standings(job: Job, answers: Answers) -> dict[Shard, list[Standing]]:
     return {
         shard: [
             Standing(node, holds.get((node, shard)), _why_none(answers.get(node, _NO_ANSWER)))
-            for node in dict.fromkeys([*expected, *(node for node, held in holds if held == shard)])
+            for node in dict.fromkeys(
+                [*expected, *(node for node, held_shard in holds if held_shard == shard)]
+            )
         ]
         for shard, expected in holders_of(job).items()
     }
@@ -240,11 +261,11 @@ def newest_beginnings(holds: Iterable[pb.HoldStatus]) -> list[Beginning]:
 
     There is only one, unless incarnations have wrapped.
     """
-    begun = {beginning_of(hold) for hold in holds}
-    generation = max((one.generation for one in begun), default=0)
-    begun = {one for one in begun if one.generation == generation}
-    incarnation = newest_incarnation(one.incarnation for one in begun)
-    return sorted(one for one in begun if one.incarnation == incarnation)
+    beginnings = {beginning_of(hold) for hold in holds}
+    generation = max((beginning.generation for beginning in beginnings), default=0)
+    beginnings = {beginning for beginning in beginnings if beginning.generation == generation}
+    incarnation = newest_incarnation(beginning.incarnation for beginning in beginnings)
+    return sorted(beginning for beginning in beginnings if beginning.incarnation == incarnation)
 
 
 def newest_incarnation(incarnations: Iterable[int]) -> int | None:
@@ -252,9 +273,9 @@ def newest_incarnation(incarnations: Iterable[int]) -> int | None:
 
     This is the serial number arithmetic of RFC 1982.
     """
-    seen = sorted(set(incarnations))
-    ahead = {i: sum(0 < (other - i) % INCARNATIONS < INCARNATIONS // 2 for other in seen) for i in seen}
-    return min(seen, key=lambda i: ahead[i], default=None)
+    numbers = sorted(set(incarnations))
+    ahead = {i: sum(0 < (later - i) % INCARNATIONS < INCARNATIONS // 2 for later in numbers) for i in numbers}
+    return min(numbers, key=lambda i: ahead[i], default=None)
 
 
 def beginning_of(hold: pb.HoldStatus) -> Beginning:
@@ -289,5 +310,7 @@ def most_complete(able: Sequence[Standing]) -> tuple[int, ...]:
 
     Buffers may come with any shard of a DP group.
     """
-    complete = [one.node for one in able if one.hold is not None and not one.hold.lacks_buffers]
-    return tuple(complete or [one.node for one in able])
+    complete = [
+        standing.node for standing in able if standing.hold is not None and not standing.hold.lacks_buffers
+    ]
+    return tuple(complete or [standing.node for standing in able])

@@ -93,22 +93,24 @@ class Stubs(AbstractContextManager["Stubs"]):
         timeout: float = ANSWER_SECONDS,
     ) -> dict[int, R | str]:
         """Call nodes in parallel like `ask`, each with its own request."""
-        calls = {node: call(self.to(node)).future(one, timeout=timeout) for node, one in requests.items()}
-        found: dict[int, R | str] = {}
+        calls = {
+            node: call(self.to(node)).future(request, timeout=timeout) for node, request in requests.items()
+        }
+        answers: dict[int, R | str] = {}
         for node, answer in calls.items():
             try:
-                found[node] = checked(answer.result())
+                answers[node] = check_size(answer.result())
             except grpc.RpcError as error:
-                found[node] = reason(error)
-        return found
+                answers[node] = reason(error)
+        return answers
 
     def statuses(
         self, nodes: Iterable[int] | None = None, timeout: float = ANSWER_SECONDS
     ) -> dict[int, pb.NodeStatus | str]:
         """Ask nodes, by default all of the job, for their status. Return their answers like `ask`."""
         request = pb.StatusRequest(job=self.job.job, protocol=PROTOCOL)
-        asked = [node.id for node in self.job.shadow_nodes] if nodes is None else nodes
-        return self.ask(asked, lambda stub: stub.Status, request, timeout)
+        node_ids = [node.id for node in self.job.shadow_nodes] if nodes is None else nodes
+        return self.ask(node_ids, lambda stub: stub.Status, request, timeout)
 
     def reset(self, nodes: Iterable[int], generation: int) -> dict[int, pb.NodeStatus | str]:
         """Have nodes discard all runs up to a generation. Return their answers like `ask`."""
@@ -134,7 +136,7 @@ class Stubs(AbstractContextManager["Stubs"]):
                 channel.close()
 
 
-def checked(answer: R) -> R | str:
+def check_size(answer: R) -> R | str:
     """Return a node's answer with its texts cut, or in one sentence why it is none.
 
     It can be of another version of Checkmate, or have numbers that no training reaches.
@@ -143,7 +145,9 @@ def checked(answer: R) -> R | str:
     if isinstance(answer, pb.NodeStatus):
         if different := mismatch(answer.protocol, "the node", "this host"):
             return different
-        parts = sum(1 + max(one.last - one.first, 0) for held in answer.parts for one in held.ranges)
+        parts = sum(
+            1 + max(span.last - span.first, 0) for group_parts in answer.parts for span in group_parts.ranges
+        )
         if parts > PARTS_MAX:
             wrong = f"it reports {parts} parts of step records, and can have {PARTS_MAX}"
     if isinstance(answer, Message) and (wrong := wrong or bounded(answer)):
@@ -170,14 +174,14 @@ def reason(error: Exception) -> str:
 
 def refusal(error: grpc.RpcError) -> str:
     """Return a node's message if it has refused a call, or ""."""
-    refused = isinstance(error, grpc.Call) and error.code() in _REFUSALS
-    return reason(error) if refused else ""
+    is_refusal = isinstance(error, grpc.Call) and error.code() in _REFUSALS
+    return reason(error) if is_refusal else ""
 
 
 def unreached(detail: str) -> str:
     """Return the reason in gRPC's message about a connection, e.g. ` (Connection refused)`."""
-    found = _ROOT.search(detail) or _NAME.search(detail)
-    why = tls_fault(detail) or (found["why"] if found else detail)
+    match = _ROOT.search(detail) or _NAME.search(detail)
+    why = tls_fault(detail) or (match["why"] if match else detail)
     return f" ({why})" if why else ""
 
 
@@ -205,8 +209,8 @@ def tls_fault(text: str) -> str | None:
     """Return what an error's text means for the user, or `None` if it is not about TLS."""
     lower = text.lower()
     for texts, words in _WORDS:
-        if any(one in lower for one in texts):
+        if any(fragment in lower for fragment in texts):
             return words
-    if all(one in lower for one in _CLOSED):
+    if all(fragment in lower for fragment in _CLOSED):
         return "it closed the connection: if it uses TLS, this process needs keys too"
     return None

@@ -62,8 +62,8 @@ class _Reach:
 
 def next_incarnation(answers: Iterable[pb.NodeStatus], clock: float) -> int:
     """Return the incarnation after the newest that any node has seen, or the clock's seconds mod 256."""
-    seen = [one.incarnation for one in answers if one.discarded or not one.holds_nothing]
-    last = newest_incarnation(seen)
+    incarnations = [answer.incarnation for answer in answers if answer.discarded or not answer.holds_nothing]
+    last = newest_incarnation(incarnations)
     return int(clock if last is None else last + 1) % INCARNATIONS
 
 
@@ -89,8 +89,8 @@ def find_target(job: Job, answers: Answers) -> Target:
 def _target(job: Job, stood: Standings, beginning: Beginning) -> Target:
     usable = [
         reach
-        for shard, found in stood.items()
-        for standing in found
+        for shard, standings in stood.items()
+        for standing in standings
         if (reach := _reach(standing, shard, beginning)) is not None
     ]
     stepped = max((hold.stepped for hold in usable), default=-1)
@@ -100,10 +100,12 @@ def _target(job: Job, stood: Standings, beginning: Beginning) -> Target:
         able = _newest_whole(stood, usable)
     if not able:
         lacking = {shard: stood[shard] for shard in without}
-        raise why_lacking(job, lacking, lambda one: _trouble(one, beginning, stepped))
+        raise why_lacking(job, lacking, lambda standing: _trouble(standing, beginning, stepped))
     iteration = min(hold.in_full for hold in able)
     behind = max(stepped - iteration, 0)
-    holders = {shard: most_complete([one.standing for one in able if one.shard == shard]) for shard in stood}
+    holders = {
+        shard: most_complete([reach.standing for reach in able if reach.shard == shard]) for shard in stood
+    }
     lacks = _lacking_buffers(able)
     return Target(
         iteration,
@@ -144,8 +146,8 @@ def _reach(standing: Standing, shard: Shard, beginning: Beginning) -> _Reach | N
 
 def _continued(hold: pb.HoldStatus, beginning: Beginning) -> bool:
     """Return whether a hold's state before the newest start is what that start continues."""
-    theirs = beginning_of(hold).source(beginning.first_iteration - 1)
-    return hold.run == beginning.run and theirs == beginning.continues
+    source = beginning_of(hold).source(beginning.first_iteration - 1)
+    return hold.run == beginning.run and source == beginning.continues
 
 
 def _lacking_buffers(holds: Sequence[_Reach]) -> int:
@@ -180,11 +182,11 @@ def find_settled(job: Job, target: Target, answers: Answers) -> dict[Shard, list
         Lacking: No node holds some shard.
     """
     stood = {
-        shard: [one for one in found if one.node in target.holders[shard]]
-        for shard, found in standings(job, answers).items()
+        shard: [standing for standing in shard_standings if standing.node in target.holders[shard]]
+        for shard, shard_standings in standings(job, answers).items()
     }
-    able = all_able(job, stood, lambda one: _unsettled(one, target))
-    return {shard: [one.node for one in found] for shard, found in able.items()}
+    able = all_able(job, stood, lambda standing: _unsettled(standing, target))
+    return {shard: [standing.node for standing in shard_standings] for shard, shard_standings in able.items()}
 
 
 def _unsettled(standing: Standing, target: Target) -> str:
@@ -192,8 +194,8 @@ def _unsettled(standing: Standing, target: Target) -> str:
     hold = standing.hold
     if hold is None:
         return standing.trouble
-    ours = (hold.stepped, hold.run, beginning_of(hold).source(target.iteration))
-    if ours == (target.iteration, target.run, target.start):
+    position = (hold.stepped, hold.run, beginning_of(hold).source(target.iteration))
+    if position == (target.iteration, target.run, target.start):
         return unfit(hold)
     return unfit(hold) or hold.trouble or _progress(hold)
 
@@ -212,7 +214,7 @@ class Source:
     holders: Mapping[Shard, tuple[int, ...]]
     fenced: frozenset[int] = frozenset()
     """Nodes that a restart has stopped. They serve their current iteration, without a reservation."""
-    ended: bool = False
+    has_ended: bool = False
     """Whether training is complete: no iteration follows `stepped`."""
 
     @property
@@ -236,17 +238,17 @@ def find_source(job: Job, answers: Answers) -> Source:
 
 
 def _source(job: Job, stood: Standings, beginning: Beginning, fenced: frozenset[int]) -> Source:
-    able = all_able(job, stood, lambda one: _why_not(one, beginning))
-    holders = {shard: most_complete(found) for shard, found in able.items()}
+    able = all_able(job, stood, lambda standing: _why_not(standing, beginning))
+    holders = {shard: most_complete(shard_standings) for shard, shard_standings in able.items()}
     offered = [
-        one.hold
-        for shard, found in able.items()
-        for one in found
-        if one.hold is not None and one.node in holders[shard]
+        standing.hold
+        for shard, shard_standings in able.items()
+        for standing in shard_standings
+        if standing.hold is not None and standing.node in holders[shard]
     ]
     stepped = max(hold.stepped for hold in offered)
-    ended = all(hold.last and hold.stepped == stepped for hold in offered)
-    return Source(beginning, stepped, holders, fenced, ended)
+    has_ended = all(hold.last and hold.stepped == stepped for hold in offered)
+    return Source(beginning, stepped, holders, fenced, has_ended)
 
 
 def _why_not(standing: Standing, beginning: Beginning) -> str:
@@ -254,7 +256,7 @@ def _why_not(standing: Standing, beginning: Beginning) -> str:
     hold = standing.hold
     if hold is None:
         return standing.trouble
-    found = stranger(hold, beginning) or unfit(hold)
-    if found or hold.offered or (hold.live and hold.lacks_buffers):
-        return found
+    reason = stranger(hold, beginning) or unfit(hold)
+    if reason or hold.offered or (hold.live and hold.lacks_buffers):
+        return reason
     return hold.trouble or f"is not live yet, {at_iteration(hold.stepped)}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import grpc
 
 from checkmate import state
-from checkmate.nodes.reader import Asked, NotReserved, ShardReading, read_shard, reserved
+from checkmate.nodes.reader import NotReserved, ShardReading, ShardRequest, read_shard, reserved
 from checkmate.nodes.stubs import Stubs
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold import Hold
@@ -76,7 +76,7 @@ class Copier:
                 numbers = first_parameters(hold.wanted_parameters(), group.layout, PIECE_BYTES)
             if not numbers:
                 return False  # trainers were faster
-            request = Asked(
+            request = ShardRequest(
                 self._node.job.job,
                 begin.run,
                 reservation.iteration,

@@ -23,13 +23,14 @@ def open_own_cgroup() -> int:
     Raises:
         TaggerUnavailable: cgroup v2 does not exist, or can't be accessed.
     """
-    own = _own_path()
+    process_path = _own_path()
     root, base = _open_hierarchy()
     try:
-        return os.open(str(own.relative_to(base)), os.O_RDONLY | os.O_DIRECTORY, dir_fd=root)
+        return os.open(str(process_path.relative_to(base)), os.O_RDONLY | os.O_DIRECTORY, dir_fd=root)
     except (OSError, ValueError) as error:
         raise TaggerUnavailable(
-            f"its cgroup {own} can't be opened ({error})", "start it outside a restricted cgroup namespace"
+            f"its cgroup {process_path} can't be opened ({error})",
+            "start it outside a restricted cgroup namespace",
         ) from None
     finally:
         os.close(root)

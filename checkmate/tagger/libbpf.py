@@ -51,14 +51,16 @@ def _command() -> list[str]:
 
 _LIBRARY = "libbpf.so.1"
 _WARN = 0
-NEEDED = (Capability.BPF, Capability.PERFMON, Capability.NET_ADMIN)
+REQUIRED = (Capability.BPF, Capability.PERFMON, Capability.NET_ADMIN)
 """Without PERFMON, the verifier refuses the program."""
 _SETS = "+bpf,+perfmon,+net_admin"
 REMEDY = (
     f"start the script, or torchrun, by setpriv --inh-caps={_SETS} --ambient-caps={_SETS}, "
     "which for an ordinary user must be an administrator's copy (`checkmate docs security`), or as root"
 )
-_GONE = "this process gave them up after it had protected a model: without root, protect once in a process"
+_CAPABILITIES_GIVEN_UP = (
+    "this process gave them up after it had protected a model: without root, protect once in a process"
+)
 _PRINT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 _POINTERS = (
     "bpf_object__open_file",
@@ -148,11 +150,11 @@ class BpfObject:
             raise RuntimeError(f"the BPF object does not have {name}")
         return ctypes.c_void_p(handle)
 
-    def _pointer(self, what: str, function: Callable[..., int | None], *arguments: Any) -> int:
+    def _pointer(self, purpose: str, function: Callable[..., int | None], *arguments: Any) -> int:
         ctypes.set_errno(0)
         pointer = function(*arguments)
         if pointer is None:
-            raise self._refusal(what)
+            raise self._refusal(purpose)
         return pointer
 
     def _call(self, function: Callable[..., int], *arguments: Any) -> None:
@@ -168,25 +170,25 @@ class BpfObject:
             self._warnings += [line for line in text.value.decode(errors="replace").splitlines() if line]
         return 0
 
-    def _refusal(self, what: str) -> TaggerUnavailable:
+    def _refusal(self, purpose: str) -> TaggerUnavailable:
         """Close, and return the error of the last call."""
         error = ctypes.get_errno()
         self.close()
         missing = lacking(effective())
         if error in (errno.EPERM, errno.EACCES) or missing:
             lacks = f": {', '.join(missing)} missing" if missing else ""
-            remedy = _GONE if given_up() else REMEDY
-            return TaggerUnavailable(f"no permission to {what} an eBPF program{lacks}", remedy)
+            remedy = _CAPABILITIES_GIVEN_UP if given_up() else REMEDY
+            return TaggerUnavailable(f"no permission to {purpose} an eBPF program{lacks}", remedy)
         if error == errno.ENOSYS:
             return TaggerUnavailable("this kernel has no eBPF", "use one with CONFIG_BPF_SYSCALL=y")
         reason = self._warnings[-1] if self._warnings else os.strerror(error)
         return TaggerUnavailable(
-            f"the kernel refused to {what} its eBPF program ({reason})",
+            f"the kernel refused to {purpose} its eBPF program ({reason})",
             "use Linux 5.10 or later with CONFIG_CGROUP_BPF=y",
         )
 
 
-def lacking(held: Collection[Capability]) -> list[str]:
+def lacking(capabilities: Collection[Capability]) -> list[str]:
     """Return the names of needed capabilities that are not held; CAP_SYS_ADMIN includes BPF and PERFMON."""
-    either = {Capability.NET_ADMIN} if Capability.SYS_ADMIN in held else set(NEEDED)
-    return [f"CAP_{one.name}" for one in NEEDED if one in either - set(held)]
+    either = {Capability.NET_ADMIN} if Capability.SYS_ADMIN in capabilities else set(REQUIRED)
+    return [f"CAP_{capability.name}" for capability in REQUIRED if capability in either - set(capabilities)]

@@ -16,7 +16,7 @@ from typing import Final
 from checkmate.privileges import Capability, give_up
 from checkmate.tagger import cgroups
 from checkmate.tagger.errors import TaggerError, TaggerUnavailable
-from checkmate.tagger.libbpf import NEEDED, BpfObject, object_file
+from checkmate.tagger.libbpf import REQUIRED, BpfObject, object_file
 
 PROGRAM = "checkmate_tagger"
 RANGES = 256
@@ -148,7 +148,7 @@ class Tagger(AbstractContextManager["Tagger"]):
             later = (
                 set() if kernel_version(os.uname().release) >= (5, 19) else {Capability.BPF}
             )  # to announce ranges
-            give_up(*(one for one in NEEDED if one not in later))
+            give_up(*(capability for capability in REQUIRED if capability not in later))
 
     def store(self, sock: socket.socket, state: SocketState) -> None:
         """Pass a socket's complete state to the kernel, atomically."""

@@ -52,7 +52,7 @@ class TaggedSocket:
         if sock.family != socket.AF_INET or sock.type != socket.SOCK_STREAM:
             raise TaggerError("only IPv4 TCP sockets can be tagged")
         self.socket = sock
-        self.written = 0
+        self.written_bytes = 0
         self._tagger = tagger
         self._channel = channel
         self._incarnation = incarnation
@@ -90,7 +90,7 @@ class TaggedSocket:
             raise TaggerError(f"{(length, shadow_id)} is not the planned chunk {planned}")
         if not length:
             return
-        if self.written >= self._announced:
+        if self.written_bytes >= self._announced:
             self._announce([(length, shadow_id), *self._planned_lot(length)])
         if shadow_id is not None:
             self._positions[shadow_id] = self._positions.get(shadow_id, 0) + length
@@ -104,7 +104,7 @@ class TaggedSocket:
         self._chunk_left -= length
         # The kernel does not append to a buffer after MSG_EOR, so no segment is in two chunks.
         self.socket.sendall(piece, 0 if self._chunk_left else socket.MSG_EOR)
-        self.written += length
+        self.written_bytes += length
 
     def position(self, shadow_id: int) -> int:
         """Return the number of tagged bytes of this stream, including the chunk that was begun."""
@@ -113,9 +113,9 @@ class TaggedSocket:
     def acknowledged(self, shadow_id: int) -> int:
         """Return the acknowledged bytes of this stream, in whole chunks. Callable from any thread."""
         live = tuple(self._ends)  # first, because ranges reaped before are in `_acknowledged`
-        known = self._acknowledged.get(shadow_id, 0)
-        done = self.written - self.unacknowledged()
-        return max([known, *(stop for end, stream, stop in live if stream == shadow_id and end <= done)])
+        before = self._acknowledged.get(shadow_id, 0)
+        offset = self.written_bytes - self.unacknowledged()
+        return max([before, *(stop for end, stream, stop in live if stream == shadow_id and end <= offset)])
 
     def unacknowledged(self) -> int:
         """Return the number of written bytes that the peer has not acknowledged (SIOCOUTQ)."""
@@ -131,7 +131,7 @@ class TaggedSocket:
 
     def _announce(self, chunks: Sequence[Chunk]) -> None:
         """Pass the ranges of chunks to the kernel; all chunks announced before are written."""
-        end = self.written + sum(length for length, _ in chunks)
+        end = self.written_bytes + sum(length for length, _ in chunks)
         expired = end - RETIRE_AFTER
         if self._kernel_oldest is not None and self._kernel_oldest < expired:
             self._retire(expired)
@@ -140,7 +140,7 @@ class TaggedSocket:
             self._check_established()
             if len(self._ends) + tagged > _REAPED_FROM:
                 self._await_ranges(RANGES - tagged)
-            start = self.written
+            start = self.written_bytes
             for length, shadow_id in chunks:
                 if shadow_id is not None:
                     self._add_range(start, length, shadow_id)
@@ -198,7 +198,7 @@ class TaggedSocket:
 
     def _reap(self) -> None:
         """Drop the ranges whose last byte is acknowledged. The next `store` updates the kernel."""
-        acknowledged = self.written - self.unacknowledged()
+        acknowledged = self.written_bytes - self.unacknowledged()
         while self._ends and self._ends[0][0] <= acknowledged:
             _, shadow_id, stop = self._ends[0]
             self._acknowledged[shadow_id] = stop

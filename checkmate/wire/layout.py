@@ -67,7 +67,9 @@ class Layout:
     @cached_property
     def schedule(self) -> tuple[Bucket, ...]:
         """The buckets in the form that the ring's schedule and `stream_layout` use."""
-        return tuple(Bucket(one.elements, ITEMSIZES[one.dtype], one.shard) for one in self.buckets)
+        return tuple(
+            Bucket(bucket.elements, ITEMSIZES[bucket.dtype], bucket.shard) for bucket in self.buckets
+        )
 
     @cached_property
     def where(self) -> dict[int, tuple[int, BucketPlace]]:
@@ -79,7 +81,7 @@ class Layout:
         """The first share's parameters without elements: in no bucket, but they may have optimizer state."""
         if self.share.index:
             return ()
-        return tuple(number for number, known in enumerate(self.parameters) if not known.elements)
+        return tuple(number for number, parameter in enumerate(self.parameters) if not parameter.elements)
 
     def of_shard(self, shard: int) -> list[int]:
         """Return a shard's parameters, in their order in its buckets. The first shard has empty ones, too."""
@@ -89,18 +91,18 @@ class Layout:
     def to_json(self) -> str:
         """Return a description from which the other side builds the same layout."""
         parameters = [described(parameter) for parameter in self.parameters]
-        said: dict[str, Any] = {
+        description: dict[str, Any] = {
             "parameters": parameters,
             "shards": self.shards,
             "bucket_bytes": self.bucket_bytes,
         }
         if self.slicing != RING_SLICING:  # layouts from before there was another one have no name of it
-            said["slicing"] = dict(self.slicing.describe())
+            description["slicing"] = dict(self.slicing.describe())
         if self.frozen:
-            said["frozen"] = [described(parameter) for parameter in self.frozen]
+            description["frozen"] = [described(parameter) for parameter in self.frozen]
         if self.share != WHOLE:
-            said["share"] = [self.share.index, self.share.count]
-        return json.dumps(said, sort_keys=True)
+            description["share"] = [self.share.index, self.share.count]
+        return json.dumps(description, sort_keys=True)
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -111,12 +113,12 @@ class Layout:
 def from_json(text: str) -> Layout:
     """Return the layout that `Layout.to_json` describes. Raise `LayoutError` if the text is invalid."""
     try:
-        said = json.loads(text)
-        parameters = [parameter_of(p) for p in said["parameters"]]
-        shards, bucket_bytes = numbers([said["shards"], said["bucket_bytes"]])
-        frozen = [parameter_of(p) for p in said.get("frozen", [])]
-        index, count = numbers(said.get("share", [0, 1]))
-        share, slicing = Share(index, count), _slicing(said.get("slicing"))
+        document = json.loads(text)
+        parameters = [parameter_of(p) for p in document["parameters"]]
+        shards, bucket_bytes = numbers([document["shards"], document["bucket_bytes"]])
+        frozen = [parameter_of(p) for p in document.get("frozen", [])]
+        index, count = numbers(document.get("share", [0, 1]))
+        share, slicing = Share(index, count), _slicing(document.get("slicing"))
         return make_layout(parameters, shards, bucket_bytes, slicing, frozen, share)
     except KeyError as error:
         raise LayoutError(f"not a layout: it lacks {error}") from None
@@ -124,19 +126,19 @@ def from_json(text: str) -> Layout:
         raise LayoutError(f"not a layout: {error}") from None
 
 
-def _slicing(said: Any) -> Slicing:
+def _slicing(document: Any) -> Slicing:
     """Return the slicing of a description, which is the ring's if it names none.
 
     Raise `TypeError` or `ValueError` if it is none that is known here.
     """
-    if said is None:
+    if document is None:
         return RING_SLICING
-    if not isinstance(said, dict) or said.get("kind") != NCCL_KIND:
-        raise ValueError(f"its slicing is none that this version of Checkmate knows: {str(said)[:80]}")
-    parameters = {name: value for name, value in said.items() if name != "kind"}
-    known = [one.name for one in fields(NcclSlicing)]
-    if sorted(parameters) != sorted(known) or not all(type(value) is int for value in parameters.values()):
-        raise TypeError(f"the parameters of its slicing must be {', '.join(known)}, each a number")
+    if not isinstance(document, dict) or document.get("kind") != NCCL_KIND:
+        raise ValueError(f"its slicing is none that this version of Checkmate knows: {str(document)[:80]}")
+    parameters = {name: value for name, value in document.items() if name != "kind"}
+    names = [field.name for field in fields(NcclSlicing)]
+    if sorted(parameters) != sorted(names) or not all(type(value) is int for value in parameters.values()):
+        raise TypeError(f"the parameters of its slicing must be {', '.join(names)}, each a number")
     return NcclSlicing(**parameters)
 
 
@@ -206,7 +208,7 @@ def _order(parameters: Sequence[Parameter], share: Share) -> list[int]:
 def _is_chunk(parameter: Parameter) -> bool:
     """Return whether a chunk lies within its whole parameter."""
     numbers = parameter.offset, parameter.shape, parameter.whole
-    if len({len(one) for one in numbers}) > 1:
+    if len({len(column) for column in numbers}) > 1:
         return False
     return all(start + size <= whole for start, size, whole in zip(*numbers, strict=True))
 

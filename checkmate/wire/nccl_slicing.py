@@ -94,7 +94,7 @@ class NcclSlicing:
         """Bytes of the largest chunk."""
         return self.buffer // self.steps * self.chunk_steps // self.grain * self.grain
 
-    def used(self, elements: int, itemsize: int, channels: int, allowed: int = 0) -> int:
+    def used_channels(self, elements: int, itemsize: int, channels: int, allowed: int = 0) -> int:
         """Return the number of channels that carry a bucket (see `part`)."""
         cells = _up(elements * itemsize, self.cell)
         return min(channels, _up(cells, self._share(elements * itemsize, allowed or channels)))
@@ -110,11 +110,13 @@ class NcclSlicing:
             allowed: The channels that NCCL may use for the bucket. 0 stands for all, which a tuner ensures.
                 NCCL may use one more than allowed, because it rounds down.
         """
-        used = self.used(elements, itemsize, channels, allowed)
-        if channel >= used:
+        channel_count = self.used_channels(elements, itemsize, channels, allowed)
+        if channel >= channel_count:
             return range(0)
         share = self._share(elements * itemsize, allowed or channels) * (self.cell // itemsize)
-        return range(elements)[share * channel : elements if channel == used - 1 else share * (channel + 1)]
+        return range(elements)[
+            share * channel : elements if channel == channel_count - 1 else share * (channel + 1)
+        ]
 
     def sends(self, part: range, itemsize: int, ranks: int, index: int) -> Iterator[NcclSend]:
         """Yield all sends of the rank at `index` of the ring, in order.
@@ -160,13 +162,13 @@ class NcclSlicing:
         """Return the cells of each channel but the last. An AllReduce moves each byte twice."""
         return max(1, _up(2 * nbytes // allowed, 2 * self.cell))
 
-    def _chunk(self, left: int, itemsize: int, ranks: int) -> int:
+    def _chunk(self, remaining: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a chunk in a loop over the ring that begins with `left` elements."""
         whole = self.chunk // itemsize
-        if left >= ranks * whole:
+        if remaining >= ranks * whole:
             return whole
         line = self.alignment // itemsize
-        return _up(_up(left, ranks), line) * line
+        return _up(_up(remaining, ranks), line) * line
 
     def _slices(self, chunk: range, itemsize: int) -> Iterator[range]:
         least = self.buffer // self.steps // itemsize * self.slice_steps // _LEAST_SLICE

@@ -33,8 +33,8 @@ def dim_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     nearer = 1
     for dimension in reversed(wide):
         if strides[dimension] != nearer:
-            said = f"shape {tuple(shape)}, strides {tuple(strides)}"
-            raise LayoutError(f"its elements overlap or have gaps between them: {said}")
+            words = f"shape {tuple(shape)}, strides {tuple(strides)}"
+            raise LayoutError(f"its elements overlap or have gaps between them: {words}")
         nearer *= shape[dimension]
     if wide == sorted(wide):
         return ()
@@ -90,39 +90,41 @@ class Parameter:
         return self.elements * ITEMSIZES[self.dtype]
 
 
-_FIELDS: Final = tuple(one.name for one in fields(Parameter))
+_FIELDS: Final = tuple(field.name for field in fields(Parameter))
 _NEEDLESS: Final = frozenset({"whole", "offset", "gradient"})
 
 
 def described(parameter: Parameter) -> dict[str, Any]:
     """Return a parameter's fields, without those of a chunk or of its gradient that it does not need."""
-    found = ((name, getattr(parameter, name)) for name in _FIELDS)
-    return {name: value for name, value in found if value or name not in _NEEDLESS}
+    values = ((name, getattr(parameter, name)) for name in _FIELDS)
+    return {name: value for name, value in values if value or name not in _NEEDLESS}
 
 
-def parameter_of(said: Any) -> Parameter:
+def parameter_of(document: Any) -> Parameter:
     """Return a parameter of a description. Raise `TypeError`, `KeyError` or `ValueError` if it is not one."""
-    name, dtype, gradient = said["name"], said["dtype"], said.get("gradient", "")
-    if not all(isinstance(one, str) for one in (name, dtype, gradient)):
+    name, dtype, gradient = document["name"], document["dtype"], document.get("gradient", "")
+    if not all(isinstance(text, str) for text in (name, dtype, gradient)):
         raise TypeError("a parameter's name and types must be strings")
-    found = Parameter(
+    parameter = Parameter(
         name,
-        numbers(said["shape"]),
+        numbers(document["shape"]),
         dtype,
-        numbers(said["dim_order"]),
-        numbers(said.get("whole", [])),
-        numbers(said.get("offset", [])),
+        numbers(document["dim_order"]),
+        numbers(document.get("whole", [])),
+        numbers(document.get("offset", [])),
         gradient,
     )
-    if len(found.shape) > DIMENSIONS_MAX:
-        raise ValueError(f"{name} has {len(found.shape)} dimensions, more than {DIMENSIONS_MAX}")
-    if math.prod(max(size, 1) for size in found.shape) > ELEMENTS_MAX:
+    if len(parameter.shape) > DIMENSIONS_MAX:
+        raise ValueError(f"{name} has {len(parameter.shape)} dimensions, more than {DIMENSIONS_MAX}")
+    if math.prod(max(size, 1) for size in parameter.shape) > ELEMENTS_MAX:
         raise ValueError(f"{name} has more than {ELEMENTS_MAX} elements")
-    return found
+    return parameter
 
 
-def numbers(said: Any) -> tuple[int, ...]:
+def numbers(document: Any) -> tuple[int, ...]:
     """Return a list of numbers as a tuple. Raise `TypeError` if it contains anything else."""
-    if not isinstance(said, list) or not all(type(one) is int and 0 <= one <= ELEMENTS_MAX for one in said):
+    if not isinstance(document, list) or not all(
+        type(number) is int and 0 <= number <= ELEMENTS_MAX for number in document
+    ):
         raise TypeError(f"sizes must be a list of numbers from 0 to {ELEMENTS_MAX}")
-    return tuple(said)
+    return tuple(document)

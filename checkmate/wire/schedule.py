@@ -23,19 +23,19 @@ class Chunk:
     where: range
 
 
-def cut(whole: range, parts: int, index: int) -> range:
+def equal_part(whole: range, parts: int, index: int) -> range:
     """Return part `index` of N elements: [N*i//parts, N*(i+1)//parts)."""
     return whole[len(whole) * index // parts : len(whole) * (index + 1) // parts]
 
 
 def channel_slice(elements: int, channels: int, channel: int) -> range:
     """Return the elements of a bucket that `channel` carries."""
-    return cut(range(elements), channels, channel)
+    return equal_part(range(elements), channels, channel)
 
 
 def chunk_slice(elements: int, channels: int, channel: int, ranks: int, chunk: int) -> range:
     """Return the elements of chunk `chunk` of `channel`, within the bucket."""
-    return cut(channel_slice(elements, channels, channel), ranks, chunk)
+    return equal_part(channel_slice(elements, channels, channel), ranks, chunk)
 
 
 def chunk_sent(ranks: int, rank: int, round_: int) -> int:

@@ -29,8 +29,8 @@ def owners(sizes: Sequence[int], count: int) -> list[int]:
         count: The number of shares.
     """
     filled = [0] * count
-    found = [0] * len(sizes)
+    ranks = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], -number)):
-        found[number] = filled.index(min(filled))
-        filled[found[number]] += sizes[number]
-    return found
+        ranks[number] = filled.index(min(filled))
+        filled[ranks[number]] += sizes[number]
+    return ranks

@@ -47,10 +47,10 @@ def unacknowledged(sock: socket.socket) -> int:
 def drain(sock: socket.socket, timeout: float) -> None:
     """Wait until all data is acknowledged. Raise `TimeoutError`, or `OSError` if the connection broke."""
     deadline = time.monotonic() + timeout
-    while left := unacknowledged(sock):
+    while nbytes := unacknowledged(sock):
         check_alive(sock)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the peer did not acknowledge {left} bytes within {timeout:g} s")
+            raise TimeoutError(f"the peer did not acknowledge {nbytes} bytes within {timeout:g} s")
         time.sleep(_POLL_SECONDS)
 
 

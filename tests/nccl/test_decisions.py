@@ -69,7 +69,7 @@ def test_a_rank_inside_the_ring_tags_nothing(make: Make) -> None:
     for send in slicing.sends(range(10_000), 4, 3, 1):
         sender.send(0, 4 * len(send.where), sender.caller.proxy_step(op, send.step))
     assert sender.library.trouble == ""
-    assert sender.library.used(0) == 1
+    assert sender.library.used_channels(0) == 1
     assert sender.library.count(0, 0) == (0, 0)
 
 

@@ -47,7 +47,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def parts(elements: int, itemsize: int, channels: int, allowed: int = 0) -> list[int]:
-    used = SLICING.used(elements, itemsize, channels, allowed)
+    used = SLICING.used_channels(elements, itemsize, channels, allowed)
     found = [SLICING.part(elements, itemsize, channels, channel, allowed) for channel in range(used)]
     assert not SLICING.part(elements, itemsize, channels, used, allowed)
     assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])]
@@ -101,7 +101,7 @@ def test_the_plugin_slices_as_python_does(
 ) -> None:
     elements = max(1, near[0] * near[1] * python.cell // itemsize + near[2])
     allowed, index = min(allowed, channels), min(index, ranks - 1)
-    used = python.used(elements, itemsize, channels, allowed)
+    used = python.used_channels(elements, itemsize, channels, allowed)
     sizes = NcclSizes(**asdict(python))
     given_ = Slicing(elements, sizes, itemsize, channels, allowed, ranks, index)
     assert compiled.slicing_used(ctypes.byref(given_)) == used

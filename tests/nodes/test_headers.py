@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from checkmate.nodes.reader import Asked, check_header, record_of
+from checkmate.nodes.reader import ShardRequest, check_header, record_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 
 LAYOUT = make_layout([Parameter(f"p{i}", (4,), "float32") for i in range(4)], 2, 100)
-ASKED = Asked("demo", "first", 7, 1, 0, 3)
+ASKED = ShardRequest("demo", "first", 7, 1, 0, 3)
 
 
 def header(**changes: Any) -> pb.SeedHeader:

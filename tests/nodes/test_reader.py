@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkmate.nodes.reader import Asked, NotReserved, ShardReading, read_shard, read_shards, reserved
+from checkmate.nodes.reader import NotReserved, ShardReading, ShardRequest, read_shard, read_shards, reserved
 from checkmate.nodes.standing import Lacking
 from checkmate.nodes.stubs import Stubs
 from checkmate.state import StateError
@@ -49,8 +49,8 @@ def place() -> Iterator[ReaderPlace]:
         yield ReaderPlace(stack)
 
 
-def asked(iteration: int, **changes: object) -> Asked:
-    return replace(Asked("demo", RUN, iteration, 0, 0, 0), **changes)  # type: ignore[arg-type]
+def asked(iteration: int, **changes: object) -> ShardRequest:
+    return replace(ShardRequest("demo", RUN, iteration, 0, 0, 0), **changes)  # type: ignore[arg-type]
 
 
 def test_a_piece_of_a_shard_from_its_other_holder(place: ReaderPlace) -> None:
@@ -81,7 +81,7 @@ def test_shards_come_from_whoever_gives_them(place: ReaderPlace) -> None:
     place.world.stop(0)
     with reserved(place.stubs, [0, 1], 10.0, enough=lambda granted: 1 in granted) as reservation:
         assert reservation.granted == {1}
-        assert reservation.refused == {0: "can't be reached (Connection refused)"}
+        assert reservation.refusals == {0: "can't be reached (Connection refused)"}
         found = read_shards(place.stubs, wanted, place.reading())
     assert found.keys() == {(0, 0), (0, 1)}
     numbers = sorted(number for one in found.values() for number in one.states)

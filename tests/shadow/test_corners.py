@@ -218,7 +218,7 @@ def test_buffers_that_cannot_be_read_stop_no_step(world: Callable[..., World]) -
     check_now(here, training)
 
 
-@pytest.mark.parametrize("what", ["due", "forget", "tick"])
+@pytest.mark.parametrize("what", ["due_steps", "forget", "tick"])
 def test_threads_survive_what_should_not_happen(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

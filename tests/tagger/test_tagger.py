@@ -229,7 +229,7 @@ def test_sequence_numbers_wrap_at_32_bits(tagger: Tagger, mode: str) -> None:
         try:
             for chunk in chunks:
                 sender.send_chunk(chunk.data, chunk.shadow_id)
-                while len(received) < sender.written:
+                while len(received) < sender.written_bytes:
                     received += sink.recv(1 << 20)
             tcp.drain(sender.socket, 10)
         finally:
@@ -301,7 +301,7 @@ def test_positions_count_tagged_bytes_only(tagger: Tagger) -> None:
             sender.write(b"toom")
         sender.write(b"9ab")
         assert (sender.position(5), sender.position(6), sender.position(7)) == (3, 4, 0)
-        assert sender.written == 11
+        assert sender.written_bytes == 11
     assert reader.received == b"123456789ab"
 
 
@@ -368,7 +368,7 @@ def test_no_range_outlives_its_sequence_numbers_between_tagged_chunks(
             tagger.fetch(sender.socket, known)
             live = [known.ranges[one % RANGES] for one in range(known.head, known.tail)]
             ends = [(one.anchor + one.length - known.first_sequence) % wire.MODULUS for one in live]
-            assert all(sender.written - end <= 100 for end in ends), (number, ends)
+            assert all(sender.written_bytes - end <= 100 for end in ends), (number, ends)
         assert known.head and known.tail == 4
 
 

@@ -15,7 +15,7 @@ from checkmate.wire.schedule import (
     chunk_received,
     chunk_sent,
     chunk_slice,
-    cut,
+    equal_part,
     nic_of,
     side_of,
     stream_layout,
@@ -39,7 +39,7 @@ BUCKETS = buckets_of(ELEMENTS)
 
 @given(length=st.integers(0, 10_000), parts=st.integers(1, 64))
 def test_parts_follow_one_another_and_differ_by_one_at_most(length: int, parts: int) -> None:
-    pieces = [cut(range(length), parts, index) for index in range(parts)]
+    pieces = [equal_part(range(length), parts, index) for index in range(parts)]
     assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
     assert pieces[-1].stop == length
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1

@@ -281,7 +281,7 @@ def _await_sends(library: NcclLibrary, expected: ComparedBytes) -> str:
     """Wait until all expected bytes are compared. A device is done before its last send has left."""
     deadline = time.monotonic() + _SECONDS
     while not library.trouble and compared_bytes(library, expected) != expected:
-        if not library.used(0):
+        if not library.used_channels(0):
             return (
                 "NCCL has not loaded the plugin, because it made its first communicator without it: run "
                 'eval "$(checkmate nccl build)" before torchrun'

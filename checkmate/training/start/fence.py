@@ -26,7 +26,7 @@ from checkmate.nodes.standing import (
     node_name,
     refusal_words,
 )
-from checkmate.nodes.stubs import Stubs, checked, reason
+from checkmate.nodes.stubs import Stubs, check_size, reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
@@ -121,7 +121,7 @@ class Fence:
                 job=self._job.job, timeout=seconds, drain=self._drain, protocol=PROTOCOL
             )
             try:
-                reply: pb.NodeStatus | str = checked(stub.Fence(request, timeout=remaining))
+                reply: pb.NodeStatus | str = check_size(stub.Fence(request, timeout=remaining))
             except grpc.RpcError as error:
                 reply = reason(error)
             except ValueError:  # `close` has closed the channel

@@ -12,7 +12,7 @@ from typing import Any
 from checkmate.events.kinds import RESTORE_INSTALLED
 from checkmate.events.saying import say, seconds_since
 from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
-from checkmate.nodes.reader import Asked, ShardReading, States, most_parts, read_shards, record_of
+from checkmate.nodes.reader import ShardRequest, ShardReading, States, most_parts, read_shards, record_of
 from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
@@ -54,8 +54,8 @@ def read(
     """
     layouts = lay_out_shares(watched.model, place, slicing_of(place, watched.model))
     numbers = {parameter: number for number, parameter in enumerate(watched.model.trained().values())}
-    requests: dict[Asked, Sequence[int]] = {
-        Asked(place.job.job, plan.run, plan.iteration, group, shard): nodes
+    requests: dict[ShardRequest, Sequence[int]] = {
+        ShardRequest(place.job.job, plan.run, plan.iteration, group, shard): nodes
         for (group, shard), nodes in plan.holders.items()
         if group in layouts
     }
@@ -121,7 +121,7 @@ class Fetched:
 
 
 def fetch(
-    requests: Mapping[Asked, Sequence[int]],
+    requests: Mapping[ShardRequest, Sequence[int]],
     layouts: Mapping[int, Layout],
     stubs: Stubs,
     place: Membership,

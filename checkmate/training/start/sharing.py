@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from checkmate.nodes.reader import Asked, States
+from checkmate.nodes.reader import ShardRequest, States
 from checkmate.state import DTYPES, bytes_of, dtype_name
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
@@ -56,7 +56,7 @@ def readers_of(place: Membership, model: TrainedModel) -> Readers | None:
 
 
 def divide(
-    requests: Sequence[Asked], layouts: Mapping[int, Layout], readers: int
+    requests: Sequence[ShardRequest], layouts: Mapping[int, Layout], readers: int
 ) -> list[dict[int, list[int]]]:
     """Return which parameters each reader reads, by index in `requests`, so that all read as much. Pure."""
     sizes = [
@@ -74,8 +74,8 @@ def divide(
 
 
 def part_of_all(
-    requests: Mapping[Asked, Sequence[int]], layouts: Mapping[int, Layout], readers: Readers
-) -> dict[Asked, Sequence[int]]:
+    requests: Mapping[ShardRequest, Sequence[int]], layouts: Mapping[int, Layout], readers: Readers
+) -> dict[ShardRequest, Sequence[int]]:
     """Return the requests for this rank's part of the shards: of some only the header. Pure."""
     order = sorted(requests, key=lambda request: (request.group, request.shard))
     part = divide(order, layouts, len(readers.ranks))[readers.index]

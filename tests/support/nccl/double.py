@@ -136,7 +136,7 @@ class PluginCommunicator:
         if average:  # as NCCL, which multiplies before it sums
             tensor /= self._place.ranks
         elements, itemsize = len(tensor), tensor.element_size()
-        used = self._slicing.used(elements, itemsize, len(self._channels))
+        used = self._slicing.used_channels(elements, itemsize, len(self._channels))
         told = len(self._channels) if self._caller.versions.profiler == 3 else used  # 2.26 tells the maximum
         coll = self._caller.coll(
             tensor.data_ptr(), elements, _TYPES[tensor.dtype], told, comm_hash=self._hash

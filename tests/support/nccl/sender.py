@@ -226,7 +226,7 @@ class SendingRank:
         `contents` are those of a send.
         """
         channels, datatype = len(self.connections), {2: "ncclFloat16", 4: "ncclFloat32", 8: "ncclFloat64"}
-        used = self.slicing.used(bucket.elements, bucket.itemsize, channels)
+        used = self.slicing.used_channels(bucket.elements, bucket.itemsize, channels)
         shown = channels if self.caller.versions.profiler == 3 else used
         one = TracedCollective(bucket.elements, datatype[bucket.itemsize], shown)
         ops = self.collective(number, one)

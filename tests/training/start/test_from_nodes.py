@@ -11,7 +11,7 @@ import torch
 
 from checkmate import state
 from checkmate.nodes.other_ranks import OtherRanks
-from checkmate.nodes.reader import Asked
+from checkmate.nodes.reader import ShardRequest
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start.from_nodes import (
@@ -50,7 +50,7 @@ def fetched(names: Sequence[str], *, iterations: int = 2) -> Fetched:
         settle(here, training, iterations - 1)
         stubs = Stubs(here.job, None)
         stack.callback(stubs.close)
-        requests = {Asked(here.job.job, RUN, iterations - 1, 0, shard): [shard] for shard in range(2)}
+        requests = {ShardRequest(here.job.job, RUN, iterations - 1, 0, shard): [shard] for shard in range(2)}
         return fetch(requests, {0: training.layout}, stubs, Membership(here.job, 0, 0, 0), 10.0)
 
 

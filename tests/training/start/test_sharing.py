@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from checkmate.nodes.reader import Asked, States
+from checkmate.nodes.reader import ShardRequest, States
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
@@ -45,7 +45,7 @@ def test_readers_read_everything_once_and_about_as_much_each(
 ) -> None:
     parameters = [Parameter.of(f"p{at}", (size,), (1,), "float32") for at, size in enumerate(sizes)]
     layout = make_layout(parameters, shards, 1000)
-    asked = [Asked("job", "run", 3, 0, shard) for shard in range(shards)]
+    asked = [ShardRequest("job", "run", 3, 0, shard) for shard in range(shards)]
     parts = divide(asked, {0: layout}, readers)
     for at, one in enumerate(asked):
         read = chain.from_iterable(part.get(at, ()) for part in parts)
