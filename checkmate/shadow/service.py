@@ -48,12 +48,12 @@ _RECOVERY: Final = (
 _SPARE: Final = 16
 _READERS_OF_EVENTS: Final = 2
 """Workers that read files, which may take long."""
-_CALLS_MIN: Final = 1024
+_MIN_CALLS: Final = 1024
 _CALLS_OF_RANK: Final = 8
 """Calls at a time: a rank reads all shards that a node has of its group, and asks for its status."""
 _OPTIONS: Final = (*OPTIONS, ("grpc.max_concurrent_streams", 128))
 """The second is the most calls of one connection at a time."""
-_CONNECTIONS_MIN: Final = 256
+_MIN_CONNECTIONS: Final = 256
 _CONNECTIONS_OF_RANK: Final = 4
 _FILES: Final = 65536
 """Descriptors that a node may have, if the hard limit allows as many."""
@@ -211,12 +211,12 @@ def _mgmt_words(job: Job, node_id: int) -> str:
     return f"{job.node(node_id).mgmt}, the mgmt address of shadow node {node_id},"
 
 
-def calls_max(ranks: int) -> int:
+def max_calls(ranks: int) -> int:
     """Return how many calls a node takes at a time, by the number of ranks in its job."""
-    return max(_CALLS_MIN, _CALLS_OF_RANK * ranks)
+    return max(_MIN_CALLS, _CALLS_OF_RANK * ranks)
 
 
-def connections_max(ranks: int) -> int:
+def max_connections(ranks: int) -> int:
     """Return how many gRPC connections a node accepts, so that it has descriptors for all else.
 
     Strangers' idle connections end after `HANDSHAKE_SECONDS`. Raises the soft limit of descriptors if it can.
@@ -225,7 +225,7 @@ def connections_max(ranks: int) -> int:
     if soft < (target := min(hard, _FILES)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
         soft = target
-    return min(_CONNECTIONS_MIN + _CONNECTIONS_OF_RANK * ranks, soft // 2)
+    return min(_MIN_CONNECTIONS + _CONNECTIONS_OF_RANK * ranks, soft // 2)
 
 
 class Server:
@@ -242,9 +242,9 @@ class Server:
         self._events = ThreadPoolExecutor(_READERS_OF_EVENTS, thread_name_prefix="events")
         keys = node.access.keys
         checks: list[grpc.ServerInterceptor] = [] if keys is None else [CallerCheck(job)]
-        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max(ranks)))
+        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections(ranks)))
         self._server = grpc.server(
-            self._pool, interceptors=checks, options=options, maximum_concurrent_rpcs=calls_max(ranks)
+            self._pool, interceptors=checks, options=options, maximum_concurrent_rpcs=max_calls(ranks)
         )
         self._guard = CallGuard()
         self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers, log))

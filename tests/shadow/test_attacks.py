@@ -22,8 +22,8 @@ from checkmate.rpc.frames import Unpacker
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import memory
-from checkmate.shadow.logic.bounds import RESERVATIONS_MAX
-from checkmate.shadow.service import calls_max
+from checkmate.shadow.logic.bounds import MAX_RESERVATIONS
+from checkmate.shadow.service import max_calls
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 from testbed.record_line import RecordLine
@@ -220,11 +220,11 @@ def test_reservations_have_a_limit(world: Callable[..., World]) -> None:
     training.iterate()
     here.stepped(0)
     request = pb.ReserveRequest(job=here.job.job, iteration=3, seconds=10)
-    for _ in range(RESERVATIONS_MAX):
+    for _ in range(MAX_RESERVATIONS):
         assert training.stubs[0].Reserve(request, timeout=5).granted
     code, details = refusal(lambda: training.stubs[0].Reserve(request, timeout=5))
     assert code == grpc.StatusCode.FAILED_PRECONDITION
-    assert f"this node has {RESERVATIONS_MAX} reservations" in details
+    assert f"this node has {MAX_RESERVATIONS} reservations" in details
     training.stubs[0].Release(pb.ReleaseRequest(job=here.job.job, iteration=3), timeout=5)
     assert training.stubs[0].Reserve(request, timeout=5).granted
 
@@ -289,8 +289,8 @@ def test_recovery_and_seeds_do_not_wait_for_readers(world: Callable[..., World])
 
 
 def test_each_rank_of_a_large_job_can_call() -> None:
-    assert calls_max(ranks=2) == 1024
-    assert calls_max(ranks=1000) >= 4 * 1000
+    assert max_calls(ranks=2) == 1024
+    assert max_calls(ranks=1000) >= 4 * 1000
 
 
 def test_a_seed_is_checked_before_it_is_collected(job: Job, stub: ShadowStub) -> None:

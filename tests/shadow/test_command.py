@@ -26,9 +26,9 @@ from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
-from checkmate.shadow.logic.commit import SILENCE_MAX
+from checkmate.shadow.logic.commit import MAX_SILENCE
 from checkmate.shadow.process import Serving
-from checkmate.shadow.service import connections_max
+from checkmate.shadow.service import max_connections
 from testbed.copies import Copies, local_job
 from testbed.small_training import SmallTraining, status
 from tests.support.documents import check_document
@@ -181,7 +181,7 @@ def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replica
             training.iterate()
             time.sleep(0.01)
         wait_until(lambda: all(h.stepped == 12 for n in left for h in status(job, n).holds), "stepped")
-        assert time.monotonic() - killed < 3 * SILENCE_MAX, "waited for the dead"
+        assert time.monotonic() - killed < 3 * MAX_SILENCE, "waited for the dead"
         reserved = pb.ReserveRequest(job=job.job, iteration=13, seconds=10)
         assert all(training.stubs[node].Reserve(reserved, timeout=5).granted for node in left)
         training.iterate()
@@ -216,7 +216,7 @@ def test_a_node_that_is_stopped_for_long_is_passed_over_and_counts_again_when_it
         if replicas > 1:
             wait_until(lambda: status(job, 1).holds[0].stepped == 2, "the decider was silent", 15)
         else:
-            time.sleep(2 * SILENCE_MAX)
+            time.sleep(2 * MAX_SILENCE)
             assert status(job, 1).holds[0].stepped == 0
         process.process.send_signal(signal.SIGCONT)
         wait_until(lambda: all(status(job, n).holds[0].stepped == 2 for n in range(2)), "caught up")
@@ -237,7 +237,7 @@ def test_idle_connections_leave_descriptors_for_the_node(start: Callable[..., No
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     assert soft == min(hard, 65536)
     before = len(os.listdir(f"/proc/{pid}/fd"))
-    most = connections_max(sum(len(group.ranks) for group in job.dp_groups))
+    most = max_connections(sum(len(group.ranks) for group in job.dp_groups))
     address = split_address(job.node(0).mgmt)
     with ExitStack() as stack:
         for _ in range(most + 200):

@@ -14,7 +14,7 @@ from rich.console import Console
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.logic.announcements import PeerWatch
-from checkmate.shadow.logic.commit import SILENCE_MIN
+from checkmate.shadow.logic.commit import MIN_SILENCE
 from checkmate.shadow.logic.effects import Log
 from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.phases import Phase
@@ -150,7 +150,7 @@ def test_once_one_node_is_fenced_nobody_commits_what_it_lacks(
     training.stubs[fenced].Fence(request, timeout=10)
     training.iterate(records=[1 - fenced])
     wait_until(lambda: here.status(1 - fenced).holds[0].in_full == 1, "in full")
-    time.sleep(2 * SILENCE_MIN)
+    time.sleep(2 * MIN_SILENCE)
     assert here.status(1 - fenced).holds[0].stepped == 0
     fence(here, training)
     settle(here, training, 0)

@@ -17,7 +17,7 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow.calls.begin import locked_status, node_status
 from checkmate.shadow.calls.transfer import record
 from checkmate.shadow.logic.bounds import (
-    FENCE_SECONDS_MAX,
+    MAX_FENCE_SECONDS,
     check_copy,
     check_fence,
     check_parts,
@@ -50,7 +50,7 @@ def stop(
 ) -> pb.NodeStatus:
     """Drain or fence for at most the `remaining` seconds of the call. Raise `CallRefused` like both."""
     check_fence(request)
-    timeout = min(request.timeout or remaining, remaining, FENCE_SECONDS_MAX)
+    timeout = min(request.timeout or remaining, remaining, MAX_FENCE_SECONDS)
     if request.drain:
         return drain(node, request.job, timeout, is_waiting)
     return fence(node, request.job, timeout, is_waiting, caller)

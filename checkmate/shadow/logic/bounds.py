@@ -35,24 +35,24 @@ from checkmate.wording import counted, size
 
 WINDOW: Final = 1 << 20
 """Iterations by which a message may be ahead of the newest iteration that is known here."""
-FENCE_SECONDS_MAX: Final = 3600.0
-RESERVE_SECONDS_MAX: Final = 86_400.0
-RESERVATIONS_MAX: Final = 64
+MAX_FENCE_SECONDS: Final = 3600.0
+MAX_RESERVE_SECONDS: Final = 86_400.0
+MAX_RESERVATIONS: Final = 64
 """Reservations of a node at a time."""
 SPARE_FETCHES: Final = 8
 """Calls that may wait for an iteration beside one for each rank."""
-RANGES_MAX: Final = 1 << 16
-LAYOUT_MAX: Final = 32 << 20
+MAX_RANGES: Final = 1 << 16
+MAX_LAYOUT: Final = 32 << 20
 """Characters of a layout: two hundred thousand parameters."""
-OPTIONS_MAX: Final = 1 << 20
+MAX_OPTIONS: Final = 1 << 20
 """Characters of one parameter group's options."""
-NAME_MAX: Final = 4096
-THREADS_MAX: Final = 4096
+MAX_NAME: Final = 4096
+MAX_THREADS: Final = 4096
 MIN_COPIES: Final = 3
 """A shard's bytes are held this often at least: parameters, and two sets of gradients."""
-SLICES_MAX: Final = 128
+MAX_SLICES: Final = 128
 """Slices of each shard; trainers send about 64."""
-REPEATS_MAX: Final = 64
+MAX_REPEATS: Final = 64
 """Number of times that the scalings of a step may list each parameter; without a list, one lists all."""
 UNSTEPPED_BYTES: Final = 1 << 30
 """Bytes of parts that wait for their step, beyond which only the next iterations' parts are taken."""
@@ -118,7 +118,7 @@ def check_numbers(label: str, numbers: Sequence[int], parameters: Collection[int
 def check_fence(request: pb.FenceRequest) -> None:
     """Check a `Fence`."""
     check_protocol(request.protocol)
-    check_seconds("timeout", request.timeout, FENCE_SECONDS_MAX)
+    check_seconds("timeout", request.timeout, MAX_FENCE_SECONDS)
 
 
 def check_settle(request: pb.SettleRequest) -> None:
@@ -140,8 +140,8 @@ def check_reserve(request: pb.ReserveRequest, newest: int, reserved: int) -> Non
     """Check a `Reserve`, given the newest iteration known here and the number of reservations."""
     check_number("iteration", request.iteration, ITERATIONS_MAX, -1)
     check_ahead("iteration", request.iteration, newest)
-    check_seconds("a hold time of", request.seconds, RESERVE_SECONDS_MAX)
-    if reserved >= RESERVATIONS_MAX:
+    check_seconds("a hold time of", request.seconds, MAX_RESERVE_SECONDS)
+    if reserved >= MAX_RESERVATIONS:
         raise CallRefused(
             f"this node has {reserved} reservations, the most that it keeps: release one, or wait",
             precondition=True,
@@ -178,8 +178,8 @@ def check_parts(job: Job, parts: pb.PartsHeld) -> None:
     """Check ranges of parts: ordered, without overlap, and of ranks of the group."""
     check_group(job, parts.group)
     ranks = len(job.dp_groups[parts.group].ranks)
-    if len(parts.ranges) > RANGES_MAX:
-        raise CallRefused(f"{len(parts.ranges)} ranges of parts; a call may have {RANGES_MAX}")
+    if len(parts.ranges) > MAX_RANGES:
+        raise CallRefused(f"{len(parts.ranges)} ranges of parts; a call may have {MAX_RANGES}")
     before = (-1, -1)
     for part in parts.ranges:
         check_number("position", part.position, ranks - 1)
@@ -288,7 +288,7 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
 
 
 def _layout(job: Job, request: pb.BeginRequest) -> Layout:
-    check_text("the layout", request.layout, LAYOUT_MAX)
+    check_text("the layout", request.layout, MAX_LAYOUT)
     try:
         layout = from_json(request.layout)
     except LayoutError as error:
@@ -305,14 +305,14 @@ def _layout(job: Job, request: pb.BeginRequest) -> Layout:
 def _check_optimizer(spec: pb.OptimizerSpec, parameters: int) -> None:
     """Refuse an unknown optimizer, or parameters that the layout does not have or that come twice."""
     for name in {kind_of(spec, group) for group in spec.groups} or {spec.name}:
-        if why := why_unknown(name[:NAME_MAX]):
+        if why := why_unknown(name[:MAX_NAME]):
             raise CallRefused(f"unsupported optimizer: {why}")
-    if spec.threads > THREADS_MAX:
-        raise CallRefused(f"{spec.threads} threads in training; at most {THREADS_MAX} are supported")
+    if spec.threads > MAX_THREADS:
+        raise CallRefused(f"{spec.threads} threads in training; at most {MAX_THREADS} are supported")
     check_text("default_dtype", spec.default_dtype)
     earlier: set[int] = set()
     for index, group in enumerate(spec.groups):
-        check_text(f"parameter group {index}: its options", group.options, OPTIONS_MAX)
+        check_text(f"parameter group {index}: its options", group.options, MAX_OPTIONS)
         numbers = [number for number in group.parameters if number != FROZEN]
         if numbers and (wrong := max(numbers)) >= parameters:
             raise CallRefused(f"parameter group {index} has parameter {wrong}; the layout has {parameters}")
@@ -327,7 +327,7 @@ def _check_optimizer(spec: pb.OptimizerSpec, parameters: int) -> None:
 
 def _check_names(request: pb.BeginRequest) -> None:
     for name in (*request.names.keys(), *request.names.values(), *request.buffers):
-        check_text("a tensor's name", name, NAME_MAX)
+        check_text("a tensor's name", name, MAX_NAME)
     if len(set(request.buffers)) < len(request.buffers):
         raise CallRefused("a buffer's name comes twice")
 
@@ -400,7 +400,7 @@ def _check_step(group: ShadowGroup, step: pb.Step) -> None:
     check_numbers("without_gradient", step.without_gradient, range(parameters))
     check_numbers("with_gradient", step.with_gradient, range(parameters))
     total = sum(len(scaling.parameters) or parameters for scaling in step.scalings)
-    most = REPEATS_MAX * parameters
+    most = MAX_REPEATS * parameters
     if total > most:
         raise CallRefused(f"{len(step.scalings)} scalings list {total} parameters; a step may have {most}")
     for scaling in step.scalings:
@@ -414,13 +414,13 @@ def _check_step(group: ShadowGroup, step: pb.Step) -> None:
     for beginning in step.beginnings:
         check_number("a beginning of parameter group", beginning.group, groups - 1)
         if beginning.dtype not in DTYPES:
-            raise CallRefused(f"a beginning of type {beginning.dtype[:NAME_MAX]}; known: {', '.join(DTYPES)}")
-    check_text("scheduler_class", step.scheduler_class, NAME_MAX)
+            raise CallRefused(f"a beginning of type {beginning.dtype[:MAX_NAME]}; known: {', '.join(DTYPES)}")
+    check_text("scheduler_class", step.scheduler_class, MAX_NAME)
     _check_slices(group, step.slices)
 
 
 def _check_options(label: str, text: str) -> None:
-    check_text(label, text, OPTIONS_MAX)
+    check_text(label, text, MAX_OPTIONS)
     try:
         parse_options(text)
     except OptionsError as error:
@@ -429,7 +429,7 @@ def _check_options(label: str, text: str) -> None:
 
 def _check_slices(group: ShadowGroup, slices: Iterable[pb.Slice]) -> None:
     """Refuse slices that are not inside a parameter or an entry of its state."""
-    slices, most = list(slices), SLICES_MAX * group.layout.shards
+    slices, most = list(slices), MAX_SLICES * group.layout.shards
     if len(slices) > most:
         raise CallRefused(f"{len(slices)} slices; a record may have {most}")
     _check_known("a slice", [part.parameter for part in slices], len(group.layout.parameters))

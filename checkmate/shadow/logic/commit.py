@@ -24,7 +24,7 @@ NEVER: Final = -2
 KeptShard = tuple[Shard, int]
 """The shard of a hold that is not live but has complete state, and its last stepped iteration."""
 
-SILENCE_MIN, SILENCE_MAX = 1.0, 5.0
+MIN_SILENCE, MAX_SILENCE = 1.0, 5.0
 """Bounds, in seconds, of the silence after which a node no longer counts."""
 
 PATIENCE = 600.0
@@ -143,7 +143,7 @@ class Committee:
     def silence(self) -> float:
         """Seconds until a silent node no longer counts: a quarter of the shortest patience, within bounds."""
         patiences = [peer.progress.patience for peer in self._higher.values() if peer.progress]
-        return min(SILENCE_MAX, max(SILENCE_MIN, min([self.progress.patience, *patiences]) / 4))
+        return min(MAX_SILENCE, max(MIN_SILENCE, min([self.progress.patience, *patiences]) / 4))
 
     def nobody_live(self, now: float) -> bool:
         """Return whether no node is live, so that no agreement is needed. Unknown nodes may be live."""

@@ -25,7 +25,7 @@ from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, PatienceMeter
 from checkmate.shadow.logic.phases import LEFT_TROUBLE, Leaving, Phase
 from checkmate.shadow.logic.starts import EndedStarts, OlderStarts, Superseded
 
-DOUBTS_MOST: Final = 4
+MAX_DOUBTS: Final = 4
 """Doubts of a shard that are past and in the status: newer ones take the place of older ones."""
 
 
@@ -354,7 +354,7 @@ class NodeState:
     def _doubt_over(self, hold: Hold, words: str) -> None:
         """Add to the status what was doubtful, and log it if the doubt was logged."""
         message = f"{hold}: {words}"
-        self.doubts.setdefault(hold.shard, deque(maxlen=DOUBTS_MOST)).append(message)
+        self.doubts.setdefault(hold.shard, deque(maxlen=MAX_DOUBTS)).append(message)
         if (left_out := hold.differences.over()) is None:
             return
         self._effects.append(announcements.node_trouble(f"{message}{left_out_words(left_out)}"))

@@ -24,7 +24,7 @@ After a break in the network, it may come later, but all at once.
 """
 SILENT_SECONDS: Final = 120.0
 """A superseded start of which nothing has come for this time has ended."""
-_HOSTS_MOST: Final = 64
+_MAX_HOSTS: Final = 64
 """Addresses that are remembered."""
 
 
@@ -137,7 +137,7 @@ class OlderStarts:
         if now < start.since + LATE_SECONDS:
             return False
         start.late = min(start.late, now)
-        if host in start.hosts or len(start.hosts) < _HOSTS_MOST:
+        if host in start.hosts or len(start.hosts) < _MAX_HOSTS:
             start.hosts[host] = now
         first = not start.goes_on and now >= start.late + APART_SECONDS
         start.goes_on |= first

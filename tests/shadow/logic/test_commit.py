@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from checkmate.shadow.logic.commit import NEVER, SILENCE_MAX, SILENCE_MIN, Committee, KeptShard, Progress
+from checkmate.shadow.logic.commit import MAX_SILENCE, MIN_SILENCE, NEVER, Committee, KeptShard, Progress
 
 BUFFERS = 2
 Told = tuple[int, bool, tuple[KeptShard, ...]]
@@ -236,9 +236,9 @@ def test_nothing_is_decided_before_all_have_been_heard_or_were_silent_for_long()
     view = committee()
     view.hear_report(1, progress(5, 4), 100.0)
     assert view.decide(100.0) == 4  # steps of node 1 were decided before
-    assert view.decide(100.0 + SILENCE_MAX) == 4
-    view.hear_report(1, progress(5, 4), 100.1 + SILENCE_MAX)
-    assert view.decide(100.1 + SILENCE_MAX) == 5
+    assert view.decide(100.0 + MAX_SILENCE) == 4
+    view.hear_report(1, progress(5, 4), 100.1 + MAX_SILENCE)
+    assert view.decide(100.1 + MAX_SILENCE) == 5
 
 
 def test_a_process_that_ended_is_not_waited_for_and_a_silent_one_for_a_quarter_of_the_patience() -> None:
@@ -296,9 +296,9 @@ def test_a_node_that_has_forgotten_the_start_is_not_waited_for() -> None:
 
 def test_silence_has_its_bounds() -> None:
     view = committee()
-    assert view.silence == SILENCE_MAX
+    assert view.silence == MAX_SILENCE
     view.hear_report(1, progress(5, 4, patience=0.001), 100.0)
-    assert view.silence == SILENCE_MIN
+    assert view.silence == MIN_SILENCE
 
 
 def test_who_was_left_behind_counts_again_once_it_has_caught_up() -> None:
@@ -329,8 +329,8 @@ def test_a_lower_node_decides_as_soon_as_it_is_active_and_as_long_as_it_speaks()
     view.hear_decision(0, 4, True, 100.0)
     assert (view.decider(100.0), view.committed) == (0, 4)
     assert view.decide(100.0) == 4
-    assert view.decider(100.1 + SILENCE_MAX) == 1
-    assert view.decide(100.1 + SILENCE_MAX) == 5
+    assert view.decider(100.1 + MAX_SILENCE) == 1
+    assert view.decide(100.1 + MAX_SILENCE) == 5
 
 
 def test_a_node_that_others_have_left_behind_does_not_decide() -> None:
@@ -346,11 +346,11 @@ def test_nobody_is_live_only_when_all_were_heard_or_are_silent_or_gone() -> None
     assert not view.nobody_live(100.0)  # all are unknown
     view.hear_decision(0, NEVER, False, 100.0)
     assert not view.nobody_live(100.0)
-    assert view.nobody_live(100.1 + SILENCE_MAX)
+    assert view.nobody_live(100.1 + MAX_SILENCE)
     view.hear_report(2, progress(5, 4, live=False), 100.0)
     assert view.nobody_live(100.0)
     view.hear_report(2, progress(5, 4), 100.0)
-    assert not view.nobody_live(100.1 + SILENCE_MAX)
+    assert not view.nobody_live(100.1 + MAX_SILENCE)
     view.note_end(2)
     assert view.nobody_live(100.0)
     view.report(progress(5, 4))

@@ -20,7 +20,7 @@ from checkmate.shadow.logic.announcements import LagWatch
 from checkmate.shadow.logic.effects import DueStep, Empty, Join, Log
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped, StreamState
-from checkmate.shadow.logic.node_state import DOUBTS_MOST, NodeState
+from checkmate.shadow.logic.node_state import MAX_DOUBTS, NodeState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.logic.starts import SILENT_SECONDS
 from checkmate.shadow.receive.plans import SETS, hold_plans
@@ -461,7 +461,7 @@ def test_a_difference_is_said_once_and_then_more_and_more_rarely() -> None:
     for number in range(17, 80, 2):
         assert not said(number, (f"p0 differs after iteration {number}",))
         assert not said(number + 1, ())
-    assert len(node.state.all_troubles) == DOUBTS_MOST
+    assert len(node.state.all_troubles) == MAX_DOUBTS
     assert "iterations 79 to 79 are doubtful" in node.state.all_troubles[-1]
 
 
