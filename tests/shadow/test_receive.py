@@ -300,6 +300,16 @@ def test_nothing_is_written_once_an_inlet_is_closed(pipe: Callable[[], Pipe]) ->
     assert not one.broken
 
 
+def test_discarded_buckets_give_their_memory_back() -> None:
+    """A settled node keeps its parameters only, until training begins again."""
+    sets = BucketSets(layout_of([16_000_000], 1, bucket_bytes=1 << 26), 0, -1)
+    filled = sum(bucket.fill_(1.0).nbytes for buckets in sets.tensors for bucket in buckets.values())
+    before = resident()
+    sets.clear()
+    assert filled == SETS * 64_000_000
+    assert before - resident() > filled // 2
+
+
 def part(iteration: int, position: int, **other: object) -> pb.RecordPart:
     return pb.RecordPart(iteration=iteration, position=position, **other)  # type: ignore[arg-type]
 

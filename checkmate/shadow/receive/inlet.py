@@ -50,8 +50,9 @@ class BucketSets:
         self.released = iteration
 
     def clear(self) -> None:
-        """Discard the tensors, for good."""
+        """Discard the tensors, for good, and the views that would keep their memory."""
         self.tensors = [{} for _ in range(SETS)]
+        self._bytes = [{} for _ in range(SETS)]
 
     def free_for(self, iteration: int) -> bool:
         """Return whether an iteration's bytes may be written."""
