@@ -14,6 +14,6 @@ from testbed.copies import local_job
 @pytest.fixture
 def job() -> Iterator[Job]:
     """Yield a job whose only shadow node serves in this process."""
-    made = local_job(nodes=1)
-    with Serving(made, 0):
-        yield made
+    local = local_job(nodes=1)
+    with Serving(local, 0):
+        yield local

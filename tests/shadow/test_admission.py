@@ -82,7 +82,7 @@ def train(job: Job, stack: ExitStack) -> SmallTraining:
 
 def attack(job: Job, keys: RoleKeys | None) -> list[str]:
     """Read parameters, empty a node, take the job over, and forge a record. Return what succeeded."""
-    done = []
+    successes = []
     fetch = pb.FetchRequest(job=job.job, shard=pb.Shard(), iteration=0)
     reserve = pb.ReserveRequest(job=job.job, iteration=0, seconds=5)
     fence = pb.FenceRequest(protocol=PROTOCOL, job=job.job, timeout=1)
@@ -99,18 +99,18 @@ def attack(job: Job, keys: RoleKeys | None) -> list[str]:
                 call(ShadowStub(channel))
             except grpc.RpcError:
                 continue
-            done.append(name)
+            successes.append(name)
     try:
         line = RecordLine(job, 0, keys)
     except OSError:
-        return done
+        return successes
     part = pb.RecordPart(job=job.job, incarnation=9, run="theirs", start=begin.start, iteration=0)
     line.send(part)
     wait_until(lambda: bool(line.replies) or line.closed.is_set(), "an answer")
     if line.replies and not line.refusal:
-        done.append("record")
+        successes.append("record")
     line.close()
-    return done
+    return successes
 
 
 def test_a_stranger_owns_a_checkpoint_without_keys_and_gets_nothing_with_them(
@@ -121,11 +121,11 @@ def test_a_stranger_owns_a_checkpoint_without_keys_and_gets_nothing_with_them(
         train(victim, stack)
         assert attack(victim, None) == ["Reserve", "Fetch", "Fence", "Begin", "record"]
     open_job = replace(job, keys=None)
-    other = secured(open_job, tmp_path / "theirs")
+    other_job = secured(open_job, tmp_path / "theirs")
     with ExitStack() as stack:
         training = train(job, stack)
         assert attack(open_job, None) == []
-        assert attack(other, keys_of(other, Role.TRAINER)) == []
+        assert attack(other_job, keys_of(other_job, Role.TRAINER)) == []
         training.iterate()  # undisturbed
         wait_until(lambda: status(job, 0).holds[0].stepped == 1, "committed")
 
@@ -189,25 +189,25 @@ def test_a_shadow_node_of_another_host_is_refused(tmp_path: Path) -> None:
 
 
 def test_refusals_are_one_sentence(trained: SmallTraining, job: Job, tmp_path: Path) -> None:
-    other = secured(job, tmp_path / "theirs")
+    other_job = secured(job, tmp_path / "theirs")
     fence = pb.FenceRequest(protocol=PROTOCOL, job=job.job)
-    found = {}
+    sentences = {}
     for name, keys in (
         ("role", keys_of(job, Role.READER)),
-        ("authority", keys_of(other, Role.TRAINER)),
+        ("authority", keys_of(other_job, Role.TRAINER)),
         ("none", None),
     ):
         with Stubs(job, keys) as stubs:
-            found[name] = stubs.ask([0], lambda stub: stub.Fence, fence)[0]
-    assert found == {
+            sentences[name] = stubs.ask([0], lambda stub: stub.Fence, fence)[0]
+    assert sentences == {
         "role": "role reader may not call Fence, which is for trainer",
         "authority": "can't be reached (its certificate is not one for this address by the authority in this "
         "host's folder of keys)",
         "none": "can't be reached (it closed the connection: if it uses TLS, this process needs keys too)",
     }
-    with pytest.raises(OSError, match="CERTIFICATE") as caught:
-        RecordLine(job, 0, keys_of(other, Role.TRAINER))
-    assert reason(caught.value).startswith("its certificate is not one for this address")
+    with pytest.raises(OSError, match="CERTIFICATE") as info:
+        RecordLine(job, 0, keys_of(other_job, Role.TRAINER))
+    assert reason(info.value).startswith("its certificate is not one for this address")
 
 
 def test_a_node_without_tls_is_named(job: Job) -> None:
@@ -216,9 +216,9 @@ def test_a_node_without_tls_is_named(job: Job) -> None:
     with Serving(job, 0, insecure=True), Stubs(job, keys) as stubs:
         status_of = stubs.ask([0], lambda stub: stub.Status, pb.StatusRequest(protocol=PROTOCOL, job=job.job))
         assert status_of[0] == f"can't be reached ({words})"
-        with pytest.raises(OSError, match="SSL") as caught:
+        with pytest.raises(OSError, match="SSL") as info:
             RecordLine(job, 0, keys)
-        assert reason(caught.value) == words
+        assert reason(info.value) == words
 
 
 def test_half_open_handshakes_hold_neither_workers_nor_trainers(
@@ -244,7 +244,7 @@ def test_half_open_handshakes_hold_neither_workers_nor_trainers(
             assert isinstance(stubs.ask([0], lambda stub: stub.Fence, fence)[0], pb.NodeStatus)
         assert "is not a start" in line.answer(pb.RecordPart(job=job.job)).refused or line.refusal
         assert time.monotonic() - before < 5
-        threads = [one for one in threading.enumerate() if one.name.startswith("records of")]
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("records of")]
         assert len(threads) <= 130
         for address, sock in silent:
             if address == node.records_at:
@@ -273,7 +273,9 @@ def test_a_stranger_leaves_bounded_lines(job: Job, sent: bytes, caplog: pytest.L
                 with_end(sock)
             if number == 0:
                 wait_until(lambda: "step records from 127.0.0.1: " in caplog.text, "a line")
-        lines = [one.getMessage() for one in caplog.records if "step records from" in one.getMessage()]
+        lines = [
+            record.getMessage() for record in caplog.records if "step records from" in record.getMessage()
+        ]
         assert 1 <= len(lines) <= 15
         assert max(map(len, lines)) < 400
         line = RecordLine(job, 0, keys_of(job, Role.TRAINER))
@@ -294,13 +296,13 @@ def test_failed_handshakes_leave_no_lines_of_grpc(job: Job, start: Callable[...,
 
 
 def test_a_name_is_looked_up_once_and_again_when_that_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    names: list[str] = []
 
     def look_up(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
-        asked.append(host)
+        names.append(host)
         if host == "gone":
             raise socket.gaierror("no such name")
-        return [(0, 0, 0, "", (f"192.0.2.{len(asked)}", 0))]
+        return [(0, 0, 0, "", (f"192.0.2.{len(names)}", 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     addresses = Addresses(seconds=60)
@@ -310,7 +312,7 @@ def test_a_name_is_looked_up_once_and_again_when_that_is_old(monkeypatch: pytest
         ["192.0.2.1"],
         [],
     ]
-    assert asked == ["one", "gone"]
+    assert names == ["one", "gone"]
     brief = Addresses(seconds=0)
     assert [brief.lookup("one"), brief.lookup("one")] == [["192.0.2.3"], ["192.0.2.4"]]
 

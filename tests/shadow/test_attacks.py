@@ -62,10 +62,10 @@ def request_of(job: Job, **other: Any) -> pb.BeginRequest:
 
 
 def refusal(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as caught:
+    with pytest.raises(grpc.RpcError) as info:
         call()
-    assert isinstance(caught.value, grpc.Call)
-    return caught.value.code(), str(caught.value.details())
+    assert isinstance(info.value, grpc.Call)
+    return info.value.code(), str(info.value.details())
 
 
 def laid(shape: object, shards: int = 1) -> str:
@@ -142,12 +142,12 @@ def test_a_forged_record_is_refused_and_the_node_goes_on(
 ) -> None:
     stub.Begin(request_of(job), timeout=5)
     line = RecordLine(job, 0)
-    begun = time.monotonic()
+    start = time.monotonic()
     reply = line.answer(forged(job, **other))
     line.close()
     assert words in reply.refused
     assert status(job, 0).holds
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - start < 3
 
 
 def test_each_parameter_may_be_clipped_by_itself(job: Job, stub: ShadowStub) -> None:
@@ -296,20 +296,20 @@ def test_each_rank_of_a_large_job_can_call() -> None:
 def test_a_seed_is_checked_before_it_is_collected(job: Job, stub: ShadowStub) -> None:
     """A header that does not fit ends the call at once; today all pieces would be read first."""
     stub.Begin(request_of(job), timeout=5)
-    sent: list[int] = []
+    sizes: list[int] = []
 
     def seeds(parameter: int, shape: list[int]) -> Iterator[pb.Seeds]:
         header = pb.SeedHeader(job=job.job, run="one", start=START, iteration=-1, shard=pb.Shard())
         header.parameters.append(parameter)
         yield pb.Seeds(header=header)
         for number in range(10_000):
-            sent.append(number)
+            sizes.append(number)
             tensor = pb.TensorPiece(dtype="float32", shape=shape, offset=number << 16, data=bytes(1 << 16))
             yield pb.Seeds(piece=pb.ParameterPiece(parameter=parameter, tensor=tensor))
 
     assert "lists parameter 5" in refusal(lambda: stub.Seed(seeds(5, [4]), timeout=10))[1]
     assert "its seed has (35184372088832,)" in refusal(lambda: stub.Seed(seeds(0, [1 << 45]), timeout=10))[1]
-    assert len(sent) < 10_000
+    assert len(sizes) < 10_000
 
 
 def said_to(stub: ShadowStub, request: pb.FenceRequest) -> pb.NodeStatus | str:
@@ -337,10 +337,10 @@ def test_half_open_calls_do_not_keep_a_fence_waiting(job: Job, stub: ShadowStub)
             raw(job, method, channel).future(nothing()) for method in ("Fence", "Seed") for _ in range(60)
         ]
         time.sleep(0.2)
-        begun = time.monotonic()
+        start = time.monotonic()
         request = pb.FenceRequest(protocol=PROTOCOL, job=job.job, timeout=0.1)
         wait_until(lambda: not isinstance(said_to(stub, request), str), "fenced")
-        took = time.monotonic() - begun
+        took = time.monotonic() - start
         release.append(True)
         for call in calls:
             call.cancel()
@@ -363,9 +363,9 @@ def test_half_open_streams_between_nodes_leave_no_traceback(
         calls = [call(nothing()) for _ in range(60)]
         wait_until(lambda: sum(one.done() for one in calls) > 1, "refused", 10)
         wait_until(lambda: "peer reports" not in {one.name for one in threading.enumerate()}, "ended", 10)
-        found = {one.code() for one in calls if one.done()}
+        codes = {one.code() for one in calls if one.done()}
         release.set()
-    assert grpc.StatusCode.RESOURCE_EXHAUSTED in found
+    assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
     assert not failed
 
 
@@ -395,6 +395,6 @@ def test_a_trainer_of_another_version_hears_who_is_older(job: Job) -> None:
     ):
         with socket.create_connection(job.node(0).records_at, 5) as sock:
             sock.sendall(greeting)
-            found = b"".join(iter(lambda s=sock: s.recv(4096), b""))  # type: ignore[misc]
-        (frame,) = Unpacker(greeted=True).feed(found)
+            answer = b"".join(iter(lambda s=sock: s.recv(4096), b""))  # type: ignore[misc]
+        (frame,) = Unpacker(greeted=True).feed(answer)
         assert words in pb.RecordReply.FromString(frame.data).refused

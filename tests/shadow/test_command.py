@@ -73,24 +73,24 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodePr
         wait_until(lambda: status(job, 0).holds[0].live, "live")
         training.iterate()
         wait_until(lambda: status(job, 0).holds[0].stepped == 0, "stepped")
-    while not (said := json.loads(process.line()))["holds"]:
+    while not (document := json.loads(process.line()))["holds"]:
         pass  # of seconds before that
-    check_document("shadow", said := json.loads(process.line()))
-    then, now = (datetime.fromisoformat(one["time"]) for one in (ready, said))
+    check_document("shadow", document := json.loads(process.line()))
+    then, now = (datetime.fromisoformat(line_document["time"]) for line_document in (ready, document))
     assert now.utcoffset() == timedelta(0)
     assert then < now < then + timedelta(minutes=2)
-    hold = said["holds"][0]
+    hold = document["holds"][0]
     assert (hold["stepped"], hold["live"], hold["lag"]) == (0, True, 0)
-    assert hold["bytes"] == sum(nic["bytes"] for nic in said["nics"])
-    assert set(said["bytes_per_second"]) == {nic["ip"] for nic in said["nics"]}
-    assert said["memory_bytes"] > 50_000_000
+    assert hold["bytes"] == sum(nic["bytes"] for nic in document["nics"])
+    assert set(document["bytes_per_second"]) == {nic["ip"] for nic in document["nics"]}
+    assert document["memory_bytes"] > 50_000_000
     code, errors = process.end(signal.SIGINT)
     assert code == 0
     lines = errors.splitlines()
     assert any(line.endswith("DP group 0, shard 0: live before iteration 0") for line in lines)
     for line in lines:
-        written = datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
-        assert abs(datetime.now() - written) < timedelta(minutes=2)
+        log_time = datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
+        assert abs(datetime.now() - log_time) < timedelta(minutes=2)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodePr
 def test_the_command_explains_bad_input(tmp_path: Path, arguments: list[str], message: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(data_of(local_job(nodes=2), exclude_none=True)))
-    done = CliRunner().invoke(app, ["shadow", str(file), *arguments])
-    assert done.exit_code == 2
-    assert message in done.stderr
-    assert isinstance(done.exception, SystemExit)
+    result = CliRunner().invoke(app, ["shadow", str(file), *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert isinstance(result.exception, SystemExit)
 
 
 @pytest.mark.slow
@@ -176,14 +176,14 @@ def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replica
         wait_until(lambda: all(h.stepped == 2 for n in range(3) for h in status(job, n).holds), "stepped")
         process.end(signal.SIGKILL)
         killed = time.monotonic()
-        left = [node for node in range(3) if node != victim]
+        survivors = [node for node in range(3) if node != victim]
         for _ in range(10):
             training.iterate()
             time.sleep(0.01)
-        wait_until(lambda: all(h.stepped == 12 for n in left for h in status(job, n).holds), "stepped")
+        wait_until(lambda: all(h.stepped == 12 for n in survivors for h in status(job, n).holds), "stepped")
         assert time.monotonic() - killed < 3 * MAX_SILENCE, "waited for the dead"
         reserved = pb.ReserveRequest(job=job.job, iteration=13, seconds=10)
-        assert all(training.stubs[node].Reserve(reserved, timeout=5).granted for node in left)
+        assert all(training.stubs[node].Reserve(reserved, timeout=5).granted for node in survivors)
         training.iterate()
         for shard in range(3):
             for node in set(training.holders(shard)) - {victim}:

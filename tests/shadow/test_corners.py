@@ -67,10 +67,10 @@ def test_a_late_fence_leaves_the_next_incarnation_alone(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fence that still reads when training restarts, and one whose caller is gone."""
-    begun, since = threading.Event(), Node.silent_since
+    begin_event, since = threading.Event(), Node.silent_since
 
     def silent_since(node: Node, **unread: bool) -> float:
-        return since(node, **unread) if begun.is_set() else node.now()
+        return since(node, **unread) if begin_event.is_set() else node.now()
 
     monkeypatch.setattr(Node, "silent_since", silent_since)
     here = world(nodes=1, ranks=2)
@@ -82,7 +82,7 @@ def test_a_late_fence_leaves_the_next_incarnation_alone(
     wait_until(lambda: node.state.fenced, "fenced")
     training.incarnation, training.first = 1, 1
     training.begin([0], run="second")
-    begun.set()
+    begin_event.set()
     with pytest.raises(grpc.RpcError, match="incarnation 1 has begun in the meantime, and is not fenced"):
         late.result()
     with pytest.raises(CallRefused, match="the caller is gone"):
@@ -146,15 +146,15 @@ def test_a_record_survives_a_gap_between_a_step_and_its_keeping(
     training = here.started()
     node = here.nodes[0].node
     group, resources = node.state.groups[0], here.resources()
-    done = threading.Event()
+    joined_again = threading.Event()
 
     def gap() -> None:
         join_again(node, resources.hold, 5)
-        done.set()
+        joined_again.set()
 
     between_step_and_record(monkeypatch, resources, gap)
     training.iterate()
-    assert done.wait(5)
+    assert joined_again.wait(5)
     wait_until(lambda: resources.hold.stepping is None, "the record")
     assert group.records.served(0).parts
 
@@ -235,7 +235,9 @@ def test_threads_survive_what_should_not_happen(
         return real(*arguments)
 
     monkeypatch.setattr(node, what, once)
-    wait_until(lambda: any("a fault of ours" in said for said in here.status(0).trouble), "that it is said")
+    wait_until(
+        lambda: any("a fault of ours" in trouble for trouble in here.status(0).trouble), "that it is said"
+    )
     check_now(here, training)
 
 
@@ -413,9 +415,9 @@ def test_a_stream_two_gb_behind_is_lost_at_once(world: Callable[..., World]) -> 
     hold = group.holds[0]
     plan = hold.streams[0].plan
     with here.nodes[0].node.state_changed:
-        for behind, lost in (((1 << 31) - 1, False), (1 << 31, True)):
+        for behind, is_lost in (((1 << 31) - 1, False), (1 << 31, True)):
             group.records.ends[plan.side, plan.channel, plan.shard] = hold.streams[0].position + behind
-            assert bool(hold.gap(group.records, time.monotonic(), 60)) == lost
+            assert bool(hold.gap(group.records, time.monotonic(), 60)) == is_lost
 
 
 def test_seeds_that_come_late_leave_a_live_hold_alone(world: Callable[..., World]) -> None:
@@ -467,9 +469,9 @@ def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None
     training.begin([0])
     header = pb.SeedHeader(start=START, job=here.job.job, run=RUN, iteration=-1, parameters=[0])
     seeds = state.to_seeds(header, [(0, torch.zeros(3), {})])
-    with pytest.raises(grpc.RpcError, match="its seed has") as refused:
+    with pytest.raises(grpc.RpcError, match="its seed has") as info:
         training.stubs[0].Seed(seeds, timeout=5)
-    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_fetch_waits_for_the_record_too(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:

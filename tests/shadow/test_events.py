@@ -50,11 +50,11 @@ def keep_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
 def log() -> Iterator[EventLog]:
     """Yield the event log of this process, which is a node."""
     job = local_job()
-    made = EventLog("shadow node 0", job.job).start()
-    keep_in(made)
-    yield made
+    event_log = EventLog("shadow node 0", job.job).start()
+    keep_in(event_log)
+    yield event_log
     keep_in(None)
-    made.close()
+    event_log.close()
 
 
 def asked(job: Job, role: Role | None = None, **more: float) -> pb.EventsReply:
@@ -84,22 +84,22 @@ def test_a_start_of_training_is_told(log: EventLog, tmp_path: Path) -> None:
         training.iterate()
         wait_until(lambda: status(job, 0).holds[0].stepped == 0, "committed")
         wait_until(lambda: "stream.connected" in names(asked(job)), "streams")
-        found = [event_of(line) for line in asked(job).events]
-        said = {one.name: dict(one.fields) for one in found}
-        assert said["training.begun"]["iteration"] == 0
-        assert said["shard.seeded"] == {"group": 0, "shard": 0, "iteration": -1}
-        assert said["hold.changed"]["state"] == "live"
-        assert said["stream.connected"]["count"] >= 1
+        kept_events = [event_of(line) for line in asked(job).events]
+        fields = {event.name: dict(event.fields) for event in kept_events}
+        assert fields["training.begun"]["iteration"] == 0
+        assert fields["shard.seeded"] == {"group": 0, "shard": 0, "iteration": -1}
+        assert fields["hold.changed"]["state"] == "live"
+        assert fields["stream.connected"]["count"] >= 1
         reached = serving.reached()
         assert reached is not None and reached.fields["iteration"] == 0
-        assert names(asked(job, since=found[-1].time + 1)) == []
+        assert names(asked(job, since=kept_events[-1].time + 1)) == []
         file = written(job, tmp_path)
         code, page = invoke("report", file, "--insecure")
         assert code == 0
         assert "no events of ranks" in page and "shadow node 0" in page
         code, text = invoke("report", file, "--insecure", "--json")
         check_document("report", document := json.loads(text[text.index("{") :]))
-        assert {one["event"] for one in document["events"]} >= {"training.begun", "hold.changed"}
+        assert {event["event"] for event in document["events"]} >= {"training.begun", "hold.changed"}
         assert document["deaths"] == [] and len(document["clocks"]) == 1
         assert abs(document["clocks"][0]["ahead"]) < 1
         training.close()
@@ -144,9 +144,9 @@ def test_an_answer_is_bounded_and_has_the_newest(log: EventLog, monkeypatch: pyt
     with Serving(job, 0, events=log):
         reply = asked(job)
     assert reply.older
-    found = [int(event_of(line).fields["why"]) for line in reply.events]
-    assert 5 < len(found) < 50
-    assert found == list(range(found[0], 100))
+    numbers = [int(event_of(line).fields["why"]) for line in reply.events]
+    assert 5 < len(numbers) < 50
+    assert numbers == list(range(numbers[0], 100))
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_a_node_that_was_killed_is_in_the_report(
     assert first.line().startswith("ready")
     file = str(tmp_path / "job.yaml")
     wait_until(lambda: list(folder.glob("*.jsonl")), "the log")
-    wait_until(lambda: any(one.stat().st_size for one in folder.glob("*.jsonl")), "an event")
+    wait_until(lambda: any(path.stat().st_size for path in folder.glob("*.jsonl")), "an event")
     code, words = first.end(signal.SIGKILL)
     lines = [json.loads(line) for line in words.splitlines()]
     assert (code, [line.get("event") for line in lines]) == (-9, [None, "node.started"])
@@ -202,7 +202,7 @@ def test_bad_input_of_a_report_says_what_would_be_right(
 ) -> None:
     file = written(local_job(nodes=1), tmp_path)
     (tmp_path / "empty").mkdir()
-    given = [str(tmp_path / "empty") if one == "EMPTY" else one for one in arguments]
-    code, output = invoke("report", file, "--insecure", *given)
+    texts = [str(tmp_path / "empty") if argument == "EMPTY" else argument for argument in arguments]
+    code, output = invoke("report", file, "--insecure", *texts)
     assert code == 2
     assert words in output

@@ -88,8 +88,8 @@ WAITING: Final = ("Fence", "Fetch")
 
 @pytest.fixture
 def channel(job: Job) -> Iterator[grpc.Channel]:
-    with open_channel(job, 0, None) as made:
-        yield made
+    with open_channel(job, 0, None) as opened_channel:
+        yield opened_channel
 
 
 def blob_of(data: st.DataObject, job: Job, kind: type[Message]) -> bytes:
@@ -122,14 +122,14 @@ def test_any_record_is_taken_or_refused(
 ) -> None:
     begin(job, channel)
     parts = [pack(blob_of(data, job, pb.RecordPart), ANSWER) for _ in range(data.draw(st.integers(1, 3)))]
-    sent = GREETING + b"".join(parts)
+    stream = GREETING + b"".join(parts)
     if data.draw(st.integers(0, 4)) == 0:
-        sent = damaged(data, sent)
+        stream = damaged(data, stream)
     with socket.create_connection(job.node(0).records_at, 5) as sock, contextlib.suppress(ConnectionError):
-        sock.sendall(sent)
+        sock.sendall(stream)
         sock.shutdown(socket.SHUT_WR)
-        found = b"".join(iter(lambda: sock.recv(1 << 16), b""))
-        for frame in Unpacker(greeted=True).feed(found):
+        replies = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+        for frame in Unpacker(greeted=True).feed(replies):
             assert len(pb.RecordReply.FromString(frame.data).refused) < 1000
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert status(job, 0).holds
@@ -194,36 +194,36 @@ def test_any_seeds_are_read_or_refused(data: st.DataObject) -> None:
 @fuzz(200, value=JSON, data=st.data())
 def test_any_json_is_a_layout_or_refused(value: Any, data: st.DataObject) -> None:
     try:
-        found = from_json(text_of(data, json.loads(LAYOUT.to_json()), value))
+        layout = from_json(text_of(data, json.loads(LAYOUT.to_json()), value))
     except LayoutError as error:
         assert str(error)
     else:
-        assert from_json(found.to_json()) == found
+        assert from_json(layout.to_json()) == layout
 
 
 @fuzz(200, value=JSON, data=st.data())
 def test_any_json_is_options_or_refused(value: Any, data: st.DataObject) -> None:
-    known = json.loads(options_of({"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "foreach": None}))
+    document = json.loads(options_of({"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "foreach": None}))
     try:
-        found = parse_options(text_of(data, known, value))
+        options = parse_options(text_of(data, document, value))
     except OptionsError as error:
         assert str(error)
     else:
-        assert parse_options(options_of(found)).keys() == found.keys()
+        assert parse_options(options_of(options)).keys() == options.keys()
 
 
-def text_of(data: st.DataObject, known: Any, value: Any) -> str:
+def text_of(data: st.DataObject, document: Any, value: Any) -> str:
     """Return `value`, `known` with `value` in one of its places, or its text with other characters."""
     match data.draw(st.integers(0, 2)):
         case 0:
             return json.dumps(value)
         case 1:
-            return damaged(data, json.dumps(known).encode()).decode(errors="replace")
-    place = known
+            return damaged(data, json.dumps(document).encode()).decode(errors="replace")
+    place = document
     while isinstance(place, dict | list) and place:
         key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
         if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.integers(0, 3)) == 0:
             place[key] = value
             break
         place = place[key]
-    return json.dumps(known)
+    return json.dumps(document)

@@ -64,12 +64,12 @@ def test_a_frame_that_does_not_end_in_time_ends_its_connection(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(module, "FRAME_SECONDS", 0.5)
     with records.connected() as slow, records.connected() as calm:
-        begun = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(OSError):
             for byte in frame(1, 1000):
                 slow.sendall(bytes([byte]))  # each on its own within the limit
                 time.sleep(0.05)
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - start < 20
         wait_until(lambda: "a step record did not end within 0.5 s" in caplog.text)
         assert held(records) == 0
         calm.sendall(frame(2, 10))  # between frames, a connection may be silent

@@ -30,17 +30,17 @@ def test_locks_may_be_taken_in_order_and_let_go_in_any() -> None:
 
 def test_what_another_thread_holds_does_not_count() -> None:
     there, go_on = threading.Event(), threading.Event()
-    held, other = CheckedLock("reader"), CheckedLock("node")
+    inner, outer = CheckedLock("reader"), CheckedLock("node")
 
     def hold() -> None:
-        with held:
+        with inner:
             there.set()
             assert go_on.wait(5)
 
     thread = threading.Thread(target=hold)
     thread.start()
     assert there.wait(5)
-    with other:
+    with outer:
         pass
     go_on.set()
     thread.join()

@@ -62,30 +62,30 @@ def reduce_bucket(
     return tagged
 
 
-def reduce_layout(layout: Layout, made: Job, seed: int) -> tuple[list[torch.Tensor], Streams]:
+def reduce_layout(layout: Layout, local: Job, seed: int) -> tuple[list[torch.Tensor], Streams]:
     """Reduce random gradients. Return the reduced buckets, which all ranks have, and the streams."""
     assert isinstance(layout.slicing, NcclSlicing)
-    ranks, generator = len(made.dp_groups[0].ranks), torch.Generator().manual_seed(seed)
+    ranks, generator = len(local.dp_groups[0].ranks), torch.Generator().manual_seed(seed)
     reduced: list[torch.Tensor] = []
     streams: Streams = defaultdict(bytearray)
     for bucket in layout.buckets:
         dtype = getattr(torch, bucket.dtype)
-        own = [torch.randn(bucket.elements, generator=generator).to(dtype) for _ in range(ranks)]
-        for (side, channel), data in reduce_bucket(layout.slicing, made.channels, own).items():
+        tensors = [torch.randn(bucket.elements, generator=generator).to(dtype) for _ in range(ranks)]
+        for (side, channel), data in reduce_bucket(layout.slicing, local.channels, tensors).items():
             streams[side, channel, bucket.shard] += data
-        assert all(torch.equal(own[0], other) for other in own)
-        reduced.append(own[0])
+        assert all(torch.equal(tensors[0], tensor) for tensor in tensors)
+        reduced.append(tensors[0])
     return reduced, streams
 
 
 def drain(inlet: Inlet, data: bytes, pick: random.Random) -> None:
     """Feed an inlet with bytes in odd pieces."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        assert inlet.attach(ours)
+    near, far = socket.socketpair()
+    with near, far:
+        assert inlet.attach(near)
         while data:
-            sent = theirs.send(data[: pick.randint(1, 50_000)])
-            data = data[sent:]
+            count = far.send(data[: pick.randint(1, 50_000)])
+            data = data[count:]
             inlet.take()
 
 
@@ -101,25 +101,25 @@ def drain(inlet: Inlet, data: bytes, pick: random.Random) -> None:
 def test_a_node_assembles_what_nccl_sends(
     sizes: list[int], ranks: int, channels: int, dtype: str, slicing: NcclSlicing, seed: int
 ) -> None:
-    made = job(ranks=ranks, nodes=2, channels=channels)
-    known = [Parameter(f"p{i}", (n,), dtype) for i, n in enumerate(sizes)]
-    layout = from_json(make_layout(known, 2, 100_000, slicing).to_json())
+    sender_job = job(ranks=ranks, nodes=2, channels=channels)
+    parameters = [Parameter(f"p{i}", (n,), dtype) for i, n in enumerate(sizes)]
+    layout = from_json(make_layout(parameters, 2, 100_000, slicing).to_json())
     pick = random.Random(seed)
-    reduced = [reduce_layout(layout, made, seed + t) for t in range(2)]
+    reduced = [reduce_layout(layout, sender_job, seed + t) for t in range(2)]
     for node in (0, 1):
-        for plan in hold_plans(made, node):
+        for plan in hold_plans(sender_job, node):
             replica = Replica(layout, plan.shard, pb.OptimizerSpec(name="SGD"), exact=True)
             resources = HoldResources(
                 plan, layout, replica, channels=channels, ranks=ranks, first=0, joined=0
             )
             for inlet in resources.inlets:
                 key = inlet.plan.side, inlet.plan.channel, plan.shard
-                sent = [streams[key] for _, streams in reduced]
-                assert all(len(data) == inlet.layout.nbytes for data in sent)
-                drain(inlet, b"".join(sent), pick)
+                blobs = [streams[key] for _, streams in reduced]
+                assert all(len(data) == inlet.layout.nbytes for data in blobs)
+                drain(inlet, b"".join(blobs), pick)
             for iteration, (buckets, _) in enumerate(reduced):
-                for index, found in resources.sets.gradients(iteration).items():
-                    assert torch.equal(found, buckets[index])
+                for index, bucket in resources.sets.gradients(iteration).items():
+                    assert torch.equal(bucket, buckets[index])
             resources.close()
 
 
@@ -132,8 +132,8 @@ def test_a_chunk_that_is_sent_in_slices_has_one_place() -> None:
 
 def test_the_ring_s_layout_has_no_name_for_its_slicing() -> None:
     """So layouts and checkpoints from before there was another one are read as they were written."""
-    known = [Parameter("w", (4,), "float32")]
-    ring, nccl = make_layout(known, 1), make_layout(known, 1, slicing=SMALL)
+    parameters = [Parameter("w", (4,), "float32")]
+    ring, nccl = make_layout(parameters, 1), make_layout(parameters, 1, slicing=SMALL)
     assert "slicing" not in ring.to_json()
     assert from_json(ring.to_json()).slicing == RING_SLICING
     assert from_json(nccl.to_json()) == nccl
@@ -171,6 +171,6 @@ def test_the_ring_s_layout_has_no_name_for_its_slicing() -> None:
     ],
 )
 def test_another_slicing_is_refused(slicing: object, message: str) -> None:
-    said = json.loads(make_layout([Parameter("w", (4,), "float32")], 1).to_json())
+    document = json.loads(make_layout([Parameter("w", (4,), "float32")], 1).to_json())
     with pytest.raises(LayoutError, match=re.escape(message)):
-        from_json(json.dumps({**said, "slicing": slicing}))
+        from_json(json.dumps({**document, "slicing": slicing}))

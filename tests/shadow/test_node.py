@@ -65,9 +65,9 @@ def test_a_fence_where_one_node_has_all_of_an_iteration_and_another_has_not(
     here.stepped(2)
     training.iterate(records=[0])  # node 1 has the data, but no record
     wait_until(lambda: here.status(0).holds[0].in_full == 3, "in full")
-    said = fence(here, training)
-    assert {n: (s.holds[0].stepped, s.holds[0].in_full) for n, s in said.items()} == {0: (2, 3), 1: (2, 2)}
-    assert all(status.fenced and not status.holds_nothing for status in said.values())
+    answers = fence(here, training)
+    assert {n: (s.holds[0].stepped, s.holds[0].in_full) for n, s in answers.items()} == {0: (2, 3), 1: (2, 2)}
+    assert all(status.fenced and not status.holds_nothing for status in answers.values())
     settled = settle(here, training, 2)
     for node, status in settled.items():
         assert [(hold.stepped, hold.connected) for hold in status.holds] == [(2, 0)]
@@ -83,16 +83,16 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     for _ in range(2):
         training.iterate()
     here.stepped(1)
-    taken = time.monotonic() - start
-    assert all(0 < here.status(node).pull_seconds < taken for node in here.nodes)
+    seconds = time.monotonic() - start
+    assert all(0 < here.status(node).pull_seconds < seconds for node in here.nodes)
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(picture(*watch.see()))
-    said = console.export_text()
-    assert "shadow node 1, job demo" in said
-    assert said.count("live") == 2
-    assert "127.0.4.2" in said
-    assert " B/s" in said or " kB/s" in said
-    assert "memory" in said and "pull" in said and "step" in said
+    text = console.export_text()
+    assert "shadow node 1, job demo" in text
+    assert text.count("live") == 2
+    assert "127.0.4.2" in text
+    assert " B/s" in text or " kB/s" in text
+    assert "memory" in text and "pull" in text and "step" in text
     status, rates = watch.see()
     status.behind.add(node=2, iterations=5)
     status.trouble.append("parameter [/]:smile: differs")
@@ -117,23 +117,23 @@ def test_streams_that_break_together_are_one_line(
     here.copies.refusing = True
     here.copies.disconnect(0)
     wait_until(lambda: "; reconnecting" in caplog.text and "; retrying" in caplog.text)
-    said = [line for line in caplog.messages if "; reconnecting" in line or "; retrying" in line]
-    assert len(said) <= 6  # 2, unless the machine is too busy to end all streams within half a second
-    more = [re.search(r" \(and (\d+) more like this\)$", line) for line in said]
-    assert sum(int(one[1]) for one in more if one) >= 16, said
+    lines = [line for line in caplog.messages if "; reconnecting" in line or "; retrying" in line]
+    assert len(lines) <= 6  # 2, unless the machine is too busy to end all streams within half a second
+    more = [re.search(r" \(and (\d+) more like this\)$", line) for line in lines]
+    assert sum(int(match[1]) for match in more if match) >= 16, lines
 
 
 def test_the_log_says_who_was_left_behind() -> None:
     state = NodeState(local_job(nodes=3, ranks=2), 0, 0.0, receive_buffer=1 << 20, grace=1.0)
-    peers, said = PeerWatch(), list[Log]()
+    peers, logs = PeerWatch(), list[Log]()
     for behind in ({}, {2: 3}, {2: 2}, {}):
         state.committee.behind = behind
-        said += peers.announce_behind(state.committee)
-    assert [one.message for one in said] == [
+        logs += peers.announce_behind(state.committee)
+    assert [log.message for log in logs] == [
         "shadow node 2 is 3 iterations behind, and does not count",
         "shadow node 2 has caught up",
     ]
-    assert [one.event and one.event.name for one in said] == ["peer.behind", "peer.back"]
+    assert [log.event and log.event.name for log in logs] == ["peer.behind", "peer.back"]
 
 
 @pytest.mark.parametrize("fenced", [0, 1])
@@ -168,9 +168,9 @@ def test_what_one_has_stepped_the_others_step_when_settling(world: Callable[...,
         here.nodes[1].node.state.phase = Phase.FENCED
     training.iterate()
     wait_until(lambda: here.status(1).holds[0].in_full == 1, "in full")
-    said = fence(here, training)
-    assert said[1].holds[0].stepped == 0
-    assert said[1].holds[0].in_full == 1
+    answers = fence(here, training)
+    assert answers[1].holds[0].stepped == 0
+    assert answers[1].holds[0].in_full == 1
     settle(here, training, 1)
     for node in (0, 1):
         training.check(node, node, 1)
@@ -231,8 +231,8 @@ def test_a_gap_is_noticed_and_healed_while_training_goes_on(world: Callable[...,
         wait_until(lambda: not here.status(0).holds[0].live, "the gap")
         assert "not come" in here.status(0).holds[0].trouble
         here.ready()
-    told = [reply.trouble for reply in training.lines[0, 0].replies]
-    assert "it joins again at iteration" in max(told)
+    troubles = [reply.trouble for reply in training.lines[0, 0].replies]
+    assert "it joins again at iteration" in max(troubles)
     here.stepped(training.iteration)
     training.iterate()
     wait_until(lambda: training.lines[0, 0].replies[-1].trouble == "", "the trainers are told")

@@ -47,26 +47,26 @@ PLAN = StreamPlan(0, 1, 1, 0, 0, "127.0.0.1", ("127.0.0.1", 7400), 1)
 
 @given(some_jobs(most=1))
 def test_nodes_connect_exactly_the_streams_that_switches_expect(jobs: list[Job]) -> None:
-    (made,) = jobs
+    (network,) = jobs
     expected = {
         (s.boundary.number, s.channel, s.shadow_id, s.node.id, str(s.nic.ip))
-        for s in boundaries.streams(made)
+        for s in boundaries.streams(network)
     }
-    found = set()
-    for node in made.shadow_nodes:
-        for plan in hold_plans(made, node.id):
-            holders = {made.holder(plan.group, plan.shard, i + 1).id for i in range(made.replicas)}
+    streams = set()
+    for node in network.shadow_nodes:
+        for plan in hold_plans(network, node.id):
+            holders = {network.holder(plan.group, plan.shard, i + 1).id for i in range(network.replicas)}
             assert holders == {node.id, *plan.other_holders}
             for stream in plan.streams:
                 assert stream.nic_ip == str(node.nics[stream.nic].ip)
                 assert stream.shard == plan.shard
-                found.add((stream.boundary, stream.channel, stream.shadow_id, node.id, stream.nic_ip))
-    assert found == expected
+                streams.add((stream.boundary, stream.channel, stream.shadow_id, node.id, stream.nic_ip))
+    assert streams == expected
 
 
 def test_a_stream_is_connected_to_the_stub_of_its_boundary_ranks_own_switch() -> None:
-    made = job(ranks=3, switches=3)
-    (plan,) = hold_plans(made, 0)
+    network = job(ranks=3, switches=3)
+    (plan,) = hold_plans(network, 0)
     stubs = {stream.side: stream.stub[0] for stream in plan.streams}
     assert stubs == {0: "10.255.0.1", 1: "10.255.0.3"}
 
@@ -90,11 +90,13 @@ def streams_of(layout: Layout, ranks: int, channels: int, shard: int) -> list[tu
 def iteration_of(layout: Layout, shard: int, seed: int) -> dict[int, torch.Tensor]:
     """Return random gradients of one iteration."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    buckets = {}
     for index, bucket in enumerate(layout.buckets):
         if bucket.shard == shard:
-            found[index] = torch.randn(bucket.elements, generator=generator).to(getattr(torch, bucket.dtype))
-    return found
+            buckets[index] = torch.randn(bucket.elements, generator=generator).to(
+                getattr(torch, bucket.dtype)
+            )
+    return buckets
 
 
 def on_the_wire(stream: StreamLayout, buckets: dict[int, torch.Tensor]) -> bytes:
@@ -126,19 +128,19 @@ def test_every_byte_lands_in_its_place(
     iterations = {t: iteration_of(layout, 0, t) for t in range(joined, joined + 3)}
     try:
         for side, channel, stream in streams_of(layout, ranks, channels, 0):
-            ours, theirs = socket.socketpair()
+            near, far = socket.socketpair()
             plan = StreamPlan(0, 0, side, channel, 0, "127.0.0.1", ("", 0), 0)
             inlet = Inlet(plan, stream, sets, first=0, joined=joined)
-            assert inlet.attach(ours)
+            assert inlet.attach(near)
             data = b"".join(on_the_wire(stream, buckets) for buckets in iterations.values())
-            ends.append((theirs, inlet, data))
+            ends.append((far, inlet, data))
         for t, buckets in iterations.items():
             while any(inlet.whole is not None and inlet.whole < t for _, inlet, _ in ends):
                 at = pick.randrange(len(ends))
-                theirs, inlet, data = ends[at]
+                far, inlet, data = ends[at]
                 count = pick.randint(1, 700)
-                theirs.sendall(data[:count])
-                ends[at] = (theirs, inlet, data[count:])
+                far.sendall(data[:count])
+                ends[at] = (far, inlet, data[count:])
                 inlet.take()
             assert all(torch.equal(sets.gradients(t)[index], bucket) for index, bucket in buckets.items()), (
                 f"iteration {t}"
@@ -147,8 +149,8 @@ def test_every_byte_lands_in_its_place(
             for _, inlet, _ in ends:
                 inlet.take()
     finally:
-        for theirs, inlet, _ in ends:
-            theirs.close()
+        for far, inlet, _ in ends:
+            far.close()
             if inlet.socket is not None:
                 inlet.socket.close()
 
@@ -191,9 +193,9 @@ class Pipe:
         self.broken: list[Inlet] = []
         self.reader = Reader("nic", self.whole.set, self.broken.append)
         with socket.create_server(("127.0.0.1", 0)) as server:
-            ours = socket.create_connection(server.getsockname())
+            near = socket.create_connection(server.getsockname())
             self.theirs, _ = server.accept()
-        assert self.inlet.attach(ours)
+        assert self.inlet.attach(near)
         self.reader.add(self.inlet)
 
     def send(self, iteration: int) -> bytes:
@@ -213,69 +215,69 @@ class Pipe:
 
 @pytest.fixture
 def pipe() -> Iterator[Callable[[], Pipe]]:
-    made: list[Pipe] = []
+    pipes: list[Pipe] = []
 
     def make() -> Pipe:
-        made.append(Pipe())
-        return made[-1]
+        pipes.append(Pipe())
+        return pipes[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for each_pipe in pipes:
+        each_pipe.close()
 
 
 def test_a_stream_pauses_while_no_set_of_buckets_is_free(pipe: Callable[[], Pipe]) -> None:
-    one = pipe()
-    sent = [one.send(t) for t in range(SETS)]
-    wait_until(lambda: one.inlet.whole == 1, "two iterations")
-    assert one.whole.is_set()
-    third = one.send(2)
-    wait_until(lambda: one.inlet.paused, "the pause")
+    stream = pipe()
+    iterations = [stream.send(t) for t in range(SETS)]
+    wait_until(lambda: stream.inlet.whole == 1, "two iterations")
+    assert stream.whole.is_set()
+    third = stream.send(2)
+    wait_until(lambda: stream.inlet.paused, "the pause")
     time.sleep(0.1)
-    assert [one.received(0), one.received(1)] == sent
-    assert one.inlet.queued() == len(third)
-    one.sets.released = 0
-    one.reader.wake()
-    wait_until(lambda: one.inlet.whole == 2, "the third")
-    assert [one.received(1), one.received(2)] == [sent[1], third]
-    assert one.reader.bytes == 3 * len(third)
+    assert [stream.received(0), stream.received(1)] == iterations
+    assert stream.inlet.queued() == len(third)
+    stream.sets.released = 0
+    stream.reader.wake()
+    wait_until(lambda: stream.inlet.whole == 2, "the third")
+    assert [stream.received(1), stream.received(2)] == [iterations[1], third]
+    assert stream.reader.bytes == 3 * len(third)
 
 
 def test_an_iteration_is_timed_from_its_first_byte_to_its_last(pipe: Callable[[], Pipe]) -> None:
-    one = pipe()
-    buckets = {0: iteration_of(one.layout, 0, 0)[0]}
-    data = on_the_wire(one.stream, buckets)
+    stream = pipe()
+    buckets = {0: iteration_of(stream.layout, 0, 0)[0]}
+    data = on_the_wire(stream.stream, buckets)
     before = time.monotonic()
-    one.theirs.sendall(data[:10])
-    wait_until(lambda: one.inlet.received_bytes == 10, "ten bytes")
+    stream.theirs.sendall(data[:10])
+    wait_until(lambda: stream.inlet.received_bytes == 10, "ten bytes")
     between = time.monotonic()
     time.sleep(0.05)
-    one.theirs.sendall(data[10:])
-    wait_until(lambda: one.inlet.whole == 0, "an iteration")
-    ((iteration, began, ended),) = one.inlet.pulls
+    stream.theirs.sendall(data[10:])
+    wait_until(lambda: stream.inlet.whole == 0, "an iteration")
+    ((iteration, begin, end),) = stream.inlet.pulls
     assert iteration == 0
-    assert before <= began <= between < between + 0.05 < ended <= time.monotonic()
+    assert before <= begin <= between < between + 0.05 < end <= time.monotonic()
 
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_broken_connection_is_noticed_also_in_a_pause_and_what_came_is_read(
     pipe: Callable[[], Pipe], reset: bool
 ) -> None:
-    one = pipe()
+    stream = pipe()
     for t in range(3):
-        one.send(t)
-    wait_until(lambda: one.inlet.paused, "the pause")
+        stream.send(t)
+    wait_until(lambda: stream.inlet.paused, "the pause")
     if reset:
-        one.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    one.theirs.close()
+        stream.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.theirs.close()
     time.sleep(0.1)
-    assert not one.broken
-    one.sets.released = 0
-    one.reader.wake()
-    wait_until(lambda: bool(one.broken), "the end")
-    assert one.inlet.broken is not None
+    assert not stream.broken
+    stream.sets.released = 0
+    stream.reader.wake()
+    wait_until(lambda: bool(stream.broken), "the end")
+    assert stream.inlet.broken is not None
     if not reset:
-        assert one.inlet.whole == 2
+        assert stream.inlet.whole == 2
 
 
 def test_a_stream_that_stands_below_its_end_is_timed() -> None:
@@ -291,13 +293,13 @@ def test_a_stream_that_stands_below_its_end_is_timed() -> None:
 
 
 def test_nothing_is_written_once_an_inlet_is_closed(pipe: Callable[[], Pipe]) -> None:
-    one = pipe()
-    one.inlet.close()
-    before = one.received(0)
-    one.theirs.sendall(b"\1" * 1000)
-    wait_until(lambda: one.inlet.socket is None, "the socket's end")
-    assert one.received(0) == before
-    assert not one.broken
+    stream = pipe()
+    stream.inlet.close()
+    before = stream.received(0)
+    stream.theirs.sendall(b"\1" * 1000)
+    wait_until(lambda: stream.inlet.socket is None, "the socket's end")
+    assert stream.received(0) == before
+    assert not stream.broken
 
 
 def test_discarded_buckets_give_their_memory_back() -> None:
@@ -310,19 +312,21 @@ def test_discarded_buckets_give_their_memory_back() -> None:
     assert before - resident() > filled // 2
 
 
-def part(iteration: int, position: int, **other: object) -> pb.RecordPart:
-    return pb.RecordPart(iteration=iteration, position=position, **other)  # type: ignore[arg-type]
+def part(iteration: int, position: int, **fields: object) -> pb.RecordPart:
+    return pb.RecordPart(iteration=iteration, position=position, **fields)  # type: ignore[arg-type]
 
 
 @given(st.permutations([(t, p) for t in range(3) for p in range(3)]))
 def test_a_record_is_complete_when_all_parts_are_there_in_any_order(order: list[tuple[int, int]]) -> None:
     records = Records(3, 0)
-    seen: dict[int, set[int]] = {}
+    positions: dict[int, set[int]] = {}
     for t, position in order:
         records.add(part(t, position), 1.0)
         records.add(part(t, position, rng=b"again"), 1.0)
-        seen.setdefault(t, set()).add(position)
-        assert {i for i in range(3) if records.complete(i)} == {i for i, p in seen.items() if len(p) == 3}
+        positions.setdefault(t, set()).add(position)
+        assert {i for i in range(3) if records.complete(i)} == {
+            i for i, p in positions.items() if len(p) == 3
+        }
     assert records.count == 9
     records.keep(1)
     assert [p.position for p in records.served(1).parts] == [0, 1, 2]
@@ -392,24 +396,24 @@ def test_buffers_may_have_changed_in_a_record_that_never_came() -> None:
     """They count as lacking from then on, until they are sent again; before it they are known."""
     records = Records(1, 0, ["mean", "once"])
 
-    def said(**buffers: int) -> bytes:
+    def packed(**buffers: int) -> bytes:
         return state.dumps({name: torch.tensor(value) for name, value in buffers.items()})
 
-    records.add(part(0, 0, buffers=said(mean=0)), 0.0)
+    records.add(part(0, 0, buffers=packed(mean=0)), 0.0)
     records.keep(0)
     assert records.lacking(0) == 1
-    records.add(part(1, 0, buffers=said(once=1)), 0.0)
+    records.add(part(1, 0, buffers=packed(once=1)), 0.0)
     records.add(part(2, 0), 0.0)
     assert not records.take_wants_buffers()
-    records.add(part(4, 0, buffers=said(mean=4)), 0.0)
+    records.add(part(4, 0, buffers=packed(mean=4)), 0.0)
     assert records.take_wants_buffers()
     assert not records.take_wants_buffers()
     records.keep(2)
     assert records.lacking(2) == 0
     records.keep(4)
     assert (records.lacking(2), records.lacking(4)) == (0, 1)
-    records.add(part(3, 0, buffers=said(once=3)), 0.0)
-    records.add(part(5, 0, buffers=said(once=5)), 0.0)
+    records.add(part(3, 0, buffers=packed(once=3)), 0.0)
+    records.add(part(5, 0, buffers=packed(once=5)), 0.0)
     records.keep(5)
     assert {n: state.loads(b).item() for n, b in records.served(5).buffers.items()} == {"mean": 4, "once": 5}
 

@@ -43,11 +43,11 @@ def test_an_address_that_is_taken_or_foreign_is_explained() -> None:
 @contextmanager
 def refused(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
     """Expect a call to end with this status and message."""
-    with pytest.raises(grpc.RpcError) as caught:
+    with pytest.raises(grpc.RpcError) as info:
         yield
-    assert isinstance(caught.value, grpc.Call)
-    assert caught.value.code() == code
-    assert message in str(caught.value.details())
+    assert isinstance(info.value, grpc.Call)
+    assert info.value.code() == code
+    assert message in str(info.value.details())
 
 
 def test_a_nic_that_is_not_this_machines_is_named() -> None:
@@ -141,10 +141,10 @@ def test_seeds_and_records_of_another_run_are_refused() -> None:
                 job=job.job, incarnation=7, run=run, start=START, shard=pb.Shard(), iteration=-1
             )
             part = pb.RecordPart(job=job.job, incarnation=7, run=run, start=START, iteration=0)
-            named = f"run {run or '(unnamed)'}: DP group 0 is in run now here"
-            with refused(grpc.StatusCode.FAILED_PRECONDITION, named):
+            words = f"run {run or '(unnamed)'}: DP group 0 is in run now here"
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, words):
                 stub.Seed(state.to_seeds(header, ()), timeout=5)
-            assert named in said_of(job, part).refused
+            assert words in said_of(job, part).refused
             part.run = header.run = "now"
             assert (said_of(job, part).iteration, said_of(job, part).refused) == (0, "")
             assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
@@ -229,11 +229,11 @@ def test_why_a_script_was_refused_is_kept_until_another_start_begins(
         later.rank, later.text = "rank 1", "the ring broke"
         stub.Refused(later, timeout=5)
         assert caplog.messages == ["training was refused in iteration 12 on rank 0 (a): no"]
-        kept = pb.Refusal(
+        refusal = pb.Refusal(
             generation=2, incarnation=3, start=START, iteration=12, rank="rank 0 (a)", text="no"
         )
         fence = pb.FenceRequest(job=job.job, protocol=PROTOCOL, timeout=1, drain=True)
-        assert status(job, 0).refusal == stub.Fence(fence, timeout=5).refusal == kept
+        assert status(job, 0).refusal == stub.Fence(fence, timeout=5).refusal == refusal
         stub.Begin(request_of(job, incarnation=4, start=b"the other start."), timeout=5)
         assert not status(job, 0).HasField("refusal")
 

@@ -39,9 +39,9 @@ STUB = ("10.77.0.254", 4791)
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[HostPair]:
-    with veth_pair(("tx off",)) as made:
-        made.in_each("ip link set dev DEV mtu 9000")
-        yield made
+    with veth_pair(("tx off",)) as cable:
+        cable.in_each("ip link set dev DEV mtu 9000")
+        yield cable
 
 
 def connected(pair: HostPair, mode: str, timeout: float = 5) -> tuple[FakeStub, Callable[[], socket.socket]]:
@@ -141,8 +141,8 @@ def test_memory_for_all_streams_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_
     values.write_text(f"1\t{pages}\t{pages}\n")
     assert tcp_memory_shortfall(4) is None
     assert "5 streams may hold 640 MB" in (tcp_memory_shortfall(5) or "")
-    needed = pages * 5 // 4
-    assert f'sysctl -w net.ipv4.tcp_mem="{needed} ' in (tcp_memory_shortfall(5) or "")
+    pressure = pages * 5 // 4
+    assert f'sysctl -w net.ipv4.tcp_mem="{pressure} ' in (tcp_memory_shortfall(5) or "")
 
 
 class StubSource(threading.Thread):
@@ -256,9 +256,9 @@ def test_the_command_ends_with_what_came_when_it_is_told_to(tmp_path: Path, numb
     source.go_on.set()
     assert process.returncode == 0
     assert [line.partition(":")[0] for line in err.splitlines()] == ["without keys"]
-    said = json.loads(result.read_text())
-    assert said["complete"] and said["bytes"] == 500_000
-    assert said["streams"][0]["sha256"] == hashlib.sha256(source.data).hexdigest()
+    document = json.loads(result.read_text())
+    assert document["complete"] and document["bytes"] == 500_000
+    assert document["streams"][0]["sha256"] == hashlib.sha256(source.data).hexdigest()
 
 
 def test_the_command_explains_bad_input(tmp_path: Path) -> None:

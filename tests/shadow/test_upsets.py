@@ -70,9 +70,9 @@ def test_a_stub_that_resets_what_it_has_acknowledged_is_not_tried_without_a_paus
 
     wait_until(lambda: len(tried()) == 2 * here.job.channels and min(tried()) >= 3, "attempts")
     most = max(tried())
-    passed = time.monotonic() - start
+    seconds = time.monotonic() - start
     pauses = itertools.accumulate([0, 0.1, 0.2, 0.4, 0.8, 1.6, *[2.0] * 10])
-    assert most <= sum(after <= passed for after in pauses)
+    assert most <= sum(after <= seconds for after in pauses)
     here.copies.resetting = False
     here.ready()
     check_now(here, training)
@@ -286,8 +286,8 @@ def test_buffers_given_at_the_start_make_the_first_iteration_whole(world: Callab
     fence(here, training)
     settle(here, training, 1)
     for node, shard in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        found = training.check(node, shard, 1).record.buffers
-        assert {name: state.loads(data).tolist() for name, data in found.items()} == {
+        buffers = training.check(node, shard, 1).record.buffers
+        assert {name: state.loads(data).tolist() for name, data in buffers.items()} == {
             "mean": [0.0] * 2,
             "frozen": [1.0] * 3,
         }
@@ -305,12 +305,12 @@ def test_buffers_of_a_record_that_was_dropped_are_asked_for_again(world: Callabl
     training.saying = []
     training.iterate(records=[1])  # node 0 never gets this one
     with going_on(training):
-        asked = training.lines[0, 0].replies
-        wait_until(lambda: any(reply.buffers for reply in asked), "the question")
+        replies = training.lines[0, 0].replies
+        wait_until(lambda: any(reply.buffers for reply in replies), "the question")
         wait_until(lambda: not here.status(0).holds[0].live, "the gap")
         here.ready()
     here.stepped(training.iteration)
-    assert sum(reply.buffers for reply in asked) == 1
+    assert sum(reply.buffers for reply in replies) == 1
     check_now(here, training)  # another holder has sent them
 
 
@@ -369,9 +369,9 @@ def test_a_node_that_lags_says_so(world: Callable[..., World], caplog: pytest.Lo
             assert resources.hold.lag_said
         here.stepped(3)
         wait_until(lambda: not resources.hold.trouble, "that it is over")
-    said = [record.getMessage() for record in caplog.records]
-    assert any("a restart must first step all of them" in line for line in said)
-    assert any("at most one iteration behind" in line for line in said)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("a restart must first step all of them" in line for line in messages)
+    assert any("at most one iteration behind" in line for line in messages)
 
 
 def test_two_fences_and_two_settles_are_as_one(world: Callable[..., World]) -> None:
@@ -396,8 +396,8 @@ def test_a_hold_of_another_run_or_beyond_the_target_is_emptied(world: Callable[.
     for _ in range(2):
         check_now(here, training)
     fence(here, training)
-    other = pb.SettleRequest(job=here.job.job, iteration=1, run="another", continues=START)
-    assert not training.stubs[0].Settle(other, timeout=10).holds
+    request = pb.SettleRequest(job=here.job.job, iteration=1, run="another", continues=START)
+    assert not training.stubs[0].Settle(request, timeout=10).holds
     beyond = pb.SettleRequest(job=here.job.job, iteration=0, run=RUN, continues=START)
     assert not training.stubs[1].Settle(beyond, timeout=10).holds
 

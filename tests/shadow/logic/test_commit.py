@@ -78,11 +78,11 @@ class SimulatedJob:
         if not way:
             if self.nodes[a].dead:
                 node.view.note_end(a)
-        elif isinstance(said := way.popleft(), Progress):
-            node.view.hear_report(a, said, 0.0)
+        elif isinstance(message := way.popleft(), Progress):
+            node.view.hear_report(a, message, 0.0)
         else:
-            step_to, active, kept = said
-            node.view.hear_decision(a, step_to, active, 0.0, kept)
+            step_to, active, kept_shards = message
+            node.view.hear_decision(a, step_to, active, 0.0, kept_shards)
         node.refresh()
 
     def act(self, kind: str, a: int, b: int) -> None:
@@ -110,17 +110,17 @@ class SimulatedJob:
         for node in self.steady:
             assert node.dead or node.in_full >= furthest, f"node {node.number} lacks {furthest}"
 
-    def settle(self, lost: int | None = None) -> None:
+    def settle(self, lost_node: int | None = None) -> None:
         """Deliver all messages until nothing changes; node `lost` receives nothing."""
         for _ in range(12 * (self.newest + 3)):
             for a in range(self.count):
                 for b in range(self.count):
                     for kind in ("receive", "step", "tell", "deliver"):
-                        if a != lost or kind in ("tell", "deliver"):
+                        if a != lost_node or kind in ("tell", "deliver"):
                             self.act(kind, a, b)
                     while a != b and self.ways[a, b] and not self.nodes[b].dead:
                         self.act("deliver", a, b)
-            if lost is None:
+            if lost_node is None:
                 self.check()
 
 
@@ -174,62 +174,64 @@ def test_a_shard_with_a_gap_is_not_left_behind_while_there_is_room(
     lost = job.nodes[victim]
     lost.live, lost.kept = False, True  # a gap: it is reported at once
     lost.refresh()
-    for other in range(3):
-        if other != victim:
-            job.tell(victim, other)
-            job.deliver(victim, other)
+    for number in range(3):
+        if number != victim:
+            job.tell(victim, number)
+            job.deliver(victim, number)
     at = lost.stepped
     for kind, a, b in (*doings[when:], *[("train", 0, 0)] * 3):
         if a != victim:
             job.act(kind, a, b)
-    job.settle(lost=victim)
+    job.settle(lost_node=victim)
     rest = [node for node in job.nodes if node is not lost]
     assert all(node.stepped <= at <= node.in_full for node in rest)
     for node in rest:
         node.pressed = True
-    job.settle(lost=victim)
+    job.settle(lost_node=victim)
     assert {node.stepped for node in rest} == {job.newest}
 
 
 def test_nothing_waits_for_a_shard_that_is_not_level_or_has_another_holder_or_whose_node_is_gone() -> None:
-    ours, theirs = (0, 0), (0, 1)
+    own_shard, peer_shard = (0, 0), (0, 1)
 
-    def stands(kept: tuple[tuple[tuple[int, int], int], ...], shards: frozenset[tuple[int, int]]) -> bool:
-        made = committee(count=2)
-        made.report(progress(5, 4, shards=shards))
-        made.hear_report(1, progress(NEVER, NEVER, live=False, kept_shards=kept), 100.1)
-        made.committed = 4
-        return made.decide(100.2) == 4
+    def stands(
+        kept_shards: tuple[tuple[tuple[int, int], int], ...], shards: frozenset[tuple[int, int]]
+    ) -> bool:
+        view = committee(count=2)
+        view.report(progress(5, 4, shards=shards))
+        view.hear_report(1, progress(NEVER, NEVER, live=False, kept_shards=kept_shards), 100.1)
+        view.committed = 4
+        return view.decide(100.2) == 4
 
-    assert stands(((theirs, 4),), frozenset([ours]))
-    assert not stands(((theirs, 3),), frozenset([ours]))
-    assert not stands(((theirs, 4),), frozenset([ours, theirs]))
-    assert not stands((), frozenset([ours]))
-    made = committee(count=2)
-    made.report(progress(5, 4, shards=frozenset([ours])))
-    made.hear_report(1, progress(NEVER, NEVER, live=False, kept_shards=((theirs, 4),)), 100.1)
-    made.committed = 4
-    assert made.decide(100.2) == 4
-    made.note_end(1)
-    assert made.decide(100.2) == 5
+    assert stands(((peer_shard, 4),), frozenset([own_shard]))
+    assert not stands(((peer_shard, 3),), frozenset([own_shard]))
+    assert not stands(((peer_shard, 4),), frozenset([own_shard, peer_shard]))
+    assert not stands((), frozenset([own_shard]))
+    view = committee(count=2)
+    view.report(progress(5, 4, shards=frozenset([own_shard])))
+    view.hear_report(1, progress(NEVER, NEVER, live=False, kept_shards=((peer_shard, 4),)), 100.1)
+    view.committed = 4
+    assert view.decide(100.2) == 4
+    view.note_end(1)
+    assert view.decide(100.2) == 5
 
 
 def test_another_start_of_the_same_incarnation_is_not_heard() -> None:
-    made = Committee(0, range(2), 4, began=100.0, start=b"second")
-    made.hear_report(1, Progress(4, 20, 19, True, start=b"first"), 100.1)
-    assert made.committed == NEVER
-    made.hear_report(1, Progress(4, 1, 0, True, start=b"second"), 100.2)
-    assert made.committed == 0
+    view = Committee(0, range(2), 4, began=100.0, start=b"second")
+    view.hear_report(1, Progress(4, 20, 19, True, start=b"first"), 100.1)
+    assert view.committed == NEVER
+    view.hear_report(1, Progress(4, 1, 0, True, start=b"second"), 100.2)
+    assert view.committed == 0
 
 
 def committee(me: int = 0, count: int = 3) -> Committee:
-    made = Committee(me, range(count), 4, began=100.0)
-    made.report(Progress(4, 5, 4, True))
-    return made
+    view = Committee(me, range(count), 4, began=100.0)
+    view.report(Progress(4, 5, 4, True))
+    return view
 
 
-def progress(in_full: int, stepped: int, **other: object) -> Progress:
-    return Progress(**{"incarnation": 4, "in_full": in_full, "stepped": stepped, "live": True, **other})  # type: ignore[arg-type]
+def progress(in_full: int, stepped: int, **fields: object) -> Progress:
+    return Progress(**{"incarnation": 4, "in_full": in_full, "stepped": stepped, "live": True, **fields})  # type: ignore[arg-type]
 
 
 def test_nothing_is_decided_before_all_have_been_heard_or_were_silent_for_long() -> None:
@@ -248,11 +250,11 @@ def test_a_process_that_ended_is_not_waited_for_and_a_silent_one_for_a_quarter_o
     assert view.decide(101.9) == 4
     view.hear_report(1, progress(5, 4, patience=8.0), 102.1)
     assert view.decide(102.1) == 5
-    other = committee()
-    other.hear_report(1, progress(5, 4), 100.0)
-    other.hear_report(2, progress(4, 4), 100.0)
-    other.note_end(2)
-    assert other.decide(100.0) == 5
+    second_view = committee()
+    second_view.hear_report(1, progress(5, 4), 100.0)
+    second_view.hear_report(2, progress(4, 4), 100.0)
+    second_view.note_end(2)
+    assert second_view.decide(100.0) == 5
 
 
 OURS, THEIRS = (0, 0), (0, 1)

@@ -88,11 +88,13 @@ class SimulatedNode:
             self.state.groups[0].records.add(self.inbox.popleft(), self.now)
 
     def step(self) -> None:
-        for due in self.state.due_steps(self.now)[:1]:
-            said = self.state.begin_step(due)
-            assert said is not None
-            at = HoldSnapshot(due.iteration + 1, dict.fromkeys(due.hold.parameters, due.iteration))
-            self.state.end_step(due, said, Stepped(at), self.now)
+        for due_step in self.state.due_steps(self.now)[:1]:
+            record = self.state.begin_step(due_step)
+            assert record is not None
+            at = HoldSnapshot(
+                due_step.iteration + 1, dict.fromkeys(due_step.hold.parameters, due_step.iteration)
+            )
+            self.state.end_step(due_step, record, Stepped(at), self.now)
 
     def status(self) -> pb.NodeStatus:
         answer = pb.NodeStatus(node=self.number)
@@ -123,15 +125,17 @@ class SimulatedWorld:
         """Send the present message of `a` to `b`."""
         if a == b:
             return
-        mine, theirs = self.nodes[a].state.committee, self.nodes[b]
+        sender, receiver = self.nodes[a].state.committee, self.nodes[b]
         way = self.ways.setdefault((a, b), deque())
-        progress = replace(mine.progress)
+        progress = replace(sender.progress)
         if a > b:
-            way.append(lambda: theirs.state.committee.hear_report(a, progress, theirs.now))
+            way.append(lambda: receiver.state.committee.hear_report(a, progress, receiver.now))
         else:
-            committed, active = mine.committed, mine.active
+            committed, active = sender.committed, sender.active
             has = (progress.kept_shards, progress.shards, progress.patience)
-            way.append(lambda: theirs.state.committee.hear_decision(a, committed, active, theirs.now, *has))
+            way.append(
+                lambda: receiver.state.committee.hear_decision(a, committed, active, receiver.now, *has)
+            )
 
     def act(self, kind: str, a: int, b: int) -> None:
         node = self.nodes[a]
@@ -251,21 +255,21 @@ class RejoiningNode(SimulatedNode):
 
     def end_step(self, trouble: str = "") -> None:
         """Step a hold for which a step is due, and find it equal, or not."""
-        for due in self.state.due_steps(self.now)[:1]:
-            record = self.state.begin_step(due)
+        for due_step in self.state.due_steps(self.now)[:1]:
+            record = self.state.begin_step(due_step)
             assert record is not None
-            before = due.iteration - 1
-            at = {n: before + (i == before) for n, i in due.hold.at.items()}
+            before = due_step.iteration - 1
+            at = {n: before + (i == before) for n, i in due_step.hold.at.items()}
             snapshot = HoldSnapshot(self.next_version(), at)
             troubles = (trouble,) if trouble else ()
-            self.state.end_step(due, record, Stepped(snapshot, troubles, before), self.now)
+            self.state.end_step(due_step, record, Stepped(snapshot, troubles, before), self.now)
 
     def seed(self, late: int) -> None:
         """Load all parameters that a hold wants, as trainers send them some iterations later."""
         for hold in self.holds:
-            wanted = hold.wanted_parameters()
-            if wanted and self.state.begin_load(hold):
-                at = {**hold.at, **dict.fromkeys(wanted, hold.released + late)}
+            numbers = hold.wanted_parameters()
+            if numbers and self.state.begin_load(hold):
+                at = {**hold.at, **dict.fromkeys(numbers, hold.released + late)}
                 self.state.end_load(hold, HoldSnapshot(self.next_version(), at))
 
     def next_version(self) -> int:
@@ -317,9 +321,9 @@ def test_a_crash_resumes_from_the_last_iteration_whatever_has_stalled(
         pass
     for node in world.nodes:
         node.stalled = False
-    chosen = world.restart()
-    assert chosen.iteration == world.newest
-    assert all(nodes for nodes in chosen.holders.values())
+    target = world.restart()
+    assert target.iteration == world.newest
+    assert all(nodes for nodes in target.holders.values())
 
 
 @settings(max_examples=150)
@@ -395,9 +399,9 @@ def test_a_step_that_fails_in_a_restart_leaves_what_is_whole() -> None:
     node = live_node()
     (hold,) = node.holds
     node.state.fence()
-    due = DueStep(node.state.groups[0], hold, 4)
-    assert node.state.begin_step(due) is not None
-    node.state.fail_step(due, ValueError("a bucket is missing"), HoldSnapshot(99, dict(hold.at)))
+    due_step = DueStep(node.state.groups[0], hold, 4)
+    assert node.state.begin_step(due_step) is not None
+    node.state.fail_step(due_step, ValueError("a bucket is missing"), HoldSnapshot(99, dict(hold.at)))
     assert not any(isinstance(effect, Empty) for effect in node.state.take_effects())
     assert (hold.seeded, hold.stepped) == (True, 3)
     assert "a bucket is missing" in hold.trouble
@@ -420,17 +424,21 @@ def test_a_hold_that_is_found_equal_again_says_that_it_is_live() -> None:
     hold.doubt.begin(3, 2)
     hold.doubt.may_renew(node.now)  # not again so soon: it stays live
 
-    def said(troubles: tuple[str, ...]) -> list[tuple[str, object]]:
+    def events_after(troubles: tuple[str, ...]) -> list[tuple[str, object]]:
         snapshot = HoldSnapshot(99, dict(hold.at))
         node.state.end_step(
             DueStep(node.state.groups[0], hold, 4), pb.Step(), Stepped(snapshot, troubles, 2), 1.0
         )
-        events = [one.event for one in node.state.take_effects() if isinstance(one, Log) and one.event]
-        return [(one.name, one.fields.get("state")) for one in events if one.name != "node.trouble"]
+        events = [
+            effect.event for effect in node.state.take_effects() if isinstance(effect, Log) and effect.event
+        ]
+        return [
+            (effect.name, effect.fields.get("state")) for effect in events if effect.name != "node.trouble"
+        ]
 
-    assert said(("p0 differs",)) == [("comparison.mismatch", None)]
-    assert said(()) == [("hold.changed", "live")]
-    assert said(()) == []
+    assert events_after(("p0 differs",)) == [("comparison.mismatch", None)]
+    assert events_after(()) == [("hold.changed", "live")]
+    assert events_after(()) == []
 
 
 def test_a_difference_is_said_once_and_then_more_and_more_rarely() -> None:
@@ -439,14 +447,18 @@ def test_a_difference_is_said_once_and_then_more_and_more_rarely() -> None:
     (hold,) = node.holds
     hold.doubt.may_renew(node.now)  # it stays live
 
-    def said(iteration: int, troubles: tuple[str, ...]) -> list[str]:
+    def messages_after(iteration: int, troubles: tuple[str, ...]) -> list[str]:
         snapshot = HoldSnapshot(99 + iteration, dict(hold.at))
-        due = DueStep(node.state.groups[0], hold, iteration)
-        node.state.end_step(due, pb.Step(), Stepped(snapshot, troubles, iteration - 1), 1.0)
+        due_step = DueStep(node.state.groups[0], hold, iteration)
+        node.state.end_step(due_step, pb.Step(), Stepped(snapshot, troubles, iteration - 1), 1.0)
         effects = node.state.take_effects()
-        return [one.message for one in effects if isinstance(one, Log) and one.level > logging.DEBUG]
+        return [
+            effect.message for effect in effects if isinstance(effect, Log) and effect.level > logging.DEBUG
+        ]
 
-    lines = {number: said(number, (f"p0 differs after iteration {number}",)) for number in range(4, 16)}
+    lines = {
+        number: messages_after(number, (f"p0 differs after iteration {number}",)) for number in range(4, 16)
+    }
     assert {number: line for number, line in lines.items() if line} == {
         4: ["DP group 0, shard 0: p0 differs after iteration 4"],
         13: [
@@ -454,13 +466,13 @@ def test_a_difference_is_said_once_and_then_more_and_more_rarely() -> None:
         ],
     }
     assert node.state.tally.mismatches == 12
-    assert said(16, ()) == [
+    assert messages_after(16, ()) == [
         "DP group 0, shard 0: checkpoints of iterations 4 to 15 are doubtful, newer ones are not "
         "(2 more like this since the last such line)"
     ]
     for number in range(17, 80, 2):
-        assert not said(number, (f"p0 differs after iteration {number}",))
-        assert not said(number + 1, ())
+        assert not messages_after(number, (f"p0 differs after iteration {number}",))
+        assert not messages_after(number + 1, ())
     assert len(node.state.all_troubles) == MAX_DOUBTS
     assert "iterations 79 to 79 are doubtful" in node.state.all_troubles[-1]
 
@@ -468,11 +480,11 @@ def test_a_difference_is_said_once_and_then_more_and_more_rarely() -> None:
 def test_a_hold_that_lags_again_and_again_is_one_line_a_minute() -> None:
     (hold,) = live_node().holds
     watch = LagWatch()
-    said = []
+    levels = []
     for second in range(0, 100, 10):
         behind = watch.announce(hold, logging.WARNING, "behind", float(second))
-        said += [behind.level, watch.announce(hold, logging.INFO, "caught up", second + 5.0).level]
-    loud = [number for number, level in enumerate(said) if level > logging.DEBUG]
+        levels += [behind.level, watch.announce(hold, logging.INFO, "caught up", second + 5.0).level]
+    loud = [number for number, level in enumerate(levels) if level > logging.DEBUG]
     assert loud == [0, 1, 12, 13]
 
 
@@ -501,11 +513,13 @@ def test_records_of_a_superseded_start_show_whether_it_goes_on(
     node.state.take_effects()
     node.state.superseded(part_of(begin), "10.0.0.7", 100.0)  # not late
     for seconds in times:
-        ended = node.state.superseded(part_of(begin), "10.0.0.1", 100.0 + seconds)
-        assert ended is not None and ended.by == "10.0.0.9"
-    said = [one.message for one in node.state.take_effects() if isinstance(one, Log)]
-    assert [line.startswith("an older start of this job still trains") for line in said] == [True] * goes_on
-    assert ["records come from 10.0.0.1." in one for one in node.state.all_troubles] == [True] * goes_on
+        start = node.state.superseded(part_of(begin), "10.0.0.1", 100.0 + seconds)
+        assert start is not None and start.by == "10.0.0.9"
+    messages = [part.message for part in node.state.take_effects() if isinstance(part, Log)]
+    assert [line.startswith("an older start of this job still trains") for line in messages] == [
+        True
+    ] * goes_on
+    assert ["records come from 10.0.0.1." in part for part in node.state.all_troubles] == [True] * goes_on
     node.state.tick(100.0 + times[-1] + SILENT_SECONDS + 1)
     assert not node.state.all_troubles, "it has ended"
 

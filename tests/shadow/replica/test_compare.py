@@ -21,14 +21,14 @@ def test_a_changed_gradient_is_found_and_named() -> None:
     gradients = trainer.backward()
     trainer.parameters[4].grad.mul_(0.5)  # type: ignore[union-attr]
     step = trainer.update()
-    slices = {one.parameter: one for one in step.slices if not one.state}
+    slices = {part.parameter: part for part in step.slices if not part.state}
     del step.slices[:]
     assert replica.step(3, buckets_of(gradients, replica), step) == []  # its turn comes later
     gradients = trainer.backward()
     step = trainer.update()
     assert slices[4].data != step.slices[4].data
     trouble, *more = replica.step(4, buckets_of(gradients, replica), step)
-    assert [one.partition(" differs")[0] for one in more] == [
+    assert [part.partition(" differs")[0] for part in more] == [
         f"{name} of parameter layer4.weight" for name in ("exp_avg", "exp_avg_sq")
     ]
     assert "layer4.weight differs from the trainers' after iteration 4" in trouble
@@ -46,24 +46,24 @@ def test_what_was_found_wrong_is_suspect_until_it_is_right_after_two_steps_of_ou
     replica = trainer.replica(0)
     follow(trainer, [replica], trainer.backward())
 
-    def changed() -> list[str]:
+    def troubles_after_change() -> list[str]:
         gradients = trainer.backward()
         trainer.parameters[4].grad.mul_(0.5)  # type: ignore[union-attr]
         return replica.step(trainer.iteration, buckets_of(gradients, replica), trainer.update())
 
     suspects = replica.comparison.suspects
     wrong = {(4, ""), (4, "exp_avg"), (4, "exp_avg_sq")}
-    assert changed()
+    assert troubles_after_change()
     assert set(suspects) == wrong
     trainer.seed(replica, [4])
     assert set(suspects) == wrong
     follow(trainer, [replica], trainer.backward())
     assert set(suspects) == wrong
-    assert changed()
+    assert troubles_after_change()
     trainer.seed(replica, [4])
-    for left in (3, 0, 0):
+    for remaining in (3, 0, 0):
         follow(trainer, [replica], trainer.backward())
-        assert len(suspects) == left
+        assert len(suspects) == remaining
 
 
 def test_a_slice_is_compared_where_it_stands() -> None:
@@ -149,9 +149,9 @@ def test_state_that_differs_is_found_and_named(entry: str, harm: Callable[[Repli
         f"{entry} of parameter layer4.weight differs from the trainers' after iteration 1"
     )
     trainer.seed(replica, [4])
-    for left in (1, 0):
+    for remaining in (1, 0):
         follow(trainer, [replica], trainer.backward())
-        assert len(replica.comparison.suspects) == left
+        assert len(replica.comparison.suspects) == remaining
 
 
 @pytest.mark.parametrize("ours", [0, 3.0, True, None])
@@ -159,12 +159,12 @@ def test_state_that_is_no_tensor_is_compared_by_kind_and_value(ours: object) -> 
     trainer = Trainer(lambda groups: torch.optim.Adam(groups[:1], lr=0.1), shards=1)
     replica = trainer.replica(0)
     replica.load(1, trainer.state()[1][0], {"age": ours}, -1)  # which no optimizer steps
-    for theirs in (0, 3.0, True, None):
+    for trainer_value in (0, 3.0, True, None):
         gradients, step = trainer.backward(), trainer.update()
         del step.slices[:]
-        step.slices.append(to_message(Window(1, "age", 0, 1), theirs))
-        found = replica.step(trainer.iteration, buckets_of(gradients, replica), step)
-        assert bool(found) == ((type(ours), ours) != (type(theirs), theirs))
+        step.slices.append(to_message(Window(1, "age", 0, 1), trainer_value))
+        troubles = replica.step(trainer.iteration, buckets_of(gradients, replica), step)
+        assert bool(troubles) == ((type(ours), ours) != (type(trainer_value), trainer_value))
 
 
 def test_only_what_was_found_wrong_need_be_found_right() -> None:
@@ -184,9 +184,9 @@ def test_only_what_was_found_wrong_need_be_found_right() -> None:
     assert not compare(300, 400, wrong=True)
     assert not compare(350, 500, wrong=True)
     assert suspects == {(0, ""): range(1200, 2000)}
-    for start, stop, left in ((0, 250, 300), (250, 420, 420), (430, 900, 420), (400, 490, 490)):
+    for start, stop, remaining in ((0, 250, 300), (250, 420, 420), (430, 900, 420), (400, 490, 490)):
         assert compare(start, stop)
-        assert suspects == {(0, ""): range(4 * left, 2000)}
+        assert suspects == {(0, ""): range(4 * remaining, 2000)}
     assert compare(450, 510)
     assert suspects == {}
 
@@ -196,9 +196,9 @@ def test_suspect_state_that_trainers_no_longer_have_is_forgotten() -> None:
     replica = trainer.replica(0)
     follow(trainer, [replica], trainer.backward())
     gradients = trainer.backward()
-    held = replica._parameters[4].entry("momentum_buffer")
-    assert isinstance(held, torch.Tensor)
-    held += 1
+    momentum = replica._parameters[4].entry("momentum_buffer")
+    assert isinstance(momentum, torch.Tensor)
+    momentum += 1
     assert replica.step(1, buckets_of(gradients, replica), trainer.update())
     assert (4, "momentum_buffer") in replica.comparison.suspects
     trainer.optimizer.state[trainer.parameters[4]].clear()

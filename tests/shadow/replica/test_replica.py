@@ -181,8 +181,8 @@ def test_clipping_some_parameters() -> None:
     for _ in range(3):
         gradients = trainer.backward()
         clip(trainer, 0.5)
-        chosen = [trainer.parameters[i] for i in (0, 4)]
-        norm = torch.nn.utils.clip_grad_norm_(chosen, 1e-3)
+        clipped = [trainer.parameters[i] for i in (0, 4)]
+        norm = torch.nn.utils.clip_grad_norm_(clipped, 1e-3)
         factor = torch.clamp(1e-3 / (norm + 1e-6), max=1.0)
         trainer.step.scalings.add(kind=pb.Scaling.CLIP, factor=factor.item(), parameters=[0, 4])
         follow(trainer, replicas, gradients)
@@ -308,29 +308,29 @@ def test_what_is_read_stays_when_a_replica_is_cleared() -> None:
     follow(trainer, [replica], trainer.backward())
     before = trainer.state()
     reading = replica.read(0)
-    found = {number: (tensor.clone(), state) for number, tensor, state in itertools.islice(reading, 1)}
+    parameters = {number: (tensor.clone(), state) for number, tensor, state in itertools.islice(reading, 1)}
     replica.clear()
     trainer.backward()
     trainer.update()
     trainer.seed(replica, list(replica.numbers))
-    found |= {number: (tensor.clone(), state) for number, tensor, state in reading}
-    assert_same(found, before, replica.numbers)
+    parameters |= {number: (tensor.clone(), state) for number, tensor, state in reading}
+    assert_same(parameters, before, replica.numbers)
 
 
 def test_what_trainers_on_another_device_have_is_stepped_on_all_threads() -> None:
     trainer = Trainer(MAKERS["sgd"], shards=1, dtypes=(torch.bfloat16,))
     replica = trainer.replica(0, exact=False)
-    gradients, seen = trainer.backward(), set()
+    gradients, thread_counts = trainer.backward(), set()
     step = trainer.update()
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    watch = register_optimizer_step_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
+    watch = register_optimizer_step_pre_hook(lambda *_: thread_counts.add(torch.get_num_threads()))
     try:
         replica.step(trainer.iteration, buckets_of(gradients, replica), step)
     finally:
         watch.remove()
         torch.set_num_threads(before)
-    assert seen == {2}
+    assert thread_counts == {2}
 
 
 @pytest.mark.parametrize("skipped", [False, True])
@@ -343,15 +343,15 @@ def test_a_reserved_iteration_is_read_after_newer_steps(skipped: bool) -> None:
         follow(trainer, [replica], trainer.backward())
     expected = trainer.state()
     plain = bytes_of_replica(replica)
-    one = replica.read(2)
-    first = next(one)  # being read while the next steps come
+    reading = replica.read(2)
+    first = next(reading)  # being read while the next steps come
     gradients = trainer.backward()
     trainer.step.skipped = skipped
     follow(trainer, [replica], gradients)
     follow(trainer, [replica], trainer.backward())
     assert bytes_of_replica(replica) > plain
-    found = {n: (t.clone(), copied(s)) for n, t, s in itertools.chain([first], one)}
-    assert_same(found, expected, replica.numbers)
+    parameters = {n: (t.clone(), copied(s)) for n, t, s in itertools.chain([first], reading)}
+    assert_same(parameters, expected, replica.numbers)
     with pytest.raises(IterationGone, match="beyond iteration 2"):
         read(replica, 2)  # reserved for one reader
     assert bytes_of_replica(replica) == plain
@@ -416,21 +416,21 @@ def test_readers_beside_steps_see_whole_iterations() -> None:
     right: dict[int, State] = {}
     wrong: list[str] = []
     complete = Counted()
-    done = threading.Event()
+    end = threading.Event()
 
     def reader() -> None:
-        while not done.is_set():
+        while not end.is_set():
             iteration = replica.at[replica.numbers[0]]
             if not replica.reserve(iteration):
                 continue
             try:
-                found = read(replica, iteration)
+                parameters = read(replica, iteration)
             except (IterationGone, NotStepped):
                 continue  # it stepped between, or two readers shared a reservation
             finally:
                 replica.release(iteration)
             try:
-                assert_same(found, right[iteration], replica.numbers)
+                assert_same(parameters, right[iteration], replica.numbers)
                 complete.add()
             except AssertionError as error:
                 wrong.append(str(error))
@@ -446,7 +446,7 @@ def test_readers_beside_steps_see_whole_iterations() -> None:
             right[trainer.iteration] = trainer.state()
             assert replica.step(trainer.iteration, buckets_of(gradients, replica), step) == []
     finally:
-        done.set()
+        end.set()
         for thread in threads:
             thread.join()
     assert wrong == []

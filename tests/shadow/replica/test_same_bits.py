@@ -26,14 +26,14 @@ def follow(plan: TrainingPlan, seed: int = 0) -> None:
         gradients, step = training.iterate()
         expected = training.state()
         for replica in replicas:
-            own = {
+            parameters = {
                 i: g.clone()
                 for i, g in gradients.items()
                 if training.layout.buckets[i].shard == replica.shard
             }
-            assert replica.step(iteration, own, step) == []
-            found = {n: (t, s) for n, t, s in replica.read(iteration)} if replica.numbers else {}
-            assert_same(found, {number: expected[number] for number in replica.numbers})
+            assert replica.step(iteration, parameters, step) == []
+            state_read = {n: (t, s) for n, t, s in replica.read(iteration)} if replica.numbers else {}
+            assert_same(state_read, {number: expected[number] for number in replica.numbers})
 
 
 def seeded(training: AnyTraining, shard: int) -> Replica:
@@ -44,17 +44,19 @@ def seeded(training: AnyTraining, shard: int) -> Replica:
     return replica
 
 
-def assert_same(found: State, expected: State) -> None:
+def assert_same(actual: State, expected: State) -> None:
     """Compare types, shapes and bits."""
-    assert found.keys() == expected.keys()
-    for number, (tensor, entries) in found.items():
-        theirs, their_entries = expected[number]
+    assert actual.keys() == expected.keys()
+    for number, (tensor, entries) in actual.items():
+        expected_tensor, their_entries = expected[number]
         assert entries.keys() == their_entries.keys(), f"parameter {number}"
-        values = {"": (tensor, theirs)} | {
+        values = {"": (tensor, expected_tensor)} | {
             name: (value, their_entries[name]) for name, value in entries.items()
         }
-        for name, (ours, other) in values.items():
-            assert described(ours) == described(other), f"{name or 'the values'} of parameter {number}"
+        for name, (actual_value, expected_value) in values.items():
+            assert described(actual_value) == described(expected_value), (
+                f"{name or 'the values'} of parameter {number}"
+            )
 
 
 def described(value: object) -> object:
@@ -81,8 +83,8 @@ def scaled(
     name: str, options: dict[str, object], flags: dict[str, bool], *iterations: Iteration
 ) -> TrainingPlan:
     """Two parameters of 16 bits, one of them a scalar, and a wider one; on two shards."""
-    ones = (One((), "bfloat16", (), 0), One((65,), "bfloat16", (0,), 0), VECTOR)
-    return TrainingPlan(ones, f"torch.optim.{name}", (options,), flags, iterations, shards=2)
+    small_parameters = (One((), "bfloat16", (), 0), One((65,), "bfloat16", (0,), 0), VECTOR)
+    return TrainingPlan(small_parameters, f"torch.optim.{name}", (options,), flags, iterations, shards=2)
 
 
 NAMED_TWICE = scaled("SGD", {"lr": 0.1}, {}, Iteration(clipped=(0, 1, 2, 2)))
