@@ -34,8 +34,8 @@ SECONDS = 20.0
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
+    with ExitStack() as exit_stack:
+        yield exit_stack
 
 
 def trained(stack: ExitStack, *, nodes: int = 2, replicas: int = 2) -> tuple[World, SmallTraining, Stubs]:
@@ -66,7 +66,7 @@ def test_a_rolling_restart_loses_nothing(stack: ExitStack) -> None:
             here.stop(number)
             here.start(number)
             training.begin([number])
-        wait_until(lambda: all(here.is_ready(one) for one in here.nodes), "all nodes", SECONDS)
+        wait_until(lambda: all(here.is_ready(each_node) for each_node in here.nodes), "all nodes", SECONDS)
     check_now(here, training)
 
 
@@ -75,9 +75,9 @@ def test_a_node_leaves_once_another_one_holds_its_shards(stack: ExitStack) -> No
     here, training, stubs = trained(stack)
     with going_on(training):
         assert draining.drain(here.job, stubs, 0, SECONDS) == [(0, 0), (0, 1)]
-        said = here.status(0)
-        assert (said.left, said.holds_nothing, list(said.holds)) == (True, True, [])
-        assert phases.LEFT_TROUBLE in said.trouble
+        answer = here.status(0)
+        assert (answer.left, answer.holds_nothing, list(answer.holds)) == (True, True, [])
+        assert phases.LEFT_TROUBLE in answer.trouble
         assert not here.nodes[0].node.resources
         assert draining.drain(here.job, stubs, 0, SECONDS) == [], "it may be repeated"
         with pytest.raises(NotDrained, match=r"shadow node 1 .* only live state of shard 0 of DP group 0"):
@@ -99,12 +99,12 @@ def test_holders_that_are_drained_at_the_same_time_do_not_both_leave(stack: Exit
     with going_on(training):
         for _ in range(5):
             with ThreadPoolExecutor() as pool:
-                tried = [pool.submit(draining.drain, here.job, stubs, number, 0) for number in (0, 1)]
-            if left := [number for number in (0, 1) if here.status(number).left]:
+                drains = [pool.submit(draining.drain, here.job, stubs, number, 0) for number in (0, 1)]
+            if drained := [number for number in (0, 1) if here.status(number).left]:
                 break
             wait_until(lambda: all(map(here.is_ready, (0, 1))), "both to stay", SECONDS)
-        assert len(left) < 2
-        assert any(one.exception() is not None for one in tried)
+        assert len(drained) < 2
+        assert any(each_drain.exception() is not None for each_drain in drains)
 
 
 @needs_buffers
@@ -112,17 +112,17 @@ def test_a_node_that_nobody_tells_to_go_stays(stack: ExitStack, monkeypatch: pyt
     monkeypatch.setattr(phases, "UNDECIDED_SECONDS", 0.3)
     here, training, stubs = trained(stack)
     with going_on(training):
-        said = leave(stubs, 0, Step.ASK)
-        assert [(one.live, one.offered) for one in said.holds] == [(False, False)] * 2
-        assert only_here({0: said, 1: here.status(1)}, 1) == [(0, 0), (0, 1)]
-        wait_until(lambda: all(one.live for one in here.status(0).holds), "node 0 to stay", SECONDS)
+        answer = leave(stubs, 0, Step.ASK)
+        assert [(status.live, status.offered) for status in answer.holds] == [(False, False)] * 2
+        assert only_here({0: answer, 1: here.status(1)}, 1) == [(0, 0), (0, 1)]
+        wait_until(lambda: all(status.live for status in here.status(0).holds), "node 0 to stay", SECONDS)
         with pytest.raises(grpc.RpcError, match="nobody has asked it to leave in time"):
             leave(stubs, 0, Step.GO)
         leave(stubs, 0, Step.ASK)
         leave(stubs, 0, Step.ASK, b"two")
         with pytest.raises(grpc.RpcError, match="nobody has asked it to leave in time"):
             leave(stubs, 0, Step.GO)  # another command has asked since
-        assert all(one.live for one in leave(stubs, 0, Step.STAY).holds)
+        assert all(status.live for status in leave(stubs, 0, Step.STAY).holds)
     check_now(here, training)
 
 
@@ -131,7 +131,7 @@ def test_a_restart_comes_first(stack: ExitStack) -> None:
     here, _, stubs = trained(stack)
     leave(stubs, 0, Step.ASK)
     stubs.to(0).Fence(pb.FenceRequest(job=here.job.job, protocol=PROTOCOL, timeout=5, drain=True), timeout=10)
-    assert all(one.live for one in here.status(0).holds)
+    assert all(status.live for status in here.status(0).holds)
     with pytest.raises(NotDrained, match="training restarts"):
         draining.drain(here.job, stubs, 0, 0)
     assert draining.drain(here.job, stubs, 0, 0, force=True)
@@ -154,8 +154,8 @@ def test_the_command(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.Monke
     assert here.status(1).holds
     status, output = invoke(*arguments, "--id", "1", "--force", "--json")
     assert status == 0
-    said = json.loads(output[output.index("{") :])
-    assert said["held"] == [{"group": 0, "shard": 1}]
+    document = json.loads(output[output.index("{") :])
+    assert document["held"] == [{"group": 0, "shard": 1}]
     here.stop(0)
     status, output = invoke(*arguments, "--id", "0")
     assert (status, "shadow node 0 (" in output) == (3, True)

@@ -14,7 +14,7 @@ from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 
 LAYOUT = make_layout([Parameter(f"p{i}", (4,), "float32") for i in range(4)], 2, 100)
-ASKED = ShardRequest("demo", "first", 7, 1, 0, 3)
+REQUEST = ShardRequest("demo", "first", 7, 1, 0, 3)
 
 
 def header(**changes: Any) -> pb.SeedHeader:
@@ -31,23 +31,23 @@ def header(**changes: Any) -> pb.SeedHeader:
 
 
 def test_what_was_asked_for_is_taken() -> None:
-    assert check_header(header(), ASKED).fingerprint == LAYOUT.fingerprint
-    check_header(header(incarnation=4), replace(ASKED, incarnation=None))
-    check_header(header(start=b"one"), replace(ASKED, start=b"one"))
+    assert check_header(header(), REQUEST).fingerprint == LAYOUT.fingerprint
+    check_header(header(incarnation=4), replace(REQUEST, incarnation=None))
+    check_header(header(start=b"one"), replace(REQUEST, start=b"one"))
     with pytest.raises(StateError, match="not of the requested start"):
-        check_header(header(start=b"another"), replace(ASKED, start=b"one"))
+        check_header(header(start=b"another"), replace(REQUEST, start=b"one"))
 
 
 def test_some_parameters_are_asked_for() -> None:
-    first, *others = LAYOUT.of_shard(0)
-    some = replace(ASKED, parameters=(first,))
-    check_header(header(parameters=[first]), some)
-    check_header(header(parameters=[]), replace(ASKED, parameters=()))
-    for parameters in (LAYOUT.of_shard(0), others):
+    first, *rest = LAYOUT.of_shard(0)
+    request = replace(REQUEST, parameters=(first,))
+    check_header(header(parameters=[first]), request)
+    check_header(header(parameters=[]), replace(REQUEST, parameters=()))
+    for parameters in (LAYOUT.of_shard(0), rest):
         with pytest.raises(StateError, match="other parameters than requested"):
-            check_header(header(parameters=parameters), some)
+            check_header(header(parameters=parameters), request)
         with pytest.raises(StateError, match="other parameters than requested"):
-            check_header(header(parameters=parameters), replace(ASKED, parameters=()))
+            check_header(header(parameters=parameters), replace(REQUEST, parameters=()))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_some_parameters_are_asked_for() -> None:
 )
 def test_what_was_not_asked_for_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(StateError, match=words):
-        check_header(header(**changes), ASKED)
+        check_header(header(**changes), REQUEST)
 
 
 def test_buffers_are_taken_from_whoever_has_them() -> None:

@@ -42,11 +42,11 @@ def test_all_is_of_one_start_and_good(said: Answers) -> None:
     if source is None:
         return
     assert source.holders.keys() == holders_of(JOB).keys()
-    asked = [held(said, number, shard) for shard, nodes in source.holders.items() for number in nodes]
-    assert {beginning_of(one) for one in asked} == {source.beginning}
-    assert not any(one.doubtful for one in asked)
-    assert all((one.seeded and one.live) or one.offered for one in asked)
-    assert source.stepped == max(one.stepped for one in asked)
+    holds = [held(said, number, shard) for shard, nodes in source.holders.items() for number in nodes]
+    assert {beginning_of(each_hold) for each_hold in holds} == {source.beginning}
+    assert not any(each_hold.doubtful for each_hold in holds)
+    assert all((each_hold.seeded and each_hold.live) or each_hold.offered for each_hold in holds)
+    assert source.stepped == max(each_hold.stepped for each_hold in holds)
     assert (source.beginning.generation, source.beginning.incarnation) == newest(said)
 
 
@@ -68,23 +68,23 @@ def test_what_is_lacking_is_named_with_every_node_that_should_hold_it(said: Answ
         assert error.wrong <= error.shards.keys()
         for shard, troubles in error.shards.items():
             for number in holders_of(JOB)[shard]:
-                assert any(one.startswith(f"shadow node {number} (") for one in troubles)
+                assert any(trouble.startswith(f"shadow node {number} (") for trouble in troubles)
 
 
 def test_who_is_asked() -> None:
-    made = job(nodes=2, replicas=2)
+    two_nodes = job(nodes=2, replicas=2)
     both = status((0, 0), (0, 1))
-    source = find_source(made, {0: both, 1: both})
+    source = find_source(two_nodes, {0: both, 1: both})
     assert dict(source.holders) == {(0, 0): (0, 1), (0, 1): (1, 0)}
     assert (source.beginning, source.stepped, source.nodes) == (Beginning(1, 3, "a", 0, b""), 7, (0, 1))
-    source = find_source(made, {0: both, 1: "gone"})
+    source = find_source(two_nodes, {0: both, 1: "gone"})
     assert dict(source.holders) == {(0, 0): (0,), (0, 1): (0,)}
 
 
 def test_who_lacks_buffers_is_asked_only_for_what_nobody_offers() -> None:
-    made = job(nodes=2, replicas=2)
+    two_nodes = job(nodes=2, replicas=2)
     late = status((0, 0), (0, 1), offered=False, lacks=1)
-    source = find_source(made, {0: late, 1: status((0, 1))})
+    source = find_source(two_nodes, {0: late, 1: status((0, 1))})
     assert dict(source.holders) == {(0, 0): (0,), (0, 1): (1,)}
 
 
@@ -105,13 +105,13 @@ def test_who_lacks_buffers_is_asked_only_for_what_nobody_offers() -> None:
     ],
 )
 def test_why_nobody_gives_a_shard(answer: Any, words: str) -> None:
-    made = job(nodes=2)
-    said = {0: status((0, 0))} | ({1: answer} if answer else {})
-    with pytest.raises(Lacking) as caught:
-        find_source(made, said)
-    assert str(caught.value) == f"shard 1 of DP group 0: shadow node 1 ({made.node(1).mgmt}): {words}"
+    two_nodes = job(nodes=2)
+    answers = {0: status((0, 0))} | ({1: answer} if answer else {})
+    with pytest.raises(Lacking) as info:
+        find_source(two_nodes, answers)
+    assert str(info.value) == f"shard 1 of DP group 0: shadow node 1 ({two_nodes.node(1).mgmt}): {words}"
     behind = status((0, 1), trouble="5 iterations behind")
-    assert find_source(made, {0: status((0, 0)), 1: behind}).holders[0, 1] == (1,)
+    assert find_source(two_nodes, {0: status((0, 0)), 1: behind}).holders[0, 1] == (1,)
 
 
 def test_nobody_answers() -> None:
@@ -121,20 +121,20 @@ def test_nobody_answers() -> None:
 
 def test_starts_of_one_number_are_not_put_together() -> None:
     """Numbers wrap, and a node that was away may have begun a start that no other node knows."""
-    made = job(nodes=2)
-    said = {0: status((0, 0)), 1: status((0, 1), run="b")}
+    two_nodes = job(nodes=2)
+    answers = {0: status((0, 0)), 1: status((0, 1), run="b")}
     with pytest.raises(Lacking, match="is in another start of training, which has the same incarnation 3"):
-        find_source(made, said)
+        find_source(two_nodes, answers)
     whole = {0: status((0, 0), (0, 1), run="b"), 1: status((0, 1))}
-    assert find_source(made, whole).beginning.run == "b"
+    assert find_source(two_nodes, whole).beginning.run == "b"
 
 
 def test_which_trouble_is_wrong_with_a_shard_itself() -> None:
-    made = job(nodes=2)
+    two_nodes = job(nodes=2)
     for changes, wrong in (({"doubtful": True, "trouble": "p3 differs"}, {(0, 1)}), ({"live": False}, set())):
-        with pytest.raises(Lacking) as caught:
-            find_source(made, {0: status((0, 0)), 1: status((0, 1), offered=False, **changes)})
-        assert caught.value.wrong == wrong
+        with pytest.raises(Lacking) as info:
+            find_source(two_nodes, {0: status((0, 0)), 1: status((0, 1), offered=False, **changes)})
+        assert info.value.wrong == wrong
 
 
 @given(st.integers(0, 255), st.lists(st.integers(0, 127), min_size=1, max_size=5))

@@ -41,9 +41,9 @@ def grouped(*groups: list[int]) -> Job:
 def test_meshes_of_as_many_groups_are_told_apart(
     old: dict[str, int], new: dict[str, int], words: tuple[str, str], tmp_path: Path
 ) -> None:
-    theirs, ours = (job_ranks(read_job(write(tmp_path, meshed(**one)))) for one in (old, new))
-    assert difference(theirs, theirs) is None
-    assert difference(theirs, ours) == words
+    old_ranks, new_ranks = (job_ranks(read_job(write(tmp_path, meshed(**mesh)))) for mesh in (old, new))
+    assert difference(old_ranks, old_ranks) is None
+    assert difference(old_ranks, new_ranks) == words
 
 
 def test_more_ranks_on_a_host_train_the_same_shards(tmp_path: Path) -> None:
@@ -53,12 +53,12 @@ def test_more_ranks_on_a_host_train_the_same_shards(tmp_path: Path) -> None:
 
 def test_groups_are_told_apart_by_their_ranks_and_order(tmp_path: Path) -> None:
     """Records name a rank by its place in the ring. A mesh may take the place of the groups that it has."""
-    ours = job_ranks(grouped([0, 2], [1, 3]))
-    assert difference(ours, job_ranks(read_job(write(tmp_path, meshed(shard=2))))) is None
-    other = job_ranks(grouped([0, 1], [2, 3]))
-    assert difference(ours, other) == ("DP group 0 with ranks 0, 2", "it with ranks 0, 1")
+    own_ranks = job_ranks(grouped([0, 2], [1, 3]))
+    assert difference(own_ranks, job_ranks(read_job(write(tmp_path, meshed(shard=2))))) is None
+    swapped = job_ranks(grouped([0, 1], [2, 3]))
+    assert difference(own_ranks, swapped) == ("DP group 0 with ranks 0, 2", "it with ranks 0, 1")
     turned = job_ranks(grouped([0, 2], [3, 1]))
-    assert difference(ours, turned) == ("DP group 1 with ranks 1, 3", "it with ranks 3, 1")
+    assert difference(own_ranks, turned) == ("DP group 1 with ranks 1, 3", "it with ranks 3, 1")
 
 
 def test_a_node_that_comes_back_with_an_older_run_does_not_count(tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ def test_a_node_that_comes_back_with_an_older_run_does_not_count(tmp_path: Path)
 def test_the_node_and_both_meshes_are_named(tmp_path: Path) -> None:
     """A node that holds nothing does not count."""
     old, new = (read_job(write(tmp_path, meshed(**{one: 2}, nodes=2))) for one in ("shard", "tp"))
-    held, nothing = node(1, hold((0, 1), 6, 8)), node(0)
-    for one in (held, nothing):
+    holder, nothing = node(1, hold((0, 1), 6, 8)), node(0)
+    for one in (holder, nothing):
         one.job_ranks.CopyFrom(job_ranks(old))
-    answers: dict[int, pb.NodeStatus | str] = {0: nothing, 1: held, 2: "can't be reached"}
+    answers: dict[int, pb.NodeStatus | str] = {0: nothing, 1: holder, 2: "can't be reached"}
     assert other_ranks(old, answers) == ""
     assert other_ranks(new, answers) == (
         "shadow node 1 (192.168.100.1:7000) holds a state at iteration 6, and its job file has a mesh with "

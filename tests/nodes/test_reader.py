@@ -55,48 +55,48 @@ def asked(iteration: int, **changes: object) -> ShardRequest:
 
 def test_a_piece_of_a_shard_from_its_other_holder(place: ReaderPlace) -> None:
     """Reserve, fetch some parameters, release."""
-    first, *others = place.training.layout.of_shard(0)
-    assert others
+    first, *rest = place.training.layout.of_shard(0)
+    assert rest
     with reserved(place.stubs, [1], 10.0) as reservation:
         assert reservation.iteration == 1
-        got = read_shard(place.stubs.to(1), asked(1, parameters=(first,)), place.reading())
+        piece = read_shard(place.stubs.to(1), asked(1, parameters=(first,)), place.reading())
         assert place.reservations()[1].keys() == {1}
         without = read_shard(place.stubs.to(1), asked(1, parameters=()), place.reading())
         for wrong in (asked(1, run="other"), asked(1, incarnation=9), asked(1, start=b"another")):
             with pytest.raises(StateError):
                 read_shard(place.stubs.to(1), wrong, place.reading())
     assert place.reservations() == [{}, {}]
-    assert list(got.states) == [first]
+    assert list(piece.states) == [first]
     assert not without.states
-    assert without.header.record == got.header.record
-    tensor, values = got.states[first]
-    expected, theirs = place.training.states[1][first]
+    assert without.header.record == piece.header.record
+    tensor, values = piece.states[first]
+    expected, expected_state = place.training.states[1][first]
     assert torch.equal(tensor, expected)
-    assert got.layout.fingerprint == place.training.layout.fingerprint
-    assert place.bytes == tensor.nbytes + sum(theirs[name].nbytes for name in values)
+    assert piece.layout.fingerprint == place.training.layout.fingerprint
+    assert place.bytes == tensor.nbytes + sum(expected_state[name].nbytes for name in values)
 
 
 def test_shards_come_from_whoever_gives_them(place: ReaderPlace) -> None:
-    wanted = {asked(1, shard=0): [0, 1], asked(1, shard=1): [1, 0]}
+    requests = {asked(1, shard=0): [0, 1], asked(1, shard=1): [1, 0]}
     place.world.stop(0)
     with reserved(place.stubs, [0, 1], 10.0, enough=lambda granted: 1 in granted) as reservation:
         assert reservation.granted == {1}
         assert reservation.refusals == {0: "can't be reached (Connection refused)"}
-        found = read_shards(place.stubs, wanted, place.reading())
-    assert found.keys() == {(0, 0), (0, 1)}
-    numbers = sorted(number for one in found.values() for number in one.states)
+        shards = read_shards(place.stubs, requests, place.reading())
+    assert shards.keys() == {(0, 0), (0, 1)}
+    numbers = sorted(number for shard_state in shards.values() for number in shard_state.states)
     assert numbers == list(range(len(place.training.parameters)))
 
 
 def test_an_iteration_that_does_not_come_is_given_up(place: ReaderPlace) -> None:
     """Training has stopped, so a later iteration that is reserved is never stepped."""
     with reserved(place.stubs, [0, 1], 10.0, at_least=2) as reservation:
-        begun = time.monotonic()
-        with pytest.raises(Lacking) as caught:
+        start = time.monotonic()
+        with pytest.raises(Lacking) as info:
             read_shards(place.stubs, {asked(reservation.iteration): [0, 1]}, place.reading(9.0, 0.3))
-        assert time.monotonic() - begun < 5
-    assert str(caught.value).count("the iteration was not stepped within 0.3 s") == 2
-    assert not caught.value.wrong
+        assert time.monotonic() - start < 5
+    assert str(info.value).count("the iteration was not stepped within 0.3 s") == 2
+    assert not info.value.wrong
 
 
 def test_a_node_without_anything_grants_nothing(place: ReaderPlace) -> None:

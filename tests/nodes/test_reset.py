@@ -38,8 +38,8 @@ TIMEOUT = 20.0
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
+    with ExitStack() as exit_stack:
+        yield exit_stack
 
 
 def two_nodes(stack: ExitStack) -> tuple[World, SmallTraining, Stubs]:
@@ -68,17 +68,22 @@ def test_it_waits_for_the_end_of_training(stack: ExitStack) -> None:
     with pytest.raises(NotReset, match=r"runs: 2 ranks are connected to shadow node 0 \(127"):
         reset.ask(here.job, stubs)
     leave(here, training)
-    found = reset.ask(here.job, stubs)
-    assert found == Discard(3, 0, (0, 1))
+    plan = reset.ask(here.job, stubs)
+    assert plan == Discard(3, 0, (0, 1))
     assert here.status(0).holds
     for _ in range(2):
-        reset.discard(here.job, stubs, found)
+        reset.discard(here.job, stubs, plan)
         for number in (0, 1):
-            said = here.status(number)
-            assert (said.holds_nothing, list(said.holds), said.generation, said.discarded) == (True, [], 3, 3)
+            answer = here.status(number)
+            assert (answer.holds_nothing, list(answer.holds), answer.generation, answer.discarded) == (
+                True,
+                [],
+                3,
+                3,
+            )
         assert not here.nodes[0].node.resources
-        found = reset.ask(here.job, stubs)
-        assert found == Discard(3, None, (0, 1))
+        plan = reset.ask(here.job, stubs)
+        assert plan == Discard(3, None, (0, 1))
 
 
 @needs_buffers
@@ -97,9 +102,9 @@ def test_the_next_start_begins_anew_and_the_discarded_run_cannot(stack: ExitStac
     wait_until(lambda: here.status(0).trainers == 2, "trainers to be counted")
     with pytest.raises(NotReset, match="runs: 2 ranks"):
         reset.ask(here.job, stubs)
-    said = stubs.reset([0], 5)[0]
-    assert isinstance(said, str)
-    assert "generation 6 has begun here" in said
+    answer = stubs.reset([0], 5)[0]
+    assert isinstance(answer, str)
+    assert "generation 6 has begun here" in answer
     plan = fence.plan_restore(
         here.job, stubs, TIMEOUT
     )  # before anything is seeded: checkpoints stay discarded
@@ -166,8 +171,13 @@ def test_the_command(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.Monke
     here.stop(1)
     status, output = invoke(*arguments, "--yes", "--json")
     assert status == 0
-    said = json.loads(output[output.index("{") :])
-    assert (said["job"], said["iteration"], said["nodes"], list(said["silent"])) == ("demo", 0, [0], ["1"])
+    document = json.loads(output[output.index("{") :])
+    assert (document["job"], document["iteration"], document["nodes"], list(document["silent"])) == (
+        "demo",
+        0,
+        [0],
+        ["1"],
+    )
     assert here.status(0).holds_nothing
     status, output = invoke(*arguments, "--yes")
     assert "Job demo: all earlier runs are discarded. The next start of training begins" in output
@@ -187,10 +197,10 @@ def test_a_server_that_is_not_a_shadow_node_causes_one_line(
     file.write_text(yaml.safe_dump({**data, "keys": "keys"}))
     subprocess.run([*COMMAND, "keys", file], check=True, capture_output=True)
     plain.start()
-    done = subprocess.run([*COMMAND, "reset", file], capture_output=True, text=True, check=False)
+    result = subprocess.run([*COMMAND, "reset", file], capture_output=True, text=True, check=False)
     plain.stop(None)
-    assert (done.returncode, done.stderr.splitlines()[:-1]) == (3, [])
-    assert "it does not use TLS" in done.stderr
+    assert (result.returncode, result.stderr.splitlines()[:-1]) == (3, [])
+    assert "it does not use TLS" in result.stderr
 
 
 @needs_buffers
@@ -209,13 +219,13 @@ def test_on_a_terminal_it_asks(
 ) -> None:
     here, training, _ = two_nodes(stack)
     leave(here, training)
-    process, ours = _asked(stack, here, tmp_path / "job.yaml")
-    shown = _until(ours, b"[y/N]")
-    assert b"iteration 0 and all before it are about to be discarded" in b" ".join(shown.split())
-    os.write(ours, typed)
-    shown += _until(ours, again=b"\x03" if typed == b"\x03" else b"")
+    process, terminal = _asked(stack, here, tmp_path / "job.yaml")
+    screen = _until(terminal, b"[y/N]")
+    assert b"iteration 0 and all before it are about to be discarded" in b" ".join(screen.split())
+    os.write(terminal, typed)
+    screen += _until(terminal, again=b"\x03" if typed == b"\x03" else b"")
     assert process.wait(10) == status
-    assert said in " ".join(shown.decode().split())
+    assert said in " ".join(screen.decode().split())
     assert here.status(0).holds_nothing == (status == 0)
 
 
@@ -223,27 +233,27 @@ def test_on_a_terminal_it_asks(
 def test_training_that_begins_while_it_asks_is_not_discarded(stack: ExitStack, tmp_path: Path) -> None:
     here, training, _ = two_nodes(stack)
     leave(here, training)
-    process, ours = _asked(stack, here, tmp_path / "job.yaml")
-    _until(ours, b"[y/N]")
+    process, terminal = _asked(stack, here, tmp_path / "job.yaml")
+    _until(terminal, b"[y/N]")
     again = here.training()
     again.incarnation = training.incarnation + 1
     again.begin([0, 1], generation=3, start=b"the second start")
     wait_until(lambda: all(here.status(number).trainers for number in here.nodes), "trainers to connect")
-    os.write(ours, b"y\n")
-    shown = " ".join(_until(ours).decode().split())
-    assert (process.wait(10), "runs: 2 ranks are connected" in shown) == (1, True)
+    os.write(terminal, b"y\n")
+    screen = " ".join(_until(terminal).decode().split())
+    assert (process.wait(10), "runs: 2 ranks are connected" in screen) == (1, True)
     assert all(here.status(number).holds for number in here.nodes)
 
 
 def _asked(stack: ExitStack, here: World, file: Path) -> tuple[subprocess.Popen[bytes], int]:
     """Start `checkmate reset` on a terminal; return the process, and our end of the terminal."""
     file.write_text(yaml.safe_dump(data_of(here.job, exclude_none=True)))
-    ours, theirs = pty.openpty()
-    stack.callback(os.close, ours)
+    terminal, child_terminal = pty.openpty()
+    stack.callback(os.close, terminal)
     command = ["setsid", "--ctty", "--wait", *COMMAND, "reset", str(file)]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    return process, ours
+    process = subprocess.Popen(command, stdin=child_terminal, stdout=child_terminal, stderr=child_terminal)
+    os.close(child_terminal)
+    return process, terminal
 
 
 def _until(terminal: int, end: bytes | None = None, again: bytes = b"") -> bytes:
@@ -251,13 +261,13 @@ def _until(terminal: int, end: bytes | None = None, again: bytes = b"") -> bytes
 
     `again` is typed each second: a Ctrl-C between a prompt and Python's read has no effect before the next.
     """
-    shown = b""
-    while end is None or end not in shown:
+    screen = b""
+    while end is None or end not in screen:
         if again and not select.select([terminal], [], [], 1)[0]:
             os.write(terminal, again)
             continue
         try:
-            shown += os.read(terminal, 4096)
+            screen += os.read(terminal, 4096)
         except OSError:  # the process has ended
             break
-    return shown
+    return screen

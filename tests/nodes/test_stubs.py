@@ -52,9 +52,9 @@ class Slow(RecordingNode):
 
 
 def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
-    other = grpc.server(ThreadPoolExecutor(1))
-    port = other.add_insecure_port("127.0.0.1:0")
-    other.start()
+    other_server = grpc.server(ThreadPoolExecutor(1))
+    port = other_server.add_insecure_port("127.0.0.1:0")
+    other_server.start()
     slow, slower, away = Slow(), Slow(), RecordingNode()
     away.stop()
     data = job_data(nodes=4)
@@ -65,9 +65,9 @@ def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
     try:
         with Stubs(of_data(Job, data), None) as stubs:
             stubs.ask([0, 1], lambda stub: stub.Status, request)  # to connect
-            begun = time.monotonic()
+            start = time.monotonic()
             answers = stubs.ask(range(4), lambda stub: stub.Status, request)
-            assert time.monotonic() - begun < 0.9
+            assert time.monotonic() - start < 0.9
             assert answers == {
                 0: current(slow.status),
                 1: current(slower.status),
@@ -80,9 +80,9 @@ def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
             with pytest.raises(ValueError, match="closed"):
                 stubs.ask([node], lambda stub: stub.Status, request)
     finally:
-        other.stop(0).wait()
-        for one in (slow, slower):
-            one.stop()
+        other_server.stop(0).wait()
+        for slow_server in (slow, slower):
+            slow_server.stop()
 
 
 HOLD = pb.HoldStatus(shard=pb.Shard(group=0, shard=0), incarnation=3, stepped=5, generation=1, seeded=True)

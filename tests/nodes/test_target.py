@@ -29,21 +29,28 @@ def find(said: Answers) -> Target | None:
 def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
     """Return, for each of the newest starts, the ranges that holds can be settled at, by node and shard."""
     of_newest = newest(said)
-    starts = {beginning_of(one) for one in all_holds(said) if (one.generation, one.incarnation) == of_newest}
-    found: dict[str, list[tuple[int, Shard, int, int]]] = {}
+    starts = {
+        beginning_of(each_hold)
+        for each_hold in all_holds(said)
+        if (each_hold.generation, each_hold.incarnation) == of_newest
+    }
+    holders: dict[str, list[tuple[int, Shard, int, int]]] = {}
     for start in starts:
-        reach = found.setdefault(str(start), [])
+        reach = holders.setdefault(str(start), [])
         origin = start.first_iteration - 1
         for number, answer in said.items():
-            for one in answer.holds if isinstance(answer, pb.NodeStatus) else ():
-                shard = (one.shard.group, one.shard.shard)
-                if one.doubtful or not one.seeded or one.run != start.run:
+            for each_hold in answer.holds if isinstance(answer, pb.NodeStatus) else ():
+                shard = (each_hold.shard.group, each_hold.shard.shard)
+                if each_hold.doubtful or not each_hold.seeded or each_hold.run != start.run:
                     continue
-                if (one.incarnation, one.start) == (start.incarnation, start.start):
-                    reach.append((number, shard, one.stepped, one.in_full))
-                elif origin_of(one, origin) == start.continues and one.stepped <= origin <= one.in_full:
-                    reach.append((number, shard, one.stepped, origin))
-    return found
+                if (each_hold.incarnation, each_hold.start) == (start.incarnation, start.start):
+                    reach.append((number, shard, each_hold.stepped, each_hold.in_full))
+                elif (
+                    origin_of(each_hold, origin) == start.continues
+                    and each_hold.stepped <= origin <= each_hold.in_full
+                ):
+                    reach.append((number, shard, each_hold.stepped, origin))
+    return holders
 
 
 def origin_of(one: pb.HoldStatus, iteration: int) -> bytes:
@@ -67,18 +74,18 @@ def test_the_target_is_what_every_shard_can_reach(said: Answers) -> None:
         assert not any(whole_at(reach) for reach in reaches.values())
         return
     assert any(explains(target, reach) for reach in reaches.values())
-    asked = [held(said, number, shard) for shard, nodes in target.holders.items() for number in nodes]
-    assert {one.run for one in asked} == {target.run}
-    assert not any(one.doubtful for one in asked)
-    assert all(one.stepped <= target.iteration <= one.in_full for one in asked)
+    holds = [held(said, number, shard) for shard, nodes in target.holders.items() for number in nodes]
+    assert {each_hold.run for each_hold in holds} == {target.run}
+    assert not any(each_hold.doubtful for each_hold in holds)
+    assert all(each_hold.stepped <= target.iteration <= each_hold.in_full for each_hold in holds)
 
 
 def explains(target: Target, reach: list[tuple[int, Shard, int, int]]) -> bool:
     """Return whether a target is right, if its start's holds can be settled at these ranges."""
     stepped = max((low for _, _, low, _ in reach), default=-1)
     able = {(n, shard) for n, shard, low, high in reach if low <= target.iteration <= high}
-    named = {(number, shard) for shard, nodes in target.holders.items() for number in nodes}
-    if not named <= able or set(SHARDS) != {shard for _, shard in named}:
+    holders = {(number, shard) for shard, nodes in target.holders.items() for number in nodes}
+    if not holders <= able or set(SHARDS) != {shard for _, shard in holders}:
         return False
     if target.behind:  # no newer iteration is complete
         best = max(whole_at(reach))
@@ -110,15 +117,17 @@ def test_what_settles_is_read_from(said: Answers, data: st.DataObject) -> None:
         for one in answer.holds if isinstance(answer, pb.NodeStatus) else ():
             if one.run == target.run and one.stepped <= target.iteration <= one.in_full:
                 one.stepped = target.iteration
-    gone = data.draw(st.sampled_from(sorted(said)))
+    lost_node = data.draw(st.sampled_from(sorted(said)))
     assert find_settled(JOB, target, after) == {shard: list(nodes) for shard, nodes in target.holders.items()}
-    after[gone] = "did not answer in time"
+    after[lost_node] = "did not answer in time"
     try:
-        left = find_settled(JOB, target, after)
+        remaining = find_settled(JOB, target, after)
     except Lacking as error:
-        assert error.shards.keys() == {shard for shard, nodes in target.holders.items() if nodes == (gone,)}
+        assert error.shards.keys() == {
+            shard for shard, nodes in target.holders.items() if nodes == (lost_node,)
+        }
     else:
-        assert all(gone not in nodes for nodes in left.values())
+        assert all(lost_node not in nodes for nodes in remaining.values())
 
 
 def both(stepped: int, in_full: int, **changes: object) -> list[pb.HoldStatus]:
@@ -133,43 +142,43 @@ def test_nobody_answers_or_nobody_holds_anything() -> None:
 
 
 def test_one_node_has_all_of_the_last_iteration_and_another_has_not() -> None:
-    found = find_target(TWO, {0: node(0, hold((0, 0), 6, 7)), 1: node(1, hold((0, 1), 6, 6))})
-    assert found.iteration == 6
+    target = find_target(TWO, {0: node(0, hold((0, 0), 6, 7)), 1: node(1, hold((0, 1), 6, 6))})
+    assert target.iteration == 6
 
 
 def test_a_holder_that_lags_is_left_out_if_another_has_the_shard() -> None:
-    found = find_target(TWO, {0: node(0, *both(3, 4)), 1: node(1, *both(6, 7))})
-    assert found == Target(7, "a", {(0, 0): (1,), (0, 1): (1,)})
+    target = find_target(TWO, {0: node(0, *both(3, 4)), 1: node(1, *both(6, 7))})
+    assert target == Target(7, "a", {(0, 0): (1,), (0, 1): (1,)})
 
 
 def test_if_nothing_newer_is_whole_nodes_that_lag_together_are_resumed_from() -> None:
     """A node is ahead in one shard, but lacks the other one, which is available at an older iteration."""
     alone = node(2, hold((0, 0), 8, 8))
-    said = {0: node(0, hold((0, 0), 5, 6)), 1: node(1, hold((0, 1), 5, 7)), 2: alone}
-    made = job(nodes=3, replicas=2)
+    answers = {0: node(0, hold((0, 0), 5, 6)), 1: node(1, hold((0, 1), 5, 7)), 2: alone}
+    three_nodes = job(nodes=3, replicas=2)
     third = hold((0, 2), 6, 7)
-    said[0].holds.append(third)
-    found = find_target(made, said)
-    assert found == Target(6, "a", {(0, 0): (0,), (0, 1): (1,), (0, 2): (0,)}, behind=2)
-    assert not found.complete
+    answers[0].holds.append(third)
+    target = find_target(three_nodes, answers)
+    assert target == Target(6, "a", {(0, 0): (0,), (0, 1): (1,), (0, 2): (0,)}, behind=2)
+    assert not target.complete
 
 
 def test_who_has_gone_on_alone_is_named() -> None:
-    said = {0: node(0, hold((0, 0), 8, 8)), 1: node(1, hold((0, 1), 5, 7))}
-    with pytest.raises(Lacking) as caught:
-        find_target(job(nodes=2), said)
-    assert str(caught.value).endswith("has stepped iteration 5 and has 7 in full, but another has stepped 8")
+    answers = {0: node(0, hold((0, 0), 8, 8)), 1: node(1, hold((0, 1), 5, 7))}
+    with pytest.raises(Lacking) as info:
+        find_target(job(nodes=2), answers)
+    assert str(info.value).endswith("has stepped iteration 5 and has 7 in full, but another has stepped 8")
 
 
 def test_a_holder_that_lacks_buffers_is_left_out_if_another_has_them() -> None:
     late = node(0, hold((0, 0), lacks=2), hold((0, 1), lacks=2))
-    found = find_target(TWO, {0: late, 1: node(1, hold((0, 0), in_full=7))})
-    assert found == Target(6, "a", {(0, 0): (1,), (0, 1): (0,)})
+    target = find_target(TWO, {0: late, 1: node(1, hold((0, 0), in_full=7))})
+    assert target == Target(6, "a", {(0, 0): (1,), (0, 1): (0,)})
     alone = find_target(TWO, {0: node(0, *both(5, 6, lacks=2)), 1: node(1, *both(5, 6, lacks=1))})
     assert alone == Target(6, "a", {(0, 0): (0, 1), (0, 1): (1, 0)}, lacking=1)
     assert not alone.complete
-    begun = find_target(TWO, {0: node(0, *both(-1, 0, lacks=2))})
-    assert begun == Target(0, "a", {(0, 0): (0,), (0, 1): (0,)})
+    first_target = find_target(TWO, {0: node(0, *both(-1, 0, lacks=2))})
+    assert first_target == Target(0, "a", {(0, 0): (0,), (0, 1): (0,)})
     stages = job(groups=2)
     groups = find_target(stages, {0: node(0, hold((0, 0)), hold((1, 0), lacks=3))})
     assert groups == Target(6, "a", {(0, 0): (0,), (1, 0): (0,)}, lacking=3)
@@ -177,13 +186,13 @@ def test_a_holder_that_lacks_buffers_is_left_out_if_another_has_them() -> None:
 
 def test_a_crash_while_an_incarnation_begins_loses_nothing() -> None:
     """Node 0 has begun the new incarnation at iteration 7, node 1 has not: both have iteration 6."""
-    begun = hold((0, 0), 6, 6, incarnation=4, first=7)
+    new_hold = hold((0, 0), 6, 6, incarnation=4, first=7)
     not_yet = hold((0, 1), 6, 6, incarnation=3)
-    found = find_target(TWO, {0: node(0, begun), 1: node(1, not_yet)})
-    assert found == Target(6, "a", {(0, 0): (0,), (0, 1): (1,)})
+    target = find_target(TWO, {0: node(0, new_hold), 1: node(1, not_yet)})
+    assert target == Target(6, "a", {(0, 0): (0,), (0, 1): (1,)})
     unsettled = hold((0, 1), 5, 7, incarnation=3)
-    found = find_target(TWO, {0: node(0, begun), 1: node(1, unsettled)})
-    assert found == Target(6, "a", {(0, 0): (0,), (0, 1): (1,)})
+    target = find_target(TWO, {0: node(0, new_hold), 1: node(1, unsettled)})
+    assert target == Target(6, "a", {(0, 0): (0,), (0, 1): (1,)})
 
 
 def test_what_an_old_incarnation_has_done_beyond_a_restart_is_not_mixed_in() -> None:
@@ -199,40 +208,40 @@ def test_a_hold_that_forked_from_the_run_before_the_newest_start_is_left_out() -
     """Node 1 was away when start B continued A at iteration 5; C continues B at 7. A's 6 is not B's 6."""
     now = [hold((0, s), 7, 7, incarnation=5, first=7, start=b"C", continues=b"B") for s in range(2)]
     forked = [hold((0, s), 5, 9, incarnation=3, first=0, start=b"A", continues=b"A") for s in range(2)]
-    found = find_target(TWO, {0: node(0, *now), 1: node(1, *forked)})
-    assert (found.iteration, found.start) == (7, b"C")
-    assert found.holders == {(0, 0): (0,), (0, 1): (0,)}
+    target = find_target(TWO, {0: node(0, *now), 1: node(1, *forked)})
+    assert (target.iteration, target.start) == (7, b"C")
+    assert target.holders == {(0, 0): (0,), (0, 1): (0,)}
     with pytest.raises(Lacking, match="is still in incarnation 3, not 5"):
         find_target(TWO, {0: node(0, now[0]), 1: node(1, forked[1])})
     missed = hold((0, 1), 5, 9, incarnation=4, first=5, start=b"B", continues=b"A")
     same = hold((0, 0), 6, 6, incarnation=5, first=7, start=b"C", continues=b"B")
-    found = find_target(TWO, {0: node(0, same), 1: node(1, missed)})
-    assert (found.iteration, found.start) == (6, b"B")
+    target = find_target(TWO, {0: node(0, same), 1: node(1, missed)})
+    assert (target.iteration, target.start) == (6, b"B")
 
 
 def test_another_run_is_not_mixed_in() -> None:
     now = hold((0, 0), 6, 6, incarnation=4, first=7, run="b")
-    other = hold((0, 1), 6, 6, incarnation=3, run="a")
+    other_run = hold((0, 1), 6, 6, incarnation=3, run="a")
     with pytest.raises(Lacking, match="^shard 1 of .* is still in incarnation 3, not 4, shadow node 0"):
-        find_target(TWO, {0: node(0, now), 1: node(1, other)})
+        find_target(TWO, {0: node(0, now), 1: node(1, other_run)})
 
 
 def test_a_stale_node_does_not_hold_back_the_others() -> None:
     """It was away at the last restart, and is ahead of the iteration where that resumed."""
-    said = {0: node(0, *both(9, 9)), 1: node(1, *both(7, 8, incarnation=4, first=7))}
-    assert find_target(TWO, said) == Target(8, "a", {(0, 0): (1,), (0, 1): (1,)})
+    answers = {0: node(0, *both(9, 9)), 1: node(1, *both(7, 8, incarnation=4, first=7))}
+    assert find_target(TWO, answers) == Target(8, "a", {(0, 0): (1,), (0, 1): (1,)})
 
 
 def test_starts_of_one_number_are_not_put_together() -> None:
     """A node that was away may have begun a start that no other node knows, with the others' number."""
-    said = {0: node(0, hold((0, 0), 6, 6, first=5)), 1: node(1, hold((0, 1), 6, 6))}
+    answers = {0: node(0, hold((0, 0), 6, 6, first=5)), 1: node(1, hold((0, 1), 6, 6))}
     with pytest.raises(Lacking, match="is in another start of training, which has the same incarnation 3"):
-        find_target(TWO, said)
+        find_target(TWO, answers)
     twin = {0: node(0, hold((0, 0), 6, 6, start=b"1")), 1: node(1, hold((0, 1), 6, 6, start=b"2"))}
     with pytest.raises(Lacking, match="is in another start of training, which has the same incarnation 3"):
         find_target(TWO, twin)
-    said[1].holds.append(hold((0, 0), 6, 6))
-    assert find_target(TWO, said).holders == {(0, 0): (1,), (0, 1): (1,)}
+    answers[1].holds.append(hold((0, 0), 6, 6))
+    assert find_target(TWO, answers).holders == {(0, 0): (1,), (0, 1): (1,)}
 
 
 def test_no_incarnation() -> None:
@@ -244,9 +253,9 @@ def test_only_nodes_that_settled_are_read_from() -> None:
     target = Target(6, "a", {(0, 0): (0, 1), (0, 1): (1,)})
     did = node(0, hold((0, 0), 6, 6))
     went_on = node(1, hold((0, 0), 7, 7), hold((0, 1), 6, 6, run="b"))
-    with pytest.raises(Lacking) as caught:
+    with pytest.raises(Lacking) as info:
         find_settled(TWO, target, {0: did, 1: went_on})
-    assert caught.value.shards.keys() == {(0, 1)}
+    assert info.value.shards.keys() == {(0, 1)}
     good = node(1, hold((0, 0), 7, 7), hold((0, 1), 6, 6))
     assert find_settled(TWO, target, {0: did, 1: good}) == {(0, 0): [0], (0, 1): [1]}
 

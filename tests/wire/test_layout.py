@@ -41,8 +41,8 @@ def test_each_parameter_stands_whole_in_one_bucket(
     layout = make_layout(model, shards, bucket_bytes)
     placed = [place.parameter for bucket in layout.buckets for place in bucket.places]
     assert sorted(placed) == [i for i, p in enumerate(model) if p.elements]
-    held = [number for shard in range(shards) for number in layout.of_shard(shard)]
-    assert sorted(held) == [*range(len(model))]
+    numbers = [number for shard in range(shards) for number in layout.of_shard(shard)]
+    assert sorted(numbers) == [*range(len(model))]
     for bucket in layout.buckets:
         at = 0
         for place in bucket.places:
@@ -92,8 +92,8 @@ def test_shares_have_each_parameter_once(model: list[Parameter], shards: int, co
             make_layout(model, shards, share=Share(0, count))
         return
     shares = [make_layout(model, shards, 500, share=Share(index, count)) for index in range(count)]
-    held = [number for layout in shares for shard in range(shards) for number in layout.of_shard(shard)]
-    assert sorted(held) == [*range(len(model))]
+    numbers = [number for layout in shares for shard in range(shards) for number in layout.of_shard(shard)]
+    assert sorted(numbers) == [*range(len(model))]
     sizes = [sum(bucket.nbytes for bucket in layout.schedule) for layout in shares]
     assert max(sizes) - min(sizes) <= max(p.nbytes for p in model)
     for layout in shares:
@@ -103,11 +103,13 @@ def test_shares_have_each_parameter_once(model: list[Parameter], shards: int, co
 
 
 def test_a_share_that_does_not_exist_is_refused() -> None:
-    said = json.loads(make_layout([Parameter("w", (2, 3), "float32")] * 3, 1, share=Share(1, 2)).to_json())
-    assert said["share"] == [1, 2]
+    document = json.loads(
+        make_layout([Parameter("w", (2, 3), "float32")] * 3, 1, share=Share(1, 2)).to_json()
+    )
+    assert document["share"] == [1, 2]
     for wrong in ([2, 2], [0, 4], [0, 1 << 40], [0], [0, 0], 5, None):
         with pytest.raises(LayoutError, match="not a layout"):
-            from_json(json.dumps({**said, "share": wrong}))
+            from_json(json.dumps({**document, "share": wrong}))
 
 
 SMALL = st.lists(st.integers(1, 4), max_size=5).map(tuple)
@@ -180,8 +182,8 @@ def test_a_gradient_may_have_another_type_than_its_parameter() -> None:
     ("whole", "offset"), [((5, 3), (4, 0)), ((5,), (0,)), ((5, 3), ()), ((), (0, 0)), ((5, 2), (0, 0))]
 )
 def test_a_chunk_outside_of_its_parameter_is_refused(whole: tuple[int, ...], offset: tuple[int, ...]) -> None:
-    said = make_layout([Parameter("w", (2, 3), "float32")], 1).to_json()
-    described = json.loads(said)
+    text = make_layout([Parameter("w", (2, 3), "float32")], 1).to_json()
+    described = json.loads(text)
     described["parameters"][0] |= {"whole": whole, "offset": offset}
     with pytest.raises(LayoutError, match=r"w, \(2, 3\) at .* is not within"):
         from_json(json.dumps(described))

@@ -27,25 +27,29 @@ def sends(trace: Trace, rank: int, one: TracedCollective) -> list[list[NcclSend]
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recorded_send_is_foreseen(name: str) -> None:
     trace = Trace.read(name)
-    seen = 0
+    count = 0
     for rank in range(trace.ranks):
         alone = trace.alone(rank)
         for number, collective in alone.items():
             itemsize = ITEMSIZES[collective.datatype]
             foreseen = sends(trace, rank, collective)
-            found = trace.sends(rank, number)
+            recorded = trace.sends(rank, number)
             if trace.whole:
-                expected = {(channel, one.step) for channel, some in enumerate(foreseen) for one in some}
-                assert {(one.channel, one.step) for one in found} == expected
-            for one in found:
+                expected = {
+                    (channel, one.step)
+                    for channel, channel_sends in enumerate(foreseen)
+                    for one in channel_sends
+                }
+                assert {(one.channel, one.step) for one in recorded} == expected
+            for one in recorded:
                 send = foreseen[one.channel][one.step]
                 assert len(send.where) * itemsize == one.nbytes
                 if one.first_word is not None and collective.datatype == "ncclUint32":
                     first, ranks = trace.decode(one.first_word)
                     assert first == send.where.start
                     assert (len(ranks) == trace.ranks) == (send.round >= 0)
-                seen += 1
-    assert seen > 20
+                count += 1
+    assert count > 20
 
 
 @given(

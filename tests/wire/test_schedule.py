@@ -97,7 +97,7 @@ def test_only_the_first_and_the_last_rank_are_boundaries(ranks: int) -> None:
 
 @given(buckets=BUCKETS, channels=CHANNELS, ranks=RANKS)
 def test_every_byte_is_tagged_exactly_once(buckets: list[Bucket], channels: int, ranks: int) -> None:
-    seen = [bytearray(bucket.nbytes) for bucket in buckets]
+    marks = [bytearray(bucket.nbytes) for bucket in buckets]
     for side in (FIRST, LAST):
         for channel in range(channels):
             for shadow_id in range(4):
@@ -114,8 +114,8 @@ def test_every_byte_is_tagged_exactly_once(buckets: list[Bucket], channels: int,
                     assert len(piece.where) > 0
                 for span in spans(layout, 0, layout.nbytes):
                     for byte in range(span.start, span.stop):
-                        seen[span.bucket][byte] += 1
-    assert seen == [bytearray(b"\1" * bucket.nbytes) for bucket in buckets]
+                        marks[span.bucket][byte] += 1
+    assert marks == [bytearray(b"\1" * bucket.nbytes) for bucket in buckets]
 
 
 @given(
@@ -132,7 +132,7 @@ def test_the_inverse_finds_each_byte_that_the_sender_tags(
     layouts = [
         stream_layout(buckets, channels, 0, ranks, side=side, shadow_id=shadow_id) for shadow_id in range(4)
     ]
-    sent = [0, 0, 0, 0]
+    positions = [0, 0, 0, 0]
     for iteration in range(2):
         for index, bucket in enumerate(buckets):
             layout = layouts[bucket.shadow_id]
@@ -141,11 +141,11 @@ def test_the_inverse_finds_each_byte_that_the_sender_tags(
                     continue
                 chunk = chunk_slice(bucket.elements, channels, 0, ranks, chunk_sent(ranks, rank, round_))
                 for byte in range(chunk.start * bucket.itemsize, chunk.stop * bucket.itemsize):
-                    at = sent[bucket.shadow_id]
+                    at = positions[bucket.shadow_id]
                     (span,) = spans(layout, at, at + 1)
                     assert (span.iteration, span.bucket, span.start) == (iteration, index, byte)
-                    sent[bucket.shadow_id] += 1
-    assert sent == [2 * layout.nbytes for layout in layouts]
+                    positions[bucket.shadow_id] += 1
+    assert positions == [2 * layout.nbytes for layout in layouts]
 
 
 @given(buckets=BUCKETS, data=st.data())

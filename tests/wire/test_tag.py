@@ -155,9 +155,9 @@ def p4_fields(header: str) -> list[tuple[str, int]]:
 
 
 def p4_constant(name: str) -> int:
-    found = re.search(rf"const bit<\d+>\s+{name}\s*=\s*(\w+);", P4_HEADERS.read_text())
-    assert found, f"{P4_HEADERS.name} has no constant {name}"
-    return int(found[1], 0)
+    match = re.search(rf"const bit<\d+>\s+{name}\s*=\s*(\w+);", P4_HEADERS.read_text())
+    assert match, f"{P4_HEADERS.name} has no constant {name}"
+    return int(match[1], 0)
 
 
 def c_fields(structure: str) -> list[tuple[str, int]]:
@@ -167,9 +167,9 @@ def c_fields(structure: str) -> list[tuple[str, int]]:
 
 
 def c_constant(name: str) -> int:
-    found = re.search(rf"#define {name} (\w+)", C_HEADER.read_text())
-    assert found, f"{C_HEADER.name} does not define {name}"
-    return int(found[1], 0)
+    match = re.search(rf"#define {name} (\w+)", C_HEADER.read_text())
+    assert match, f"{C_HEADER.name} does not define {name}"
+    return int(match[1], 0)
 
 
 def packed_by(fields: list[tuple[str, int]], tag: wire.Tag) -> bytes:
@@ -224,5 +224,5 @@ def test_the_shared_structures_are_the_same() -> None:
     state.set_range(program.RANGES + 7, *values)
     assert tuple(getattr(state.ranges[7], name) for name, _ in program.Range._fields_) == values
     assert not state.ranges[6].incarnation and not state.ranges[8].anchor
-    listed = re.findall(r"FAULT_(\w+),", C_HEADER.read_text())
-    assert [name.lower() for name in listed] == list(program.FAULTS)
+    faults = re.findall(r"FAULT_(\w+),", C_HEADER.read_text())
+    assert [name.lower() for name in faults] == list(program.FAULTS)
