@@ -67,7 +67,7 @@ def version_trouble(version: Version) -> str:
     """Return why a version of NCCL is not supported, or ""."""
     if OLDEST <= version[:2] <= NEWEST:
         return ""
-    versions = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    versions = " to ".join(".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
     return f"NCCL {'.'.join(map(str, version))} is not supported, but {versions} are (PyTorch 2.7 to 2.13)"
 
 

@@ -92,13 +92,13 @@ def drain(
         NodeAway: It does not answer.
     """
     if force:
-        before = _own(job, node, stubs.statuses())
+        before = _own_answer(job, node, stubs.statuses())
         _go(job, stubs, node, force=True)
         return held_shards(before)
     deadline = time.monotonic() + seconds
     while True:
         answers = stubs.statuses()
-        before = _own(job, node, answers)
+        before = _own_answer(job, node, answers)
         if before.left:
             return []
         if not (alone := only_here(answers, node)):
@@ -118,7 +118,7 @@ def drain(
     return held_shards(before)
 
 
-def _own(job: Job, node: int, answers: Answers) -> pb.NodeStatus:
+def _own_answer(job: Job, node: int, answers: Answers) -> pb.NodeStatus:
     answer = answers[node]
     if isinstance(answer, str):
         raise NodeAway(f"{node_name(job, node)}: {answer}")

@@ -135,9 +135,9 @@ def check_header(header: pb.SeedHeader, request: ShardRequest) -> Layout:
         request.parameters,
     )
     if there != request:
-        requested, received = _words_of(request), _words_of(there)
+        requested, delivered = _words_of(request), _words_of(there)
         raise StateError(
-            f"it sent {received}, not {requested if requested != received else 'of the requested start'}"
+            f"it sent {delivered}, not {requested if requested != delivered else 'of the requested start'}"
         )
     try:
         layout = from_json(header.layout)

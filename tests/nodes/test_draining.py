@@ -174,7 +174,7 @@ def test_what_counts_as_a_holder() -> None:
     assert only_here({0: node(0, hold(seeded=False)), 1: node(1)}, 0) == []
     assert only_here({0: node(0, hold(incarnation=2)), 1: node(1, hold((0, 1)))}, 0) == [], "an old state"
     with pytest.raises(NodeAway, match="can't be reached"):
-        draining._own(JOB, 0, {0: "can't be reached"})
+        draining._own_answer(JOB, 0, {0: "can't be reached"})
 
 
 @given(answers())
