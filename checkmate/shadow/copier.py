@@ -48,8 +48,11 @@ class Copier:
     def _run(self) -> None:
         while not self._node.stopping:
             with self._node.state_changed:
-                holds = [(group, hold) for group, hold in self._node.state.holds if hold.wants_seeds]
-                holds = [(group, hold) for group, hold in holds if hold.plan.other_holders]
+                holds = [
+                    (group, hold)
+                    for group, hold in self._node.state.holds
+                    if hold.plan.other_holders and hold.wants_seeds
+                ]
             helped = [self._help(group, hold) for group, hold in holds]
             if not any(helped):
                 time.sleep(_IDLE_SECONDS)
