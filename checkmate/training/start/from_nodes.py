@@ -12,7 +12,7 @@ from typing import Any
 from checkmate.events.kinds import RESTORE_INSTALLED
 from checkmate.events.saying import say, seconds_since
 from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
-from checkmate.nodes.reader import ShardRequest, ShardReading, States, most_parts, read_shards, record_of
+from checkmate.nodes.reader import ShardReading, ShardRequest, States, most_parts, read_shards, record_of
 from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
