@@ -15,9 +15,9 @@ from checkmate.events.kinds import (
     STREAM_REFUSED,
     SWITCH_BACK,
     SWITCH_LOST,
-    Happened,
+    Occurrence,
 )
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.job.schema import Switch
 from checkmate.output.log_lines import GatheredLog, StrangerLog
 from checkmate.wording import counted
@@ -182,17 +182,17 @@ class SwitchController(ReconciledSwitch):
             if reply.frame is not None:
                 await session.send_packet(port, reply.frame)
 
-    def _refusal_event(self, words: str, count: int) -> Happened:
+    def _refusal_event(self, words: str, count: int) -> Occurrence:
         return STREAM_REFUSED(switch=self.switch.name, count=count, why=words)
 
-    def _admission_event(self, nics: Sequence[str]) -> Happened:
+    def _admission_event(self, nics: Sequence[str]) -> Occurrence:
         return STREAM_ADMITTED(switch=self.switch.name, count=len(nics), nics=list(dict.fromkeys(nics)))
 
     def _admissions_line(self, nics: Sequence[str]) -> str:
         return f"switch {self.switch.name}: {counted(len(nics), 'stream is', 'streams are')} admitted"
 
 
-def _closure_event(closures: Sequence[Closure]) -> Happened:
+def _closure_event(closures: Sequence[Closure]) -> Occurrence:
     first, nics = closures[0], list(dict.fromkeys(closure.nic for closure in closures))
     return STREAM_CLOSED(switch=first.switch, how=first.how, count=len(closures), nics=nics)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError

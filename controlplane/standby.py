@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from checkmate.events.kinds import CONTROLLER_CLAIMS, SWITCH_LOST
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job, Switch
 from checkmate.job.yaml_lines import JobError

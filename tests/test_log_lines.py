@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from checkmate.events.keeping import EventLog
-from checkmate.events.kinds import STREAM_FAILED, STREAM_REFUSED, Happened
-from checkmate.events.saying import keep_in
+from checkmate.events.event_log import EventLog
+from checkmate.events.kinds import STREAM_FAILED, STREAM_REFUSED, Occurrence
+from checkmate.events.process_log import keep_in
 from checkmate.output.log_lines import (
     ROW_ITERATIONS,
     GatheredLog,
@@ -23,7 +23,7 @@ from checkmate.output.log_lines import (
 from tests.support.waiting import wait_until
 
 
-def failed(lines: Sequence[str]) -> Happened:
+def failed(lines: Sequence[str]) -> Occurrence:
     return STREAM_FAILED(count=len(lines), why=lines[0])
 
 

@@ -19,10 +19,8 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from checkmate.cli.completing import job_paths
-from checkmate.events.json_lines import log_everything_as_json, print_as_json
-from checkmate.events.keeping import EventLog, folder_of, named_folder
-from checkmate.events.reading import EventsError
-from checkmate.events.saying import keep_in
+from checkmate.events.event_log import EventLog, EventsError, configured_folder, find_folder
+from checkmate.events.process_log import keep_in, log_everything_as_json, print_as_json
 from checkmate.extras import needs_of
 from checkmate.job.files import JobError, JobSet, Located
 from checkmate.job.following import JobFiles
@@ -224,7 +222,7 @@ def log_to_stderr(log_format: LogFormat = LogFormat.TEXT) -> None:
 
 def to_keep_events(folder: Path | None) -> tuple[Capability, ...]:
     """Return what writing the event log takes, for an option `--events`."""
-    used = folder_of(folder)
+    used = find_folder(folder)
     return () if used is None else to_write(used)
 
 
@@ -236,9 +234,9 @@ def kept_events(source: str, job: str, folder: Path | None) -> Iterator[EventLog
     names is a convenience: without it, events stay in memory.
     """
     try:
-        log = EventLog(source, job, folder_of(folder)).start()
+        log = EventLog(source, job, find_folder(folder)).start()
     except EventsError as error:
-        if named_folder(folder) is not None:
+        if configured_folder(folder) is not None:
             raise
         logging.getLogger("checkmate").warning("%s; they are kept in memory only", error)
         log = EventLog(source, job).start()

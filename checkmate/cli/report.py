@@ -20,8 +20,7 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
 )
-from checkmate.events.keeping import FOLDER
-from checkmate.events.reading import SUFFIX
+from checkmate.events.event_log import FOLDER, SUFFIX
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.access import access

@@ -44,7 +44,7 @@ from checkmate.events.kinds import (
     CONTROLLER_STANDBY,
     CONTROLLER_STARTED,
 )
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.job.following import JobFiles, Wanted
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError

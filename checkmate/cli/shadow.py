@@ -36,7 +36,7 @@ from checkmate.cli.common import (
 from checkmate.doctor import subjects
 from checkmate.doctor.diagnosis import warn
 from checkmate.events.kinds import NODE_ENDED, NODE_STARTED
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.job.addresses import split_address
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job

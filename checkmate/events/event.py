@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-TEXT_MAX: Final = 600
+MAX_TEXT: Final = 600
 """Characters of a text in an event; the rest is cut off."""
-LIST_MAX: Final = 64
+MAX_LIST: Final = 64
 """Entries of a list in an event."""
-_HOST_MAX: Final = 255
+_MAX_HOST: Final = 255
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened to one process, by the clock of its host."""
+    """An occurrence in one process, by the clock of its host."""
 
     time: float
     """Seconds since the epoch."""
@@ -36,7 +36,7 @@ class Event:
 
     @property
     def identity(self) -> tuple[str, str, int, float, int]:
-        """What is the same if an event is read from two places."""
+        """A key that is equal if an event is read from two places."""
         return (self.source, self.host, self.pid, self.time, self.number)
 
     @property
@@ -46,7 +46,7 @@ class Event:
 
     def to_line(self) -> str:
         """Return one line of JSON, without its end."""
-        said = {
+        document = {
             "time": timestamp(self.time),
             "source": self.source,
             "job": self.job,
@@ -55,15 +55,15 @@ class Event:
             "number": self.number,
             "level": self.level,
             "event": self.name,
-            "message": bounded(self.message),
-            "fields": bounded(self.fields),
+            "message": truncate(self.message),
+            "fields": truncate(self.fields),
         }
-        return json.dumps(said, separators=(",", ":"), default=str)
+        return json.dumps(document, separators=(",", ":"), default=str)
 
 
-def cleaned(text: str) -> str:
+def clean_host(text: str) -> str:
     """Return a host's name, which that host is free to choose, without what steers a terminal."""
-    return "".join(one if one.isprintable() else " " for one in text[:_HOST_MAX])
+    return "".join(character if character.isprintable() else " " for character in text[:_MAX_HOST])
 
 
 def timestamp(seconds: float) -> str:
@@ -71,16 +71,16 @@ def timestamp(seconds: float) -> str:
     return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def bounded(value: Any) -> Any:
+def truncate(value: Any) -> Any:
     """Return a value that JSON can express, with texts and lists cut to a length."""
     match value:
         case str():
-            return value if len(value) <= TEXT_MAX else f"{value[: TEXT_MAX - 3]}..."
+            return value if len(value) <= MAX_TEXT else f"{value[: MAX_TEXT - 3]}..."
         case Mapping():
-            return {str(key): bounded(one) for key, one in list(value.items())[:LIST_MAX]}
+            return {str(key): truncate(element) for key, element in list(value.items())[:MAX_LIST]}
         case Sequence() | set() | frozenset():
-            return [bounded(one) for one in list(value)[:LIST_MAX]]
+            return [truncate(element) for element in list(value)[:MAX_LIST]]
         case bool() | int() | float() | None:
             return value
         case _:
-            return bounded(str(value))
+            return truncate(str(value))

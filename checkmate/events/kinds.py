@@ -42,8 +42,8 @@ FIELDS: Final[Mapping[str, str]] = {
 """The meaning of each field."""
 
 
-class Happened(NamedTuple):
-    """An event that has happened: its name, and its fields."""
+class Occurrence(NamedTuple):
+    """An occurrence of a kind of event, with its fields."""
 
     name: str
     fields: Mapping[str, object]
@@ -57,12 +57,12 @@ class Kind:
     meaning: str
     fields: tuple[str, ...]
 
-    def __call__(self, **fields: object) -> Happened:
+    def __call__(self, **fields: object) -> Occurrence:
         """Return an event. A field that is a word of Python has an underscore behind it."""
-        given = {name.rstrip("_"): value for name, value in fields.items()}
-        if given.keys() != set(self.fields):
-            raise TypeError(f"{self.name} has the fields {self.fields}, not {tuple(given)}")
-        return Happened(self.name, given)
+        values = {name.rstrip("_"): value for name, value in fields.items()}
+        if values.keys() != set(self.fields):
+            raise TypeError(f"{self.name} has the fields {self.fields}, not {tuple(values)}")
+        return Occurrence(self.name, values)
 
 
 KINDS: Final[dict[str, Kind]] = {}
@@ -70,8 +70,8 @@ KINDS: Final[dict[str, Kind]] = {}
 
 
 def _kind(name: str, meaning: str, *fields: str) -> Kind:
-    KINDS[name] = made = Kind(name, meaning, fields)
-    return made
+    KINDS[name] = kind = Kind(name, meaning, fields)
+    return kind
 
 
 NODE_STARTED: Final = _kind("node.started", "a shadow node serves", "version", "shards")

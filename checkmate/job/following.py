@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
-from checkmate.events.event import TEXT_MAX
+from checkmate.events.event import MAX_TEXT
 from checkmate.job import yaml_lines
 from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
 from checkmate.job.schema import Job
@@ -101,7 +101,7 @@ class FaultLog:
                 new_faults.append(fault)
         self._logged.update(new_faults)
         self._queue = [fault for fault in queue if fault not in self._logged]
-        lines = [shortened(str(fault), TEXT_MAX) for fault in new_faults]
+        lines = [shortened(str(fault), MAX_TEXT) for fault in new_faults]
         if new_faults and (omitted := len(present) - len(new_faults)):
             lines.append(f"and {counted(omitted, 'other fault')}; `checkmate validate` shows all")
         return "\n".join(lines)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
-from checkmate.events.kinds import Happened
-from checkmate.events.saying import say
+from checkmate.events.kinds import Occurrence
+from checkmate.events.process_log import say
 from checkmate.wording import printable
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class GatheredLog(Generic[T]):
     """One log line for events of a kind: once none has come for half a second, or after five. Thread-safe."""
 
     def __init__(
-        self, level: int, line: Callable[[Sequence[T]], str], event: Callable[[Sequence[T]], Happened]
+        self, level: int, line: Callable[[Sequence[T]], str], event: Callable[[Sequence[T]], Occurrence]
     ) -> None:
         """Gather events for lines of `level`; `line` makes one of at least one, and `event` its event."""
         self._level = level
@@ -142,7 +142,7 @@ class StrangerLog:
         self._unsaid = 0  # since the last event
         self._next_event = 0.0
 
-    def line(self, text: str, event: Callable[[str, int], Happened] | None = None) -> None:
+    def line(self, text: str, event: Callable[[str, int], Occurrence] | None = None) -> None:
         """Log a line, or count it for the next one.
 
         `event` makes an event of the words, and of how many there have been since the event before.

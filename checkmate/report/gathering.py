@@ -13,8 +13,7 @@ from typing import Final
 import grpc
 
 from checkmate.events.event import Event
-from checkmate.events.line import event_of
-from checkmate.events.reading import read_paths
+from checkmate.events.reading import parse_event, read_paths
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import node_name
 from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs, reason
@@ -42,7 +41,7 @@ class Gathered:
         strange, own = 0, []
         for line in reply.events:
             try:
-                event = event_of(line)
+                event = parse_event(line)
             except ValueError:
                 strange += 1
                 continue

@@ -6,7 +6,7 @@ import datetime as dt
 import re
 from typing import Final
 
-from checkmate.events.line import TIME_END
+from checkmate.events.reading import MAX_TIME
 
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _AGO: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d)")
@@ -24,7 +24,7 @@ def parse_since(text: str, now: float) -> float:
             since = dt.datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):
         since = -1.0
-    if not 0 <= since < TIME_END:  # no event has another one
+    if not 0 <= since < MAX_TIME:  # no event has another one
         raise ValueError(
             f"{text!r} is not a time; write 2026-11-23T21:00:00Z, or how long ago: 90min, 2h or 3d"
         )

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
-from checkmate.events.kinds import NODE_STALLED, STREAM_BROKEN, Happened
-from checkmate.events.saying import say
+from checkmate.events.kinds import NODE_STALLED, STREAM_BROKEN, Occurrence
+from checkmate.events.process_log import say
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
@@ -225,7 +225,7 @@ class Node:
                     resources.replica.release(iteration)
             case Log(level, message, None):
                 log.log(level, "%s", message)
-            case Log(level, message, Happened() as event):
+            case Log(level, message, Occurrence() as event):
                 say(level, event, "%s", message)
 
     def _connect(self, hold: Hold) -> None:

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Final
 
-from checkmate.events.keeping import EventLog
-from checkmate.events.kinds import ITERATION_COMMITTED, Happened
+from checkmate.events.event_log import EventLog
+from checkmate.events.kinds import ITERATION_COMMITTED, Occurrence
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
@@ -117,7 +117,7 @@ class Serving:
         self._metrics.__enter__()
         return self
 
-    def reached(self) -> Happened | None:
+    def reached(self) -> Occurrence | None:
         """Return the event of the last committed iteration, if there is one."""
         committee = self.node.state.committee
         if committee.committed < 0:

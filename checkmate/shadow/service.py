@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from checkmate.events.keeping import EventLog
+from checkmate.events.event_log import EventLog
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
 from checkmate.keys.contexts import host_of_call, server_credentials

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from checkmate.events import json_lines
+from checkmate.events.process_log import is_json_requested, json_handler
 from checkmate.output.log_lines import TextLines
 
 _LOG: Final = logging.getLogger("checkmate")
@@ -20,8 +20,8 @@ def show_log() -> None:
     """
     if _LOG.hasHandlers():
         return
-    as_json = json_lines.wanted()
-    handler = json_lines.json_handler() if as_json else logging.StreamHandler()
+    as_json = is_json_requested()
+    handler = json_handler() if as_json else logging.StreamHandler()
     if not as_json:
         handler.setFormatter(TextLines(_FORMAT, "%Y-%m-%d %H:%M:%S"))
     handler.addFilter(lambda _: not logging.getLogger().handlers)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from checkmate.events.kinds import TRAINER_ENDED
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 
 
 def ends_well(error: BaseException | None) -> bool:

@@ -8,9 +8,8 @@ import os
 from pathlib import Path
 from typing import Final
 
-from checkmate.events.keeping import FOLDER, EventLog
-from checkmate.events.reading import EventsError
-from checkmate.events.saying import keep_in
+from checkmate.events.event_log import FOLDER, EventLog, EventsError
+from checkmate.events.process_log import keep_in
 
 _log: Final = logging.getLogger("checkmate")
 

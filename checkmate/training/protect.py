@@ -17,7 +17,7 @@ from torch import nn
 
 from checkmate.errors import CheckmateError
 from checkmate.events.kinds import PROTECT_ENDED, PROTECT_STARTED
-from checkmate.events.saying import say, seconds_since
+from checkmate.events.process_log import say, seconds_since
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb

@@ -19,7 +19,7 @@ from checkmate.events.kinds import (
     RESTORE_FETCHED,
     RESTORE_STARTED,
 )
-from checkmate.events.saying import say, seconds_since
+from checkmate.events.process_log import say, seconds_since
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.several import members_of
 from checkmate.training.checks import Optimizers, Scaler, Schedulers, watched_of

@@ -7,17 +7,19 @@ import json
 import pytest
 
 from checkmate.events.event import timestamp
-from checkmate.events.line import event_of
+from checkmate.events.reading import parse_event
 
 _ESCAPE = "\x1b]0;owned\x07"
 
 
-def line(**said: object) -> str:
-    return json.dumps({"time": "2026-11-23T10:00:00Z", "source": "rank 0", "event": "trainer.ended", **said})
+def line(**values: object) -> str:
+    return json.dumps(
+        {"time": "2026-11-23T10:00:00Z", "source": "rank 0", "event": "trainer.ended", **values}
+    )
 
 
 @pytest.mark.parametrize(
-    "said",
+    "values",
     [
         {"source": _ESCAPE},
         {"event": _ESCAPE},
@@ -31,16 +33,16 @@ def line(**said: object) -> str:
     ],
 )
 def test_a_name_that_steers_terminals_and_a_number_without_bounds_are_refused(
-    said: dict[str, object],
+    values: dict[str, object],
 ) -> None:
-    event_of(line())
+    parse_event(line())
     with pytest.raises(ValueError, match="_Line"):
-        event_of(line(**said))
+        parse_event(line(**values))
 
 
 def test_a_host_may_call_itself_anything_but_cannot_steer_terminals() -> None:
-    assert event_of(line(host=f"h{_ESCAPE}")).host == "h ]0;owned "
-    assert len(event_of(line(host="x" * 10_000)).host) == 255
+    assert parse_event(line(host=f"h{_ESCAPE}")).host == "h ]0;owned "
+    assert len(parse_event(line(host="x" * 10_000)).host) == 255
 
 
 @pytest.mark.parametrize(
@@ -56,9 +58,9 @@ def test_a_host_may_call_itself_anything_but_cannot_steer_terminals() -> None:
 )
 def test_a_time_that_not_every_zone_can_show_is_refused(time: str) -> None:
     with pytest.raises(ValueError, match="year"):
-        event_of(line(time=time))
+        parse_event(line(time=time))
 
 
 def test_the_first_and_the_last_time_can_be_shown() -> None:
     for time in ("1970-01-01T00:00:00.000000Z", "8999-12-31T23:59:59.000000Z"):
-        assert timestamp(event_of(line(time=time)).time) == time
+        assert timestamp(parse_event(line(time=time)).time) == time

@@ -36,7 +36,7 @@ from checkmate.events.kinds import (
     TRAINER_NODE_LOST,
     TRAINER_RING_BROKEN,
     TRAINING_REFUSED,
-    Happened,
+    Occurrence,
 )
 from checkmate.report.page import page
 from checkmate.report.processes import merged
@@ -59,7 +59,7 @@ class Written:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def say(self, seconds: float, source: str, happened: Happened, pid: int = 1, host: str = "h") -> None:
+    def say(self, seconds: float, source: str, happened: Occurrence, pid: int = 1, host: str = "h") -> None:
         name, fields = happened
         number, time = len(self.events), START + seconds
         self.events.append(Event(time, source, name, "", fields, "info", JOB.job, host, pid, number))
@@ -235,7 +235,7 @@ def test_a_node_that_is_away_for_good_died_after_its_last_event() -> None:
     assert any(f"what it did after {at(0)} is not known" in one for one in report.unknown)
 
 
-def hold(state: str, iteration: int = 0, shard: int = 0) -> Happened:
+def hold(state: str, iteration: int = 0, shard: int = 0) -> Occurrence:
     return HOLD_CHANGED(group=0, shard=shard, state=state, iteration=iteration, why="")
 
 
@@ -355,7 +355,7 @@ def test_troubles_are_listed_and_strange_fields_do_no_harm() -> None:
     for name in ("trainer.ended", "node.fenced", "trainer.restore.agreed", "peer.lost", "trainer.first"):
         for value in (None, "x", [1], {"a": 1}, 1e300, True):
             fields = {"iteration": value, "incarnation": value, "node": value, "seconds": value, "why": value}
-            made.say(1, "rank 0", Happened(name, fields))
+            made.say(1, "rank 0", Occurrence(name, fields))
     report = made.report()
     assert report.troubles[0].event == "stream.gap"
     assert "9 bytes have not come" in text(report)
@@ -370,7 +370,7 @@ def test_nothing_that_others_have_said_steers_the_terminal(crash: Written) -> No
             **{key: strange for key in ("why", "from") if key in one.fields},
             strange: strange,
         }
-        made.say(one.time - START, one.source, Happened(one.name, fields), one.pid, strange)
+        made.say(one.time - START, one.source, Occurrence(one.name, fields), one.pid, strange)
     made.say(200, f"rank {strange}", RESTORE_STARTED())
     made.say(201, f"rank {strange}", RESTORE_ENDED(from_=strange, iteration=2, seconds=4.0))
     made.say(202, strange, NODE_TROUBLE(why=strange))

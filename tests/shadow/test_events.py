@@ -14,10 +14,10 @@ import grpc
 import pytest
 import yaml
 
-from checkmate.events.keeping import EventLog
+from checkmate.events.event_log import EventLog
 from checkmate.events.kinds import NODE_TROUBLE
-from checkmate.events.line import event_of
-from checkmate.events.saying import keep_in
+from checkmate.events.process_log import keep_in
+from checkmate.events.reading import parse_event
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of
 from checkmate.keys.access import INSECURE
@@ -65,7 +65,7 @@ def asked(job: Job, role: Role | None = None, **more: float) -> pb.EventsReply:
 
 
 def names(reply: pb.EventsReply) -> list[str]:
-    return [event_of(line).name for line in reply.events]
+    return [parse_event(line).name for line in reply.events]
 
 
 def written(job: Job, folder: Path) -> str:
@@ -84,7 +84,7 @@ def test_a_start_of_training_is_told(log: EventLog, tmp_path: Path) -> None:
         training.iterate()
         wait_until(lambda: status(job, 0).holds[0].stepped == 0, "committed")
         wait_until(lambda: "stream.connected" in names(asked(job)), "streams")
-        kept_events = [event_of(line) for line in asked(job).events]
+        kept_events = [parse_event(line) for line in asked(job).events]
         fields = {event.name: dict(event.fields) for event in kept_events}
         assert fields["training.begun"]["iteration"] == 0
         assert fields["shard.seeded"] == {"group": 0, "shard": 0, "iteration": -1}
@@ -144,7 +144,7 @@ def test_an_answer_is_bounded_and_has_the_newest(log: EventLog, monkeypatch: pyt
     with Serving(job, 0, events=log):
         reply = asked(job)
     assert reply.older
-    numbers = [int(event_of(line).fields["why"]) for line in reply.events]
+    numbers = [int(parse_event(line).fields["why"]) for line in reply.events]
     assert 5 < len(numbers) < 50
     assert numbers == list(range(numbers[0], 100))
 

@@ -12,7 +12,7 @@ import torch
 
 from checkmate import machine_memory
 from checkmate.events.kinds import TRAINING_BEGUN
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory

@@ -6,7 +6,7 @@ import math
 import time
 from typing import Final
 
-from checkmate.events.keeping import EventLog
+from checkmate.events.event_log import EventLog
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.group import CallRefused, check_job
 from checkmate.shadow.node import Node

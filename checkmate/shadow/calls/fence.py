@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc
 
 from checkmate.events.kinds import NODE_FENCED
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from checkmate.events.kinds import Happened
+from checkmate.events.kinds import Occurrence
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold import Hold
 
@@ -45,7 +45,7 @@ class Log(NamedTuple):
 
     level: int
     message: str
-    event: Happened | None = None
+    event: Occurrence | None = None
 
 
 Effect = Connect | Join | Empty | Close | Release | Log

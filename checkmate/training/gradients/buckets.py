@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from checkmate.events.kinds import TRAINER_RING_BROKEN
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.ring.place import RingError
 from checkmate.state import DTYPES
 from checkmate.training.gradients.reducer import Reducer

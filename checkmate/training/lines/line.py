@@ -23,7 +23,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from checkmate.events.kinds import TRAINER_NODE_BACK, TRAINER_NODE_LOST
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.job.schema import ShadowNode
 from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb

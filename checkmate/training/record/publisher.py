@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from checkmate import state
 from checkmate.events.kinds import TRAINER_FIRST
-from checkmate.events.saying import say, seconds_since
+from checkmate.events.process_log import say, seconds_since
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import MESSAGE_BYTES
 from checkmate.training.record.capture import RecordDraft

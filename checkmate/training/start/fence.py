@@ -12,7 +12,7 @@ from typing import Any, Final
 import grpc
 
 from checkmate.events.kinds import RESTORE_DRAINED
-from checkmate.events.saying import say, seconds_since
+from checkmate.events.process_log import say, seconds_since
 from checkmate.job.schema import Job
 from checkmate.nodes import target
 from checkmate.nodes.other_ranks import RESHARDING, other_ranks

@@ -14,7 +14,7 @@ import torch
 
 from checkmate import state
 from checkmate.events.kinds import TRAINER_NODE_TROUBLE, TRAINER_OVERLAPS, TRAINER_SUPERSEDED
-from checkmate.events.saying import say
+from checkmate.events.process_log import say
 from checkmate.job.mesh import group_name
 from checkmate.nodes.other_ranks import job_ranks
 from checkmate.nodes.standing import node_name, overlap_words

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from checkmate.events.kinds import RESTORE_INSTALLED
-from checkmate.events.saying import say, seconds_since
+from checkmate.events.process_log import say, seconds_since
 from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
 from checkmate.nodes.reader import ShardReading, ShardRequest, States, most_parts, read_shards, record_of
 from checkmate.nodes.standing import Lacking, name

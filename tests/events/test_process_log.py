@@ -12,15 +12,14 @@ import yaml
 from typer.testing import CliRunner
 
 from checkmate.cli.main import app
-from checkmate.events.json_lines import JsonLines, is_told
 from checkmate.events.kinds import SWITCH_LOST
+from checkmate.events.process_log import JsonLines, has_json_line
 from testbed.jobs import job_data
 
 _PROGRAM = """
 import logging, threading, warnings
-from checkmate.events.json_lines import log_everything_as_json
 from checkmate.events.kinds import SWITCH_LOST, NODE_ENDED
-from checkmate.events.saying import say
+from checkmate.events.process_log import log_everything_as_json, say
 log_everything_as_json()
 logging.getLogger("checkmate").debug("for developers")
 logging.getLogger("finsy").info("of a library")
@@ -35,9 +34,9 @@ raise RuntimeError("at the end")
 
 
 def test_each_line_on_standard_error_is_json() -> None:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    result = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
     assert [(line["level"], line.get("event")) for line in lines] == [
         ("info", None),
         ("warning", "switch.lost"),
@@ -55,25 +54,25 @@ def test_each_line_on_standard_error_is_json() -> None:
 
 def test_a_record_without_an_event_has_no_fields() -> None:
     record = logging.LogRecord("checkmate", logging.INFO, "", 0, "x", (), None)
-    said = json.loads(JsonLines().format(record))
-    assert said.keys() == {"time", "level", "message", "fields"}
+    document = json.loads(JsonLines().format(record))
+    assert document.keys() == {"time", "level", "message", "fields"}
     record.levelno = logging.DEBUG
-    assert not is_told(record)
+    assert not has_json_line(record)
     record.event = SWITCH_LOST(switch="s1", why="")
-    assert is_told(record)
+    assert has_json_line(record)
 
 
 def test_errors_are_json_too_and_a_view_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job_data(nodes=1)))
-    asked = ["--log-format", "json"]
+    options = ["--log-format", "json"]
     for arguments, words in (
-        (["shadow", str(file), "--id", "0", "--view", *asked], "--view is for people"),
-        (["shadow", str(file), "--id", "7", *asked], "has no shadow node 7"),
-        (["run", str(file), "--view", *asked], "--view is for people"),
-        (["run", str(tmp_path / "nowhere.yaml"), *asked], "nowhere.yaml"),
+        (["shadow", str(file), "--id", "0", "--view", *options], "--view is for people"),
+        (["shadow", str(file), "--id", "7", *options], "has no shadow node 7"),
+        (["run", str(file), "--view", *options], "--view is for people"),
+        (["run", str(tmp_path / "nowhere.yaml"), *options], "nowhere.yaml"),
     ):
-        done = CliRunner().invoke(app, arguments)
-        line = json.loads(done.stderr)
-        assert (done.exit_code, line["level"], done.stdout) == (2, "error", "")
+        result = CliRunner().invoke(app, arguments)
+        line = json.loads(result.stderr)
+        assert (result.exit_code, line["level"], result.stdout) == (2, "error", "")
         assert words in line["message"]

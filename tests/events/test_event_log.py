@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,21 +18,31 @@ from pathlib import Path
 import pytest
 
 from checkmate.cli.common import kept_events
-from checkmate.events import keeping
+from checkmate.events import event_log, reading
 from checkmate.events.event import Event
-from checkmate.events.keeping import MEMORY, EventLog, file_name, folder_of
+from checkmate.events.event_log import (
+    MAX_RECENT,
+    EventLog,
+    EventsError,
+    LogFiles,
+    ReadEvents,
+    file_name,
+    find_folder,
+)
 from checkmate.events.kinds import ITERATION_COMMITTED, NODE_ENDED, NODE_TROUBLE
-from checkmate.events.line import event_of
-from checkmate.events.reading import EventsError, read_paths
-from checkmate.events.saying import keep_in, say
+from checkmate.events.process_log import keep_in, say
+from checkmate.events.reading import parse_event, read_file, read_paths
+from tests.support.labs.live import needs_root
 from tests.support.waiting import wait_until
+
+NOBODY = 65534
 
 
 def names(folder: Path) -> list[str]:
     return [event.name for event in read_paths([folder]).events]
 
 
-def kept(folder: Path | None, *troubles: str, file_bytes: int = 4 << 20) -> EventLog:
+def closed_log(folder: Path | None, *troubles: str, file_bytes: int = 4 << 20) -> EventLog:
     """Return a log, which is closed, after these events."""
     log = EventLog("shadow node 0", "gpt", folder, file_bytes=file_bytes).start()
     for why in troubles:
@@ -41,36 +52,36 @@ def kept(folder: Path | None, *troubles: str, file_bytes: int = 4 << 20) -> Even
 
 
 def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
-    log = kept(tmp_path / "events", "a \N{SNOWMAN}", "b\nc")
+    log = closed_log(tmp_path / "events", "a \N{SNOWMAN}", "b\nc")
     assert log.path == tmp_path / "events" / "gpt.shadow-node-0.jsonl"
-    found = read_paths([tmp_path / "events"])
-    assert found.passed_over == {}
-    assert [(one.name, one.message, one.fields, one.level) for one in found.events] == [
+    result = read_paths([tmp_path / "events"])
+    assert result.passed_over == {}
+    assert [(event.name, event.message, event.fields, event.level) for event in result.events] == [
         ("node.trouble", "a \N{SNOWMAN}", {"why": "a \N{SNOWMAN}"}, "error"),
         ("node.trouble", "b\nc", {"why": "b\nc"}, "error"),
     ]
-    first = found.events[0]
+    first = result.events[0]
     assert (first.source, first.job, first.pid) == ("shadow node 0", "gpt", os.getpid())
     assert abs(first.time - time.time()) < 60
-    assert log.read().events == found.events, "what is on disk and in memory is the same event"
+    assert log.read().events == result.events, "what is on disk and in memory is the same event"
 
 
 def test_others_can_not_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "events"
-    log = kept(folder, "a")
+    log = closed_log(folder, "a")
     assert log.path is not None
     assert (folder.stat().st_mode & 0o777, log.path.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
 def test_a_log_goes_on_where_a_killed_process_has_stopped_within_a_line(tmp_path: Path) -> None:
-    log = kept(tmp_path, "a", "b")
+    log = closed_log(tmp_path, "a", "b")
     assert log.path is not None
     data = log.path.read_bytes()
     log.path.write_bytes(data[:-20])
-    kept(tmp_path, "c")
-    found = read_paths([tmp_path])
-    assert [one.message for one in found.events] == ["a", "c"]
-    assert found.passed_over == {str(log.path): 1}
+    closed_log(tmp_path, "c")
+    result = read_paths([tmp_path])
+    assert [event.message for event in result.events] == ["a", "c"]
+    assert result.passed_over == {str(log.path): 1}
 
 
 @pytest.mark.parametrize(
@@ -88,12 +99,12 @@ def test_a_log_goes_on_where_a_killed_process_has_stopped_within_a_line(tmp_path
     ],
 )
 def test_what_is_no_event_is_passed_over(tmp_path: Path, line: bytes) -> None:
-    log = kept(tmp_path, "a")
+    log = closed_log(tmp_path, "a")
     assert log.path is not None
     log.path.write_bytes(line + b"\n" + log.path.read_bytes())
-    found = read_paths([log.path])
-    assert [one.message for one in found.events] == ["a"]
-    assert found.passed_over[str(log.path)] >= 1
+    result = read_paths([log.path])
+    assert [event.message for event in result.events] == ["a"]
+    assert result.passed_over[str(log.path)] >= 1
 
 
 def test_two_files_of_a_size_are_kept(tmp_path: Path) -> None:
@@ -105,26 +116,26 @@ def test_two_files_of_a_size_are_kept(tmp_path: Path) -> None:
     older = log.path.with_name(log.path.name + ".1")
     assert sorted(tmp_path.glob("gpt*")) == [log.path, older]
     assert all(10_000 < file.stat().st_size <= 20_000 for file in (log.path, older))
-    found = [int(one.message) for one in read_paths([tmp_path]).events]
-    assert found == list(range(found[0], 400)), "the newest, in order, and none twice"
-    assert [int(one.message) for one in log.read().events] == list(range(400)), "memory has more"
+    numbers = [int(event.message) for event in read_paths([tmp_path]).events]
+    assert numbers == list(range(numbers[0], 400)), "the newest, in order, and none twice"
+    assert [int(event.message) for event in log.read().events] == list(range(400)), "memory has more"
 
 
 def test_memory_is_bounded_and_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHECKMATE_EVENTS", raising=False)
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
-    assert folder_of(None) is None
-    log = kept(None, *map(str, range(MEMORY + 5)))
-    assert [one.message for one in log.read().events] == [str(n) for n in range(5, MEMORY + 5)]
+    assert find_folder(None) is None
+    log = closed_log(None, *map(str, range(MAX_RECENT + 5)))
+    assert [event.message for event in log.read().events] == [str(n) for n in range(5, MAX_RECENT + 5)]
 
 
 def test_the_folder_is_the_option_else_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/checkmate:/var/lib/other")
     monkeypatch.delenv("CHECKMATE_EVENTS", raising=False)
-    assert folder_of(None) == Path("/var/lib/checkmate/events")
+    assert find_folder(None) == Path("/var/lib/checkmate/events")
     monkeypatch.setenv("CHECKMATE_EVENTS", "/srv/events")
-    assert folder_of(None) == Path("/srv/events")
-    assert folder_of(Path("here")) == Path("here")
+    assert find_folder(None) == Path("/srv/events")
+    assert find_folder(Path("here")) == Path("here")
 
 
 def test_a_name_of_a_job_cannot_leave_the_folder() -> None:
@@ -135,10 +146,10 @@ def test_a_name_of_a_job_cannot_leave_the_folder() -> None:
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EventsError, match=r"events can't be kept in .*/file: it is not a folder"):
-        kept(tmp_path / "file")
+        closed_log(tmp_path / "file")
     (tmp_path / "gpt.shadow-node-0.jsonl").symlink_to("/etc/passwd")
     with pytest.raises(EventsError, match="symbolic links"):
-        kept(tmp_path)
+        closed_log(tmp_path)
 
 
 def test_a_service_runs_although_its_folder_of_state_can_not_be_written(
@@ -149,7 +160,7 @@ def test_a_service_runs_although_its_folder_of_state_can_not_be_written(
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
     with kept_events("controller", "", None) as log:
         assert log.path is None
-    assert [one.partition("/events")[2] for one in caplog.messages] == [
+    assert [text.partition("/events")[2] for text in caplog.messages] == [
         ": it is not a folder; they are kept in memory only"
     ]
     monkeypatch.setenv("CHECKMATE_EVENTS", str(tmp_path / "events"))
@@ -164,11 +175,11 @@ def test_a_service_runs_although_its_folder_of_state_can_not_be_written(
 def test_a_disk_that_can_not_be_written_now_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    def fails(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
-        patched.setattr(fcntl, "lockf", fails)
+        patched.setattr(fcntl, "lockf", fail)
         log = EventLog("controller", "", tmp_path)
     assert os.strerror(number) in caplog.messages[0]
     log.start().close()
@@ -177,7 +188,7 @@ def test_a_disk_that_can_not_be_written_now_is_a_warning(
 _HOLD = """
 import sys, time
 from pathlib import Path
-from checkmate.events.keeping import EventLog
+from checkmate.events.event_log import EventLog
 log = EventLog("shadow node 0", "gpt", Path(sys.argv[1])).start()
 print("kept", flush=True)
 time.sleep(60)
@@ -185,23 +196,23 @@ time.sleep(60)
 
 
 def test_two_processes_do_not_keep_one_log(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"kept\n"
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"kept\n"
         with pytest.raises(
             EventsError, match="another process keeps the events of .*gpt.shadow-node-0.jsonl"
         ):
-            kept(tmp_path)
-        other.send_signal(signal.SIGKILL)
-        other.wait()
-    kept(tmp_path, "a")
+            closed_log(tmp_path)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    closed_log(tmp_path, "a")
     assert names(tmp_path) == ["node.trouble"]
 
 
 _FULL = """
 import logging, resource, sys, time
 from pathlib import Path
-from checkmate.events.keeping import EventLog
+from checkmate.events.event_log import EventLog
 from checkmate.events.kinds import NODE_TROUBLE
 logging.basicConfig(format="%(message)s")
 log = EventLog("shadow node 0", "gpt", Path(sys.argv[1])).start()
@@ -221,17 +232,17 @@ print(len(log.read().events))
 
 
 def test_a_full_disk_stops_nobody_and_is_told_once(tmp_path: Path) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _FULL, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout == "22\n", "memory has all of them, and the disk how many it lacks"
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert "gpt.shadow-node-0.jsonl for now: No space left on device; this process goes on" in done.stderr
-    found = read_paths([tmp_path])
-    whole = [int(one.message) for one in found.events if one.message]
-    lost = [one.fields["count"] for one in found.events if one.name == "events.lost"]
+    assert result.stdout == "22\n", "memory has all of them, and the disk how many it lacks"
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "gpt.shadow-node-0.jsonl for now: No space left on device; this process goes on" in result.stderr
+    log = read_paths([tmp_path])
+    whole = [int(event.message) for event in log.events if event.message]
+    gaps = [event.fields["count"] for event in log.events if event.name == "events.lost"]
     assert (whole[0], whole[-1]) == (0, 20)
-    assert sum(lost) == 21 - len(whole), "as many as are missing"
+    assert sum(gaps) == 21 - len(whole), "as many as are missing"
 
 
 def test_how_far_a_process_is_stands_beside_its_events(tmp_path: Path) -> None:
@@ -246,7 +257,9 @@ def test_how_far_a_process_is_stands_beside_its_events(tmp_path: Path) -> None:
         time.sleep(0.05)
     log.close()
     committed = [
-        one.fields["iteration"] for one in read_paths([tmp_path]).events if not one.name.startswith("node")
+        event.fields["iteration"]
+        for event in read_paths([tmp_path]).events
+        if not event.name.startswith("node")
     ]
     assert committed == [3, 9]
 
@@ -257,7 +270,7 @@ def test_whoever_says_something_waits_for_no_disk(tmp_path: Path) -> None:
     for _ in range(20_000):
         log.keep(NODE_TROUBLE(why=""), logging.ERROR, "")
     assert time.monotonic() - start < 5
-    assert len(log.read().events) == MEMORY
+    assert len(log.read().events) == MAX_RECENT
 
 
 def test_an_event_is_kept_whatever_the_level_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -269,7 +282,7 @@ def test_an_event_is_kept_whatever_the_level_of_the_log(caplog: pytest.LogCaptur
     finally:
         keep_in(None)
     assert caplog.messages == []
-    assert [(one.name, one.message, one.level) for one in log.read().events] == [
+    assert [(event.name, event.message, event.level) for event in log.read().events] == [
         ("node.ended", "the node has ended", "info")
     ]
 
@@ -279,7 +292,7 @@ def test_a_line_is_bounded() -> None:
     line = event.to_line()
     assert len(line) < 3000
     assert json.loads(line)["time"] == "1970-01-01T00:00:00.500000Z"
-    assert event_of(line).fields["nodes"] == [1] * 64
+    assert parse_event(line).fields["nodes"] == [1] * 64
 
 
 def test_a_file_of_something_else_is_not_an_event_log(tmp_path: Path) -> None:
@@ -297,15 +310,109 @@ def test_files_that_do_not_answer_are_left_behind(
     log = EventLog("node", "demo", tmp_path).start()
     log.keep(NODE_TROUBLE(why="back"), logging.INFO, "back")
     wait_until(lambda: list(tmp_path.glob("*.jsonl")) != [])
-    answered = threading.Event()
-    monkeypatch.setattr(keeping, "_READ_SECONDS", 0.2)
-    monkeypatch.setattr(keeping, "read_file", lambda *_: answered.wait(60))
+    release = threading.Event()
+    monkeypatch.setattr(event_log, "_READ_SECONDS", 0.2)
+    monkeypatch.setattr(reading, "read_file", lambda *_: release.wait(60))
     for _ in range(3):
         assert [event.message for event in log.read().events] == ["back"]
     assert caplog.text.count("can't be read within 0.2 s") == 3
     assert sum(thread.name == "event files" for thread in threading.enumerate()) == 1
-    answered.set()
+    release.set()
     wait_until(lambda: not any(thread.name == "event files" for thread in threading.enumerate()))
     monkeypatch.undo()
     assert [event.message for event in log.read().events] == ["back"]
     log.close()
+
+
+def test_a_file_that_was_moved_is_begun_anew_at_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    files = LogFiles(path, 10)
+    assert files.write(["123456"]) == 1
+    path.rename(tmp_path / "moved")
+    assert files.write(["234567", "345678"]) == 2
+    assert path.read_text() == "345678\n"
+    files.close()
+
+
+def test_a_folder_that_was_moved_is_made_and_locked_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    files = LogFiles(folder / "a.jsonl", 10)
+    files.write(["123456"])
+    shutil.rmtree(folder)
+    assert files.write(["234567"]) == 1
+    assert sorted(os.listdir(folder)) == [".a.jsonl.lock", "a.jsonl"]
+    files.close()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "replace"])
+def test_a_disk_that_fails_for_a_while_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "events" / "a.jsonl"
+    with caplog.at_level(logging.WARNING, "checkmate"), monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        files = LogFiles(path, 10)
+        files.write(["123456"])
+        assert files.write(["234567"]) == 0
+    assert len(caplog.messages) == 1
+    assert files.write(["345678"]) == 1
+    assert path.read_text() == "345678\n"
+    files.close()
+
+
+def test_a_lock_that_another_has_taken_meanwhile_stops_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise EventsError("another process keeps the events")
+
+    files = LogFiles(tmp_path / "events" / "a.jsonl", 10)
+    files.write(["123456"])
+    shutil.rmtree(tmp_path / "events")
+    monkeypatch.setattr("checkmate.events.event_log._open_locked", refuse)
+    assert files.write(["234567"]) == 0
+    files.close()
+
+
+def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(EventsError, match="it is not a file"):
+        read_file(tmp_path / "a.jsonl", ReadEvents())
+    with pytest.raises(EventsError, match="it is not a file"):
+        LogFiles(tmp_path / "a.jsonl", 10)
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["folder", "file", "second name"])
+def test_roots_log_in_another_users_home_ends_in_no_file_of_roots(tmp_path: Path, kind: str) -> None:
+    (roots_folder := tmp_path / "ours").mkdir()
+    (roots_folder / "secret").write_text("secret")
+    (home := tmp_path / "home").mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    folder = home / "events"
+    if kind == "folder":
+        folder.symlink_to(roots_folder)
+    else:
+        folder.mkdir()
+        os.chown(folder, NOBODY, NOBODY)
+        if kind == "file":
+            (folder / "a.jsonl").symlink_to(roots_folder / "secret")
+        else:
+            os.link(roots_folder / "secret", folder / "a.jsonl")
+    with pytest.raises(EventsError, match="can't be kept"):
+        LogFiles(folder / "a.jsonl", 10)
+    assert sorted(os.listdir(roots_folder)) == ["secret"]
+    assert (roots_folder / "secret").read_text() == "secret"
+
+
+@needs_root
+def test_root_keeps_a_log_in_another_users_folder(tmp_path: Path) -> None:
+    (home := tmp_path / "home").mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    files = LogFiles(home / "a.jsonl", 10)
+    assert files.write(["123456"] * 3) == 3
+    files.close()
+    assert sorted(os.listdir(home)) == [".a.jsonl.lock", "a.jsonl", "a.jsonl.1"]
