@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -21,6 +23,7 @@ from checkmate.cli.common import (
     says_errors,
 )
 from checkmate.events.event_log import FOLDER, SUFFIX
+from checkmate.events.reading import MAX_TIME
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
@@ -30,12 +33,13 @@ from checkmate.output.consoles import waiting
 from checkmate.privileges import keep_only, to_read
 from checkmate.report.gathering import Gathered, ask_nodes, read_logs
 from checkmate.report.page import page
-from checkmate.report.processes import merged
+from checkmate.report.processes import merge_events
 from checkmate.report.records import JobReport
-from checkmate.report.since import parse_since
 from checkmate.report.summary import summary
 
 _ROLES = (Role.READER, Role.TRAINER, Role.CONTROLLER, Role.SHADOW)
+_UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+_AGO: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d)")
 
 
 @says_errors
@@ -74,8 +78,8 @@ def report(
         raise UsageFault(f"--since: {error}") from None
     role = _role(loaded)
     keys = [] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, role)]
-    own = Path(os.environ.get(FOLDER) or "/dev/null")
-    paths = [*(events or ()), *([own] if any(own.glob(f"*{SUFFIX}")) else ())]
+    default = Path(os.environ.get(FOLDER) or "/dev/null")
+    paths = [*(events or ()), *([default] if any(default.glob(f"*{SUFFIX}")) else ())]
     keep_only(*to_read([*keys, *paths]))
     gathered = Gathered()
     read_logs(paths, gathered)
@@ -84,7 +88,26 @@ def report(
         Stubs(loaded, access(loaded, role, insecure=insecure).keys) as stubs,
     ):
         ask_nodes(loaded, stubs, start, gathered)
-    _print(_made(loaded, gathered, start, now), as_json=as_json)
+    _print(_report(loaded, gathered, start, now), as_json=as_json)
+
+
+def parse_since(text: str, now: float) -> float:
+    """Return the seconds since the epoch of `2026-11-23T21:00:00Z`, `2026-11-23`, or `90min` before `now`.
+
+    A time without a zone is local. Raises `ValueError` with what would be right.
+    """
+    try:
+        if match := _AGO.fullmatch(text.strip()):
+            since = now - float(match[1]) * _UNITS[match[2]]
+        else:
+            since = dt.datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError):
+        since = -1.0
+    if not 0 <= since < MAX_TIME:  # no event has another one
+        raise ValueError(
+            f"{text!r} is not a time; write 2026-11-23T21:00:00Z, or how long ago: 90min, 2h or 3d"
+        )
+    return since
 
 
 def _role(job: Job) -> Role:
@@ -93,10 +116,10 @@ def _role(job: Job) -> Role:
     return next((role for role, folder in folders.items() if folder.is_dir()), Role.READER)
 
 
-def _made(job: Job, gathered: Gathered, since: float, until: float) -> JobReport:
+def _report(job: Job, gathered: Gathered, since: float, until: float) -> JobReport:
     return summary(
         job,
-        merged(gathered.events, job.job),
+        merge_events(gathered.events, job.job),
         since=since,
         until=until,
         live=gathered.live,
@@ -106,9 +129,9 @@ def _made(job: Job, gathered: Gathered, since: float, until: float) -> JobReport
     )
 
 
-def _print(made: JobReport, *, as_json: bool) -> None:
+def _print(report: JobReport, *, as_json: bool) -> None:
     if as_json:
-        print_json(asdict(made))
+        print_json(asdict(report))
         return
-    for part in page(made):
+    for part in page(report):
         out.print(part, soft_wrap=isinstance(part, str), markup=False)

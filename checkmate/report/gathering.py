@@ -28,7 +28,7 @@ _OLDER_VERSION: Final = "it has no event log, because it runs an older version o
 
 @dataclass
 class Gathered:
-    """What was found: events, the processes that have answered, and what could not be had."""
+    """The events that were found, the processes that have answered, and what could not be had."""
 
     events: list[Event] = field(default_factory=list)
     live: list[tuple[str, str, int]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Gathered:
 
     def take(self, job: Job, node: int, reply: pb.EventsReply, since: float) -> None:
         """Take a node's answer. Only its own events count, so that none can speak for another process."""
-        strange, own = 0, []
+        strange, events = 0, []
         for line in reply.events:
             try:
                 event = parse_event(line)
@@ -46,16 +46,16 @@ class Gathered:
                 strange += 1
                 continue
             if (event.source, event.job) == (node_source(node), job.job):
-                own.append(event)
+                events.append(event)
             else:
                 strange += 1
-        self.events += own
-        if own:
-            self.live.append(max(own, key=lambda event: event.time).process)  # the one that answers
+        self.events += events
+        if events:
+            self.live.append(max(events, key=lambda event: event.time).process)  # the one that answers
         if strange + reply.passed_over:
             lines = counted(strange + reply.passed_over, "line")
             self.notes.append(f"{node_name(job, node)}: {lines} of its event log could not be read")
-        if reply.older and (not own or own[0].time > since):
+        if reply.older and (not events or events[0].time > since):
             self.notes.append(f"{node_name(job, node)} has older events, too many for one answer")
 
 
@@ -75,24 +75,24 @@ def ask_nodes(job: Job, stubs: Stubs, since: float, gathered: Gathered) -> None:
 
 def _ask(job: Job, stubs: Stubs, node: int) -> tuple[pb.EventsReply | str, NodeClock | None]:
     request = pb.EventsRequest(job=job.job)
-    asked = time.time()
+    sent_at = time.time()
     try:
         reply: pb.EventsReply = stubs.to(node).Events(request, timeout=ANSWER_SECONDS)
     except grpc.RpcError as error:
         old = isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNIMPLEMENTED
         return _OLDER_VERSION if old else reason(error), None
-    answered = time.time()
+    received_at = time.time()
     if not math.isfinite(reply.now):
         return reply, None
-    ahead = reply.now - (asked + answered) / 2
-    return reply, NodeClock(node, round(ahead, 4), round((answered - asked) / 2, 4))
+    ahead = reply.now - (sent_at + received_at) / 2
+    return reply, NodeClock(node, round(ahead, 4), round((received_at - sent_at) / 2, 4))
 
 
 def read_logs(paths: Iterable[Path], gathered: Gathered) -> None:
     """Add what was kept in files and folders. Raise `EventsError` if one cannot be read."""
-    found = read_paths(paths)
-    gathered.events += found.events
-    for path, lines in found.passed_over.items():
+    result = read_paths(paths)
+    gathered.events += result.events
+    for path, lines in result.passed_over.items():
         gathered.notes.append(
             f"{path}: {counted(lines, 'line')} could not be read, such as one that a crash has torn"
         )

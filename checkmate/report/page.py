@@ -15,9 +15,9 @@ from checkmate.output.tables import FittedTable
 from checkmate.report.records import Absence, Death, JobReport, Recovery
 from checkmate.wording import counted, shortened
 
-TIMELINE_MOST: Final = 200
+MAX_TIMELINE: Final = 200
 """Events of the timeline; `--json` has all of them."""
-_LINE_MOST: Final = 1000
+_MAX_LINE: Final = 1000
 """Characters of a line, whose parts are shorter."""
 _CONTROLLER: Final = "controller"
 """The source of events of each controller."""
@@ -48,97 +48,102 @@ def page(report: JobReport) -> Iterator[RenderableType]:
     yield Text.assemble(("Last committed iteration, as far as nodes have said: ", "bold"), committed)
     yield ""
     yield from _lines("Shards without a live holder", map(_absence, report.absences), "")
-    troubles = [f"{_clock(one.time)}  {_words(one.who)}: {_words(one.message)}" for one in report.troubles]
-    yield from _lines("Troubles", _bounded(troubles), "")
+    troubles = [
+        f"{_clock(trouble.time)}  {_words(trouble.who)}: {_words(trouble.message)}"
+        for trouble in report.troubles
+    ]
+    yield from _lines("Troubles", _first_lines(troubles), "")
     yield from _lines("What is not known", map(_words, report.unknown), "")
     yield from _clocks(report)
     yield from _timeline(report)
 
 
-def _lines(title: str, lines: Any, none: str) -> Iterator[RenderableType]:
-    found = list(lines) or ([none] if none else [])
-    if found:
+def _lines(title: str, lines: Any, default: str) -> Iterator[RenderableType]:
+    texts = list(lines) or ([default] if default else [])
+    if texts:
         yield Text(title, "bold")
-        yield from (Text(f"  {shortened(line, _LINE_MOST)}") for line in found)
+        yield from (Text(f"  {shortened(line, _MAX_LINE)}") for line in texts)
         yield ""
 
 
-def _bounded(lines: list[str], most: int = 20) -> list[str]:
-    if len(lines) <= most:
+def _first_lines(lines: list[str], max_lines: int = 20) -> list[str]:
+    if len(lines) <= max_lines:
         return lines
-    return [*lines[:most], f"and {len(lines) - most:,} more; the timeline and --json have them"]
+    return [*lines[:max_lines], f"and {len(lines) - max_lines:,} more; the timeline and --json have them"]
 
 
-def _death(one: Death) -> Iterator[str]:
-    what = f", process {one.pid} on {_words(one.host)}" if one.pid else " (it has kept no events)"
-    yield f"{_clock(one.noticed or one.last)}  {_words(one.who)}{what}"
-    if one.last:
-        yield f"  last event: {_clock(one.last)}"
-    if one.noticed:
-        yield f"  noticed: {_clock(one.noticed)} by {_words(one.by)}"
-    again = "another one serves since" if one.who == _CONTROLLER else "began again:"
-    yield f"  {again} {_clock(one.back)}" if one.back else "  has not begun again"
+def _death(death: Death) -> Iterator[str]:
+    identity = f", process {death.pid} on {_words(death.host)}" if death.pid else " (it has kept no events)"
+    yield f"{_clock(death.noticed or death.last)}  {_words(death.who)}{identity}"
+    if death.last:
+        yield f"  last event: {_clock(death.last)}"
+    if death.noticed:
+        yield f"  noticed: {_clock(death.noticed)} by {_words(death.by)}"
+    again = "another one serves since" if death.who == _CONTROLLER else "began again:"
+    yield f"  {again} {_clock(death.back)}" if death.back else "  has not begun again"
 
 
-def _absence(one: Absence) -> str:
-    until = f"until {_clock(one.until)}" if one.until else "and still"
-    return f"{_clock(one.since)}  DP group {one.group}, shard {one.shard}, {until}"
+def _absence(absence: Absence) -> str:
+    until = f"until {_clock(absence.until)}" if absence.until else "and still"
+    return f"{_clock(absence.since)}  DP group {absence.group}, shard {absence.shard}, {until}"
 
 
-def _recovery(one: Recovery) -> Iterator[RenderableType]:
-    number = "" if one.incarnation is None else f" (incarnation {one.incarnation})"
-    yield Text(f"  {_clock(one.time)}  {_SOURCES.get(one.source, _words(one.source))}{number}")
+def _recovery(recovery: Recovery) -> Iterator[RenderableType]:
+    number = "" if recovery.incarnation is None else f" (incarnation {recovery.incarnation})"
+    yield Text(f"  {_clock(recovery.time)}  {_SOURCES.get(recovery.source, _words(recovery.source))}{number}")
     facts = [
-        one.after and f"after {_words(one.after)}",
-        one.why and _words(one.why),
-        one.committed is not None and f"last committed iteration: {one.committed}",
-        one.next is not None and f"first iteration trained after: {one.next}",
-        _repeated(one),
+        recovery.after and f"after {_words(recovery.after)}",
+        recovery.why and _words(recovery.why),
+        recovery.committed is not None and f"last committed iteration: {recovery.committed}",
+        recovery.next is not None and f"first iteration trained after: {recovery.next}",
+        _repeated(recovery),
     ]
     yield from (Text(f"    {fact}") for fact in facts if fact)
-    if one.steps:
+    if recovery.steps:
         table = FittedTable("", "step", "seconds", "slowest", numbers=("seconds",))
-        for step in one.steps:
+        for step in recovery.steps:
             table.add_row(step.name, f"{step.seconds:,.3f}", _words(step.who))
         yield table
 
 
-def _repeated(one: Recovery) -> str:
-    if one.repeated is None:
+def _repeated(recovery: Recovery) -> str:
+    if recovery.repeated is None:
         return (
-            "" if one.next in (None, 0) else "what was repeated is not known: no rank has said how far it was"
+            ""
+            if recovery.next in (None, 0)
+            else "what was repeated is not known: no rank has said how far it was"
         )
-    if not one.repeated:
+    if not recovery.repeated:
         return "repeated: nothing"
-    last, first = one.trained, one.next
-    return f"repeated: {counted(one.repeated, 'iteration')}, {first} to {last}"
+    last, first = recovery.trained, recovery.next
+    return f"repeated: {counted(recovery.repeated, 'iteration')}, {first} to {last}"
 
 
 def _clocks(report: JobReport) -> Iterator[RenderableType]:
     yield Text("Clocks", "bold")
     yield "  Each time is by the clock of its own host. Clocks of hosts differ, and so may the order below."
-    for one in report.clocks:
-        differs = f"{abs(one.ahead):.3f} s {'ahead of' if one.ahead >= 0 else 'behind'} this host's"
-        yield Text(f"  shadow node {one.node}: {differs}, within {one.within:.3f} s")
+    for clock in report.clocks:
+        differs = f"{abs(clock.ahead):.3f} s {'ahead of' if clock.ahead >= 0 else 'behind'} this host's"
+        yield Text(f"  shadow node {clock.node}: {differs}, within {clock.within:.3f} s")
     yield "  Of hosts that did not answer just now, the difference is not known."
     yield ""
 
 
 def _timeline(report: JobReport) -> Iterator[RenderableType]:
-    shown = [one for one in report.events if one["event"] != ITERATION_COMMITTED.name]
-    left_out = len(shown) - TIMELINE_MOST
-    title = "Timeline" if left_out <= 0 else f"Timeline: the last {TIMELINE_MOST} events; --json has all"
+    events = [event for event in report.events if event["event"] != ITERATION_COMMITTED.name]
+    left_out = len(events) - MAX_TIMELINE
+    title = "Timeline" if left_out <= 0 else f"Timeline: the last {MAX_TIMELINE} events; --json has all"
     table = FittedTable(title, "time", "who", "event", "what", folds=("what",))
-    several = len({(one["host"], one["pid"]) for one in shown if one["source"] == _CONTROLLER}) > 1
-    for one in shown[-TIMELINE_MOST:]:
-        who = str(one["source"])
-        if several and who == _CONTROLLER:
-            who = f"{who}, process {one['pid']} on {one['host']}"
-        table.add_row(_clock(one["time"]), _words(who), _words(one["event"]), _what(one))
+    several = len({(event["host"], event["pid"]) for event in events if event["source"] == _CONTROLLER}) > 1
+    for event in events[-MAX_TIMELINE:]:
+        source = str(event["source"])
+        if several and source == _CONTROLLER:
+            source = f"{source}, process {event['pid']} on {event['host']}"
+        table.add_row(_clock(event["time"]), _words(source), _words(event["event"]), _details(event))
     yield table
 
 
-def _what(event: Mapping[str, Any]) -> str:
+def _details(event: Mapping[str, Any]) -> str:
     fields = "; ".join(
         f"{key}: {_value(value)}" for key, value in event["fields"].items() if key != "why" and value != ""
     )

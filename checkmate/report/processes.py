@@ -1,4 +1,4 @@
-"""Events by process: when each has begun, and how it has ended. Pure."""
+"""Events by process: the start and the end of each process. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _RANK = "rank "
 _NODE = "shadow node "
 
 
-def merged(events: Iterable[Event], job: str) -> list[Event]:
+def merge_events(events: Iterable[Event], job: str) -> list[Event]:
     """Return the events of a job, and of processes that serve several, by time, each once."""
-    known = {event.identity: event for event in events if event.job in ("", job)}
-    return sorted(known.values(), key=lambda event: (event.time, event.source, event.number))
+    by_identity = {event.identity: event for event in events if event.job in ("", job)}
+    return sorted(by_identity.values(), key=lambda event: (event.time, event.source, event.number))
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Process:
     host: str
     pid: int
     events: Sequence[Event]
-    lives: bool = False
+    is_live: bool = False
     """Whether it has answered."""
 
     @property
@@ -52,29 +52,29 @@ class Process:
         return self.events[-1].time
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it has said that it ends, or lives."""
-        return self.lives or any(event.name in _ENDS for event in self.events[-3:])
+        return self.is_live or any(event.name in _ENDS for event in self.events[-3:])
 
     @property
-    def broken(self) -> Event | None:
+    def ring_break(self) -> Event | None:
         """The event of a rank whose ring broke, so that it could not go on."""
-        found = [event for event in self.events if event.name == TRAINER_RING_BROKEN.name]
-        return found[-1] if found else None
+        breaks = [event for event in self.events if event.name == TRAINER_RING_BROKEN.name]
+        return breaks[-1] if breaks else None
 
 
 def processes(events: Iterable[Event], live: Iterable[tuple[str, str, int]] = ()) -> list[Process]:
     """Return the processes of events that are in order. `live`: those that have answered."""
-    found: defaultdict[tuple[str, str, int], list[Event]] = defaultdict(list)
+    by_process: defaultdict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for event in events:
-        found[event.process].append(event)
+        by_process[event.process].append(event)
     alive = set(live)
-    made = []
-    for key, of in found.items():
-        *earlier, last = _starts(of)
-        made += [Process(*key, events=one) for one in earlier]
-        made.append(Process(*key, events=last, lives=key in alive))
-    return sorted(made, key=lambda one: one.began)
+    starts = []
+    for key, process_events in by_process.items():
+        *earlier, last = _starts(process_events)
+        starts += [Process(*key, events=start) for start in earlier]
+        starts.append(Process(*key, events=last, is_live=key in alive))
+    return sorted(starts, key=lambda process: process.began)
 
 
 def _starts(events: Iterable[Event]) -> list[list[Event]]:
@@ -84,15 +84,15 @@ def _starts(events: Iterable[Event]) -> list[list[Event]]:
     number which falls is not enough: it has been there already, or is the first one.
     """
     starts: list[list[Event]] = []
-    seen: set[int | str] = set()
+    marks: set[int | str] = set()
     for event in events:
-        begins = event.name in _BEGINS and event.name in seen
+        begins = event.name in _BEGINS and event.name in marks
         first = bool(starts) and event.number == 1 < starts[-1][-1].number
-        if not starts or begins or first or event.number in seen:
+        if not starts or begins or first or event.number in marks:
             starts.append([])
-            seen.clear()
+            marks.clear()
         starts[-1].append(event)
-        seen |= {event.number, event.name} if event.name in _BEGINS else {event.number}
+        marks |= {event.number, event.name} if event.name in _BEGINS else {event.number}
     return starts
 
 

@@ -1,4 +1,4 @@
-"""What a report says. Times are RFC 3339, each by the clock of the host that it comes from."""
+"""The records of a report. Times are RFC 3339, each by the clock of the host that it comes from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Death:
     noticed: str
     """The time at which another process noticed it; empty if none did."""
     by: str
-    """Who noticed it first, and what that one said."""
+    """The process that noticed it first, and its message."""
     back: str
     """The time at which it has begun again, or another controller was primary; empty if there is none."""
 
@@ -39,11 +39,11 @@ class Recovery:
     time: str
     incarnation: int | None
     after: str
-    """What it follows: the last death or broken ring before it; empty if there was none."""
+    """Its cause: the last death or broken ring before it; empty if there was none."""
     source: str
     """`nodes`, `disk` or `start`; empty if it is not known, or `failed`."""
     why: str
-    """Why it has failed, or could not use the shadow nodes; empty if it could."""
+    """The reason why it has failed, or could not use the shadow nodes; empty if it could."""
     committed: int | None
     """The last iteration that was committed before it, as the fenced nodes have said."""
     next: int | None
@@ -51,7 +51,7 @@ class Recovery:
     trained: int | None
     """The last iteration that ranks have completed before it, as they have said."""
     repeated: int | None
-    """How many iterations were completed before, and trained again."""
+    """The number of iterations that were completed before, and trained again."""
     first: str
     """The time at which its first iteration was done; empty if none is known."""
     steps: list[RecoveryStep]
@@ -80,7 +80,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class NodeClock:
-    """How far a node's clock is ahead of this host's, in seconds, and the most by which that is wrong."""
+    """The seconds by which a node's clock is ahead of this host's, and the largest error of that."""
 
     node: int
     ahead: float
@@ -89,21 +89,21 @@ class NodeClock:
 
 @dataclass(frozen=True)
 class JobReport:
-    """What happened to a job since a time."""
+    """The incidents of a job since a time."""
 
     job: str
     since: str
     until: str
     deaths: list[Death]
     stopped: list[str]
-    """Who was stopped in order, and when."""
+    """The processes that were stopped in order, with the time."""
     recoveries: list[Recovery]
     absences: list[Absence]
     troubles: list[Trouble]
     committed: int | None
     """The last iteration that a node is known to have committed, or stepped in full when it was fenced."""
     unknown: list[str]
-    """What is not known, and what would tell."""
+    """The gaps in what is known, and what would fill them."""
     clocks: list[NodeClock]
     events: list[dict[str, Any]] = field(default_factory=list)
     """All events, by time."""

@@ -25,7 +25,7 @@ from checkmate.events.kinds import (
 from checkmate.report.processes import Process, is_rank
 from checkmate.report.records import Death, Recovery, RecoveryStep
 
-TOGETHER = 120.0
+MAX_START_SPREAD = 120.0
 """Seconds within which ranks begin one start of training."""
 
 _STEPS = (
@@ -50,35 +50,41 @@ class _Start:
     def incarnation(self) -> int | None:
         """Its number, if ranks have agreed on one."""
         numbers = [
-            one.fields.get("incarnation") for one in self.named(RESTORE_AGREED.name, PROTECT_ENDED.name)
+            event.fields.get("incarnation") for event in self.find(RESTORE_AGREED.name, PROTECT_ENDED.name)
         ]
         return next((number for number in numbers if isinstance(number, int)), None)
 
-    def named(self, *names: str) -> list[Event]:
+    def find(self, *names: str) -> list[Event]:
         """Return its events of these names."""
         return [event for event in self.events if event.name in names]
 
-    def whole(self, name: str, key: str) -> int | None:
+    def number(self, name: str, key: str) -> int | None:
         """Return a field of the first event of a name, if it is a whole number."""
-        return next((n for one in self.named(name) if isinstance(n := one.fields.get(key), int)), None)
+        return next(
+            (number for event in self.find(name) if isinstance(number := event.fields.get(key), int)), None
+        )
 
 
-def recoveries(found: Iterable[Process], events: Sequence[Event], died: Sequence[Death]) -> list[Recovery]:
+def recoveries(
+    processes: Iterable[Process], events: Sequence[Event], dead: Sequence[Death]
+) -> list[Recovery]:
     """Return the starts of training, by time."""
     starts: list[_Start] = []
-    for one in sorted((s for p in found if is_rank(p.source) for s in _starts(p)), key=lambda one: one.began):
-        for known in starts:
-            if _same(known, one):
-                known.events += one.events
+    for rank_start in sorted(
+        (s for p in processes if is_rank(p.source) for s in _starts(p)), key=lambda start: start.began
+    ):
+        for start_of_all in starts:
+            if _same(start_of_all, rank_start):
+                start_of_all.events += rank_start.events
                 break
         else:
-            starts.append(one)
-    made = []
-    before = 0.0
+            starts.append(rank_start)
+    result = []
+    previous = 0.0
     for start in starts:
-        made.append(_recovery(start, before, events, died))
-        before = start.began
-    return made
+        result.append(_recovery(start, previous, events, dead))
+        previous = start.began
+    return result
 
 
 def _starts(process: Process) -> Iterable[_Start]:
@@ -98,27 +104,27 @@ def _starts(process: Process) -> Iterable[_Start]:
         yield start
 
 
-def _same(one: _Start, other: _Start) -> bool:
-    ranks = {event.source for event in one.events}
-    if abs(other.began - one.began) > TOGETHER or other.events[0].source in ranks:
+def _same(start: _Start, rank_start: _Start) -> bool:
+    ranks = {event.source for event in start.events}
+    if abs(rank_start.began - start.began) > MAX_START_SPREAD or rank_start.events[0].source in ranks:
         return False
-    both = one.incarnation, other.incarnation
+    both = start.incarnation, rank_start.incarnation
     return both[0] == both[1] or None in both
 
 
-def _recovery(start: _Start, before: float, events: Sequence[Event], died: Sequence[Death]) -> Recovery:
+def _recovery(start: _Start, before: float, events: Sequence[Event], deaths: Sequence[Death]) -> Recovery:
     now = timestamp(start.began)
-    earlier = [one for one in events if before <= one.time < start.began]
-    failed = start.named(RESTORE_FAILED.name)
-    agreed = start.named(RESTORE_AGREED.name)
-    upto = start.whole(RESTORE_ENDED.name, "iteration")
+    earlier = [event for event in events if before <= event.time < start.began]
+    failed = start.find(RESTORE_FAILED.name)
+    agreed = start.find(RESTORE_AGREED.name)
+    upto = start.number(RESTORE_ENDED.name, "iteration")
     if upto is None:
-        upto = start.whole(PROTECT_ENDED.name, "iteration")
+        upto = start.number(PROTECT_ENDED.name, "iteration")
     trained = _trained(earlier)
-    first = start.named(TRAINER_FIRST.name)
-    sources = [str(one.fields.get("from", "")) for one in start.named(RESTORE_ENDED.name)]
-    whys = [str(one.fields.get("why", "")) for one in (*failed, *agreed)]
-    after = _cause(earlier, died, timestamp(before), now)
+    first = start.find(TRAINER_FIRST.name)
+    sources = [str(event.fields.get("from", "")) for event in start.find(RESTORE_ENDED.name)]
+    whys = [str(event.fields.get("why", "")) for event in (*failed, *agreed)]
+    after = _cause(earlier, deaths, timestamp(before), now)
     return Recovery(
         time=now,
         incarnation=start.incarnation,
@@ -129,7 +135,7 @@ def _recovery(start: _Start, before: float, events: Sequence[Event], died: Seque
         next=upto,
         trained=trained,
         repeated=None if upto is None or trained is None else max(0, trained - upto + 1),
-        first=timestamp(min(one.time for one in first)) if first else "",
+        first=timestamp(min(event.time for event in first)) if first else "",
         steps=list(_steps(start, after)),
     )
 
@@ -143,56 +149,56 @@ def _steps(start: _Start, after: tuple[float, str] | None) -> Iterable[RecoveryS
     for name, words in _STEPS:
         timed = [
             (float(seconds), event.source)
-            for event in start.named(name)
+            for event in start.find(name)
             if isinstance(seconds := event.fields.get("seconds"), int | float)
         ]
         if timed:
-            seconds, who = max(timed)
-            yield RecoveryStep(words, seconds, who)
-    if after is not None and (done := start.named(TRAINER_FIRST.name)):
-        last = max(done, key=lambda event: event.time)
+            seconds, source = max(timed)
+            yield RecoveryStep(words, seconds, source)
+    if after is not None and (firsts := start.find(TRAINER_FIRST.name)):
+        last = max(firsts, key=lambda event: event.time)
         yield RecoveryStep(
             "all of it, until the first iteration", round(last.time - after[0], 3), last.source
         )
 
 
 def _cause(
-    earlier: Sequence[Event], died: Sequence[Death], before: str, now: str
+    earlier: Sequence[Event], deaths: Sequence[Death], before: str, now: str
 ) -> tuple[float, str] | None:
     """Return the time of what a start of training follows, and what that was."""
-    refused = next((one for one in earlier if one.name == TRAINING_REFUSED.name), None)
-    if refused is not None:
-        iteration, rank, why = (refused.fields.get(key, "") for key in ("iteration", "rank", "why"))
-        return refused.time, f"the script was refused in iteration {iteration} on {rank}: {why}"
-    broken = [one for one in earlier if one.name == TRAINER_RING_BROKEN.name]
-    dead = [one for one in died if is_rank(one.who) and before <= (one.noticed or one.last) < now]
-    if broken:
-        who = f"{dead[0].who} died" if dead else "the ring broke"
-        return broken[0].time, f"{who}, which {broken[0].source} noticed at {timestamp(broken[0].time)}"
+    refusal = next((event for event in earlier if event.name == TRAINING_REFUSED.name), None)
+    if refusal is not None:
+        iteration, rank, why = (refusal.fields.get(key, "") for key in ("iteration", "rank", "why"))
+        return refusal.time, f"the script was refused in iteration {iteration} on {rank}: {why}"
+    breaks = [event for event in earlier if event.name == TRAINER_RING_BROKEN.name]
+    dead = [death for death in deaths if is_rank(death.who) and before <= (death.noticed or death.last) < now]
+    if breaks:
+        cause = f"{dead[0].who} died" if dead else "the ring broke"
+        return breaks[0].time, f"{cause}, which {breaks[0].source} noticed at {timestamp(breaks[0].time)}"
     return None
 
 
 def _trained(earlier: Iterable[Event]) -> int | None:
     """Return the last iteration that ranks have completed, as they have said."""
-    found = []
+    iterations = []
     for event in earlier:
         iteration = event.fields.get("iteration")
         if not isinstance(iteration, int):
             continue
         if event.name == TRAINER_ENDED.name and iteration >= 0:
-            found.append(iteration)
+            iterations.append(iteration)
         elif event.name == TRAINER_RING_BROKEN.name:
-            found.append(iteration - 1)
-    return max(found, default=None)
+            iterations.append(iteration - 1)
+    return max(iterations, default=None)
 
 
 def _committed(events: Iterable[Event], start: _Start) -> int | None:
     """Return what the nodes had stepped when this start fenced them."""
     until = max(event.time for event in start.events)
-    found = [
+    iterations = [
         iteration
         for event in events
         if event.name == NODE_FENCED.name and start.began - 2.0 <= event.time <= until + 2.0
         if isinstance(iteration := event.fields.get("iteration"), int) and iteration >= 0
     ]
-    return max(found, default=None)
+    return max(iterations, default=None)

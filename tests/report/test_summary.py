@@ -8,6 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
+from checkmate.cli.report import parse_since
 from checkmate.events.event import Event, timestamp
 from checkmate.events.kinds import (
     CONTROLLER_CLAIMS,
@@ -39,9 +40,8 @@ from checkmate.events.kinds import (
     Occurrence,
 )
 from checkmate.report.page import page
-from checkmate.report.processes import merged
+from checkmate.report.processes import merge_events
 from checkmate.report.records import JobReport, NodeClock
-from checkmate.report.since import parse_since
 from checkmate.report.summary import summary
 from testbed.copies import local_job
 
@@ -53,22 +53,22 @@ def at(seconds: float) -> str:
     return timestamp(START + seconds)
 
 
-class Written:
+class History:
     """Events as processes have written them. Seconds count from `START`."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def say(self, seconds: float, source: str, happened: Occurrence, pid: int = 1, host: str = "h") -> None:
-        name, fields = happened
+    def say(self, seconds: float, source: str, occurrence: Occurrence, pid: int = 1, host: str = "h") -> None:
+        name, fields = occurrence
         number, time = len(self.events), START + seconds
         self.events.append(Event(time, source, name, "", fields, "info", JOB.job, host, pid, number))
 
     def rank(self, seconds: float, rank: int, pid: int, iteration: int, incarnation: int) -> None:
         """A rank restores, protects, and does its first iteration: 6 s."""
-        who = f"rank {rank}"
+        process = f"rank {rank}"
         kind = "nodes" if iteration else "nothing"
-        self.say(seconds, who, RESTORE_STARTED(), pid)
+        self.say(seconds, process, RESTORE_STARTED(), pid)
         agreed = RESTORE_AGREED(
             kind=kind,
             iteration=iteration - 1,
@@ -77,56 +77,56 @@ class Written:
             why="",
             seconds=1 + rank,
         )
-        self.say(seconds + 2, who, agreed, pid)
+        self.say(seconds + 2, process, agreed, pid)
         if iteration:
-            self.say(seconds + 3, who, RESTORE_FETCHED(iteration=iteration - 1, seconds=0.5), pid)
+            self.say(seconds + 3, process, RESTORE_FETCHED(iteration=iteration - 1, seconds=0.5), pid)
         source = "nodes" if iteration else "start"
-        self.say(seconds + 4, who, RESTORE_ENDED(from_=source, iteration=iteration, seconds=4.0), pid)
-        self.say(seconds + 4, who, PROTECT_STARTED(), pid)
-        ended = PROTECT_ENDED(iteration=iteration, incarnation=incarnation, waiting="", seconds=1.0)
-        self.say(seconds + 5, who, ended, pid)
-        self.say(seconds + 6, who, TRAINER_FIRST(iteration=iteration, seconds=0.8), pid)
+        self.say(seconds + 4, process, RESTORE_ENDED(from_=source, iteration=iteration, seconds=4.0), pid)
+        self.say(seconds + 4, process, PROTECT_STARTED(), pid)
+        protected = PROTECT_ENDED(iteration=iteration, incarnation=incarnation, waiting="", seconds=1.0)
+        self.say(seconds + 5, process, protected, pid)
+        self.say(seconds + 6, process, TRAINER_FIRST(iteration=iteration, seconds=0.8), pid)
 
     def report(self, **more: object) -> JobReport:
-        events = merged(self.events, JOB.job)
+        events = merge_events(self.events, JOB.job)
         return summary(JOB, events, since=START, until=START + 1000, **more)  # type: ignore[arg-type]
 
 
 def text(report: JobReport) -> str:
     console = Console(width=300, file=io.StringIO())
-    with console.capture() as said:
+    with console.capture() as capture:
         for part in page(report):
             console.print(part, markup=False)
-    return said.get()
+    return capture.get()
 
 
 @pytest.fixture
-def crash() -> Written:
+def crash() -> History:
     """Rank 1 dies at 100 s, after it has completed iteration 40; rank 0 notices it; both begin again."""
-    made = Written()
+    history = History()
     for rank in (0, 1):
-        made.rank(0, rank, pid=10 + rank, iteration=0, incarnation=7)
+        history.rank(0, rank, pid=10 + rank, iteration=0, incarnation=7)
     for node in (0, 1):
-        made.say(-5, f"shadow node {node}", NODE_STARTED(version="0", shards=1))
-        made.say(60, f"shadow node {node}", ITERATION_COMMITTED(incarnation=7, iteration=30))
-    made.say(100.2, "rank 0", TRAINER_RING_BROKEN(iteration=41, why="rank 1 (h1): connection reset"), 10)
-    made.say(100.9, "rank 0", TRAINER_ENDED(iteration=40, completed=False, why="RingError: rank 1"), 10)
+        history.say(-5, f"shadow node {node}", NODE_STARTED(version="0", shards=1))
+        history.say(60, f"shadow node {node}", ITERATION_COMMITTED(incarnation=7, iteration=30))
+    history.say(100.2, "rank 0", TRAINER_RING_BROKEN(iteration=41, why="rank 1 (h1): connection reset"), 10)
+    history.say(100.9, "rank 0", TRAINER_ENDED(iteration=40, completed=False, why="RingError: rank 1"), 10)
     for node in (0, 1):
-        made.say(111, f"shadow node {node}", NODE_FENCED(incarnation=7, iteration=40, why=""))
+        history.say(111, f"shadow node {node}", NODE_FENCED(incarnation=7, iteration=40, why=""))
     for rank in (0, 1):
-        made.rank(110 + rank, rank, pid=20 + rank, iteration=41, incarnation=8)
-    return made
+        history.rank(110 + rank, rank, pid=20 + rank, iteration=41, incarnation=8)
+    return history
 
 
 LIVE = [("shadow node 0", "h", 1), ("shadow node 1", "h", 1)]
 
 
-def test_a_rank_that_was_killed_and_the_start_after_it(crash: Written) -> None:
+def test_a_rank_that_was_killed_and_the_start_after_it(crash: History) -> None:
     report = crash.report(live=LIVE)
-    (died,) = report.deaths
-    assert (died.who, died.pid, died.last, died.noticed) == ("rank 1", 11, at(6), at(100.2))
-    assert died.by == "rank 0: rank 1 (h1): connection reset"
-    assert died.back == at(111)
+    (death,) = report.deaths
+    assert (death.who, death.pid, death.last, death.noticed) == ("rank 1", 11, at(6), at(100.2))
+    assert death.by == "rank 0: rank 1 (h1): connection reset"
+    assert death.back == at(111)
     first, second = report.recoveries
     assert (first.source, first.next, first.repeated, first.after) == ("start", 0, None, "")
     assert (second.source, second.incarnation, second.committed) == ("nodes", 8, 40)
@@ -143,25 +143,25 @@ def test_a_rank_that_was_killed_and_the_start_after_it(crash: Written) -> None:
     assert report.unknown == ["no events of a controller: add the folder of its event log with --events"]
 
 
-def test_who_lost_the_connection_to_the_dead_rank_knows_most(crash: Written) -> None:
+def test_who_lost_the_connection_to_the_dead_rank_knows_most(crash: History) -> None:
     earlier = TRAINER_RING_BROKEN(iteration=41, why="rank 2 (h2), channel 0, from rank 0 (h0): ended")
     crash.say(100.1, "rank 2", earlier, 12)
-    (died,) = crash.report(live=LIVE).deaths
-    assert (died.noticed, died.by) == (at(100.2), "rank 0: rank 1 (h1): connection reset")
+    (death,) = crash.report(live=LIVE).deaths
+    assert (death.noticed, death.by) == (at(100.2), "rank 0: rank 1 (h1): connection reset")
 
 
-def test_the_page_has_it_in_words(crash: Written) -> None:
-    said = text(crash.report(live=LIVE, clocks=[NodeClock(0, 1.25, 0.002)]))
-    assert "rank 1, process 11 on h\n" in said
-    assert "last committed iteration: 40" in said
-    assert "first iteration trained after: 41" in said
-    assert "repeated: nothing" in said
-    assert "shadow node 0: 1.250 s ahead of this host's, within 0.002 s" in said
-    assert "iteration.committed" not in said
-    assert said.index("Starts of training") < said.index("Timeline")
+def test_the_page_has_it_in_words(crash: History) -> None:
+    page_text = text(crash.report(live=LIVE, clocks=[NodeClock(0, 1.25, 0.002)]))
+    assert "rank 1, process 11 on h\n" in page_text
+    assert "last committed iteration: 40" in page_text
+    assert "first iteration trained after: 41" in page_text
+    assert "repeated: nothing" in page_text
+    assert "shadow node 0: 1.250 s ahead of this host's, within 0.002 s" in page_text
+    assert "iteration.committed" not in page_text
+    assert page_text.index("Starts of training") < page_text.index("Timeline")
 
 
-def test_what_was_repeated_is_counted(crash: Written) -> None:
+def test_what_was_repeated_is_counted(crash: History) -> None:
     crash.events = [
         event for event in crash.events if (event.pid < 20 or event.name != "trainer.restore.ended")
     ]
@@ -173,66 +173,66 @@ def test_what_was_repeated_is_counted(crash: Written) -> None:
 
 
 def test_no_event_of_ranks_means_that_it_is_not_known() -> None:
-    made = Written()
-    made.say(0, "shadow node 0", NODE_STARTED(version="0", shards=1))
-    report = made.report(live=LIVE[:1], silent={1: "can't be reached (Connection refused)"})
+    history = History()
+    history.say(0, "shadow node 0", NODE_STARTED(version="0", shards=1))
+    report = history.report(live=LIVE[:1], silent={1: "can't be reached (Connection refused)"})
     assert report.recoveries == []
-    assert any(one.startswith("no events of ranks: when one died") for one in report.unknown)
-    (away,) = [one for one in report.unknown if "can't be reached" in one]
+    assert any(gap.startswith("no events of ranks: when one died") for gap in report.unknown)
+    (away,) = [gap for gap in report.unknown if "can't be reached" in gap]
     assert "what it did is not known; read its event log, copied from its host" in away
-    assert [one.who for one in report.deaths] == []
+    assert [death.who for death in report.deaths] == []
 
 
 def test_a_shadow_node_that_others_miss_is_dead_although_its_log_is_gone() -> None:
-    made = Written()
-    made.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"))
-    made.say(50.5, "rank 0", TRAINER_NODE_LOST(node=1, why="it closed the connection"))
-    made.say(70, "shadow node 0", PEER_BACK(node=1))
-    report = made.report(live=LIVE)
-    (died,) = report.deaths
-    assert (died.who, died.last, died.noticed, died.back) == ("shadow node 1", "", at(50), at(70))
-    assert died.by == "shadow node 0: its process has ended"
+    history = History()
+    history.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"))
+    history.say(50.5, "rank 0", TRAINER_NODE_LOST(node=1, why="it closed the connection"))
+    history.say(70, "shadow node 0", PEER_BACK(node=1))
+    report = history.report(live=LIVE)
+    (death,) = report.deaths
+    assert (death.who, death.last, death.noticed, death.back) == ("shadow node 1", "", at(50), at(70))
+    assert death.by == "shadow node 0: its process has ended"
 
 
 def test_a_node_that_the_job_does_not_have_is_not_looked_for() -> None:
-    made = Written()
+    history = History()
     for number in range(20_000):
-        made.say(1 + number / 1000, "shadow node 0", PEER_LOST(node=10 + number, why=""))
+        history.say(1 + number / 1000, "shadow node 0", PEER_LOST(node=10 + number, why=""))
     start = time.monotonic()
-    assert made.report(live=LIVE).deaths == []
+    assert history.report(live=LIVE).deaths == []
     assert time.monotonic() - start < 20, "not a pass over all events for each name"
 
 
 def test_a_node_that_names_thousands_of_processes_does_not_stop_the_report() -> None:
-    made = Written()
+    history = History()
     for number in range(8_000):
-        made.say(number, "shadow node 0", NODE_STARTED(version="0", shards=1), pid=number)
+        history.say(number, "shadow node 0", NODE_STARTED(version="0", shards=1), pid=number)
     start = time.monotonic()
-    assert len(made.report(live=LIVE).deaths) == 7_998
+    assert len(history.report(live=LIVE).deaths) == 7_998
     assert time.monotonic() - start < 6
 
 
 def test_a_shadow_node_that_has_kept_its_events_is_dead_once() -> None:
-    made = Written()
-    made.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=5)
+    history = History()
+    history.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=5)
     live = HOLD_CHANGED(group=0, shard=1, state="live", iteration=3, why="")
-    made.say(49, "shadow node 1", live, pid=5)
-    made.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"))
-    made.say(51, "rank 0", TRAINER_NODE_LOST(node=1, why="it closed the connection"))
-    made.say(60, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=6)
-    report = made.report(live=[("shadow node 1", "h", 6), LIVE[0]])
-    (died,) = report.deaths
-    assert (died.who, died.pid, died.last) == ("shadow node 1", 5, at(49))
-    assert (died.noticed, died.back) == (at(50), at(60))
+    history.say(49, "shadow node 1", live, pid=5)
+    history.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"))
+    history.say(51, "rank 0", TRAINER_NODE_LOST(node=1, why="it closed the connection"))
+    history.say(60, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=6)
+    report = history.report(live=[("shadow node 1", "h", 6), LIVE[0]])
+    (death,) = report.deaths
+    assert (death.who, death.pid, death.last) == ("shadow node 1", 5, at(49))
+    assert (death.noticed, death.back) == (at(50), at(60))
 
 
 def test_a_node_that_is_away_for_good_died_after_its_last_event() -> None:
-    made = Written()
-    made.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1))
-    report = made.report(live=LIVE[:1], silent={1: "can't be reached"})
-    (died,) = report.deaths
-    assert (died.last, died.noticed, died.back) == (at(0), "", "")
-    assert any(f"what it did after {at(0)} is not known" in one for one in report.unknown)
+    history = History()
+    history.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1))
+    report = history.report(live=LIVE[:1], silent={1: "can't be reached"})
+    (death,) = report.deaths
+    assert (death.last, death.noticed, death.back) == (at(0), "", "")
+    assert any(f"what it did after {at(0)} is not known" in gap for gap in report.unknown)
 
 
 def hold(state: str, iteration: int = 0, shard: int = 0) -> Occurrence:
@@ -240,17 +240,17 @@ def hold(state: str, iteration: int = 0, shard: int = 0) -> Occurrence:
 
 
 def test_a_shard_has_no_holder_from_a_death_until_another_node_is_live() -> None:
-    made = Written()
+    history = History()
     for node in (0, 1):
-        made.say(node, f"shadow node {node}", hold("live", shard=node), pid=5)
-    made.say(49, "shadow node 1", hold("live", 40, shard=1), pid=5)
-    made.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"), pid=5)
-    made.say(60, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=6)
-    made.say(70, "shadow node 1", hold("live", 60, shard=1), pid=6)
+        history.say(node, f"shadow node {node}", hold("live", shard=node), pid=5)
+    history.say(49, "shadow node 1", hold("live", 40, shard=1), pid=5)
+    history.say(50, "shadow node 0", PEER_LOST(node=1, why="its process has ended"), pid=5)
+    history.say(60, "shadow node 1", NODE_STARTED(version="0", shards=1), pid=6)
+    history.say(70, "shadow node 1", hold("live", 60, shard=1), pid=6)
     gap = STREAM_GAP(group=0, shard=0, iteration=70, joins=73, why="9 bytes have not come")
-    made.say(80, "shadow node 0", gap, pid=5)
-    report = made.report(live=[("shadow node 0", "h", 5), ("shadow node 1", "h", 6)])
-    assert [(one.shard, one.since, one.until) for one in report.absences] == [
+    history.say(80, "shadow node 0", gap, pid=5)
+    report = history.report(live=[("shadow node 0", "h", 5), ("shadow node 1", "h", 6)])
+    assert [(absence.shard, absence.since, absence.until) for absence in report.absences] == [
         (1, at(50), at(70)),
         (0, at(80), ""),
     ]
@@ -258,53 +258,55 @@ def test_a_shard_has_no_holder_from_a_death_until_another_node_is_live() -> None
 
 
 def test_a_node_that_was_drained_holds_nothing() -> None:
-    made = Written()
-    made.say(0, "shadow node 1", hold("live"))
-    made.say(50, "shadow node 1", NODE_DRAINED())
-    assert [(one.since, one.until) for one in made.report(live=LIVE).absences] == [(at(50), "")]
+    history = History()
+    history.say(0, "shadow node 1", hold("live"))
+    history.say(50, "shadow node 1", NODE_DRAINED())
+    assert [(absence.since, absence.until) for absence in history.report(live=LIVE).absences] == [
+        (at(50), "")
+    ]
 
 
-def test_what_was_before_counts_but_is_not_reported(crash: Written) -> None:
-    events = merged(crash.events, JOB.job)
-    for since, found in ((0, (1, 2)), (50, (1, 1)), (105, (0, 1)), (200, (0, 0))):
+def test_what_was_before_counts_but_is_not_reported(crash: History) -> None:
+    events = merge_events(crash.events, JOB.job)
+    for since, counts in ((0, (1, 2)), (50, (1, 1)), (105, (0, 1)), (200, (0, 0))):
         report = summary(JOB, events, since=START + since, until=START + 1000, live=LIVE)
-        assert (len(report.deaths), len(report.recoveries)) == found
-        assert all(one["time"] >= at(since) for one in report.events)
+        assert (len(report.deaths), len(report.recoveries)) == counts
+        assert all(event["time"] >= at(since) for event in report.events)
         if report.recoveries:
             assert (report.recoveries[-1].trained, report.recoveries[-1].repeated) == (40, 0)
 
 
 def test_with_replicas_a_shard_keeps_a_holder() -> None:
-    made = Written()
+    history = History()
     for node in (0, 1):
-        made.say(node, f"shadow node {node}", hold("live"))
-    made.say(50, "shadow node 1", hold("dropped"))
-    assert made.report(live=LIVE).absences == []
+        history.say(node, f"shadow node {node}", hold("live"))
+    history.say(50, "shadow node 1", hold("dropped"))
+    assert history.report(live=LIVE).absences == []
 
 
-def controllers(*, claims: bool) -> Written:
+def controllers(*, claims: bool) -> History:
     """A controller serves at host a and says nothing after 5 s; at 60 s, another one serves at host b."""
-    made = Written()
+    history = History()
     serves = CONTROLLER_PRIMARY(switches=["s1"], updates=0, seconds=0.1)
-    made.say(0, "controller", CONTROLLER_STARTED(version="0", jobs=["demo"]), 1, "a")
-    made.say(5, "controller", serves, 1, "a")
-    made.say(2, "controller", CONTROLLER_STANDBY(), 2, "b")
+    history.say(0, "controller", CONTROLLER_STARTED(version="0", jobs=["demo"]), 1, "a")
+    history.say(5, "controller", serves, 1, "a")
+    history.say(2, "controller", CONTROLLER_STANDBY(), 2, "b")
     if claims:
-        made.say(59, "controller", CONTROLLER_CLAIMS(switch="s1"), 2, "b")
-        made.say(60, "controller", serves, 2, "b")
-    return made
+        history.say(59, "controller", CONTROLLER_CLAIMS(switch="s1"), 2, "b")
+        history.say(60, "controller", serves, 2, "b")
+    return history
 
 
 def test_a_controller_that_another_one_had_to_replace_has_died() -> None:
-    (died,) = controllers(claims=True).report(live=LIVE).deaths
-    assert (died.who, died.host, died.last, died.back) == ("controller", "a", at(5), at(60))
-    assert died.by == "a controller on b: switch s1 has no primary controller"
+    (death,) = controllers(claims=True).report(live=LIVE).deaths
+    assert (death.who, death.host, death.last, death.back) == ("controller", "a", at(5), at(60))
+    assert death.by == "a controller on b: switch s1 has no primary controller"
 
 
 def test_the_timeline_tells_controllers_apart() -> None:
-    found = text(controllers(claims=True).report(live=[]))
-    assert "controller, process 1 on a" in found and "controller, process 2 on b" in found
-    alone = Written()
+    page_text = text(controllers(claims=True).report(live=[]))
+    assert "controller, process 1 on a" in page_text and "controller, process 2 on b" in page_text
+    alone = History()
     alone.say(0, "controller", CONTROLLER_STARTED(version="0", jobs=["demo"]), 1, "a")
     assert "controller, process" not in text(alone.report(live=[]))
 
@@ -314,80 +316,80 @@ def test_controllers_that_serve_and_stand_by_live() -> None:
 
 
 def test_who_was_stopped_has_not_died() -> None:
-    made = Written()
-    made.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1))
-    made.say(40, "shadow node 1", NODE_ENDED())
-    made.say(40.1, "shadow node 0", PEER_LOST(node=1, why="its process has ended"))
-    report = made.report(live=LIVE[:1], silent={1: "can't be reached"})
+    history = History()
+    history.say(0, "shadow node 1", NODE_STARTED(version="0", shards=1))
+    history.say(40, "shadow node 1", NODE_ENDED())
+    history.say(40.1, "shadow node 0", PEER_LOST(node=1, why="its process has ended"))
+    report = history.report(live=LIVE[:1], silent={1: "can't be reached"})
     assert report.deaths == []
     assert report.stopped == [f"shadow node 1, process 1 on h, at {at(40)}"]
 
 
 def test_a_start_that_failed_says_why() -> None:
-    made = Written()
+    history = History()
     for rank in (0, 1):
-        made.say(rank, f"rank {rank}", RESTORE_STARTED())
+        history.say(rank, f"rank {rank}", RESTORE_STARTED())
         why = "RestoreError: shard 1 is lost"
-        made.say(30 + rank, f"rank {rank}", RESTORE_FAILED(why=why, seconds=30.0))
-    report = made.report(live=LIVE)
+        history.say(30 + rank, f"rank {rank}", RESTORE_FAILED(why=why, seconds=30.0))
+    report = history.report(live=LIVE)
     (start,) = report.recoveries
     assert (start.source, start.why, start.next) == ("failed", "RestoreError: shard 1 is lost", None)
 
 
 def test_starts_that_fail_one_after_another_are_several_and_nobody_has_died() -> None:
     """torchrun starts all again after each, within seconds, and no rank knows an incarnation."""
-    made = Written()
+    history = History()
     for attempt in range(3):
         for rank in (0, 1):
             began = 20 * attempt + rank
-            made.say(began, f"rank {rank}", RESTORE_STARTED(), pid=10 * attempt + rank)
+            history.say(began, f"rank {rank}", RESTORE_STARTED(), pid=10 * attempt + rank)
             failed = RESTORE_FAILED(why="RestoreError: shard 1 is lost", seconds=1.0)
-            made.say(began + 1, f"rank {rank}", failed, pid=10 * attempt + rank)
-    report = made.report(live=LIVE)
+            history.say(began + 1, f"rank {rank}", failed, pid=10 * attempt + rank)
+    report = history.report(live=LIVE)
     assert [start.source for start in report.recoveries] == ["failed"] * 3
     assert report.deaths == []
 
 
 def test_troubles_are_listed_and_strange_fields_do_no_harm() -> None:
-    made = Written()
+    history = History()
     gap = STREAM_GAP(group=0, shard=0, iteration=7, joins=11, why="9 bytes have not come")
-    made.say(0, "shadow node 0", gap)
+    history.say(0, "shadow node 0", gap)
     for name in ("trainer.ended", "node.fenced", "trainer.restore.agreed", "peer.lost", "trainer.first"):
         for value in (None, "x", [1], {"a": 1}, 1e300, True):
             fields = {"iteration": value, "incarnation": value, "node": value, "seconds": value, "why": value}
-            made.say(1, "rank 0", Occurrence(name, fields))
-    report = made.report()
+            history.say(1, "rank 0", Occurrence(name, fields))
+    report = history.report()
     assert report.troubles[0].event == "stream.gap"
     assert "9 bytes have not come" in text(report)
 
 
-def test_nothing_that_others_have_said_steers_the_terminal(crash: Written) -> None:
+def test_nothing_that_others_have_said_steers_the_terminal(crash: History) -> None:
     strange = "\x1b]0;owned\x07"
-    made = Written()
-    for one in crash.events:
+    history = History()
+    for event in crash.events:
         fields = {
-            **one.fields,
-            **{key: strange for key in ("why", "from") if key in one.fields},
+            **event.fields,
+            **{key: strange for key in ("why", "from") if key in event.fields},
             strange: strange,
         }
-        made.say(one.time - START, one.source, Occurrence(one.name, fields), one.pid, strange)
-    made.say(200, f"rank {strange}", RESTORE_STARTED())
-    made.say(201, f"rank {strange}", RESTORE_ENDED(from_=strange, iteration=2, seconds=4.0))
-    made.say(202, strange, NODE_TROUBLE(why=strange))
-    made.say(203, f"shadow {strange}", NODE_ENDED())
-    report = made.report(live=LIVE, notes=[strange])
+        history.say(event.time - START, event.source, Occurrence(event.name, fields), event.pid, strange)
+    history.say(200, f"rank {strange}", RESTORE_STARTED())
+    history.say(201, f"rank {strange}", RESTORE_ENDED(from_=strange, iteration=2, seconds=4.0))
+    history.say(202, strange, NODE_TROUBLE(why=strange))
+    history.say(203, f"shadow {strange}", NODE_ENDED())
+    report = history.report(live=LIVE, notes=[strange])
     assert "owned" in text(report)
     assert not {"\x1b", "\x07"} & set(text(report))
 
 
 def test_events_are_merged_by_time_and_each_counts_once() -> None:
-    made = Written()
-    made.say(2, "shadow node 0", NODE_ENDED())
-    made.say(1, "shadow node 1", NODE_ENDED())
-    other = Event(START, "rank 0", "trainer.first", job="other")
-    every = Event(START + 3, "controller", "controller.ended")
-    found = merged([*made.events, *made.events, other, every], JOB.job)
-    assert [one.source for one in found] == ["shadow node 1", "shadow node 0", "controller"]
+    history = History()
+    history.say(2, "shadow node 0", NODE_ENDED())
+    history.say(1, "shadow node 1", NODE_ENDED())
+    of_another_job = Event(START, "rank 0", "trainer.first", job="other")
+    of_every_job = Event(START + 3, "controller", "controller.ended")
+    events = merge_events([*history.events, *history.events, of_another_job, of_every_job], JOB.job)
+    assert [event.source for event in events] == ["shadow node 1", "shadow node 0", "controller"]
 
 
 @pytest.mark.parametrize(
@@ -406,12 +408,12 @@ def test_since_is_a_time() -> None:
             parse_since(wrong, 0)
 
 
-def test_a_refusal_is_what_the_next_start_follows(crash: Written) -> None:
+def test_a_refusal_is_what_the_next_start_follows(crash: History) -> None:
     """Both nodes have it; the broken ring of the other rank is its consequence."""
     for node in (0, 1):
-        refused = TRAINING_REFUSED(incarnation=7, iteration=41, rank="rank 1 (h1)", why="a hook changes p0")
-        crash.say(100.1, f"shadow node {node}", refused)
+        refusal = TRAINING_REFUSED(incarnation=7, iteration=41, rank="rank 1 (h1)", why="a hook changes p0")
+        crash.say(100.1, f"shadow node {node}", refusal)
     (_, again) = crash.report(live=LIVE).recoveries
     assert again.after == "the script was refused in iteration 41 on rank 1 (h1): a hook changes p0"
-    assert [one.event for one in crash.report(live=LIVE).troubles] == ["training.refused"] * 2
+    assert [trouble.event for trouble in crash.report(live=LIVE).troubles] == ["training.refused"] * 2
     assert "after the script was refused in iteration 41 on rank 1 (h1)" in text(crash.report(live=LIVE))

@@ -124,7 +124,9 @@ def check_events(folder: Path) -> None:
     expected = [f"trainer.{name}" for name in (*kinds, "first", "ended")]
     assert names["rank 1"] == expected
     assert names["rank 0"] == [expected[0], "trainer.restore.drained", *expected[1:]]
-    (start,) = recoveries(by_process.processes(by_process.merged(found.events, "demo")), found.events, [])
+    (start,) = recoveries(
+        by_process.processes(by_process.merge_events(found.events, "demo")), found.events, []
+    )
     assert (start.source, start.next, start.why) == ("start", 0, "")
     assert all(step.seconds < SECONDS for step in start.steps) and len(start.steps) == 5
 
