@@ -43,7 +43,7 @@ def doctor(
             "--role",
             help="trainer, shadow or controller.",
             show_default="guessed by addresses",
-            autocompletion=lambda: [str(one) for one in ROLES],
+            autocompletion=lambda: [str(role) for role in ROLES],
         ),
     ] = None,
     number: Annotated[
@@ -63,87 +63,93 @@ def doctor(
 
     Example: checkmate doctor jobs/gpt.yaml
     """
-    wanted = _role(role)
+    role_to_check = _role(role)
     loaded = None if job is None else read_job(job)
     if loaded is None and (number is not None or host is not None):
         raise UsageFault("--id and --host are of a job: give its file too")
-    chosen = _subjects(loaded, wanted, number, host)
+    roles_of_host = _subjects(loaded, role_to_check, number, host)
     with waiting(err, "checking this host"):
-        found = [diagnose(one, job, insecure=insecure) for one in chosen]
-    able = any(one.able for one in found)
+        diagnoses = [diagnose(subject, job, insecure=insecure) for subject in roles_of_host]
+    able = any(diagnosis.is_able for diagnosis in diagnoses)
     if as_json:
-        print_json(_document(loaded, found, able))
+        print_json(_document(loaded, diagnoses, able))
     else:
-        for one in found:
-            _show(one)
-        _conclude(found)
+        for diagnosis in diagnoses:
+            _show(diagnosis)
+        _conclude(diagnoses)
     if not able:
         raise typer.Exit(UNABLE)
 
 
 def _role(text: str | None) -> Role | None:
-    names = [str(one) for one in ROLES]
+    names = [str(role) for role in ROLES]
     if text is None or text in names:
         return None if text is None else Role(text)
     raise UsageFault(f"no role {text!r}{did_you_mean(text, names)}; there are {', '.join(names)}")
 
 
 def _subjects(job: Job | None, role: Role | None, number: int | None, host: str | None) -> list[Subject]:
-    """Return for whom this host is checked."""
+    """Return the subjects for which this host is checked."""
     if job is None:
-        return [subjects.any_of(one) for one in ROLES if role in (None, one)]
+        return [subjects.any_host(host_role) for host_role in ROLES if role in (None, host_role)]
     if number is not None or host is not None or role is Role.CONTROLLER:
-        return [subjects.chosen(job, role, number, host)]
+        return [subjects.choose(job, role, number, host)]
     controls = job.keys is not None and role_folder(job.keys, job.job, Role.CONTROLLER).is_dir()
     return [subjects.guess(job, is_here, role=role, controls=controls)]
 
 
-def _document(job: Job | None, found: list[Diagnosis], able: bool) -> dict[str, object]:
+def _document(job: Job | None, diagnoses: list[Diagnosis], able: bool) -> dict[str, object]:
     return {
         "job": None if job is None else job.job,
         "able": able,
         "roles": [
             {
-                "role": str(one.subject.role),
-                "name": one.subject.name,
-                "guessed": one.subject.guessed,
-                "able": one.able,
+                "role": str(diagnosis.subject.role),
+                "name": diagnosis.subject.name,
+                "guessed": diagnosis.subject.guessed,
+                "able": diagnosis.is_able,
                 "findings": [
                     {
-                        "check": each.check,
-                        "outcome": str(each.outcome),
-                        "detail": each.detail,
-                        "remedy": each.remedy,
+                        "check": finding.check,
+                        "outcome": str(finding.outcome),
+                        "detail": finding.detail,
+                        "remedy": finding.remedy,
                     }
-                    for each in one.findings
+                    for finding in diagnosis.findings
                 ],
             }
-            for one in found
+            for diagnosis in diagnoses
         ],
     }
 
 
-def _show(one: Diagnosis) -> None:
-    subject = one.subject
+def _show(diagnosis: Diagnosis) -> None:
+    subject = diagnosis.subject
     why = f", because {subject.guessed}" if subject.guessed else ""
     table = FittedTable(
         f"as {subject.name}{why}", "check", "result", "found", "remedy", folds=("found", "remedy")
     )
-    for each in one.findings:
+    for finding in diagnosis.findings:
         table.add_row(
-            each.check, Text(each.outcome, _COLOURS.get(each.outcome, "")), each.detail, each.remedy
+            finding.check,
+            Text(finding.outcome, _COLOURS.get(finding.outcome, "")),
+            finding.detail,
+            finding.remedy,
         )
     out.print(table)
 
 
-def _conclude(found: list[Diagnosis]) -> None:
+def _conclude(diagnoses: list[Diagnosis]) -> None:
     """Print what this host can be, and how much there is to do."""
-    for one in found:
-        can = "can be" if one.able else "cannot be"
-        failures, warnings = _count(one.findings, Outcome.FAILED), _count(one.findings, Outcome.WARNING)
-        did = f"{counted(failures, 'check')} failed, {counted(warnings, 'warning')}"
-        out.print(f"this host {can} {one.subject.name}: {did}", soft_wrap=True, markup=False)
+    for diagnosis in diagnoses:
+        can = "can be" if diagnosis.is_able else "cannot be"
+        failures, warnings = (
+            _count(diagnosis.findings, Outcome.FAILED),
+            _count(diagnosis.findings, Outcome.WARNING),
+        )
+        counts = f"{counted(failures, 'check')} failed, {counted(warnings, 'warning')}"
+        out.print(f"this host {can} {diagnosis.subject.name}: {counts}", soft_wrap=True, markup=False)
 
 
 def _count(findings: tuple[Finding, ...], outcome: Outcome) -> int:
-    return sum(one.outcome is outcome for one in findings)
+    return sum(finding.outcome is outcome for finding in findings)

@@ -14,17 +14,17 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from checkmate.doctor.asking import within
+from checkmate.doctor.deadlines import within
 from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
 from checkmate.keys.roles import Role
 from checkmate.wording import counted
 
 SECONDS: Final = 1.0
 """For all answers."""
-DIFFER: Final = 60.0
+MAX_DIFFERENCE: Final = 60.0
 """Seconds by which the clocks of a shadow node and the controller must not differ (design, section 4)."""
 
-_NEAR: Final = DIFFER / 2
+_NEAR: Final = MAX_DIFFERENCE / 2
 _DAY: Final = 86_400_000
 _REQUEST, _REPLY = 13, 14
 _MESSAGE: Final = struct.Struct("!BBHHHIII")
@@ -43,27 +43,27 @@ def differences(hosts: Iterable[str], seconds: float = SECONDS) -> dict[str, flo
         The seconds by which the clock of each host that has answered is ahead of this one's; `None` if this
         process may not ask.
     """
-    asked = _addresses(list(dict.fromkeys(hosts)), seconds)
-    found: dict[str, float] = {}
+    hosts_by_address = _addresses(list(dict.fromkeys(hosts)), seconds)
+    result: dict[str, float] = {}
     try:
         sock = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
     except PermissionError:
         return None
     with sock:
-        own, sent = os.getpid() & 0xFFFF, _now()
-        for number, address in enumerate(asked):
+        identifier, now = os.getpid() & 0xFFFF, _now()
+        for number, address in enumerate(hosts_by_address):
             with suppress(OSError):  # without a route
-                sock.sendto(request(own, number & 0xFFFF, sent), (address, 0))
+                sock.sendto(request(identifier, number & 0xFFFF, now), (address, 0))
         deadline = time.monotonic() + seconds
-        while len(found) < len(asked) and (left := deadline - time.monotonic()) > 0:
-            sock.settimeout(left)
+        while len(result) < len(hosts_by_address) and (remaining := deadline - time.monotonic()) > 0:
+            sock.settimeout(remaining)
             try:
                 packet, (sender, _) = sock.recvfrom(2048)
             except TimeoutError:
                 break
-            if sender in asked and (theirs := reply(packet, own)) is not None:
-                found[asked[sender]] = ahead(theirs, _now())
-    return found
+            if sender in hosts_by_address and (host_time := reply(packet, identifier)) is not None:
+                result[hosts_by_address[sender]] = ahead(host_time, _now())
+    return result
 
 
 def _addresses(hosts: Sequence[str], seconds: float) -> dict[str, str]:
@@ -75,9 +75,9 @@ def _addresses(hosts: Sequence[str], seconds: float) -> dict[str, str]:
         return ""
 
     addresses = within(seconds, [partial(look_up, host) for host in hosts], "")
-    found = dict(zip(addresses, hosts, strict=True))
-    found.pop("", None)
-    return found
+    result = dict(zip(addresses, hosts, strict=True))
+    result.pop("", None)
+    return result
 
 
 def _now() -> int:
@@ -97,30 +97,40 @@ def reply(packet: bytes, identifier: int) -> int | None:
     start = (packet[0] & 0xF) * 4 if packet else 0
     if len(packet) < start + _MESSAGE.size or not start:
         return None
-    kind, _, _, own, _, _, _, sent = _MESSAGE.unpack_from(packet, start)
-    return sent if kind == _REPLY and own == identifier and sent < min(_NOT_STANDARD, _DAY) else None
+    kind, _, _, reply_identifier, _, _, _, sending_time = _MESSAGE.unpack_from(packet, start)
+    return (
+        sending_time
+        if kind == _REPLY and reply_identifier == identifier and sending_time < min(_NOT_STANDARD, _DAY)
+        else None
+    )
 
 
-def ahead(theirs: int, ours: int) -> float:
+def ahead(other_time: int, own_time: int) -> float:
     """Return by how many seconds one time of day is ahead of another, both in milliseconds."""
-    return ((theirs - ours + _DAY // 2) % _DAY - _DAY // 2) / 1000
+    return ((other_time - own_time + _DAY // 2) % _DAY - _DAY // 2) / 1000
 
 
-def compared(role: Role, hosts: Sequence[str], found: Mapping[str, float] | None) -> Finding:
+def compare(role: Role, hosts: Sequence[str], seconds_ahead: Mapping[str, float] | None) -> Finding:
     """Return what shadow nodes' clocks mean for a controller, or for another node. Pure."""
     if not hosts:
         return skipped(_NAME, "the job has no other shadow node")
-    if found is None:
+    if seconds_ahead is None:
         return skipped(_NAME, "not compared without CAP_NET_RAW")
-    if not found:
+    if not seconds_ahead:
         return skipped(_NAME, "not compared: none has answered an ICMP timestamp")
-    host = max(found, key=lambda one: abs(found[one]))
-    told = f"that of {host} is {abs(found[host]):,.1f} s {'ahead' if found[host] > 0 else 'behind'}"
+    host = max(seconds_ahead, key=lambda name: abs(seconds_ahead[name]))
+    seconds = seconds_ahead[host]
+    difference = f"that of {host} is {abs(seconds):,.1f} s {'ahead' if seconds > 0 else 'behind'}"
     remedy = "run an NTP client, such as chrony, on both"
-    if abs(found[host]) >= DIFFER and role is Role.CONTROLLER:
-        return failed(_NAME, f"{told}: from {DIFFER:g} s on, its streams are refused", remedy)
-    if abs(found[host]) >= _NEAR:
+    if abs(seconds) >= MAX_DIFFERENCE and role is Role.CONTROLLER:
+        return failed(_NAME, f"{difference}: from {MAX_DIFFERENCE:g} s on, its streams are refused", remedy)
+    if abs(seconds) >= _NEAR:
         return warning(
-            _NAME, f"{told}, and no node's may differ by {DIFFER:g} s from the controller's", remedy
+            _NAME,
+            f"{difference}, and no node's may differ by {MAX_DIFFERENCE:g} s from the controller's",
+            remedy,
         )
-    return ok(_NAME, f"{told}, the most of {counted(len(found), 'node')} of {len(hosts)} that answered")
+    return ok(
+        _NAME,
+        f"{difference}, the most of {counted(len(seconds_ahead), 'node')} of {len(hosts)} that answered",
+    )

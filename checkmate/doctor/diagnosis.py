@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from checkmate.doctor import clocks, host_checks, network_checks, peers, trying
+from checkmate.doctor import clocks, host_checks, network_checks, peers, role_checks
 from checkmate.doctor.facts import Facts
-from checkmate.doctor.findings import Finding, failed, has_failed, of_message, skipped
+from checkmate.doctor.findings import Finding, failed, finding_from_error, has_failed, skipped
 from checkmate.doctor.reading import is_here, read
 from checkmate.doctor.subjects import Subject
 from checkmate.job.addresses import split_address
@@ -34,14 +34,14 @@ _EXAMPLE_BUFFERS: Final = 8
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found of a host in its role."""
+    """The findings about a host in its role."""
 
     subject: Subject
     findings: tuple[Finding, ...]
 
     @property
-    def able(self) -> bool:
-        """Whether nothing keeps it from its role."""
+    def is_able(self) -> bool:
+        """True if nothing keeps it from its role."""
         return not has_failed(self.findings)
 
 
@@ -67,17 +67,21 @@ def diagnose(subject: Subject, file: Path | None, *, insecure: bool = False) -> 
             subject, (failed("kernel", f"{sys.platform} is not Linux", "use Linux 5.10 or newer"),)
         )
     facts = read(str(nic.ip) for nic in subject.nics)
-    found = [trying.libraries(subject.role), *_host(subject, facts)]
+    findings = [role_checks.libraries(subject.role), *_host(subject, facts)]
     if subject.job is None or file is None:
-        return Diagnosis(subject, tuple(found))
+        return Diagnosis(subject, tuple(findings))
     now = dt.datetime.now(dt.UTC)
     keys = _keys(subject, now, insecure=insecure or insecure_everywhere())
-    found += [*network_checks.interfaces(subject, facts), *keys.findings]
+    findings += [*network_checks.interfaces(subject, facts), *keys.findings]
     if subject.role is Role.CONTROLLER:
-        found += [*trying.tls_files(file, subject.job, now), _clocks(subject), *_switches(subject.job)]
+        findings += [
+            *role_checks.tls_files(file, subject.job, now),
+            _clocks(subject),
+            *_switches(subject.job),
+        ]
     else:
-        found += [*trying.routes(subject, facts), *_others(subject, facts, keys)]
-    return Diagnosis(subject, tuple(found))
+        findings += [*role_checks.routes(subject, facts), *_peer_findings(subject, facts, keys)]
+    return Diagnosis(subject, tuple(findings))
 
 
 def warn(
@@ -90,13 +94,13 @@ def warn(
     """
     for subject in subjects:
         try:
-            found = list(_quietly(subject, receive_buffer, insecure or insecure_everywhere()))
+            findings = list(_quietly(subject, receive_buffer, insecure or insecure_everywhere()))
         except (OSError, ValueError) as error:
             log.warning("this host cannot be checked: %s", error)
             continue
-        for one in found:
-            if one.bad:
-                log.warning("%s", one)
+        for finding in findings:
+            if finding.is_bad:
+                log.warning("%s", finding)
 
 
 def _quietly(subject: Subject, receive_buffer: int, insecure: bool) -> Iterator[Finding]:
@@ -110,7 +114,7 @@ def _quietly(subject: Subject, receive_buffer: int, insecure: bool) -> Iterator[
         yield from network_checks.interfaces(replace(subject, nics=there), facts)
     if not insecure:
         try:
-            ends = trying.keys_end(trying.role_keys(subject), dt.datetime.now(dt.UTC))
+            ends = role_checks.keys_end(role_checks.role_keys(subject), dt.datetime.now(dt.UTC))
         except KeysError:
             return  # the process refuses to start, and says why
         if ends is not None:
@@ -122,15 +126,15 @@ def _host(subject: Subject, facts: Facts) -> Iterator[Finding]:
     role = subject.role
     ports = [port for _, port in subject.listens]
     yield host_checks.kernel(role, facts.release)
-    yield host_checks.capabilities(role, facts.capabilities, tags=subject.tags, ports=ports)
-    if role is Role.TRAINER and subject.tags:
-        group = trying.cgroup()
+    yield host_checks.capabilities(role, facts.capabilities, tags=subject.is_tagging, ports=ports)
+    if role is Role.TRAINER and subject.is_tagging:
+        group = role_checks.cgroup()
         yield group
-        yield skipped("BPF", "not tried without a cgroup") if group.bad else trying.tagger(facts)
+        yield skipped("BPF", "not tried without a cgroup") if group.is_bad else role_checks.tagger(facts)
     if role is Role.SHADOW:
-        yield trying.receive_buffers(facts, RECEIVE_BUFFER)
-        buffers = _EXAMPLE_BUFFERS if subject.job is None else trying.streams_of(subject) + 1
-        yield trying.tcp_memory(buffers, RECEIVE_BUFFER)
+        yield role_checks.receive_buffers(facts, RECEIVE_BUFFER)
+        buffers = _EXAMPLE_BUFFERS if subject.job is None else role_checks.count_streams(subject) + 1
+        yield role_checks.tcp_memory(buffers, RECEIVE_BUFFER)
         yield from _capacity(subject, facts, RECEIVE_BUFFER)
     if role is Role.TRAINER:
         yield host_checks.rendezvous(facts)
@@ -142,7 +146,7 @@ def _capacity(subject: Subject, facts: Facts, receive_buffer: int) -> Iterator[F
     """Yield what a shadow node's streams take."""
     if subject.job is None:
         return
-    streams = trying.streams_of(subject)
+    streams = role_checks.count_streams(subject)
     ranks = sum(len(group.ranks) for group in subject.job.dp_groups)
     yield host_checks.memory(facts.memory, streams + 1, receive_buffer)
     yield host_checks.open_files(facts.files, streams, ranks)
@@ -151,10 +155,10 @@ def _capacity(subject: Subject, facts: Facts, receive_buffer: int) -> Iterator[F
 def _keys(subject: Subject, now: dt.datetime, *, insecure: bool) -> Keys:
     if insecure:
         return Keys((skipped("keys", "none are used (--insecure)"),), None, True)
-    found = trying.keys(subject, now)
-    if has_failed([found]):
-        return Keys((found,), None, False)
-    return Keys((found,), trying.role_keys(subject), True)
+    finding = role_checks.keys(subject, now)
+    if has_failed([finding]):
+        return Keys((finding,), None, False)
+    return Keys((finding,), role_checks.role_keys(subject), True)
 
 
 def _clocks(subject: Subject) -> Finding:
@@ -162,7 +166,7 @@ def _clocks(subject: Subject) -> Finding:
     assert subject.job is not None
     nodes = [node for node in subject.job.shadow_nodes if node != subject.node]
     hosts = list(dict.fromkeys(split_address(node.mgmt)[0] for node in nodes))
-    return clocks.compared(subject.role, hosts, clocks.differences(hosts))
+    return clocks.compare(subject.role, hosts, clocks.differences(hosts))
 
 
 def _switches(job: Job) -> Iterator[Finding]:
@@ -172,25 +176,25 @@ def _switches(job: Job) -> Iterator[Finding]:
         yield from peers.switches(job)
 
 
-def _others(subject: Subject, facts: Facts, keys: Keys) -> Iterator[Finding]:
+def _peer_findings(subject: Subject, facts: Facts, keys: Keys) -> Iterator[Finding]:
     """Yield what concerns ports, and the shadow nodes that the host calls."""
     assert subject.job is not None
-    job, nodes = subject.job, peers.nodes_asked(subject)
+    job, nodes = subject.job, peers.called_nodes(subject)
     installed = all(find_spec(library) for library in ("torch", "grpc"))
     if subject.role is Role.TRAINER and installed:
         yield from _ring(job, subject.ranks, facts)
-    asked = [*nodes, *([subject.node] if subject.node is not None else [])]
-    answers = peers.answers_of(job, asked, keys.keys) if keys.usable and installed else {}
+    callees = [*nodes, *([subject.node] if subject.node is not None else [])]
+    answers = peers.ask_nodes(job, callees, keys.keys) if keys.usable and installed else {}
     if subject.node is not None:
         runs = not isinstance(answers.get(subject.node.id, ""), str)
         here = [host for host in subject.mgmt if is_here(host)]
         yield network_checks.own_ports(subject, facts, here, runs=runs)
-        yield trying.source_addresses(subject, here)
+        yield role_checks.source_addresses(subject, here)
         yield _clocks(subject)
     if not (keys.usable and installed):
         yield skipped("shadow nodes", f"not asked without {'keys' if installed else 'the libraries'}")
         return
-    yield from peers.of_answers(job, nodes, answers)
+    yield from peers.judge_answers(job, nodes, answers)
     if subject.role is Role.TRAINER:
         yield from _records([node for node in nodes if not isinstance(answers[node.id], str)], keys.keys)
 
@@ -201,26 +205,28 @@ def _records(nodes: Sequence[ShadowNode], keys: RoleKeys | None) -> Iterator[Fin
     try:
         tls = None if keys is None else client_context(keys)
     except KeysError as error:
-        yield of_message("step records", str(error), "make the keys again (`checkmate docs security`)")
+        yield finding_from_error(
+            "step records", str(error), "make the keys again (`checkmate docs security`)"
+        )
         return
     yield from peers.records(nodes, tls)
 
 
 def _ring(job: Job, ranks: Iterable[Rank], facts: Facts) -> Iterator[Finding]:
     """Yield what concerns the ring's ports and buffers; with NCCL, it has its own."""
-    own = list(ranks)
+    own_ranks = list(ranks)
     if job.collective == "nccl":
         yield skipped("ports", "NCCL chooses its own; `checkmate nccl check` tries it")
         return
-    at = [
+    addresses = [
         (str(rank.ip), first + channel)
         for group in job.groups
         for rank, first in zip(job.dp_groups[group].ranks, ring_ports(job, group), strict=True)
-        if rank in own
+        if rank in own_ranks
         for channel in range(job.channels)
     ]
-    if len(own) > 1:
-        firsts = zip(own, host_ports(job, own), strict=True)
-        at += [(str(rank.ip), first + more) for rank, first in firsts for more in (0, 1)]
-    yield network_checks.ring_ports(at, facts)
+    if len(own_ranks) > 1:
+        firsts = zip(own_ranks, host_ports(job, own_ranks), strict=True)
+        addresses += [(str(rank.ip), first + more) for rank, first in firsts for more in (0, 1)]
+    yield network_checks.ring_ports(addresses, facts)
     yield host_checks.trainers_buffers(facts, BUFFER_BYTES)

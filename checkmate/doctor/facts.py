@@ -1,4 +1,4 @@
-"""What was read of a host. Pure; `reading` reads it."""
+"""The facts about a host. Pure; `reading` reads them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class NicFacts:
     mac: str
     mtu: int
     network: IPv4Network | None = None
-    """That of its first address."""
+    """The network of its first address."""
     driver: str = ""
     offloads: Mapping[str, bool] = field(default_factory=dict)
-    """Whether each is on, by ethtool's short names; those that the driver does not report are absent."""
+    """The state of each (true: on), by ethtool's short names; absent if the driver does not report it."""
     loopback: bool = False
 
 
@@ -47,7 +47,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Facts:
-    """What decisions are made from."""
+    """The facts from which checks decide."""
 
     release: str
     """The kernel's, such as `6.1.0-13-amd64`."""
@@ -76,7 +76,8 @@ class Facts:
 
     def listens(self, host: str, port: int) -> bool:
         """Return whether a process takes connections there; wildcard addresses count."""
-        at = ip_address(host)
+        wanted_address = ip_address(host)
         return any(
-            theirs == port and (address == at or address.is_unspecified) for address, theirs in self.listening
+            bound_port == port and (address == wanted_address or address.is_unspecified)
+            for address, bound_port in self.listening
         )

@@ -1,4 +1,4 @@
-"""What a check has found. Pure."""
+"""Findings of checks. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found, and what to do about it, as parts of sentences that fit any line."""
+    """The finding of a check, and its remedy, as parts of sentences that fit any line."""
 
     check: str
     outcome: Outcome
@@ -32,8 +32,8 @@ class Finding:
         return f"{self.check}: {self.detail}{self.remedy and '; '}{self.remedy}"
 
     @property
-    def bad(self) -> bool:
-        """Whether there is something to do."""
+    def is_bad(self) -> bool:
+        """True if there is something to do."""
         return self.outcome in (Outcome.WARNING, Outcome.FAILED)
 
 
@@ -59,13 +59,13 @@ def failed(check: str, detail: str, remedy: str) -> Finding:
 
 def has_failed(findings: Iterable[Finding]) -> bool:
     """Return whether something keeps the role from working."""
-    return any(one.outcome is Outcome.FAILED for one in findings)
+    return any(finding.outcome is Outcome.FAILED for finding in findings)
 
 
-def of_message(check: str, message: str, remedy: str) -> Finding:
+def finding_from_error(check: str, message: str, remedy: str) -> Finding:
     """Return the failure that an error's message tells.
 
     Messages have their remedy after a semicolon, or a colon and "run". `remedy` stands in for it.
     """
-    detail, *told = re.split(r"; |: (?=run )", message, maxsplit=1)
-    return failed(check, detail, *(told or [remedy]))
+    detail, *remedies = re.split(r"; |: (?=run )", message, maxsplit=1)
+    return failed(check, detail, *(remedies or [remedy]))

@@ -1,4 +1,4 @@
-"""What the host itself must be: kernel, capabilities, limits, memory, clock. Pure."""
+"""Checks of the host itself: kernel, capabilities, limits, memory, clock. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Final
 
-from checkmate.doctor.clocks import DIFFER
+from checkmate.doctor.clocks import MAX_DIFFERENCE
 from checkmate.doctor.facts import Facts
 from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
 from checkmate.keys.roles import Role
@@ -15,7 +15,7 @@ from checkmate.tagger import libbpf
 from checkmate.tagger.program import kernel_version
 from checkmate.wording import counted, size
 
-KERNEL_LEAST: Final = (5, 10)
+MIN_KERNEL: Final = (5, 10)
 RENDEZVOUS_PORT: Final = 29400
 """torchrun's default, as in `--rdzv-endpoint HOST` (torch.distributed.run)."""
 _DROPS: Final = re.compile(
@@ -31,69 +31,73 @@ def kernel(role: Role, release: str) -> Finding:
     """Check the kernel's version."""
     if role is Role.CONTROLLER:
         return skipped("kernel", f"Linux {release}; a controller runs on any")
-    found, least = kernel_version(release), ".".join(map(str, KERNEL_LEAST))
-    if found < KERNEL_LEAST and role is Role.TRAINER:
-        return failed("kernel", f"Linux {release} cannot tag segments", f"use Linux {least} or newer")
-    if found < KERNEL_LEAST:
-        return warning("kernel", f"Linux {release} is not tried", f"use Linux {least} or newer")
-    if found < _MEMLOCK_UNTIL and role is Role.TRAINER:
-        told = f"Linux {release} counts maps of BPF against RLIMIT_MEMLOCK"
-        return warning("kernel", told, "start ranks with `ulimit -l unlimited`, or use Linux 5.11 or newer")
+    version, minimum = kernel_version(release), ".".join(map(str, MIN_KERNEL))
+    if version < MIN_KERNEL and role is Role.TRAINER:
+        return failed("kernel", f"Linux {release} cannot tag segments", f"use Linux {minimum} or newer")
+    if version < MIN_KERNEL:
+        return warning("kernel", f"Linux {release} is not tried", f"use Linux {minimum} or newer")
+    if version < _MEMLOCK_UNTIL and role is Role.TRAINER:
+        detail = f"Linux {release} counts maps of BPF against RLIMIT_MEMLOCK"
+        return warning("kernel", detail, "start ranks with `ulimit -l unlimited`, or use Linux 5.11 or newer")
     return ok("kernel", f"Linux {release}")
 
 
-def capabilities(role: Role, held: Collection[Capability], *, tags: bool, ports: Collection[int]) -> Finding:
+def capabilities(
+    role: Role, effective: Collection[Capability], *, tags: bool, ports: Collection[int]
+) -> Finding:
     """Check the capabilities of this process. `ports`: those at which a shadow node would listen."""
     if role is Role.CONTROLLER:
         return skipped("capabilities", "a controller needs none")
     if role is Role.TRAINER and not tags:
         return skipped("capabilities", "no rank of this host tags segments")
-    needed = {Capability.NET_ADMIN: "for its receive buffers"} if role is Role.SHADOW else {}
+    reasons = {Capability.NET_ADMIN: "for its receive buffers"} if role is Role.SHADOW else {}
     if role is Role.SHADOW and any(port < 1024 for port in ports):
-        needed[Capability.NET_BIND_SERVICE] = "for its port below 1024"
-    missing = [f"CAP_{one.name} ({why})" for one, why in needed.items() if one not in held]
+        reasons[Capability.NET_BIND_SERVICE] = "for its port below 1024"
+    missing = [
+        f"CAP_{capability.name} ({why})" for capability, why in reasons.items() if capability not in effective
+    ]
     if role is Role.TRAINER:
-        missing = libbpf.lacking(held)
+        missing = libbpf.lacking(effective)
     if missing:
         remedy = libbpf.REMEDY if role is Role.TRAINER else "run it as root, or give it these capabilities"
         return failed("capabilities", f"{', '.join(missing)} missing", remedy)
-    names = [f"CAP_{one.name}" for one in (libbpf.REQUIRED if role is Role.TRAINER else needed)]
+    names = [f"CAP_{capability.name}" for capability in (libbpf.NEEDED if role is Role.TRAINER else reasons)]
     return ok("capabilities", f"has {', '.join(names)}")
 
 
 def open_files(limit: int, streams: int, ranks: int) -> Finding:
     """Check a shadow node's limit of open files, by its streams and the ranks of its job."""
-    needed = streams + 2 * ranks + _SPARE_FILES
-    told = f"{counted(limit, 'open file')}, of which {counted(streams, 'stream')} need about {needed:,}"
-    if limit >= needed:
-        return ok("open files", told)
-    remedy = f"`ulimit -n {2 * needed}` before it starts, or LimitNOFILE={2 * needed} in its unit"
-    return warning("open files", told, remedy)
+    minimum = streams + 2 * ranks + _SPARE_FILES
+    detail = f"{counted(limit, 'open file')}, of which {counted(streams, 'stream')} need about {minimum:,}"
+    if limit >= minimum:
+        return ok("open files", detail)
+    remedy = f"`ulimit -n {2 * minimum}` before it starts, or LimitNOFILE={2 * minimum} in its unit"
+    return warning("open files", detail, remedy)
 
 
 def memory(available: int, streams: int, receive_buffer: int) -> Finding:
     """Check that the memory that is free holds the buffers of a shadow node's streams, in bytes each."""
     # The kernel doubles what is asked for (man 7 socket).
-    needed = 2 * receive_buffer * streams
-    told = f"{size(available)} free; receive buffers may take {size(needed)}, and the model comes on top"
-    if available >= needed:
-        return ok("memory", told)
-    return warning("memory", told, "add memory or nodes (`checkmate plan --capacity`), or --receive-buffer")
+    minimum = 2 * receive_buffer * streams
+    detail = f"{size(available)} free; receive buffers may take {size(minimum)}, and the model comes on top"
+    if available >= minimum:
+        return ok("memory", detail)
+    return warning("memory", detail, "add memory or nodes (`checkmate plan --capacity`), or --receive-buffer")
 
 
-def trainers_buffers(facts: Facts, wanted: int) -> Finding:
+def trainers_buffers(facts: Facts, buffer_bytes: int) -> Finding:
     """Check the limits of a ring's socket buffers, for ranks that may not exceed them. `wanted`: bytes."""
     name = "socket buffers"
     if Capability.NET_ADMIN in facts.capabilities:
-        return ok(name, f"may be {size(wanted)}, whatever the limits, because of CAP_NET_ADMIN")
+        return ok(name, f"may be {size(buffer_bytes)}, whatever the limits, because of CAP_NET_ADMIN")
     limits = {key: facts.number(key) for key in ("net.core.rmem_max", "net.core.wmem_max")}
-    low = [f"{key} is {limit}" for key, limit in limits.items() if limit is not None and limit < wanted]
+    low = [f"{key} is {limit}" for key, limit in limits.items() if limit is not None and limit < buffer_bytes]
     if low:
-        remedy = " ".join(f"{one.split()[0]}={wanted}" for one in low)
+        remedy = " ".join(f"{text.split()[0]}={buffer_bytes}" for text in low)
         return warning(name, f"{' and '.join(low)}, so the ring is slower", f"sysctl -w {remedy}")
     if None in limits.values():
         return skipped(name, "this network namespace does not show net.core.rmem_max and wmem_max")
-    return ok(name, f"may be {size(wanted)}")
+    return ok(name, f"may be {size(buffer_bytes)}")
 
 
 def windows(role: Role, facts: Facts) -> Finding:
@@ -103,16 +107,16 @@ def windows(role: Role, facts: Facts) -> Finding:
         return skipped(name, "a controller has no streams" if role is Role.CONTROLLER else "not shown here")
     if facts.number("net.ipv4.tcp_window_scaling"):
         return ok(name, "scale")
-    found, remedy = "net.ipv4.tcp_window_scaling is 0", "sysctl -w net.ipv4.tcp_window_scaling=1"
+    detail, remedy = "net.ipv4.tcp_window_scaling is 0", "sysctl -w net.ipv4.tcp_window_scaling=1"
     if role is Role.SHADOW:
-        return failed(name, f"{found}, so copies beyond 64 kB are lost", remedy)
-    return warning(name, f"{found}, so the ring is slow", remedy)
+        return failed(name, f"{detail}, so copies beyond 64 kB are lost", remedy)
+    return warning(name, f"{detail}, so the ring is slow", remedy)
 
 
 def rendezvous(facts: Facts) -> Finding:
     """Check who can reach torchrun's rendezvous, which has no key (docs/security.md)."""
     name, port = "rendezvous", RENDEZVOUS_PORT
-    if not any(theirs == port and not address.is_loopback for address, theirs in facts.listening):
+    if not any(bound_port == port and not address.is_loopback for address, bound_port in facts.listening):
         return ok(name, f"no process takes connections at port {port}, torchrun's default")
     risk = f"whoever reaches torchrun's rendezvous at port {port} runs code as its user"
     remedy = "admit the training hosts only, by a firewall (`checkmate docs security`)"
@@ -127,14 +131,15 @@ def clock(role: Role, facts: Facts) -> Finding:
     """Check what the kernel knows about its clock; `clocks` compares it with others."""
     if role is Role.TRAINER:
         return skipped("clock", "trainers need it for the dates of certificates only")
-    told = f"shadow nodes' must not differ by {DIFFER:g} s"
+    detail = f"shadow nodes' must not differ by {MAX_DIFFERENCE:g} s"
     if role is Role.SHADOW:
-        told = f"the controller's must not differ by {DIFFER:g} s, and the job file does not name its host"
+        limit = f"{MAX_DIFFERENCE:g} s"
+        detail = f"the controller's must not differ by {limit}, and the job file does not name its host"
     if facts.clock is None:
-        return warning("clock", f"the kernel does not tell whether it is synchronised; {told}", _COMPARE)
+        return warning("clock", f"the kernel does not tell whether it is synchronised; {detail}", _COMPARE)
     if not facts.clock.synchronised:
-        return warning("clock", f"not synchronised, says the kernel; {told}", _COMPARE)
-    return ok("clock", f"synchronised within {1000 * facts.clock.error:,.0f} ms; {told}")
+        return warning("clock", f"not synchronised, says the kernel; {detail}", _COMPARE)
+    return ok("clock", f"synchronised within {1000 * facts.clock.error:,.0f} ms; {detail}")
 
 
 _COMPARE: Final = "run an NTP client, such as chrony, or compare `date -u` on both"

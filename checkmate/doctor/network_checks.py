@@ -1,4 +1,4 @@
-"""What a host's network must be: interfaces, MTU, offloads, ports. Pure."""
+"""Checks of a host's network: interfaces, MTU, offloads, ports. Pure."""
 
 from __future__ import annotations
 
@@ -26,120 +26,128 @@ def interfaces(subject: Subject, facts: Facts) -> Iterator[Finding]:
         return
     for nic in subject.nics:
         yield _interface(nic, facts.nics.get(str(nic.ip)))
-    found = [(nic, own) for nic in subject.nics if (own := facts.nics.get(str(nic.ip))) and not own.loopback]
-    for nic, own in found:
-        yield _mtu(subject, nic, own)
-        yield _offloads(subject, nic, own)
-    mtus = {own.name: own.mtu for _, own in found}
+    nics = [
+        (nic, nic_facts)
+        for nic in subject.nics
+        if (nic_facts := facts.nics.get(str(nic.ip))) and not nic_facts.loopback
+    ]
+    for nic, nic_facts in nics:
+        yield _mtu(subject, nic, nic_facts)
+        yield _offloads(subject, nic, nic_facts)
+    mtus = {nic_facts.name: nic_facts.mtu for _, nic_facts in nics}
     if len(set(mtus.values())) > 1:
-        told = ", ".join(f"{name} has {mtu}" for name, mtu in mtus.items())
-        yield warning("MTU", f"interfaces differ: {told}", "give all of them the same")
-    if len(found) > 1:
-        yield _neighbours([own for _, own in found], facts)
+        detail = ", ".join(f"{name} has {mtu}" for name, mtu in mtus.items())
+        yield warning("MTU", f"interfaces differ: {detail}", "give all of them the same")
+    if len(nics) > 1:
+        yield _neighbours([nic_facts for _, nic_facts in nics], facts)
 
 
-def _interface(nic: Host, own: NicFacts | None) -> Finding:
-    name, at = f"interface {nic.ip}", f"port {nic.port} of switch {nic.switch}"
-    if own is None:
-        remedy = f"give it to the interface at {at} (`ip address add`), or correct ip in the job file"
+def _interface(nic: Host, nic_facts: NicFacts | None) -> Finding:
+    name, switch_port = f"interface {nic.ip}", f"port {nic.port} of switch {nic.switch}"
+    if nic_facts is None:
+        remedy = (
+            f"give it to the interface at {switch_port} (`ip address add`), or correct ip in the job file"
+        )
         return failed(name, "not an address of this host", remedy)
-    if own.loopback:
+    if nic_facts.loopback:
         return skipped(name, "loopback: a job on one machine")
-    if not own.up:
-        return failed(name, f"{own.name} is down", f"ip link set dev {own.name} up")
-    if not own.carrier:
-        return failed(name, f"{own.name} has no carrier", f"see its cable, and {at}")
-    if own.mac != nic.mac:
-        told = f"{own.name} has the MAC address {own.mac}, the job file {nic.mac}"
-        return failed(name, told, "correct mac in the job file: the switch forwards by it")
-    return ok(name, f"{own.name}, up, with the job's MAC address")
+    if not nic_facts.up:
+        return failed(name, f"{nic_facts.name} is down", f"ip link set dev {nic_facts.name} up")
+    if not nic_facts.carrier:
+        return failed(name, f"{nic_facts.name} has no carrier", f"see its cable, and {switch_port}")
+    if nic_facts.mac != nic.mac:
+        detail = f"{nic_facts.name} has the MAC address {nic_facts.mac}, the job file {nic.mac}"
+        return failed(name, detail, "correct mac in the job file: the switch forwards by it")
+    return ok(name, f"{nic_facts.name}, up, with the job's MAC address")
 
 
-def _mtu(subject: Subject, nic: Host, own: NicFacts) -> Finding:
+def _mtu(subject: Subject, nic: Host, nic_facts: NicFacts) -> Finding:
     switch = subject.switch_of(nic)
-    told, holds = f"{own.name} has {own.mtu}", subject.role is Role.SHADOW
-    if switch.is_tofino and holds and own.mtu < switch.mtu:
+    detail, is_shadow = f"{nic_facts.name} has {nic_facts.mtu}", subject.role is Role.SHADOW
+    if switch.is_tofino and is_shadow and nic_facts.mtu < switch.mtu:
         why = f"the fabric's is {switch.mtu}, and longer copies are dropped"
-        return failed("MTU", f"{told}, but {why}", f"ip link set dev {own.name} mtu {switch.mtu}")
-    if switch.is_tofino and not holds and own.mtu > switch.mtu:
+        return failed("MTU", f"{detail}, but {why}", f"ip link set dev {nic_facts.name} mtu {switch.mtu}")
+    if switch.is_tofino and not is_shadow and nic_facts.mtu > switch.mtu:
         why = f"switch {switch.name} drops what is longer than {switch.mtu}"
-        return failed("MTU", f"{told}, but {why}", f"ip link set dev {own.name} mtu {switch.mtu}")
-    if own.mtu < ETHERNET:
-        why = "trainers' longer segments are dropped" if holds else "short segments cost time"
-        remedy = f"ip link set dev {own.name} mtu {ETHERNET}"
-        return warning("MTU", f"{told}, less than Ethernet's {ETHERNET}: {why}", remedy)
+        return failed("MTU", f"{detail}, but {why}", f"ip link set dev {nic_facts.name} mtu {switch.mtu}")
+    if nic_facts.mtu < ETHERNET:
+        why = "trainers' longer segments are dropped" if is_shadow else "short segments cost time"
+        remedy = f"ip link set dev {nic_facts.name} mtu {ETHERNET}"
+        return warning("MTU", f"{detail}, less than Ethernet's {ETHERNET}: {why}", remedy)
     if switch.is_tofino:
-        return ok("MTU", f"{told}; the fabric's is {switch.mtu}")
-    return ok("MTU", f"{told}; a trainer's must not be above a shadow node's, which this host cannot see")
+        return ok("MTU", f"{detail}; the fabric's is {switch.mtu}")
+    return ok("MTU", f"{detail}; a trainer's must not be above a shadow node's, which this host cannot see")
 
 
-def _offloads(subject: Subject, nic: Host, own: NicFacts) -> Finding:
+def _offloads(subject: Subject, nic: Host, nic_facts: NicFacts) -> Finding:
     """Check offloads (design, section 5): BMv2 takes no large segments; elsewhere they save much work."""
-    if not own.offloads:
-        return skipped("offloads", f"the driver of {own.name} does not tell")
-    told = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in own.offloads.items())
-    found = f"{own.name}: {told}"
+    if not nic_facts.offloads:
+        return skipped("offloads", f"the driver of {nic_facts.name} does not tell")
+    states = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in nic_facts.offloads.items())
+    detail = f"{nic_facts.name}: {states}"
     if subject.switch_of(nic).target == "bmv2":
-        wrong = [name for name in _OF_BMV2 if own.offloads.get(name)]
+        wrong = [name for name in _OF_BMV2 if nic_facts.offloads.get(name)]
         if not wrong:
-            return ok("offloads", found)
-        remedy = f"ethtool -K {own.name} {' '.join(f'{name} off' for name in wrong)}"
-        if own.driver in _VIRTUAL:
-            return failed("offloads", f"{found}; BMv2 cannot forward such segments", remedy)
-        return warning("offloads", f"{found}; BMv2 needs frames as long as on a wire", remedy)
-    wanted = _SEGMENTING
+            return ok("offloads", detail)
+        remedy = f"ethtool -K {nic_facts.name} {' '.join(f'{name} off' for name in wrong)}"
+        if nic_facts.driver in _VIRTUAL:
+            return failed("offloads", f"{detail}; BMv2 cannot forward such segments", remedy)
+        return warning("offloads", f"{detail}; BMv2 needs frames as long as on a wire", remedy)
+    required = _SEGMENTING
     if subject.role is Role.SHADOW:
-        wanted = () if own.driver in _VIRTUAL else ("gro",)  # between those, segments come as large as sent
-    slow = [name for name in wanted if own.offloads.get(name) is False]
+        required = (
+            () if nic_facts.driver in _VIRTUAL else ("gro",)
+        )  # between those, segments come as large as sent
+    slow = [name for name in required if nic_facts.offloads.get(name) is False]
     if slow:
-        remedy = f"ethtool -K {own.name} {' '.join(f'{name} on' for name in slow)}"
-        return warning("offloads", f"{found}; each segment costs the CPU time", remedy)
-    return ok("offloads", found)
+        remedy = f"ethtool -K {nic_facts.name} {' '.join(f'{name} on' for name in slow)}"
+        return warning("offloads", f"{detail}; each segment costs the CPU time", remedy)
+    return ok("offloads", detail)
 
 
-def _neighbours(found: Sequence[NicFacts], facts: Facts) -> Finding:
+def _neighbours(nics: Sequence[NicFacts], facts: Facts) -> Finding:
     """Check ARP and the reverse-path filter of interfaces in one subnet (docs/job.md)."""
     name = "ARP"
-    networks = Counter(own.network for own in found if own.network is not None)
-    shared = [own for own in found if own.network is not None and networks[own.network] > 1]
+    networks = Counter(nic.network for nic in nics if nic.network is not None)
+    shared = [nic for nic in nics if nic.network is not None and networks[nic.network] > 1]
     if not shared:
         return skipped(name, "its interfaces are in different subnets")
-    needed = {"arp_ignore": (1, 2), "arp_announce": (2,), "rp_filter": (0, 2)}
+    allowed = {"arp_ignore": (1, 2), "arp_announce": (2,), "rp_filter": (0, 2)}
     wrong = {
         key: values[-1] if key == "rp_filter" else values[0]
-        for key, values in needed.items()
-        if any(_in_force(facts, own.name, key) not in (*values, None) for own in shared)
+        for key, values in allowed.items()
+        if any(_in_force(facts, nic.name, key) not in (*values, None) for nic in shared)
     }
-    told = f"{', '.join(own.name for own in shared)} are in one subnet"
+    detail = f"{', '.join(nic.name for nic in shared)} are in one subnet"
     if not wrong:
-        return ok(name, f"{told}, and each answers for its own address")
+        return ok(name, f"{detail}, and each answers for its own address")
     remedy = "sysctl -w " + " ".join(f"net.ipv4.conf.all.{key}={value}" for key, value in wrong.items())
     if "rp_filter" in wrong:
-        return failed(name, f"{told}, and rp_filter has the kernel drop what comes for the second", remedy)
-    return warning(name, f"{told}, and answer for each other ({', '.join(wrong)})", remedy)
+        return failed(name, f"{detail}, and rp_filter has the kernel drop what comes for the second", remedy)
+    return warning(name, f"{detail}, and answer for each other ({', '.join(wrong)})", remedy)
 
 
 def _in_force(facts: Facts, device: str, key: str) -> int | None:
     """Return the greater one of an interface's setting and that of all, which the kernel uses."""
-    both = [facts.number(f"net.ipv4.conf.{name}.{key}") for name in ("all", device)]
-    return max((value for value in both if value is not None), default=None)
+    numbers = [facts.number(f"net.ipv4.conf.{name}.{key}") for name in ("all", device)]
+    return max((value for value in numbers if value is not None), default=None)
 
 
-def ring_ports(at: Sequence[tuple[str, int]], facts: Facts) -> Finding:
+def ring_ports(addresses: Sequence[tuple[str, int]], facts: Facts) -> Finding:
     """Check the ports at which the host's ranks will listen: taken, or such as the kernel gives to others."""
-    taken = [f"{ip}:{port}" for ip, port in at if facts.listens(ip, port)]
-    if taken:
+    in_use = [f"{ip}:{port}" for ip, port in addresses if facts.listens(ip, port)]
+    if in_use:
         remedy = "right if training runs; else end what uses them: `ss -ltnp`"
-        return warning("ports", f"{', '.join(taken)} in use", remedy)
+        return warning("ports", f"{', '.join(in_use)} in use", remedy)
     first, last = _range(facts.sysctls.get("net.ipv4.ip_local_port_range", ""))
     reserved = [_range(part) for part in facts.sysctls.get("net.ipv4.ip_local_reserved_ports", "").split(",")]
-    ports = sorted({port for _, port in at})
+    ports = sorted({port for _, port in addresses})
     open_ = [port for port in ports if first <= port <= last and not any(a <= port <= b for a, b in reserved)]
     if open_:
-        told = f"the kernel may give {_spans(open_)} to other connections before training starts"
-        more = facts.sysctls.get("net.ipv4.ip_local_reserved_ports", "")
-        wanted = ",".join(filter(None, (more, _spans(open_))))
-        return warning("ports", told, f"sysctl -w net.ipv4.ip_local_reserved_ports={wanted}")
+        detail = f"the kernel may give {_spans(open_)} to other connections before training starts"
+        current = facts.sysctls.get("net.ipv4.ip_local_reserved_ports", "")
+        setting = ",".join(filter(None, (current, _spans(open_))))
+        return warning("ports", detail, f"sysctl -w net.ipv4.ip_local_reserved_ports={setting}")
     return ok("ports", f"{_spans(ports)} free")
 
 
@@ -157,15 +165,15 @@ def own_ports(subject: Subject, facts: Facts, here: Collection[str], *, runs: bo
         if host not in here:
             remedy = "start the node on that host, or correct mgmt and records in the job file"
             return failed("ports", f"{host}, where it serves at port {port}, is not this host", remedy)
-    named = " and ".join(f"{host}:{port}" for host, port in subject.listens)
+    addresses = " and ".join(f"{host}:{port}" for host, port in subject.listens)
     if runs:
-        return ok("ports", f"{named}: shadow node {subject.node.id} runs")
+        return ok("ports", f"{addresses}: shadow node {subject.node.id} runs")
     numeric = [(host, port) for host, port in subject.listens if is_numeric(host)]
-    taken = [f"{host}:{port}" for host, port in numeric if facts.listens(host, port)]
-    if taken:
+    in_use = [f"{host}:{port}" for host, port in numeric if facts.listens(host, port)]
+    if in_use:
         remedy = f"right if shadow node {subject.node.id} runs; else end what uses it: `ss -ltnp`"
-        return warning("ports", f"{' and '.join(taken)} in use", remedy)
-    return ok("ports", f"{named} free")
+        return warning("ports", f"{' and '.join(in_use)} in use", remedy)
+    return ok("ports", f"{addresses} free")
 
 
 def _range(text: str) -> tuple[int, int]:

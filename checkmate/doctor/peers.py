@@ -1,4 +1,4 @@
-"""Who of a job's other hosts answers, and with which version. All are asked at once.
+"""Checks of a job's other hosts: whether each answers, and with which version. All are asked at once.
 
 Nothing goes to shadow NICs, or to ports at which only a start of training listens. Shadow nodes are asked for
 their status, and switches for their program, as `status` asks; neither changes anything there.
@@ -16,8 +16,8 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
-from checkmate.doctor.asking import within
-from checkmate.doctor.findings import Finding, failed, of_message, ok, skipped, warning
+from checkmate.doctor.deadlines import within
+from checkmate.doctor.findings import Finding, failed, finding_from_error, ok, skipped, warning
 from checkmate.doctor.subjects import Subject
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job, ShadowNode, Switch
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 SECONDS: Final = 3.0
 """For each answer."""
 _LATE: Final = f"no answer within {SECONDS:g} s"
-_SHOWN: Final = 8
-_REFUSAL_MOST: Final = 1000
+_MAX_SHOWN: Final = 8
+_MAX_REFUSAL: Final = 1000
 """Characters of an error."""
 _AWAY: Final = ("can't be reached", "did not answer")
 """How reasons begin if nobody is there; others are refusals."""
@@ -44,19 +44,19 @@ _AGAIN_SECONDS: Final = 1.0
 _SAME: Final = "install the same version of Checkmate on all hosts of the job"
 
 
-def nodes_asked(subject: Subject) -> list[ShadowNode]:
+def called_nodes(subject: Subject) -> list[ShadowNode]:
     """Return the shadow nodes that a host calls: those of its ranks' groups, or all others of the job."""
     assert subject.job is not None
     job = subject.job
     if subject.role is Role.SHADOW:
         return [node for node in job.shadow_nodes if node != subject.node]
-    own = {rank.rank for rank in subject.ranks}
-    groups = [i for i in job.groups if own & {rank.rank for rank in job.dp_groups[i].ranks}]
-    wanted = {number for group in groups for number in job.shadow_list(group)}
-    return [node for node in job.shadow_nodes if node.id in wanted]
+    ranks = {rank.rank for rank in subject.ranks}
+    groups = [i for i in job.groups if ranks & {rank.rank for rank in job.dp_groups[i].ranks}]
+    ids = {number for group in groups for number in job.shadow_list(group)}
+    return [node for node in job.shadow_nodes if node.id in ids]
 
 
-def answers_of(job: Job, nodes: Iterable[ShadowNode], keys: RoleKeys | None) -> Answers:
+def ask_nodes(job: Job, nodes: Iterable[ShadowNode], keys: RoleKeys | None) -> Answers:
     """Return the status of shadow nodes by id, or why there is none. Needs gRPC."""
     from checkmate.nodes.stubs import Stubs  # noqa: PLC0415 - an extra
 
@@ -64,27 +64,29 @@ def answers_of(job: Job, nodes: Iterable[ShadowNode], keys: RoleKeys | None) -> 
         return stubs.statuses([node.id for node in nodes], SECONDS)
 
 
-def of_answers(job: Job, nodes: Sequence[ShadowNode], answers: Answers) -> list[Finding]:
+def judge_answers(job: Job, nodes: Sequence[ShadowNode], answers: Answers) -> list[Finding]:
     """Return what shadow nodes' answers, or their silence, mean for this host. Pure."""
     if not nodes:
         return [skipped("shadow nodes", "this host calls none")]
-    silent = {node: said for node in nodes if isinstance(said := answers[node.id], str)}
-    found = [_silence(node, why) for node, why in list(silent.items())[:_SHOWN]]
-    if len(silent) > _SHOWN:
-        found.append(warning("shadow nodes", f"{len(silent) - _SHOWN} more do not answer", _START))
+    silent = {node: status for node in nodes if isinstance(status := answers[node.id], str)}
+    findings = [_silence(node, why) for node, why in list(silent.items())[:_MAX_SHOWN]]
+    if len(silent) > _MAX_SHOWN:
+        findings.append(warning("shadow nodes", f"{len(silent) - _MAX_SHOWN} more do not answer", _START))
     if len(silent) < len(nodes):
         answering = counted(len(nodes) - len(silent), "node")
-        found.append(ok("shadow nodes", f"{answering} of {len(nodes)} answered, with this host's protocol"))
-    there = {node: said for node, said in answers.items() if not isinstance(said, str)}
-    return [*found, *_versions(job, there), *_refusal(there)]
+        findings.append(
+            ok("shadow nodes", f"{answering} of {len(nodes)} answered, with this host's protocol")
+        )
+    statuses = {node: status for node, status in answers.items() if not isinstance(status, str)}
+    return [*findings, *_versions(job, statuses), *_refusal(statuses)]
 
 
 def _silence(node: ShadowNode, why: str) -> Finding:
-    told = f"shadow node {node.id} ({node.mgmt}) {shortened(why)}"
+    detail = f"shadow node {node.id} ({node.mgmt}) {shortened(why)}"
     if why.startswith(_AWAY):
-        return warning("shadow nodes", told, _START)
+        return warning("shadow nodes", detail, _START)
     remedy = "see what listens there, and whether both sides have keys of the same job"
-    return of_message("shadow nodes", told, remedy)
+    return finding_from_error("shadow nodes", detail, remedy)
 
 
 def _versions(job: Job, answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:
@@ -93,19 +95,21 @@ def _versions(job: Job, answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:
 
     if not answers:
         return [skipped("versions", "nobody answered whose version could be compared")]
-    for node, said in answers.items():
-        if said.job_ranks.groups and (found := difference(said.job_ranks, job_ranks(job))):
-            told = f"shadow node {node} has a job file with {shortened(found[0])}, this host with {found[1]}"
-            return [failed("versions", told, "copy the same job file to all hosts, and start nodes again")]
+    for node, status in answers.items():
+        if status.job_ranks.groups and (values := difference(status.job_ranks, job_ranks(job))):
+            detail = (
+                f"shadow node {node} has a job file with {shortened(values[0])}, this host with {values[1]}"
+            )
+            return [failed("versions", detail, "copy the same job file to all hosts, and start nodes again")]
     try:
-        own = metadata.version("torch")
+        own_version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         return [skipped("versions", "PyTorch is not installed here")]
-    others = sorted({said.torch for said in answers.values()} - {own, ""})
-    if others:
-        told = f"PyTorch {own} here, {shortened(' and '.join(others))} on shadow nodes"
-        return [warning("versions", f"{told}: states may differ in the last bits", "install the same one")]
-    return [ok("versions", f"the same protocol, job file and PyTorch ({own})")]
+    other_versions = sorted({status.torch for status in answers.values()} - {own_version, ""})
+    if other_versions:
+        detail = f"PyTorch {own_version} here, {shortened(' and '.join(other_versions))} on shadow nodes"
+        return [warning("versions", f"{detail}: states may differ in the last bits", "install the same one")]
+    return [ok("versions", f"the same protocol, job file and PyTorch ({own_version})")]
 
 
 def _refusal(answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:
@@ -114,9 +118,9 @@ def _refusal(answers: Mapping[int, pb.NodeStatus]) -> list[Finding]:
 
     if (refusal := newest_refusal(answers)) is None:
         return []
-    told = f"the last start was refused {shortened(refusal_words(refusal), _REFUSAL_MOST)}"
+    detail = f"the last start was refused {shortened(refusal_words(refusal), _MAX_REFUSAL)}"
     return [
-        warning("training", told, "change the script: `checkmate docs training` has what can be followed")
+        warning("training", detail, "change the script: `checkmate docs training` has what can be followed")
     ]
 
 
@@ -126,18 +130,18 @@ def records(nodes: Sequence[ShadowNode], tls: ssl.SSLContext | None) -> list[Fin
         return []
     places = [node.records_at for node in nodes]
     whys = within(SECONDS, [partial(_greets, place, tls) for place in places], _LATE)
-    bad = [(node, why) for node, why in zip(nodes, whys, strict=True) if why]
-    found = [
+    failures = [(node, why) for node, why in zip(nodes, whys, strict=True) if why]
+    findings = [
         warning(
             "step records", f"shadow node {node.id} at {':'.join(map(str, node.records_at))}: {why}", _START
         )
-        for node, why in bad[:_SHOWN]
+        for node, why in failures[:_MAX_SHOWN]
     ]
-    if len(bad) < len(nodes):
-        found.append(
-            ok("step records", f"{len(nodes) - len(bad)} of {counted(len(nodes), 'node')} connected")
+    if len(failures) < len(nodes):
+        findings.append(
+            ok("step records", f"{len(nodes) - len(failures)} of {counted(len(nodes), 'node')} connected")
         )
-    return found
+    return findings
 
 
 def _greets(place: tuple[str, int], tls: ssl.SSLContext | None) -> str:
@@ -159,10 +163,10 @@ def switches(job: Job) -> list[Finding]:
 
     Needs the libraries of a controller.
     """
-    asked = list(job.fabric.switches)
+    job_switches = list(job.fabric.switches)
     # A name that nobody looks up in time would hold up the end of the event loop.
-    whys = within(SECONDS, [partial(_unknown, switch) for switch in asked], _LATE)
-    return asyncio.run(_all_switches(job, list(zip(asked, whys, strict=True))))
+    whys = within(SECONDS, [partial(_unknown, switch) for switch in job_switches], _LATE)
+    return asyncio.run(_all_switches(job, list(zip(job_switches, whys, strict=True))))
 
 
 def _unknown(switch: Switch) -> str:
@@ -174,14 +178,16 @@ def _unknown(switch: Switch) -> str:
     return ""
 
 
-async def _all_switches(job: Job, asked: Sequence[tuple[Switch, str]]) -> list[Finding]:
+async def _all_switches(job: Job, troubles: Sequence[tuple[Switch, str]]) -> list[Finding]:
     """Ask all switches for their program, and only then for their counters: many take long to decode."""
-    programs = await asyncio.gather(*(_in_time(switch, why) for switch, why in asked))
+    programs = await asyncio.gather(*(_in_time(switch, why) for switch, why in troubles))
     ready = [
-        switch for (switch, _), found in zip(asked, programs, strict=True) if found == _runs_ours(switch)
+        switch
+        for (switch, _), program in zip(troubles, programs, strict=True)
+        if program == _runs_checkmate(switch)
     ]
-    refused = await asyncio.gather(*(_refusals(job, switch) for switch in ready))
-    return [*programs, *(finding for findings in refused for finding in findings)]
+    refusals = await asyncio.gather(*(_refusals(job, switch) for switch in ready))
+    return [*programs, *(finding for findings in refusals for finding in findings)]
 
 
 async def _in_time(switch: Switch, unknown: str) -> Finding:
@@ -200,7 +206,7 @@ def _away(switch: Switch, why: str) -> Finding:
     return failed(f"switch {switch.name}", f"cannot be reached at {switch.address} ({why})", remedy)
 
 
-async def _refused(host: str, port: int) -> str:
+async def _connection_error(host: str, port: int) -> str:
     """Return why a connection fails, or ""."""
     try:
         _, writer = await asyncio.open_connection(host, port)
@@ -216,20 +222,20 @@ async def _program(switch: Switch) -> Finding:
     from controlplane.p4runtime.session import NoProgram, SwitchSession  # noqa: PLC0415
 
     name = f"switch {switch.name}"
-    if why := await _refused(*split_address(switch.address)):
+    if why := await _connection_error(*split_address(switch.address)):
         return _away(switch, why)
     try:
         async with SwitchSession(switch, Codec.for_switch(switch), timeout=SECONDS) as session:
             await session.check_pipeline()
     except NoProgram:
-        told = f"answers at {switch.address}, and runs no program yet, which `checkmate run` loads"
-        return ok(name, told)
+        detail = f"answers at {switch.address}, and runs no program yet, which `checkmate run` loads"
+        return ok(name, detail)
     except ControlError as error:
-        return of_message(name, str(error), _SAME)
-    return _runs_ours(switch)
+        return finding_from_error(name, str(error), _SAME)
+    return _runs_checkmate(switch)
 
 
-def _runs_ours(switch: Switch) -> Finding:
+def _runs_checkmate(switch: Switch) -> Finding:
     return ok(f"switch {switch.name}", f"answers at {switch.address}, and runs Checkmate's program")
 
 
@@ -247,18 +253,26 @@ async def _refusals(job: Job, switch: Switch) -> list[Finding]:
             asyncio.timeout(_COUNTERS_SECONDS),
             SwitchSession(switch, Codec.for_switch(switch), timeout=_COUNTERS_SECONDS) as session,
         ):
-            before = {one.place: one.packets for one in await read_refusals(session, network) if one.packets}
+            before = {
+                refusal.place: refusal.packets
+                for refusal in await read_refusals(session, network)
+                if refusal.packets
+            }
             if not before:
                 return []
             await asyncio.sleep(_AGAIN_SECONDS)
-            refused = [one for one in await read_refusals(session, network) if one.packets]
+            refusals = [refusal for refusal in await read_refusals(session, network) if refusal.packets]
     except TimeoutError:
         return [skipped(name, f"the guard's counters took longer than {_COUNTERS_SECONDS:g} s: see `status`")]
     except ControlError as error:
-        return [of_message(name, str(error), _SAME)]
+        return [finding_from_error(name, str(error), _SAME)]
     return [
-        warning(name, f"{one.trouble} ({_lately(one.packets - before.get(one.place, 0))})", one.remedy)
-        for one in refused
+        warning(
+            name,
+            f"{refusal.trouble} ({_lately(refusal.packets - before.get(refusal.place, 0))})",
+            refusal.remedy,
+        )
+        for refusal in refusals
     ]
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from checkmate import machine_memory
-from checkmate.doctor.asking import within
+from checkmate.doctor.deadlines import within
 from checkmate.doctor.facts import Address, Clock, Facts, NicFacts
 from checkmate.nccl.interfaces import interface_of
 from checkmate.privileges import effective
@@ -66,15 +66,15 @@ def read(addresses: Iterable[str], *, quick: bool = False) -> Facts:
             and the clock's state, because systemd's filters may end a service that asks for it.
     """
     nics = {address: nic(address) for address in addresses}
-    names = ["all", *(one.name for one in nics.values() if one is not None)]
-    wanted = [*COMMON, *(f"net.ipv4.conf.{name}.{key}" for name in names for key in NEIGHBOURS)]
+    names = ["all", *(nic_facts.name for nic_facts in nics.values() if nic_facts is not None)]
+    settings = [*COMMON, *(f"net.ipv4.conf.{name}.{key}" for name in names for key in NEIGHBOURS)]
     return Facts(
         release=os.uname().release,
         capabilities=effective(),
         root=os.geteuid() == 0,
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         memory=machine_memory.available(),
-        sysctls=sysctls(wanted),
+        sysctls=sysctls(settings),
         nics=nics,
         listening=frozenset() if quick else frozenset(listening()),
         firewall=None if quick else firewall(),
@@ -84,11 +84,11 @@ def read(addresses: Iterable[str], *, quick: bool = False) -> Facts:
 
 def sysctls(names: Iterable[str]) -> dict[str, str]:
     """Return the values of these sysctls that this network namespace shows."""
-    found = {}
+    values = {}
     for name in names:
         with suppress(OSError):
-            found[name] = Path(_SYSCTLS, *_parts(name)).read_text().strip()
-    return found
+            values[name] = Path(_SYSCTLS, *_parts(name)).read_text().strip()
+    return values
 
 
 def _parts(name: str) -> list[str]:
@@ -140,26 +140,26 @@ def _network(sock: socket.socket, name: str) -> IPv4Network | None:
     return None
 
 
-def _ethtool(sock: socket.socket, name: str, asked: array.array[int]) -> bool:
+def _ethtool(sock: socket.socket, name: str, buffer: array.array[int]) -> bool:
     """Have ethtool's ioctl fill `asked`. Return whether the driver knows it."""
     with suppress(OSError):
-        fcntl.ioctl(sock, _ETHTOOL, struct.pack("16sP16x", name.encode(), asked.buffer_info()[0]))
+        fcntl.ioctl(sock, _ETHTOOL, struct.pack("16sP16x", name.encode(), buffer.buffer_info()[0]))
         return True
     return False
 
 
 def _driver(sock: socket.socket, name: str) -> str:
-    asked = array.array("I", struct.pack("I", _DRIVER) + bytes(_DRIVER_BYTES - 4))
-    if not _ethtool(sock, name, asked):
+    buffer = array.array("I", struct.pack("I", _DRIVER) + bytes(_DRIVER_BYTES - 4))
+    if not _ethtool(sock, name, buffer):
         return ""
-    return asked.tobytes()[4:36].partition(b"\0")[0].decode("ascii", "replace")
+    return buffer.tobytes()[4:36].partition(b"\0")[0].decode("ascii", "replace")
 
 
 def _offloads(sock: socket.socket, name: str) -> Iterator[tuple[str, bool]]:
     for offload, command in _OFFLOADS.items():
-        asked = array.array("I", (command, 0))
-        if _ethtool(sock, name, asked):
-            yield offload, bool(asked[1])
+        buffer = array.array("I", (command, 0))
+        if _ethtool(sock, name, buffer):
+            yield offload, bool(buffer[1])
 
 
 def listening() -> Iterator[tuple[Address, int]]:
@@ -208,10 +208,10 @@ _UNSYNCHRONISED: Final = 0x40
 
 def kernel_clock() -> Clock | None:
     """Return what the kernel knows about its clock, or `None` if this process may not ask."""
-    found = _Timex()  # `modes` 0: only read
-    if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(found)) < 0:
+    timex = _Timex()  # `modes` 0: only read
+    if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex)) < 0:
         return None
-    return Clock(not found.status & _UNSYNCHRONISED, found.maxerror / 1e6)
+    return Clock(not timex.status & _UNSYNCHRONISED, timex.maxerror / 1e6)
 
 
 def is_here(host: str) -> bool:
@@ -231,7 +231,7 @@ def is_here(host: str) -> bool:
     return False
 
 
-def leads_from(source: str, destination: str) -> str | None:
+def route_error(source: str, destination: str) -> str | None:
     """Return why nothing can be sent from one of this host's addresses to another host, or `None`.
 
     Asks the kernel for the route, and sends nothing.

@@ -1,4 +1,4 @@
-"""For whom a host is checked: a role, and which of a job's hosts it is. Pure."""
+"""The subject of a check: a role, and one of a job's hosts. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkmate.wire.schedule import side_of
 ROLES: Final = (Role.TRAINER, Role.SHADOW, Role.CONTROLLER)
 """Roles of hosts that are checked."""
 _NAMES: Final = {Role.TRAINER: "a trainer", Role.SHADOW: "a shadow node", Role.CONTROLLER: "a controller"}
-_SHOWN: Final = 8
+_MAX_SHOWN: Final = 8
 
 
 class NoSubject(CheckmateError):
@@ -43,13 +43,15 @@ class Subject:
     """How it was guessed, as a sentence; empty if it was named."""
 
     @property
-    def tags(self) -> bool:
+    def is_tagging(self) -> bool:
         """Whether a rank on it tags segments. Any trainer might."""
         if self.job is None:
             return self.role is Role.TRAINER
-        own = {rank.rank for rank in self.ranks}
+        own_ranks = {rank.rank for rank in self.ranks}
         places = [(group.ranks, place) for group in self.job.dp_groups for place in range(len(group.ranks))]
-        return any(r[at].rank in own and side_of(len(r), at) is not None for r, at in places)
+        return any(
+            ranks[at].rank in own_ranks and side_of(len(ranks), at) is not None for ranks, at in places
+        )
 
     @property
     def listens(self) -> tuple[tuple[str, int], ...]:
@@ -59,10 +61,10 @@ class Subject:
     def switch_of(self, nic: Host) -> Switch:
         """Return the switch to which an interface is attached."""
         assert self.job is not None
-        return next(one for one in self.job.fabric.switches if one.name == nic.switch)
+        return next(switch for switch in self.job.fabric.switches if switch.name == nic.switch)
 
 
-def any_of(role: Role) -> Subject:
+def any_host(role: Role) -> Subject:
     """Return any host of a role, without a job."""
     return Subject(role, _NAMES[role])
 
@@ -88,9 +90,9 @@ def trainers(job: Job) -> Iterator[Subject]:
         )
     for rank in ranks:
         if rank.host is None:
-            named = (rank.mgmt,) if rank.mgmt else ()
+            mgmt_addresses = (rank.mgmt,) if rank.mgmt else ()
             name = f"{rank.named} of job {job.job}"
-            yield Subject(Role.TRAINER, name, job, ranks=(rank,), nics=(rank,), mgmt=named)
+            yield Subject(Role.TRAINER, name, job, ranks=(rank,), nics=(rank,), mgmt=mgmt_addresses)
 
 
 def shadow(job: Job, node_id: int) -> Subject:
@@ -101,7 +103,7 @@ def shadow(job: Job, node_id: int) -> Subject:
     return Subject(Role.SHADOW, name, job, node=node, nics=node.nics, mgmt=hosts)
 
 
-def chosen(job: Job, role: Role | None, number: int | None, host: str | None) -> Subject:
+def choose(job: Job, role: Role | None, number: int | None, host: str | None) -> Subject:
     """Return the host that a role and an id or a host's name mean.
 
     Args:
@@ -119,19 +121,29 @@ def chosen(job: Job, role: Role | None, number: int | None, host: str | None) ->
         return controller(job)
     if number is not None and host is not None:
         raise NoSubject("--id and --host name the same thing: give one of them")
-    trains = [] if role is Role.SHADOW or (role is None and number is not None) else list(trainers(job))
-    holds = [] if role is Role.TRAINER else _shadows(job)
-    found = [
-        *(one for one in trains if any(rank.rank == number for rank in one.ranks) or _is_named(one, host)),
-        *(one for one in holds if (one.node and one.node.id == number) or _is_named(one, host)),
+    training_hosts = (
+        [] if role is Role.SHADOW or (role is None and number is not None) else list(trainers(job))
+    )
+    shadow_hosts = [] if role is Role.TRAINER else _shadows(job)
+    matches = [
+        *(
+            subject
+            for subject in training_hosts
+            if any(rank.rank == number for rank in subject.ranks) or _is_named(subject, host)
+        ),
+        *(
+            subject
+            for subject in shadow_hosts
+            if (subject.node and subject.node.id == number) or _is_named(subject, host)
+        ),
     ]
-    if len(found) == 1:
-        return found[0]
-    what = f"the host {host}" if host is not None else f"{_kind(role)} {number}"
-    if not found:
-        there = _listed([*trains, *holds]).replace(f" of job {job.job}", "")
-        raise NoSubject(f"job {job.job} does not have {what}; it has {there}")
-    raise NoSubject(f"{what} may be {_listed(found)}; choose with --role and --id")
+    if len(matches) == 1:
+        return matches[0]
+    description = f"the host {host}" if host is not None else f"{_kind(role)} {number}"
+    if not matches:
+        names = _list_names([*training_hosts, *shadow_hosts]).replace(f" of job {job.job}", "")
+        raise NoSubject(f"job {job.job} does not have {description}; it has {names}")
+    raise NoSubject(f"{description} may be {_list_names(matches)}; choose with --role and --id")
 
 
 def guess(job: Job, is_here: Callable[[str], bool], *, role: Role | None, controls: bool) -> Subject:
@@ -146,21 +158,25 @@ def guess(job: Job, is_here: Callable[[str], bool], *, role: Role | None, contro
     Raises:
         NoSubject: That is not clear.
     """
-    known = [one for one in (*trainers(job), *_shadows(job)) if role in (None, one.role)]
-    for addresses in (lambda one: [str(nic.ip) for nic in one.nics], lambda one: one.mgmt):
-        found = [(one, own) for one in known if (own := next(filter(is_here, addresses(one)), None))]
-        if len(found) > 1:
+    subjects = [subject for subject in (*trainers(job), *_shadows(job)) if role in (None, subject.role)]
+    for addresses in (lambda subject: [str(nic.ip) for nic in subject.nics], lambda subject: subject.mgmt):
+        matches = [
+            (subject, address)
+            for subject in subjects
+            if (address := next(filter(is_here, addresses(subject)), None))
+        ]
+        if len(matches) > 1:
             raise NoSubject(
-                f"this host has the addresses of {_listed([one for one, _ in found])}; "
+                f"this host has the addresses of {_list_names([subject for subject, _ in matches])}; "
                 "choose with --role and --id, or --host"
             )
-        for one, own in found:
-            why = f"{own} is an address of this host"
-            return replace(one, guessed=why)
+        for subject, address in matches:
+            why = f"{address} is an address of this host"
+            return replace(subject, guessed=why)
     if controls and role is None:
         return controller(job, "it has the keys of role controller, and none of the job's addresses")
     raise NoSubject(
-        f"this host has no address of {_listed(known)}; choose what to check it for with --role, "
+        f"this host has no address of {_list_names(subjects)}; choose what to check it for with --role, "
         "and --id or --host"
     )
 
@@ -169,15 +185,15 @@ def _shadows(job: Job) -> list[Subject]:
     return [shadow(job, node.id) for node in job.shadow_nodes]
 
 
-def _is_named(one: Subject, host: str | None) -> bool:
-    return host is not None and host in (*one.mgmt, *(str(nic.ip) for nic in one.nics))
+def _is_named(subject: Subject, host: str | None) -> bool:
+    return host is not None and host in (*subject.mgmt, *(str(nic.ip) for nic in subject.nics))
 
 
 def _kind(role: Role | None) -> str:
     return "rank" if role is Role.TRAINER else "shadow node"
 
 
-def _listed(found: list[Subject]) -> str:
-    names = [one.name for one in found[:_SHOWN]]
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+def _list_names(subjects: list[Subject]) -> str:
+    names = [subject.name for subject in subjects[:_MAX_SHOWN]]
+    more = f" and {len(subjects) - _MAX_SHOWN} more" if len(subjects) > _MAX_SHOWN else ""
     return f"{', '.join(names)}{more}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.doctor.clocks import DIFFER, ahead, compared, differences, reply, request
+from checkmate.doctor.clocks import MAX_DIFFERENCE, ahead, compare, differences, reply, request
 from checkmate.doctor.findings import Outcome
 from checkmate.keys.roles import Role
 from controlplane.endpoint.endpoint import CLOCK_WINDOW
@@ -18,7 +18,7 @@ HOSTS = ["192.168.0.1", "192.168.0.2"]
 
 
 def test_the_window_is_the_controllers() -> None:
-    assert DIFFER * 1e6 == CLOCK_WINDOW
+    assert MAX_DIFFERENCE * 1e6 == CLOCK_WINDOW
 
 
 @needs_root
@@ -70,6 +70,6 @@ def test_anything_else_is_not_an_answer(packet: bytes) -> None:
 def test_what_a_difference_means(
     role: Role, found: dict[str, float] | None, outcome: Outcome, words: str
 ) -> None:
-    told = compared(role, HOSTS, found)
+    told = compare(role, HOSTS, found)
     assert (told.outcome, words in told.detail) == (outcome, True), told
-    assert compared(role, [], found).outcome is Outcome.SKIPPED
+    assert compare(role, [], found).outcome is Outcome.SKIPPED

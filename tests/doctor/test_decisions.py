@@ -10,8 +10,8 @@ import pytest
 
 from checkmate.doctor import host_checks, network_checks
 from checkmate.doctor.facts import Clock, Facts, NicFacts
-from checkmate.doctor.findings import Finding, Outcome, of_message
-from checkmate.doctor.subjects import Subject, chosen, shadow
+from checkmate.doctor.findings import Finding, Outcome, finding_from_error
+from checkmate.doctor.subjects import Subject, choose, shadow
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
 from checkmate.keys.roles import Role
@@ -55,7 +55,7 @@ def on(target: str, role: Role) -> Subject:
         for place, port in enumerate([*data["dp_groups"][0]["ranks"], data["shadow_nodes"][0]["nics"][0]]):
             port["port"] = place
     made = of_data(Job, data)
-    return shadow(made, 0) if role is Role.SHADOW else chosen(made, Role.TRAINER, 0, None)
+    return shadow(made, 0) if role is Role.SHADOW else choose(made, Role.TRAINER, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -315,10 +315,10 @@ def test_ports_of_a_shadow_node(
 
 
 def test_a_message_gives_its_own_remedy_or_a_general_one() -> None:
-    assert of_message("keys", "a is missing; copy it", "read") == Finding(
+    assert finding_from_error("keys", "a is missing; copy it", "read") == Finding(
         "keys", FAILED, "a is missing", "copy it"
     )
-    assert of_message("keys", "a is missing", "read").remedy == "read"
-    ran = of_message("keys", "a is missing: run `checkmate keys FILE`; or so", "read")
+    assert finding_from_error("keys", "a is missing", "read").remedy == "read"
+    ran = finding_from_error("keys", "a is missing: run `checkmate keys FILE`; or so", "read")
     assert (ran.detail, ran.remedy) == ("a is missing", "run `checkmate keys FILE`; or so")
-    assert str(of_message("keys", "a is missing", "read")) == "keys: a is missing; read"
+    assert str(finding_from_error("keys", "a is missing", "read")) == "keys: a is missing; read"

@@ -11,7 +11,7 @@ import pytest
 
 from checkmate.doctor import peers
 from checkmate.doctor.findings import Finding, Outcome
-from checkmate.doctor.subjects import chosen, shadow
+from checkmate.doctor.subjects import choose, shadow
 from checkmate.job.validation import data_of, of_data
 from checkmate.keys.access import INSECURE
 from checkmate.keys.contexts import client_context
@@ -44,20 +44,20 @@ def test_silence_is_a_warning_and_a_refusal_a_failure() -> None:
         1: "can't be reached (no route)",
         2: "did not answer in time",
     }
-    found = peers.of_answers(GPT, NODES, said)
+    found = peers.judge_answers(GPT, NODES, said)
     assert outcomes(found) == [("shadow nodes", WARNING)] * 3 + [("versions", SKIPPED)]
     assert "shadow node 0 (192.168.100.0:7000) can't be reached (Connection refused)" in found[0].detail
     older = "the node has protocol 4, this host has 5: the node has an older version; install the same"
-    (bad, *_) = peers.of_answers(GPT, NODES, {**said, 0: older})
+    (bad, *_) = peers.judge_answers(GPT, NODES, {**said, 0: older})
     assert (bad.outcome, bad.remedy) == (FAILED, "install the same")
     denied = "its certificate is not one for this address by the authority in this host's folder of keys"
-    (bad, *_) = peers.of_answers(GPT, NODES, {**said, 0: denied})
+    (bad, *_) = peers.judge_answers(GPT, NODES, {**said, 0: denied})
     assert (bad.outcome, "keys of the same job" in bad.remedy) == (FAILED, True)
 
 
 def test_many_silent_nodes_are_not_listed_all() -> None:
     many = job("gpt", nodes=20)
-    found = peers.of_answers(many, many.shadow_nodes, dict.fromkeys(range(20), "did not answer in time"))
+    found = peers.judge_answers(many, many.shadow_nodes, dict.fromkeys(range(20), "did not answer in time"))
     assert [one.detail for one in found if "more do not answer" in one.detail] == ["12 more do not answer"]
     assert len(found) == 8 + 1 + 1
 
@@ -65,11 +65,11 @@ def test_many_silent_nodes_are_not_listed_all() -> None:
 def test_versions_are_compared_as_far_as_nodes_tell_them() -> None:
     own = metadata.version("torch")
     said = answer(own, job_ranks(GPT))
-    found = peers.of_answers(GPT, NODES[:1], {0: said})
+    found = peers.judge_answers(GPT, NODES[:1], {0: said})
     assert outcomes(found) == [("shadow nodes", OK), ("versions", OK)]
-    (_, other) = peers.of_answers(GPT, NODES[:1], {0: answer("2.4.0")})
+    (_, other) = peers.judge_answers(GPT, NODES[:1], {0: answer("2.4.0")})
     assert (other.outcome, "2.4.0 on shadow nodes" in other.detail) == (WARNING, True)
-    (_, other) = peers.of_answers(GPT, NODES[:1], {0: answer(own, job_ranks(job("gpt", ranks=5)))})
+    (_, other) = peers.judge_answers(GPT, NODES[:1], {0: answer(own, job_ranks(job("gpt", ranks=5)))})
     assert (other.outcome, "copy the same job file" in other.remedy) == (FAILED, True)
     assert "of 5 ranks, this host with 1 DP group of 3 ranks" in other.detail
 
@@ -77,7 +77,7 @@ def test_versions_are_compared_as_far_as_nodes_tell_them() -> None:
 def test_the_last_refusal_is_a_warning() -> None:
     said = answer(metadata.version("torch"), job_ranks(GPT))
     said.refusal.CopyFrom(pb.Refusal(iteration=12, rank="rank 0 (a)", text="a hook changes p0"))
-    (*_, last) = peers.of_answers(GPT, NODES[:2], {0: said, 1: "did not answer in time"})
+    (*_, last) = peers.judge_answers(GPT, NODES[:2], {0: said, 1: "did not answer in time"})
     assert (last.check, last.outcome) == ("training", WARNING)
     assert last.detail == "the last start was refused in iteration 12 on rank 0 (a): a hook changes p0"
 
@@ -86,8 +86,8 @@ def test_a_host_calls_the_nodes_of_its_ranks_groups_or_all_others() -> None:
     data = data_of(job("gpt", groups=2, nodes=4), exclude_none=True)
     data["dp_groups"][0]["shadow_nodes"], data["dp_groups"][1]["shadow_nodes"] = [0, 1], [2, 3]
     two = of_data(type(GPT), data)
-    assert [node.id for node in peers.nodes_asked(chosen(two, Role.TRAINER, 4, None))] == [2, 3]
-    assert [node.id for node in peers.nodes_asked(shadow(two, 3))] == [0, 1, 2]
+    assert [node.id for node in peers.called_nodes(choose(two, Role.TRAINER, 4, None))] == [2, 3]
+    assert [node.id for node in peers.called_nodes(shadow(two, 3))] == [0, 1, 2]
 
 
 @needs_buffers
@@ -100,8 +100,8 @@ def test_nodes_answer_and_have_no_line_about_who_asked(
     keys = role_keys(made, tmp_path, Role.TRAINER)
     with caplog.at_level(logging.INFO), Serving(made, 0):
         caplog.clear()
-        answers = peers.answers_of(made, made.shadow_nodes, keys)
-        found = peers.of_answers(made, made.shadow_nodes, answers)
+        answers = peers.ask_nodes(made, made.shadow_nodes, keys)
+        found = peers.judge_answers(made, made.shadow_nodes, answers)
         assert outcomes(found) == [("shadow nodes", WARNING), ("shadow nodes", OK), ("versions", OK)]
         assert "shadow node 1" in found[0].detail
         records = peers.records(made.shadow_nodes, client_context(keys))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pyroute2.ethtool.ioctl import IoctlEthtool
 
-from checkmate.doctor import trying
+from checkmate.doctor import role_checks
 from checkmate.doctor.facts import Facts
 from checkmate.doctor.findings import Outcome
-from checkmate.doctor.reading import is_here, leads_from, listening, read, source_to
+from checkmate.doctor.reading import is_here, listening, read, route_error, source_to
 from checkmate.doctor.subjects import shadow
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
@@ -69,9 +69,9 @@ def test_listeners_and_routes_are_those_of_the_namespace(host: str) -> None:
         found = read([])
         assert found.listening == {(IPv4Address("10.77.0.1"), 47001)}
         assert found.listens("10.77.0.1", 47001) and not found.listens("10.77.0.2", 47001)
-        assert leads_from("10.77.0.1", "10.77.0.9") is None
-        assert "unreachable" in str(leads_from("10.77.0.1", "10.9.9.9"))
-        assert "assign" in str(leads_from("10.9.9.9", "10.77.0.1"))
+        assert route_error("10.77.0.1", "10.77.0.9") is None
+        assert "unreachable" in str(route_error("10.77.0.1", "10.9.9.9"))
+        assert "assign" in str(route_error("10.9.9.9", "10.77.0.1"))
         assert (source_to("10.77.0.9"), source_to("10.9.9.9")) == ("10.77.0.1", None)
         assert is_here("10.77.0.2") and not is_here("10.77.0.3")
 
@@ -105,15 +105,15 @@ def test_routes_and_source_addresses_are_checked_as_the_kernel_has_them(host: st
     data["shadow_nodes"] += [{**other, "nics": [{**other["nics"][0], "ip": "10.77.0.8", "mac": MAC}]}]
     node = shadow(of_data(Job, data), 0)
     with namespaces.entered(host):
-        found = list(trying.routes(node, read(["10.77.0.1", "10.77.0.2"])))
+        found = list(role_checks.routes(node, read(["10.77.0.1", "10.77.0.2"])))
         assert [one.outcome for one in found] == [Outcome.FAILED, Outcome.FAILED]
         assert "none from 10.77.0.1 to the stub at 10.255.0.1 (Network is unreachable)" in found[0].detail
-        assert [one.outcome for one in trying.routes(node, read([]))] == [Outcome.SKIPPED]
-        told = trying.source_addresses(node, ["10.77.0.2"])
+        assert [one.outcome for one in role_checks.routes(node, read([]))] == [Outcome.SKIPPED]
+        told = role_checks.source_addresses(node, ["10.77.0.2"])
         assert (told.outcome, "calls 10.77.0.9 from 10.77.0.1" in told.detail) == (Outcome.FAILED, True)
-        assert trying.source_addresses(node, ["10.77.0.1", "10.77.0.2"]).outcome is Outcome.OK
-        assert trying.source_addresses(node, []).outcome is Outcome.SKIPPED
+        assert role_checks.source_addresses(node, ["10.77.0.1", "10.77.0.2"]).outcome is Outcome.OK
+        assert role_checks.source_addresses(node, []).outcome is Outcome.SKIPPED
         with namespaces.netlink(host) as ip:
             index = ip.link_lookup(ifname="eth0")[0]
             ip.addr("add", index=index, address="10.255.0.9", prefixlen=24)
-        assert [one.outcome for one in trying.routes(node, read(["10.77.0.1"]))] == [Outcome.OK]
+        assert [one.outcome for one in role_checks.routes(node, read(["10.77.0.1"]))] == [Outcome.OK]

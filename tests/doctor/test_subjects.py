@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkmate.doctor.subjects import NoSubject, any_of, chosen, controller, guess, shadow
+from checkmate.doctor.subjects import NoSubject, any_host, choose, controller, guess, shadow
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
 from checkmate.keys.roles import Role
@@ -73,7 +73,7 @@ def _with_guess(one: Any, address: str) -> Any:
     ],
 )
 def test_a_host_can_be_named(role: Role | None, number: int | None, host: str | None, name: str) -> None:
-    assert chosen(GPT, role, number, host).name == name
+    assert choose(GPT, role, number, host).name == name
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_a_host_that_does_not_exist_is_refused_with_those_that_do(
     role: Role | None, number: int | None, host: str | None, words: str
 ) -> None:
     with pytest.raises(NoSubject) as caught:
-        chosen(GPT, role, number, host)
+        choose(GPT, role, number, host)
     assert words in str(caught.value)
     assert caught.value.exit_code == 2
 
 
 def test_a_host_with_several_ranks_has_all_its_interfaces() -> None:
     made = of_data(Job, _placed(meshed(replicate=2, shard=2, gpus=2, nics=2)))
-    found = chosen(made, None, None, "gpu1")
+    found = choose(made, None, None, "gpu1")
     assert [rank.rank for rank in found.ranks] == [2, 3]
     assert [str(nic.ip) for nic in found.nics] == ["10.8.0.3", "10.8.0.4"]
 
@@ -110,6 +110,6 @@ def _placed(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_first_and_the_last_rank_of_a_ring_tag() -> None:
-    assert [chosen(GPT, Role.TRAINER, rank, None).tags for rank in range(3)] == [True, False, True]
-    assert any_of(Role.TRAINER).tags
-    assert not controller(GPT).tags
+    assert [choose(GPT, Role.TRAINER, rank, None).is_tagging for rank in range(3)] == [True, False, True]
+    assert any_host(Role.TRAINER).is_tagging
+    assert not controller(GPT).is_tagging

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from checkmate.doctor import clocks, peers, reading
-from checkmate.doctor.asking import within
+from checkmate.doctor.deadlines import within
 from checkmate.doctor.findings import Outcome
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from checkmate.doctor.facts import Facts, is_numeric
-from checkmate.doctor.findings import Finding, failed, of_message, ok, skipped, warning
-from checkmate.doctor.reading import leads_from, source_to
+from checkmate.doctor.findings import Finding, failed, finding_from_error, ok, skipped, warning
+from checkmate.doctor.reading import route_error, source_to
 from checkmate.doctor.subjects import Subject
 from checkmate.extras import ExtraMissing, check
 from checkmate.job.addresses import split_address
@@ -37,8 +37,8 @@ def libraries(role: Role) -> Finding:
     extra = _EXTRAS[role]
     try:
         check("this role", extra)
-    except ExtraMissing as missing:
-        return failed("libraries", str(missing).partition(";")[0], missing.remedy)
+    except ExtraMissing as error:
+        return failed("libraries", str(error).partition(";")[0], error.remedy)
     return ok("libraries", f"those of the extra {extra} are installed")
 
 
@@ -69,8 +69,8 @@ def receive_buffers(facts: Facts, receive_buffer: int) -> Finding:
     try:
         check_host(["0.0.0.0"], receive_buffer)
     except StreamError as error:
-        told, _, remedy = str(error).partition(": ")
-        return failed("receive buffers", told, remedy)
+        detail, _, remedy = str(error).partition(": ")
+        return failed("receive buffers", detail, remedy)
     return ok("receive buffers", f"may be {receive_buffer >> 20} MB")
 
 
@@ -79,13 +79,13 @@ def tcp_memory(buffers: int, receive_buffer: int) -> Finding:
     shortfall = tcp_memory_shortfall(buffers, receive_buffer)
     if shortfall is None:
         return ok("TCP memory", f"net.ipv4.tcp_mem is enough for {counted(buffers, 'buffer')}")
-    told, _, remedy = shortfall.partition("; ")
+    detail, _, remedy = shortfall.partition("; ")
     if not remedy:
-        return skipped("TCP memory", told)
-    return warning("TCP memory", told, remedy.removeprefix("raise it: "))
+        return skipped("TCP memory", detail)
+    return warning("TCP memory", detail, remedy.removeprefix("raise it: "))
 
 
-def streams_of(subject: Subject) -> int:
+def count_streams(subject: Subject) -> int:
     """Return the number of streams of a shadow node."""
     assert subject.job is not None and subject.node is not None
     return sum(len(plan.streams) for plan in hold_plans(subject.job, subject.node.id))
@@ -101,29 +101,31 @@ def role_keys(subject: Subject) -> RoleKeys:
 def keys(subject: Subject, now: dt.datetime) -> Finding:
     """Check the keys of a subject's role. `now` has a time zone."""
     try:
-        found = role_keys(subject)
+        keys_of_role = role_keys(subject)
     except KeysError as error:
-        return of_message("keys", str(error), _DOCS)
-    return keys_end(found, now) or ok("keys", f"{found.folder}, valid until {found.expires:%Y-%m-%d}")
+        return finding_from_error("keys", str(error), _DOCS)
+    return keys_end(keys_of_role, now) or ok(
+        "keys", f"{keys_of_role.folder}, valid until {keys_of_role.expires:%Y-%m-%d}"
+    )
 
 
-def keys_end(found: RoleKeys, now: dt.datetime) -> Finding | None:
+def keys_end(keys: RoleKeys, now: dt.datetime) -> Finding | None:
     """Return a warning if a role's certificate ends soon."""
-    if found.expires - now > RENEWED_BEFORE:
+    if keys.expires - now > RENEWED_BEFORE:
         return None
-    told = f"the certificate in {found.folder} ends on {found.expires:%Y-%m-%d}"
-    return warning("keys", told, "run `checkmate keys` again, and copy the folder again")
+    detail = f"the certificate in {keys.folder} ends on {keys.expires:%Y-%m-%d}"
+    return warning("keys", detail, "run `checkmate keys` again, and copy the folder again")
 
 
 def tls_files(file: Path, job: Job, now: dt.datetime) -> Iterator[Finding]:
     """Check the PEM files with which a controller connects to switches, as `checkmate validate` does."""
     if all(switch.tls is None for switch in job.fabric.switches):
         return
-    found = check_files(JobSet(((file, job),), (), (file,)), now)
-    wrong = [fault for fault in found.faults if ".tls" in fault.path]
-    for fault in wrong:
-        yield of_message("TLS files", fault.message, _DOCS)
-    if not wrong:
+    result = check_files(JobSet(((file, job),), (), (file,)), now)
+    faults = [fault for fault in result.faults if ".tls" in fault.path]
+    for fault in faults:
+        yield finding_from_error("TLS files", fault.message, _DOCS)
+    if not faults:
         yield ok("TLS files", "those of the switches can be used")
 
 
@@ -131,18 +133,18 @@ def routes(subject: Subject, facts: Facts) -> Iterator[Finding]:
     """Check that the kernel has routes where the subject will send on the training network. Send nothing."""
     pairs = [pair for pair in dict.fromkeys(_ways(subject)) if facts.nics.get(pair[0]) is not None]
     missing = [
-        (source, to, what, why)
-        for source, to, what in dict.fromkeys(pairs)
-        if (why := leads_from(source, to))
+        (source, to, target, why)
+        for source, to, target in dict.fromkeys(pairs)
+        if (why := route_error(source, to))
     ]
-    for source, to, what, why in missing:
+    for source, to, target, why in missing:
         remedy = f"give {source} a netmask with {to} in it, or `ip route add {to}/32 dev ...`"
-        yield failed("routes", f"none from {source} to {what} at {to} ({why})", remedy)
+        yield failed("routes", f"none from {source} to {target} at {to} ({why})", remedy)
     if not pairs:
         yield skipped("routes", "this host has no address of the training network")
     elif not missing:
-        there = counted(len({to for _, to, _ in pairs}), "address", "addresses")
-        yield ok("routes", f"to {there} on the training network")
+        addresses = counted(len({to for _, to, _ in pairs}), "address", "addresses")
+        yield ok("routes", f"to {addresses} on the training network")
 
 
 def _ways(subject: Subject) -> Iterator[tuple[str, str, str]]:
@@ -150,7 +152,7 @@ def _ways(subject: Subject) -> Iterator[tuple[str, str, str]]:
     assert subject.job is not None
     if subject.node is not None:
         for hold in hold_plans(subject.job, subject.node.id):
-            yield from ((one.nic_ip, one.stub[0], "the stub") for one in hold.streams)
+            yield from ((stream.nic_ip, stream.stub[0], "the stub") for stream in hold.streams)
     for group in subject.job.dp_groups:
         for place, rank in enumerate(group.ranks):
             if rank in subject.ranks:
@@ -165,16 +167,16 @@ def source_addresses(subject: Subject, here: Collection[str]) -> Finding:
     """
     assert subject.job is not None and subject.node is not None
     name = "source address"
-    others = {split_address(node.mgmt)[0] for node in subject.job.shadow_nodes if node != subject.node}
-    if not others or not here:
-        what = "this host is not the node's" if others else "the job has no other shadow node"
-        return skipped(name, what)
+    other_hosts = {split_address(node.mgmt)[0] for node in subject.job.shadow_nodes if node != subject.node}
+    if not other_hosts or not here:
+        reason = "this host is not the node's" if other_hosts else "the job has no other shadow node"
+        return skipped(name, reason)
     if not all(map(is_numeric, here)):
         return skipped(name, "the job file has names for this node, not addresses")
-    for other in sorted(filter(is_numeric, others)):
-        own = source_to(other)
-        if own is not None and own not in here:
-            told = f"this host calls {other} from {own}, which that node refuses"
-            remedy = f"have the route to {other} use {min(here)}: `ip route replace ... src {min(here)}`"
-            return failed(name, told, remedy)
+    for host in sorted(filter(is_numeric, other_hosts)):
+        source = source_to(host)
+        if source is not None and source not in here:
+            detail = f"this host calls {host} from {source}, which that node refuses"
+            remedy = f"have the route to {host} use {min(here)}: `ip route replace ... src {min(here)}`"
+            return failed(name, detail, remedy)
     return ok(name, "calls to other nodes leave from an address of mgmt or records")

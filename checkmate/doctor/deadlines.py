@@ -21,13 +21,13 @@ def within(seconds: float, questions: Iterable[Callable[[], T]], late: T) -> lis
         questions: each must raise nothing.
         late: the answer of those that take longer.
     """
-    asked = list(questions)
-    answers = [late] * len(asked)
+    functions = list(questions)
+    answers = [late] * len(functions)
 
     def ask(number: int) -> None:
-        answers[number] = asked[number]()
+        answers[number] = functions[number]()
 
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(len(asked))]
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(len(functions))]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + seconds
