@@ -39,7 +39,7 @@ from checkmate.wording import counted
 from topologies.signals import unwinding
 
 if TYPE_CHECKING:
-    from checkmate.consolidate.follow import FollowListener, Saved
+    from checkmate.consolidate.follow import FollowListener, SavedCheckpoint
     from checkmate.consolidate.snapshot import SnapshotReader
 
 
@@ -103,7 +103,7 @@ def consolidate(
     to_leave = () if owner is None else (Capability.SETUID, Capability.SETGID)
     keep_only(*to_read(keys), *to_listen(metrics_ports(metrics)), *to_leave)
     with waiting(err, "starting"):  # torch takes a second
-        from checkmate.consolidate import folder, follow  # noqa: F401, PLC0415 - all, before another user may not
+        from checkmate.consolidate import dcp_folder, follow  # noqa: F401, PLC0415 - all, before another user may not
         from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
     reader = access(loaded, Role.READER, insecure=insecure)
@@ -113,11 +113,11 @@ def consolidate(
         if every is None:
             words = f"reading the shadow nodes; all shards have to be there within {timeout:g} s"
             with _nodes(loaded, reader) as nodes, awaiting_others(err, words):
-                saved = follow.take(nodes, to, kind.value, timeout, _warning)
-            print_json(_data(saved)) if as_json else _say(saved)
+                checkpoint = follow.take(nodes, to, kind.value, timeout, _warning)
+            print_json(_data(checkpoint)) if as_json else _print_saved(checkpoint)
             return
         listener = follow.FollowListener(
-            (lambda saved: print_json(_data(saved), line=True)) if as_json else _say,
+            (lambda checkpoint: print_json(_data(checkpoint), line=True)) if as_json else _print_saved,
             _waiting,
             _warning,
             lambda: err.print("[green]available:[/green] the checkpoint can be read again"),
@@ -127,44 +127,44 @@ def consolidate(
             SnapshotReader(loaded, stopped=stopped, reader=reader) as nodes,
             nullcontext(listener)
             if metrics is None
-            else _counted(metrics, loaded.job, every, listener) as heard,
+            else _with_metrics(metrics, loaded.job, every, listener) as listener_with_metrics,
         ):
-            follow.follow(nodes, to, kind.value, timeout, every, keep, stopped, heard)
+            follow.follow(nodes, to, kind.value, timeout, every, keep, stopped, listener_with_metrics)
 
 
 def _check_free(to: Path, kind: FormatChoice) -> None:
     """Raise `UsageFault`, before anything is read, if the checkpoint's place is taken."""
     try:
-        taken = to.is_dir() and (kind is FormatChoice.torch or any(to.iterdir()))
+        is_taken = to.is_dir() and (kind is FormatChoice.torch or any(to.iterdir()))
     except OSError as error:
         raise UsageFault(f"{to} can't be written: {error.strerror}") from None
-    if taken:
+    if is_taken:
         raise UsageFault(f"{to} is an existing folder; choose another, or add --every")
 
 
 @contextmanager
-def _counted(address: str, job: str, every: int, listener: FollowListener) -> Iterator[FollowListener]:
-    """Serve metrics of what is told, and tell it on."""
+def _with_metrics(address: str, job: str, every: int, listener: FollowListener) -> Iterator[FollowListener]:
+    """Serve metrics of the calls to a listener, and pass them on."""
     from checkmate.consolidate.follow import FollowListener  # noqa: PLC0415
     from checkmate.consolidate.metrics import KeeperTally, families  # noqa: PLC0415 - an extra
     from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
 
     tally = KeeperTally(job, every)
 
-    def saved(one: Saved) -> None:
-        tally.saved(one, time.time())
-        listener.saved(one)
+    def on_saved(checkpoint: SavedCheckpoint) -> None:
+        tally.note_saved(checkpoint, time.time())
+        listener.on_saved(checkpoint)
 
-    def trouble(why: str) -> None:
-        tally.failed(why)
-        listener.trouble(why)
+    def on_trouble(why: str) -> None:
+        tally.note_failure(why)
+        listener.on_trouble(why)
 
-    def over() -> None:
-        tally.over()
-        listener.over()
+    def on_recovery() -> None:
+        tally.note_recovery()
+        listener.on_recovery()
 
     with MetricsServer(address, lambda: families(tally), tally.not_ready):
-        yield FollowListener(saved, trouble, listener.left, over, tally.seen)
+        yield FollowListener(on_saved, on_trouble, listener.on_leftover, on_recovery, tally.note_progress)
 
 
 @contextmanager
@@ -179,8 +179,8 @@ def _nodes(job: Job, reader: Access) -> Iterator[SnapshotReader]:
             yield nodes
 
 
-def _data(saved: Saved) -> dict[str, object]:
-    return {**asdict(saved), "path": str(saved.path), "seconds": round(saved.seconds, 3)}
+def _data(checkpoint: SavedCheckpoint) -> dict[str, object]:
+    return {**asdict(checkpoint), "path": str(checkpoint.path), "seconds": round(checkpoint.seconds, 3)}
 
 
 def _warning(text: str) -> None:
@@ -191,10 +191,11 @@ def _waiting(text: str) -> None:
     err.print(Text.assemble(("waiting:", "yellow"), f" {text}"), soft_wrap=True)
 
 
-def _say(saved: Saved) -> None:
+def _print_saved(checkpoint: SavedCheckpoint) -> None:
     out.print(
-        f"{saved.path}: iteration {saved.iteration} of job {saved.job}, {counted(saved.shards, 'shard')}, "
-        f"{saved.nbytes / 1e6:.1f} MB in {saved.seconds:.1f} s",
+        f"{checkpoint.path}: iteration {checkpoint.iteration} of job {checkpoint.job}, "
+        f"{counted(checkpoint.shards, 'shard')}, "
+        f"{checkpoint.nbytes / 1e6:.1f} MB in {checkpoint.seconds:.1f} s",
         soft_wrap=True,
         markup=False,
     )

@@ -37,8 +37,8 @@ def load(source: bytes | Path, *, mapped: bool = False) -> Any:
             check_nesting(_pickle_of(data))
             data.seek(0)
             # Through the descriptor, so that nobody puts another file in its place.
-            opened = f"/proc/self/fd/{data.fileno()}" if mapped else data
-            return torch.load(opened, map_location="cpu", weights_only=True, mmap=mapped)
+            source_path = f"/proc/self/fd/{data.fileno()}" if mapped else data
+            return torch.load(source_path, map_location="cpu", weights_only=True, mmap=mapped)
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever zipfile and torch raise for nonsense
@@ -48,8 +48,8 @@ def load(source: bytes | Path, *, mapped: bool = False) -> Any:
 def _reason(error: Exception) -> str:
     """Return why, without torch's advice to read it unrestricted."""
     text = str(error) or type(error).__name__
-    if found := re.search(r"(?:WeightsUnpickler error: |(?=Trying to load unsupported ))(.+)", text):
-        return found[1]
+    if match := re.search(r"(?:WeightsUnpickler error: |(?=Trying to load unsupported ))(.+)", text):
+        return match[1]
     return "it has other values" if text.startswith("Weights only load failed") else text.splitlines()[0]
 
 
@@ -87,8 +87,8 @@ def check_nesting(pickled: bytes) -> None:
         if code.name == "MARK":
             stack.append(-1)
             continue
-        used = _pop(stack, code)
-        depth = max(used, default=0) + (code.name in _TUPLES)
+        depths = _pop(stack, code)
+        depth = max(depths, default=0) + (code.name in _TUPLES)
         if depth > MAX_DEPTH:
             raise StateError(f"tuples are nested more than {MAX_DEPTH} deep")
         stack += [depth] * len(code.stack_after)
@@ -96,9 +96,9 @@ def check_nesting(pickled: bytes) -> None:
 
 def _pop(stack: list[int], code: pickletools.OpcodeInfo) -> list[int]:
     """Take what an operation uses from the stack, and return it."""
-    before, used = code.stack_before, list[int]()
+    before, depths = code.stack_before, list[int]()
     if pickletools.markobject in before:
         before = before[: before.index(pickletools.markobject)]
         while (value := stack.pop()) >= 0:
-            used.append(value)
-    return used + [stack.pop() for _ in before]
+            depths.append(value)
+    return depths + [stack.pop() for _ in before]

@@ -1,4 +1,4 @@
-"""Builds the dictionary of a checkpoint that plain PyTorch loads, from a snapshot. Pure."""
+"""Builds the dictionary of a checkpoint, for plain PyTorch or with torchtitan's keys. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from checkmate import state
 from checkmate.consolidate.chunks import equal_bits
 from checkmate.consolidate.snapshot import GroupState, Snapshot
+from checkmate.consolidate.stage_state import StageState, assemble_stage
 from checkmate.consolidate.stages import Trained, stages
-from checkmate.consolidate.whole import StageState, assemble_stage
 from checkmate.job.schema import Job
 from checkmate.optim.options import parse_options
 from checkmate.optim.supported import FROZEN
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
+from checkmate.state import StateError
 
 
 def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
@@ -39,12 +40,16 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
     Raises:
         StateError: Some part can't be read, or chunks are not whole tensors together.
     """
-    trained = [Trained.of_layout(one.layout) for one in snapshot.groups]
-    found = [
+    trained = [Trained.from_layout(group_state.layout) for group_state in snapshot.groups]
+    checkpoints = [
         _stage(snapshot, number, {group: snapshot.groups[group] for group in groups}, by_name)
         for number, groups in enumerate(stages(snapshot.job, trained))
     ]
-    return found[0] if len(found) == 1 else {f"group{number}": one for number, one in enumerate(found)}
+    return (
+        checkpoints[0]
+        if len(checkpoints) == 1
+        else {f"group{number}": group_state for number, group_state in enumerate(checkpoints)}
+    )
 
 
 def _stage(
@@ -62,7 +67,7 @@ def _stage(
         "with_gradient": [stage.names[number] for number in step.with_gradient],
         "extra": {rank: plain(state.loads(part.extra)) for rank, part in parts.items() if part.extra},
     }
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "job": snapshot.job.job,
         "protocol": PROTOCOL,
         "run": snapshot.run,
@@ -78,11 +83,11 @@ def _stage(
         "scheduler_class": step.scheduler_class,
         **small,
     }
-    if own := _rank_buffers(snapshot.job, members, stage.buffers, buffers):
-        found["rank_buffers"] = own
+    if rank_buffers := _rank_buffers(snapshot.job, members, stage.buffers, buffers):
+        result["rank_buffers"] = rank_buffers
     if by_name:
-        found["exact"] = state.dumps(small)
-    return found
+        result["exact"] = state.dumps(small)
+    return result
 
 
 def _parts(job: Job, members: Mapping[int, GroupState]) -> dict[int, pb.RecordPart]:
@@ -104,28 +109,30 @@ def _rank_buffers(
 
     Those of each DP group's first rank are in `first`, those of the others in their parts of the record.
     """
-    found = {}
+    by_rank = {}
     for group, member in members.items():
-        frozen = {known.name for known in member.layout.frozen}
-        found[job.dp_groups[group].ranks[0].rank] = {
+        frozen = {parameter.name for parameter in member.layout.frozen}
+        by_rank[job.dp_groups[group].ranks[0].rank] = {
             name: tensor
             for name, tensor in first[group].items()
             if not (name in shared and equal_bits(tensor, shared[name]))
         }
         for part in member.record.parts:
             if part.position and part.buffers:
-                own = state.loads(part.buffers)
+                tensors = state.loads(part.buffers)
                 rank = job.dp_groups[group].ranks[part.position].rank
-                found[rank] = {name: tensor for name, tensor in own.items() if name not in frozen}
-    return {rank: own for rank, own in found.items() if own}
+                by_rank[rank] = {name: tensor for name, tensor in tensors.items() if name not in frozen}
+    return {rank: tensors for rank, tensors in by_rank.items() if tensors}
 
 
 def _model(
     stage: StageState, buffers: Mapping[str, torch.Tensor], names: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the model's `state_dict()`, with tied tensors under all of their names, and extra states."""
-    given = {n: plain(state.unpacked(t)) if state.is_extra_state(n) else t for n, t in buffers.items()}
-    tensors = {**given, **{name: stage.states[number][0] for number, name in enumerate(stage.names)}}
+    plain_buffers = {
+        n: plain(state.unpacked(t)) if state.is_extra_state(n) else t for n, t in buffers.items()
+    }
+    tensors = {**plain_buffers, **{name: stage.states[number][0] for number, name in enumerate(stage.names)}}
     keys = names or {name: name for name in tensors}
     return {key: tensors[name] for key, name in sorted(keys.items()) if name in tensors}
 
@@ -134,22 +141,22 @@ def _optimizer_state(
     spec: pb.OptimizerSpec, stage: StageState, step: pb.Step, by_name: bool
 ) -> dict[str, Any]:
     """Return a state for `optimizer.load_state_dict`, with the hyperparameters of the next step."""
-    texts = list(step.next_options) or list(step.options) or [one.options for one in spec.groups]
+    texts = list(step.next_options) or list(step.options) or [group.options for group in spec.groups]
     frozen = state.frozen_states(stage.beside)
     states: dict[int | str, dict[str, object]] = {}
     groups: list[dict[str, Any]] = []
     count = 0
-    for described, text in zip(spec.groups, texts, strict=True):
+    for group_spec, text in zip(spec.groups, texts, strict=True):
         keys: list[int | str] = []
-        for number in described.parameters:
-            known = stage.names[number] if number != FROZEN else not_trained(count)
-            keys.append(known if by_name else count)
+        for number in group_spec.parameters:
+            name = stage.names[number] if number != FROZEN else not_trained(count)
+            keys.append(name if by_name else count)
             values = frozen.get(count, {}) if number == FROZEN else stage.states[number][1]
             count += 1
             if values:
                 states[keys[-1]] = dict(values)
-        made = {**plain(parse_options(text)), "params": keys}
-        groups.append({**made, "param_names": list(described.names)} if described.names else made)
+        options = {**plain(parse_options(text)), "params": keys}
+        groups.append({**options, "param_names": list(group_spec.names)} if group_spec.names else options)
     return {"state": states, "param_groups": groups}
 
 
@@ -175,3 +182,60 @@ def plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(plain(item) for item in value)
     return value
+
+
+def keyed_for_torchtitan(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with torchtitan's keys, for all pipeline stages together.
+
+    Tensors of the model are under their names. `optimizer` is flat: `state.NAME.exp_avg`,
+    `param_groups.NAME.lr`. `lr_scheduler` has the scheduler. If `extra()` returns dictionaries, their entries
+    are there too; of equal ones the lowest rank's.
+
+    Args:
+        checkpoint: The result of `assemble.checkpoint(..., by_name=True)`.
+
+    Raises:
+        StateError: Two pipeline stages have a parameter of the same name.
+    """
+    stages = [checkpoint] if "model" in checkpoint else list(checkpoint.values())
+    result: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    for stage in stages:
+        if twice := result.keys() & stage["model"].keys():
+            raise StateError(f"two pipeline stages have {min(twice)}: torchtitan needs names of their own")
+        result |= stage["model"]
+        optimizer |= _flat(stage["optimizer"])
+    result["optimizer"] = optimizer
+    if stages[0]["scheduler"] is not None:
+        result["lr_scheduler"] = stages[0]["scheduler"]
+    for stage in stages:
+        for _, extra in sorted(stage["extra"].items()):
+            if isinstance(extra, dict):
+                _merge(result, extra)
+    return result
+
+
+def _flat(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state as torch's `flatten_optimizer_state_dict` does."""
+    result: dict[str, Any] = {}
+    for group in optimizer["param_groups"]:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for name in group["params"]:
+            if is_not_trained(name):
+                continue  # torch does not flatten it either
+            result |= {
+                f"state.{name}.{key}": value for key, value in optimizer["state"].get(name, {}).items()
+            }
+            result |= {f"param_groups.{name}.{key}": value for key, value in options.items()}
+    return result
+
+
+def _merge(target: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add what is not there yet, at any depth."""
+    for key, value in more.items():
+        if isinstance(value, dict):
+            inner = target.setdefault(key, {})
+            if isinstance(inner, dict):
+                _merge(inner, value)
+        else:
+            target.setdefault(key, value)

@@ -12,7 +12,7 @@ import torch
 
 from checkmate.state import StateError
 
-_SHOWN: Final = 3
+_MAX_SHOWN: Final = 3
 """The number of chunks that a message shows."""
 
 
@@ -25,12 +25,12 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What selects it in the whole tensor."""
+        """The indices that select it in the whole tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Box:
 
 
 Select = Callable[[Sequence[object], Sequence[int]], Box | None]
-"""Returns what to read of a tensor with these keys and this shape; `None` for all of it."""
+"""Returns the box to read of a tensor with these keys and this shape; `None` for all of it."""
 
 
 def everything(path: Sequence[object], shape: Sequence[int]) -> Box | None:
@@ -71,10 +71,10 @@ class Cover:
         if covered != math.prod(self._whole):
             raise StateError(
                 f"{name}: a chunk is missing: DP groups have {covered:,} of the {math.prod(self._whole):,} "
-                f"elements of {list(self._whole)}: {self._shown()}"
+                f"elements of {list(self._whole)}: {self._describe()}"
             )
 
-    def assemble(self, what: str, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def assemble(self, tensor_name: str, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor, which is the chunk itself if there is only one.
 
         Args:
@@ -86,26 +86,26 @@ class Cover:
         """
         types = {tensor.dtype for tensor in tensors.values()}
         if len(types) > 1:
-            raise StateError(f"{what} has different types: {', '.join(sorted(map(str, types)))}")
+            raise StateError(f"{tensor_name} has different types: {', '.join(sorted(map(str, types)))}")
         for group, tensor in tensors.items():
             box = self._boxes[group]
             first = self._first.get(box, group)
             if first != group and not equal_bits(tensor, tensors[first]):
                 raise StateError(
-                    f"{what}: DP groups {first} and {group} have the same chunk, {box}, but other values; if "
-                    "these are stages of a pipeline, give the job a mesh with pp"
+                    f"{tensor_name}: DP groups {first} and {group} have the same chunk, {box}, but other "
+                    "values; if these are stages of a pipeline, give the job a mesh with pp"
                 )
         if len(self._first) == 1:
             return tensors[next(iter(self._first.values()))]
-        found = torch.empty(self._whole, dtype=types.pop())
+        result = torch.empty(self._whole, dtype=types.pop())
         for box, group in self._first.items():
-            found[box.slices].copy_(tensors[group])
-        return found
+            result[box.slices].copy_(tensors[group])
+        return result
 
     def _check_within(self, group: int, box: Box) -> None:
         sizes = zip(box.offset, box.shape, self._whole, strict=False)
-        known = len(box.offset) == len(box.shape) == len(self._whole)
-        if not known or not all(0 <= at <= at + size <= most for at, size, most in sizes):
+        is_inside = len(box.offset) == len(box.shape) == len(self._whole)
+        if not is_inside or not all(0 <= offset <= offset + size <= limit for offset, size, limit in sizes):
             raise StateError(
                 f"{self._name}: the chunk of DP group {group}, {box}, is not within {list(self._whole)}"
             )
@@ -119,22 +119,24 @@ class Cover:
         stop = start + np.array([box.shape for box in boxes])
         for number, box in enumerate(boxes):
             common = (start[number] < stop[:number]) & (start[:number] < stop[number])
-            for other in np.flatnonzero(common.all(axis=1)):
-                one, two = self._first[boxes[int(other)]], self._first[box]
+            for index in np.flatnonzero(common.all(axis=1)):
+                earlier_group, group = self._first[boxes[int(index)]], self._first[box]
                 raise StateError(
-                    f"{self._name}: the chunk of DP group {two}, {box}, overlaps that of DP group {one}, "
-                    f"{boxes[int(other)]}"
+                    f"{self._name}: the chunk of DP group {group}, {box}, overlaps that of DP group "
+                    f"{earlier_group}, {boxes[int(index)]}"
                 )
 
-    def _shown(self) -> str:
-        shown = [f"{box} in DP group {group}" for box, group in self._first.items()]
-        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-        return (", ".join(shown[:_SHOWN]) or "none") + more
+    def _describe(self) -> str:
+        texts = [f"{box} in DP group {group}" for box, group in self._first.items()]
+        more = f" and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
+        return (", ".join(texts[:_MAX_SHOWN]) or "none") + more
 
 
-def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have the same shape, type and bits."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    ours, theirs = (x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
-    return torch.equal(ours, theirs)
+    first_bytes, second_bytes = (
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)
+    )
+    return torch.equal(first_bytes, second_bytes)

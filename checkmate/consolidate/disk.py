@@ -57,11 +57,11 @@ def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bo
                 _save_folder(checkpoint, temporary)
             files = temporary.iterdir() if temporary.is_dir() else [temporary]
             nbytes = sum(file.stat().st_size for file in files)
-            _put(temporary, path)
+            _move_into_place(temporary, path)
         _sync(path.parent)
         return nbytes
     except (OSError, RuntimeError) as error:
-        raise DiskError(f"can't write {path}: {reason_of(error)}") from None
+        raise DiskError(f"can't write {path}: {error_reason(error)}") from None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -80,17 +80,20 @@ def load(path: Path, select: Select = everything) -> dict[str, Any]:
         DiskError: It can't be read as a checkpoint.
     """
     try:
-        found = _read(path, None, select)
-        if "optimizer" in found and "model" not in found:
+        checkpoint = _read(path, None, select)
+        if "optimizer" in checkpoint and "model" not in checkpoint:
             raise ValueError("it has torchtitan's keys; consolidate with --format dcp writes what this reads")
-        if "model" in found:
-            return _checked(_by_number(found))
-        return {f"group{i}": _checked(_by_number(found[f"group{i}"])) for i in range(max(len(found), 1))}
+        if "model" in checkpoint:
+            return _check_protocol(_by_number(checkpoint))
+        return {
+            f"group{i}": _check_protocol(_by_number(checkpoint[f"group{i}"]))
+            for i in range(max(len(checkpoint), 1))
+        }
     except Exception as error:  # noqa: BLE001 - pickle and torch raise anything
-        raise DiskError(f"can't read {path} as a checkpoint: {reason_of(error)}") from None
+        raise DiskError(f"can't read {path} as a checkpoint: {error_reason(error)}") from None
 
 
-def _checked(group: dict[str, Any]) -> dict[str, Any]:
+def _check_protocol(group: dict[str, Any]) -> dict[str, Any]:
     """Return a DP group's part of a checkpoint. Raise `ValueError` if a newer version has written it."""
     protocol = group.get("protocol", 0)  # versions without one wrote the same keys
     if type(protocol) is not int or not 0 <= protocol <= PROTOCOL:
@@ -101,11 +104,11 @@ def _checked(group: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
-def run_of(path: Path) -> str | None:
+def read_run(path: Path) -> str | None:
     """Return a checkpoint's run without reading tensors, or `None` if it can't be read."""
     try:
-        found = _read(path, {"run", "group0.run"})
-        run = found.get("group0", found)["run"]
+        values = _read(path, {"run", "group0.run"})
+        run = values.get("group0", values)["run"]
     except Exception:  # noqa: BLE001 - pickle and torch raise anything
         return None
     return run if isinstance(run, str) else None
@@ -122,7 +125,9 @@ def clear_unfinished(folder: Path) -> None:
     """Remove remains of killed writers from a folder; finally raise `DiskError` if some can't be removed."""
     troubles = unfinished.clear(folder)
     if troubles:
-        raise DiskError("; ".join(f"can't clear {left}: {reason_of(error)}" for left, error in troubles))
+        raise DiskError(
+            "; ".join(f"can't clear {remains}: {error_reason(error)}" for remains, error in troubles)
+        )
 
 
 def _check_free(path: Path, kind: Format) -> None:
@@ -132,7 +137,7 @@ def _check_free(path: Path, kind: Format) -> None:
         raise OSError("a file of this name exists already; specify another, or remove it")
 
 
-def _put(temporary: Path, path: Path) -> None:
+def _move_into_place(temporary: Path, path: Path) -> None:
     """Rename `temporary` to `path`. If there was a folder, it is at `temporary` afterwards, to be removed."""
     if not path.is_dir() or not any(path.iterdir()):
         os.rename(temporary, path)
@@ -151,12 +156,12 @@ def _save_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
     path.mkdir(_FOLDER_MODE)  # nobody else reaches the files while PyTorch writes them
-    from checkmate.consolidate import folder  # noqa: PLC0415 - DCP takes a tenth of a second
+    from checkmate.consolidate import dcp_folder  # noqa: PLC0415 - DCP takes a tenth of a second
 
-    folder.write(_without_copies(checkpoint), path)
-    for one in (*path.iterdir(), path):
-        one.chmod(_FOLDER_MODE if one == path else _MODE)
-        _sync(one)
+    dcp_folder.write(_without_copies(checkpoint), path)
+    for file in (*path.iterdir(), path):
+        file.chmod(_FOLDER_MODE if file == path else _MODE)
+        _sync(file)
 
 
 def _without_copies(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,45 +177,46 @@ def _without_copies(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path, keys: set[str] | None = None, select: Select = everything) -> dict[str, Any]:
     """Read all or some keys, without running anything that is in the checkpoint."""
     if path.is_dir():
-        from checkmate.consolidate import folder  # noqa: PLC0415 - as above
+        from checkmate.consolidate import dcp_folder  # noqa: PLC0415 - as above
 
-        return folder.read(path, keys, select)
-    found: dict[str, Any] = archives.load(path, mapped=keys is not None)
-    _cut(found, (), select)
-    return found
+        return dcp_folder.read(path, keys, select)
+    checkpoint: dict[str, Any] = archives.load(path, mapped=keys is not None)
+    _select_parts(checkpoint, (), select)
+    return checkpoint
 
 
-def _cut(found: dict[Any, Any], path: tuple[object, ...], select: Select) -> None:
+def _select_parts(values: dict[Any, Any], path: tuple[object, ...], select: Select) -> None:
     """Replace tensors by what is selected of them."""
-    for key, value in found.items():
+    for key, value in values.items():
         if isinstance(value, dict):
-            _cut(value, (*path, key), select)
+            _select_parts(value, (*path, key), select)
         elif isinstance(value, torch.Tensor) and (box := select((*path, key), value.shape)):
-            found[key] = value[box.slices].clone()
+            values[key] = value[box.slices].clone()
 
 
 def _by_number(group: Mapping[str, Any]) -> dict[str, Any]:
     """Undo DCP's changes: identify parameters and ranks by number, and restore empty dictionaries."""
     optimizer = {"state": {}, **group["optimizer"]}  # DCP drops empty dictionaries
-    keys = [key for one in optimizer["param_groups"] for key in one["params"]]
+    keys = [key for params in optimizer["param_groups"] for key in params["params"]]
     number = {key: index for index, key in enumerate(keys)}
-    found = {
+    result = {
         **group,
         "optimizer": {
             "state": {number[key]: values for key, values in optimizer["state"].items()},
             "param_groups": [
-                {**one, "params": [number[key] for key in one["params"]]} for one in optimizer["param_groups"]
+                {**params, "params": [number[key] for key in params["params"]]}
+                for params in optimizer["param_groups"]
             ],
         },
     }
-    if "rank_buffers" in found:
-        found["rank_buffers"] = {int(rank): value for rank, value in found["rank_buffers"].items()}
-    found.setdefault("buffers", {})
-    exact = found.pop("exact", None)
+    if "rank_buffers" in result:
+        result["rank_buffers"] = {int(rank): value for rank, value in result["rank_buffers"].items()}
+    result.setdefault("buffers", {})
+    exact = result.pop("exact", None)
     if exact is None:
-        return found
+        return result
     # Protocols up to 6 had an archive of torch there.
-    return {**found, **(archives.load(exact) if exact[:2] == b"PK" else state.loads(exact))}
+    return {**result, **(archives.load(exact) if exact[:2] == b"PK" else state.loads(exact))}
 
 
 def _sync(path: Path) -> None:
@@ -222,7 +228,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def reason_of(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Return what went wrong, in one line. An error that is raised `from None` has the reason itself."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if isinstance(cause, OSError) and not isinstance(error, OSError):

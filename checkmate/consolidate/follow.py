@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec
 
-from checkmate.consolidate import disk, kept
-from checkmate.consolidate.assemble import checkpoint
+from checkmate.consolidate import checkpoint_folder, disk
+from checkmate.consolidate.assemble import checkpoint, keyed_for_torchtitan
 from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader
-from checkmate.consolidate.torchtitan_keys import keyed_for_torchtitan
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import Lacking, NoAnswer
 from checkmate.nodes.target import LAB_HINT, Source
@@ -23,12 +22,12 @@ P = ParamSpec("P")
 
 POLL_SECONDS = 0.3
 AGAIN_SECONDS = 10.0
-_LISTED = 3
+_MAX_NAMED = 3
 """The number of unreachable nodes that a message names."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint on disk. `nbytes`: the size of its files."""
 
     path: Path
@@ -42,8 +41,8 @@ class Saved:
 
 
 def take(
-    nodes: SnapshotReader, path: Path, kind: disk.Format, timeout: float, trouble: Callable[[str], None]
-) -> Saved:
+    nodes: SnapshotReader, path: Path, kind: disk.Format, timeout: float, on_trouble: Callable[[str], None]
+) -> SavedCheckpoint:
     """Save the newest iteration as `path`.
 
     Args:
@@ -59,24 +58,24 @@ def take(
         DiskError: The checkpoint can't be written.
     """
     start = time.monotonic()
-    _try(trouble, disk.clear_unfinished, path.parent)
-    return _write(nodes.read(timeout), path, kind, start, over=False)
+    _try(on_trouble, disk.clear_unfinished, path.parent)
+    return _write(nodes.read(timeout), path, kind, start, replaces=False)
 
 
 @dataclass(frozen=True)
 class FollowListener:
-    """What is called for what `follow` does."""
+    """The functions that `follow` calls."""
 
-    saved: Callable[[Saved], None]
+    on_saved: Callable[[SavedCheckpoint], None]
     """Called after each checkpoint."""
-    trouble: Callable[[str], None]
+    on_trouble: Callable[[str], None]
     """Called with a message: once if nothing is available, which is tried again, and each time that a
     checkpoint can't be written, after which the next one is tried."""
-    left: Callable[[str], None]
+    on_leftover: Callable[[str], None]
     """Called with a message if a checkpoint, or what a killed writer left, can't be removed."""
-    over: Callable[[], None] = lambda: None
+    on_recovery: Callable[[], None] = lambda: None
     """Called when state is available again."""
-    seen: Callable[[str, int], None] = lambda _, __: None
+    on_progress: Callable[[str, int], None] = lambda _, __: None
     """Called with the run and the iteration that the shadow nodes have, twice a second or so."""
 
 
@@ -105,59 +104,62 @@ def follow(
         stopped: Set it to stop.
         listener: Called for each checkpoint, and for what prevents one.
     """
-    trouble = listener.trouble
-    waiting, shelf = _Waiting(nodes.job, trouble, listener.over), _Shelf(folder, kind, listener.left)
-    due, reported = _Due(every), ""
+    on_trouble = listener.on_trouble
+    waiting, shelf = (
+        _Waiting(nodes.job, on_trouble, listener.on_recovery),
+        _Shelf(folder, kind, listener.on_leftover),
+    )
+    schedule, reported = _Schedule(every), ""
     while not stopped.is_set():
         try:
             source = nodes.source()
-            listener.seen(source.beginning.run, source.stepped)
-            if due.is_available(source):
+            listener.on_progress(source.beginning.run, source.stepped)
+            if schedule.is_available(source):
                 start = time.monotonic()
-                one = shelf.put(nodes.read(timeout, at_least=due.iteration), start)
-                listener.saved(one)
-                due.saved(one)
-                _try(listener.left, kept.tidy, folder, keep, one.path)
+                checkpoint = shelf.write(nodes.read(timeout, at_least=schedule.iteration), start)
+                listener.on_saved(checkpoint)
+                schedule.note_saved(checkpoint)
+                _try(listener.on_leftover, checkpoint_folder.tidy, folder, keep, checkpoint.path)
             reported = ""
             waiting.end()
         except disk.DiskError as error:
             waiting.end()  # reading has succeeded
-            due.failed()
-            if not (due.ended and str(error) == reported):
-                trouble(str(error))
+            schedule.skip()
+            if not (schedule.has_ended and str(error) == reported):
+                on_trouble(str(error))
             reported = str(error)
-            if due.ended:
+            if schedule.has_ended:
                 stopped.wait(AGAIN_SECONDS)  # no other iteration follows: try the last one again
         except (Lacking, Missing, StateError) as error:
             waiting.for_(error)
         stopped.wait(POLL_SECONDS)
 
 
-class _Due:
+class _Schedule:
     """The iteration to save next: each `every`th, and the last of all."""
 
     def __init__(self, every: int) -> None:
         self.iteration = -1
-        self.ended = False
-        """Whether training is complete."""
+        self.has_ended = False
+        """True if training is complete."""
         self._every = every
-        self._saved = ("", -1)
+        self._last_saved = ("", -1)
 
     def is_available(self, source: Source) -> bool:
         """Return whether it is stepped, or is the next one to be stepped."""
-        stepped, self.ended = source.stepped, source.has_ended
+        stepped, self.has_ended = source.stepped, source.has_ended
         if not stepped - self._every < self.iteration <= stepped + self._every:
             self.iteration = next_due(stepped, self._every)  # the first time, or training went back
-        if self.ended and stepped >= 0 and self._saved != (source.beginning.run, stepped):
+        if self.has_ended and stepped >= 0 and self._last_saved != (source.beginning.run, stepped):
             self.iteration = stepped
-        return stepped >= self.iteration - (not self.ended)
+        return stepped >= self.iteration - (not self.has_ended)
 
-    def saved(self, one: Saved) -> None:
+    def note_saved(self, checkpoint: SavedCheckpoint) -> None:
         """Note that it, or a later one, was saved."""
-        self._saved = (one.run, one.iteration)
-        self.iteration = next_due(one.iteration + 1, self._every)
+        self._last_saved = (checkpoint.run, checkpoint.iteration)
+        self.iteration = next_due(checkpoint.iteration + 1, self._every)
 
-    def failed(self) -> None:
+    def skip(self) -> None:
         """Skip it."""
         self.iteration = next_due(self.iteration + 1, self._every)
 
@@ -165,27 +167,31 @@ class _Due:
 class _Shelf:
     """Writes checkpoints to a folder, under names that sort the last one as the newest."""
 
-    def __init__(self, folder: Path, kind: disk.Format, left: Callable[[str], None]) -> None:
-        self._folder, self._kind, self._left = folder, kind, left
+    def __init__(self, folder: Path, kind: disk.Format, on_leftover: Callable[[str], None]) -> None:
+        self._folder, self._kind, self._on_leftover = folder, kind, on_leftover
         self._run, self._generation = "", 0
 
-    def put(self, snapshot: Snapshot, start: float) -> Saved:
+    def write(self, snapshot: Snapshot, start: float) -> SavedCheckpoint:
         """Save a snapshot. Raise `DiskError` if it can't be written."""
-        _try(self._left, disk.clear_unfinished, self._folder)
+        _try(self._on_leftover, disk.clear_unfinished, self._folder)
         if snapshot.run != self._run:
-            self._generation = kept.generation_for(self._folder, snapshot.run, snapshot.generation)
+            self._generation = checkpoint_folder.generation_for(
+                self._folder, snapshot.run, snapshot.generation
+            )
             self._run = snapshot.run
         numbered = replace(snapshot, generation=self._generation)
-        path = kept.path_of(self._folder, self._generation, snapshot.iteration, self._kind)
-        return _write(numbered, path, self._kind, start, over=True)
+        path = checkpoint_folder.checkpoint_path(
+            self._folder, self._generation, snapshot.iteration, self._kind
+        )
+        return _write(numbered, path, self._kind, start, replaces=True)
 
 
-def _try(trouble: Callable[[str], None], do: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+def _try(on_trouble: Callable[[str], None], do: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
     """Call a function on which nothing else depends; report its `DiskError`."""
     try:
         do(*args, **kwargs)
     except disk.DiskError as error:
-        trouble(str(error))
+        on_trouble(str(error))
 
 
 class _Waiting:
@@ -195,8 +201,8 @@ class _Waiting:
     reason for which a shard is wrong (`Lacking.wrong`) once, ignoring numbers.
     """
 
-    def __init__(self, job: Job, begun: Callable[[str], None], over: Callable[[], None]) -> None:
-        self._job, self._begun, self._over = job, begun, over
+    def __init__(self, job: Job, on_begin: Callable[[str], None], on_end: Callable[[], None]) -> None:
+        self._job, self._on_begin, self._on_end = job, on_begin, on_end
         self._reported: set[object] = set()
 
     def for_(self, error: Lacking | Missing | StateError) -> None:
@@ -206,13 +212,13 @@ class _Waiting:
         if isinstance(lacking, Lacking):
             of = {*lacking.shards, *((shard, _wrong(lacking.shards[shard])) for shard in lacking.wrong)}
         if not of <= self._reported:
-            self._begun(_unreached(self._job, lacking) if isinstance(lacking, NoAnswer) else str(error))
+            self._on_begin(_unreached(self._job, lacking) if isinstance(lacking, NoAnswer) else str(error))
         self._reported |= of
 
     def end(self) -> None:
         """Note a successful attempt."""
         if self._reported:
-            self._over()
+            self._on_end()
         self._reported.clear()
 
 
@@ -223,9 +229,11 @@ def _wrong(troubles: list[str]) -> str:
 
 def _unreached(job: Job, error: NoAnswer) -> str:
     """Return a message that names each node once, even if it holds several shards."""
-    found = list(dict.fromkeys(text for troubles in error.shards.values() for text in troubles))
-    more = f", and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    return f"no shadow node of job {job.job} can be reached: {', '.join(found[:_LISTED])}{more}; {LAB_HINT}"
+    reasons = list(dict.fromkeys(text for troubles in error.shards.values() for text in troubles))
+    more = f", and {len(reasons) - _MAX_NAMED} more" if len(reasons) > _MAX_NAMED else ""
+    return (
+        f"no shadow node of job {job.job} can be reached: {', '.join(reasons[:_MAX_NAMED])}{more}; {LAB_HINT}"
+    )
 
 
 def next_due(iteration: int, every: int) -> int:
@@ -233,10 +241,14 @@ def next_due(iteration: int, every: int) -> int:
     return (max(iteration, 0) // every + 1) * every - 1
 
 
-def _write(snapshot: Snapshot, path: Path, kind: disk.Format, start: float, *, over: bool) -> Saved:
-    made = checkpoint(snapshot, by_name=kind != "torch")
-    nbytes = disk.save(keyed_for_torchtitan(made) if kind == "torchtitan" else made, path, kind, replace=over)
-    return Saved(
+def _write(
+    snapshot: Snapshot, path: Path, kind: disk.Format, start: float, *, replaces: bool
+) -> SavedCheckpoint:
+    document = checkpoint(snapshot, by_name=kind != "torch")
+    nbytes = disk.save(
+        keyed_for_torchtitan(document) if kind == "torchtitan" else document, path, kind, replace=replaces
+    )
+    return SavedCheckpoint(
         path,
         snapshot.job.job,
         snapshot.run,

@@ -1,4 +1,4 @@
-"""What `consolidate --every` has done, as metrics of Prometheus. Pure but for the clock that callers pass."""
+"""The work of `consolidate --every` as metrics of Prometheus. Pure but for the clock that callers pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
-from checkmate.consolidate.follow import Saved
+from checkmate.consolidate.follow import SavedCheckpoint
 
 
 @dataclass
@@ -23,7 +23,7 @@ class KeeperTally:
     every: int
     """Iterations between two checkpoints."""
     iteration: int = -1
-    """Of the newest checkpoint; -1: none."""
+    """The iteration of the newest checkpoint; -1: none."""
     at: float = 0.0
     """When it was complete, in seconds since 1970."""
     count: int = 0
@@ -36,22 +36,22 @@ class KeeperTally:
     """The iteration of the run's newest checkpoint, or the first of the run that was seen."""
     _run: str = ""
 
-    def seen(self, run: str, iteration: int) -> None:
+    def note_progress(self, run: str, iteration: int) -> None:
         """Note what the shadow nodes have. What was before this process is not its to keep."""
         if run != self._run:
             self._run, self.since = run, iteration
 
-    def saved(self, one: Saved, now: float) -> None:
+    def note_saved(self, checkpoint: SavedCheckpoint, now: float) -> None:
         """Note a checkpoint that is complete."""
-        self.iteration, self.at, self.trouble = one.iteration, now, ""
-        self.count, self.seconds = self.count + 1, self.seconds + one.seconds
-        self._run, self.since = one.run, one.iteration
+        self.iteration, self.at, self.trouble = checkpoint.iteration, now, ""
+        self.count, self.seconds = self.count + 1, self.seconds + checkpoint.seconds
+        self._run, self.since = checkpoint.run, checkpoint.iteration
 
-    def failed(self, why: str) -> None:
+    def note_failure(self, why: str) -> None:
         """Note that state can't be read, or a checkpoint not written."""
         self.failures, self.trouble = self.failures + 1, why
 
-    def over(self) -> None:
+    def note_recovery(self) -> None:
         """Note that state can be read again."""
         self.trouble = ""
 

@@ -122,8 +122,8 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
             try:
                 return self._attempt(deadline, at_least)
             except Lacking as error:
-                left = deadline - time.monotonic() > AGAIN_SECONDS
-                if not left or self._stopped.wait(AGAIN_SECONDS):
+                has_time = deadline - time.monotonic() > AGAIN_SECONDS
+                if not has_time or self._stopped.wait(AGAIN_SECONDS):
                     if isinstance(error, NoAnswer):
                         raise Unreachable(
                             f"no shadow node of job {self.job.job} can be reached within {timeout:g} s "
@@ -165,21 +165,23 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
             raise lacking(self.job, reasons) from None
 
     def _read_all(self, source: Source, reservation: Reservation, deadline: float) -> Snapshot:
-        iteration, begun = reservation.iteration, source.beginning
-        wanted = {
-            ShardRequest(self.job.job, begun.run, iteration, *shard, begun.incarnation, begun.start): [
+        iteration, begin = reservation.iteration, source.beginning
+        requests = {
+            ShardRequest(self.job.job, begin.run, iteration, *shard, begin.incarnation, begin.start): [
                 node for node in nodes if node not in reservation.refusals
             ]
             for shard, nodes in source.holders.items()
         }
         accept = partial(_check_record, self.job, iteration)
-        found = read_shards(self._stubs, wanted, ShardReading(deadline, STEP_SECONDS, self._progress, accept))
+        states = read_shards(
+            self._stubs, requests, ShardReading(deadline, STEP_SECONDS, self._progress, accept)
+        )
         groups = tuple(
-            one_group(group, [found[shard] for shard in sorted(found) if shard[0] == group])
+            combine_shards(group, [states[shard] for shard in sorted(states) if shard[0] == group])
             for group in range(len(self.job.dp_groups))
         )
-        generation = max(one.header.generation for one in found.values())
-        return Snapshot(self.job, begun.run, iteration, groups, generation)
+        generation = max(shard_state.header.generation for shard_state in states.values())
+        return Snapshot(self.job, begin.run, iteration, groups, generation)
 
 
 def _without(source: Source, granted: Collection[int]) -> list[Shard]:
@@ -199,13 +201,13 @@ def _check_record(job: Job, iteration: int, header: pb.SeedHeader, _: Layout) ->
         raise state.StateError(f"it lacks parts of the step record of iteration {iteration}")
 
 
-def one_group(group: int, shards: Sequence[ShardState]) -> GroupState:
+def combine_shards(group: int, shards: Sequence[ShardState]) -> GroupState:
     """Combine a DP group's shards. Raise `Lacking` if their models differ or buffers are missing."""
     headers = [shard.header for shard in shards]
     first = most_parts(headers)
     for header in headers:
         if (header.layout, header.optimizer) != (first.layout, first.optimizer):
-            here, there = ((group, one.shard.shard) for one in (header, first))
+            here, there = ((group, other_header.shard.shard) for other_header in (header, first))
             trouble = f"{name(here)} has another model or optimizer than {name(there)}"
             raise Lacking({here: [trouble]}, frozenset({here}))
     states = {number: values for shard in shards for number, values in shard.states.items()}

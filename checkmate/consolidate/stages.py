@@ -32,10 +32,15 @@ class Trained:
         return cls(hashlib.blake2b(data.encode(), digest_size=16).hexdigest(), sharded, share)
 
     @classmethod
-    def of_layout(cls, layout: Layout) -> Trained:
+    def from_layout(cls, layout: Layout) -> Trained:
         """Return it for a layout."""
-        known = [(one.name, one.whole or one.shape, one.dtype) for one in layout.parameters]
-        return cls.of(known, sharded=any(one.whole for one in layout.parameters), share=layout.share)
+        parameters = [
+            (parameter.name, parameter.whole or parameter.shape, parameter.dtype)
+            for parameter in layout.parameters
+        ]
+        return cls.of(
+            parameters, sharded=any(parameter.whole for parameter in layout.parameters), share=layout.share
+        )
 
     def message(self) -> dict[str, Any]:
         """Return what JSON can express, for `of_message`."""
@@ -58,25 +63,25 @@ def stages(job: Job, trained: Sequence[Trained]) -> list[list[int]]:
         job: The job.
         trained: What each of its DP groups trains.
     """
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     sharded: dict[object, list[int]] = {}
-    for group, one in enumerate(trained):
-        if one.share.count > 1:
-            stage = next((stage for stage in found if _continues(job, trained, stage, group)), [])
-        elif one.sharded:
-            of = one.parameters if job.mesh is None else coordinates(job, group)["pp"]
-            stage = sharded.setdefault(of, [])
+    for group, group_trained in enumerate(trained):
+        if group_trained.share.count > 1:
+            stage = next((stage for stage in result if _continues(job, trained, stage, group)), [])
+        elif group_trained.sharded:
+            key = group_trained.parameters if job.mesh is None else coordinates(job, group)["pp"]
+            stage = sharded.setdefault(key, [])
         else:
             stage = []
         if not stage:
-            found.append(stage)
+            result.append(stage)
         stage.append(group)
-    return found
+    return result
 
 
 def _continues(job: Job, trained: Sequence[Trained], stage: Sequence[int], group: int) -> bool:
     """Return whether a DP group has the next share of a model, of which a stage's groups have the first."""
-    first, own = trained[stage[0]], trained[group]
-    hosts = [{rank.host for rank in job.dp_groups[one].ranks} for one in (stage[0], group)]
+    first, candidate = trained[stage[0]], trained[group]
+    hosts = [{rank.host for rank in job.dp_groups[member].ranks} for member in (stage[0], group)]
     next_share = Share(len(stage), first.share.count)
-    return own.share == next_share and own.parameters == first.parameters and hosts[0] == hosts[1]
+    return candidate.share == next_share and candidate.parameters == first.parameters and hosts[0] == hosts[1]

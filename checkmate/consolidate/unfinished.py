@@ -20,8 +20,8 @@ from typing import Final
 INDEX: Final = ".metadata"
 """The file of a folder of PyTorch Distributed Checkpoint that is written last."""
 
-_PREFIX: Final = ".unfinished-"
-_REMOVED: Final = ".removed-"
+_UNFINISHED_PREFIX: Final = ".unfinished-"
+_REMOVAL_PREFIX: Final = ".removed-"
 _LOCK: Final = "writer"
 _CONTENT: Final = "checkpoint"
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -30,7 +30,7 @@ _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
     """Yield an unused hidden path beside `path`; remove its content at the end. May raise `OSError`."""
-    folder, lock = _claimed(path)
+    folder, lock = _claim(path)
     try:
         yield folder / _CONTENT
     finally:
@@ -46,7 +46,7 @@ def remove(path: Path) -> None:
     This works even on a full disk. May raise `OSError`.
     """
     if path.is_dir():
-        path = path.rename(path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex}"))
+        path = path.rename(path.with_name(f"{_REMOVAL_PREFIX}{path.name}-{uuid.uuid4().hex}"))
     _delete(path)
 
 
@@ -56,29 +56,31 @@ def clear(folder: Path) -> list[tuple[Path, OSError]]:
     Remains of live writers and other users, and other files, are left alone silently.
     """
     try:
-        found = sorted(path for path in folder.iterdir() if path.name.startswith((_PREFIX, _REMOVED)))
+        paths = sorted(
+            path for path in folder.iterdir() if path.name.startswith((_UNFINISHED_PREFIX, _REMOVAL_PREFIX))
+        )
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         return [(folder, error)]
     troubles = []
-    for left in found:
+    for remains in paths:
         try:
-            if left.name.startswith(_REMOVED):
-                _delete(left)
+            if remains.name.startswith(_REMOVAL_PREFIX):
+                _delete(remains)
             else:
-                _clear(left)
+                _clear(remains)
         except PermissionError:
             continue  # it belongs to another user
         except OSError as error:
-            troubles.append((left, error))
+            troubles.append((remains, error))
     return troubles
 
 
-def _claimed(path: Path) -> tuple[Path, int]:
+def _claim(path: Path) -> tuple[Path, int]:
     """Create a folder and lock it; retry if another process has cleared it before it was locked."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{path.name}-", dir=path.parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED_PREFIX}{path.name}-", dir=path.parent))
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:
@@ -88,17 +90,17 @@ def _claimed(path: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
-def _clear(left: Path) -> None:
+def _clear(remains: Path) -> None:
     try:
-        lock = os.open(left / _LOCK, os.O_RDWR)
+        lock = os.open(remains / _LOCK, os.O_RDWR)
     except NotADirectoryError:
         return
     except FileNotFoundError:
-        _remove_empty(left)
+        _remove_empty(remains)
         return
     try:
         if _lock(lock, otherwise=False):
-            _remove(left)
+            _remove(remains)
     finally:
         os.close(lock)
 

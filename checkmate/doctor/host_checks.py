@@ -61,7 +61,9 @@ def capabilities(
     if missing:
         remedy = libbpf.REMEDY if role is Role.TRAINER else "run it as root, or give it these capabilities"
         return failed("capabilities", f"{', '.join(missing)} missing", remedy)
-    names = [f"CAP_{capability.name}" for capability in (libbpf.NEEDED if role is Role.TRAINER else reasons)]
+    names = [
+        f"CAP_{capability.name}" for capability in (libbpf.REQUIRED if role is Role.TRAINER else reasons)
+    ]
     return ok("capabilities", f"has {', '.join(names)}")
 
 

@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate import state
-from checkmate.consolidate import disk, kept
+from checkmate.consolidate import checkpoint_folder, disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.follow import FollowListener, follow, next_due
-from checkmate.consolidate.snapshot import Missing, SnapshotReader, Unreachable, one_group
+from checkmate.consolidate.snapshot import Missing, SnapshotReader, Unreachable, combine_shards
 from checkmate.nodes.reader import ShardState
 from checkmate.nodes.standing import Lacking
 from checkmate.rpc import shadow_pb2 as pb
@@ -143,17 +143,17 @@ def fetched(shard: int, buffers: list[str], expected: list[str]) -> ShardState:
 def test_buffers_of_all_nodes_are_taken_together_and_none_is_left_out() -> None:
     """A node that joined late has only some."""
     expected = ["frozen", "mean"]
-    found = one_group(0, [fetched(0, ["mean"], expected), fetched(1, ["frozen"], expected)])
+    found = combine_shards(0, [fetched(0, ["mean"], expected), fetched(1, ["frozen"], expected)])
     assert set(found.record.buffers) == {"mean", "frozen"}
     with pytest.raises(Lacking, match="have not arrived yet: frozen$"):
-        one_group(0, [fetched(0, ["mean"], expected), fetched(1, [], expected)])
+        combine_shards(0, [fetched(0, ["mean"], expected), fetched(1, [], expected)])
 
 
 def test_shards_of_two_models_are_not_put_together() -> None:
     ours, theirs = fetched(0, [], []), fetched(1, [], [])
     theirs.header.layout = make_layout([Parameter("v", (4,), "float32")], 2, 100).to_json()
     with pytest.raises(Lacking, match="shard 1 of DP group 0 has another model") as caught:
-        one_group(0, [ours, theirs])
+        combine_shards(0, [ours, theirs])
     assert caught.value.wrong == {(0, 1)}
 
 
@@ -412,10 +412,10 @@ def test_a_full_disk_in_the_background(
             following.result()
     assert all("No space left on device" in trouble for trouble in troubles)
     assert [path.name for path in kept_in(small_disk)] == [
-        kept.path_of(small_disk, 1, iteration, kind).name for iteration in (4, 1)
+        checkpoint_folder.checkpoint_path(small_disk, 1, iteration, kind).name for iteration in (4, 1)
     ]
-    here.check(disk.load(kept.path_of(small_disk, 1, 1, kind)), 1)
-    here.check(disk.load(kept.path_of(small_disk, 1, 4, kind)), 4)
+    here.check(disk.load(checkpoint_folder.checkpoint_path(small_disk, 1, 1, kind)), 1)
+    here.check(disk.load(checkpoint_folder.checkpoint_path(small_disk, 1, 4, kind)), 4)
 
 
 def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
@@ -447,7 +447,7 @@ def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
                 stopped.set()
                 following.result()
         assert saved == [6]
-    here.check(disk.load(kept.path_of(tmp_path, 1, 6, "torch")), 6)
+    here.check(disk.load(checkpoint_folder.checkpoint_path(tmp_path, 1, 6, "torch")), 6)
 
 
 @given(st.integers(-1, 1000), st.integers(1, 50))

@@ -45,7 +45,7 @@ def test_what_is_written_is_read_back(kind: disk.Format, groups: int, tmp_path: 
         assert {key: equal(theirs[key], ours[key]) for key in ours} == dict.fromkeys(ours, True)
     assert (ours["iteration"], ours["job"], ours["group"]) == (2, "demo", groups - 1)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    assert disk.run_of(path) == "run"
+    assert disk.read_run(path) == "run"
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -258,6 +258,6 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
     torch.save({"weights": 1}, tmp_path / "b.pt")
     (tmp_path / "c").mkdir()
     for name in ("a.pt", "b.pt", "c", "d.pt"):
-        assert disk.run_of(tmp_path / name) is None
+        assert disk.read_run(tmp_path / name) is None
         with pytest.raises(disk.DiskError, match=f"can't read .*{name} as a checkpoint"):
             disk.load(tmp_path / name)

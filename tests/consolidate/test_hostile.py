@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as meta
 
 from checkmate import state
-from checkmate.consolidate import archives, disk, folder
+from checkmate.consolidate import archives, dcp_folder, disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.rpc.protocol import PROTOCOL
 from tests.support.checkpoints import DiskRun
@@ -46,7 +46,7 @@ def refused(path: Path, words: str) -> None:
     with pytest.raises(disk.DiskError, match=words) as caught:
         disk.load(path)
     assert "\n" not in str(caught.value)
-    assert disk.run_of(path) is None
+    assert disk.read_run(path) is None
 
 
 def test_an_index_runs_nothing(written: Path) -> None:
@@ -66,12 +66,12 @@ class AsOldPython(pickle.Pickler):
 
 
 def test_an_index_of_another_python_is_read(written: Path) -> None:
-    index = folder.read_index(written)
+    index = dcp_folder.read_index(written)
     data = io.BytesIO()
     AsOldPython(data).dump(index)
     assert b"getattr" in data.getvalue()
     (written / ".metadata").write_bytes(data.getvalue())
-    assert folder.read_index(written).state_dict_metadata == index.state_dict_metadata
+    assert dcp_folder.read_index(written).state_dict_metadata == index.state_dict_metadata
 
 
 def test_an_index_reaches_no_attribute(written: Path) -> None:
@@ -80,13 +80,13 @@ def test_an_index_reaches_no_attribute(written: Path) -> None:
     refused(written, "its index refers to builtins.getattr, which no checkpoint needs")
 
 
-KINDS = [name for name, found in folder._CLASSES.items() if not isinstance(found, torch.dtype)]
+KINDS = [name for name, found in dcp_folder._CLASSES.items() if not isinstance(found, torch.dtype)]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=".".join)
 def test_an_index_changes_nothing_outside_of_itself(written: Path, kind: tuple[str, str]) -> None:
     module, name = (one.encode() for one in kind)
-    there = folder._CLASSES[kind]
+    there = dcp_folder._CLASSES[kind]
     changed = b"\x80\x02c%b\n%b\nN}X\x08\x00\x00\x00__init__ctorch\nfloat32\ns\x86b0" % (module, name)
     whole = (written / ".metadata").read_bytes()
     (written / ".metadata").write_bytes(changed + whole[2:])
@@ -106,7 +106,7 @@ def test_tensors_of_any_type_are_read(tmp_path: Path, other: torch.dtype) -> Non
 
 
 def test_a_pipe_is_not_waited_for(written: Path) -> None:
-    index = folder.read_index(written)
+    index = dcp_folder.read_index(written)
     os.mkfifo(written / "pipe")
     index.storage_data = {
         key: replace(at, relative_path="pipe", offset=0, length=0) for key, at in index.storage_data.items()
@@ -136,7 +136,7 @@ def test_a_pipe_that_comes_after_the_index_was_checked_is_not_waited_for(
     written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (data,) = written.glob("*.distcp")
-    replaced_by_a_pipe(monkeypatch, folder, "_check", data)
+    replaced_by_a_pipe(monkeypatch, dcp_folder, "_check", data)
     refused(written, "it is not a file")
 
 
@@ -153,7 +153,7 @@ def test_a_pipe_in_the_place_of_a_torch_file_is_not_waited_for(
 
 def test_bytes_count_once(written: Path) -> None:
     """Otherwise a thousand names of the same bytes would take a thousand times their memory."""
-    index = folder.read_index(written)
+    index = dcp_folder.read_index(written)
     place = max(index.storage_data.values(), key=lambda one: one.length)
     for number in range(1000):
         index.storage_data[meta.MetadataIndex(f"extra.{number}")] = place
@@ -163,7 +163,7 @@ def test_bytes_count_once(written: Path) -> None:
 
 def test_a_value_runs_nothing(written: Path) -> None:
     mark = written.parent / "ran"
-    index = folder.read_index(written)
+    index = dcp_folder.read_index(written)
     name, place = next((one.fqn, at) for one, at in index.storage_data.items() if one.fqn == "run")
     blob = io.BytesIO()
     torch.save(Runs(mark), blob)
@@ -178,7 +178,7 @@ def test_a_value_runs_nothing(written: Path) -> None:
 
 
 def test_an_index_that_claims_more_than_the_files_have_is_refused(written: Path) -> None:
-    index = folder.read_index(written)
+    index = dcp_folder.read_index(written)
     tensor = next(
         one for one in index.state_dict_metadata.values() if isinstance(one, meta.TensorStorageMetadata)
     )
@@ -190,7 +190,7 @@ def test_an_index_that_claims_more_than_the_files_have_is_refused(written: Path)
 @pytest.mark.parametrize("other", ["../secret", "/etc/passwd"])
 def test_an_index_reaches_no_other_file(written: Path, other: str) -> None:
     (written.parent / "secret").write_bytes(bytes(1 << 20))
-    index = folder.read_index(written)
+    index = dcp_folder.read_index(written)
     index.storage_data = {key: replace(at, relative_path=other) for key, at in index.storage_data.items()}
     (written / ".metadata").write_bytes(pickle.dumps(index))
     refused(written, f"of {other}, which the folder does not have")

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim.lr_scheduler import LambdaLR
 
 from checkmate.consolidate import disk
-from checkmate.consolidate.assemble import checkpoint
+from checkmate.consolidate.assemble import checkpoint, keyed_for_torchtitan
 from checkmate.consolidate.snapshot import Snapshot
-from checkmate.consolidate.torchtitan_keys import keyed_for_torchtitan
 from checkmate.state import StateError
 from tests.support.checkpoints import DiskRun
 from tests.support.training.lab import equal

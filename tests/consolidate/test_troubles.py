@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from checkmate.cli.consolidate import _say, _waiting
-from checkmate.consolidate import disk, kept
-from checkmate.consolidate.follow import FollowListener, Saved, _Waiting, follow, take
+from checkmate.cli.consolidate import _print_saved, _waiting
+from checkmate.consolidate import checkpoint_folder, disk
+from checkmate.consolidate.follow import FollowListener, SavedCheckpoint, _Waiting, follow, take
 from checkmate.consolidate.snapshot import SnapshotReader
 from checkmate.nodes.standing import Lacking, NoAnswer
 from testbed.jobs import job, job_data
@@ -139,7 +139,7 @@ def test_what_cant_be_removed_is_told_each_time_and_ends_nothing(
     assert troubles.count(f"can't clear {left}: Device or resource busy") == 3
     assert troubles.count(f"can't remove {first}: Device or resource busy") == 2
     assert [path.name for path in kept_in(folder)] == [
-        kept.path_of(folder, 1, iteration, "torch").name for iteration in (2, 0)
+        checkpoint_folder.checkpoint_path(folder, 1, iteration, "torch").name for iteration in (2, 0)
     ]
 
 
@@ -208,7 +208,7 @@ def test_a_path_with_markup_is_told_as_it_is(capsys: pytest.CaptureFixture[str])
     said = "can't write kept/[red]:smile:/iteration-00000001: No space left on device"
     _waiting(said)
     path = Path("kept/[red]:smile:")
-    _say(Saved(path, "demo", "run", 1, 1, 1, 1000, 0.1))
+    _print_saved(SavedCheckpoint(path, "demo", "run", 1, 1, 1, 1000, 0.1))
     out, error = capsys.readouterr()
     assert error == f"waiting: {said}\n"
     assert out.startswith(f"{path}: iteration 1 of job demo, 1 shard")

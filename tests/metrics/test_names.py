@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics_core import Metric
 
-from checkmate.consolidate.follow import Saved
+from checkmate.consolidate.follow import SavedCheckpoint
 from checkmate.consolidate.metrics import KeeperTally, families
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import metrics as of_shadow
@@ -144,13 +144,13 @@ def test_the_embedded_switch_says_its_statistics() -> None:
 
 def test_what_keeps_checkpoints_says_how_far_it_is() -> None:
     tally = KeeperTally("gpt", 10)
-    tally.failed("no shadow node can be reached")
+    tally.note_failure("no shadow node can be reached")
     assert tally.not_ready() == "no shadow node can be reached"
-    tally.over()
+    tally.note_recovery()
     assert tally.not_ready() == ""
-    tally.failed("the disk is full")
-    tally.saved(Saved(Path("x"), "gpt", "run", 1, 19, 2, 1000, 0.5), 1e9)
-    tally.saved(Saved(Path("y"), "gpt", "run", 1, 29, 2, 1000, 0.75), 1e9 + 5)
+    tally.note_failure("the disk is full")
+    tally.note_saved(SavedCheckpoint(Path("x"), "gpt", "run", 1, 19, 2, 1000, 0.5), 1e9)
+    tally.note_saved(SavedCheckpoint(Path("y"), "gpt", "run", 1, 29, 2, 1000, 0.75), 1e9 + 5)
     assert tally.not_ready() == ""
     found = values(families(tally))
     assert found["checkmate_consolidate_saved_iteration,job=gpt"] == 29
@@ -165,9 +165,9 @@ def test_checkpoints_count_from_what_was_there_first() -> None:
     tally = KeeperTally("gpt", 10)
     since = []
     for run, iteration in (("a", 5000), ("a", 5007), ("a", 4990), ("b", 3), ("b", 40)):
-        tally.seen(run, iteration)
+        tally.note_progress(run, iteration)
         since.append(tally.since)
     assert since == [5000, 5000, 5000, 3, 3]
-    tally.saved(Saved(Path("x"), "gpt", "b", 2, 39, 2, 1000, 0.5), 1e9)
-    tally.seen("b", 41)
+    tally.note_saved(SavedCheckpoint(Path("x"), "gpt", "b", 2, 39, 2, 1000, 0.5), 1e9)
+    tally.note_progress("b", 41)
     assert values(families(tally))["checkmate_consolidate_since_iteration,job=gpt"] == 39

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from checkmate import state
-from checkmate.consolidate import disk, kept
+from checkmate.consolidate import checkpoint_folder, disk
 from checkmate.consolidate.chunks import Box
 from checkmate.consolidate.stages import Trained, stages
 from checkmate.job.schema import Job
@@ -84,7 +84,8 @@ def list_checkpoints(folder: str | Path | None, discarded: int = 0) -> OnDisk:
     if not name:
         return OnDisk()
     path = Path(name).absolute()
-    return OnDisk(tuple(kept.choices(path, discarded)), kept.greatest_generation(path))
+    choices = tuple(checkpoint_folder.choices(path, discarded))
+    return OnDisk(choices, checkpoint_folder.greatest_generation(path))
 
 
 def no_checkpoint(folder: str | Path | None) -> str:

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from checkmate import state
-from checkmate.consolidate import disk, kept
+from checkmate.consolidate import checkpoint_folder, disk
 from checkmate.consolidate.snapshot import Snapshot, SnapshotReader
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of
@@ -178,4 +178,4 @@ class ConsolidatePlace:
 
 def kept_in(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, the newest first."""
-    return [one.path for one in kept.whole(folder)]
+    return [one.path for one in checkpoint_folder.list_complete(folder)]

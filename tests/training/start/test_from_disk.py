@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from checkmate import state
 from checkmate.consolidate import disk as on_disk
-from checkmate.consolidate import kept
 from checkmate.consolidate.assemble import checkpoint
+from checkmate.consolidate.checkpoint_folder import checkpoint_path
 from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.job.files import read_job
 from checkmate.nodes.other_ranks import OtherRanks
@@ -177,7 +177,7 @@ def test_a_new_process_goes_on_from_the_newest(
     script = DiskScript(1)
     record = script.train(5)
     saved_checkpoint = checkpoint(script.snapshot(record), by_name=kind == "dcp")
-    on_disk.save(saved_checkpoint, kept.path_of(tmp_path, 2, 4, kind), kind)
+    on_disk.save(saved_checkpoint, checkpoint_path(tmp_path, 2, 4, kind), kind)
     expected = script.everything()
     monkeypatch.setenv("CHECKMATE_CHECKPOINTS", str(tmp_path))
     there = list_checkpoints(None)
@@ -267,7 +267,7 @@ def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def saved(script: DiskScript, folder: Path, *numbers: tuple[int, int]) -> list[Path]:
     """Save checkpoints of a script, with the names of these generations and iterations."""
     saved_checkpoint = checkpoint(script.snapshot(script.train(2)))
-    paths = [kept.path_of(folder, generation, iteration, "torch") for generation, iteration in numbers]
+    paths = [checkpoint_path(folder, generation, iteration, "torch") for generation, iteration in numbers]
     for path in paths:
         on_disk.save(saved_checkpoint, path, "torch")
     return paths
@@ -304,7 +304,7 @@ def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path
         newest.write_bytes(newest.read_bytes()[:1000])
     else:  # the result of an interrupted `cp -r`
         newest.unlink()
-        newest = kept.path_of(tmp_path, 1, 900, "dcp")
+        newest = checkpoint_path(tmp_path, 1, 900, "dcp")
         newest.mkdir()
         (newest / "__0_0.distcp").write_bytes(b"half")
     with pytest.raises(RestoreError) as excinfo:
@@ -321,7 +321,7 @@ def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     script = DiskScript(1)
     made = checkpoint(script.snapshot(script.train(2)))
-    path = kept.path_of(tmp_path, 0, 1, "torch")
+    path = checkpoint_path(tmp_path, 0, 1, "torch")
     on_disk.save({**made, "job": "another"}, path, "torch")
     with pytest.raises(InstallError, match="belongs to the job another, not to demo"):
         from_disk.install_checkpoint(path, PLACE, script.watched, ONE)

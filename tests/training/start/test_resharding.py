@@ -107,7 +107,7 @@ def test_sharded_stages_without_a_mesh_are_read_back(kind: on_disk.Format, tmp_p
         expected = [full(watched.model.inner.state_dict()) for watched in stages]
         places = [membership.place(made, group.ranks[0].rank, 4, None) for group in made.dp_groups]
         trained = [from_disk.trained_by(*one) for one in zip(places, stages, strict=True)]
-        assert trained == [Trained.of_layout(group.layout) for group in groups]
+        assert trained == [Trained.from_layout(group.layout) for group in groups]
         found = find_stages(made, [Trained.of_message(one.message()) for one in trained])
         assert found == [[0], [1]]
         for place, watched, one in zip(places, stages, expected, strict=True):

@@ -57,20 +57,20 @@ def assemble_stage(members: Mapping[int, GroupState]) -> StageState:
 
 def _grouped(member: GroupState) -> object:
     spec = member.optimizer
-    return [(kind_of(spec, one), list(one.parameters)) for one in spec.groups]
+    return [(kind_of(spec, group), list(group.parameters)) for group in spec.groups]
 
 
 def _trained(members: Mapping[int, GroupState], number: int) -> tuple[torch.Tensor, dict[str, object]]:
     """Return a parameter and its optimizer state."""
     chunks, tensors, states = {}, {}, {}
     for group, member in members.items():
-        known = member.layout.parameters[number]
+        parameter = member.layout.parameters[number]
         if number not in member.states:  # it is of another share
             continue
-        chunks[group] = known
-        held = member.states.pop(number) if len(members) > 1 else member.states[number]
-        tensors[group], states[group] = state.from_held(known, *held)
-    name = known.name
+        chunks[group] = parameter
+        parts = member.states.pop(number) if len(members) > 1 else member.states[number]
+        tensors[group], states[group] = state.from_held(parameter, *parts)
+    name = parameter.name
     if not chunks:
         raise state.StateError(f"no DP group has the share of the model to which {name} belongs")
     cover = _cover(chunks)
@@ -80,11 +80,11 @@ def _trained(members: Mapping[int, GroupState], number: int) -> tuple[torch.Tens
 def _cover(chunks: Mapping[int, Parameter]) -> Cover:
     first, *_ = chunks.values()
     whole = first.whole or first.shape
-    for group, known in chunks.items():
-        if (known.whole or known.shape) != whole:
-            there = list(known.whole or known.shape)
-            raise state.StateError(f"{known.name} is {list(whole)}, but {there} in DP group {group}")
-    boxes = {g: Box(one.offset or (0,) * len(one.shape), one.shape) for g, one in chunks.items()}
+    for group, parameter in chunks.items():
+        if (parameter.whole or parameter.shape) != whole:
+            shape = list(parameter.whole or parameter.shape)
+            raise state.StateError(f"{parameter.name} is {list(whole)}, but {shape} in DP group {group}")
+    boxes = {g: Box(chunk.offset or (0,) * len(chunk.shape), chunk.shape) for g, chunk in chunks.items()}
     return Cover(first.name, whole, boxes)
 
 
@@ -100,37 +100,39 @@ def _entries(
     """
     full = {group: entries for group, entries in states.items() if chunks[group].numel()} or states
     first, *_ = full
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for entry in full[first]:
-        what = f"{entry} of {name}"
+        description = f"{entry} of {name}"
         values = {group: entries.get(entry) for group, entries in full.items()}
         tensors = {g: v for g, v in values.items() if isinstance(v, torch.Tensor)}
         if len(tensors) == len(full) and all(t.shape == chunks[g].shape for g, t in tensors.items()):
-            found[entry] = cover.assemble(what, tensors)
+            result[entry] = cover.assemble(description, tensors)
         else:
-            found[entry] = _common(what, values)
+            result[entry] = _common(description, values)
     for group, entries in full.items():
-        if entries.keys() != found.keys():
+        if entries.keys() != result.keys():
             raise state.StateError(f"{name} has other optimizer state in DP group {first} than in {group}")
-    return found
+    return result
 
 
-def _common(what: str, values: Mapping[int, T]) -> T:
+def _common(description: str, values: Mapping[int, T]) -> T:
     """Return a value that all groups have."""
-    (first, found), *others = values.items()
-    for group, other in others:
-        if isinstance(found, torch.Tensor) and isinstance(other, torch.Tensor):
-            same = equal_bits(found, other)
+    (first, first_value), *rest = values.items()
+    for group, value in rest:
+        if isinstance(first_value, torch.Tensor) and isinstance(value, torch.Tensor):
+            same = equal_bits(first_value, value)
         else:
-            same = type(found) is type(other) and found == other
+            same = type(first_value) is type(value) and first_value == value
         if not same:
-            raise state.StateError(f"{what} is another one in DP group {first} than in DP group {group}")
-    return found
+            raise state.StateError(
+                f"{description} is another one in DP group {first} than in DP group {group}"
+            )
+    return first_value
 
 
 def _buffers(member: GroupState, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a group's buffers, without chunks of frozen parameters and their optimizer state."""
-    frozen = {known.name for known in member.layout.frozen}
+    frozen = {parameter.name for parameter in member.layout.frozen}
     return {
         name: tensor for name, tensor in loaded.items() if not (name in frozen or state.is_frozen_state(name))
     }
@@ -145,33 +147,33 @@ def _beside(
     """
     first, *_ = members
     chunks = {
-        known.name: {group: _frozen(member, known.name) for group, member in members.items()}
-        for known in members[first].layout.frozen
+        frozen.name: {group: _frozen(member, frozen.name) for group, member in members.items()}
+        for frozen in members[first].layout.frozen
     }
-    covers = {name: _cover(found) for name, found in chunks.items()}
-    found: dict[str, torch.Tensor] = {}
+    covers = {name: _cover(result) for name, result in chunks.items()}
+    result: dict[str, torch.Tensor] = {}
     for name, tensor in loaded[first].items():
         values = {group: tensors[name] for group, tensors in loaded.items() if name in tensors}
         if name in covers and len(values) == len(members):  # else a chunk was too large for the records
-            found[name] = covers[name].assemble(name, values)
+            result[name] = covers[name].assemble(name, values)
         elif state.is_frozen_state(name):
             parameter = state.frozen_parameter(name)
             if parameter in chunks and _shapes(values) == _shapes(chunks[parameter]):
-                found[name] = covers[parameter].assemble(name, values)
+                result[name] = covers[parameter].assemble(name, values)
             else:
-                found[name] = _common(name, values)
+                result[name] = _common(name, values)
         elif name not in covers:
-            found[name] = tensor
-    return found
+            result[name] = tensor
+    return result
 
 
 def _frozen(member: GroupState, name: str) -> Parameter:
     """Return a group's chunk of a frozen parameter."""
-    found = next((known for known in member.layout.frozen if known.name == name), None)
-    if found is None:
+    parameter = next((candidate for candidate in member.layout.frozen if candidate.name == name), None)
+    if parameter is None:
         raise state.StateError(f"{name} is not frozen in all DP groups of its stage")
-    return found
+    return parameter
 
 
 def _shapes(chunks: Mapping[int, Parameter] | Mapping[int, torch.Tensor]) -> object:
-    return {group: tuple(one.shape) for group, one in chunks.items()}
+    return {group: tuple(chunk.shape) for group, chunk in chunks.items()}

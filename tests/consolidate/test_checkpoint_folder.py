@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate.consolidate import disk, kept
+from checkmate.consolidate import checkpoint_folder, disk
 from checkmate.consolidate.assemble import checkpoint
 from tests.support.checkpoints import FORMATS, DiskRun, made
 
@@ -19,7 +19,7 @@ NUMBERS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1,
 
 
 def put(folder: Path, generation: int, iteration: int, run: str = "run", kind: disk.Format = "torch") -> Path:
-    path = kept.path_of(folder, generation, iteration, kind)
+    path = checkpoint_folder.checkpoint_path(folder, generation, iteration, kind)
     disk.save({**made(1), "run": run}, path, kind)
     return path
 
@@ -32,42 +32,44 @@ def test_the_newest_stay_and_the_last_of_each_generation(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for generation, iteration in numbers:
-            path = kept.path_of(folder, generation, iteration, "torch")
+            path = checkpoint_folder.checkpoint_path(folder, generation, iteration, "torch")
             path.touch()
             os.utime(path, (0, data.draw(st.integers(0, 10**6))))
         in_order = sorted(numbers, reverse=True)
-        assert [(one.generation, one.iteration) for one in kept.listed(folder)] == in_order
-        assert kept.greatest_generation(folder) == in_order[0][0]
+        assert [
+            (one.generation, one.iteration) for one in checkpoint_folder.list_candidates(folder)
+        ] == in_order
+        assert checkpoint_folder.greatest_generation(folder) == in_order[0][0]
         written = data.draw(st.sampled_from(numbers))
-        kept.tidy(folder, count, kept.path_of(folder, *written, "torch"))
+        checkpoint_folder.tidy(folder, count, checkpoint_folder.checkpoint_path(folder, *written, "torch"))
         last = {generation: max(i for g, i in numbers if g == generation) for generation, _ in numbers}
         stay = {*in_order[:count], *last.items(), written}
-        assert {(one.generation, one.iteration) for one in kept.listed(folder)} == stay
+        assert {(one.generation, one.iteration) for one in checkpoint_folder.list_candidates(folder)} == stay
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_named_otherwise_or_not_whole_stays(kind: disk.Format, tmp_path: Path) -> None:
-    assert kept.whole(tmp_path / "nothing") == []
+    assert checkpoint_folder.list_complete(tmp_path / "nothing") == []
     newest, _ = put(tmp_path, 1, 9, kind=kind), put(tmp_path, 1, 8, kind=kind)
     (tmp_path / "iteration-00000099").mkdir()
     (tmp_path / "other.pt").write_bytes(b"")
-    kept.tidy(tmp_path, 1, newest)
+    checkpoint_folder.tidy(tmp_path, 1, newest)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [newest.name, "iteration-00000099", "other.pt"]
     )
-    assert kept.choices(newest) == [newest]
+    assert checkpoint_folder.choices(newest) == [newest]
     other = tmp_path / "any name"
     other.write_bytes(b"")
-    assert kept.choices(other) == [other]
-    assert kept.greatest_generation(other) == kept.greatest_generation(tmp_path)
-    assert kept.choices(tmp_path) == [newest, tmp_path / "iteration-00000099"]
+    assert checkpoint_folder.choices(other) == [other]
+    assert checkpoint_folder.greatest_generation(other) == checkpoint_folder.greatest_generation(tmp_path)
+    assert checkpoint_folder.choices(tmp_path) == [newest, tmp_path / "iteration-00000099"]
 
 
 def test_names_of_before_there_were_generations_are_the_oldest(tmp_path: Path) -> None:
     (tmp_path / "iteration-00005000.pt").touch()
-    old = kept.Kept(0, 5000, tmp_path / "iteration-00005000.pt")
+    old = checkpoint_folder.StoredCheckpoint(0, 5000, tmp_path / "iteration-00005000.pt")
     new = put(tmp_path, 1, 3)
-    assert kept.listed(tmp_path) == [kept.Kept(1, 3, new), old]
+    assert checkpoint_folder.list_candidates(tmp_path) == [checkpoint_folder.StoredCheckpoint(1, 3, new), old]
     assert new.name == "generation-0001-iteration-00000003.pt"
 
 
@@ -76,30 +78,32 @@ def test_a_copy_has_the_order_of_what_was_copied(kind: disk.Format, tmp_path: Pa
     for numbers in ((1, 900), (2, 3), (2, 40)):
         put(tmp_path / "kept", *numbers, kind=kind)
     shutil.copytree(tmp_path / "kept", tmp_path / "copy", copy_function=shutil.copy)
-    in_order = [path.name for path in kept.choices(tmp_path / "kept")]
+    in_order = [path.name for path in checkpoint_folder.choices(tmp_path / "kept")]
     assert in_order[0].startswith("generation-0002-iteration-00000040")
-    assert [path.name for path in kept.choices(tmp_path / "copy")] == in_order
+    assert [path.name for path in checkpoint_folder.choices(tmp_path / "copy")] == in_order
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_run_is_kept_under_a_generation_in_which_it_is_the_newest(
     kind: disk.Format, tmp_path: Path
 ) -> None:
-    assert kept.generation_for(tmp_path / "nothing", "first", 1) == 1
+    assert checkpoint_folder.generation_for(tmp_path / "nothing", "first", 1) == 1
     put(tmp_path, 1, 900, "first", kind)
-    assert kept.generation_for(tmp_path, "first", 1) == 1
-    assert kept.generation_for(tmp_path, "second", 2) == 2
-    assert kept.generation_for(tmp_path, "second", 1) == 2  # the node does not know the folder's generations
+    assert checkpoint_folder.generation_for(tmp_path, "first", 1) == 1
+    assert checkpoint_folder.generation_for(tmp_path, "second", 2) == 2
+    assert (
+        checkpoint_folder.generation_for(tmp_path, "second", 1) == 2
+    )  # the node does not know the folder's generations
     put(tmp_path, 2, 3, "second", kind)
-    assert kept.generation_for(tmp_path, "second", 1) == 2
-    assert kept.generation_for(tmp_path, "first", 1) == 3
-    kept.path_of(tmp_path, 4, 7, kind).mkdir()  # incomplete: its run is unknown
-    assert kept.generation_for(tmp_path, "second", 1) == 5
+    assert checkpoint_folder.generation_for(tmp_path, "second", 1) == 2
+    assert checkpoint_folder.generation_for(tmp_path, "first", 1) == 3
+    checkpoint_folder.checkpoint_path(tmp_path, 4, 7, kind).mkdir()  # incomplete: its run is unknown
+    assert checkpoint_folder.generation_for(tmp_path, "second", 1) == 5
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_run_is_read_without_the_rest(kind: disk.Format, groups: int, tmp_path: Path) -> None:
-    path = kept.path_of(tmp_path, 1, 2, kind)
+    path = checkpoint_folder.checkpoint_path(tmp_path, 1, 2, kind)
     disk.save(checkpoint(DiskRun().snapshot(groups), by_name=kind == "dcp"), path, kind)
-    assert disk.run_of(path) == "run"
+    assert disk.read_run(path) == "run"

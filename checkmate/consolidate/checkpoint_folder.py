@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from checkmate.consolidate import unfinished
-from checkmate.consolidate.disk import DiskError, Format, is_checkpoint, reason_of, run_of
+from checkmate.consolidate.disk import DiskError, Format, error_reason, is_checkpoint, read_run
 
 _NAME: Final = re.compile(
     r"(?:generation-(?P<generation>[0-9]{4,})-)?iteration-(?P<iteration>[0-9]{8,})(?:\.pt)?"
@@ -21,7 +21,7 @@ _NAME: Final = re.compile(
 
 
 @dataclass(frozen=True, order=True)
-class Kept:
+class StoredCheckpoint:
     """A checkpoint in a folder. Newer ones compare greater."""
 
     generation: int
@@ -29,34 +29,36 @@ class Kept:
     path: Path
 
 
-def path_of(folder: Path, generation: int, iteration: int, kind: Format) -> Path:
+def checkpoint_path(folder: Path, generation: int, iteration: int, kind: Format) -> Path:
     """Return an iteration's path: `generation-0002-iteration-00000041`, with `.pt` if it is a file."""
     suffix = ".pt" if kind == "torch" else ""
     return folder / f"generation-{generation:04}-iteration-{iteration:08}{suffix}"
 
 
-def listed(folder: Path) -> list[Kept]:
+def list_candidates(folder: Path) -> list[StoredCheckpoint]:
     """Return all paths with such names in a folder, complete or not, newest first. May raise `DiskError`."""
     try:
-        found = [kept for path in folder.iterdir() if (kept := _kept(path)) is not None]
+        checkpoints = [
+            checkpoint for path in folder.iterdir() if (checkpoint := _parse_name(path)) is not None
+        ]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise DiskError(f"can't list {folder}: {reason_of(error)}") from None
-    return sorted(found, reverse=True)
+        raise DiskError(f"can't list {folder}: {error_reason(error)}") from None
+    return sorted(checkpoints, reverse=True)
 
 
-def whole(folder: Path) -> list[Kept]:
+def list_complete(folder: Path) -> list[StoredCheckpoint]:
     """Return the complete checkpoints in a folder, the newest first. May raise `DiskError`."""
     try:
-        return [kept for kept in listed(folder) if is_checkpoint(kept.path)]
+        return [checkpoint for checkpoint in list_candidates(folder) if is_checkpoint(checkpoint.path)]
     except OSError as error:
-        raise DiskError(f"can't list {folder}: {reason_of(error)}") from None
+        raise DiskError(f"can't list {folder}: {error_reason(error)}") from None
 
 
-def _kept(path: Path) -> Kept | None:
+def _parse_name(path: Path) -> StoredCheckpoint | None:
     match = _NAME.fullmatch(path.name)
-    return Kept(int(match["generation"] or 0), int(match["iteration"]), path) if match else None
+    return StoredCheckpoint(int(match["generation"] or 0), int(match["iteration"]), path) if match else None
 
 
 def choices(place: Path, discarded: int = 0) -> list[Path]:
@@ -72,20 +74,24 @@ def choices(place: Path, discarded: int = 0) -> list[Path]:
     """
     return (
         [place]
-        if _is_named(place)
-        else [kept.path for kept in listed(place) if kept.generation > discarded or not discarded]
+        if _is_file_or_checkpoint(place)
+        else [
+            checkpoint.path
+            for checkpoint in list_candidates(place)
+            if checkpoint.generation > discarded or not discarded
+        ]
     )
 
 
-def _is_named(place: Path) -> bool:
+def _is_file_or_checkpoint(place: Path) -> bool:
     """Return whether a path is a checkpoint or another file, but not a folder of checkpoints."""
     return is_checkpoint(place) or place.is_file()
 
 
 def greatest_generation(place: Path) -> int:
     """Return the greatest generation in a folder, or beside a checkpoint, or 0. May raise `DiskError`."""
-    folder = place.absolute().parent if _is_named(place) else place
-    return max((kept.generation for kept in listed(folder)), default=0)
+    folder = place.absolute().parent if _is_file_or_checkpoint(place) else place
+    return max((checkpoint.generation for checkpoint in list_candidates(folder)), default=0)
 
 
 def generation_for(folder: Path, run: str, generation: int) -> int:
@@ -97,29 +103,31 @@ def generation_for(folder: Path, run: str, generation: int) -> int:
     Raises:
         DiskError: The folder can't be read.
     """
-    found = listed(folder)
-    if not found or generation > found[0].generation:
+    checkpoints = list_candidates(folder)
+    if not checkpoints or generation > checkpoints[0].generation:
         return generation
-    newest = next(iter(whole(folder)), None)
-    same = newest is not None and newest.generation == found[0].generation and run_of(newest.path) == run
-    return found[0].generation + (not same)
+    newest = next(iter(list_complete(folder)), None)
+    same = (
+        newest is not None and newest.generation == checkpoints[0].generation and read_run(newest.path) == run
+    )
+    return checkpoints[0].generation + (not same)
 
 
-def tidy(folder: Path, count: int, written: Path) -> None:
-    """Remove all checkpoints except the newest `count`, each generation's newest, and `written`.
+def tidy(folder: Path, count: int, newest_path: Path) -> None:
+    """Remove all checkpoints except the newest `count`, each generation's newest, and `newest_path`.
 
     Raises:
         DiskError: Some can't be removed. The others were.
     """
-    found = whole(folder)
-    newest = {kept.generation: kept for kept in reversed(found)}
+    checkpoints = list_complete(folder)
+    newest = {checkpoint.generation: checkpoint for checkpoint in reversed(checkpoints)}
     troubles = []
-    for old in found[count:]:
-        if old.path == written or newest[old.generation] == old:
+    for checkpoint in checkpoints[count:]:
+        if checkpoint.path == newest_path or newest[checkpoint.generation] == checkpoint:
             continue
         try:
-            unfinished.remove(old.path)
+            unfinished.remove(checkpoint.path)
         except OSError as error:
-            troubles.append(f"can't remove {old.path}: {reason_of(error)}")
+            troubles.append(f"can't remove {checkpoint.path}: {error_reason(error)}")
     if troubles:
         raise DiskError("; ".join(troubles))

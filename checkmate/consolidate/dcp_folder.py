@@ -35,7 +35,7 @@ from checkmate.consolidate import archives, unfinished
 from checkmate.consolidate.chunks import Box, Select, everything
 from checkmate.opening import open_file
 
-INDEX_MAX: Final = 256 << 20
+MAX_INDEX: Final = 256 << 20
 """Bytes of an index."""
 
 
@@ -52,8 +52,8 @@ class _Sealed(type):
 
 def _sealed(kind: type) -> _Sealed:
     """Return a class whose new objects are of class `kind`."""
-    made = {"__slots__": (), "__new__": lambda _, *args: object.__new__(kind)}
-    return _Sealed(kind.__name__, (), made)
+    attributes = {"__slots__": (), "__new__": lambda _, *args: object.__new__(kind)}
+    return _Sealed(kind.__name__, (), attributes)
 
 
 class _Call:
@@ -124,9 +124,13 @@ _CLASSES: Final[dict[tuple[str, str], object]] = {
     **{(module, "PosixPath"): _Call(_joined) for module in ("pathlib", "pathlib._local")},
     ("builtins", "getattr"): _Call(_memory_format),
     ("torch.serialization", "_get_layout"): _Call(lambda name: torch.strided),
-    **{("torch", state.dtype_name(one)): one for one in vars(torch).values() if isinstance(one, torch.dtype)},
+    **{
+        ("torch", state.dtype_name(dtype)): dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype)
+    },
 }
-"""What an index of PyTorch refers to."""
+"""The classes and functions to which an index of PyTorch refers."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -182,29 +186,33 @@ class _Planner(default_planner._EmptyStateDictLoadPlanner):
                 set_element(state_dict, path, value)
         default_planner.DefaultLoadPlanner.set_up_planner(self, state_dict, metadata, is_coordinator)
 
-    def _room(self, name: str, path: Sequence[object], stored: meta.TensorStorageMetadata) -> torch.Tensor:
+    def _room(
+        self, name: str, path: Sequence[object], stored_tensor: meta.TensorStorageMetadata
+    ) -> torch.Tensor:
         """Return an empty tensor for what is selected of a stored one."""
-        box = self._select(path, stored.size)
+        box = self._select(path, stored_tensor.size)
         if box is not None:
-            self._boxes[name] = (box, stored)
-        return torch.empty(stored.size if box is None else box.shape, dtype=stored.properties.dtype)
+            self._boxes[name] = (box, stored_tensor)
+        return torch.empty(
+            stored_tensor.size if box is None else box.shape, dtype=stored_tensor.properties.dtype
+        )
 
     def create_local_plan(self) -> LoadPlan:
         if not self._boxes:
             return super().create_local_plan()
         assert self.metadata is not None
-        others = {name: value for name, value in self.state_dict.items() if name not in self._boxes}
-        items = default_planner.create_default_local_load_plan(others, self.metadata).items
-        for name, (box, stored) in self._boxes.items():
+        unselected = {name: value for name, value in self.state_dict.items() if name not in self._boxes}
+        items = default_planner.create_default_local_load_plan(unselected, self.metadata).items
+        for name, (box, stored_tensor) in self._boxes.items():
             chunk = meta.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-            items += planner_helpers.create_read_items_for_chunk_list(name, stored, [chunk])
+            items += planner_helpers.create_read_items_for_chunk_list(name, stored_tensor, [chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: meta.MetadataIndex) -> torch.Tensor:
         if index.fqn not in self._boxes:
             return super().lookup_tensor(index)
-        found: torch.Tensor = self.state_dict[index.fqn]
-        return found
+        tensor: torch.Tensor = self.state_dict[index.fqn]
+        return tensor
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         mapping = self.mappings[read_item.dest_index.fqn]
@@ -239,12 +247,12 @@ def read(folder: Path, keys: set[str] | None = None, select: Select = everything
         OSError: A file can't be read.
         RuntimeError: PyTorch can't read it.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     planner = _Planner(keys, select)
     reader = _Reader(folder, read_index(folder))
     load = state_dict_loader._load_state_dict
-    _unwrapped(partial(load, found, storage_reader=reader, planner=planner, no_dist=True))
-    return found
+    _unwrapped(partial(load, values, storage_reader=reader, planner=planner, no_dist=True))
+    return values
 
 
 def read_index(folder: Path) -> meta.Metadata:
@@ -252,36 +260,36 @@ def read_index(folder: Path) -> meta.Metadata:
     path = folder / unfinished.INDEX
     try:
         with open_file(path) as file:
-            data = file.read(INDEX_MAX + 1)
+            data = file.read(MAX_INDEX + 1)
     except OSError as error:
         raise FolderError(f"its index can't be opened: {error.strerror}") from None
-    if len(data) > INDEX_MAX:
-        raise FolderError(f"its index has more than the {INDEX_MAX} bytes that it may have")
+    if len(data) > MAX_INDEX:
+        raise FolderError(f"its index has more than the {MAX_INDEX} bytes that it may have")
     try:
         archives.check_nesting(data)
-        found: meta.Metadata = _Unpickler(io.BytesIO(data)).load()
+        index: meta.Metadata = _Unpickler(io.BytesIO(data)).load()
     except FolderError:
         raise
     except Exception as error:  # noqa: BLE001 - pickle raises anything
         raise FolderError(f"its index cannot be read: {error}") from None
     try:
-        _check(found, {one.name: one.stat().st_size for one in folder.iterdir() if one.is_file()})
+        _check(index, {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()})
     except (AttributeError, KeyError, TypeError) as error:
         raise FolderError(f"its index is incomplete: {error}") from None
-    found.storage_meta = meta.StorageMeta()
-    return found
+    index.storage_meta = meta.StorageMeta()
+    return index
 
 
-def _check(found: Any, files: dict[str, int]) -> None:
+def _check(index: Any, files: dict[str, int]) -> None:
     """Refuse an index whose tensors are larger than the files, or that refers to other files."""
-    if not isinstance(found, meta.Metadata):
-        raise FolderError(f"its index is a {type(found).__name__}")
+    if not isinstance(index, meta.Metadata):
+        raise FolderError(f"its index is a {type(index).__name__}")
     length = 0
-    for place in found.storage_data.values():
+    for place in index.storage_data.values():
         if not isinstance(place.relative_path, str) or {type(place.offset), type(place.length)} != {int}:
             raise FolderError("its index has places that are not bytes of a file")
-        known = files.get(place.relative_path)
-        if known is None or not 0 <= place.offset <= place.offset + place.length <= known:
+        file_size = files.get(place.relative_path)
+        if file_size is None or not 0 <= place.offset <= place.offset + place.length <= file_size:
             raise FolderError(
                 f"its index refers to bytes {place.offset} to {place.offset + place.length} of "
                 f"{place.relative_path[:100]}, which the folder does not have"
@@ -290,7 +298,7 @@ def _check(found: Any, files: dict[str, int]) -> None:
     if length > sum(files.values()):
         raise FolderError(f"its index refers to {length} bytes, its files have {sum(files.values())}")
     nbytes = 0
-    for name, value in found.state_dict_metadata.items():
+    for name, value in index.state_dict_metadata.items():
         if not isinstance(value, meta.TensorStorageMetadata):
             continue
         if not all(type(size) is int and size >= 0 for size in value.size):

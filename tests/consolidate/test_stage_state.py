@@ -16,8 +16,8 @@ from checkmate import state
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import GroupState, Snapshot
+from checkmate.consolidate.stage_state import assemble_stage
 from checkmate.consolidate.stages import Trained, stages
-from checkmate.consolidate.whole import assemble_stage
 from checkmate.job.schema import Mesh
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError
@@ -186,7 +186,7 @@ def layouts(*names: str) -> list[Layout]:
 )
 def test_groups_of_one_stage(mesh: Mesh | None, names: list[str], groups: list[list[int]]) -> None:
     made = replace(job(groups=len(names), ranks=2), mesh=mesh)
-    assert stages(made, [Trained.of_layout(one) for one in layouts(*names)]) == groups
+    assert stages(made, [Trained.from_layout(one) for one in layouts(*names)]) == groups
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
