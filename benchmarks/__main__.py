@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.figures import Result, data, table
 from benchmarks.report import commit, machine, report
 from checkmate.output.consoles import text_console
-from checkmate.output.plain_text import use_plain_streams
+from checkmate.output.standard_streams import use_plain_streams
 from topologies.signals import undisturbed, unwinding
 
 SUITES = {

@@ -31,7 +31,7 @@ from benchmarks.evaluation.page import write
 from benchmarks.evaluation.record import Record
 from benchmarks.evaluation.systems import is_installed
 from benchmarks.report import commit, machine
-from checkmate.output.plain_text import use_plain_streams
+from checkmate.output.standard_streams import use_plain_streams
 from topologies.describe.topology import LabError
 from topologies.signals import unwinding
 

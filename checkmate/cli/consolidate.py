@@ -33,7 +33,7 @@ from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access, access
 from checkmate.keys.roles import Role, role_folder
-from checkmate.output.consoles import awaiting_others, progress, waiting
+from checkmate.output.consoles import progress, spinner, spinner_or_line
 from checkmate.privileges import Capability, become, keep_only, owner_of, to_listen, to_read
 from checkmate.wording import counted
 from topologies.signals import unwinding
@@ -102,7 +102,7 @@ def consolidate(
     owner = owner_of(to) if os.geteuid() == 0 else None
     to_leave = () if owner is None else (Capability.SETUID, Capability.SETGID)
     keep_only(*to_read(keys), *to_listen(metrics_ports(metrics)), *to_leave)
-    with waiting(err, "starting"):  # torch takes a second
+    with spinner(err, "starting"):  # torch takes a second
         from checkmate.consolidate import dcp_folder, follow  # noqa: F401, PLC0415 - all, before another user may not
         from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
@@ -112,7 +112,7 @@ def consolidate(
     with unwinding():
         if every is None:
             words = f"reading the shadow nodes; all shards have to be there within {timeout:g} s"
-            with _nodes(loaded, reader) as nodes, awaiting_others(err, words):
+            with _nodes(loaded, reader) as nodes, spinner_or_line(err, words):
                 checkpoint = follow.take(nodes, to, kind.value, timeout, _warning)
             print_json(_data(checkpoint)) if as_json else _print_saved(checkpoint)
             return

@@ -25,7 +25,7 @@ from checkmate.doctor.subjects import ROLES, Subject
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 from checkmate.output.tables import FittedTable
 from checkmate.wording import counted, did_you_mean
 
@@ -68,7 +68,7 @@ def doctor(
     if loaded is None and (number is not None or host is not None):
         raise UsageFault("--id and --host are of a job: give its file too")
     roles_of_host = _subjects(loaded, role_to_check, number, host)
-    with waiting(err, "checking this host"):
+    with spinner(err, "checking this host"):
         diagnoses = [diagnose(subject, job, insecure=insecure) for subject in roles_of_host]
     able = any(diagnosis.is_able for diagnosis in diagnoses)
     if as_json:

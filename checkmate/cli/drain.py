@@ -22,7 +22,7 @@ from checkmate.keys.roles import Role, role_folder
 from checkmate.nodes import draining
 from checkmate.nodes.standing import name
 from checkmate.nodes.stubs import Stubs
-from checkmate.output.consoles import awaiting_others
+from checkmate.output.consoles import spinner_or_line
 from checkmate.privileges import keep_only, to_read
 
 
@@ -61,7 +61,7 @@ def drain(
             said.add(why)
 
     keys = access(loaded, Role.TRAINER, insecure=insecure).keys
-    with Stubs(loaded, keys) as stubs, awaiting_others(err, "draining"):
+    with Stubs(loaded, keys) as stubs, spinner_or_line(err, "draining"):
         shards = draining.drain(loaded, stubs, node_id, timeout, force=force, waits=waits)
     if as_json:
         held = [{"group": group, "shard": shard} for group, shard in shards]

@@ -7,8 +7,7 @@ import os
 import sys
 from typing import Any, Final
 
-from checkmate.output.noted import NotedFile, is_of_output, note_output
-from checkmate.output.plain_text import use_plain_streams
+from checkmate.output.standard_streams import OutputFile, is_output_error, note_output, use_plain_streams
 from checkmate.wording import printable
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -40,9 +39,9 @@ def _ended() -> Any:
     return status
 
 
-def _told(error: OSError, output: NotedFile | None) -> int:
+def _told(error: OSError, output: OutputFile | None) -> int:
     """Tell of an output or a disk that is full, and return the exit status; raise any other error."""
-    if is_of_output(error, output):
+    if is_output_error(error, output):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at the end
         if error.errno != errno.EPIPE:  # whoever closed a pipe knows it
             print(f"error: the output can't be written: {error.strerror}", file=sys.stderr)

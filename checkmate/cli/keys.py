@@ -26,7 +26,7 @@ _PLACES: Final = {
     Role.SHADOW: "hosts of shadow nodes",
     Role.READER: "hosts where checkpoints are read (checkmate consolidate)",
 }
-_HOSTS_SHOWN: Final = 8
+_MAX_HOSTS: Final = 8
 
 
 @says_errors
@@ -45,59 +45,64 @@ def keys(
 
     Example: checkmate keys jobs/gpt.yaml
     """
-    wanted = [(job, keys_folder(job) if to is None else to) for job in set_of(jobs).require()]
+    folders = [(job, keys_folder(job) if to is None else to) for job in set_of(jobs).require()]
     with unwinding():
-        made = make_keys(wanted, dt.datetime.now(dt.UTC))
+        keys_of_jobs = make_keys(folders, dt.datetime.now(dt.UTC))
     if as_json:
-        print_json({"keys": [_data(one) for one in made]})
+        print_json({"keys": [_data(job_keys) for job_keys in keys_of_jobs]})
         return
-    for one in made:
-        _show(one)
+    for job_keys in keys_of_jobs:
+        _show(job_keys)
 
 
-def _data(made: JobKeys) -> dict[str, object]:
+def _data(job_keys: JobKeys) -> dict[str, object]:
     """Return the keys of a job, without their content."""
     return {
-        "job": made.job.job,
-        "folder": str(made.folder),
+        "job": job_keys.job.job,
+        "folder": str(job_keys.folder),
         "authority": {
-            "folder": str(made.folder / AUTHORITY),
-            "made": list(made.made),
-            "kept": list(made.kept),
-            "valid_until": made.expires.isoformat(),
+            "folder": str(job_keys.folder / AUTHORITY),
+            "made": list(job_keys.new_files),
+            "kept": list(job_keys.kept_files),
+            "valid_until": job_keys.expires.isoformat(),
         },
         "roles": [
             {
                 "role": role.role,
                 "folder": str(role.folder),
-                "hosts": hosts_of(made.job, role.role),
-                "made": list(role.made),
-                "kept": list(role.kept),
+                "hosts": hosts_of(job_keys.job, role.role),
+                "made": list(role.new_files),
+                "kept": list(role.kept_files),
                 "valid_until": role.expires.isoformat(),
             }
-            for role in made.roles
+            for role in job_keys.roles
         ],
     }
 
 
-def _show(made: JobKeys) -> None:
+def _show(job_keys: JobKeys) -> None:
     """Print a table of a job's folders of keys."""
-    out.print(Text(f"keys of job {made.job.job}: {made.folder}/"), soft_wrap=True)
+    out.print(Text(f"keys of job {job_keys.job.job}: {job_keys.folder}/"), soft_wrap=True)
     folds = ("copy to", "made", "kept")
     table = FittedTable("", "folder", *folds, "valid until", folds=folds)
-    table.add_row(f"{AUTHORITY}/", _STAYS, *_files(made.made, made.kept), f"{made.expires:%Y-%m-%d}")
-    for role in made.roles:
-        files = _files(role.made, role.kept)
-        table.add_row(f"{role.role}/", _place(made.job, role), *files, f"{role.expires:%Y-%m-%d}")
+    table.add_row(
+        f"{AUTHORITY}/",
+        _STAYS,
+        *_files(job_keys.new_files, job_keys.kept_files),
+        f"{job_keys.expires:%Y-%m-%d}",
+    )
+    for role in job_keys.roles:
+        files = _files(role.new_files, role.kept_files)
+        table.add_row(f"{role.role}/", _place(job_keys.job, role), *files, f"{role.expires:%Y-%m-%d}")
     out.print(table)
 
 
 def _place(job: Job, role: RoleFiles) -> str:
     hosts = hosts_of(job, role.role)
-    shown, more = hosts[:_HOSTS_SHOWN], len(hosts) - _HOSTS_SHOWN
-    listed = ", ".join(shown) + (f" and {more} more (--json)" if more > 0 else "")
-    return f"{_PLACES[role.role]}: {listed}" if hosts else _PLACES[role.role]
+    first_hosts, more = hosts[:_MAX_HOSTS], len(hosts) - _MAX_HOSTS
+    names = ", ".join(first_hosts) + (f" and {more} more (--json)" if more > 0 else "")
+    return f"{_PLACES[role.role]}: {names}" if hosts else _PLACES[role.role]
 
 
-def _files(made: Iterable[str], kept: Iterable[str]) -> tuple[str, str]:
-    return ", ".join(made) or "-", ", ".join(kept) or "-"
+def _files(new: Iterable[str], kept: Iterable[str]) -> tuple[str, str]:
+    return ", ".join(new) or "-", ", ".join(kept) or "-"

@@ -14,7 +14,7 @@ from checkmate.cli import lab_inside
 from checkmate.cli.common import AsJson, UsageFault, confirm, err, out, print_json, says_errors
 from checkmate.cli.completing import lab_names, target_names, topology_names
 from checkmate.cli.helping import App
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 from checkmate.output.tables import FittedTable
 from checkmate.wording import counted
 from topologies import lab as labs
@@ -147,7 +147,7 @@ def down(
         confirm(f"Remove {counted(len(chosen), 'lab')} with all that runs there?", "nothing was removed")
     for name in chosen:
         try:
-            with waiting(err, f"removing {name}"):
+            with spinner(err, f"removing {name}"):
                 found = labs.down(name)
         except describe.LabInUse as error:
             kept.append(error)

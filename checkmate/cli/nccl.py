@@ -16,7 +16,7 @@ from checkmate.errors import CheckmateError
 from checkmate.job.files import read_job
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import variables
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 from checkmate.output.tables import FittedTable
 from checkmate.wording import size
 
@@ -40,7 +40,7 @@ def build(
 
     Example: eval "$(checkmate nccl build)"
     """
-    with waiting(err, "compiling the plugin"):
+    with spinner(err, "compiling the plugin"):
         plugin = shared_object(cache)
     for name, value in variables(plugin).items():
         out.print(f"export {name}={shlex.quote(value)}", soft_wrap=True, markup=False)

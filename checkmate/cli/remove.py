@@ -14,7 +14,7 @@ from checkmate.cli.common import (
     says_errors,
     set_of,
 )
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 from checkmate.wording import counted
 from controlplane.errors import AnotherPrimary
 from controlplane.remove import remove_jobs
@@ -30,7 +30,7 @@ def remove(jobs: JobArguments, fabric: FabricOption = None, as_json: AsJson = Fa
     """
     try:
         loaded = set_of(jobs, fabric).require()
-        with waiting(err, "removing"):
+        with spinner(err, "removing"):
             reports = asyncio.run(remove_jobs(loaded))
     except AnotherPrimary as error:
         raise AnotherPrimary(

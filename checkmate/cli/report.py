@@ -29,7 +29,7 @@ from checkmate.job.schema import Job
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, role_folder
 from checkmate.nodes.stubs import Stubs
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 from checkmate.privileges import keep_only, to_read
 from checkmate.report.gathering import Gathered, ask_nodes, read_logs
 from checkmate.report.page import page
@@ -84,7 +84,7 @@ def report(
     gathered = Gathered()
     read_logs(paths, gathered)
     with (
-        waiting(err, "asking the shadow nodes"),
+        spinner(err, "asking the shadow nodes"),
         Stubs(loaded, access(loaded, role, insecure=insecure).keys) as stubs,
     ):
         ask_nodes(loaded, stubs, start, gathered)

@@ -42,7 +42,7 @@ from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
 from checkmate.notify import notify
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 from checkmate.privileges import Capability, keep_only, to_listen, to_read
 
 
@@ -93,7 +93,7 @@ def shadow(
     log_to_stderr(log_format)
     keep_only(*_needed(loaded, node_id), *to_listen(metrics_ports(metrics)), *to_keep_events(events))
     warn([subjects.shadow(loaded, node_id)], receive_buffer=receive_buffer << 20, insecure=insecure)
-    with waiting(err, "starting") if log_format is LogFormat.TEXT else nullcontext():  # torch takes a second
+    with spinner(err, "starting") if log_format is LogFormat.TEXT else nullcontext():  # torch takes a second
         from checkmate.shadow.process import Serving  # noqa: PLC0415
         from checkmate.shadow.view import follow, time_now  # noqa: PLC0415
 

@@ -21,7 +21,7 @@ import typer
 from checkmate.cli.common import OptionalJobArgument, UsageFault, err, says_errors
 from checkmate.job.files import read_job
 from checkmate.job.schema import Switch
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
 BACKUP = "0,1"
@@ -109,7 +109,7 @@ def install_shell() -> None:
         and subprocess.run(probe, env=environment, capture_output=True, check=False).returncode == 0
     ):
         return
-    with waiting(err, "installing p4runtime-shell"):
+    with spinner(err, "installing p4runtime-shell"):
         result = _install(python)
     if result.returncode:
         raise UsageFault(f"p4runtime-shell can't be installed: {_reason(result.stderr)}")

@@ -25,7 +25,7 @@ from checkmate.cli.common import (
 )
 from checkmate.job.fields import CPU_PORT
 from checkmate.job.schema import Job, Switch
-from checkmate.output.consoles import LateLine, awaiting_others
+from checkmate.output.consoles import LateLine, spinner_or_line
 from checkmate.output.tables import FittedTable
 from checkmate.wording import JSON_VERSION, counted, size
 from controlplane.errors import ControlError, SwitchUnreachable
@@ -76,7 +76,7 @@ def status(
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
     loaded = set_of(jobs, fabric).require()
-    with awaiting_others(err, "reading the switches") as shown:
+    with spinner_or_line(err, "reading the switches") as shown:
         found, errors = asyncio.run(_status(loaded, timeout if wait else 0.0, shown))
     data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in found}}
     if not as_json:

@@ -47,7 +47,7 @@ class Authority:
 
     @property
     def expires(self) -> dt.datetime:
-        """When the authority's own certificate ends, and with it all others."""
+        """The end of the authority's own certificate, and with it of all others."""
         return self.certificate.not_valid_after_utc
 
     def issue(
@@ -70,7 +70,7 @@ class Authority:
         client, server = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
         usages = [server, client] if role is Role.SHADOW else [client]
         unsigned = (
-            _begun(_name(role, job), public, now, min(now + ROLE_LIFE, self.expires))
+            _builder(_name(role, job), public, now, min(now + ROLE_LIFE, self.expires))
             .issuer_name(self.certificate.subject)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
@@ -88,7 +88,7 @@ def new_authority(job: str, now: dt.datetime) -> Authority:
     key = new_key()
     name = _name("authority", job)
     unsigned = (
-        _begun(name, key.public_key(), now, now + AUTHORITY_LIFE)
+        _builder(name, key.public_key(), now, now + AUTHORITY_LIFE)
         .issuer_name(name)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(signs_certificates=True), critical=True)
@@ -120,20 +120,20 @@ def host_name(host: str) -> x509.GeneralName:
             ) from None
 
 
-def _name(what: str, job: str) -> x509.Name:
+def _name(unit: str, job: str) -> x509.Name:
     """Return a subject's name. Each part has at most 64 characters, a job's name at most 63."""
     parts = (
         (NameOID.ORGANIZATION_NAME, _PRODUCT),
-        (NameOID.ORGANIZATIONAL_UNIT_NAME, what),
+        (NameOID.ORGANIZATIONAL_UNIT_NAME, unit),
         (NameOID.COMMON_NAME, job),
     )
     return x509.Name([x509.NameAttribute(oid, value) for oid, value in parts])
 
 
-def _begun(
+def _builder(
     subject: x509.Name, public: ec.EllipticCurvePublicKey, now: dt.datetime, end: dt.datetime
 ) -> x509.CertificateBuilder:
-    """Return a certificate with what all certificates have."""
+    """Return a builder with the fields that all certificates have."""
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

@@ -1,4 +1,4 @@
-"""Who may call what on a shadow node: the role that a certificate gives, and a table of calls. No I/O."""
+"""The calls that each role may make on a shadow node, and the role that a certificate gives. No I/O."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
 )
 """The roles that may make each call of `checkmate.v1.Shadow`, by the RPC's name."""
 
-_SHOWN: Final = 100
+_MAX_SHOWN: Final = 100
 """Characters of a stranger's text in a message."""
 
 
@@ -58,14 +58,16 @@ def caller_role(uris: Iterable[str], job: Job) -> Role:
     Raises:
         CallerRefused: It does not have exactly one URI of Checkmate, or one of another job.
     """
-    found = sorted({uri for uri in uris if uri.startswith(URI_SCHEME)})
-    wanted = f"{URI_SCHEME}{job.job}/ROLE"
-    if len(found) != 1:
-        raise CallerRefused(f"the caller's certificate has {len(found)} URIs like {wanted}, instead of one")
-    name, _, role = found[0].removeprefix(URI_SCHEME).partition("/")
+    job_uris = sorted({uri for uri in uris if uri.startswith(URI_SCHEME)})
+    expected = f"{URI_SCHEME}{job.job}/ROLE"
+    if len(job_uris) != 1:
+        raise CallerRefused(
+            f"the caller's certificate has {len(job_uris)} URIs like {expected}, instead of one"
+        )
+    name, _, role = job_uris[0].removeprefix(URI_SCHEME).partition("/")
     if name != job.job or role not in _ALL:
-        shown = repr(found[0][:_SHOWN])
-        raise CallerRefused(f"the caller's certificate has the URI {shown}, which is not {wanted}")
+        excerpt = repr(job_uris[0][:_MAX_SHOWN])
+        raise CallerRefused(f"the caller's certificate has the URI {excerpt}, which is not {expected}")
     return Role(role)
 
 
@@ -90,11 +92,11 @@ def check_call(
     """
     allowed = CALLERS.get(rpc, frozenset())
     if role not in allowed:
-        others = " or ".join(sorted(allowed)) or "nobody"
-        raise CallerRefused(f"role {role} may not call {rpc[:_SHOWN]}, which is for {others}")
+        callers = " or ".join(sorted(allowed)) or "nobody"
+        raise CallerRefused(f"role {role} may not call {rpc[:_MAX_SHOWN]}, which is for {callers}")
     if role is Role.SHADOW and not _is_node(peer_host, job, resolved):
         raise CallerRefused(
-            f"{rpc} came with a certificate of role {role} from {peer_host[:_SHOWN]}, "
+            f"{rpc} came with a certificate of role {role} from {peer_host[:_MAX_SHOWN]}, "
             f"which is not a host of a shadow node of job {job.job}"
         )
 
@@ -103,13 +105,13 @@ def _is_node(peer_host: str, job: Job, resolved: Mapping[str, Iterable[str]]) ->
     caller = _address(peer_host)
     if caller is None:
         return False
-    found = (_address(each) for host in node_hosts(job) for each in (host, *resolved.get(host, ())))
-    return any(_same(caller, address) for address in found if address is not None)
+    addresses = (_address(name) for host in node_hosts(job) for name in (host, *resolved.get(host, ())))
+    return any(_same(caller, address) for address in addresses if address is not None)
 
 
-def _same(one: IPv4Address | IPv6Address, other: IPv4Address | IPv6Address) -> bool:
+def _same(first: IPv4Address | IPv6Address, second: IPv4Address | IPv6Address) -> bool:
     """Return whether addresses are of one host. Loopback addresses are: the kernel chooses one."""
-    return one == other or (one.is_loopback and other.is_loopback)
+    return first == second or (first.is_loopback and second.is_loopback)
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:

@@ -24,12 +24,12 @@ from checkmate.keys.roles import Role
 def load_certificates(pem: bytes) -> list[x509.Certificate]:
     """Return the certificates of a PEM file, at least one. Raise `Malformed` otherwise."""
     try:
-        found = x509.load_pem_x509_certificates(pem)
-        for one in found:
-            _ = one.extensions, one.public_key(), one.subject  # parsed on demand
+        certificates = x509.load_pem_x509_certificates(pem)
+        for certificate in certificates:
+            _ = certificate.extensions, certificate.public_key(), certificate.subject  # parsed on demand
     except (ValueError, UnsupportedAlgorithm, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
         raise Malformed("is not a certificate in PEM format") from None
-    return found
+    return certificates
 
 
 def load_private_key(pem: bytes) -> PrivateKeyTypes:
@@ -65,10 +65,10 @@ def usage_fault(certificate: x509.Certificate, role: Role) -> str:
         usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:
         return ""  # no restriction
-    wanted = [(ExtendedKeyUsageOID.CLIENT_AUTH, "clientAuth")]
+    required = [(ExtendedKeyUsageOID.CLIENT_AUTH, "clientAuth")]
     if role is Role.SHADOW:
-        wanted.append((ExtendedKeyUsageOID.SERVER_AUTH, "serverAuth"))
-    lacks = [name for oid, name in wanted if oid not in usage]
+        required.append((ExtendedKeyUsageOID.SERVER_AUTH, "serverAuth"))
+    lacks = [name for oid, name in required if oid not in usage]
     return f"lacks the extended key usage {' and '.join(lacks)}" if lacks else ""
 
 
@@ -82,7 +82,7 @@ def time_fault(certificate: x509.Certificate, now: dt.datetime) -> str:
 
 def is_signed(chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]) -> bool:
     """Return whether each certificate is signed by the next one, and the last by one of the authorities."""
-    linked = all(_signed_by(one, issuer) for one, issuer in pairwise(chain))
+    linked = all(_signed_by(certificate, issuer) for certificate, issuer in pairwise(chain))
     return linked and any(_signed_by(chain[-1], authority) for authority in authorities)
 
 

@@ -30,7 +30,7 @@ _NOT_OTHERS: Final = 0o007
 
 @dataclass
 class KeyFindings:
-    """What is wrong with the files of jobs, and what is to be known about them."""
+    """The faults of the files of jobs, and notes about them."""
 
     faults: list[Located] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -38,12 +38,12 @@ class KeyFindings:
 
 def check_files(jobs: JobSet, now: dt.datetime) -> KeyFindings:
     """Check the files that valid jobs name, as far as they are on this host. `now` has a time zone."""
-    found = KeyFindings()
+    findings = KeyFindings()
     for file, job in jobs.sound:
-        check = _Check(job, now, found.notes)
+        check = _Check(job, now, findings.notes)
         for path, message in dict.fromkeys(check.faults()):
-            found.faults.append(jobs.located(file, path, message))
-    return found
+            findings.faults.append(jobs.located(file, path, message))
+    return findings
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _Check:
         parsed: dict[str, Any] = {}
         for key, pem in files.items():
             try:
-                parsed[key] = self._parsed(key, pem)
+                parsed[key] = self._parse(key, pem)
             except (KeysError, Malformed) as error:
                 yield key, str(error)
         match parsed.get("cert"), parsed.get("ca"):
@@ -111,7 +111,7 @@ class _Check:
             case [leaf, *_], private if private and not certificates.belongs(leaf, private):
                 yield "key", f"{tls.key} is not the private key of {tls.cert}"
 
-    def _parsed(self, key: str, pem: Path) -> Any:
+    def _parse(self, key: str, pem: Path) -> Any:
         """Return a file's private key or certificates. Raise `KeysError` or `Malformed` if that fails."""
         content = disk.read_private(pem, _NOT_OTHERS if key == "key" else 0)
         if content is None:
@@ -119,9 +119,9 @@ class _Check:
         try:
             if key == "key":
                 return certificates.load_private_key(content)
-            found = certificates.load_certificates(content)
+            chain = certificates.load_certificates(content)
         except Malformed as error:
             raise Malformed(f"{pem} {error}") from None
-        if fault := certificates.time_fault(found[0], self.now):
+        if fault := certificates.time_fault(chain[0], self.now):
             raise Malformed(f"{pem} {fault}")
-        return found
+        return chain

@@ -23,7 +23,7 @@ FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
 _UNFINISHED: Final = ".unfinished-"
-_MOST_BYTES: Final = 1 << 20
+_MAX_BYTES: Final = 1 << 20
 _NO_LOCKS: Final = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -41,22 +41,22 @@ def read_private(file: Path, forbidden: int = 0o077) -> bytes | None:
         raise KeysError(f"can't read {file}: {error.strerror}") from None
     try:
         _check_private(file, os.fstat(descriptor), forbidden)
-        return os.read(descriptor, _MOST_BYTES)
+        return os.read(descriptor, _MAX_BYTES)
     except OSError as error:
         raise KeysError(f"can't read {file}: {error.strerror}") from None
     finally:
         os.close(descriptor)
 
 
-def _check_private(file: Path, found: os.stat_result, forbidden: int) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_private(file: Path, status: os.stat_result, forbidden: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise KeysError(f"can't read {file}: it is not a file")
-    if found.st_mode & forbidden:
+    if status.st_mode & forbidden:
         raise KeysError(
-            f"{file} has mode {stat.S_IMODE(found.st_mode):04o}, so others than its owner have access; "
+            f"{file} has mode {stat.S_IMODE(status.st_mode):04o}, so others than its owner have access; "
             f"correct it with: chmod 600 {file}"
         )
-    if found.st_size > _MOST_BYTES:
+    if status.st_size > _MAX_BYTES:
         raise KeysError(f"{file} is larger than 1 MiB; it is not a key or a certificate")
 
 
@@ -86,9 +86,9 @@ def workspace(keys: Path) -> Iterator[Path]:
                 raise
         lock = os.open(keys, os.O_RDONLY | os.O_DIRECTORY)
         undo.callback(os.close, lock)
-        if _locked(lock):
-            for left in keys.glob(f"{_UNFINISHED}*"):
-                shutil.rmtree(left)
+        if _lock(lock):
+            for remains in keys.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(remains)
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=keys)))
         folder.chmod(FOLDER_MODE)  # the umask may have taken rights away
         yield folder
@@ -143,10 +143,10 @@ def _make_folder(folder: Path) -> None:
 def _write(file: Path, content: bytes) -> None:
     """Create a file. Its mode is right before it has content."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
-    with open(descriptor, "wb") as opened:
+    with open(descriptor, "wb") as stream:
         os.fchmod(descriptor, FILE_MODE)
-        opened.write(content)
-        opened.flush()
+        stream.write(content)
+        stream.flush()
         os.fsync(descriptor)
 
 
@@ -158,7 +158,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def _lock(descriptor: int) -> bool:
     """Lock a folder against other processes that make keys. Return `False` if it has no locks (NFS)."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -74,13 +74,13 @@ def read_keys(
         raise KeysError(f"{folder} can't be read: {error.strerror}") from None
     ca, cert, key = (_read(folder, name) for name in (CA_FILE, CERT_FILE, KEY_FILE))
     secrets = {secret: _secret(folder, secret) for secret in SECRETS[role]}
-    expires, named = None, tuple(hosts)
-    if now is None and not named and role is not Role.SHADOW:  # which must be a server, too
+    expires, host_names = None, tuple(hosts)
+    if now is None and not host_names and role is not Role.SHADOW:  # which must be a server, too
         expires = tls_trial.end_of_client(folder, (ca, cert, key), role_uri(job, role))
     if expires is None:
         from checkmate.keys import folder_checks  # noqa: PLC0415 - cryptography takes as long as all the rest
 
-        expires = folder_checks.end_of_sound(folder, job, role, (ca, cert, key), named, now)
+        expires = folder_checks.end_of_sound(folder, job, role, (ca, cert, key), host_names, now)
     return RoleKeys(folder, job, role, expires, ca, cert, key, secrets)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with the certificate and the private key in a role's folder, and what would be right."""
+"""Checks of the certificate and the private key in a role's folder, with corrections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def end_of_sound(
     The other arguments are those of `folder.read_keys`. Raise `KeysError` if something does not fit.
     """
     ca, cert, key = pems
-    chain = _parsed(folder / CERT_FILE, cert)
+    chain = _parse(folder / CERT_FILE, cert)
     leaf, file = chain[0], folder / CERT_FILE
     _check_role(file, leaf, job, role)
     if fault := certificates.time_fault(leaf, now or dt.datetime.now(dt.UTC)):
@@ -38,14 +38,14 @@ def end_of_sound(
             f"{file} {fault}, which role {role} needs; `checkmate docs security` lists what it must contain"
         )
     _check_key(folder, leaf, key)
-    if not certificates.is_signed(chain, _parsed(folder / CA_FILE, ca)):
+    if not certificates.is_signed(chain, _parse(folder / CA_FILE, ca)):
         raise KeysError(f"{file} is not signed by {folder / CA_FILE}; copy the folder again, as a whole")
     if missing := certificates.missing_hosts(leaf, hosts):
         raise KeysError(f"{file} does not name the host {' and '.join(missing)}; {_AGAIN}")
     return leaf.not_valid_after_utc
 
 
-def _parsed(file: Path, pem: bytes) -> list[x509.Certificate]:
+def _parse(file: Path, pem: bytes) -> list[x509.Certificate]:
     try:
         return certificates.load_certificates(pem)
     except Malformed as error:
@@ -53,12 +53,12 @@ def _parsed(file: Path, pem: bytes) -> list[x509.Certificate]:
 
 
 def _check_role(file: Path, certificate: x509.Certificate, job: str, role: Role) -> None:
-    wanted = role_uri(job, role)
-    found = [uri for uri in certificates.uris(certificate) if uri.startswith(URI_SCHEME)]
-    if found != [wanted]:
-        has = " and ".join(found) or f"no URI that begins with {URI_SCHEME}"
+    expected = role_uri(job, role)
+    actual = [uri for uri in certificates.uris(certificate) if uri.startswith(URI_SCHEME)]
+    if actual != [expected]:
+        has = " and ".join(actual) or f"no URI that begins with {URI_SCHEME}"
         raise KeysError(
-            f"{file} is not of role {role} of job {job}: it has {has}, not {wanted}; "
+            f"{file} is not of role {role} of job {job}: it has {has}, not {expected}; "
             f"copy the folder keys/{job}/{role} here"
         )
 

@@ -45,16 +45,16 @@ def make_keys(jobs: Sequence[tuple[Job, Path]], now: dt.datetime) -> list[JobKey
 
 
 def _write(plan: JobKeys, work: Path) -> None:
-    if plan.made:
-        parts = {AUTHORITY: plan.made, **{str(role.role): role.made for role in plan.roles}}
+    if plan.new_files:
+        parts = {AUTHORITY: plan.new_files, **{str(role.role): role.new_files for role in plan.roles}}
         tree = {f"{part}/{name}": content for part, files in parts.items() for name, content in files.items()}
         disk.put_tree(work, plan.folder, tree)
         return
     for role in plan.roles:
         if not role.folder.exists():
-            disk.put_tree(work, role.folder, role.made)
+            disk.put_tree(work, role.folder, role.new_files)
             continue
-        if KEY_FILE in role.made:
+        if KEY_FILE in role.new_files:
             disk.remove_file(role.folder / CERT_FILE)  # its private key is gone
-        for name, content in role.made.items():
+        for name, content in role.new_files.items():
             disk.put_file(work, role.folder / name, content)

@@ -1,4 +1,4 @@
-"""What a job's folder of keys lacks: reads what is there, and plans what to make. Writes nothing.
+"""Plans the files that a job's folder of keys lacks, by what is there. Writes nothing.
 
 The folder has `authority`, which stays with the administrator, and one folder for each role. Certificates
 that are missing, end soon or lack a host are issued again. All else is kept, or refused if it is wrong.
@@ -50,8 +50,8 @@ class RoleFiles:
     folder: Path
     expires: dt.datetime
     """End of the certificate."""
-    kept: tuple[str, ...]
-    made: Mapping[str, bytes] = field(repr=False)
+    kept_files: tuple[str, ...]
+    new_files: Mapping[str, bytes] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class JobKeys:
     folder: Path
     expires: dt.datetime
     """End of the authority."""
-    kept: tuple[str, ...]
+    kept_files: tuple[str, ...]
     roles: tuple[RoleFiles, ...]
-    made: Mapping[str, bytes] = field(repr=False)
+    new_files: Mapping[str, bytes] = field(repr=False)
 
 
 def plan_keys(job: Job, folder: Path, now: dt.datetime) -> JobKeys:
@@ -85,23 +85,23 @@ def plan_keys(job: Job, folder: Path, now: dt.datetime) -> JobKeys:
             f"{folder / AUTHORITY / CA_FILE} ends on {authority.expires:%Y-%m-%d}: once the job has ended, "
             f"remove {folder}, run this command again, and copy all folders again"
         )
-    made: dict[str, bytes] = {}
-    kept: tuple[str, ...] = (CA_FILE, CA_KEY_FILE)
+    new_files: dict[str, bytes] = {}
+    kept_files: tuple[str, ...] = (CA_FILE, CA_KEY_FILE)
     if authority is None:
         _check_empty(folder)
-        kept = ()
+        kept_files = ()
         authority = new_authority(job.job, now)
-        made = {CA_FILE: authority.pem, CA_KEY_FILE: key_pem(authority.key)}
-    found = {role: _read_role(folder / role, role) for role in Role}
-    secrets = _secrets(folder, found)
+        new_files = {CA_FILE: authority.pem, CA_KEY_FILE: key_pem(authority.key)}
+    files_by_role = {role: _read_role(folder / role, role) for role in Role}
+    secrets = _secrets(folder, files_by_role)
     planner = _RolePlanner(job, folder, authority, secrets, now)
-    roles = tuple(planner.plan(role, found[role]) for role in Role)
-    return JobKeys(job, folder, authority.expires, kept, roles, made)
+    roles = tuple(planner.plan(role, files_by_role[role]) for role in Role)
+    return JobKeys(job, folder, authority.expires, kept_files, roles, new_files)
 
 
 @dataclass(frozen=True)
 class _RolePlanner:
-    """What the folders of all roles of a job have in common."""
+    """Plans the folders of a job's roles, by what these have in common."""
 
     job: Job
     folder: Path
@@ -109,41 +109,43 @@ class _RolePlanner:
     secrets: Mapping[Secret, bytes]
     now: dt.datetime
 
-    def plan(self, role: Role, found: Mapping[str, bytes]) -> RoleFiles:
+    def plan(self, role: Role, present: Mapping[str, bytes]) -> RoleFiles:
         folder = self.folder / role
-        if found.get(CA_FILE, self.authority.pem).split() != self.authority.pem.split():
+        if present.get(CA_FILE, self.authority.pem).split() != self.authority.pem.split():
             raise KeysError(f"{folder / CA_FILE} is not that of {self.folder / AUTHORITY}; {_REMOVE}")
-        key = _ec_key(folder / KEY_FILE, found[KEY_FILE], _REMOVE) if KEY_FILE in found else new_key()
-        certificate, pem = self._certificate(role, found, key)
-        wanted: dict[str, bytes] = {
-            KEY_FILE: found.get(KEY_FILE) or key_pem(key),
-            **{secret: found.get(secret, self.secrets[secret]) for secret in SECRETS[role]},
-            CA_FILE: found.get(CA_FILE, self.authority.pem),
+        key = _ec_key(folder / KEY_FILE, present[KEY_FILE], _REMOVE) if KEY_FILE in present else new_key()
+        certificate, pem = self._certificate(role, present, key)
+        contents: dict[str, bytes] = {
+            KEY_FILE: present.get(KEY_FILE) or key_pem(key),
+            **{secret: present.get(secret, self.secrets[secret]) for secret in SECRETS[role]},
+            CA_FILE: present.get(CA_FILE, self.authority.pem),
             CERT_FILE: pem,  # last, because a folder without it can't be used
         }
-        kept = tuple(name for name, content in wanted.items() if found.get(name) == content)
-        made = {name: content for name, content in wanted.items() if name not in kept}
-        return RoleFiles(role, folder, certificate.not_valid_after_utc, kept, made)
+        kept_files = tuple(name for name, content in contents.items() if present.get(name) == content)
+        new_files = {name: content for name, content in contents.items() if name not in kept_files}
+        return RoleFiles(role, folder, certificate.not_valid_after_utc, kept_files, new_files)
 
     def _certificate(
-        self, role: Role, found: Mapping[str, bytes], key: ec.EllipticCurvePrivateKey
+        self, role: Role, present: Mapping[str, bytes], key: ec.EllipticCurvePrivateKey
     ) -> tuple[x509.Certificate, bytes]:
         """Return a role's certificate and its PEM: the present one if it will do, else a new one."""
         hosts = node_hosts(self.job) if role is Role.SHADOW else ()
-        if {KEY_FILE, CERT_FILE} <= found.keys():
-            present = self._checked(role, self.folder / role / CERT_FILE, found[CERT_FILE], key)
-            lasts = present.not_valid_after_utc - self.now > RENEWED_BEFORE
-            if lasts and not certificates.missing_hosts(present, hosts):
-                return present, found[CERT_FILE]
+        if {KEY_FILE, CERT_FILE} <= present.keys():
+            certificate = self._check_certificate(
+                role, self.folder / role / CERT_FILE, present[CERT_FILE], key
+            )
+            lasts = certificate.not_valid_after_utc - self.now > RENEWED_BEFORE
+            if lasts and not certificates.missing_hosts(certificate, hosts):
+                return certificate, present[CERT_FILE]
         issued = self.authority.issue(self.job.job, role, hosts, key.public_key(), self.now)
         return issued, issued.public_bytes(Encoding.PEM)
 
-    def _checked(
+    def _check_certificate(
         self, role: Role, file: Path, pem: bytes, key: ec.EllipticCurvePrivateKey
     ) -> x509.Certificate:
         """Return a role's certificate. Raise `KeysError` if it is not this role's, so that none is lost."""
-        (certificate, *others) = _parsed(file, pem, _REMOVE)
-        if others or not certificates.is_signed([certificate], [self.authority.certificate]):
+        (certificate, *rest) = _parse(file, pem, _REMOVE)
+        if rest or not certificates.is_signed([certificate], [self.authority.certificate]):
             raise KeysError(f"{file} is not signed by {self.folder / AUTHORITY}; {_REMOVE}")
         if not certificates.belongs(certificate, key):
             raise KeysError(f"{file} is not the certificate of {file.with_name(KEY_FILE)}; {_REMOVE}")
@@ -171,9 +173,9 @@ def read_authority(job: Job, folder: Path) -> Authority:
     for file, content in ((ca_file, pem), (key_file, key_content)):
         if content is None:
             raise KeysError(f"{file} is missing; {_RESTORE}")
-    (certificate, *others) = _parsed(ca_file, pem or b"", _RESTORE)
+    (certificate, *rest) = _parse(ca_file, pem or b"", _RESTORE)
     key = _ec_key(key_file, key_content or b"", _RESTORE)
-    if others or not certificates.belongs(certificate, key):
+    if rest or not certificates.belongs(certificate, key):
         raise KeysError(f"{ca_file} and {key_file} do not belong together; {_RESTORE}")
     authority = Authority(certificate, key)
     if authority.job != job.job:
@@ -184,15 +186,19 @@ def read_authority(job: Job, folder: Path) -> Authority:
 def _read_role(folder: Path, role: Role) -> dict[str, bytes]:
     """Return the files that a role's folder has, of those that it should have."""
     names = (KEY_FILE, *SECRETS[role], CA_FILE, CERT_FILE)
-    found = {name: disk.read_private(folder / name) for name in names}
-    return {name: content for name, content in found.items() if content is not None}
+    contents = {name: disk.read_private(folder / name) for name in names}
+    return {name: content for name, content in contents.items() if content is not None}
 
 
-def _secrets(folder: Path, found: Mapping[Role, Mapping[str, bytes]]) -> dict[Secret, bytes]:
+def _secrets(folder: Path, files_by_role: Mapping[Role, Mapping[str, bytes]]) -> dict[Secret, bytes]:
     """Return the content of each secret: what some role has already, or a new one."""
     shared: dict[Secret, bytes] = {}
     for secret in Secret:
-        present = {folder / role / secret: found[role][secret] for role in Role if secret in found[role]}
+        present = {
+            folder / role / secret: files_by_role[role][secret]
+            for role in Role
+            if secret in files_by_role[role]
+        }
         values = set()
         for file, content in present.items():
             try:
@@ -208,7 +214,7 @@ def _secrets(folder: Path, found: Mapping[Role, Mapping[str, bytes]]) -> dict[Se
     return shared
 
 
-def _parsed(file: Path, pem: bytes, correction: str) -> list[x509.Certificate]:
+def _parse(file: Path, pem: bytes, correction: str) -> list[x509.Certificate]:
     try:
         return certificates.load_certificates(pem)
     except Malformed as error:

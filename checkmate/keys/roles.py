@@ -57,17 +57,17 @@ def role_folder(keys: Path, job: str, role: Role) -> Path:
 
 def node_hosts(job: Job) -> tuple[str, ...]:
     """Return the hosts that serve for shadow nodes, each once: those of `mgmt` and `records`."""
-    found = [host for node in job.shadow_nodes for host in (split_address(node.mgmt)[0], node.records_at[0])]
-    return tuple(dict.fromkeys(found))
+    hosts = [host for node in job.shadow_nodes for host in (split_address(node.mgmt)[0], node.records_at[0])]
+    return tuple(dict.fromkeys(hosts))
 
 
 def hosts_of(job: Job, role: Role) -> tuple[str, ...]:
     """Return the hosts that need a role's keys, each once; none if the job does not name them."""
     match role:
         case Role.TRAINER:
-            found = [rank.place for group in job.dp_groups for rank in group.ranks]
+            hosts = [rank.place for group in job.dp_groups for rank in group.ranks]
         case Role.SHADOW:
-            found = [split_address(node.mgmt)[0] for node in job.shadow_nodes]
+            hosts = [split_address(node.mgmt)[0] for node in job.shadow_nodes]
         case _:
-            found = []
-    return tuple(dict.fromkeys(found))
+            hosts = []
+    return tuple(dict.fromkeys(hosts))

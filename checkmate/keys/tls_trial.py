@@ -43,7 +43,9 @@ def _end(folder: Path, pems: tuple[bytes, bytes, bytes], uri: str) -> dt.datetim
         peer = _peer(folder / CERT_FILE, folder / KEY_FILE, ca)
     except (ssl.SSLError, OSError, ValueError):
         return None
-    if peer is None or [one for one in uris_of_socket(peer) if one.startswith(URI_SCHEME)] != [uri]:
+    if peer is None or [
+        uri_shown for uri_shown in uris_of_socket(peer) if uri_shown.startswith(URI_SCHEME)
+    ] != [uri]:
         return None
     month, day, clock, year, _ = peer["notAfter"].split()  # `Jan  5 09:34:43 2028 GMT`
     time = dt.time.fromisoformat(clock)
@@ -69,8 +71,8 @@ def _peer(cert: Path, key: Path, ca: bytes) -> Mapping[str, Any] | None:
     server = serves.wrap_bio(to_server, to_client, server_side=True)
     client = asks.wrap_bio(to_client, to_server)
     for _ in range(_ROUNDS):
-        ended = [_goes_on(side) for side in (client, server)]
-        if all(ended):
+        are_complete = [_goes_on(side) for side in (client, server)]
+        if all(are_complete):
             return server.getpeercert()
     return None
 

@@ -1,1 +1,1 @@
-"""What commands print and log: consoles, tables, ASCII-only terminals, bounded logs."""
+"""The output of commands: consoles, tables, ASCII-only terminals, bounded logs."""

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from checkmate.wording import printable
 
-_PIPED: Final = 10_000
+_PIPED_WIDTH: Final = 10_000
 """Columns of an output that is not a terminal: whatever reads it gets whole lines."""
 _BAR: Final = 24
 _SPINNER: Final = "line"
@@ -34,12 +34,12 @@ class _OwnConsole(Console):
 
 def text_console(*, stderr: bool = False, **options: Any) -> Console:
     """Return a console for standard output or error, with plain text: no highlights, no emoji."""
-    made = _OwnConsole(stderr=stderr, highlight=False, emoji=False, **options)
-    if made.is_dumb_terminal:
-        made.size = ConsoleDimensions(*shutil.get_terminal_size())
-    elif not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = _PIPED
-    return made
+    console = _OwnConsole(stderr=stderr, highlight=False, emoji=False, **options)
+    if console.is_dumb_terminal:
+        console.size = ConsoleDimensions(*shutil.get_terminal_size())
+    elif not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPED_WIDTH
+    return console
 
 
 def has_cursor(console: Console) -> bool:
@@ -74,15 +74,15 @@ class LateLine:
         self._timer.cancel()
 
 
-def waiting(console: Console, text: str) -> Status:
+def spinner(console: Console, text: str) -> Status:
     """Return a context manager that shows, on a terminal, what is being waited for."""
-    shown = console if has_cursor(console) else Console(quiet=True)
-    return shown.status(text, spinner=_SPINNER)
+    target = console if has_cursor(console) else Console(quiet=True)
+    return target.status(text, spinner=_SPINNER)
 
 
-def awaiting_others(console: Console, text: str) -> Status | LateLine:
-    """Return a context manager that says which other hosts are awaited, without a terminal after 2 s."""
-    return waiting(console, text) if has_cursor(console) else LateLine(console, text)
+def spinner_or_line(console: Console, text: str) -> Status | LateLine:
+    """Return a context manager that names a wait for other hosts: on a terminal at once, else after 2 s."""
+    return spinner(console, text) if has_cursor(console) else LateLine(console, text)
 
 
 def progress(console: Console, *more: ProgressColumn) -> Progress:

@@ -15,15 +15,15 @@ from checkmate.wording import printable
 T = TypeVar("T")
 
 ROW_ITERATIONS: Final = 100
-"""What has not happened for this number of iterations is logged again when it does."""
+"""An occurrence is logged again if there was none for this number of iterations."""
 _POWERS: Final = frozenset(10**power for power in range(18))
-LINE_MOST: Final = 300
+MAX_LINE: Final = 300
 """Characters of a log line about a stranger."""
 EVENT_SECONDS: Final = 60.0
 """Least time between two events that strangers cause."""
 _LINES_AT_ONCE: Final = 10
 _QUIET: Final = 0.5
-_LONGEST: Final = 5.0
+_MAX_WAIT: Final = 5.0
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -50,34 +50,34 @@ class GatheredLog(Generic[T]):
         self._line = line
         self._event = event
         self._lock = threading.Lock()
-        self._found: list[T] = []
+        self._events: list[T] = []
         self._first = self._newest = 0.0
 
     def add(self, event: T) -> None:
         """Add an event to the next line."""
         with self._lock:
             self._newest = time.monotonic()
-            self._found.append(event)
-            if len(self._found) == 1:
+            self._events.append(event)
+            if len(self._events) == 1:
                 self._first = self._newest
                 self._wake(_QUIET)
 
     def flush(self) -> None:
         """Log what has come so far."""
         with self._lock:
-            found, self._found = self._found, []
-        if found:
-            say(self._level, self._event(found), "%s", self._line(found))
+            events, self._events = self._events, []
+        if events:
+            say(self._level, self._event(events), "%s", self._line(events))
 
     def _wake(self, seconds: float) -> None:
-        timer = threading.Timer(seconds, self._due)
+        timer = threading.Timer(seconds, self._log_if_quiet)
         timer.daemon = True
         timer.start()
 
-    def _due(self) -> None:
+    def _log_if_quiet(self) -> None:
         with self._lock:
-            wait = min(self._newest + _QUIET, self._first + _LONGEST) - time.monotonic()
-            if self._found and wait > 0:
+            wait = min(self._newest + _QUIET, self._first + _MAX_WAIT) - time.monotonic()
+            if self._events and wait > 0:
                 self._wake(wait)
                 return
         self.flush()
@@ -85,8 +85,8 @@ class GatheredLog(Generic[T]):
 
 def first_and_count(lines: Sequence[str]) -> str:
     """Return the first of some lines about streams, and the number of the others."""
-    others = len(lines) - 1
-    return f"{lines[0]} (and {others:,} more like this)" if others else lines[0]
+    rest = len(lines) - 1
+    return f"{lines[0]} (and {rest:,} more like this)" if rest else lines[0]
 
 
 def left_out_words(count: int) -> str:
@@ -103,7 +103,7 @@ class Repetition:
     def __init__(self) -> None:
         self._count = self._left_out = 0
         self._newest = -1
-        self._said = False
+        self._has_logged = False
 
     def again(self, iteration: int) -> int | None:
         """Note that it has happened. Return how many were left out before it, or `None` to leave it out."""
@@ -114,7 +114,7 @@ class Repetition:
             self._left_out += 1
             return None
         left_out, self._left_out = self._left_out, 0
-        self._said = True
+        self._has_logged = True
         return left_out
 
     def over(self) -> int | None:
@@ -122,10 +122,10 @@ class Repetition:
 
         It is not if all that has happened since it was over before was left out, too.
         """
-        if not self._said:
+        if not self._has_logged:
             return None
         left_out, self._left_out = self._left_out, 0
-        self._said = False
+        self._has_logged = False
         return left_out
 
 
@@ -139,7 +139,7 @@ class StrangerLog:
         self._lock = threading.Lock()
         self._full = 0.0  # when as many lines as at the beginning may be logged again
         self._left_out = 0
-        self._unsaid = 0  # since the last event
+        self._uncounted = 0  # since the last event
         self._next_event = 0.0
 
     def line(self, text: str, event: Callable[[str, int], Occurrence] | None = None) -> None:
@@ -149,18 +149,18 @@ class StrangerLog:
         """
         with self._lock:
             now = time.monotonic()
-            self._unsaid += event is not None
+            self._uncounted += event is not None
             if self._full > now + _LINES_AT_ONCE - 1:
                 self._left_out += 1
                 return
             self._full, left_out = max(self._full, now) + 1.0, self._left_out
             self._left_out = 0
-            said = 0
+            event_count = 0
             if event is not None and now >= self._next_event:
-                said, self._unsaid, self._next_event = self._unsaid, 0, now + EVENT_SECONDS
-        words = text[:LINE_MOST]
+                event_count, self._uncounted, self._next_event = self._uncounted, 0, now + EVENT_SECONDS
+        words = text[:MAX_LINE]
         more = f" (and {left_out} more since the last such line)" if left_out else ""
-        if event is not None and said:
-            say(logging.INFO, event(words, said), "%s%s", words, more)
+        if event is not None and event_count:
+            say(logging.INFO, event(words, event_count), "%s%s", words, more)
         else:
             _log.info("%s%s", words, more)

@@ -55,20 +55,20 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self._title:
             yield Text(self._title, "table.title")
-        widths = self._least()
+        widths = self._min_widths()
         gaps = len(widths) - 1
         room = options.max_width - sum(widths)
         if room >= gaps:
-            made = self._table(2 if room >= 2 * gaps else 1, ascii_only=options.ascii_only)
-            for segments in console.render_lines(made, options):
+            table = self._table(2 if room >= 2 * gaps else 1, ascii_only=options.ascii_only)
+            for segments in console.render_lines(table, options):
                 line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
                 line.rstrip()
                 yield line
         else:
-            yield from self._listed(options.max_width)
+            yield from self._as_lists(options.max_width)
         yield ""
 
-    def _least(self) -> list[int]:
+    def _min_widths(self) -> list[int]:
         """Return the width that each column needs."""
         widths = []
         for column, *cells in zip(self._columns, *(row for row, _ in self._rows), strict=True):
@@ -80,28 +80,28 @@ class FittedTable:
 
     def _table(self, gap: int, *, ascii_only: bool) -> Table:
         lines = _ASCII_BOX if ascii_only else box.SIMPLE_HEAD
-        made = Table(box=lines, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
+        table = Table(box=lines, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
         for column in self._columns:
             justify: JustifyMethod = "right" if column in self._numbers else "left"
             folds = column in self._folds
-            made.add_column(Text(column), justify=justify, no_wrap=not folds, overflow="fold")
+            table.add_column(Text(column), justify=justify, no_wrap=not folds, overflow="fold")
         for number, (cells, style) in enumerate(self._rows, 1):
-            made.add_row(*cells, style=style, end_section=number in self._sections)
-        return made
+            table.add_row(*cells, style=style, end_section=number in self._sections)
+        return table
 
-    def _listed(self, width: int) -> Iterator[Text]:
+    def _as_lists(self, width: int) -> Iterator[Text]:
         """Yield each row as `head: cell; head: cell`, in as many lines as it takes, without empty cells."""
         for cells, style in self._rows:
             line = Text(style=style)
-            filled = [one for one in zip(self._columns, cells, strict=True) if one[1]]
+            filled = [pair for pair in zip(self._columns, cells, strict=True) if pair[1]]
             for number, (column, cell) in enumerate(filled):
-                named = Text.assemble(f"{column}: " if column else "", Text(" ").join(cell.split("\n")))
-                named.append("; " if number < len(filled) - 1 else "")
-                if number and line.cell_len + cell_len(named.plain.rstrip()) > width:
+                text = Text.assemble(f"{column}: " if column else "", Text(" ").join(cell.split("\n")))
+                text.append("; " if number < len(filled) - 1 else "")
+                if number and line.cell_len + cell_len(text.plain.rstrip()) > width:
                     line.rstrip()
                     yield line
                     line = Text("  ", style=style)
-                line.append_text(named)
+                line.append_text(text)
             yield line
 
 

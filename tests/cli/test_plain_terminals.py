@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkmate.output import consoles
-from checkmate.output.plain_text import is_ascii_only, plain
+from checkmate.output.standard_streams import is_ascii_only, plain
 from testbed.jobs import job_data, tofino_job_data
 from testbed.ports import free_port
 from tests.cli.test_live_views import switch
@@ -31,7 +31,7 @@ from topologies.picture import picture
 pytestmark = pytest.mark.xdist_group("machine")  # `lab list` shows the labs of other tests
 ALL = """
 import json, sys
-from checkmate.output.plain_text import use_plain_streams
+from checkmate.output.standard_streams import use_plain_streams
 use_plain_streams()
 from checkmate.cli.main import app
 from checkmate.output.consoles import text_console
@@ -180,7 +180,7 @@ def test_a_long_wait_is_named_where_nothing_can_be_replaced(
 ) -> None:
     monkeypatch.setattr(consoles, "LATE_SECONDS", late)
     written = io.StringIO()
-    with consoles.awaiting_others(Console(file=written), "asking the nodes") as wait:
+    with consoles.spinner_or_line(Console(file=written), "asking the nodes") as wait:
         wait.update("asking node 1")
         if late < 1:
             wait_until(lambda: bool(written.getvalue()), "a line")

@@ -41,8 +41,8 @@ def umask(mask: int) -> Iterator[None]:
 
 def written(keys: JobKeys) -> set[str]:
     """The files that a run has made, by path relative to the job's folder."""
-    made_files = {f"{role.role}/{name}" for role in keys.roles for name in role.made}
-    return made_files | {f"authority/{name}" for name in keys.made}
+    made_files = {f"{role.role}/{name}" for role in keys.roles for name in role.new_files}
+    return made_files | {f"authority/{name}" for name in keys.new_files}
 
 
 def test_each_role_gets_its_own_secrets_only(job: Job, tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_a_second_run_keeps_everything(job: Job, tmp_path: Path) -> None:
     before = contents(tmp_path)
     again = made(job, tmp_path / "keys", NOW + 669 * DAY)
     assert written(again) == set()
-    assert {f"{role.role}/{name}" for role in again.roles for name in role.kept} | {
-        f"authority/{name}" for name in again.kept
+    assert {f"{role.role}/{name}" for role in again.roles for name in role.kept_files} | {
+        f"authority/{name}" for name in again.kept_files
     } == FILES
     assert contents(tmp_path) == before
 
@@ -164,7 +164,7 @@ def test_a_folder_that_another_run_makes_first_is_used(
         make(folder)
 
     monkeypatch.setattr(disk, "_make_folder", late)
-    assert made(job, tmp_path / "keys").made
+    assert made(job, tmp_path / "keys").new_files
 
 
 def test_runs_at_the_same_time_make_one_set_of_keys(job: Job, tmp_path: Path) -> None:

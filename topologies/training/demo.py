@@ -20,7 +20,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from checkmate.output.consoles import text_console
-from checkmate.output.plain_text import use_plain_streams
+from checkmate.output.standard_streams import use_plain_streams
 from topologies import lab, picture
 from topologies.describe import topology as describe
 from topologies.describe.job_files import TARGETS, Target, target_of

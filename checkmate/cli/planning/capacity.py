@@ -10,7 +10,7 @@ from checkmate.cli.common import UsageFault, err, out, print_json
 from checkmate.cli.planning.options import quantity
 from checkmate.job.files import JobError, JobSet, Located
 from checkmate.job.schema import Job, Nic
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 from checkmate.planner.capacity import report
 from checkmate.planner.capacity.misfits import checks
 from checkmate.planner.capacity.plan import Capacity, CapacityLimits, SwitchUse
@@ -52,7 +52,7 @@ def show(
     if len(jobs) > 1:
         raise UsageFault(f"--capacity takes one job and its model, not {len(jobs)} jobs")
     ((file, job),) = found.sound
-    with waiting(err, "planning"):
+    with spinner(err, "planning"):
         chosen = NamedOptimizer(optimizer)
         stages = _stages(job, models, dtype)
         link = quantity("--link-rate", link_rate, bits_per_second)

@@ -9,7 +9,7 @@ import typer
 
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.planning.options import PlotFile, check_picture, draw
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 
 if TYPE_CHECKING:
     from checkmate.planner.cost.inputs import CostInputs
@@ -116,7 +116,7 @@ def _report(inputs: CostInputs) -> CostReport:
     from checkmate.planner.cost.report import report  # noqa: PLC0415
 
     try:
-        with waiting(err, "simulating failures"):
+        with spinner(err, "simulating failures"):
             return report(inputs)
     except NeverDone as error:
         training, stall_s = inputs.training, inputs.stall_s

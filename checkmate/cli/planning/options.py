@@ -10,7 +10,7 @@ import typer
 
 from checkmate.cli.common import UsageFault, err
 from checkmate.extras import check
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 
 _ENDINGS = (".png", ".svg")
 
@@ -113,7 +113,7 @@ def check_picture(file: Path) -> None:
 def draw(file: Path, write: Callable[[], None]) -> None:
     """Write a picture. Raise `UsageFault` if it cannot be written."""
     try:
-        with waiting(err, "drawing"):
+        with spinner(err, "drawing"):
             write()
     except OSError as error:
         raise UsageFault(f"--plot: {file} cannot be written: {error.strerror}") from None

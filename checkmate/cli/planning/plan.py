@@ -24,7 +24,7 @@ from checkmate.job import mesh, mesh_groups
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import JobSet, Located
 from checkmate.job.schema import Job
-from checkmate.output.consoles import waiting
+from checkmate.output.consoles import spinner
 from checkmate.output.tables import FittedTable
 from checkmate.wording import in_ranges
 from controlplane import plan as planning
@@ -46,7 +46,7 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
             are faulty.
     """
     jobs = [job for _, job in found.sound]
-    with waiting(err, "planning"):
+    with spinner(err, "planning"):
         excesses = [one for job in jobs for one in planning.fabric_excesses(Network([job]))]
         plans = {} if excesses else planning.plan(jobs)
     targets = _targets(jobs)
@@ -108,7 +108,7 @@ def plan(
     """
     _check_options(context)
     if capacity:
-        with waiting(err, "planning"):
+        with spinner(err, "planning"):
             from checkmate.cli.planning.capacity import show  # noqa: PLC0415 - torch takes a second
 
         show(

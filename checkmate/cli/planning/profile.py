@@ -22,7 +22,7 @@ from checkmate.cli.planning.options import (
     draw,
     quantity,
 )
-from checkmate.output.consoles import progress, waiting
+from checkmate.output.consoles import progress, spinner
 from checkmate.planner.units import NODES_MAX
 from checkmate.wire.tag import CHANNELS_MAX
 from checkmate.wording import counted
@@ -103,7 +103,7 @@ def profile(
     """
     if plot:
         check_picture(plot)
-    with waiting(err, "starting"):  # torch takes a second
+    with spinner(err, "starting"):  # torch takes a second
         from checkmate.planner.models.named import load_model  # noqa: PLC0415
         from checkmate.planner.models.optimizers import NamedOptimizer  # noqa: PLC0415
         from checkmate.planner.profile import machine  # noqa: PLC0415
