@@ -117,10 +117,10 @@ def metrics_ports(metrics: str | None) -> list[int]:
 
 def check_node(job: Job, node: int) -> None:
     """Raise `UsageFault` if a job has no shadow node with this id."""
-    known = [one.id for one in job.shadow_nodes]
-    if node not in known:
-        there = ", ".join(map(str, known))
-        raise UsageFault(f"job {job.job} has no shadow node {node}; its ids are {there}")
+    ids = [shadow_node.id for shadow_node in job.shadow_nodes]
+    if node not in ids:
+        ids_text = ", ".join(map(str, ids))
+        raise UsageFault(f"job {job.job} has no shadow node {node}; its ids are {ids_text}")
 
 
 def confirm(question: str, otherwise: str) -> None:
@@ -137,27 +137,27 @@ def print_json(data: Mapping[str, object], *, line: bool = False) -> None:
     sys.stdout.flush()
 
 
-def set_of(arguments: Sequence[Path], fabric: Path | None = None) -> JobSet:
+def read_job_set(arguments: Sequence[Path], fabric: Path | None = None) -> JobSet:
     """Read the job files of a command line, faults included. Raise `UsageFault` if there are none.
 
     `fabric`: the operator's fabric file, if jobs have only what it grants them.
     """
     files = JobFiles(arguments, fabric)
-    found = files.read()
-    if not found.jobs_read:
+    job_set = files.read()
+    if not job_set.jobs_read:
         raise UsageFault(f"no job file (*.yaml) in {files}")
-    return found
+    return job_set
 
 
 def print_error(
     message: str, exit_code: int, faults: Sequence[Located] = (), more: Mapping[str, object] | None = None
 ) -> None:
     """Print the error as `--json` does (docs/cli.md): on one line, because some commands stream lines."""
-    found = [{"file": str(f.file), "line": f.line, "path": f.path, "message": f.message} for f in faults]
-    print_json({"error": message, "exit": exit_code, "faults": found, **(more or {})}, line=True)
+    documents = [{"file": str(f.file), "line": f.line, "path": f.path, "message": f.message} for f in faults]
+    print_json({"error": message, "exit": exit_code, "faults": documents, **(more or {})}, line=True)
 
 
-def says_errors(command: Callable[P, R]) -> Callable[P, R]:
+def show_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Turn errors meant for users into a message and an exit code, and into data with `--json`."""
 
     @wraps(command)
@@ -190,17 +190,17 @@ TIME: Final = "%Y-%m-%d %H:%M:%S"
 """Local time, as in the switch's own log."""
 
 
-def view_console(wanted: bool | None, log_format: LogFormat = LogFormat.TEXT) -> Console | None:
+def view_console(view: bool | None, log_format: LogFormat = LogFormat.TEXT) -> Console | None:
     """Return the console of a live view, or `None` without one; by default there is one on a terminal.
 
     It is the log's if that is on a terminal: two consoles on one terminal would overwrite each other. Beside
     a log of JSON there is none; raise `UsageFault` if one is wanted.
     """
     if log_format is LogFormat.JSON:
-        if wanted:
+        if view:
             raise UsageFault("--view is for people, and --log-format json is not; use one of them")
         return None
-    if not (has_cursor(out) if wanted is None else wanted):
+    if not (has_cursor(out) if view is None else view):
         return None
     return err if err.is_terminal else out
 
@@ -220,14 +220,14 @@ def log_to_stderr(log_format: LogFormat = LogFormat.TEXT) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-def to_keep_events(folder: Path | None) -> tuple[Capability, ...]:
+def event_log_capabilities(folder: Path | None) -> tuple[Capability, ...]:
     """Return what writing the event log takes, for an option `--events`."""
-    used = find_folder(folder)
-    return () if used is None else to_write(used)
+    events_folder = find_folder(folder)
+    return () if events_folder is None else to_write(events_folder)
 
 
 @contextmanager
-def kept_events(source: str, job: str, folder: Path | None) -> Iterator[EventLog]:
+def open_event_log(source: str, job: str, folder: Path | None) -> Iterator[EventLog]:
     """Keep this process's events, on disk if there is a folder for them.
 
     Raise `EventsError` if somebody has named the folder, and it can't be written. A folder that only systemd

@@ -16,10 +16,10 @@ _PLAIN: Final = re.compile(r"[\w./+@%-]+")
 
 def job_paths(incomplete: str) -> list[str]:
     """Return YAML files and folders whose path begins with a text. The only folder is opened."""
-    found = [path for path in _paths(incomplete) if _PLAIN.fullmatch(path)]
-    if len(found) == 1 and found[0].endswith("/") and found[0] != incomplete:
-        return [found[0], *job_paths(found[0])]
-    return found
+    paths = [path for path in _paths(incomplete) if _PLAIN.fullmatch(path)]
+    if len(paths) == 1 and paths[0].endswith("/") and paths[0] != incomplete:
+        return [paths[0], *job_paths(paths[0])]
+    return paths
 
 
 def _paths(incomplete: str) -> Iterator[str]:

@@ -26,7 +26,7 @@ from checkmate.cli.common import (
     metrics_ports,
     out,
     print_json,
-    says_errors,
+    show_errors,
 )
 from checkmate.cli.shadow import stopping
 from checkmate.job.files import read_job
@@ -51,7 +51,7 @@ class FormatChoice(StrEnum):
     torchtitan = "torchtitan"
 
 
-@says_errors
+@show_errors
 def consolidate(
     job: JobArgument,
     to: Annotated[

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import typer
 
 import checkmate
-from checkmate.cli.common import UsageFault, out, says_errors
+from checkmate.cli.common import UsageFault, out, show_errors
 from checkmate.output.tables import FittedTable
 
 _INSTALLED: Final = Path("share/doc/checkmate-training")
@@ -37,7 +37,7 @@ def page_names() -> list[str]:
     return []
 
 
-@says_errors
+@show_errors
 def docs(
     page: Annotated[
         str | None,
@@ -60,8 +60,8 @@ def docs(
     name = page.removesuffix(".md").removeprefix("docs/")
     if name not in pages:
         near = difflib.get_close_matches(_SUBJECTS.get(name.lower(), name), pages, 1)
-        meant = f"did you mean {near[0]}?" if near else f"the pages are {', '.join(pages)}"
-        raise UsageFault(f"no page {page}; {meant}")
+        suggestion = f"did you mean {near[0]}?" if near else f"the pages are {', '.join(pages)}"
+        raise UsageFault(f"no page {page}; {suggestion}")
     pydoc.pager(pages[name].read_text())
 
 
@@ -77,7 +77,7 @@ def _folder(packages: Path) -> Path:
         UsageFault: The pages were not installed.
     """
     places = [packages / "docs", *(base / _INSTALLED for base in (packages, *packages.parents))]
-    found = next((place for place in places if (place / "job.md").is_file()), None)
-    if found is None:
+    folder = next((place for place in places if (place / "job.md").is_file()), None)
+    if folder is None:
         raise UsageFault(f"the documentation is not installed here; it would be in {_INSTALLED}")
-    return found
+    return folder

@@ -15,7 +15,7 @@ from checkmate.cli.common import (
     err,
     out,
     print_json,
-    says_errors,
+    show_errors,
 )
 from checkmate.doctor import subjects
 from checkmate.doctor.diagnosis import Diagnosis, diagnose
@@ -34,7 +34,7 @@ UNABLE: Final = 9
 _COLOURS: Final = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILED: "red"}
 
 
-@says_errors
+@show_errors
 def doctor(
     job: OptionalJobArgument = None,
     role: Annotated[

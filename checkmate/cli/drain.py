@@ -14,7 +14,7 @@ from checkmate.cli.common import (
     err,
     out,
     print_json,
-    says_errors,
+    show_errors,
 )
 from checkmate.job.files import read_job
 from checkmate.keys.access import access
@@ -26,7 +26,7 @@ from checkmate.output.consoles import spinner_or_line
 from checkmate.privileges import keep_only, to_read
 
 
-@says_errors
+@show_errors
 def drain(
     job: JobArgument,
     node_id: Annotated[int, typer.Option("--id", help="Id of the node in the job's shadow_nodes.")],
@@ -53,23 +53,23 @@ def drain(
     loaded = read_job(job)
     check_node(loaded, node_id)
     keep_only(*to_read([] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.TRAINER)]))
-    said = set[str]()
+    reasons = set[str]()
 
     def waits(why: str) -> None:
-        if why not in said:
+        if why not in reasons:
             err.print(f"waiting: {why}", soft_wrap=True, markup=False, highlight=False)
-            said.add(why)
+            reasons.add(why)
 
     keys = access(loaded, Role.TRAINER, insecure=insecure).keys
     with Stubs(loaded, keys) as stubs, spinner_or_line(err, "draining"):
         shards = draining.drain(loaded, stubs, node_id, timeout, force=force, waits=waits)
     if as_json:
-        held = [{"group": group, "shard": shard} for group, shard in shards]
-        print_json({"job": loaded.job, "node": node_id, "held": held, "forced": force})
+        shard_data = [{"group": group, "shard": shard} for group, shard in shards]
+        print_json({"job": loaded.job, "node": node_id, "held": shard_data, "forced": force})
         return
-    what = ", ".join(name(shard) for shard in shards) or "nothing"
+    shard_names = ", ".join(name(shard) for shard in shards) or "nothing"
     out.print(
-        f"Shadow node {node_id} of job {loaded.job} is drained; it held {what}. "
+        f"Shadow node {node_id} of job {loaded.job} is drained; it held {shard_names}. "
         "It joins again once its process is restarted.",
         soft_wrap=True,
         markup=False,

@@ -19,15 +19,15 @@ def main() -> None:
     use_plain_streams()
     status: Any
     try:
-        status = _ended()
+        status = _run_and_flush()
     except KeyboardInterrupt:
         status = 130
     except OSError as error:
-        status = _told(error, output)
+        status = _report_full_disk(error, output)
     sys.exit(status)
 
 
-def _ended() -> Any:
+def _run_and_flush() -> Any:
     """Run a command, and write what is left of its output. Return the exit status, or a message with it."""
     try:
         status: Any = _run()
@@ -39,7 +39,7 @@ def _ended() -> Any:
     return status
 
 
-def _told(error: OSError, output: OutputFile | None) -> int:
+def _report_full_disk(error: OSError, output: OutputFile | None) -> int:
     """Tell of an output or a disk that is full, and return the exit status; raise any other error."""
     if is_output_error(error, output):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at the end

@@ -29,9 +29,9 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        for one in self.params:
-            if one.param_type_name == "argument":  # so that errors name it as the help does
-                one.metavar = one.metavar or str(one.name).upper()
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":  # so that errors name it as the help does
+                parameter.metavar = parameter.metavar or str(parameter.name).upper()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse a command line. Errors of values use this project's words, instead of pydantic's."""
@@ -48,18 +48,23 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return `[OPTIONS]` and the arguments."""
-        arguments = (one for one in self.get_params(ctx) if one.param_type_name == "argument")
-        names = (_argument(one) if one.required else f"[{_argument(one)}]" for one in arguments)
+        arguments = (
+            parameter for parameter in self.get_params(ctx) if parameter.param_type_name == "argument"
+        )
+        names = (
+            _argument(parameter) if parameter.required else f"[{_argument(parameter)}]"
+            for parameter in arguments
+        )
         return ["[OPTIONS]", *names]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options."""
         arguments, options = [], []
-        for one in self.get_params(ctx):
-            if (record := one.get_help_record(ctx)) is None:
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is None:
                 continue
-            if one.param_type_name == "argument":
-                arguments.append((_argument(one), record[1]))
+            if parameter.param_type_name == "argument":
+                arguments.append((_argument(parameter), record[1]))
             else:
                 options.append((_TYPE.sub(_value, record[0]), record[1]))
         for title, rows in (("Arguments", arguments), ("Options", options)):
@@ -68,8 +73,8 @@ class Command(TyperCommand):
                     formatter.write_dl(rows)
 
 
-def _value(found: re.Match[str]) -> str:
-    return _VALUES.get(found[1], found[1])
+def _value(match: re.Match[str]) -> str:
+    return _VALUES.get(match[1], match[1])
 
 
 def _argument(parameter: Any) -> str:

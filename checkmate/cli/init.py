@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import typer
 
-from checkmate.cli.common import UsageFault, out, says_errors
+from checkmate.cli.common import UsageFault, out, show_errors
 from checkmate.job import editor_schema, starter
 from checkmate.job.fields import GPUS_MOST, Collective
 from checkmate.job.files import JobError, read_job
@@ -35,7 +35,7 @@ def _collectives() -> list[str]:
     return list(COLLECTIVES)
 
 
-@says_errors
+@show_errors
 def init(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="The job file to write, such as gpt.yaml.")],
@@ -92,10 +92,10 @@ def init(
     Example: checkmate init gpt.yaml --ranks gpu0,gpu1 --shadow-nodes cpu0 --nics 2
     """
     _check_place(file)
-    said = {**context.params, "job": job or file.stem}
+    answers = {**context.params, "job": job or file.stem}
     if sys.stdin.isatty() and out.is_terminal:
-        said = _asked(context, said)
-    text = _text(said, file.name)
+        answers = _ask(context, answers)
+    text = _text(answers, file.name)
     files = {file: text}
     beside = file.with_name(starter.SCHEMA_FILE)
     if not beside.exists():
@@ -117,15 +117,15 @@ def _check_place(file: Path) -> None:
         raise UsageFault(f"{file.parent} is not a folder; make it first")
 
 
-def _start(said: dict[str, Any]) -> starter.JobStart:
+def _start(answers: dict[str, Any]) -> starter.JobStart:
     """Return the job that options and answers describe. Raise `UsageFault` if one is wrong."""
-    found = dict(said)
+    values = dict(answers)
     for name, parse in _PARSED.items():
         try:
-            found[name] = parse(said[name])
+            values[name] = parse(answers[name])
         except ValueError as error:
             raise UsageFault(f"--{name.replace('_', '-')} {error}") from None
-    return starter.JobStart(**{name: found[name] for name in starter.JobStart.__dataclass_fields__})
+    return starter.JobStart(**{name: values[name] for name in starter.JobStart.__dataclass_fields__})
 
 
 def _network(text: str) -> IPv4Network:
@@ -168,38 +168,38 @@ _QUESTIONS: Final = {
 }
 
 
-def _asked(context: typer.Context, said: dict[str, Any]) -> dict[str, Any]:
+def _ask(context: typer.Context, answers: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters with the answers to those that are not on the command line."""
-    found = dict(said)
+    result = dict(answers)
     for name, question in _QUESTIONS.items():
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE":
-            found[name] = typer.prompt(question, default=said[name], value_proc=_answer(name, found))
-    return found
+            result[name] = typer.prompt(question, default=answers[name], value_proc=_answer(name, result))
+    return result
 
 
-def _answer(name: str, said: dict[str, Any]) -> Callable[[str], object]:
+def _answer(name: str, answers: dict[str, Any]) -> Callable[[str], object]:
     """Return a parser of an answer. The question is asked again if no valid job can have the answer."""
 
     def parse(text: str) -> object:
         try:
             _PARSED.get(name, str)(text)
-            answer: object = int(text) if isinstance(said[name], int) else text
-            _text({**said, name: answer}, "job.yaml")
+            answer: object = int(text) if isinstance(answers[name], int) else text
+            _text({**answers, name: answer}, "job.yaml")
         except UsageFault as error:
             raise typer.BadParameter(str(error)) from None
         except ValueError as error:
-            number = isinstance(said[name], int)
+            number = isinstance(answers[name], int)
             raise typer.BadParameter("must be a whole number" if number else str(error)) from None
         return answer
 
     return parse
 
 
-def _text(said: dict[str, Any], name: str) -> str:
+def _text(answers: dict[str, Any], name: str) -> str:
     """Return the job file that options and answers describe. Raise `UsageFault` if it has a fault."""
     try:
-        text = starter.text(_start(said), shlex.quote(name))
+        text = starter.text(_start(answers), shlex.quote(name))
     except ValueError as error:
         raise UsageFault(str(error)) from None
     with tempfile.TemporaryDirectory() as folder:
@@ -211,8 +211,8 @@ def _text(said: dict[str, Any], name: str) -> str:
             faults = [f"{fault.path}: {fault.message}" for fault in error.faults]
             more = f"; and {counted(len(faults) - _FAULTS, 'more fault')}" if len(faults) > _FAULTS else ""
             hint = "; --job names the job" if any(fault.path == "job" for fault in error.faults) else ""
-            wrong = "; ".join(faults[:_FAULTS])
-            raise UsageFault(f"that is not a valid job: {wrong}{more}{hint}") from None
+            fault_text = "; ".join(faults[:_FAULTS])
+            raise UsageFault(f"that is not a valid job: {fault_text}{more}{hint}") from None
     return text
 
 
@@ -224,9 +224,9 @@ def _write(files: Mapping[Path, str]) -> None:
     with ExitStack() as undo:
         for file, text in files.items():
             try:
-                with file.open("x", encoding="utf-8") as opened:
+                with file.open("x", encoding="utf-8") as stream:
                     undo.callback(file.unlink, missing_ok=True)
-                    opened.write(text)
+                    stream.write(text)
             except OSError as error:
                 raise UsageFault(f"{file} cannot be written: {error.strerror}") from None
         undo.pop_all()

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from checkmate.cli.common import AsJson, JobArguments, out, print_json, says_errors, set_of
+from checkmate.cli.common import AsJson, JobArguments, out, print_json, read_job_set, show_errors
 from checkmate.job.schema import Job
 from checkmate.keys.access import keys_folder
 from checkmate.keys.making import make_keys
@@ -29,7 +29,7 @@ _PLACES: Final = {
 _MAX_HOSTS: Final = 8
 
 
-@says_errors
+@show_errors
 def keys(
     jobs: JobArguments,
     to: Annotated[
@@ -45,7 +45,7 @@ def keys(
 
     Example: checkmate keys jobs/gpt.yaml
     """
-    folders = [(job, keys_folder(job) if to is None else to) for job in set_of(jobs).require()]
+    folders = [(job, keys_folder(job) if to is None else to) for job in read_job_set(jobs).require()]
     with unwinding():
         keys_of_jobs = make_keys(folders, dt.datetime.now(dt.UTC))
     if as_json:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from checkmate.cli import lab_inside
-from checkmate.cli.common import AsJson, UsageFault, confirm, err, out, print_json, says_errors
+from checkmate.cli.common import AsJson, UsageFault, confirm, err, out, print_json, show_errors
 from checkmate.cli.completing import lab_names, target_names, topology_names
 from checkmate.cli.helping import App
 from checkmate.output.consoles import spinner
@@ -77,21 +77,21 @@ def _lab(topology: str, target: str, name: str | None, mtu: int, share: str, del
         "loss": lambda: loss.fraction(share),
         "jitter": lambda: jitter.seconds(delay),
     }
-    made, faults = {}, []
+    values, faults = {}, []
     for option, parse in parsed.items():
         try:
-            made[option] = parse()
+            values[option] = parse()
         except describe.BadDescription as error:
             faults.append(error)
     if len(faults) > 1:
         raise describe.BadDescription("; ".join(map(str, faults)))
     if faults:
         raise faults[0]
-    return labs.Lab(**made, name=name, mtu=mtu)
+    return labs.Lab(**values, name=name, mtu=mtu)
 
 
 @app.command()
-@says_errors
+@show_errors
 def up(
     topology: Topology,
     target: Switches = "softswitch",
@@ -119,7 +119,7 @@ def up(
 
 
 @app.command()
-@says_errors
+@show_errors
 def down(
     names: Annotated[
         list[str] | None,
@@ -140,37 +140,39 @@ def down(
     Example: checkmate lab down single_tor
     """
     state.require_root()
-    kept = []
-    chosen = _meant(names or [], every=every, if_up=if_up)
-    if every and chosen and not yes and sys.stdin.isatty() and err.is_terminal:
+    failures = []
+    labs_to_remove = _choose_labs(names or [], all_labs=every, if_up=if_up)
+    if every and labs_to_remove and not yes and sys.stdin.isatty() and err.is_terminal:
         _show(_standing())
-        confirm(f"Remove {counted(len(chosen), 'lab')} with all that runs there?", "nothing was removed")
-    for name in chosen:
+        confirm(
+            f"Remove {counted(len(labs_to_remove), 'lab')} with all that runs there?", "nothing was removed"
+        )
+    for name in labs_to_remove:
         try:
             with spinner(err, f"removing {name}"):
-                found = labs.down(name)
+                is_removed = labs.down(name)
         except describe.LabInUse as error:
-            kept.append(error)
+            failures.append(error)
             continue
-        out.print(f"lab {name} removed" if found else f"lab {name} does not exist; nothing to remove")
-    if kept:
-        raise kept[0]
+        out.print(f"lab {name} removed" if is_removed else f"lab {name} does not exist; nothing to remove")
+    if failures:
+        raise failures[0]
 
 
-def _meant(names: list[str], *, every: bool, if_up: bool) -> list[str]:
+def _choose_labs(names: list[str], *, all_labs: bool, if_up: bool) -> list[str]:
     """Return the labs that `down` removes. Raise `UsageFault` if none are given or one does not exist."""
-    if bool(names) == every:
-        choice = "either lab names or --all, not both" if every else "lab names or --all"
+    if bool(names) == all_labs:
+        choice = "either lab names or --all, not both" if all_labs else "lab names or --all"
         raise UsageFault(f"specify {choice}; labs that are up: {', '.join(state.existing()) or 'none'}")
     up = state.existing()
-    missing = [one for one in names if state.check_name(one) not in up and not namespaces.of_lab(one)]
+    missing = [name for name in names if state.check_name(name) not in up and not namespaces.of_lab(name)]
     if missing and not if_up:
         raise UsageFault(state.missing(missing))
     return names or state.existing()
 
 
 @app.command("list")
-@says_errors
+@show_errors
 def list_labs(as_json: AsJson = False) -> None:
     """List the topologies that come with Checkmate, and the labs that are up on this machine.
 
@@ -189,13 +191,13 @@ def _titles() -> dict[str, str]:
 
 def _standing() -> list[LabStanding]:
     """Return every lab that exists on this machine, even in part."""
-    found = []
+    standings = []
     for name in state.existing():
         record = state.read_record(name)
         up = bool(namespaces.processes(namespaces.of_lab(name))) if os.geteuid() == 0 else None
         topology, target = (record.topology, record.target) if record else (None, None)
-        found.append(LabStanding(name, topology, target, up, str(state.job_file(name))))
-    return found
+        standings.append(LabStanding(name, topology, target, up, str(state.job_file(name))))
+    return standings
 
 
 def _show_labs() -> None:
@@ -229,7 +231,7 @@ def _state(lab: LabStanding) -> str:
 
 
 @app.command()
-@says_errors
+@show_errors
 def run(
     topology: Topology,
     target: Switches = "softswitch",

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from checkmate.cli.common import err, out, says_errors
+from checkmate.cli.common import err, out, show_errors
 from checkmate.cli.completing import lab_names
 from topologies import inside, torchrun
 from topologies.lab import Lab
@@ -27,7 +27,7 @@ RAW: Final = {"ignore_unknown_options": True}
 _LOOK_SECONDS: Final = 0.2
 
 
-@says_errors
+@show_errors
 def execute(
     lab: LabName,
     node: Annotated[str, typer.Argument(help="rank0, host0, shadow0, a switch, or ctl.", show_default=False)],
@@ -46,7 +46,7 @@ def execute(
     inside.become(Lab.attached(lab), node, command or [os.environ.get("SHELL", "/bin/sh")])
 
 
-@says_errors
+@show_errors
 def logs(
     lab: LabName,
     node: Annotated[str | None, typer.Argument(help="A node.", show_default="all nodes")] = None,
@@ -75,7 +75,7 @@ def logs(
         show(whole=True)
 
 
-@says_errors
+@show_errors
 def train(
     lab: LabName,
     script: Annotated[

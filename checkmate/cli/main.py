@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import checkmate
-from checkmate.cli.common import AsJson, says_errors
+from checkmate.cli.common import AsJson, show_errors
 from checkmate.cli.helping import App, Command, Group
 from checkmate.extras import ExtraMissing, needs_of
 
@@ -88,7 +88,7 @@ def _refusing(name: str, missing: ExtraMissing) -> Any:
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
 
     @alone.command(name, help=f"Needs: {missing.remedy}", context_settings=anything)
-    @says_errors
+    @show_errors
     def command(as_json: AsJson = False) -> None:
         raise missing
 

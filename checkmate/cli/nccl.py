@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from checkmate.cli.common import JobArgument, UsageFault, err, out, says_errors
+from checkmate.cli.common import JobArgument, UsageFault, err, out, show_errors
 from checkmate.cli.helping import App
 from checkmate.errors import CheckmateError
 from checkmate.job.files import read_job
@@ -27,7 +27,7 @@ app = App(help="NCCL: the plugin with which stock NCCL's gradients are tagged.",
 
 
 @app.command()
-@says_errors
+@show_errors
 def build(
     cache: Annotated[
         Path | None,
@@ -48,7 +48,7 @@ def build(
 
 
 @app.command()
-@says_errors
+@show_errors
 def check(job: JobArgument) -> None:
     """Calibrate NCCL on all ranks of a job, and print each one's verdict.
 
@@ -67,7 +67,7 @@ def check(job: JobArgument) -> None:
         raise UsageFault(str(error)) from None
     if rank == 0:
         show(verdicts)
-    if any(one.trouble for one in verdicts):
+    if any(verdict.trouble for verdict in verdicts):
         raise typer.Exit(1)
 
 
@@ -75,11 +75,11 @@ def show(verdicts: Sequence[RankVerdict]) -> None:
     """Print what each rank has compared on each channel, and then the verdicts."""
     columns = ("rank", "NCCL", "channel", "sends", "compared", "wrong")
     table = FittedTable("fully reduced sends", *columns, numbers=columns[2:], folds=("rank",))
-    for one in verdicts:
-        for seen in one.channels:
-            counts = map(str, (seen.channel, seen.sends, size(seen.nbytes), seen.mismatches))
-            table.add_row(one.rank, one.version, *counts)
+    for verdict in verdicts:
+        for channel in verdict.channels:
+            counts = map(str, (channel.channel, channel.sends, size(channel.nbytes), channel.mismatches))
+            table.add_row(verdict.rank, verdict.version, *counts)
     out.print(table)
-    for one in verdicts:
-        said = f"not tagged: {one.trouble}" if one.trouble else "gradients can be tagged"
-        out.print(f"{one.rank}: {said}", soft_wrap=True, markup=False)
+    for verdict in verdicts:
+        text = f"not tagged: {verdict.trouble}" if verdict.trouble else "gradients can be tagged"
+        out.print(f"{verdict.rank}: {text}", soft_wrap=True, markup=False)

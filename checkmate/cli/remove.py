@@ -11,8 +11,8 @@ from checkmate.cli.common import (
     err,
     out,
     print_json,
-    says_errors,
-    set_of,
+    read_job_set,
+    show_errors,
 )
 from checkmate.output.consoles import spinner
 from checkmate.wording import counted
@@ -20,7 +20,7 @@ from controlplane.errors import AnotherPrimary
 from controlplane.remove import remove_jobs
 
 
-@says_errors
+@show_errors
 def remove(jobs: JobArguments, fabric: FabricOption = None, as_json: AsJson = False) -> None:
     """Remove jobs from their switches: entries, groups and connected streams. Other jobs are not affected.
 
@@ -29,7 +29,7 @@ def remove(jobs: JobArguments, fabric: FabricOption = None, as_json: AsJson = Fa
     Example: checkmate remove jobs/gpt.yaml
     """
     try:
-        loaded = set_of(jobs, fabric).require()
+        loaded = read_job_set(jobs, fabric).require()
         with spinner(err, "removing"):
             reports = asyncio.run(remove_jobs(loaded))
     except AnotherPrimary as error:

@@ -20,7 +20,7 @@ from checkmate.cli.common import (
     err,
     out,
     print_json,
-    says_errors,
+    show_errors,
 )
 from checkmate.events.event_log import FOLDER, SUFFIX
 from checkmate.events.reading import MAX_TIME
@@ -42,7 +42,7 @@ _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _AGO: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d)")
 
 
-@says_errors
+@show_errors
 def report(
     job: JobArgument,
     events: Annotated[

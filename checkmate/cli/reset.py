@@ -17,7 +17,7 @@ from checkmate.cli.common import (
     err,
     out,
     print_json,
-    says_errors,
+    show_errors,
 )
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
@@ -30,7 +30,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.privileges import keep_only, to_read
 
 
-@says_errors
+@show_errors
 def reset(
     job: JobArgument,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -51,37 +51,39 @@ def reset(
     loaded = read_job(job)
     keep_only(*to_read([] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.TRAINER)]))
     with Stubs(loaded, access(loaded, Role.TRAINER, insecure=insecure).keys) as stubs:
-        found = resetting.ask(loaded, stubs)
+        discard = resetting.ask(loaded, stubs)
         if not yes:
-            _confirm(loaded, found)
-            found = resetting.ask_again(loaded, stubs, found)
-        resetting.discard(loaded, stubs, found)
-    for node, why in found.silent.items():
-        what = f"{node_name(loaded, node)} does not answer ({why}). What it holds does not count any more"
-        err.print(Text.assemble(("warning:", "yellow"), f" {what}"), soft_wrap=True)
+            _confirm(loaded, discard)
+            discard = resetting.ask_again(loaded, stubs, discard)
+        resetting.discard(loaded, stubs, discard)
+    for node, why in discard.silent.items():
+        warning = f"{node_name(loaded, node)} does not answer ({why}). What it holds does not count any more"
+        err.print(Text.assemble(("warning:", "yellow"), f" {warning}"), soft_wrap=True)
     if as_json:
-        silent = {str(node): why for node, why in found.silent.items()}
-        nodes = list(found.answering)
-        print_json({"job": loaded.job, "iteration": found.iteration, "nodes": nodes, "silent": silent})
+        silent = {str(node): why for node, why in discard.silent.items()}
+        nodes = list(discard.answering)
+        print_json({"job": loaded.job, "iteration": discard.iteration, "nodes": nodes, "silent": silent})
         return
     out.print(
-        f"{_what(loaded, found)} discarded. The next start of training begins with iteration 0. Checkpoints "
-        "on disk stay, and it does not use them.",
+        f"{_discarded_words(loaded, discard)} discarded. The next start of training begins with iteration 0. "
+        "Checkpoints on disk stay, and it does not use them.",
         soft_wrap=True,
         markup=False,
     )
 
 
-def _confirm(job: Job, found: Discard) -> None:
+def _confirm(job: Job, discard: Discard) -> None:
     """Ask, on a terminal. Raise `UsageFault` without one, and `Declined` if the answer is no."""
     if not sys.stdin.isatty():
-        raise UsageFault(f"{_what(job, found)} about to be discarded: add --yes, because nobody can be asked")
-    confirm(f"{_what(job, found)} about to be discarded. Continue?", "nothing was discarded")
+        raise UsageFault(
+            f"{_discarded_words(job, discard)} about to be discarded: add --yes, because nobody can be asked"
+        )
+    confirm(f"{_discarded_words(job, discard)} about to be discarded. Continue?", "nothing was discarded")
 
 
-def _what(job: Job, found: Discard) -> str:
-    if found.iteration is None:
+def _discarded_words(job: Job, discard: Discard) -> str:
+    if discard.iteration is None:
         return f"Job {job.job}: all earlier runs are"
-    if found.iteration < 0:
+    if discard.iteration < 0:
         return f"Job {job.job}: the state from before its first iteration is"
-    return f"Job {job.job}: iteration {found.iteration} and all before it are"
+    return f"Job {job.job}: iteration {discard.iteration} and all before it are"

@@ -26,12 +26,12 @@ from checkmate.cli.common import (
     Metrics,
     UsageFault,
     err,
-    kept_events,
+    event_log_capabilities,
     log_to_stderr,
     metrics_ports,
+    open_event_log,
     out,
-    says_errors,
-    to_keep_events,
+    show_errors,
     view_console,
 )
 from checkmate.cli.status import switch_lines, switch_tables
@@ -70,7 +70,7 @@ REFUSED_SECONDS = 5.0
 """After a takeover that a switch has refused; another controller may have more luck."""
 
 
-@says_errors
+@show_errors
 def run(
     jobs: JobArguments,
     once: Annotated[bool, typer.Option("--once", help="Write what is missing, and end.")] = False,
@@ -110,20 +110,20 @@ def run(
     live = view_console(view, log_format)
     keys = HelloKeys(insecure=insecure, remember=fabric is not None)
     files = JobFiles(jobs, fabric, keys.files)
-    wanted = _first(files, keys, all_sound=once or load)
-    first = wanted.jobs
+    job_files = _first(files, keys, all_sound=once or load)
+    first = job_files.jobs
     keep_only(
-        *to_read(_read_later(wanted.files, first)),
+        *to_read(_read_later(job_files.files, first)),
         *to_listen(metrics_ports(metrics)),
-        *to_keep_events(events),
+        *event_log_capabilities(events),
     )
     log_to_stderr(log_format)
     warn(map(subjects.controller, first), insecure=insecure)
     logging.getLogger("finsy").setLevel(logging.ERROR)
     controller = _Controller(files, keys, load=load, live=live)
-    with kept_events("controller", "", events), _said(first):
-        log_refusals(files, wanted)
-        asyncio.run(_until_stopped(controller.work(wanted, standby=standby, once=once, metrics=metrics)))
+    with open_event_log("controller", "", events), _log_lifetime(first):
+        log_refusals(files, job_files)
+        asyncio.run(_until_stopped(controller.work(job_files, standby=standby, once=once, metrics=metrics)))
 
 
 def _first(files: JobFiles, keys: HelloKeys, *, all_sound: bool) -> Wanted:
@@ -132,17 +132,17 @@ def _first(files: JobFiles, keys: HelloKeys, *, all_sound: bool) -> Wanted:
     With several owners, sound jobs are enough, unless `all_sound`: one owner's mistake must not keep the
     controller from starting again.
     """
-    wanted = files.wanted(keys.unusable)
-    if not wanted.files:
+    job_files = files.wanted(keys.unusable)
+    if not job_files.files:
         raise UsageFault(f"no job file (*.yaml) in {files}")
-    if wanted.faults and (all_sound or not wanted.jobs):
-        raise JobError(wanted.faults)
-    files.served(wanted)
-    return wanted
+    if job_files.faults and (all_sound or not job_files.jobs):
+        raise JobError(job_files.faults)
+    files.served(job_files)
+    return job_files
 
 
 @contextmanager
-def _said(jobs: Sequence[Job]) -> Iterator[None]:
+def _log_lifetime(jobs: Sequence[Job]) -> Iterator[None]:
     """Say when the controller begins, and when it ends for a reason that it knows."""
     event = CONTROLLER_STARTED(version=checkmate.__version__, jobs=[job.job for job in jobs])
     say(logging.DEBUG, event, "the controller has started")
@@ -162,8 +162,8 @@ def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
         if job.keys is not None:
             yield role_folder(job.keys, job.job, Role.CONTROLLER)
         for switch in job.fabric.switches:
-            named = {} if switch.tls is None else vars(switch.tls)
-            yield from (pem for pem in named.values() if pem is not None)
+            pem_files = {} if switch.tls is None else vars(switch.tls)
+            yield from (pem for pem in pem_files.values() if pem is not None)
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
@@ -179,16 +179,16 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
 
 
 class _Controller:
-    """What `run` does with its options."""
+    """The work of `run`, with its options."""
 
     def __init__(self, files: JobFiles, keys: HelloKeys, *, load: bool, live: Console | None) -> None:
         self._files, self._keys, self._load, self._live = files, keys, load, live
         self.reading: SwitchReading | None = None
 
-    async def work(self, wanted: Wanted, *, standby: bool, once: bool, metrics: str | None) -> None:
+    async def work(self, job_files: Wanted, *, standby: bool, once: bool, metrics: str | None) -> None:
         """Serve or stand by, with metrics or without."""
         with nullcontext() if metrics is None else self._measured(metrics):
-            await (self.stand_by(wanted) if standby else self.serve(wanted.jobs, once=once))
+            await (self.stand_by(job_files) if standby else self.serve(job_files.jobs, once=once))
 
     def _measured(self, address: str) -> MetricsServer:
         from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
@@ -217,14 +217,14 @@ class _Controller:
                 self.reading.fleet = None
             await fleet.stop()
 
-    async def stand_by(self, wanted: Wanted) -> None:
+    async def stand_by(self, job_files: Wanted) -> None:
         """Serve whenever no other controller does."""
 
         def check(jobs: Sequence[Job]) -> None:
             Fleet(self._keys).prepare(jobs)
 
-        check(wanted.jobs)  # faults are found now, not when it is needed
-        standby = Standby(self._files, wanted, check, self._keys.unusable)
+        check(job_files.jobs)  # faults are found now, not when it is needed
+        standby = Standby(self._files, job_files, check, self._keys.unusable)
         while True:
             notify("READY=1", "STATUS=standing by")
             out.print("standing by; stop with Ctrl-C")
@@ -252,20 +252,20 @@ async def _apply(fleet: Fleet, jobs: Sequence[Job], load: bool, now: Sequence[st
         first = bar.add_task("connecting to the switches", total=None)
         rows = {}
 
-        def written(switch: str, done: int, total: int) -> None:
+        def show_written(switch: str, count: int, total: int) -> None:
             bar.update(first, visible=False)
             if switch not in rows:
                 rows[switch] = bar.add_task(f"writing to {switch}")
-            bar.update(rows[switch], completed=done, total=total)
+            bar.update(rows[switch], completed=count, total=total)
 
-        done = await fleet.start(jobs, replace=load, now=now, progress=written)
+        reports = await fleet.start(jobs, replace=load, now=now, progress=show_written)
     event = CONTROLLER_PRIMARY(
-        switches=[report.switch for report in done],
-        updates=sum(report.updates for report in done),
-        seconds=round(sum(report.seconds for report in done), 3),
+        switches=[report.switch for report in reports],
+        updates=sum(report.updates for report in reports),
+        seconds=round(sum(report.seconds for report in reports), 3),
     )
-    say(logging.DEBUG, event, "serves %s", counted(len(done), "switch", "switches"))
-    for report in done:
+    say(logging.DEBUG, event, "serves %s", counted(len(reports), "switch", "switches"))
+    for report in reports:
         loaded = "program loaded, " if report.loaded else ""
         updates = counted(report.updates, "update")
         line = f"switch {report.switch}: {loaded}{updates} written in {report.seconds:.2f} s"
@@ -279,12 +279,12 @@ async def _view(fleet: Fleet, console: Console) -> None:
             await asyncio.sleep(VIEW_SECONDS)
 
 
-def _picture(found: Sequence[SwitchStatus]) -> Group:
+def _picture(statuses: Sequence[SwitchStatus]) -> Group:
     """Return the live view: lines first, because a table may be longer than the terminal."""
-    lines = [line for status in found for line in switch_lines(status)]
-    return Group(*lines, "", *(table for status in found for table in switch_tables(status)))
+    lines = [line for status in statuses for line in switch_lines(status)]
+    return Group(*lines, "", *(table for status in statuses for table in switch_tables(status)))
 
 
 async def _read(fleet: Fleet) -> list[SwitchStatus]:
-    found = [await status_now(controller) for controller in list(fleet.controllers.values())]
-    return [status for status in found if status is not None]
+    statuses = [await status_now(controller) for controller in list(fleet.controllers.values())]
+    return [status for status in statuses if status is not None]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from checkmate.cli.common import UsageFault, says_errors
+from checkmate.cli.common import UsageFault, show_errors
 from checkmate.job import editor_schema
 from checkmate.wording import did_you_mean
 
@@ -57,7 +57,7 @@ def schema_of(name: str) -> dict[str, Any]:
     return editor_schema.of_model(getattr(import_module(module), kind))
 
 
-@says_errors
+@show_errors
 def schema(
     name: Annotated[
         str, typer.Argument(help="job, fabric, lab, error, or a command with --json.", autocompletion=names)

@@ -24,13 +24,13 @@ from checkmate.cli.common import (
     UsageFault,
     check_node,
     err,
-    kept_events,
+    event_log_capabilities,
     log_to_stderr,
     metrics_ports,
+    open_event_log,
     out,
     print_json,
-    says_errors,
-    to_keep_events,
+    show_errors,
     view_console,
 )
 from checkmate.doctor import subjects
@@ -46,7 +46,7 @@ from checkmate.output.consoles import spinner
 from checkmate.privileges import Capability, keep_only, to_listen, to_read
 
 
-@says_errors
+@show_errors
 def shadow(
     job: JobArgument,
     node_id: Annotated[
@@ -89,9 +89,13 @@ def shadow(
     loaded = read_job(job)
     node_id = _own_id(loaded) if node_id is None else node_id
     _check_id(loaded, node_id)
-    shown = None if as_json else view_console(view, log_format)
+    live_console = None if as_json else view_console(view, log_format)
     log_to_stderr(log_format)
-    keep_only(*_needed(loaded, node_id), *to_listen(metrics_ports(metrics)), *to_keep_events(events))
+    keep_only(
+        *_node_capabilities(loaded, node_id),
+        *to_listen(metrics_ports(metrics)),
+        *event_log_capabilities(events),
+    )
     warn([subjects.shadow(loaded, node_id)], receive_buffer=receive_buffer << 20, insecure=insecure)
     with spinner(err, "starting") if log_format is LogFormat.TEXT else nullcontext():  # torch takes a second
         from checkmate.shadow.process import Serving  # noqa: PLC0415
@@ -99,7 +103,7 @@ def shadow(
 
     with (
         stopping() as stopped,
-        kept_events(f"shadow node {node_id}", loaded.job, events) as log,
+        open_event_log(f"shadow node {node_id}", loaded.job, events) as log,
         Serving(
             loaded,
             node_id,
@@ -112,8 +116,8 @@ def shadow(
         ) as serving,
     ):
         log.beat = serving.reached
-        started = NODE_STARTED(version=checkmate.__version__, shards=len(serving.node.plans))
-        say(logging.DEBUG, started, "shadow node %d serves", node_id)
+        event = NODE_STARTED(version=checkmate.__version__, shards=len(serving.node.plans))
+        say(logging.DEBUG, event, "shadow node %d serves", node_id)
         if as_json:
             ready = {"time": time_now(), "ready": True, "job": loaded.job, "node": node_id}
             print_json(ready, line=True)
@@ -121,23 +125,23 @@ def shadow(
             out.print(f"ready: shadow node {node_id} of job {loaded.job}; stop with Ctrl-C", soft_wrap=True)
             sys.stdout.flush()
         notify("READY=1", f"STATUS=shadow node {node_id} of job {loaded.job}")
-        follow(serving.node, stopped, shown, as_json=as_json)
+        follow(serving.node, stopped, live_console, as_json=as_json)
         notify("STOPPING=1")
         say(logging.DEBUG, NODE_ENDED(), "shadow node %d was stopped", node_id)
 
 
-def _needed(job: Job, node_id: int) -> tuple[Capability, ...]:
+def _node_capabilities(job: Job, node_id: int) -> tuple[Capability, ...]:
     """Return the capabilities of a node: receive buffers are set for each stream that it connects."""
-    at = job.node(node_id)
+    node = job.node(node_id)
     keys = [] if job.keys is None else [role_folder(job.keys, job.job, Role.SHADOW)]
-    ports = (split_address(at.mgmt)[1], at.records_at[1])
+    ports = (split_address(node.mgmt)[1], node.records_at[1])
     return (Capability.NET_ADMIN, *to_read(keys), *to_listen(ports))
 
 
 def _check_id(job: Job, node_id: int) -> None:
     check_node(job, node_id)
-    used = {i for group in range(len(job.dp_groups)) for i in job.shadow_list(group)}
-    if node_id not in used:
+    held_nodes = {i for group in range(len(job.dp_groups)) for i in job.shadow_list(group)}
+    if node_id not in held_nodes:
         raise UsageFault(f"no DP group has shadow node {node_id} in its shadow_nodes: it would hold nothing")
 
 
@@ -148,9 +152,9 @@ def _own_id(job: Job) -> int:
         return here[0]
     if here:
         raise UsageFault(f"this machine has the NICs of shadow nodes {', '.join(map(str, here))}: use --id")
-    known = (f"{node.id}: {' and '.join(str(nic.ip) for nic in node.nics)}" for node in job.shadow_nodes)
-    who = f"this machine has the NICs of no shadow node of job {job.job}"
-    raise UsageFault(f"{who}; their addresses are {'; '.join(known)}")
+    addresses = (f"{node.id}: {' and '.join(str(nic.ip) for nic in node.nics)}" for node in job.shadow_nodes)
+    fault = f"this machine has the NICs of no shadow node of job {job.job}"
+    raise UsageFault(f"{fault}; their addresses are {'; '.join(addresses)}")
 
 
 def _is_own(ip: str) -> bool:

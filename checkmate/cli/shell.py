@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import OptionalJobArgument, UsageFault, err, says_errors
+from checkmate.cli.common import OptionalJobArgument, UsageFault, err, show_errors
 from checkmate.job.files import read_job
 from checkmate.job.schema import Switch
 from checkmate.output.consoles import spinner
@@ -34,7 +34,7 @@ REQUIREMENTS = Path(__file__).with_name("shell.txt")
 """Its packages, with the hashes of their files (`tools.lock` renews them)."""
 
 
-@says_errors
+@show_errors
 def shell(
     job: OptionalJobArgument = None,
     switch: Annotated[str, typer.Option(help="Name of the switch; needed if the job has several.")] = "",
@@ -56,25 +56,25 @@ def shell(
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
         raise UsageFault("p4runtime-shell is not installed; install it with `checkmate shell --install`")
-    one = chosen(read_job(job).fabric.switches, switch)
+    target = choose_switch(read_job(job).fabric.switches, switch)
     if primary:
         err.print(
-            f"[yellow]warning:[/yellow] as primary this shell displaces any other controller of {one.name}: "
-            "a `checkmate run` that serves it ends with exit status 5",
+            f"[yellow]warning:[/yellow] as primary this shell displaces any other controller of "
+            f"{target.name}: a `checkmate run` that serves it ends with exit status 5",
             soft_wrap=True,
         )
-    command, environment = invocation(one, primary=primary)
+    command, environment = invocation(target, primary=primary)
     os.execve(python, command, environment)
 
 
-def chosen(switches: Sequence[Switch], name: str) -> Switch:
+def choose_switch(switches: Sequence[Switch], name: str) -> Switch:
     """Return the switch of that name, or the only one. Raise `UsageFault` if there is none."""
     names = ", ".join(s.name for s in switches)
     if not name and len(switches) > 1:
         raise UsageFault(f"the job has several switches; add --switch with one of {names}")
-    for one in switches:
-        if name in ("", one.name):
-            return one
+    for switch in switches:
+        if name in ("", switch.name):
+            return switch
     raise UsageFault(f"the job has no switch {name!r}; its switches are {names}")
 
 
@@ -124,10 +124,12 @@ def _pip() -> tuple[int, ...]:
 
 
 def _install(python: Path) -> subprocess.CompletedProcess[str]:
-    ours = _pip() >= _PIP_WITH_PYTHON  # there already, and newer than Python's own
-    venv.create(ENVIRONMENT, with_pip=not ours, clear=True)
+    has_own_pip = _pip() >= _PIP_WITH_PYTHON  # there already, and newer than Python's own
+    venv.create(ENVIRONMENT, with_pip=not has_own_pip, clear=True)
     pip: list[str | Path] = (
-        [sys.executable, "-P", "-m", "pip", "--python", python] if ours else [python, "-P", "-m", "pip"]
+        [sys.executable, "-P", "-m", "pip", "--python", python]
+        if has_own_pip
+        else [python, "-P", "-m", "pip"]
     )
     command = [*pip, "install", "-q", "--disable-pip-version-check", "--require-hashes"]
     command += ["--no-deps", "--only-binary", ":all:", "--requirement", REQUIREMENTS]
@@ -136,5 +138,5 @@ def _install(python: Path) -> subprocess.CompletedProcess[str]:
 
 def _reason(complaint: str) -> str:
     """Return pip's error, without the warnings before it, on one line."""
-    found = complaint[max(complaint.find("ERROR: "), 0) :].removeprefix("ERROR: ")
-    return " ".join(found.split()) or "pip printed no reason"
+    error = complaint[max(complaint.find("ERROR: "), 0) :].removeprefix("ERROR: ")
+    return " ".join(error.split()) or "pip printed no reason"

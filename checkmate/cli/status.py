@@ -20,8 +20,8 @@ from checkmate.cli.common import (
     err,
     out,
     print_json,
-    says_errors,
-    set_of,
+    read_job_set,
+    show_errors,
 )
 from checkmate.job.fields import CPU_PORT
 from checkmate.job.schema import Job, Switch
@@ -56,7 +56,7 @@ class Unread(UsageFault):
         self.data = {"status": status}
 
 
-@says_errors
+@show_errors
 def status(
     jobs: JobArguments,
     fabric: FabricOption = None,
@@ -75,45 +75,53 @@ def status(
 
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
-    loaded = set_of(jobs, fabric).require()
-    with spinner_or_line(err, "reading the switches") as shown:
-        found, errors = asyncio.run(_status(loaded, timeout if wait else 0.0, shown))
-    data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in found}}
+    loaded = read_job_set(jobs, fabric).require()
+    with spinner_or_line(err, "reading the switches") as progress:
+        statuses, errors = asyncio.run(_status(loaded, timeout if wait else 0.0, progress))
+    data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in statuses}}
     if not as_json:
-        for one in found:
-            out.print(Group(*switch_tables(one), *switch_lines(one)))
+        for switch_status in statuses:
+            out.print(Group(*switch_tables(switch_status), *switch_lines(switch_status)))
     if errors:
         raise Unread(errors, data)
-    missing = [stream for one in found for stream in one.streams if not stream.connected]
+    missing = [
+        stream for switch_status in statuses for stream in switch_status.streams if not stream.connected
+    ]
     if wait and missing:
-        raise StreamsNotConnected(_missing_line(found, missing, timeout), data)
+        raise StreamsNotConnected(_missing_line(statuses, missing, timeout), data)
     if as_json:
         print_json(data)
 
 
-def _absent_words(found: Sequence[SwitchStatus]) -> str:
+def _absent_words(statuses: Sequence[SwitchStatus]) -> str:
     return "".join(
-        f"job {job} is not installed on switch {one.switch}; " for one in found for job in one.not_installed
+        f"job {job} is not installed on switch {status.switch}; "
+        for status in statuses
+        for job in status.not_installed
     )
 
 
-def _missing_line(found: Sequence[SwitchStatus], missing: Sequence[StreamStatus], timeout: float) -> str:
+def _missing_line(statuses: Sequence[SwitchStatus], missing: Sequence[StreamStatus], timeout: float) -> str:
     first = missing[0]
     streams = counted(len(missing), "stream is", "streams are")
     return (
-        f"{_absent_words(found)}{streams} not connected after {timeout:g} s, "
+        f"{_absent_words(statuses)}{streams} not connected after {timeout:g} s, "
         f"the first: job {first.job}, DP group {first.dp_group_name}, channel {first.channel}, "
-        f"shadow id {first.shadow_id}, node {first.shadow_node} at {first.nic}{_none_words(found)}"
+        f"shadow id {first.shadow_id}, node {first.shadow_node} at {first.nic}{_none_words(statuses)}"
     )
 
 
-def _none_words(found: Sequence[SwitchStatus]) -> str:
+def _none_words(statuses: Sequence[SwitchStatus]) -> str:
     """Return what may keep all streams of a switch away, if none of a switch is connected."""
-    silent = [one for one in found if one.streams and not any(stream.connected for stream in one.streams)]
+    silent = [
+        status
+        for status in statuses
+        if status.streams and not any(stream.connected for stream in status.streams)
+    ]
     if not silent:
         return ""
-    names = ", ".join(one.switch for one in silent)
-    bmv2 = any(one.target == "bmv2" for one in silent)
+    names = ", ".join(status.switch for status in silent)
+    bmv2 = any(status.target == "bmv2" for status in silent)
     port = f", which BMv2 has only with --cpu-port {CPU_PORT}" if bmv2 else ""
     return (
         f"; none is at {names}: do shadow nodes run, does `checkmate run` serve, and does the switch pass "
@@ -122,28 +130,28 @@ def _none_words(found: Sequence[SwitchStatus]) -> str:
 
 
 async def _status(
-    jobs: Sequence[Job], timeout: float, shown: Status | LateLine
+    jobs: Sequence[Job], timeout: float, progress: Status | LateLine
 ) -> tuple[list[SwitchStatus], list[ControlError]]:
     """Read all switches at once. Return the status of each that can be read, and the errors of the others."""
     network = Network(jobs)
     deadline = time.monotonic() + timeout
     latest: dict[str, SwitchStatus] = {}
 
-    def seen(status: SwitchStatus) -> None:
+    def show_progress(status: SwitchStatus) -> None:
         latest[status.switch] = status
-        streams = [stream for each in latest.values() for stream in each.streams]
+        streams = [stream for switch_status in latest.values() for stream in switch_status.streams]
         ready = sum(stream.connected for stream in streams)
-        shown.update(f"{ready:,} of {counted(len(streams), 'stream')} connected")
+        progress.update(f"{ready:,} of {counted(len(streams), 'stream')} connected")
 
     answers = await asyncio.gather(
-        *(_switch(network, switch, deadline, seen) for switch in network.switches.values())
+        *(_switch(network, switch, deadline, show_progress) for switch in network.switches.values())
     )
-    found = [each for each in answers if isinstance(each, SwitchStatus)]
-    return found, [each for each in answers if isinstance(each, ControlError)]
+    statuses = [answer for answer in answers if isinstance(answer, SwitchStatus)]
+    return statuses, [answer for answer in answers if isinstance(answer, ControlError)]
 
 
 async def _switch(
-    network: Network, switch: Switch, deadline: float, seen: Callable[[SwitchStatus], None]
+    network: Network, switch: Switch, deadline: float, show_progress: Callable[[SwitchStatus], None]
 ) -> SwitchStatus | ControlError:
     """Return a switch's status once all its streams connect or the deadline passes, or its error."""
     while True:
@@ -154,7 +162,7 @@ async def _switch(
                     status = await read_status(session, network)
                     if time.monotonic() >= deadline or all(stream.connected for stream in status.streams):
                         return status
-                    seen(status)
+                    show_progress(status)
                     await asyncio.sleep(POLL_SECONDS)
         except (SwitchUnreachable, NoProgram) as error:  # `run` may still be starting
             if time.monotonic() >= deadline:
@@ -173,15 +181,16 @@ def switch_tables(status: SwitchStatus) -> list[FittedTable]:
 def switch_lines(status: SwitchStatus) -> list[str]:
     """Return lines about jobs that are not installed on a switch, and its counters of tagged traffic."""
     absent = [f"job {job} is not installed on switch {status.switch}" for job in status.not_installed]
-    passed, losses = status.passed, status.losses
+    unreplicated, losses = status.passed, status.losses
     line = (
         f"switch {status.switch}: copies lost: {losses['not_connected'].packets:,} not connected, "
         f"{losses['old_incarnation'].packets:,} of old incarnations; "
-        f"marked but not replicated: {passed['without_tag'].packets:,} without a tag, "
-        f"{passed['without_entry'].packets:,} without an entry; plain ACKs dropped: {status.acks_dropped:,}"
+        f"marked but not replicated: {unreplicated['without_tag'].packets:,} without a tag, "
+        f"{unreplicated['without_entry'].packets:,} without an entry; "
+        f"plain ACKs dropped: {status.acks_dropped:,}"
     )
-    refused = [f"switch {status.switch}: {one}" for one in status.refused if one.packets]
-    return [*absent, *refused, line]
+    refusals = [f"switch {status.switch}: {refusal}" for refusal in status.refused if refusal.packets]
+    return [*absent, *refusals, line]
 
 
 def _job_table(status: SwitchStatus, job: str) -> FittedTable:

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import AsJson, JobArgument, UsageFault, out, print_json, says_errors
+from checkmate.cli.common import AsJson, JobArgument, UsageFault, out, print_json, show_errors
 from checkmate.job.files import read_job
 from checkmate.keys.roles import Role
 from checkmate.planner import kernel_settings
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 
 
-@says_errors
+@show_errors
 def sysctl(
     job: JobArgument,
     role: Annotated[
@@ -47,21 +47,21 @@ def sysctl(
     if role == Role.TRAINER:
         if receive_buffer is not None:
             raise UsageFault("--receive-buffer is of shadow nodes; use it with --role shadow")
-        found = kernel_settings.of_trainers(loaded)
+        settings = kernel_settings.of_trainers(loaded)
     elif role == Role.SHADOW:
         buffer = RECEIVE_BUFFER if receive_buffer is None else receive_buffer << 20
-        found = kernel_settings.of_shadow_nodes(loaded, buffer)
+        settings = kernel_settings.of_shadow_nodes(loaded, buffer)
     else:
-        none = f"hosts of role {role} need no kernel settings" if role in {*Role} else f"no role {role}"
-        raise UsageFault(f"{none}; --role is trainer or shadow")
+        fault = f"hosts of role {role} need no kernel settings" if role in {*Role} else f"no role {role}"
+        raise UsageFault(f"{fault}; --role is trainer or shadow")
     if as_json:
-        print_json({"job": loaded.job, "role": role, "settings": [one._asdict() for one in found]})
+        print_json({"job": loaded.job, "role": role, "settings": [setting._asdict() for setting in settings]})
         return
     lines = [f"# Hosts of role {role} of job {loaded.job}. `sysctl --system` applies it."]
     reason = ""
-    for one in found:
-        if one.reason != reason:
-            lines += ["", f"# {one.reason}"]
-            reason = one.reason
-        lines.append(f"{one.key} = {one.value}")
+    for setting in settings:
+        if setting.reason != reason:
+            lines += ["", f"# {setting.reason}"]
+            reason = setting.reason
+        lines.append(f"{setting.key} = {setting.value}")
     out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -14,8 +14,8 @@ from checkmate.cli.common import (
     err,
     out,
     print_json,
-    says_errors,
-    set_of,
+    read_job_set,
+    show_errors,
 )
 from checkmate.job import checks, mesh
 from checkmate.job.files import JobError
@@ -29,7 +29,7 @@ class Invalid(JobError):
     data = MappingProxyType({"valid": False})
 
 
-@says_errors
+@show_errors
 def validate(
     jobs: JobArguments,
     fabric: FabricOption = None,
@@ -43,12 +43,12 @@ def validate(
 
     Example: checkmate validate jobs/gpt.yaml
     """
-    from checkmate.cli.planning.plan import checked_plan  # noqa: PLC0415
+    from checkmate.cli.planning.plan import check_plan  # noqa: PLC0415
 
-    found = set_of(jobs, fabric)
-    files = check_files(found, dt.datetime.now(dt.UTC))
+    job_set = read_job_set(jobs, fabric)
+    files = check_files(job_set, dt.datetime.now(dt.UTC))
     try:
-        loaded, plans = checked_plan(found, files.faults)
+        loaded, plans = check_plan(job_set, files.faults)
     except JobError as error:
         raise Invalid(error.faults) from None
     notes = [*files.notes, *(note for job in loaded for note in checks.notes(job))]
@@ -68,4 +68,4 @@ def validate(
             (job.channels, "channel"),
             (streams, "stream"),
         )
-        out.print(f"{job.job}: valid; {', '.join(counted(*one) for one in has)}")
+        out.print(f"{job.job}: valid; {', '.join(counted(*part) for part in has)}")

@@ -12,7 +12,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from checkmate.cli.common import says_errors
+from checkmate.cli.common import show_errors
 from checkmate.cli.main import app
 from checkmate.job.schema import JOB_VARIABLE
 from testbed.jobs import job_data
@@ -150,7 +150,7 @@ def test_a_result_with_another_status_is_not_reported_as_an_error(
 ) -> None:
     """As of `lab run` if streams differ: the document is the result."""
 
-    @says_errors
+    @show_errors
     def command(as_json: bool) -> None:
         raise typer.Exit(9)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from checkmate.cli.common import kept_events
+from checkmate.cli.common import open_event_log
 from checkmate.events import event_log, reading
 from checkmate.events.event import Event
 from checkmate.events.event_log import (
@@ -158,16 +158,16 @@ def test_a_service_runs_although_its_folder_of_state_can_not_be_written(
     (tmp_path / "events").write_text("")
     monkeypatch.delenv("CHECKMATE_EVENTS", raising=False)
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
-    with kept_events("controller", "", None) as log:
+    with open_event_log("controller", "", None) as log:
         assert log.path is None
     assert [text.partition("/events")[2] for text in caplog.messages] == [
         ": it is not a folder; they are kept in memory only"
     ]
     monkeypatch.setenv("CHECKMATE_EVENTS", str(tmp_path / "events"))
-    with pytest.raises(EventsError), kept_events("controller", "", None):
+    with pytest.raises(EventsError), open_event_log("controller", "", None):
         pass
     monkeypatch.delenv("CHECKMATE_EVENTS")
-    with pytest.raises(EventsError), kept_events("controller", "", tmp_path / "events"):
+    with pytest.raises(EventsError), open_event_log("controller", "", tmp_path / "events"):
         pass
 
 

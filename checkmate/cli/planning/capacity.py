@@ -32,7 +32,7 @@ class DoesNotFit(JobError):
 
 
 def show(
-    found: JobSet,
+    job_set: JobSet,
     *,
     models: Sequence[str],
     optimizer: str,
@@ -48,31 +48,31 @@ def show(
     as_json: bool,
 ) -> None:
     """Print a job's capacity plan, verdict first. Raise `DoesNotFit` afterwards if it does not fit."""
-    jobs = found.require()
+    jobs = job_set.require()
     if len(jobs) > 1:
         raise UsageFault(f"--capacity takes one job and its model, not {len(jobs)} jobs")
-    ((file, job),) = found.sound
+    ((file, job),) = job_set.sound
     with spinner(err, "planning"):
-        chosen = NamedOptimizer(optimizer)
+        named_optimizer = NamedOptimizer(optimizer)
         stages = _stages(job, models, dtype)
         link = quantity("--link-rate", link_rate, bits_per_second)
         limits = _limits(iteration_time, node_memory, nic_rate or link_rate)
         if profile is not None:
-            limits = _with_profile(limits, profile, cores, stages, chosen.name)
+            limits = _with_profile(limits, profile, cores, stages, named_optimizer.name)
         elif cores:
             raise UsageFault("--cores scales the step time of a profile: add --profile")
-        demand = Demand(job, tuple(stages), chosen, link, receive_buffer << 20)
+        demand = Demand(job, tuple(stages), named_optimizer, link, receive_buffer << 20)
         plan = Capacity(demand, limits, tuple(_switches(job)))
-        checked = checks(plan, lambda channels: _switches(replace(job, channels=channels)))
-        data = report.data(plan, checked)
+        results = checks(plan, lambda channels: _switches(replace(job, channels=channels)))
+        data = report.data(plan, results)
     if not as_json:
-        out.print(report.verdict(plan, checked), markup=False, soft_wrap=True)
-        for table in (*report.summary(plan, checked), *(report.details(plan) if details else ())):
+        out.print(report.verdict(plan, results), markup=False, soft_wrap=True)
+        for table in (*report.summary(plan, results), *(report.details(plan) if details else ())):
             out.print(table)
     for text in plan.unchecked:
         err.print(f"[yellow]not checked:[/yellow] {text}", soft_wrap=True)
-    if faults := [fault for check in checked if (fault := check.misfit)]:
-        located = [found.located(file, f.path, f.message) for f in faults]
+    if faults := [fault for check in results if (fault := check.misfit)]:
+        located = [job_set.located(file, f.path, f.message) for f in faults]
         raise DoesNotFit(located, {"capacity": data})
     if as_json:
         print_json(data)
@@ -93,7 +93,7 @@ def _stages(job: Job, names: Sequence[str], dtype: str | None) -> list[Model]:
     if job.mesh is None:
         beside = job.groups_by_hosts()
         stages = stages_of(models[0], len(beside))
-        of_group = {group: stage for stage, one in zip(stages, beside, strict=True) for group in one}
+        of_group = {group: stage for stage, members in zip(stages, beside, strict=True) for group in members}
         return [of_group[group] for group in job.groups]
     parts = job.mesh.dp_shard * job.mesh.tp
     chunks = (sharded(stage, parts) for stage in stages_of(models[0], job.mesh.pp))
@@ -122,9 +122,9 @@ def _switches(job: Job) -> list[SwitchUse]:
     """Return what the control plane would install with every stream connected."""
     targets: dict[str, str] = {switch.name: switch.target for switch in job.fabric.switches}
     holds = {target: planning.limits(target) for target in planning.MAX_GROUPS}
-    found = []
+    uses = []
     for name, plan in planning.plan([job]).items():
         ports = [isinstance(host, Nic) for _, host in job.interfaces() if host.switch == name]
         sides = ports.count(False), ports.count(True)
-        found.append(SwitchUse(name, targets[name], plan.usage(), holds, *sides))
-    return found
+        uses.append(SwitchUse(name, targets[name], plan.usage(), holds, *sides))
+    return uses

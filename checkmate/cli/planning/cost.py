@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, show_errors
 from checkmate.cli.planning.options import PlotFile, check_picture, draw
 from checkmate.output.consoles import spinner
 
@@ -21,12 +21,12 @@ _Value = str | None
 
 def _option(name: str, text: str, default: str = "") -> typer.models.OptionInfo:
     """Return an option that shows the planner's default, which the planner applies."""
-    shown = f"{text} [default: {default}]" if default else text
-    option: typer.models.OptionInfo = typer.Option(name, help=shown, metavar="VALUE", show_default=False)
+    help_text = f"{text} [default: {default}]" if default else text
+    option: typer.models.OptionInfo = typer.Option(name, help=help_text, metavar="VALUE", show_default=False)
     return option
 
 
-@says_errors
+@show_errors
 def cost(
     context: typer.Context,
     file: _File = None,
@@ -120,8 +120,8 @@ def _report(inputs: CostInputs) -> CostReport:
             return report(inputs)
     except NeverDone as error:
         training, stall_s = inputs.training, inputs.stall_s
-        every = max(inputs.every_iterations or 1, best_every_iterations(training, stall_s))
-        holds = failures_per_interval(training, stall_s, every) < 1
+        interval = max(inputs.every_iterations or 1, best_every_iterations(training, stall_s))
+        holds = failures_per_interval(training, stall_s, interval) < 1
         otherwise = "; or skip it with --runs 0" if holds else ""
         raise UsageFault(f"the simulation cannot run: {error}{otherwise}") from None
 

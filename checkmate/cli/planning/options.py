@@ -92,12 +92,12 @@ CAPACITY_OPTIONS: Final = (
 def quantity(option: str, text: str, parse: Callable[[object], float]) -> float:
     """Parse an option's value, a positive number with a unit. Raise `UsageFault` if it is wrong."""
     try:
-        found = parse(text)
+        value = parse(text)
     except ValueError as error:
         raise UsageFault(f"{option} {error}") from None
-    if not found > 0:
+    if not value > 0:
         raise UsageFault(f"{option} must be more than 0, not {text}")
-    return found
+    return value
 
 
 def check_picture(file: Path) -> None:

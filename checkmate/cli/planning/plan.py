@@ -16,8 +16,8 @@ from checkmate.cli.common import (
     err,
     out,
     print_json,
-    says_errors,
-    set_of,
+    read_job_set,
+    show_errors,
 )
 from checkmate.cli.planning import options, tofino
 from checkmate.job import mesh, mesh_groups
@@ -36,7 +36,7 @@ _OPTIONS = {"models": "model"}
 """Parameters whose options have a different name."""
 
 
-def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job], dict[str, SwitchPlan]]:
+def check_plan(job_set: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job], dict[str, SwitchPlan]]:
     """Return the jobs and the plan of every switch, checked against the switch's limits.
 
     `more`: faults that the caller has found.
@@ -45,9 +45,9 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
         JobError: with every fault of the files, and every limit that valid jobs exceed, even if other files
             are faulty.
     """
-    jobs = [job for _, job in found.sound]
+    jobs = [job for _, job in job_set.sound]
     with spinner(err, "planning"):
-        excesses = [one for job in jobs for one in planning.fabric_excesses(Network([job]))]
+        excesses = [excess for job in jobs for excess in planning.fabric_excesses(Network([job]))]
         plans = {} if excesses else planning.plan(jobs)
     targets = _targets(jobs)
     excesses += [
@@ -56,19 +56,19 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
         for excess in planning.excesses(plan, targets[name], planning.limits(targets[name]))
     ]
     too_much: list[Located] = []
-    for file, job in found.sound:
+    for file, job in job_set.sound:
         names = {switch.name for switch in job.fabric.switches}
-        if own := [excess for excess in excesses if excess.switch in names]:
-            place = found.located(file, (mesh.groups_key(job),), "")  # once: it reads the file again
-            too_much += [replace(place, message=str(excess)) for excess in own]
-    return found.require([*too_much, *more]), plans
+        if job_excesses := [excess for excess in excesses if excess.switch in names]:
+            place = job_set.located(file, (mesh.groups_key(job),), "")  # once: it reads the file again
+            too_much += [replace(place, message=str(excess)) for excess in job_excesses]
+    return job_set.require([*too_much, *more]), plans
 
 
 def _targets(jobs: Sequence[Job]) -> dict[str, str]:
     return {switch.name: switch.target for job in jobs for switch in job.fabric.switches}
 
 
-@says_errors
+@show_errors
 def plan(
     context: typer.Context,
     jobs: JobArguments,
@@ -112,7 +112,7 @@ def plan(
             from checkmate.cli.planning.capacity import show  # noqa: PLC0415 - torch takes a second
 
         show(
-            set_of(jobs, fabric),
+            read_job_set(jobs, fabric),
             models=models or (),
             optimizer=optimizer,
             dtype=dtype,
@@ -127,10 +127,10 @@ def plan(
             as_json=as_json,
         )
         return
-    found = set_of(jobs, fabric)
-    loaded, plans = checked_plan(found)
+    job_set = read_job_set(jobs, fabric)
+    loaded, plans = check_plan(job_set)
     if pfc or bfrt:
-        tofino.show(found, loaded, plans, bfrt=bfrt, only=switch, as_json=as_json)
+        tofino.show(job_set, loaded, plans, bfrt=bfrt, only=switch, as_json=as_json)
         return
     targets = _targets(loaded)
     if as_json:
@@ -152,18 +152,20 @@ def plan(
 
 def _check_options(context: typer.Context) -> None:
     """Raise `UsageFault` for options that exclude each other, or that would have no effect."""
-    given = {
+    options_given = {
         name: f"--{_OPTIONS.get(name, name.replace('_', '-'))}"
         for name in context.params
         if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     }
-    asked = [name for name in ("capacity", "pfc", "bfrt", "entries") if name in given]
-    if len(asked) > 1:
-        raise UsageFault(f"{given[asked[0]]} and {given[asked[1]]} exclude each other; use one of them")
-    for name, option in given.items():
-        if name in options.CAPACITY_OPTIONS and "capacity" not in given:
+    modes = [name for name in ("capacity", "pfc", "bfrt", "entries") if name in options_given]
+    if len(modes) > 1:
+        raise UsageFault(
+            f"{options_given[modes[0]]} and {options_given[modes[1]]} exclude each other; use one of them"
+        )
+    for name, option in options_given.items():
+        if name in options.CAPACITY_OPTIONS and "capacity" not in options_given:
             raise UsageFault(f"{option} needs --capacity")
-    if "switch" in given and not {"pfc", "bfrt"} & given.keys():
+    if "switch" in options_given and not {"pfc", "bfrt"} & options_given.keys():
         raise UsageFault("--switch needs --pfc or --bfrt")
 
 
@@ -171,8 +173,8 @@ def _table(plan: SwitchPlan, target: str) -> FittedTable:
     numbers = ("used", "holds", "share")
     table = FittedTable(f"{plan.switch} ({target})", "what", *numbers, numbers=numbers)
     limits = planning.limits(target)
-    for what, used in sorted(plan.usage().items()):
-        table.add_row(what, str(used), str(limits[what]), f"{used / limits[what]:.1%}")
+    for resource, count in sorted(plan.usage().items()):
+        table.add_row(resource, str(count), str(limits[resource]), f"{count / limits[resource]:.1%}")
     return table
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.progress import TimeElapsedColumn
 
 from checkmate import machine_memory
-from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, show_errors
 from checkmate.cli.planning.options import (
     Dtype,
     IterationTime,
@@ -45,7 +45,7 @@ class _Sized:
     enough: Sizing | None
 
 
-@says_errors
+@show_errors
 def profile(
     models: Annotated[
         list[str] | None,
@@ -111,7 +111,7 @@ def profile(
         from checkmate.planner.units import nbytes  # noqa: PLC0415
         from checkmate.planner.units import seconds as time_of  # noqa: PLC0415
 
-    chosen = NamedOptimizer(optimizer)
+    named_optimizer = NamedOptimizer(optimizer)
     loaded = [load_model(name, dtype) for name in dict.fromkeys(models or ["ResNet50"])]
     counts = _threads(threads, machine.cores())
     iteration = quantity("--iteration-time", iteration_time, time_of) if iteration_time else None
@@ -126,13 +126,13 @@ def profile(
             soft_wrap=True,
         )
     with unwinding():
-        measured, forced = _measure(loaded, chosen, counts, seconds, room)
-    each = cores or machine.cores()
+        measured, forced = _measure(loaded, named_optimizer, counts, seconds, room)
+    node_cores = cores or machine.cores()
     rate = max(measured.receive_bytes_per_s.values())
-    node = Machine(each, node_room, rate, channels, receive_buffer << 20)
-    sized = [_sized(model, chosen, measured, node, iteration, nodes) for model in loaded]
+    node = Machine(node_cores, node_room, rate, channels, receive_buffer << 20)
+    sized = [_sized(model, named_optimizer, measured, node, iteration, nodes) for model in loaded]
     if plot:
-        _draw(plot, sized, each, iteration)
+        _draw(plot, sized, node_cores, iteration)
     if as_json:
         print_json(_data(measured, sized, load, forced, iteration))
         return
@@ -152,7 +152,7 @@ def _measure(
     from checkmate.planner.profile import machine, receive, step  # noqa: PLC0415
     from checkmate.planner.scaling import Profile  # noqa: PLC0415
 
-    received: dict[int, float] = {}
+    rates: dict[int, float] = {}
     for model in models:  # raises early for models that cannot be stepped
         step.samples_of(model, optimizer, room or machine.memory_available())
     with progress(err, TimeElapsedColumn()) as bar:
@@ -160,7 +160,7 @@ def _measure(
         for nics in receive.NICS:
             bar.update(task, description=f"receiving, {counted(nics, 'NIC')}")
             for rate in receive.measure(nics, seconds):
-                received[nics] = rate
+                rates[nics] = rate
             bar.advance(task)
         steps = [
             step.measure(
@@ -173,7 +173,7 @@ def _measure(
             )
             for model in models
         ]
-    return Profile(machine.cores(), received, tuple(steps)), receive.may_force()
+    return Profile(machine.cores(), rates, tuple(steps)), receive.may_force()
 
 
 def _sized(
@@ -187,8 +187,8 @@ def _sized(
     from checkmate.planner.profile.sizing import sizings  # noqa: PLC0415
 
     times = measured.steps_of(model, optimizer.name)
-    found, enough = sizings(model, optimizer, times, node, iteration_s, least)
-    return _Sized(model, times, found, enough)
+    node_sizings, enough = sizings(model, optimizer, times, node, iteration_s, least)
+    return _Sized(model, times, node_sizings, enough)
 
 
 def _data(
@@ -205,11 +205,11 @@ def _data(
         "iteration_seconds": iteration_s,
         "sizes": [
             {
-                "model": one.model.name,
-                "nodes_needed": one.enough.nodes if one.enough else None,
-                "nodes": [asdict(sizing) for sizing in one.sizings],
+                "model": size.model.name,
+                "nodes_needed": size.enough.nodes if size.enough else None,
+                "nodes": [asdict(sizing) for sizing in size.sizings],
             }
-            for one in sized
+            for size in sized
         ],
     }
 
@@ -225,25 +225,25 @@ def _print(measured: Profile, sized: Sequence[_Sized], forced: bool, iteration_s
             "or has too few cores; measure again, or increase --seconds",
             soft_wrap=True,
         )
-    for one in sized:
-        name = one.model.name
-        if one.times.by_layer:
+    for size in sized:
+        name = size.model.name
+        if size.times.by_layer:
             text = f"{name} did not fit in memory: measured by layer, and times added up"
             out.print(text, markup=False, soft_wrap=True)
-        out.print(tables.predicted(name, one.times, one.sizings, iteration_s))
+        out.print(tables.predicted(name, size.times, size.sizings, iteration_s))
         if iteration_s is not None:
-            out.print(tables.verdict(name, one.sizings, one.enough), markup=False)
+            out.print(tables.verdict(name, size.sizings, size.enough), markup=False)
     if not forced:
         err.print("[yellow]note:[/yellow] receive buffers were smaller than a node's (no CAP_NET_ADMIN)")
 
 
-def _threads(said: str | None, cores: int) -> list[int]:
+def _threads(text: str | None, cores: int) -> list[int]:
     """Return numbers of threads, ascending. Raise `UsageFault` if they are wrong."""
-    if said is None:
+    if text is None:
         powers = [1 << i for i in range(cores.bit_length()) if 1 << i < cores]
         return [*powers, cores]
     try:
-        counts = sorted({int(part) for part in said.split(",")})
+        counts = sorted({int(part) for part in text.split(",")})
     except ValueError:
         counts = []
     if not counts or counts[0] < 1 or counts[-1] > cores:
@@ -255,13 +255,13 @@ def _threads(said: str | None, cores: int) -> list[int]:
 
 def _draw(file: Path, sized: Sequence[_Sized], cores: int, iteration_s: float | None) -> None:
     """Plot all nodes that the tables have, so that the number that suffices is among them."""
-    nodes = max(len(one.sizings) for one in sized)
-    enough = {one.model.name: one.enough for one in sized if one.enough and iteration_s is not None}
+    nodes = max(len(size.sizings) for size in sized)
+    enough = {size.model.name: size.enough for size in sized if size.enough and iteration_s is not None}
 
     def write() -> None:
         from checkmate.planner.profile.figure import write_figure  # noqa: PLC0415 - matplotlib takes a second
 
-        lines = [(one.model, one.times) for one in sized]
+        lines = [(size.model, size.times) for size in sized]
         write_figure(file, lines, cores, nodes, iteration_s, enough)
 
     draw(file, write)

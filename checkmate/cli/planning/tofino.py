@@ -37,7 +37,7 @@ SwitchName = Annotated[
 
 
 def show(
-    found: JobSet,
+    job_set: JobSet,
     jobs: Sequence[Job],
     plans: Mapping[str, SwitchPlan],
     *,
@@ -50,7 +50,7 @@ def show(
     Raises `JobError`, with the arithmetic, if a switch has too little memory.
     """
     network = Network(jobs)
-    planned = _planned(found, network, plans, _names(network, only))
+    planned = _planned(job_set, network, plans, _names(network, only))
     if bfrt:
         scripts = {
             name: script(network.switches[name], port_peers(network, name)[0], plan)
@@ -88,34 +88,34 @@ def _names(network: Network, only: str | None) -> list[str]:
 
 
 def _planned(
-    found: JobSet, network: Network, plans: Mapping[str, SwitchPlan], names: Sequence[str]
+    job_set: JobSet, network: Network, plans: Mapping[str, SwitchPlan], names: Sequence[str]
 ) -> dict[str, PfcPlan]:
     clashing = priority_clashes(network.jobs)
     faults = [
-        found.located(file, ("tag", "priority"), clashing[job.job])
-        for file, job in found.sound
+        job_set.located(file, ("tag", "priority"), clashing[job.job])
+        for file, job in job_set.sound
         if job.job in clashing
     ]
-    done = {}
+    pfc_plans = {}
     for name in names:
         users = [
             (file, job)
-            for file, job in found.sound
+            for file, job in job_set.sound
             if any(switch.name == name for switch in job.fabric.switches)
         ]
         try:
-            done[name] = pfc_plan(network, network.switches[name], plans[name], users[0][1].tag.priority)
+            pfc_plans[name] = pfc_plan(network, network.switches[name], plans[name], users[0][1].tag.priority)
         except NoRoom as error:
-            faults += [found.located(file, ("fabric",), str(error)) for file, _ in users]
-    found.require(faults)
-    return done
+            faults += [job_set.located(file, ("fabric",), str(error)) for file, _ in users]
+    job_set.require(faults)
+    return pfc_plans
 
 
 def _data(plan: PfcPlan) -> dict[str, object]:
     data = asdict(plan)
-    for sender, one in zip(plan.senders, data["senders"], strict=True):
-        one["headroom"]["bytes"] = sender.headroom.bytes
-        one["admitted"] = sender.admitted_cells(plan.threshold)
+    for sender, sender_data in zip(plan.senders, data["senders"], strict=True):
+        sender_data["headroom"]["bytes"] = sender.headroom.bytes
+        sender_data["admitted"] = sender.admitted_cells(plan.threshold)
     return data
 
 
@@ -150,14 +150,14 @@ def _print_switch(plan: PfcPlan) -> None:
 
 def _explained(plan: PfcPlan) -> list[str]:
     """Return the arithmetic as sentences."""
-    said = [
+    sentences = [
         f"Pools: ingress {plan.ingress_pool:,}, skid {plan.skid_pool:,}, egress {plan.egress_pool:,} cells. "
         f"A stuck shadow node pauses training for up to {plan.watchdog} ms; then its NIC drops copies.",
     ]
     if plan.senders:
         slowest = max(plan.senders, key=lambda sender: sender.headroom.cells)
-        said.insert(0, f"Headroom of {slowest.port.name}: {slowest.headroom.arithmetic()}.")
-    return said
+        sentences.insert(0, f"Headroom of {slowest.port.name}: {slowest.headroom.arithmetic()}.")
+    return sentences
 
 
 def _print_hosts(hosts: Sequence[HostCommands]) -> None:
