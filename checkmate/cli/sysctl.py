@@ -47,10 +47,10 @@ def sysctl(
     if role == Role.TRAINER:
         if receive_buffer is not None:
             raise UsageFault("--receive-buffer is of shadow nodes; use it with --role shadow")
-        settings = kernel_settings.of_trainers(loaded)
+        settings = kernel_settings.trainer_settings(loaded)
     elif role == Role.SHADOW:
         buffer = RECEIVE_BUFFER if receive_buffer is None else receive_buffer << 20
-        settings = kernel_settings.of_shadow_nodes(loaded, buffer)
+        settings = kernel_settings.shadow_node_settings(loaded, buffer)
     else:
         fault = f"hosts of role {role} need no kernel settings" if role in {*Role} else f"no role {role}"
         raise UsageFault(f"{fault}; --role is trainer or shadow")

@@ -123,7 +123,9 @@ class Demand:
         """
         if self.job.mesh is not None:
             return replica_groups(self.job, group)
-        return tuple(other for other in self._beside[group] if self.models[other] is self.models[group])
+        return tuple(
+            candidate for candidate in self._beside[group] if self.models[candidate] is self.models[group]
+        )
 
     def share_of(self, group: int) -> Share:
         """Return what of its model a DP group has."""
@@ -163,11 +165,11 @@ class Demand:
         nics: dict[int, list[NicDemand]] = {}
         for nic in self.nics:
             nics.setdefault(nic.node, []).append(nic)
-        found = []
-        for node, own in sorted(nics.items()):
+        demands = []
+        for node, node_nics in sorted(nics.items()):
             shards = tuple(shard for shard in self.shards if node in shard.nodes)
-            found.append(NodeDemand(node, shards, tuple(own), self._memory(shards, own)))
-        return tuple(found)
+            demands.append(NodeDemand(node, shards, tuple(node_nics), self._memory(shards, node_nics)))
+        return tuple(demands)
 
     @cached_property
     def nics(self) -> tuple[NicDemand, ...]:
@@ -200,7 +202,7 @@ class Demand:
         key = boundary.number, stream.channel, stream.shard
         if key not in self._of_stream:
             ranks = len(self.job.dp_groups[boundary.group].ranks)
-            found = [0] * (ranks - 1)
+            round_bytes = [0] * (ranks - 1)
             layout = self.layouts[boundary.group]
             for bucket in layout.schedule:
                 if bucket.shadow_id != stream.shard:
@@ -209,8 +211,8 @@ class Demand:
                     bucket, self.job.channels, stream.channel, ranks, boundary.side
                 )
                 for chunk in chunks:
-                    found[chunk.round] += len(chunk.where) * bucket.itemsize
-            self._of_stream[key] = tuple(found)
+                    round_bytes[chunk.round] += len(chunk.where) * bucket.itemsize
+            self._of_stream[key] = tuple(round_bytes)
         return self._of_stream[key]
 
     def _round_bytes(self, streams: Sequence[boundaries.Stream]) -> tuple[int, ...]:
@@ -259,17 +261,17 @@ def layout_of(model: Model, shards: int, collective: str = "ring", share: Share 
 
 
 def _shard(layout: Layout, group: int, number: int, nodes: tuple[int, ...]) -> ShardDemand:
-    own = [layout.parameters[i] for i in layout.of_shard(number)]
-    largest = max(own, key=lambda parameter: parameter.nbytes, default=None)
+    parameters = [layout.parameters[i] for i in layout.of_shard(number)]
+    largest = max(parameters, key=lambda parameter: parameter.nbytes, default=None)
     return ShardDemand(
         group,
         number,
         nodes,
-        parameters=len(own),
-        elements=sum(parameter.elements for parameter in own),
-        nbytes=sum(parameter.nbytes for parameter in own),
-        first=own[0].name if own else "",
-        last=own[-1].name if own else "",
+        parameters=len(parameters),
+        elements=sum(parameter.elements for parameter in parameters),
+        nbytes=sum(parameter.nbytes for parameter in parameters),
+        first=parameters[0].name if parameters else "",
+        last=parameters[-1].name if parameters else "",
         largest=largest.name if largest else "",
         largest_bytes=largest.nbytes if largest else 0,
     )

@@ -45,8 +45,8 @@ def present(key: str) -> str | None:
         return None
 
 
-def of_shadow_nodes(job: Job, receive_buffer: int, now: Present = present) -> list[Setting]:
-    """Return what the machines of shadow nodes need. `receive_buffer`: bytes of each stream's socket."""
+def shadow_node_settings(job: Job, receive_buffer: int, now: Present = present) -> list[Setting]:
+    """Return the settings for machines of shadow nodes. `receive_buffer`: bytes of each stream's socket."""
     streams = Counter(stream.node.id for stream in boundaries.streams(job))
     sockets: Counter[str] = Counter()
     ports: dict[str, list[int]] = defaultdict(list)
@@ -56,24 +56,24 @@ def of_shadow_nodes(job: Job, receive_buffer: int, now: Present = present) -> li
         ports[host] += [port, node.records_at[1]]
     most = max(sockets.values())
     room = f"{counted(most, 'connection')} with buffers of {receive_buffer >> 20} MB, in pages"
-    found = [
+    settings = [
         _at_least("net.ipv4.tcp_mem", tcp_memory(most, receive_buffer), room, now),
         Setting("net.ipv4.tcp_window_scaling", "1", "a stream's window is larger than 64 KB"),
     ]
     if any(len(node.nics) > 1 for node in job.shadow_nodes):
-        found += _several_nics(now)
-    return found + _reserved((port for of_host in ports.values() for port in of_host), now)
+        settings += _several_nics(now)
+    return settings + _reserved((port for of_host in ports.values() for port in of_host), now)
 
 
-def of_trainers(job: Job, now: Present = present) -> list[Setting]:
-    """Return what the hosts of ranks need."""
+def trainer_settings(job: Job, now: Present = present) -> list[Setting]:
+    """Return the settings for hosts of ranks."""
     ranks = [rank for group in job.dp_groups for rank in group.ranks]
-    found: list[Setting] = []
+    settings: list[Setting] = []
     ports: list[int] = []
     if job.collective == "ring":
         room = "the ring's buffers, for ranks without CAP_NET_ADMIN"
         for key in ("net.core.rmem_max", "net.core.wmem_max"):
-            found.append(_at_least(key, [ring_sockets.BUFFER_BYTES], room, now))
+            settings.append(_at_least(key, [ring_sockets.BUFFER_BYTES], room, now))
         most = max(Counter(rank.ip for rank in ranks).values())
         for number in range(most):
             first = ring_sockets.RING_PORT + CHANNELS_MAX * number
@@ -85,8 +85,8 @@ def of_trainers(job: Job, now: Present = present) -> list[Setting]:
     for rank in ranks:
         nics[rank.place].add(rank.ip)
     if any(len(ips) > 1 for ips in nics.values()) or any(len(host.nics) > 1 for host in job.hosts):
-        found += _several_nics(now)
-    return found + _reserved(ports, now)
+        settings += _several_nics(now)
+    return settings + _reserved(ports, now)
 
 
 def _several_nics(now: Present) -> list[Setting]:
@@ -97,22 +97,22 @@ def _several_nics(now: Present) -> list[Setting]:
     return [Setting(f"net.ipv4.conf.all.{name}", value, _NICS) for name, value in values.items()]
 
 
-def _at_least(key: str, wanted: Sequence[int], reason: str, now: Present) -> Setting:
-    there = [int(one) for one in (now(key) or "").split()]
-    if len(there) == len(wanted):
-        wanted = [max(pair) for pair in zip(wanted, there, strict=True)]
-    return Setting(key, " ".join(map(str, wanted)), reason)
+def _at_least(key: str, minimums: Sequence[int], reason: str, now: Present) -> Setting:
+    there = [int(number) for number in (now(key) or "").split()]
+    if len(there) == len(minimums):
+        minimums = [max(pair) for pair in zip(minimums, there, strict=True)]
+    return Setting(key, " ".join(map(str, minimums)), reason)
 
 
 def _reserved(ports: Iterable[int], now: Present) -> list[Setting]:
     key = "net.ipv4.ip_local_reserved_ports"
-    own = {port for port in ports if port >= _UNPRIVILEGED}
-    if not own:
+    reserved = {port for port in ports if port >= _UNPRIVILEGED}
+    if not reserved:
         return []
     for part in (now(key) or "").split(","):
         first, _, last = part.partition("-")
-        own |= set(range(int(first), int(last or first) + 1)) if first else set()
-    return [Setting(key, _ranges(sorted(own)), _PORTS)]
+        reserved |= set(range(int(first), int(last or first) + 1)) if first else set()
+    return [Setting(key, _ranges(sorted(reserved)), _PORTS)]
 
 
 def _ranges(ports: Sequence[int]) -> str:

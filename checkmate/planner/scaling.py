@@ -97,16 +97,16 @@ def outliers(seconds: Mapping[int, float]) -> dict[int, str]:
 
     More threads may not help, but do not harm, and n threads are at most n times as fast as one.
     """
-    found = {}
+    reasons = {}
     for most, took in seconds.items():
-        fewer = {n: one for n, one in seconds.items() if n < most}
+        fewer = {n: seconds_of_fewer for n, seconds_of_fewer in seconds.items() if n < most}
         best = min(fewer, key=lambda n: fewer[n], default=most)
         if took > NOISE * seconds[best]:
-            found[most] = f"slower than with {best}"
-        for n, one in fewer.items():
-            if n * one > CACHES * most * took:
-                found.setdefault(n, f"slow beside {most}")
-    return found
+            reasons[most] = f"slower than with {best}"
+        for n, seconds_of_fewer in fewer.items():
+            if n * seconds_of_fewer > CACHES * most * took:
+                reasons.setdefault(n, f"slow beside {most}")
+    return reasons
 
 
 def dtype_of(model: Model) -> str:
@@ -163,28 +163,28 @@ def curve(times: StepTimes, model: Model, cores_each: int, nodes_most: int) -> l
 def read_profile(file: Path) -> Profile:
     """Read the output of `checkmate profile --json`. Raise `ProfileError` if it is invalid."""
     try:
-        found = TypeAdapter(Profile).validate_json(file.read_bytes())
+        profile = TypeAdapter(Profile).validate_json(file.read_bytes())
     except OSError as error:
         raise ProfileError(f"{file} cannot be read: {error.strerror}") from None
     except ValidationError:
-        found = None
-    wrong = "" if found is None else _wrong(found)
-    if found is None or wrong:
+        profile = None
+    wrong = "" if profile is None else _wrong(profile)
+    if profile is None or wrong:
         why = f" ({wrong})" if wrong else ""
         raise ProfileError(f"{file} is not a profile{why}; create one: checkmate profile --json > {file}")
-    return found
+    return profile
 
 
-def _wrong(found: Profile) -> str:
+def _wrong(profile: Profile) -> str:
     """Return a description of an impossible measurement, or an empty text."""
-    if found.cores < 1:
-        return f"cores: {found.cores}"
-    if not found.steps:
+    if profile.cores < 1:
+        return f"cores: {profile.cores}"
+    if not profile.steps:
         return "no steps"
-    for nics, rate in found.receive_bytes_per_s.items():
+    for nics, rate in profile.receive_bytes_per_s.items():
         if nics < 1 or not _measurable(rate):
             return f"receive_bytes_per_s of {counted(nics, 'NIC')}: {rate:g}"
-    for step in found.steps:
+    for step in profile.steps:
         if step.elements < 1 or not step.seconds:
             elements, times = counted(step.elements, "element"), counted(len(step.seconds), "time")
             return f"step of {step.model}: {elements}, {times}"

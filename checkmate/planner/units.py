@@ -21,7 +21,7 @@ _TIME_S: Final = {
     "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0,
     "h": HOUR_S, "d": 86_400.0, "w": 7 * 86_400.0, "y": 365 * 86_400.0,
 }  # fmt: skip
-_SHOWN: Final = ("us", "ms", "s", "min", "h", "d")
+_DISPLAY_UNITS: Final = ("us", "ms", "s", "min", "h", "d")
 _PREFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BYTES: Final = {f"{prefix}B": size for prefix, size in _PREFIXES.items()}
 _PER_HOUR: Final = {
@@ -52,14 +52,14 @@ def seconds(value: object) -> float:
 def failures_per_hour(value: object) -> float:
     """Parse failures per hour of one GPU or node: `2e-5`, `0.17/y`, `1/week`, `419 in 54d on 16384`."""
     right = "failures per hour of one GPU or node such as 2e-5, 0.17/y or '419 in 54d on 16384'"
-    found = _OBSERVED.fullmatch(_text(value))
-    if not found:
+    match = _OBSERVED.fullmatch(_text(value))
+    if not match:
         return _quantity(value, _PER_HOUR, right)
-    hours = seconds(found["time"]) / HOUR_S
-    units = _float(found["units"])
+    hours = seconds(match["time"]) / HOUR_S
+    units = _float(match["units"])
     if not hours or not units:
-        raise UnitError(f"must be {right}, not {_shown(value)}, which has no time or no units")
-    return _float(found["failures"]) / hours / units
+        raise UnitError(f"must be {right}, not {_excerpt(value)}, which has no time or no units")
+    return _float(match["failures"]) / hours / units
 
 
 def share(value: object) -> float:
@@ -74,13 +74,13 @@ def count(value: object) -> int:
     right = "a whole number such as 16384"
     number = _quantity(value, {"": 1.0}, right)
     if number != int(number):
-        raise UnitError(f"must be {right}, not {_shown(value)}")
+        raise UnitError(f"must be {right}, not {_excerpt(value)}")
     return int(number)
 
 
 def show_seconds(value_s: float) -> str:
     """Format a time with three digits in a fitting unit: `10 ms`, `4.58 s`, `2.7 min`."""
-    fitting = [unit for unit in _SHOWN if _TIME_S[unit] <= abs(value_s) * (1 + 1e-9)]
+    fitting = [unit for unit in _DISPLAY_UNITS if _TIME_S[unit] <= abs(value_s) * (1 + 1e-9)]
     unit = fitting[-1] if fitting else "s" if not value_s else "us"
     number = value_s / _TIME_S[unit]
     return f"{number:,.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
@@ -102,27 +102,29 @@ def show_dollars(value: float) -> str:
 
 def _quantity(value: object, units: Mapping[str, float], right: str) -> float:
     """Parse a finite, non-negative value to the base unit of `units`."""
-    found = _QUANTITY.fullmatch(_text(value))
-    if not found:
-        raise UnitError(f"must be {right}, not {_shown(value)}")
-    if found["sign"] == "-":
-        raise UnitError(f"must be {right}, and not negative like {_shown(value)}")
-    unit = found["unit"]
-    if found["dollar"]:
+    match = _QUANTITY.fullmatch(_text(value))
+    if not match:
+        raise UnitError(f"must be {right}, not {_excerpt(value)}")
+    if match["sign"] == "-":
+        raise UnitError(f"must be {right}, and not negative like {_excerpt(value)}")
+    unit = match["unit"]
+    if match["dollar"]:
         unit = "$" + unit.removeprefix("$")
     if unit not in units:
-        known = ", ".join(name for name in units if name)
+        unit_names = ", ".join(name for name in units if name)
         why = (
-            f"has no unit (one of {known})"
+            f"has no unit (one of {unit_names})"
             if not unit
-            else f"has the unit {unit!r}, which is not one of {known}"
+            else f"has the unit {unit!r}, which is not one of {unit_names}"
         )
         raise UnitError(
-            f"must be {right}; {_shown(value)} {why}" if known else f"must be {right}, not {_shown(value)}"
+            f"must be {right}; {_excerpt(value)} {why}"
+            if unit_names
+            else f"must be {right}, not {_excerpt(value)}"
         )
-    number = _float(found["number"]) * units[unit]
+    number = _float(match["number"]) * units[unit]
     if not number <= _LARGEST:
-        raise UnitError(f"must be {right}; {_shown(value)} is too large")
+        raise UnitError(f"must be {right}; {_excerpt(value)} is too large")
     return number
 
 
@@ -134,7 +136,7 @@ def _text(value: object) -> str:
     return str(value).strip()
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     text = f"{value!r}" if isinstance(value, str) else f"{value}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from checkmate.job.faults import Fault
 from checkmate.job.schema import Job
-from checkmate.planner.capacity.misfits import checks, serving, widened, with_nic
+from checkmate.planner.capacity.misfits import add_nodes, checks, limit_groups, with_nic
 from checkmate.planner.capacity.plan import Capacity, CapacityLimits, SwitchUse
 from checkmate.planner.demand import Demand
 from checkmate.planner.models.named import Model, load_model, stages_of
@@ -68,7 +68,7 @@ def test_fewer_dp_groups_on_a_node_make_the_line_enough() -> None:
     (fault,) = faults(found)
     assert "the worst of 4 NICs" in fault.message
     assert "1 DP group instead of 2 on it" in fault.message
-    apart = serving(found.demand.job, 0, 1)
+    apart = limit_groups(found.demand.job, 0, 1)
     assert not [
         nic for nic in with_job(found, apart).demand.nics if nic.node == 0 and max(nic.peak_bits_per_s) > LINE
     ]
@@ -90,11 +90,11 @@ def test_the_number_of_more_nodes_is_the_smallest(nodes: int, what: str, part: f
     assert len(said) == 1
     more = [n for n in range(1, 17 - nodes) if f"{n} more shadow node" in said[0]]
     if not more:
-        assert faults(with_job(found, widened(found.demand.job, 0, 16 - nodes)))
+        assert faults(with_job(found, add_nodes(found.demand.job, 0, 16 - nodes)))
         return
     fewest = max(more)  # "11 more" has "1 more" in it
-    assert not faults(with_job(found, widened(found.demand.job, 0, fewest)))
-    assert fewest == 1 or faults(with_job(found, widened(found.demand.job, 0, fewest - 1)))
+    assert not faults(with_job(found, add_nodes(found.demand.job, 0, fewest)))
+    assert fewest == 1 or faults(with_job(found, add_nodes(found.demand.job, 0, fewest - 1)))
 
 
 def test_a_stream_of_more_than_2_gb_needs_more_channels() -> None:

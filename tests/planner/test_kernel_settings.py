@@ -15,7 +15,7 @@ import yaml
 
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
-from checkmate.planner.kernel_settings import Present, Setting, of_shadow_nodes, of_trainers
+from checkmate.planner.kernel_settings import Present, Setting, shadow_node_settings, trainer_settings
 from checkmate.shadow.receive import connect
 from testbed.jobs import job, job_data
 from tests.support.cli import invoke
@@ -37,7 +37,7 @@ def test_the_memory_of_a_shadow_node_is_what_it_checks_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made = job(nodes=1, channels=4, groups=2)  # 2 groups, 2 sides, 4 channels, and one for records
-    found = values(of_shadow_nodes(made, BUFFER, host()))["net.ipv4.tcp_mem"]
+    found = values(shadow_node_settings(made, BUFFER, host()))["net.ipv4.tcp_mem"]
     assert int(found.split()[0]) * resource.getpagesize() == 17 * 2 * BUFFER
     monkeypatch.setattr(connect, "_TCP_MEM", tmp_path / "tcp_mem")
     (tmp_path / "tcp_mem").write_text(found)
@@ -46,10 +46,10 @@ def test_the_memory_of_a_shadow_node_is_what_it_checks_itself(
 
 def test_nodes_on_one_machine_share_its_memory() -> None:
     data = job_data(nodes=4)
-    apart = values(of_shadow_nodes(of_data(Job, data), BUFFER, host()))["net.ipv4.tcp_mem"]
+    apart = values(shadow_node_settings(of_data(Job, data), BUFFER, host()))["net.ipv4.tcp_mem"]
     for number, node in enumerate(data["shadow_nodes"]):
         node["mgmt"] = f"192.168.9.9:{7000 + 2 * number}"
-    together = values(of_shadow_nodes(of_data(Job, data), BUFFER, host()))
+    together = values(shadow_node_settings(of_data(Job, data), BUFFER, host()))
     assert int(together["net.ipv4.tcp_mem"].split()[0]) == 4 * int(apart.split()[0])
     assert together[PORTS] == "7000-7007"
 
@@ -60,17 +60,17 @@ def test_no_value_is_below_the_hosts_own() -> None:
         "net.core.rmem_max": "8388608",
         PORTS: "80,6999,47003-47009",
     }
-    shadow = values(of_shadow_nodes(job(), BUFFER, host(there)))
-    fresh = values(of_shadow_nodes(job(), BUFFER, host()))["net.ipv4.tcp_mem"].split()
+    shadow = values(shadow_node_settings(job(), BUFFER, host(there)))
+    fresh = values(shadow_node_settings(job(), BUFFER, host()))["net.ipv4.tcp_mem"].split()
     assert shadow["net.ipv4.tcp_mem"] == " ".join([*fresh[:2], "99999999"])
     assert shadow[PORTS] == "80,6999-7001,47003-47009"
-    trainers = values(of_trainers(job(channels=2), host(there)))
+    trainers = values(trainer_settings(job(channels=2), host(there)))
     assert (trainers["net.core.rmem_max"], trainers["net.core.wmem_max"]) == ("8388608", "4194304")
     assert trainers[PORTS] == "80,6999,47000-47001,47003-47009"
 
 
 def test_ranks_that_share_an_address_have_ports_of_their_own() -> None:
-    found = values(of_trainers(job(groups=2, ranks=2, channels=2, shared=True), host()))
+    found = values(trainer_settings(job(groups=2, ranks=2, channels=2, shared=True), host()))
     assert found[PORTS] == "46000-46003,47000-47001,47008-47009"
 
 
@@ -79,22 +79,22 @@ def test_rules_for_several_nics_are_only_for_hosts_that_have_them() -> None:
         return {one.key.rpartition(".")[2] for one in settings if ".conf." in one.key}
 
     rules = {"arp_ignore", "arp_announce", "rp_filter"}
-    assert names(of_shadow_nodes(job(nics=2), BUFFER, host())) == rules
-    assert names(of_shadow_nodes(job(nics=1), BUFFER, host())) == set()
-    assert names(of_trainers(job(), host())) == set()
+    assert names(shadow_node_settings(job(nics=2), BUFFER, host())) == rules
+    assert names(shadow_node_settings(job(nics=1), BUFFER, host())) == set()
+    assert names(trainer_settings(job(), host())) == set()
     data = job_data(groups=2, ranks=2)
     for group in data["dp_groups"]:
         for rank in group["ranks"]:
             rank["mgmt"] = f"gpu{rank['rank'] % 2}"
-    assert names(of_trainers(of_data(Job, data), host())) == rules
+    assert names(trainer_settings(of_data(Job, data), host())) == rules
 
 
 @pytest.mark.parametrize(("there", "wanted"), [("0", "1"), ("1", "1"), ("2", "2"), ("8", "8")])
 def test_a_host_that_answers_arp_for_less_still_does(there: str, wanted: str) -> None:
     key = "net.ipv4.conf.all.arp_ignore"
     for found in (
-        of_shadow_nodes(job(nics=2), BUFFER, host({key: there})),
-        of_shadow_nodes(job(nics=2), BUFFER, host({key: there, "net.ipv4.conf.all.rp_filter": "1"})),
+        shadow_node_settings(job(nics=2), BUFFER, host({key: there})),
+        shadow_node_settings(job(nics=2), BUFFER, host({key: there, "net.ipv4.conf.all.rp_filter": "1"})),
     ):
         assert values(found)[key] == wanted
         assert values(found)["net.ipv4.conf.all.rp_filter"] == "2"

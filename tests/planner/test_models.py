@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.planner.models.named import NAMED, Model, ModelError, layers_of, load_model, stages_of
+from checkmate.planner.models.named import NAMED_MODELS, Model, ModelError, layers_of, load_model, stages_of
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start.membership import lay_out
 from checkmate.wire.layout import make_layout
@@ -48,7 +48,7 @@ PAPER = {
 """The paper's table of models."""
 
 
-@pytest.mark.parametrize("named", NAMED, ids=lambda named: named.name)
+@pytest.mark.parametrize("named", NAMED_MODELS, ids=lambda named: named.name)
 def test_a_named_model_has_the_published_parameters(named: object) -> None:
     model = load_model(getattr(named, "name", ""))
     assert model.elements == getattr(named, "parameters", 0)
@@ -197,4 +197,4 @@ def test_too_many_stages_are_refused() -> None:
 
 
 def test_types_are_those_of_gradients() -> None:
-    assert all(named.dtype in ITEMSIZES for named in NAMED)
+    assert all(named.dtype in ITEMSIZES for named in NAMED_MODELS)

@@ -25,7 +25,7 @@ from checkmate.planner.profile import machine, receive
 from checkmate.planner.profile import step as profile_step
 from checkmate.planner.profile.figure import write_figure
 from checkmate.planner.profile.sizing import Machine, sizing
-from checkmate.planner.profile.step import TooLittleMemory, needed, samples_of
+from checkmate.planner.profile.step import TooLittleMemory, required_bytes, samples_of
 from checkmate.planner.scaling import (
     StepTimes,
     dtype_of,
@@ -38,7 +38,7 @@ from tests.support.planner import ADAMW, TINY, named, times
 
 def test_a_model_that_fits_is_stepped_whole() -> None:
     model = load_model(TINY)
-    (sample,) = samples_of(model, ADAMW, needed(model.parameters, ADAMW))
+    (sample,) = samples_of(model, ADAMW, required_bytes(model.parameters, ADAMW))
     assert (sample.parameters, sample.weight) == (model.parameters, 1.0)
 
 
@@ -50,7 +50,7 @@ def test_layers_stand_for_all_of_their_kind_and_fit(name: str, memory: int) -> N
     stepped = sum(sample.weight * sum(p.elements for p in sample.parameters) for sample in samples)
     assert stepped == pytest.approx(model.elements)
     for sample in samples:
-        assert needed(sample.parameters, ADAMW) <= memory
+        assert required_bytes(sample.parameters, ADAMW) <= memory
         assert sample.weight >= 1
     kinds = {tuple((p.shape, p.dtype) for p in layer) for layer in layers_of(model.parameters)}
     assert len(samples) in (1, len(kinds))

@@ -18,7 +18,7 @@ from checkmate.shadow.receive.plans import FARTHEST
 from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
 from checkmate.wording import counted
 
-CORES_MOST: Final = 512
+MAX_CORES: Final = 512
 """Maximum number of a node's cores to propose."""
 PEAK: Final = "peak rate"
 _ROUNDING: Final = 1 + 1e-9
@@ -32,10 +32,10 @@ class Check:
     If it does not fit, `wrong` describes why, and `change` is the smallest change that fits.
     """
 
-    what: str
+    resource: str
     where: str
     needed: float
-    there: float
+    available: float
     unit: str
     path: tuple[str | int, ...]
     wrong: str = ""
@@ -44,7 +44,7 @@ class Check:
     @property
     def share(self) -> float:
         """Needed share of the available amount."""
-        return self.needed / self.there
+        return self.needed / self.available
 
     @property
     def misfit(self) -> Fault | None:
@@ -61,45 +61,49 @@ T = TypeVar("T", bound=NicDemand | NodeDemand)
 _WithChannels = Callable[[int], Sequence[SwitchUse]]
 
 
-def checks(found: Capacity, with_channels: _WithChannels) -> list[Check]:
+def checks(capacity: Capacity, with_channels: _WithChannels) -> list[Check]:
     """Return all possible checks, with paths in the job's YAML.
 
     `with_channels` returns the use of switches with another number of channels.
     """
     rules = (_stream_length, _line, _receiving, _stepping, _memory)
-    return [*_tables(found, with_channels), *(check for rule in rules if (check := rule(found)))]
+    return [*_tables(capacity, with_channels), *(check for rule in rules if (check := rule(capacity)))]
 
 
-def _tables(found: Capacity, with_channels: _WithChannels) -> Iterator[Check]:
-    for use in found.switches:
-        for what, needed in sorted(use.used.items()):
-            holds, where = use.holds[what], f"switch {use.switch}"
-            check = Check(what, where, needed, holds, "", (groups_key(found.demand.job),))
-            if needed > holds:
-                wrong = f"{needed:,} {what} needed on {where} ({use.target}), which has room for {holds:,}"
-                check = replace(check, wrong=wrong, change=_room(found, use, what, with_channels))
+def _tables(capacity: Capacity, with_channels: _WithChannels) -> Iterator[Check]:
+    for use in capacity.switches:
+        for resource, count in sorted(use.used.items()):
+            holds, where = use.holds[resource], f"switch {use.switch}"
+            check = Check(resource, where, count, holds, "", (groups_key(capacity.demand.job),))
+            if count > holds:
+                wrong = f"{count:,} {resource} needed on {where} ({use.target}), which has room for {holds:,}"
+                check = replace(
+                    check, wrong=wrong, change=_table_change(capacity, use, resource, with_channels)
+                )
             yield check
 
 
-def _room(found: Capacity, use: SwitchUse, what: str, with_channels: _WithChannels) -> str:
+def _table_change(capacity: Capacity, use: SwitchUse, resource: str, with_channels: _WithChannels) -> str:
     """Return a change with which a switch's table or groups suffice."""
     fitting = (
         channels
-        for channels in range(found.demand.job.channels - 1, 0, -1)
-        if _use_of(with_channels(channels), use.switch, what) <= use.holds[what]
+        for channels in range(capacity.demand.job.channels - 1, 0, -1)
+        if _use_of(with_channels(channels), use.switch, resource) <= use.holds[resource]
     )
     changes = [f"at most {counted(channels, 'channel')}" for channels in itertools.islice(fitting, 1)]
-    changes += [f"a {target}" for target, holds in use.targets.items() if holds[what] >= use.used[what]]
+    changes += [
+        f"a {target}" for target, holds in use.targets.items() if holds[resource] >= use.used[resource]
+    ]
     return _or(changes) if changes else "spread the DP groups over more switches"
 
 
-def _use_of(uses: Sequence[SwitchUse], switch: str, what: str) -> int:
-    return next((use.used.get(what, 0) for use in uses if use.switch == switch), 0)
+def _use_of(uses: Sequence[SwitchUse], switch: str, resource: str) -> int:
+    return next((use.used.get(resource, 0) for use in uses if use.switch == switch), 0)
 
 
-def _stream_length(found: Capacity) -> Check:
+def _stream_length(capacity: Capacity) -> Check:
     """Check the length of streams, because positions have 32 bits (`check_lengths`)."""
-    demand = found.demand
+    demand = capacity.demand
     longest = demand.longest_stream
     check = Check("an iteration of a stream", "the longest", longest, FARTHEST, "bytes", ("channels",))
     if longest < FARTHEST:
@@ -119,10 +123,10 @@ def _stream_length(found: Capacity) -> Check:
     return replace(check, wrong=wrong, change=_or(changes))
 
 
-def _held(
-    found: Capacity,
-    what: str,
-    there: float,
+def _compare(
+    capacity: Capacity,
+    resource: str,
+    available: float,
     unit: str,
     things: Callable[[Demand], Sequence[T]],
     load: Callable[[Capacity, T], float],
@@ -130,31 +134,31 @@ def _held(
     changes: Callable[[T, _Fits], Sequence[str]],
 ) -> Check:
     """Compare the loads of NICs or nodes with the available amount. Return the check of the worst one."""
-    loads = [(load(found, thing), thing) for thing in things(found.demand)]
-    needed, worst = max(loads, key=lambda pair: pair[0])
-    most = there * _ROUNDING
-    over = sum(one > most for one, _ in loads)
+    loads = [(load(capacity, thing), thing) for thing in things(capacity.demand)]
+    greatest, worst = max(loads, key=lambda pair: pair[0])
+    most = available * _ROUNDING
+    misfit_count = sum(amount > most for amount, _ in loads)
 
     def fits(job: Job, *, node: int | None = None) -> bool:
-        other = replace(found, demand=replace(found.demand, job=job))
-        of = [thing for thing in things(other.demand) if node in (None, thing.node)]
-        return all(load(other, thing) <= most for thing in of)
+        alternative = replace(capacity, demand=replace(capacity.demand, job=job))
+        candidates = [thing for thing in things(alternative.demand) if node in (None, thing.node)]
+        return all(load(alternative, thing) <= most for thing in candidates)
 
-    nodes = [node.id for node in found.demand.job.shadow_nodes]
+    nodes = [node.id for node in capacity.demand.job.shadow_nodes]
     path: tuple[str | int, ...] = ("shadow_nodes", nodes.index(worst.node))
     kind, where = "node", f"node {worst.node}"
     if isinstance(worst, NicDemand):
         path, kind, where = (*path, "nics", worst.nic), "NIC", f"NIC {worst.node}.{worst.nic}"
-    check = Check(what, where, needed, there, unit, path)
-    if not over:
+    check = Check(resource, where, greatest, available, unit, path)
+    if not misfit_count:
         return check
-    others = f" (the worst of {over} {kind}s over the limit)" if over > 1 else ""
-    return replace(check, wrong=f"{wrong(worst)}{others}", change=_or(changes(worst, fits)))
+    more_words = f" (the worst of {misfit_count} {kind}s over the limit)" if misfit_count > 1 else ""
+    return replace(check, wrong=f"{wrong(worst)}{more_words}", change=_or(changes(worst, fits)))
 
 
-def _line(found: Capacity) -> Check:
+def _line(capacity: Capacity) -> Check:
     """Check peak rates: beyond a NIC's line rate, PFC slows training (paper, "Lossless Packet Delivery")."""
-    job, line = found.demand.job, found.limits.nic_bits_per_s
+    job, line = capacity.demand.job, capacity.limits.nic_bits_per_s
 
     def wrong(nic: NicDemand) -> str:
         peak = max(nic.peak_bits_per_s)
@@ -165,32 +169,32 @@ def _line(found: Capacity) -> Check:
         )
 
     def changes(nic: NicDemand, fits: _Fits) -> list[str]:
-        found = []
+        texts = []
         groups = sum(nic.node in job.shadow_list(group) for group in range(len(job.dp_groups)))
         jobs = {"": job}
         if len(job.node(nic.node).nics) == 1:
             jobs["a second NIC"] = with_nic(job, nic.node)
-        for added, with_added in jobs.items():
-            for fewer in range(groups - bool(not added), 0, -1):
-                if fits(serving(with_added, nic.node, fewer), node=nic.node):
+        for addition, with_added in jobs.items():
+            for fewer in range(groups - bool(not addition), 0, -1):
+                if fits(limit_groups(with_added, nic.node, fewer), node=nic.node):
                     less = f"{counted(fewer, 'DP group')} instead of {groups} on it" if fewer < groups else ""
-                    found.append(" and ".join(filter(None, (added, less))))
+                    texts.append(" and ".join(filter(None, (addition, less))))
                     break
-        return [*found, f"NICs of {show_enough(max(nic.peak_bits_per_s) / 1e9)} Gbit/s"]
+        return [*texts, f"NICs of {show_enough(max(nic.peak_bits_per_s) / 1e9)} Gbit/s"]
 
     def peak(_: Capacity, nic: NicDemand) -> float:
         return max(nic.peak_bits_per_s)
 
-    return _held(found, PEAK, line, "bit/s", attrgetter("nics"), peak, wrong, changes)
+    return _compare(capacity, PEAK, line, "bit/s", attrgetter("nics"), peak, wrong, changes)
 
 
-def _receiving(found: Capacity) -> Check | None:
-    job, iteration = found.demand.job, found.limits.iteration_s
+def _receiving(capacity: Capacity) -> Check | None:
+    job, iteration = capacity.demand.job, capacity.limits.iteration_s
     if iteration is None:
         return None
 
     def wrong(nic: NicDemand) -> str:
-        took = f"{found.receive_seconds(nic):.3g} s for the {nic.nbytes / 1e9:.3g} GB"
+        took = f"{capacity.receive_seconds(nic):.3g} s for the {nic.nbytes / 1e9:.3g} GB"
         return f"takes {took} of an iteration of {iteration:g} s"
 
     def changes(nic: NicDemand, fits: _Fits) -> list[str]:
@@ -200,34 +204,38 @@ def _receiving(found: Capacity) -> Check | None:
         return [*second, *fewest_more_nodes(job, nic.node, fits), rate]
 
     seconds = Capacity.receive_seconds
-    return _held(found, "receiving an iteration", iteration, "s", attrgetter("nics"), seconds, wrong, changes)
+    return _compare(
+        capacity, "receiving an iteration", iteration, "s", attrgetter("nics"), seconds, wrong, changes
+    )
 
 
-def _stepping(found: Capacity) -> Check | None:
-    job, iteration, cores = found.demand.job, found.limits.iteration_s, found.limits.cores
-    if iteration is None or cores is None or found.limits.steps is None:
+def _stepping(plan: Capacity) -> Check | None:
+    job, iteration, cores = plan.demand.job, plan.limits.iteration_s, plan.limits.cores
+    if iteration is None or cores is None or plan.limits.steps is None:
         return None
 
     def seconds(capacity: Capacity, node: NodeDemand) -> float:
         return capacity.step_seconds(node) or 0.0
 
     def wrong(node: NodeDemand) -> str:
-        took = f"{seconds(found, node):.3g} s on {counted(cores, 'core')}"
+        took = f"{seconds(plan, node):.3g} s on {counted(cores, 'core')}"
         return f"takes {took} for the optimizer step of an iteration of {iteration:g} s"
 
     def changes(node: NodeDemand, fits: _Fits) -> list[str]:
         changes = fewest_more_nodes(job, node.node, fits)
-        for more in range(cores + 1, CORES_MOST + 1):
-            if seconds(replace(found, limits=replace(found.limits, cores=more)), node) <= iteration:
+        for more in range(cores + 1, MAX_CORES + 1):
+            if seconds(replace(plan, limits=replace(plan.limits, cores=more)), node) <= iteration:
                 return [*changes, f"nodes of {more} cores"]
-        faster = f"faster cores: neither {NODES_MAX} nodes of {cores} nor {CORES_MOST} cores suffice"
+        faster = f"faster cores: neither {NODES_MAX} nodes of {cores} nor {MAX_CORES} cores suffice"
         return changes or [faster]
 
-    return _held(found, "the optimizer's step", iteration, "s", attrgetter("nodes"), seconds, wrong, changes)
+    return _compare(
+        plan, "the optimizer's step", iteration, "s", attrgetter("nodes"), seconds, wrong, changes
+    )
 
 
-def _memory(found: Capacity) -> Check | None:
-    job, there = found.demand.job, found.limits.node_memory
+def _memory(capacity: Capacity) -> Check | None:
+    job, there = capacity.demand.job, capacity.limits.node_memory
     if there is None:
         return None
 
@@ -243,19 +251,19 @@ def _memory(found: Capacity) -> Check | None:
     def total(_: Capacity, node: NodeDemand) -> float:
         return node.memory.total
 
-    return _held(found, "memory", there, "bytes", attrgetter("nodes"), total, wrong, changes)
+    return _compare(capacity, "memory", there, "bytes", attrgetter("nodes"), total, wrong, changes)
 
 
 def _or(changes: Sequence[str]) -> str:
     return "it would fit with " + ", or with ".join(changes)
 
 
-def widened(job: Job, node: int, more: int) -> Job:
+def add_nodes(job: Job, node: int, more: int) -> Job:
     """Return the job with `more` shadow nodes like `node`, in every DP group that it serves."""
     like = job.node(node)
-    free = max(one.id for one in job.shadow_nodes) + 1
+    free = max(new_node.id for new_node in job.shadow_nodes) + 1
     new = tuple(replace(like, id=free + i) for i in range(more))
-    ids = tuple(one.id for one in new)
+    ids = tuple(new_node.id for new_node in new)
     groups = []
     for index, group in enumerate(job.dp_groups):
         there = job.shadow_list(index)
@@ -268,7 +276,7 @@ def fewest_more_nodes(job: Job, node: int, fits: Callable[[Job], bool]) -> list[
     groups = [g for g in range(len(job.dp_groups)) if node in job.shadow_list(g)]
     room = SHARDS_MAX - max(job.shards(group) for group in groups)
     for more in range(1, min(room, NODES_MAX) + 1):
-        if fits(widened(job, node, more)):
+        if fits(add_nodes(job, node, more)):
             return [f"{counted(more, 'more shadow node')} like it"]
     return []
 
@@ -276,20 +284,22 @@ def fewest_more_nodes(job: Job, node: int, fits: Callable[[Job], bool]) -> list[
 def with_nic(job: Job, node: int) -> Job:
     """Return the job with a second NIC, like its first, on a node."""
     nodes = (
-        replace(one, nics=(one.nics[0], replace(one.nics[0], port=-1))) if one.id == node else one
-        for one in job.shadow_nodes
+        replace(shadow_node, nics=(shadow_node.nics[0], replace(shadow_node.nics[0], port=-1)))
+        if shadow_node.id == node
+        else shadow_node
+        for shadow_node in job.shadow_nodes
     )
     return replace(job, shadow_nodes=tuple(nodes))
 
 
-def serving(job: Job, node: int, groups: int) -> Job:
+def limit_groups(job: Job, node: int, groups: int) -> Job:
     """Return the job with a node in at most `groups` DP groups."""
-    made, left = [], groups
+    dp_groups, remaining = [], groups
     for index, group in enumerate(job.dp_groups):
         nodes = job.shadow_list(index)
         if node in nodes:
-            nodes = nodes if left > 0 else tuple(n for n in nodes if n != node)
-            left -= 1
-        others = nodes or tuple(n.id for n in job.shadow_nodes if n.id != node)
-        made.append(replace(group, shadow_nodes=others or (node,)))
-    return replace(job, dp_groups=tuple(made))
+            nodes = nodes if remaining > 0 else tuple(n for n in nodes if n != node)
+            remaining -= 1
+        holders = nodes or tuple(n.id for n in job.shadow_nodes if n.id != node)
+        dp_groups.append(replace(group, shadow_nodes=holders or (node,)))
+    return replace(job, dp_groups=tuple(dp_groups))

@@ -69,8 +69,8 @@ class Capacity:
         if not measured:
             return line
         nics = sum(nic.node == node for nic in self.demand.nics)
-        known = max((n for n in measured if n <= nics), default=min(measured))
-        return min(line, measured[known] / known)
+        measured_nics = max((n for n in measured if n <= nics), default=min(measured))
+        return min(line, measured[measured_nics] / measured_nics)
 
     def step_seconds(self, node: NodeDemand) -> float | None:
         """Return the predicted time of a node's steps, which one thread does for all shards in turn."""
@@ -90,11 +90,11 @@ class Capacity:
     @property
     def unchecked(self) -> list[str]:
         """Resources that were not checked, and the option that is missing."""
-        found = []
+        texts = []
         if self.limits.iteration_s is None:
-            found.append("whether receiving and stepping fit in an iteration: add --iteration-time")
+            texts.append("whether receiving and stepping fit in an iteration: add --iteration-time")
         elif self.limits.steps is None:
-            found.append("the optimizer's step: add --profile with the output of checkmate profile --json")
+            texts.append("the optimizer's step: add --profile with the output of checkmate profile --json")
         if self.limits.node_memory is None:
-            found.append("the shadow nodes' memory: add --node-memory")
-        return found
+            texts.append("the shadow nodes' memory: add --node-memory")
+        return texts

@@ -20,9 +20,9 @@ from checkmate.planner.units import show_seconds
 from checkmate.wording import size
 
 
-def data(found: Capacity, checks: Sequence[Check]) -> dict[str, object]:
+def data(capacity: Capacity, checks: Sequence[Check]) -> dict[str, object]:
     """Return the output of `--json`: sizes in bytes, times in seconds, rates in bits per second."""
-    demand = found.demand
+    demand = capacity.demand
     faults = [fault for check in checks if (fault := check.misfit)]
     return {
         "job": demand.job.job,
@@ -35,89 +35,91 @@ def data(found: Capacity, checks: Sequence[Check]) -> dict[str, object]:
             }
             for model in demand.models
         ],
-        **_counts(found),
-        "switches": [asdict(use) for use in found.switches],
-        "nics": [_nic_data(found, nic) for nic in demand.nics],
+        **_counts(capacity),
+        "switches": [asdict(use) for use in capacity.switches],
+        "nics": [_nic_data(capacity, nic) for nic in demand.nics],
         "nodes": [
             {
                 "node": node.node,
                 "shards": [{"group": s.group, "shard": s.shard} for s in node.shards],
                 "memory": {**asdict(node.memory), "reading": node.memory.reading, "total": node.memory.total},
-                "step_seconds": found.step_seconds(node),
+                "step_seconds": capacity.step_seconds(node),
             }
             for node in demand.nodes
         ],
         "shards": [asdict(shard) for shard in demand.shards],
-        "balance": [found.balance(group) for group in range(len(demand.models))],
+        "balance": [capacity.balance(group) for group in range(len(demand.models))],
         "checks": [
             {
-                "what": check.what,
+                "what": check.resource,
                 "where": check.where,
                 "needed": check.needed,
-                "there": check.there,
+                "there": check.available,
                 "unit": check.unit,
                 "share": check.share,
                 "fits": check.misfit is None,
             }
             for check in _tightest_first(checks)
         ],
-        "not_checked": found.unchecked,
+        "not_checked": capacity.unchecked,
         "fits": not faults,
         "misfits": [{"path": show_path(fault.path), "message": fault.message} for fault in faults],
     }
 
 
-def verdict(found: Capacity, checks: Sequence[Check]) -> str:
+def verdict(capacity: Capacity, checks: Sequence[Check]) -> str:
     """Return whether the job fits, the scarcest resource, and the smallest change if it does not fit.
 
     Any model uses a full line for a while, so a peak rate is mentioned only if it exceeds the line.
     """
-    tightest, *others = (c for c in _tightest_first(checks) if c.misfit or c.what != PEAK)
+    tightest, *rest = (c for c in _tightest_first(checks) if c.misfit or c.resource != PEAK)
     result = "does not fit" if tightest.misfit else "fits"
-    if not tightest.misfit and found.unchecked:
+    if not tightest.misfit and capacity.unchecked:
         result = "fits, as far as it was checked"
-    needed, there = (_shown(value, tightest.unit) for value in (tightest.needed, tightest.there))
+    needed_text, available_text = (
+        _format_amount(value, tightest.unit) for value in (tightest.needed, tightest.available)
+    )
     change = f"; {tightest.change}" if tightest.change else ""
-    if over := list(dict.fromkeys(check.what for check in others if check.misfit)):
+    if misfits := list(dict.fromkeys(check.resource for check in rest if check.misfit)):
         change = change.replace("; it would fit", "; this would fit")
-        change += f"; {' and '.join(over)} {'does' if len(over) == 1 else 'do'} not fit either"
+        change += f"; {' and '.join(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit either"
     return (
-        f"job {found.demand.job.job} {result}. Tightest: {tightest.what} ({tightest.where}), "
-        f"{needed} of {there}, {tightest.share:.0%}{change}"
+        f"job {capacity.demand.job.job} {result}. Tightest: {tightest.resource} ({tightest.where}), "
+        f"{needed_text} of {available_text}, {tightest.share:.0%}{change}"
     )
 
 
-def summary(found: Capacity, checks: Sequence[Check]) -> Iterator[FittedTable]:
+def summary(capacity: Capacity, checks: Sequence[Check]) -> Iterator[FittedTable]:
     """Yield tables of checks and of needed hardware, for a terminal."""
     yield _checks(checks)
-    yield _needed(found)
+    yield _hardware(capacity)
 
 
-def details(found: Capacity) -> Iterator[FittedTable]:
+def details(capacity: Capacity) -> Iterator[FittedTable]:
     """Yield tables of every switch, NIC, node and shard, for a terminal."""
-    for use in found.switches:
+    for use in capacity.switches:
         yield _switch(use)
-    yield _nics(found)
-    yield _memory(found)
-    yield _shards(found)
+    yield _nics(capacity)
+    yield _memory(capacity)
+    yield _shards(capacity)
 
 
-def _counts(found: Capacity) -> dict[str, int]:
-    job, nics = found.demand.job, len(found.demand.nics)
+def _counts(capacity: Capacity) -> dict[str, int]:
+    job, nics = capacity.demand.job, len(capacity.demand.nics)
     return {
         "dp_groups": len(job.dp_groups),
         "replicas": job.replicas,
         "channels": job.channels,
-        "streams": len(found.demand.streams),
-        "multicast_groups": sum(use.used.get("multicast groups", 0) for use in found.switches),
+        "streams": len(capacity.demand.streams),
+        "multicast_groups": sum(use.used.get("multicast groups", 0) for use in capacity.switches),
         "shadow_nics": nics,
         "switch_ports": nics,
         "transceivers": TRANSCEIVERS * nics,
-        "ports_of_the_rule": found.ports_of_the_rule,
+        "ports_of_the_rule": capacity.ports_of_the_rule,
     }
 
 
-def _nic_data(found: Capacity, nic: NicDemand) -> dict[str, object]:
+def _nic_data(capacity: Capacity, nic: NicDemand) -> dict[str, object]:
     rounds = zip(nic.round_bytes, nic.peak_bits_per_s, strict=True)
     return {
         "node": nic.node,
@@ -125,7 +127,7 @@ def _nic_data(found: Capacity, nic: NicDemand) -> dict[str, object]:
         "streams": nic.streams,
         "bytes": nic.nbytes,
         "rounds": [{"bytes": nbytes, "peak_bits_per_s": peak} for nbytes, peak in rounds],
-        "receive_seconds": found.receive_seconds(nic),
+        "receive_seconds": capacity.receive_seconds(nic),
     }
 
 
@@ -138,20 +140,22 @@ def _checks(checks: Sequence[Check]) -> FittedTable:
     """Return a table of checks, with only the scarcest entity of switches unless more do not fit."""
     numbers = ("needed", "available", "share")
     title = "checks, tightest first"
-    made = FittedTable(title, "what", "where", *numbers, "fits", numbers=numbers, folds=("what",))
-    held = 0
+    table = FittedTable(title, "what", "where", *numbers, "fits", numbers=numbers, folds=("what",))
+    table_checks = 0
     for check in _tightest_first(checks):
         if not check.unit:
-            held += 1
-            if held > 1 and check.misfit is None:
+            table_checks += 1
+            if table_checks > 1 and check.misfit is None:
                 continue
-        needed, there = (_shown(value, check.unit) for value in (check.needed, check.there))
+        needed_text, available_text = (
+            _format_amount(value, check.unit) for value in (check.needed, check.available)
+        )
         fits = "yes" if check.misfit is None else Text("no", "red")
-        made.add_row(check.what, check.where, needed, there, f"{check.share:.0%}", fits)
-    return made
+        table.add_row(check.resource, check.where, needed_text, available_text, f"{check.share:.0%}", fits)
+    return table
 
 
-def _shown(value: float, unit: str) -> str:
+def _format_amount(value: float, unit: str) -> str:
     match unit:
         case "bytes":
             return size(value)
@@ -163,32 +167,34 @@ def _shown(value: float, unit: str) -> str:
             return f"{value:,.0f}"
 
 
-def _needed(found: Capacity) -> FittedTable:
-    counts = _counts(found)
-    title = f"job {found.demand.job.job} needs"
-    made = FittedTable(title, "what", "needed", numbers=("needed",), folds=("what",))
-    for label, model in _models(found):
-        made.add_row(label, f"{model.elements / 1e6:,.1f} M parameters")
-        made.add_row("  gradients of an iteration", size(model.nbytes))
-    made.add_row("streams (TCP connections)", f"{counts['streams']:,}")
-    made.add_row("multicast groups", f"{counts['multicast_groups']:,}")
-    made.add_row("switch ports for shadow NICs", f"{counts['switch_ports']:,}")
-    made.add_row("  the paper's rule: 2 per DP group and replica", f"{counts['ports_of_the_rule']:,}")
-    made.add_row("shadow NICs", f"{counts['shadow_nics']:,}")
-    made.add_row("transceivers, 2 per NIC", f"{counts['transceivers']:,}")
-    return made
+def _hardware(capacity: Capacity) -> FittedTable:
+    counts = _counts(capacity)
+    title = f"job {capacity.demand.job.job} needs"
+    table = FittedTable(title, "what", "needed", numbers=("needed",), folds=("what",))
+    for label, model in _models(capacity):
+        table.add_row(label, f"{model.elements / 1e6:,.1f} M parameters")
+        table.add_row("  gradients of an iteration", size(model.nbytes))
+    table.add_row("streams (TCP connections)", f"{counts['streams']:,}")
+    table.add_row("multicast groups", f"{counts['multicast_groups']:,}")
+    table.add_row("switch ports for shadow NICs", f"{counts['switch_ports']:,}")
+    table.add_row("  the paper's rule: 2 per DP group and replica", f"{counts['ports_of_the_rule']:,}")
+    table.add_row("shadow NICs", f"{counts['shadow_nics']:,}")
+    table.add_row("transceivers, 2 per NIC", f"{counts['transceivers']:,}")
+    return table
 
 
-def _models(found: Capacity) -> Iterator[tuple[str, Model]]:
+def _models(capacity: Capacity) -> Iterator[tuple[str, Model]]:
     """Yield each model with the names of the DP groups that have it."""
-    job = found.demand.job
-    for _, run in groupby(enumerate(found.demand.models), key=lambda one: id(one[1])):
+    job = capacity.demand.job
+    for _, run in groupby(enumerate(capacity.demand.models), key=lambda numbered: id(numbered[1])):
         groups = list(run)
         (first, model), (last, _) = groups[0], groups[-1]
         names = f"DP group {group_name(job, first)}"
         if len(groups) > 1:
             how = (
-                "together" if found.demand.together(first) == tuple(group for group, _ in groups) else "each"
+                "together"
+                if capacity.demand.together(first) == tuple(group for group, _ in groups)
+                else "each"
             )
             names = f"DP groups {group_name(job, first)} to {group_name(job, last)}, {how}"
         yield f"{names}: {model.name}, {dtype_of(model)}", model
@@ -200,24 +206,24 @@ def _switch(use: SwitchUse) -> FittedTable:
     for target in sorted(use.targets, key=lambda name: (name != use.target, name)):
         alike.setdefault(tuple(sorted(use.targets[target].items())), []).append(target)
     numbers = ("used", "share", *(f"held by {', '.join(names)}" for names in alike.values()))
-    made = FittedTable(f"switch {use.switch} ({use.target})", "what", *numbers, numbers=numbers)
-    for what, used in sorted(use.used.items()):
-        held = [f"{dict(holds)[what]:,}" for holds in alike]
-        made.add_row(what, f"{used:,}", f"{used / use.holds[what]:.1%}", *held)
+    table = FittedTable(f"switch {use.switch} ({use.target})", "what", *numbers, numbers=numbers)
+    for resource, count in sorted(use.used.items()):
+        room = [f"{dict(holds)[resource]:,}" for holds in alike]
+        table.add_row(resource, f"{count:,}", f"{count / use.holds[resource]:.1%}", *room)
     empty = [""] * (len(alike) + 1)
-    made.add_row("ports of ranks", f"{use.training_ports:,}", *empty)
-    made.add_row("ports of shadow NICs", f"{use.shadow_ports:,}", *empty)
-    return made
+    table.add_row("ports of ranks", f"{use.training_ports:,}", *empty)
+    table.add_row("ports of shadow NICs", f"{use.shadow_ports:,}", *empty)
+    return table
 
 
-def _nics(found: Capacity) -> FittedTable:
+def _nics(capacity: Capacity) -> FittedTable:
     """Return a table of NICs. Rounds after the first differ only by a few bytes and share columns."""
     numbers = ("streams", "bytes", "round 0", "Gbit/s", "later", "Gbit/s", "takes")
     title = "shadow NICs: bytes per iteration, and maximum Gbit/s, by round of the ring"
-    made = FittedTable(title, "NIC", *numbers, numbers=numbers)
-    for nic in found.demand.nics:
+    table = FittedTable(title, "NIC", *numbers, numbers=numbers)
+    for nic in capacity.demand.nics:
         later = nic.round_bytes[1:]
-        made.add_row(
+        table.add_row(
             f"{nic.node}.{nic.nic}",
             f"{nic.streams:,}",
             size(nic.nbytes),
@@ -225,17 +231,17 @@ def _nics(found: Capacity) -> FittedTable:
             f"{nic.peak_bits_per_s[0] / 1e9:g}",
             f"{len(later)} x {size(max(later))}" if later else "",
             f"{max(nic.peak_bits_per_s[1:]) / 1e9:g}" if later else "",
-            show_seconds(found.receive_seconds(nic)),
+            show_seconds(capacity.receive_seconds(nic)),
         )
-    return made
+    return table
 
 
-def _memory(found: Capacity) -> FittedTable:
+def _memory(capacity: Capacity) -> FittedTable:
     numbers = ("params", "state", "gradients", "sockets", "read", "total", "step")
     title = "shadow nodes: maximum memory (while checkpoints are read); optimizer step"
-    made = FittedTable(title, "node", *numbers, numbers=numbers)
-    for node in found.demand.nodes:
-        memory, step = node.memory, found.step_seconds(node)
+    table = FittedTable(title, "node", *numbers, numbers=numbers)
+    for node in capacity.demand.nodes:
+        memory, step = node.memory, capacity.step_seconds(node)
         sizes = (
             memory.parameters,
             memory.optimizer_state,
@@ -245,23 +251,23 @@ def _memory(found: Capacity) -> FittedTable:
             memory.total,
         )
         took = "?" if step is None else show_seconds(step)
-        made.add_row(str(node.node), *(size(nbytes) for nbytes in sizes), took)
-    return made
+        table.add_row(str(node.node), *(size(nbytes) for nbytes in sizes), took)
+    return table
 
 
-def _shards(found: Capacity) -> FittedTable:
-    balances = [found.balance(group) for group in range(len(found.demand.models))]
+def _shards(capacity: Capacity) -> FittedTable:
+    balances = [capacity.balance(group) for group in range(len(capacity.demand.models))]
     ratios = ", ".join(dict.fromkeys(f"{balance:.2f}" for balance in balances))
     title = f"shards, by DP group; the largest is {ratios} times the mean"
-    named, numbers = "parameters, last to first", ("count", "bytes")
-    made = FittedTable(title, "shard", "nodes", named, *numbers, numbers=numbers, folds=("nodes", named))
-    for shard in found.demand.shards:
+    column, numbers = "parameters, last to first", ("count", "bytes")
+    table = FittedTable(title, "shard", "nodes", column, *numbers, numbers=numbers, folds=("nodes", column))
+    for shard in capacity.demand.shards:
         nodes = ", ".join(map(str, shard.nodes))
-        made.add_row(
+        table.add_row(
             f"{shard.group}.{shard.shard}",
             nodes,
             f"{shard.first}\n{shard.last}" if shard.parameters > 1 else shard.first,
             f"{shard.parameters:,}",
             size(shard.nbytes),
         )
-    return made
+    return table

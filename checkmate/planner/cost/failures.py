@@ -90,10 +90,10 @@ def run_probability(nodes: int, run: int, probability: float) -> float:
     line = [0.0] * run + [all_down]  # probability of such a run, by length of a line
     for length in range(run + 1, nodes - 1):
         line.append(line[-1] + (1 - line[length - run - 1]) * up * all_down)
-    found = all_down * (1 + run * up)
+    probability_sum = all_down * (1 + run * up)
     for around in range(run):
-        found += (around + 1) * up * up * probability**around * line[nodes - 2 - around]
-    return min(1.0, found)
+        probability_sum += (around + 1) * up * up * probability**around * line[nodes - 2 - around]
+    return min(1.0, probability_sum)
 
 
 def simulate_conventional(
@@ -105,10 +105,10 @@ def simulate_conventional(
     """
     _check(training, stall_s, every_iterations, restart_s, runs)
     generator = np.random.default_rng(seed)
-    segments, left = divmod(round(training.iterations), every_iterations)
+    segments, remaining = divmod(round(training.iterations), every_iterations)
     rate = training.failures_per_hour
     whole_hours = _segment_hours(training, stall_s, every_iterations)
-    last_hours = _segment_hours(training, 0.0, left)
+    last_hours = _segment_hours(training, 0.0, remaining)
     whole = _failures(generator, np.full(runs, segments), rate * whole_hours)
     last = _failures(generator, np.full(runs, 1), rate * last_hours)
     repeated = _attempts(generator, whole, rate, whole_hours) + _attempts(generator, last, rate, last_hours)
@@ -128,8 +128,8 @@ def simulate_checkmate(
     rate, iteration_hours, restart_hours = (
         training.failures_per_hour, training.iteration_s / HOUR_S, restart_s / HOUR_S
     )  # fmt: skip
-    gone = shadow.gone_probability(restart_hours)
-    if rate * math.exp(rate * restart_hours) * gone * shadow.disk_every_hours / 2 > 0.9:
+    loss_probability = shadow.gone_probability(restart_hours)
+    if rate * math.exp(rate * restart_hours) * loss_probability * shadow.disk_every_hours / 2 > 0.9:
         raise NeverDone(
             "shadow nodes fail so often that training would mostly repeat work since the last checkpoint on "
             "disk; use more replicas, faster seeding or more frequent checkpoints on disk"
@@ -142,7 +142,7 @@ def simulate_checkmate(
         failed = _failures(generator, to_do, rate * iteration_hours)
         repeated += _attempts(generator, failed, rate, iteration_hours)
         waited, more = _restarts(generator, failed, rate, restart_hours)
-        fell = generator.binomial(failed + more, gone)
+        fell = generator.binomial(failed + more, loss_probability)
         since = _sums(fell, lambda count: generator.uniform(0, shadow.disk_every_hours, count))
         to_do = np.ceil(since / iteration_hours).astype(np.int64)
         repeated += to_do * iteration_hours

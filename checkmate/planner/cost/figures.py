@@ -47,8 +47,8 @@ def write_figures(
         now = figure.add_subplot(grid[1, 1], sharey=fewer)
         rate = training.failures_per_gpu_hour
         savings = [
-            draw_saved(fewer, training, rate / FEWER_FAILURES, stall_s, slowdown),
-            draw_saved(now, training, rate, stall_s, slowdown),
+            draw_savings(fewer, training, rate / FEWER_FAILURES, stall_s, slowdown),
+            draw_savings(now, training, rate, stall_s, slowdown),
         ]
         now.set_ylabel("")
         _scale([fewer, now], savings)
@@ -67,13 +67,13 @@ def draw_waste(
     _mark(axes, training, stall_s, best, "best", marker="*", markersize=13)
     if every_iterations is not None:
         _mark(axes, training, stall_s, every_iterations, "yours", marker="D", markersize=8, fillstyle="none")
-    ours = checkmate_waste(training, slowdown).gpu_hours
-    label = f"Checkmate, each iteration: {ours:,.0f} GPU-hours"
-    axes.axhline(ours, linestyle="-.", color="C2", linewidth=2, label=label)
+    checkmate_hours = checkmate_waste(training, slowdown).gpu_hours
+    label = f"Checkmate, each iteration: {checkmate_hours:,.0f} GPU-hours"
+    axes.axhline(checkmate_hours, linestyle="-.", color="C2", linewidth=2, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     top = axes.dataLim.ymax
-    bottom = min(ours, conventional_waste(training, stall_s, best).gpu_hours)
+    bottom = min(checkmate_hours, conventional_waste(training, stall_s, best).gpu_hours)
     axes.set_ylim(bottom=bottom / 2, top=top * (top / bottom) ** 0.3)  # room for the legend
     _plain(axes.xaxis.set_major_formatter)
     _plain(axes.yaxis.set_major_formatter)
@@ -87,13 +87,13 @@ def draw_waste(
 
 
 def _draw_conventional(axes: Axes, training: TrainingRun, stall_s: float, every: NDArray[np.float64]) -> None:
-    wastes = [conventional_waste(training, stall_s, one) for one in every]
-    total = [one.gpu_hours for one in wastes]
+    wastes = [conventional_waste(training, stall_s, waste) for waste in every]
+    total = [waste.gpu_hours for waste in wastes]
     axes.plot(every, total, "-o", color="0.0", markersize=4, markevery=40, label="conventional: sum of both")
-    repeated = [one.repeated_gpu_hours for one in wastes]
+    repeated = [waste.repeated_gpu_hours for waste in wastes]
     axes.plot(every, repeated, "--", color="C3", label="repeated after failures")
     if stall_s:
-        stalled = [one.stalled_gpu_hours for one in wastes]
+        stalled = [waste.stalled_gpu_hours for waste in wastes]
         axes.plot(every, stalled, ":", color="C0", label="stalled by checkpoints")
 
 
@@ -105,7 +105,7 @@ def _mark(axes: Axes, training: TrainingRun, stall_s: float, every: int, name: s
     axes.plot(every, gpu_hours, linestyle="none", color="0.0", label=label, **style)
 
 
-def draw_saved(
+def draw_savings(
     axes: Axes, training: TrainingRun, failures_per_gpu_hour: float, stall_s: float, slowdown: float = 0.0
 ) -> bool:
     """Draw GPU-hours saved per day over the stall, a line per size of cluster (the paper's last figure).
@@ -116,10 +116,12 @@ def draw_saved(
     stalls = np.geomspace(min(STALLS_S[0], stall_s or 1), max(STALLS_S[1], stall_s), 9)
     sizes = sorted({max(1, training.gpus // by) for by in (1, 2, 4)}, reverse=True)
     for gpus, (style, marker, color) in zip(sizes, LINES, strict=False):
-        one = TrainingRun(gpus, failures_per_gpu_hour, DAY_HOURS, training.iteration_s)
-        saved = [saved_gpu_hours(one, stall, slowdown) for stall in stalls]
-        saves |= max(saved) > 0
-        positive = [hours if hours > 0 else np.nan for hours in saved]  # on the scale; others save nothing
+        training_day = TrainingRun(gpus, failures_per_gpu_hour, DAY_HOURS, training.iteration_s)
+        saved_hours = [saved_gpu_hours(training_day, stall, slowdown) for stall in stalls]
+        saves |= max(saved_hours) > 0
+        positive = [
+            hours if hours > 0 else np.nan for hours in saved_hours
+        ]  # on the scale; others save nothing
         axes.plot(
             stalls, positive, style, marker=marker, color=color, markersize=4, label=counted(gpus, "GPU")
         )

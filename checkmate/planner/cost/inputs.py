@@ -50,10 +50,10 @@ def _read(parse: Callable[[object], Any], least: str, most: str) -> BeforeValida
     """Return a validator that parses a value and checks its bounds, which are text like values."""
 
     def read(value: object) -> Any:
-        found = parse(value)
-        if not parse(least) <= found <= parse(most):
+        parsed = parse(value)
+        if not parse(least) <= parsed <= parse(most):
             raise UnitError(f"must be between {least} and {most}, not {value!r}")
-        return found
+        return parsed
 
     return BeforeValidator(read)
 
@@ -64,11 +64,11 @@ def _every(value: object) -> tuple[float, str] | None:
         return None
     for parse, unit in ((units.count, "iterations"), (units.seconds, "seconds")):
         try:
-            found = parse(value)
+            number = parse(value)
         except UnitError:
             continue
-        if found > 0:
-            return float(found), unit
+        if number > 0:
+            return float(number), unit
     raise UnitError(f"must be 'best', a number of iterations or a time such as 30min, not {value!r}")
 
 
@@ -76,10 +76,10 @@ def _share(value: object) -> int | None:
     """Parse a number of nodes or groups; `None` is the paper's proportion to GPUs."""
     if value == f"gpus / {GPUS_PER_NODE}":
         return None
-    found = units.count(value)
-    if not 1 <= found <= 65_536:
+    number = units.count(value)
+    if not 1 <= number <= 65_536:
         raise UnitError(f"must be between 1 and 65,536, not {value!r}")
-    return found
+    return number
 
 
 _Count = Annotated[int, _read(units.count, "1", "10,000,000")]

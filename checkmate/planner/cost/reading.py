@@ -35,41 +35,41 @@ def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
         document = read_document(file, "gpus: and stall:") if file else None
     except JobError as error:
         raise InputError(error.faults) from None
-    given: dict[str, Any] = {**(document.data if document else {}), **flags}
+    values: dict[str, Any] = {**(document.data if document else {}), **flags}
     for key, instead in _INSTEAD.items():
         if key in flags:  # overrides the file
-            given = {name: value for name, value in given.items() if name not in instead or name in flags}
+            values = {name: value for name, value in values.items() if name not in instead or name in flags}
         elif any(name in flags for name in instead):
-            given.pop(key, None)
+            values.pop(key, None)
     faults = [
-        *_alternatives(given),
-        *(Fault((key,), _EMPTY) for key, value in given.items() if value is None),
+        *_alternatives(values),
+        *(Fault((key,), _EMPTY) for key, value in values.items() if value is None),
     ]
-    given = {key: value for key, value in given.items() if value is not None}
-    inputs, structural = validated(CostInputs, given)
+    values = {key: value for key, value in values.items() if value is not None}
+    inputs, structural = validated(CostInputs, values)
     faults += structural
     if inputs and not faults:
-        faults = list(_between(inputs, given))
+        faults = list(_between(inputs, values))
     if faults or not inputs:
         raise InputError([_located(fault, document, flags) for fault in faults])
     return inputs
 
 
-def _alternatives(given: Mapping[str, Any]) -> Iterator[Fault]:
+def _alternatives(values: Mapping[str, Any]) -> Iterator[Fault]:
     for key, instead in _INSTEAD.items():
-        there = [name for name in instead if name in given]
-        if there and key in given:
+        there = [name for name in instead if name in values]
+        if there and key in values:
             yield Fault((there[0],), f"cannot be combined with {key}, which it replaces; remove one")
         for name in instead:
-            if there and name not in given:
+            if there and name not in values:
                 yield Fault((there[0],), f"needs {name} as well, to replace {key}")
 
 
-def _between(inputs: CostInputs, given: Mapping[str, Any]) -> Iterator[Fault]:
+def _between(inputs: CostInputs, values: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield faults between values that are each valid."""
 
     def fault(message: str, *keys: str) -> Fault:
-        return Fault((next((key for key in keys if key in given), keys[0]),), message)
+        return Fault((next((key for key in keys if key in values), keys[0]),), message)
 
     model = inputs.model
     if model and (model.hidden % model.heads or model.heads % model.kv_heads):

@@ -79,16 +79,16 @@ class CostReport:
         """All schemes, in the order of the table."""
         return tuple(scheme for scheme in (self.best, self.yours, self.checkmate) if scheme)
 
-    def saved(self, scheme: Scheme) -> tuple[float, float]:
+    def savings(self, scheme: Scheme) -> tuple[float, float]:
         """Return the GPU-hours and dollars that Checkmate saves against another scheme."""
-        ours = self.checkmate
-        return scheme.wasted_gpu_hours - ours.wasted_gpu_hours, scheme.dollars - ours.dollars
+        checkmate = self.checkmate
+        return scheme.wasted_gpu_hours - checkmate.wasted_gpu_hours, scheme.dollars - checkmate.dollars
 
     def data(self) -> dict[str, object]:
         """Return the report as data, for `--json`. `assumed` has keys as in the YAML."""
         inputs, training = self.inputs, self.inputs.training
-        saved_gpu_hours, saved_dollars = self.saved(self.best)
-        yours_saved = self.saved(self.yours) if self.yours else (None, None)
+        saved_gpu_hours, saved_dollars = self.savings(self.best)
+        yours_saved = self.savings(self.yours) if self.yours else (None, None)
         return {
             "gpus": inputs.gpus,
             "failures_per_gpu_hour": inputs.failure_rate,
@@ -184,11 +184,11 @@ def _scheme(
 def _simulated(inputs: CostInputs, spread: Spread, waste: Waste, node_dollars: float) -> Simulated:
     gpus = inputs.gpus
     wasted = spread.wasted_hours * gpus + waste.slowed_gpu_hours
-    found = np.percentile(wasted, PERCENTILES)
+    percentiles = np.percentile(wasted, PERCENTILES)
     return Simulated(
         runs=len(wasted),
         wasted_gpu_hours_mean=float(wasted.mean()),
-        wasted_gpu_hours={f"p{at}": float(value) for at, value in zip(PERCENTILES, found, strict=True)},
+        wasted_gpu_hours={f"p{at}": float(value) for at, value in zip(PERCENTILES, percentiles, strict=True)},
         repeated_gpu_hours_mean=float(spread.repeated_hours.mean()) * gpus,
         stalled_gpu_hours_mean=float(spread.stalled_hours.mean()) * gpus,
         restarting_gpu_hours_mean=float(spread.restarting_hours.mean()) * gpus,
@@ -201,14 +201,14 @@ def _simulated(inputs: CostInputs, spread: Spread, waste: Waste, node_dollars: f
 def inputs_table(report: CostReport) -> FittedTable:
     """Return a table of the inputs, by option; assumed ones are marked."""
     table = FittedTable("", "input", "value", "", numbers=("value",))
-    for key, shown in _values(report.inputs):
+    for key, text in _values(report.inputs):
         mark = Text("assumed", "yellow") if key in report.inputs.assumed else Text("given")
-        table.add_row(key.replace("_", "-"), shown, mark)
+        table.add_row(key.replace("_", "-"), text, mark)
     return table
 
 
 def _values(inputs: CostInputs) -> list[tuple[str, str]]:
-    shown = [
+    rows = [
         ("gpus", f"{inputs.gpus:,}"),
         ("failure_rate", f"{inputs.failure_rate:.3g} per GPU-hour"),
         ("duration", show_seconds(inputs.duration)),
@@ -227,7 +227,7 @@ def _values(inputs: CostInputs) -> list[tuple[str, str]]:
         ("disk_every", show_seconds(inputs.disk_every)),
         ("restart", show_seconds(inputs.restart)),
     ]
-    return [*shown, *(simulated if inputs.runs else [])]
+    return [*rows, *(simulated if inputs.runs else [])]
 
 
 def schemes_table(report: CostReport) -> FittedTable:
@@ -260,17 +260,17 @@ def _rows(scheme: Scheme) -> list[tuple[str, str]]:
     ]
 
 
-def _simulated_rows(found: Simulated, scheme: Scheme) -> list[tuple[str, str]]:
-    spread = found.wasted_gpu_hours
+def _simulated_rows(simulated: Simulated, scheme: Scheme) -> list[tuple[str, str]]:
+    spread = simulated.wasted_gpu_hours
     return [
-        (f"in {found.runs:,} simulated runs", ""),
-        ("GPU-hours wasted, mean", f"{found.wasted_gpu_hours_mean:,.0f}"),
-        ("  in restarts", f"{found.restarting_gpu_hours_mean:,.0f}"),
+        (f"in {simulated.runs:,} simulated runs", ""),
+        ("GPU-hours wasted, mean", f"{simulated.wasted_gpu_hours_mean:,.0f}"),
+        ("  in restarts", f"{simulated.restarting_gpu_hours_mean:,.0f}"),
         ("  5% of runs below", f"{spread['p5']:,.0f}"),
         ("  95% of runs below", f"{spread['p95']:,.0f}"),
-        ("dollars, mean", show_dollars(found.dollars_mean)),
-        ("failures, mean", f"{found.failures_mean:,.1f}"),
-        ("  restored from disk", f"{found.disk_fallbacks_mean:,.2f}" if scheme.node_hours else "all"),
+        ("dollars, mean", show_dollars(simulated.dollars_mean)),
+        ("failures, mean", f"{simulated.failures_mean:,.1f}"),
+        ("  restored from disk", f"{simulated.disk_fallbacks_mean:,.2f}" if scheme.node_hours else "all"),
     ]
 
 
@@ -281,13 +281,13 @@ def sentences(report: CostReport) -> Iterator[str]:
     stall_s = _break_even_stall_s(inputs)
     yield (
         "Compared with conventional checkpoints at the best interval, Checkmate "
-        f"{_saved(*report.saved(report.best))}. "
+        f"{_saving_words(*report.savings(report.best))}. "
         f"It costs less if a checkpoint stalls for more than {show_seconds(stall_s)}."
     )
     if report.yours:
-        every = counted(report.yours.every_iterations, "iteration")
-        saved = _saved(*report.saved(report.yours))
-        yield f"Compared with yours, a checkpoint every {every}, Checkmate {saved}."
+        interval = counted(report.yours.every_iterations, "iteration")
+        saved_words = _saving_words(*report.savings(report.yours))
+        yield f"Compared with yours, a checkpoint every {interval}, Checkmate {saved_words}."
     share = model.extra_ports_share(inputs.group_count, inputs.gpus, inputs.replicas)
     yield (
         f"It needs {counted(inputs.node_count, 'shadow node')}, "
@@ -296,7 +296,7 @@ def sentences(report: CostReport) -> Iterator[str]:
     )
 
 
-def _saved(gpu_hours: float, dollars: float) -> str:
+def _saving_words(gpu_hours: float, dollars: float) -> str:
     more_hours, more_dollars = ("less" if value >= 0 else "more" for value in (gpu_hours, dollars))
     return (
         f"wastes {abs(gpu_hours):,.0f} GPU-hours {more_hours}, "

@@ -43,7 +43,7 @@ class NamedModel:
     source: str
 
 
-NAMED: Final = (
+NAMED_MODELS: Final = (
     NamedModel(
         "ResNet50", partial(resnet, (3, 4, 6, 3)), "float32", 25_557_032, "torchvision, ResNet50_Weights"
     ),
@@ -102,7 +102,7 @@ NAMED: Final = (
 )
 """The nine models of the paper."""
 
-_BY_NAME: Final[Mapping[str, NamedModel]] = {model.name.lower(): model for model in NAMED}
+_BY_NAME: Final[Mapping[str, NamedModel]] = {model.name.lower(): model for model in NAMED_MODELS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,23 +138,29 @@ def load_model(name: str, dtype: str | None = None) -> Model:
     """
     if dtype is not None and dtype not in ITEMSIZES:
         raise ModelError(f"no type {dtype} for gradients; supported: {', '.join(ITEMSIZES)}")
-    known = _BY_NAME.get(name.lower())
-    if known is not None:
-        said = dtype or known.dtype
-        return Model(known.name, tuple(Parameter(one, shape, said) for one, shape in known.shapes()))
+    named_model = _BY_NAME.get(name.lower())
+    if named_model is not None:
+        gradient_type = dtype or named_model.dtype
+        return Model(
+            named_model.name,
+            tuple(
+                Parameter(parameter_name, shape, gradient_type)
+                for parameter_name, shape in named_model.shapes()
+            ),
+        )
     if ":" not in name:
-        names = ", ".join(model.name for model in NAMED)
+        names = ", ".join(model.name for model in NAMED_MODELS)
         raise ModelError(f"no model {name}; use {names}, or module:function")
-    found = _from_function(name)
-    for unknown, weights in found.named_parameters():
+    module = _from_function(name)
+    for unknown, weights in module.named_parameters():
         if is_lazy(weights):
             raise ModelError(
                 f"{name}: {unknown} has no shape before the first batch; use a module with explicit sizes "
                 "instead of a lazy one"
             )
     parameters = tuple(
-        Parameter(one, tuple(p.shape), dtype or str(p.dtype).removeprefix("torch."))
-        for one, p in found.named_parameters()
+        Parameter(parameter_name, tuple(p.shape), dtype or str(p.dtype).removeprefix("torch."))
+        for parameter_name, p in module.named_parameters()
         if p.requires_grad
     )
     if not any(parameter.elements for parameter in parameters):
@@ -198,11 +204,14 @@ def sharded(model: Model, parts: int) -> Model:
     """Return what one of `parts` ranks has of a model, at most: a chunk of the first dimension of each."""
     if parts == 1:
         return model
-    cut = (
-        replace(one, shape=(-(-one.shape[0] // parts), *one.shape[1:]) if one.shape else ())
-        for one in model.parameters
+    chunks = (
+        replace(
+            parameter,
+            shape=(-(-parameter.shape[0] // parts), *parameter.shape[1:]) if parameter.shape else (),
+        )
+        for parameter in model.parameters
     )
-    return Model(f"{model.name}, 1/{parts}", tuple(cut))
+    return Model(f"{model.name}, 1/{parts}", tuple(chunks))
 
 
 def _from_function(name: str) -> nn.Module:
@@ -217,18 +226,18 @@ def _from_function(name: str) -> nn.Module:
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(f"model {name}: {error}") from None
     except (Exception, SystemExit) as error:
-        raise ModelError(f"model {name}: importing {module_name} failed: {_said(error)}") from error
+        raise ModelError(f"model {name}: importing {module_name} failed: {_error_text(error)}") from error
     if not callable(target):
         raise ModelError(f"model {name}: {path} is not a function; it must return an nn.Module")
     try:
         with torch.device("meta"):
-            found = target()
+            module = target()
     except (Exception, SystemExit) as error:
-        raise ModelError(f"model {name}: {path}() failed: {_said(error)}") from error
-    if not isinstance(found, nn.Module):
-        raise ModelError(f"model {name}: {path}() returned a {type(found).__name__}, not an nn.Module")
-    return found
+        raise ModelError(f"model {name}: {path}() failed: {_error_text(error)}") from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"model {name}: {path}() returned a {type(module).__name__}, not an nn.Module")
+    return module
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]

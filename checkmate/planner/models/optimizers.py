@@ -29,14 +29,14 @@ class OptimizerError(ValueError):
 class NamedOptimizer:
     """An optimizer that shadow nodes support, with its options."""
 
-    def __init__(self, said: str) -> None:
+    def __init__(self, text: str) -> None:
         """Parse `NAME[,OPTION=VALUE...]`. Raise `OptimizerError` if it is not supported."""
-        name, *options = said.split(",")
+        name, *options = text.split(",")
         by_name = {kind.__name__.lower(): kind for kind in optimizer_classes()}
         kind = by_name.get(name.strip().lower())
         if kind is None:
-            known = ", ".join(by_name)
-            raise OptimizerError(f"no optimizer {name}; shadow nodes support {known}")
+            names = ", ".join(by_name)
+            raise OptimizerError(f"no optimizer {name}; shadow nodes support {names}")
         self._kind = kind
         self._options = dict(_option(option) for option in options)
         _check_kinds(kind, self._options)
@@ -45,13 +45,13 @@ class NamedOptimizer:
         try:
             _ = self._spec
         except (TypeError, ValueError, RuntimeError, UnsupportedOptimizer) as error:
-            raise OptimizerError(f"optimizer {said}: {error}") from None
+            raise OptimizerError(f"optimizer {text}: {error}") from None
 
     def spec(self, parameters: int, threads: int) -> pb.OptimizerSpec:
         """Return the spec of one group of N parameters, as from a trainer with N threads."""
-        made = pb.OptimizerSpec(name=self._spec.name, threads=threads)
-        made.groups.add(parameters=range(parameters), options=self._spec.groups[0].options)
-        return made
+        spec_message = pb.OptimizerSpec(name=self._spec.name, threads=threads)
+        spec_message.groups.add(parameters=range(parameters), options=self._spec.groups[0].options)
+        return spec_message
 
     def state_bytes(self, dtype: str) -> int:
         """Return the bytes of state for each element of a parameter, without scalars."""
@@ -74,18 +74,18 @@ class NamedOptimizer:
         return self._kind([parameter], **self._options)  # type: ignore[arg-type]
 
 
-def _option(said: str) -> tuple[str, object]:
-    key, equals, value = said.partition("=")
+def _option(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
     if not equals:
-        raise OptimizerError(f"option {said} has no value; write it like momentum=0.9")
+        raise OptimizerError(f"option {text} has no value; write it like momentum=0.9")
     return key.strip(), _value(value.strip())
 
 
 def _check_kinds(kind: type[torch.optim.Optimizer], options: Mapping[str, object]) -> None:
     """Raise `OptimizerError` if an option's value has the wrong type."""
-    known = signature(kind).parameters
+    parameters = signature(kind).parameters
     for key, value in options.items():
-        usual = known[key].default if key in known else None
+        usual = parameters[key].default if key in parameters else None
         if isinstance(usual, tuple):
             raise OptimizerError(
                 f"option {key} takes {len(usual)} numbers, which is not supported; leave it out: neither "
@@ -95,13 +95,13 @@ def _check_kinds(kind: type[torch.optim.Optimizer], options: Mapping[str, object
             raise OptimizerError(f"option {key} takes a number, not {value}")
 
 
-def _value(said: str) -> object:
-    if said.lower() in _WORDS:
-        return _WORDS[said.lower()]
+def _value(text: str) -> object:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     try:
-        number = float(said)
+        number = float(text)
     except ValueError:
-        raise OptimizerError(f"{said} is not a number, true, false or none") from None
+        raise OptimizerError(f"{text} is not a number, true, false or none") from None
     if not math.isfinite(number):
-        raise OptimizerError(f"{said} is not a finite number")
+        raise OptimizerError(f"{text} is not a finite number")
     return number

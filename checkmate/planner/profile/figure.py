@@ -34,7 +34,7 @@ STYLES: Final = (
 """Style, marker and colour of a line."""
 _APART: Final = 0.055
 """Minimum distance between labels, as a share of the axis."""
-_NAMED: Final = 8
+_MAX_NAMED: Final = 8
 """Maximum number of nodes that have a label."""
 
 
@@ -74,8 +74,10 @@ def _draw(
             *zip(*measured, strict=True), ls="", marker=marker, ms=6, color=colour, mfc="white", zorder=3
         )
         if model.name in enough:
-            found = enough[model.name]
-            axes.plot(found.cores, found.step_seconds, ls="", marker="*", ms=11, color=colour, clip_on=False)
+            sizing = enough[model.name]
+            axes.plot(
+                sizing.cores, sizing.step_seconds, ls="", marker="*", ms=11, color=colour, clip_on=False
+            )
     handles = [
         Line2D([], [], ls="", marker="o", ms=6, color="0.0", mfc="white", label="measured here"),
         Line2D([], [], color="0.0", lw=1.6, label="predicted"),
@@ -127,9 +129,9 @@ def _nodes(axes: Axes, cores: int, nodes: int) -> None:
     """Draw a dotted line between nodes, and name as many nodes as there is room for."""
     for node in range(1, nodes):
         axes.axvline(node * cores, color="0.3", ls=":", lw=1)
-    shown = -(-nodes // _NAMED)
-    for node in range(shown - 1, nodes, shown):
-        words = counted(node + 1, "node") if nodes <= _NAMED else str(node + 1)
+    interval = -(-nodes // _MAX_NAMED)
+    for node in range(interval - 1, nodes, interval):
+        words = counted(node + 1, "node") if nodes <= _MAX_NAMED else str(node + 1)
         axes.text(
             (node + 0.5) / nodes, 0.975, words, transform=axes.transAxes, ha="center", va="top", color="0.3"
         )

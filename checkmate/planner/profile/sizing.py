@@ -61,12 +61,12 @@ def sizing(
     step = predicted(times, model, nodes, machine.cores)
     receive = share * model.nbytes / machine.receive_bytes_per_s
     memory = round(share * memory_of(model, optimizer)) + machine.socket_bytes
-    over = {
+    exceeded = {
         "step": iteration_s is not None and step > iteration_s,
         "receiving": iteration_s is not None and receive > iteration_s,
         "memory": memory > machine.memory,
     }
-    short = tuple(what for what, is_over in over.items() if is_over)
+    short = tuple(resource for resource, is_over in exceeded.items() if is_over)
     return Sizing(nodes, nodes * machine.cores, step, receive, memory, machine.socket_bytes, short)
 
 
@@ -79,16 +79,16 @@ def sizings(
     least: int = 4,
 ) -> tuple[list[Sizing], Sizing | None]:
     """Return sizings from 1 node to at least `least` nodes, and the smallest that suffices, or `None`."""
-    found: list[Sizing] = []
+    result: list[Sizing] = []
     enough: Sizing | None = None
     for nodes in range(1, NODES_MAX + 1):
-        one = sizing(model, optimizer, times, machine, nodes, iteration_s)
-        found.append(one)
-        if enough is None and not one.short_of:
-            enough = one
+        candidate = sizing(model, optimizer, times, machine, nodes, iteration_s)
+        result.append(candidate)
+        if enough is None and not candidate.short_of:
+            enough = candidate
         if enough is not None and nodes >= least:
             break
-    return found, enough
+    return result, enough
 
 
 def memory_of(model: Model, optimizer: NamedOptimizer) -> int:

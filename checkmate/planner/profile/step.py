@@ -27,7 +27,7 @@ from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
 from checkmate.wording import counted
 
-STEPS_LEAST: Final = 3
+MIN_STEPS: Final = 3
 """Minimum number of timed steps, after one that creates the state. The result is their median."""
 SAMPLE_BYTES: Final = 1 << 30
 """Maximum size of a sample, which is much larger than caches."""
@@ -62,22 +62,22 @@ def measure(
     """
     samples = samples_of(model, optimizer, memory)
     by_layer = len(samples) > 1 or samples[0].parameters != model.parameters
-    found = {}
+    times = {}
     for count in threads:
-        found[count] = 0.0
+        times[count] = 0.0
         for index, sample in enumerate(samples):
             part = f", layer {index + 1} of {len(samples)}" if by_layer else ""
             progress(f"{model.name}, {counted(count, 'thread')}{part}", 0.0)
-            found[count] += sample.weight * _measure(
+            times[count] += sample.weight * _measure(
                 sample.parameters, optimizer, count, seconds / len(samples)
             )
             progress(f"{model.name}, {counted(count, 'thread')}{part}", 1 / len(samples))
-    return StepTimes(model.name, optimizer.name, dtype_of(model), model.elements, found, by_layer)
+    return StepTimes(model.name, optimizer.name, dtype_of(model), model.elements, times, by_layer)
 
 
 def samples_of(model: Model, optimizer: NamedOptimizer, memory: int) -> list[Sample]:
     """Return the whole model if it fits in `memory` bytes, otherwise layers of each kind."""
-    if needed(model.parameters, optimizer) <= memory:
+    if required_bytes(model.parameters, optimizer) <= memory:
         return [Sample(model.parameters, 1.0)]
     kinds: dict[tuple[tuple[tuple[int, ...], str], ...], list[list[Parameter]]] = {}
     for layer in layers_of(model.parameters):
@@ -85,26 +85,26 @@ def samples_of(model: Model, optimizer: NamedOptimizer, memory: int) -> list[Sam
     return [_sample(layers, optimizer, memory) for layers in kinds.values()]
 
 
-def needed(parameters: Sequence[Parameter], optimizer: NamedOptimizer) -> int:
+def required_bytes(parameters: Sequence[Parameter], optimizer: NamedOptimizer) -> int:
     """Return the bytes that a measured step uses: parameters, one iteration's gradients and state."""
     return sum(2 * p.nbytes + p.elements * optimizer.state_bytes(p.dtype) for p in parameters)
 
 
 def _sample(layers: Sequence[Sequence[Parameter]], optimizer: NamedOptimizer, memory: int) -> Sample:
-    one = needed(layers[0], optimizer)
-    together = min(len(layers), max(1, min(SAMPLE_BYTES, memory) // max(one, 1)))
-    chosen = [parameter for layer in layers[:together] for parameter in layer]
-    if needed(chosen, optimizer) > memory:
-        chosen = _cut(chosen, memory / needed(chosen, optimizer))
-    elements = sum(parameter.elements for parameter in chosen)
-    if needed(chosen, optimizer) > memory or not elements:
+    layer_bytes = required_bytes(layers[0], optimizer)
+    together = min(len(layers), max(1, min(SAMPLE_BYTES, memory) // max(layer_bytes, 1)))
+    sample = [parameter for layer in layers[:together] for parameter in layer]
+    if required_bytes(sample, optimizer) > memory:
+        sample = _shrink(sample, memory / required_bytes(sample, optimizer))
+    elements = sum(parameter.elements for parameter in sample)
+    if required_bytes(sample, optimizer) > memory or not elements:
         raise TooLittleMemory(
-            f"{counted(memory, 'byte')} of memory: too little to step even part of {chosen[0].name}"
+            f"{counted(memory, 'byte')} of memory: too little to step even part of {sample[0].name}"
         )
-    return Sample(tuple(chosen), sum(p.elements for layer in layers for p in layer) / elements)
+    return Sample(tuple(sample), sum(p.elements for layer in layers for p in layer) / elements)
 
 
-def _cut(parameters: Sequence[Parameter], part: float) -> list[Parameter]:
+def _shrink(parameters: Sequence[Parameter], part: float) -> list[Parameter]:
     """Return parameters with fewer elements."""
     return [replace(p, shape=(math.floor(p.elements * part),)) for p in parameters]
 
@@ -118,8 +118,8 @@ def _measure(
         # Not exact, like a node for trainers with GPUs.
         replica = Replica(layout, 0, optimizer.spec(len(parameters), threads), exact=False)
         for number in layout.of_shard(0):
-            known = parameters[number]
-            replica.load(number, torch.zeros(known.shape, dtype=DTYPES[known.dtype]), {}, -1)
+            parameter = parameters[number]
+            replica.load(number, torch.zeros(parameter.shape, dtype=DTYPES[parameter.dtype]), {}, -1)
         gradients = _gradients(layout)
         times: list[float] = []
         end = time.monotonic() + seconds
@@ -128,7 +128,7 @@ def _measure(
             replica.step(iteration, gradients, pb.Step())
             if iteration:
                 times.append(time.perf_counter() - start)
-            if len(times) >= STEPS_LEAST and time.monotonic() > end:
+            if len(times) >= MIN_STEPS and time.monotonic() > end:
                 break
     del replica, gradients
     trim()
@@ -138,14 +138,14 @@ def _measure(
 def _gradients(layout: Layout) -> dict[int, torch.Tensor]:
     """Return random gradients, which repeat in large buckets."""
     seed = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(0)) * 1e-3
-    found = {}
+    gradients = {}
     for index, bucket in enumerate(layout.buckets):
         tensor = torch.empty(bucket.elements, dtype=DTYPES[bucket.dtype])
         for start in range(0, bucket.elements, _RANDOM):
             run = tensor[start : start + _RANDOM]
             run.copy_(seed[: len(run)])
-        found[index] = tensor
-    return found
+        gradients[index] = tensor
+    return gradients
 
 
 @contextmanager

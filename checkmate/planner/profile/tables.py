@@ -24,32 +24,37 @@ class ProfileFigure:
     outlier: str
 
 
-def figures(found: Profile) -> list[ProfileFigure]:
+def figures(profile: Profile) -> list[ProfileFigure]:
     """Return all measurements."""
-    rates = found.receive_bytes_per_s
+    rates = profile.receive_bytes_per_s
     odd = outliers({nics: 1 / rate for nics, rate in rates.items()})
-    what = "receiving into buckets, loopback"
-    made = [
-        ProfileFigure(what, counted(nics, "NIC"), f"{rate * 8e-9:.3g} Gbit/s", odd.get(nics, ""))
+    label = "receiving into buckets, loopback"
+    result = [
+        ProfileFigure(label, counted(nics, "NIC"), f"{rate * 8e-9:.3g} Gbit/s", odd.get(nics, ""))
         for nics, rate in rates.items()
     ]
-    for step in found.steps:
+    for step in profile.steps:
         odd = outliers(step.seconds)
-        what = f"{step.optimizer} step of {step.model}"
+        label = f"{step.optimizer} step of {step.model}"
         for threads, took in step.seconds.items():
-            made.append(
-                ProfileFigure(what, counted(threads, "thread"), show_seconds(took), odd.get(threads, ""))
+            result.append(
+                ProfileFigure(label, counted(threads, "thread"), show_seconds(took), odd.get(threads, ""))
             )
-    return made
+    return result
 
 
-def measured(made: Sequence[ProfileFigure]) -> FittedTable:
+def measured(figures: Sequence[ProfileFigure]) -> FittedTable:
     """Return a table of measurements."""
-    odd = ("outlier",) if any(figure.outlier for figure in made) else ()
+    odd = ("outlier",) if any(figure.outlier for figure in figures) else ()
     columns = ("what", "with", "figure", *odd)
     table = FittedTable("this machine, measured", *columns, numbers=("figure",), folds=("what",))
-    for one in made:
-        table.add_row(one.what, one.parts, one.figure, *(Text(one.outlier, "yellow") for _ in odd))
+    for figure_row in figures:
+        table.add_row(
+            figure_row.what,
+            figure_row.parts,
+            figure_row.figure,
+            *(Text(figure_row.outlier, "yellow") for _ in odd),
+        )
     return table
 
 
@@ -63,9 +68,9 @@ def predicted(
     title = f"{name}, {times.dtype}, predicted{beyond}"
     numbers = ("nodes", "cores", "step", "receiving", "memory")
     enough = "enough memory" if iteration_s is None else f"enough for {show_seconds(iteration_s)}"
-    made = FittedTable(title, *numbers, enough, numbers=numbers)
+    table = FittedTable(title, *numbers, enough, numbers=numbers)
     for sizing in sizings:
-        made.add_row(
+        table.add_row(
             str(sizing.nodes),
             str(sizing.cores),
             show_seconds(sizing.step_seconds),
@@ -73,7 +78,7 @@ def predicted(
             size(sizing.memory_bytes),
             f"no: {', '.join(sizing.short_of)}" if sizing.short_of else "yes",
         )
-    return made
+    return table
 
 
 def verdict(name: str, sizings: Sequence[Sizing], enough: Sizing | None) -> str:
