@@ -23,10 +23,10 @@ def test_the_window_is_the_controllers() -> None:
 
 @needs_root
 def test_kernels_answer_with_their_time() -> None:
-    found = differences(["127.0.0.1", "127.0.0.2", "no-such-host.invalid"])
-    assert found is not None
-    assert found.keys() == {"127.0.0.1", "127.0.0.2"}
-    assert all(abs(one) < 0.5 for one in found.values())
+    seconds_ahead = differences(["127.0.0.1", "127.0.0.2", "no-such-host.invalid"])
+    assert seconds_ahead is not None
+    assert seconds_ahead.keys() == {"127.0.0.1", "127.0.0.2"}
+    assert all(abs(seconds) < 0.5 for seconds in seconds_ahead.values())
 
 
 @needs_root
@@ -35,11 +35,11 @@ def test_who_does_not_answer_is_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "seconds"),
+    ("other_time", "own_time", "seconds"),
     [(61_000, 0, 61.0), (0, 61_000, -61.0), (500, 86_399_500, 1.0), (86_399_500, 500, -1.0)],
 )
-def test_a_day_wraps(theirs: int, ours: int, seconds: float) -> None:
-    assert ahead(theirs, ours) == seconds
+def test_a_day_wraps(other_time: int, own_time: int, seconds: float) -> None:
+    assert ahead(other_time, own_time) == seconds
 
 
 def test_the_checksum_of_a_request_is_right() -> None:
@@ -52,12 +52,12 @@ def test_the_checksum_of_a_request_is_right() -> None:
 
 @given(st.binary(max_size=60))
 def test_anything_else_is_not_an_answer(packet: bytes) -> None:
-    found = reply(packet, 0x1234)
-    assert found is None or (b"\x12\x34" in packet and found < 86_400_000)
+    host_time = reply(packet, 0x1234)
+    assert host_time is None or (b"\x12\x34" in packet and host_time < 86_400_000)
 
 
 @pytest.mark.parametrize(
-    ("role", "found", "outcome", "words"),
+    ("role", "seconds_ahead", "outcome", "words"),
     [
         (Role.CONTROLLER, {HOSTS[0]: 0.01, HOSTS[1]: -0.2}, Outcome.OK, "192.168.0.2 is 0.2 s behind"),
         (Role.CONTROLLER, {HOSTS[0]: 61.0}, Outcome.FAILED, "192.168.0.1 is 61.0 s ahead"),
@@ -68,8 +68,8 @@ def test_anything_else_is_not_an_answer(packet: bytes) -> None:
     ],
 )
 def test_what_a_difference_means(
-    role: Role, found: dict[str, float] | None, outcome: Outcome, words: str
+    role: Role, seconds_ahead: dict[str, float] | None, outcome: Outcome, words: str
 ) -> None:
-    told = compare(role, HOSTS, found)
-    assert (told.outcome, words in told.detail) == (outcome, True), told
-    assert compare(role, [], found).outcome is Outcome.SKIPPED
+    finding = compare(role, HOSTS, seconds_ahead)
+    assert (finding.outcome, words in finding.detail) == (outcome, True), finding
+    assert compare(role, [], seconds_ahead).outcome is Outcome.SKIPPED

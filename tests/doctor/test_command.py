@@ -40,7 +40,7 @@ from topologies.kernel import namespaces
 ENDS_SOON = NOW - dt.timedelta(days=700)
 
 
-def written(folder: Path, job: Job | dict[str, Any]) -> Path:
+def write_job(folder: Path, job: Job | dict[str, Any]) -> Path:
     data = job if isinstance(job, dict) else data_of(job, exclude_none=True)
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(data))
@@ -49,25 +49,27 @@ def written(folder: Path, job: Job | dict[str, Any]) -> Path:
 
 def document(*arguments: str | Path) -> tuple[int, Any]:
     """Run the command, and return its status and its document, which is as the schema says."""
-    done = CliRunner().invoke(app, ["doctor", *map(str, arguments), "--json"])
-    found = json.loads(done.stdout)
-    check_document("doctor", found)
-    return done.exit_code, found
+    result = CliRunner().invoke(app, ["doctor", *map(str, arguments), "--json"])
+    data = json.loads(result.stdout)
+    check_document("doctor", data)
+    return result.exit_code, data
 
 
-def of_check(found: Any, check: str) -> list[Any]:
-    (role,) = found["roles"]
-    return [one for one in role["findings"] if one["check"] == check]
+def of_check(data: Any, check: str) -> list[Any]:
+    (role,) = data["roles"]
+    return [finding for finding in role["findings"] if finding["check"] == check]
 
 
 def test_without_a_job_each_role_is_looked_at() -> None:
-    code, found = document()
-    assert [one["role"] for one in found["roles"]] == ["trainer", "shadow", "controller"]
-    assert (code, found["job"]) == (0 if found["able"] else UNABLE, None)
-    for role in found["roles"]:
-        failed = [one for one in role["findings"] if one["outcome"] == "failed"]
+    code, data = document()
+    assert [role["role"] for role in data["roles"]] == ["trainer", "shadow", "controller"]
+    assert (code, data["job"]) == (0 if data["able"] else UNABLE, None)
+    for role in data["roles"]:
+        failed = [finding for finding in role["findings"] if finding["outcome"] == "failed"]
         assert role["able"] == (not failed)
-        assert all(one["remedy"] for one in role["findings"] if one["outcome"] in ("failed", "warning"))
+        assert all(
+            finding["remedy"] for finding in role["findings"] if finding["outcome"] in ("failed", "warning")
+        )
     code, text = invoke("doctor", "--role", "controller")
     assert code == 0
     assert "as a controller\n" in text and "this host can be a controller: 0 checks failed" in text
@@ -85,7 +87,7 @@ def test_without_a_job_each_role_is_looked_at() -> None:
     ],
 )
 def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], words: str) -> None:
-    file = written(tmp_path, job_data("gpt"))
+    file = write_job(tmp_path, job_data("gpt"))
     code, output = invoke("doctor", *(file if one == "JOB" else one for one in arguments))
     assert (code, words in " ".join(output.split())) == (2, True), output
     assert output.count("error:") == 1
@@ -94,39 +96,41 @@ def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], word
 @needs_buffers
 def test_a_shadow_node_is_known_and_found_running(tmp_path: Path) -> None:
     job = local_job(nodes=1)
-    file = written(tmp_path, job)
-    code, found = document(file)
-    assert (code, found["able"]) == (0, True)
-    assert "is an address of this host" in found["roles"][0]["guessed"]
-    assert [one["outcome"] for one in of_check(found, "ports")] == ["ok"]
+    file = write_job(tmp_path, job)
+    code, data = document(file)
+    assert (code, data["able"]) == (0, True)
+    assert "is an address of this host" in data["roles"][0]["guessed"]
+    assert [finding["outcome"] for finding in of_check(data, "ports")] == ["ok"]
     with Serving(job, 0):
-        _, found = document(file)
-    assert of_check(found, "ports")[0]["detail"].endswith(": shadow node 0 runs")
+        _, data = document(file)
+    assert of_check(data, "ports")[0]["detail"].endswith(": shadow node 0 runs")
 
 
 def test_what_is_missing_has_its_remedy_and_the_status_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(INSECURE)
-    file = written(tmp_path, job_data("gpt"))
-    code, found = document(file, "--role", "trainer", "--id", "1")
-    assert (code, found["able"]) == (UNABLE, False)
-    (interface,) = [one for one in found["roles"][0]["findings"] if one["check"] == "interface 10.0.0.2"]
+    file = write_job(tmp_path, job_data("gpt"))
+    code, data = document(file, "--role", "trainer", "--id", "1")
+    assert (code, data["able"]) == (UNABLE, False)
+    (interface,) = [
+        finding for finding in data["roles"][0]["findings"] if finding["check"] == "interface 10.0.0.2"
+    ]
     assert (interface["outcome"], "ip address add" in interface["remedy"]) == ("failed", True)
-    (keys,) = of_check(found, "keys")
+    (keys,) = of_check(data, "keys")
     assert (keys["outcome"], "keys/gpt/trainer" in keys["detail"]) == ("failed", True)
-    assert [one["outcome"] for one in of_check(found, "shadow nodes")] == ["not applicable"]
+    assert [finding["outcome"] for finding in of_check(data, "shadow nodes")] == ["not applicable"]
 
 
-@pytest.mark.parametrize(("made", "outcome"), [(NOW, "ok"), (ENDS_SOON, "warning")])
+@pytest.mark.parametrize(("issued", "outcome"), [(NOW, "ok"), (ENDS_SOON, "warning")])
 def test_keys_that_end_soon_are_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dt.datetime, outcome: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, issued: dt.datetime, outcome: str
 ) -> None:
     monkeypatch.delenv(INSECURE)
-    file = written(tmp_path, job_data("gpt"))
-    make_keys([(read_job(file), tmp_path / "keys")], made)
-    _, found = document(file, "--role", "shadow", "--id", "0")
-    assert [one["outcome"] for one in of_check(found, "keys")] == [outcome]
+    file = write_job(tmp_path, job_data("gpt"))
+    make_keys([(read_job(file), tmp_path / "keys")], issued)
+    _, data = document(file, "--role", "shadow", "--id", "0")
+    assert [finding["outcome"] for finding in of_check(data, "keys")] == [outcome]
 
 
 @needs_root
@@ -152,7 +156,7 @@ def test_a_process_that_starts_logs_what_it_would_not_say(
 
 def test_nothing_keeps_a_process_from_starting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its keys are missing: it says that itself, when it reads them."""
-    job = read_job(written(tmp_path, job_data("gpt")))
+    job = read_job(write_job(tmp_path, job_data("gpt")))
     with caplog.at_level(logging.WARNING):
         warn([shadow(job, 0), controller(job)])
     assert caplog.messages == []
@@ -161,7 +165,7 @@ def test_nothing_keeps_a_process_from_starting(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.slow
 @needs_buffers
 def test_a_shadow_node_logs_it_and_starts(tmp_path: Path) -> None:
-    file = written(tmp_path, local_job(nodes=1))
+    file = write_job(tmp_path, local_job(nodes=1))
     limited = ["sh", "-c", 'ulimit -n 190; exec "$@"', "sh"]
     process = subprocess.Popen(
         [*limited, *COMMAND, "shadow", file, "--id", "0", "--no-view"],
@@ -185,21 +189,21 @@ def test_a_controller_logs_it_and_the_doctor_finds_its_switch(tmp_path: Path) ->
         command = [*COMMAND, *map(str, arguments)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
-    def switch_of(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
-        (found,) = of_check(json.loads(done.stdout), "switch tor0")
-        return done.returncode, found["outcome"], found["detail"]
+    def switch_of(result: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
+        (finding,) = of_check(json.loads(result.stdout), "switch tor0")
+        return result.returncode, finding["outcome"], finding["detail"]
 
     with softswitch("--no-p4") as switch:
         file = job_on(switch, tmp_path)
         file.write_text(file.read_text().replace("192.168.100.0", "127.0.0.1"))  # whose clock answers at once
         make_keys([(read_job(file), tmp_path / "keys")], ENDS_SOON)
-        asked = ("doctor", file, "--role", "controller", "--json")
-        code, outcome, detail = switch_of(run(*asked))
+        arguments = ("doctor", file, "--role", "controller", "--json")
+        code, outcome, detail = switch_of(run(*arguments))
         assert (code, outcome, "runs no program yet" in detail) == (0, "ok", True)
-        done = run("run", file, "--once")
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count(" keys: the certificate in ") == 1
-        code, outcome, detail = switch_of(run(*asked))
+        result = run("run", file, "--once")
+        assert result.returncode == 0, result.stderr
+        assert result.stderr.count(" keys: the certificate in ") == 1
+        code, outcome, detail = switch_of(run(*arguments))
         assert (code, outcome, detail.endswith("and runs Checkmate's program")) == (0, "ok", True)
-    code, outcome, detail = switch_of(run(*asked))
+    code, outcome, detail = switch_of(run(*arguments))
     assert (code, outcome, "Connection refused" in detail) == (UNABLE, "failed", True)

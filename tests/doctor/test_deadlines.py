@@ -28,10 +28,10 @@ GPT = job("gpt", nodes=2)
 @pytest.fixture
 def no_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Look-ups wait until the test ends."""
-    ended = threading.Event()
+    end = threading.Event()
 
     def look_up(*_: Any, **__: Any) -> Any:
-        ended.wait(20)
+        end.wait(20)
         raise OSError("no name server")
 
     for name in ("gethostbyname", "getaddrinfo", "create_connection"):
@@ -39,13 +39,13 @@ def no_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(peers, "SECONDS", 0.2)
     monkeypatch.setattr(reading, "_NAME_SECONDS", 0.2)
     yield
-    ended.set()
+    end.set()
 
 
 def took(asks: Callable[[], object]) -> float:
-    begun = time.monotonic()
+    start = time.monotonic()
     asks()
-    return time.monotonic() - begun
+    return time.monotonic() - start
 
 
 def with_switch_at(address: str) -> Job:
@@ -54,9 +54,9 @@ def with_switch_at(address: str) -> Job:
 
 
 def test_answers_are_in_the_order_of_questions_and_late_ones_are_replaced() -> None:
-    ended = threading.Event()
-    assert within(0.2, [lambda: "a", lambda: str(ended.wait(20)), lambda: "c"], "late") == ["a", "late", "c"]
-    ended.set()
+    end = threading.Event()
+    assert within(0.2, [lambda: "a", lambda: str(end.wait(20)), lambda: "c"], "late") == ["a", "late", "c"]
+    end.set()
     assert within(1, [], "late") == []
 
 
@@ -64,8 +64,8 @@ def test_answers_are_in_the_order_of_questions_and_late_ones_are_replaced() -> N
 def test_without_a_name_server_nothing_waits() -> None:
     assert took(lambda: clocks._addresses(["a", "b"], 0.2)) < 5
     assert took(lambda: peers.records(GPT.shadow_nodes, None)) < 5
-    found, *_ = peers.records(GPT.shadow_nodes, None)
-    assert (found.outcome, "no answer within 3 s" in found.detail) == (Outcome.WARNING, True)
+    finding, *_ = peers.records(GPT.shadow_nodes, None)
+    assert (finding.outcome, "no answer within 3 s" in finding.detail) == (Outcome.WARNING, True)
     assert took(lambda: reading.is_here("a")) < 5
     assert took(lambda: peers.switches(with_switch_at("tor.invalid:9559"))) < 5
 
@@ -75,11 +75,11 @@ def test_a_switch_that_accepts_and_answers_nothing_is_named_in_time(monkeypatch:
     monkeypatch.setattr(peers, "SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        begun = time.monotonic()
-        (found,) = peers.switches(with_switch_at(address))
-        assert time.monotonic() - begun < 4
-    assert found.outcome is Outcome.FAILED
-    assert f"cannot be reached at {address} (no answer" in found.detail
+        start = time.monotonic()
+        (finding,) = peers.switches(with_switch_at(address))
+        assert time.monotonic() - start < 4
+    assert finding.outcome is Outcome.FAILED
+    assert f"cannot be reached at {address} (no answer" in finding.detail
 
 
 def test_a_switch_answers_although_its_counters_are_late(

@@ -1,4 +1,4 @@
-"""What facts about a host mean for its role: tables of facts, and what is found."""
+"""What facts about a host mean for its role: tables of facts, and what is finding."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def eth(number: int = 0, **changes: Any) -> NicFacts:
     return replace(usual, **changes)
 
 
-def seen(subject: Subject, *found: NicFacts | None, **sysctls: str) -> dict[str, list[Finding]]:
+def interface_findings(subject: Subject, *nics: NicFacts | None, **sysctls: str) -> dict[str, list[Finding]]:
     """Return the findings about a host's interfaces, by check."""
-    named = {key.replace("__", "."): value for key, value in sysctls.items()}
-    at = {str(nic.ip): one for nic, one in zip(subject.nics, found, strict=True)}
-    told: dict[str, list[Finding]] = {}
-    for one in network_checks.interfaces(subject, facts(nics=at, sysctls=named)):
-        told.setdefault(one.check.split()[0], []).append(one)
-    return told
+    settings = {key.replace("__", "."): value for key, value in sysctls.items()}
+    by_address = {str(nic.ip): nic_facts for nic, nic_facts in zip(subject.nics, nics, strict=True)}
+    by_check: dict[str, list[Finding]] = {}
+    for finding in network_checks.interfaces(subject, facts(nics=by_address, sysctls=settings)):
+        by_check.setdefault(finding.check.split()[0], []).append(finding)
+    return by_check
 
 
 def on(target: str, role: Role) -> Subject:
@@ -54,8 +54,8 @@ def on(target: str, role: Role) -> Subject:
     if target == "tofino":
         for place, port in enumerate([*data["dp_groups"][0]["ranks"], data["shadow_nodes"][0]["nics"][0]]):
             port["port"] = place
-    made = of_data(Job, data)
-    return shadow(made, 0) if role is Role.SHADOW else choose(made, Role.TRAINER, 0, None)
+    job_at_switch = of_data(Job, data)
+    return shadow(job_at_switch, 0) if role is Role.SHADOW else choose(job_at_switch, Role.TRAINER, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_kernels(role: Role, release: str, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "held", "tags", "ports", "outcome", "words"),
+    ("role", "effective", "tags", "ports", "outcome", "words"),
     [
         (Role.TRAINER, TAGGING, True, [], OK, "CAP_BPF"),
         (Role.TRAINER, [Capability.NET_ADMIN, Capability.SYS_ADMIN], True, [], OK, ""),
@@ -88,15 +88,15 @@ def test_kernels(role: Role, release: str, outcome: Outcome) -> None:
     ],
 )
 def test_capabilities(
-    role: Role, held: list[Capability], tags: bool, ports: list[int], outcome: Outcome, words: str
+    role: Role, effective: list[Capability], tags: bool, ports: list[int], outcome: Outcome, words: str
 ) -> None:
-    found = host_checks.capabilities(role, held, tags=tags, ports=ports)
-    assert (found.outcome, words in found.detail) == (outcome, True), found
-    assert bool(found.remedy) == (outcome is FAILED)
+    finding = host_checks.capabilities(role, effective, tags=tags, ports=ports)
+    assert (finding.outcome, words in finding.detail) == (outcome, True), finding
+    assert bool(finding.remedy) == (outcome is FAILED)
 
 
 @pytest.mark.parametrize(
-    ("found", "outcome"),
+    ("finding", "outcome"),
     [
         (host_checks.open_files(1024, 64, 16), OK),
         (host_checks.open_files(1024, 2048, 16), WARNING),
@@ -105,8 +105,8 @@ def test_capabilities(
         (host_checks.trainers_buffers(facts(), 4 << 20), OK),
     ],
 )
-def test_limits(found: Finding, outcome: Outcome) -> None:
-    assert found.outcome is outcome
+def test_limits(finding: Finding, outcome: Outcome) -> None:
+    assert finding.outcome is outcome
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_an_open_rendezvous_is_named(
 
 
 @pytest.mark.parametrize(
-    ("shown", "outcome", "remedy"),
+    ("sysctls", "outcome", "remedy"),
     [
         (
             {"net.core.rmem_max": "212992", "net.core.wmem_max": "8388608"},
@@ -144,10 +144,10 @@ def test_an_open_rendezvous_is_named(
     ],
 )
 def test_ranks_without_net_admin_have_the_limits_of_others(
-    shown: dict[str, str], outcome: Outcome, remedy: str
+    sysctls: dict[str, str], outcome: Outcome, remedy: str
 ) -> None:
-    found = host_checks.trainers_buffers(facts(capabilities=frozenset(), sysctls=shown), 4 << 20)
-    assert (found.outcome, found.remedy.removeprefix("sysctl -w ")) == (outcome, remedy)
+    finding = host_checks.trainers_buffers(facts(capabilities=frozenset(), sysctls=sysctls), 4 << 20)
+    assert (finding.outcome, finding.remedy.removeprefix("sysctl -w ")) == (outcome, remedy)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_ranks_without_net_admin_have_the_limits_of_others(
     ],
 )
 def test_windows_must_scale(role: Role, value: str | None, outcome: Outcome) -> None:
-    shown = {} if value is None else {"net.ipv4.tcp_window_scaling": value}
-    assert host_checks.windows(role, facts(sysctls=shown)).outcome is outcome
+    sysctls = {} if value is None else {"net.ipv4.tcp_window_scaling": value}
+    assert host_checks.windows(role, facts(sysctls=sysctls)).outcome is outcome
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,13 @@ def test_windows_must_scale(role: Role, value: str | None, outcome: Outcome) -> 
     ],
 )
 def test_what_the_kernel_knows_of_its_clock(role: Role, clock: Clock | None, outcome: Outcome) -> None:
-    found = host_checks.clock(role, facts(clock=clock))
-    assert found.outcome is outcome
-    assert outcome is SKIPPED or "must not differ by 60 s" in found.detail
+    finding = host_checks.clock(role, facts(clock=clock))
+    assert finding.outcome is outcome
+    assert outcome is SKIPPED or "must not differ by 60 s" in finding.detail
 
 
 @pytest.mark.parametrize(
-    ("own", "outcome", "words"),
+    ("nic", "outcome", "words"),
     [
         (eth(), OK, "eth0, up"),
         (None, FAILED, "not an address of this host"),
@@ -191,10 +191,10 @@ def test_what_the_kernel_knows_of_its_clock(role: Role, clock: Clock | None, out
         (eth(loopback=True), SKIPPED, "loopback"),
     ],
 )
-def test_interfaces(own: NicFacts | None, outcome: Outcome, words: str) -> None:
-    (found,) = seen(shadow(GPT, 0), own)["interface"]
-    assert (found.outcome, words in found.detail) == (outcome, True), found
-    assert bool(found.remedy) == (outcome is FAILED)
+def test_interfaces(nic: NicFacts | None, outcome: Outcome, words: str) -> None:
+    (finding,) = interface_findings(shadow(GPT, 0), nic)["interface"]
+    assert (finding.outcome, words in finding.detail) == (outcome, True), finding
+    assert bool(finding.remedy) == (outcome is FAILED)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,13 @@ def test_interfaces(own: NicFacts | None, outcome: Outcome, words: str) -> None:
     ],
 )
 def test_mtus(target: str, role: Role, mtu: int, outcome: Outcome) -> None:
-    (found,) = seen(on(target, role), eth(mtu=mtu))["MTU"]
-    assert found.outcome is outcome, found
+    (finding,) = interface_findings(on(target, role), eth(mtu=mtu))["MTU"]
+    assert finding.outcome is outcome, finding
 
 
 def test_interfaces_of_a_host_must_not_differ_in_mtu() -> None:
-    *_, found = seen(shadow(TWO, 0), eth(), eth(1, mtu=9000))["MTU"]
-    assert (found.outcome, "eth0 has 1500, eth1 has 9000" in found.detail) == (WARNING, True)
+    *_, finding = interface_findings(shadow(TWO, 0), eth(), eth(1, mtu=9000))["MTU"]
+    assert (finding.outcome, "eth0 has 1500, eth1 has 9000" in finding.detail) == (WARNING, True)
 
 
 @pytest.mark.parametrize(
@@ -235,14 +235,14 @@ def test_interfaces_of_a_host_must_not_differ_in_mtu() -> None:
 def test_offloads(
     target: str, role: Role, driver: str, off: tuple[str, ...], outcome: Outcome, remedy: str
 ) -> None:
-    own = eth(driver=driver, offloads={name: name not in off for name in OFFLOADS})
-    (found,) = seen(on(target, role), own)["offloads"]
-    assert (found.outcome, found.remedy) == (outcome, remedy), found
+    nic = eth(driver=driver, offloads={name: name not in off for name in OFFLOADS})
+    (finding,) = interface_findings(on(target, role), nic)["offloads"]
+    assert (finding.outcome, finding.remedy) == (outcome, remedy), finding
 
 
 def test_a_driver_that_does_not_tell_is_no_fault() -> None:
-    (found,) = seen(shadow(GPT, 0), eth(offloads={}))["offloads"]
-    assert found.outcome is SKIPPED
+    (finding,) = interface_findings(shadow(GPT, 0), eth(offloads={}))["offloads"]
+    assert finding.outcome is SKIPPED
 
 
 @pytest.mark.parametrize(
@@ -259,15 +259,15 @@ def test_a_driver_that_does_not_tell_is_no_fault() -> None:
     ],
 )
 def test_interfaces_in_one_subnet(settings: dict[str, str], outcome: Outcome, remedy: str) -> None:
-    shown = {f"net__ipv4__conf__all__{key}": value for key, value in settings.items()}
-    shown |= {f"net__ipv4__conf__eth1__{key}": "0" for key in settings}
-    (found,) = seen(shadow(TWO, 0), eth(), eth(1), **shown)["ARP"]
-    assert (found.outcome, found.remedy.removeprefix("sysctl -w ")) == (outcome, remedy), found
+    sysctls = {f"net__ipv4__conf__all__{key}": value for key, value in settings.items()}
+    sysctls |= {f"net__ipv4__conf__eth1__{key}": "0" for key in settings}
+    (finding,) = interface_findings(shadow(TWO, 0), eth(), eth(1), **sysctls)["ARP"]
+    assert (finding.outcome, finding.remedy.removeprefix("sysctl -w ")) == (outcome, remedy), finding
 
 
 def test_interfaces_in_different_subnets_need_no_setting() -> None:
-    (found,) = seen(shadow(TWO, 0), eth(), eth(1, network=IPv4Network("10.1.0.0/24")))["ARP"]
-    assert found.outcome is SKIPPED
+    (finding,) = interface_findings(shadow(TWO, 0), eth(), eth(1, network=IPv4Network("10.1.0.0/24")))["ARP"]
+    assert finding.outcome is SKIPPED
 
 
 RANGE = "net.ipv4.ip_local_port_range"
@@ -275,7 +275,7 @@ RESERVED = "net.ipv4.ip_local_reserved_ports"
 
 
 @pytest.mark.parametrize(
-    ("shown", "taken", "outcome", "words"),
+    ("sysctls", "ports_in_use", "outcome", "words"),
     [
         ({RANGE: "32768\t60999", RESERVED: ""}, (), WARNING, f"sysctl -w {RESERVED}=47000-47001,47008"),
         ({RANGE: "32768 60999", RESERVED: "8080"}, (), WARNING, f"{RESERVED}=8080,47000-47001,47008"),
@@ -289,16 +289,16 @@ RESERVED = "net.ipv4.ip_local_reserved_ports"
     ],
 )
 def test_ports_of_the_ring(
-    shown: dict[str, str], taken: tuple[tuple[str, int], ...], outcome: Outcome, words: str
+    sysctls: dict[str, str], ports_in_use: tuple[tuple[str, int], ...], outcome: Outcome, words: str
 ) -> None:
-    listening = frozenset((ip_address(ip), port) for ip, port in taken)
+    listening = frozenset((ip_address(ip), port) for ip, port in ports_in_use)
     at = [("10.0.0.1", port) for port in (47000, 47001, 47008)]
-    found = network_checks.ring_ports(at, facts(sysctls=shown, listening=listening))
-    assert (found.outcome, words in found.remedy) == (outcome, True), found
+    finding = network_checks.ring_ports(at, facts(sysctls=sysctls, listening=listening))
+    assert (finding.outcome, words in finding.remedy) == (outcome, True), finding
 
 
 @pytest.mark.parametrize(
-    ("here", "runs", "taken", "outcome", "words"),
+    ("here", "runs", "ports_in_use", "outcome", "words"),
     [
         (["192.168.100.0"], False, [], OK, "192.168.100.0:7000 and 192.168.100.0:7001 free"),
         (["192.168.100.0"], True, [7000, 7001], OK, "shadow node 0 runs"),
@@ -307,11 +307,11 @@ def test_ports_of_the_ring(
     ],
 )
 def test_ports_of_a_shadow_node(
-    here: list[str], runs: bool, taken: list[int], outcome: Outcome, words: str
+    here: list[str], runs: bool, ports_in_use: list[int], outcome: Outcome, words: str
 ) -> None:
-    listening = frozenset((ip_address("192.168.100.0"), port) for port in taken)
-    found = network_checks.own_ports(shadow(GPT, 0), facts(listening=listening), here, runs=runs)
-    assert (found.outcome, words in found.detail) == (outcome, True), found
+    listening = frozenset((ip_address("192.168.100.0"), port) for port in ports_in_use)
+    finding = network_checks.own_ports(shadow(GPT, 0), facts(listening=listening), here, runs=runs)
+    assert (finding.outcome, words in finding.detail) == (outcome, True), finding
 
 
 def test_a_message_gives_its_own_remedy_or_a_general_one() -> None:

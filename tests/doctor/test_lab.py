@@ -23,14 +23,14 @@ def diagnosed(crew: Crew, *nodes: str) -> dict[str, Any]:
     command: list[str | Path] = [*CHECKMATE, "doctor", crew.lab.job_file, "--json"]
     members = {node: crew.start(f"doctor-{node}", node, command) for node in nodes}
     crew.finish(list(members.values()), 60)
-    found = {node: json.loads(member.output_text()) for node, member in members.items()}
-    for one in found.values():
-        check_document("doctor", one)
-    return {node: one["roles"][0] for node, one in found.items()}
+    documents = {node: json.loads(member.output_text()) for node, member in members.items()}
+    for document in documents.values():
+        check_document("doctor", document)
+    return {node: document["roles"][0] for node, document in documents.items()}
 
 
 def outcomes(role: Any, check: str) -> list[str]:
-    return [one["outcome"] for one in role["findings"] if one["check"] == check]
+    return [finding["outcome"] for finding in role["findings"] if finding["check"] == check]
 
 
 @pytest.mark.slow
@@ -47,9 +47,11 @@ def test_each_host_of_a_lab_is_able_and_asking_leaves_no_trace(name: str) -> Non
             serve: list[str | Path] = [*CHECKMATE, "shadow", lab.job_file, "--id", "0", "--no-view"]
             node = crew.start("node", "shadow0", serve)
             crew.wait(lambda: "ready" in node.output_text(), "the shadow node", 60)
-            said = [one.output_text() + one.error_text() for one in (control.member, node)]
+            lines = [process.output_text() + process.error_text() for process in (control.member, node)]
             after = diagnosed(crew, "rank1", "shadow0", CONTROLLER)
             assert outcomes(after["rank1"], "shadow nodes") == outcomes(after["rank1"], "versions") == ["ok"]
             assert outcomes(after["rank1"], "step records") == outcomes(after["shadow0"], "ports") == ["ok"]
             assert outcomes(after[CONTROLLER], "switch tor") == ["ok"]
-            assert [one.output_text() + one.error_text() for one in (control.member, node)] == said
+            assert [
+                process.output_text() + process.error_text() for process in (control.member, node)
+            ] == lines

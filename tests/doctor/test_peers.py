@@ -34,50 +34,54 @@ def answer(torch: str = "", ranks: pb.JobRanks | None = None) -> pb.NodeStatus:
     return pb.NodeStatus(protocol=PROTOCOL, torch=torch, job_ranks=ranks)
 
 
-def outcomes(found: list[Finding]) -> list[tuple[str, Outcome]]:
-    return [(one.check, one.outcome) for one in found]
+def outcomes(findings: list[Finding]) -> list[tuple[str, Outcome]]:
+    return [(finding.check, finding.outcome) for finding in findings]
 
 
 def test_silence_is_a_warning_and_a_refusal_a_failure() -> None:
-    said = {
+    answers = {
         0: "can't be reached (Connection refused)",
         1: "can't be reached (no route)",
         2: "did not answer in time",
     }
-    found = peers.judge_answers(GPT, NODES, said)
-    assert outcomes(found) == [("shadow nodes", WARNING)] * 3 + [("versions", SKIPPED)]
-    assert "shadow node 0 (192.168.100.0:7000) can't be reached (Connection refused)" in found[0].detail
+    findings = peers.judge_answers(GPT, NODES, answers)
+    assert outcomes(findings) == [("shadow nodes", WARNING)] * 3 + [("versions", SKIPPED)]
+    assert "shadow node 0 (192.168.100.0:7000) can't be reached (Connection refused)" in findings[0].detail
     older = "the node has protocol 4, this host has 5: the node has an older version; install the same"
-    (bad, *_) = peers.judge_answers(GPT, NODES, {**said, 0: older})
+    (bad, *_) = peers.judge_answers(GPT, NODES, {**answers, 0: older})
     assert (bad.outcome, bad.remedy) == (FAILED, "install the same")
     denied = "its certificate is not one for this address by the authority in this host's folder of keys"
-    (bad, *_) = peers.judge_answers(GPT, NODES, {**said, 0: denied})
+    (bad, *_) = peers.judge_answers(GPT, NODES, {**answers, 0: denied})
     assert (bad.outcome, "keys of the same job" in bad.remedy) == (FAILED, True)
 
 
 def test_many_silent_nodes_are_not_listed_all() -> None:
     many = job("gpt", nodes=20)
-    found = peers.judge_answers(many, many.shadow_nodes, dict.fromkeys(range(20), "did not answer in time"))
-    assert [one.detail for one in found if "more do not answer" in one.detail] == ["12 more do not answer"]
-    assert len(found) == 8 + 1 + 1
+    findings = peers.judge_answers(
+        many, many.shadow_nodes, dict.fromkeys(range(20), "did not answer in time")
+    )
+    assert [finding.detail for finding in findings if "more do not answer" in finding.detail] == [
+        "12 more do not answer"
+    ]
+    assert len(findings) == 8 + 1 + 1
 
 
 def test_versions_are_compared_as_far_as_nodes_tell_them() -> None:
-    own = metadata.version("torch")
-    said = answer(own, job_ranks(GPT))
-    found = peers.judge_answers(GPT, NODES[:1], {0: said})
-    assert outcomes(found) == [("shadow nodes", OK), ("versions", OK)]
-    (_, other) = peers.judge_answers(GPT, NODES[:1], {0: answer("2.4.0")})
-    assert (other.outcome, "2.4.0 on shadow nodes" in other.detail) == (WARNING, True)
-    (_, other) = peers.judge_answers(GPT, NODES[:1], {0: answer(own, job_ranks(job("gpt", ranks=5)))})
-    assert (other.outcome, "copy the same job file" in other.remedy) == (FAILED, True)
-    assert "of 5 ranks, this host with 1 DP group of 3 ranks" in other.detail
+    version = metadata.version("torch")
+    status = answer(version, job_ranks(GPT))
+    findings = peers.judge_answers(GPT, NODES[:1], {0: status})
+    assert outcomes(findings) == [("shadow nodes", OK), ("versions", OK)]
+    (_, finding) = peers.judge_answers(GPT, NODES[:1], {0: answer("2.4.0")})
+    assert (finding.outcome, "2.4.0 on shadow nodes" in finding.detail) == (WARNING, True)
+    (_, finding) = peers.judge_answers(GPT, NODES[:1], {0: answer(version, job_ranks(job("gpt", ranks=5)))})
+    assert (finding.outcome, "copy the same job file" in finding.remedy) == (FAILED, True)
+    assert "of 5 ranks, this host with 1 DP group of 3 ranks" in finding.detail
 
 
 def test_the_last_refusal_is_a_warning() -> None:
-    said = answer(metadata.version("torch"), job_ranks(GPT))
-    said.refusal.CopyFrom(pb.Refusal(iteration=12, rank="rank 0 (a)", text="a hook changes p0"))
-    (*_, last) = peers.judge_answers(GPT, NODES[:2], {0: said, 1: "did not answer in time"})
+    status = answer(metadata.version("torch"), job_ranks(GPT))
+    status.refusal.CopyFrom(pb.Refusal(iteration=12, rank="rank 0 (a)", text="a hook changes p0"))
+    (*_, last) = peers.judge_answers(GPT, NODES[:2], {0: status, 1: "did not answer in time"})
     assert (last.check, last.outcome) == ("training", WARNING)
     assert last.detail == "the last start was refused in iteration 12 on rank 0 (a): a hook changes p0"
 
@@ -96,16 +100,16 @@ def test_nodes_answer_and_have_no_line_about_who_asked(
 ) -> None:
     """With keys; the second node is not started."""
     monkeypatch.delenv(INSECURE)
-    made = secured(local_job(nodes=2), tmp_path)
-    keys = role_keys(made, tmp_path, Role.TRAINER)
-    with caplog.at_level(logging.INFO), Serving(made, 0):
+    secured_job = secured(local_job(nodes=2), tmp_path)
+    keys = role_keys(secured_job, tmp_path, Role.TRAINER)
+    with caplog.at_level(logging.INFO), Serving(secured_job, 0):
         caplog.clear()
-        answers = peers.ask_nodes(made, made.shadow_nodes, keys)
-        found = peers.judge_answers(made, made.shadow_nodes, answers)
-        assert outcomes(found) == [("shadow nodes", WARNING), ("shadow nodes", OK), ("versions", OK)]
-        assert "shadow node 1" in found[0].detail
-        records = peers.records(made.shadow_nodes, client_context(keys))
-        assert [one.outcome for one in records] == [WARNING, OK]
+        answers = peers.ask_nodes(secured_job, secured_job.shadow_nodes, keys)
+        findings = peers.judge_answers(secured_job, secured_job.shadow_nodes, answers)
+        assert outcomes(findings) == [("shadow nodes", WARNING), ("shadow nodes", OK), ("versions", OK)]
+        assert "shadow node 1" in findings[0].detail
+        records = peers.records(secured_job.shadow_nodes, client_context(keys))
+        assert [finding.outcome for finding in records] == [WARNING, OK]
         assert "Connection refused" in records[0].detail
         for thread in threading.enumerate():  # those that served the connection have ended without a word
             if thread.name.startswith("records of "):

@@ -29,16 +29,16 @@ def facts_in(host: str, *addresses: str) -> Facts:
 
 @needs_root
 def test_interfaces_are_read_with_their_settings(host: str) -> None:
-    found = facts_in(host, "10.77.0.1", "10.77.0.2", "10.77.0.3")
-    first, second = found.nics["10.77.0.1"], found.nics["10.77.0.2"]
+    facts_read = facts_in(host, "10.77.0.1", "10.77.0.2", "10.77.0.3")
+    first, second = facts_read.nics["10.77.0.1"], facts_read.nics["10.77.0.2"]
     assert first is not None and second is not None
     assert (first.name, first.mtu, first.mac, first.driver) == ("eth0", 576, f"{MAC[:-1]}0", "veth")
     assert (first.up, first.carrier, first.loopback, first.network) == (True, True, False, NET)
     assert set(first.offloads.values()) == {False}
     assert (second.mtu, second.offloads["tso"]) == (1500, True)
-    assert found.nics["10.77.0.3"] is None
-    assert found.sysctls["net.ipv4.conf.all.arp_ignore"] == "1"
-    assert found.number("net.ipv4.conf.eth1.rp_filter") == 0
+    assert facts_read.nics["10.77.0.3"] is None
+    assert facts_read.sysctls["net.ipv4.conf.all.arp_ignore"] == "1"
+    assert facts_read.number("net.ipv4.conf.eth1.rp_filter") == 0
 
 
 @needs_root
@@ -51,24 +51,24 @@ def test_what_is_switched_is_read_as_it_is_then(host: str) -> None:
         ip.link("set", index=ip.link_lookup(ifname="far1")[0], state="down")
 
     def carrier() -> bool:
-        own = facts_in(host, "10.77.0.2").nics["10.77.0.2"]
-        return own is not None and own.carrier
+        nic = facts_in(host, "10.77.0.2").nics["10.77.0.2"]
+        return nic is not None and nic.carrier
 
     wait_until(lambda: not carrier(), "the other end to lose its carrier", 5)  # the kernel does it later
-    found = facts_in(host, "10.77.0.2")
-    own = found.nics["10.77.0.2"]
-    assert own is not None
-    assert (own.offloads["tso"], own.offloads["gso"]) == (False, True)
-    assert (own.up, own.carrier) == (True, False)
-    assert found.number("net.ipv4.tcp_window_scaling") == 0
+    facts_read = facts_in(host, "10.77.0.2")
+    nic = facts_read.nics["10.77.0.2"]
+    assert nic is not None
+    assert (nic.offloads["tso"], nic.offloads["gso"]) == (False, True)
+    assert (nic.up, nic.carrier) == (True, False)
+    assert facts_read.number("net.ipv4.tcp_window_scaling") == 0
 
 
 @needs_root
 def test_listeners_and_routes_are_those_of_the_namespace(host: str) -> None:
     with namespaces.entered(host), socket.create_server(("10.77.0.1", 47001)):
-        found = read([])
-        assert found.listening == {(IPv4Address("10.77.0.1"), 47001)}
-        assert found.listens("10.77.0.1", 47001) and not found.listens("10.77.0.2", 47001)
+        facts_read = read([])
+        assert facts_read.listening == {(IPv4Address("10.77.0.1"), 47001)}
+        assert facts_read.listens("10.77.0.1", 47001) and not facts_read.listens("10.77.0.2", 47001)
         assert route_error("10.77.0.1", "10.77.0.9") is None
         assert "unreachable" in str(route_error("10.77.0.1", "10.9.9.9"))
         assert "assign" in str(route_error("10.9.9.9", "10.77.0.1"))
@@ -83,9 +83,9 @@ def test_the_kernels_own_tables_are_understood() -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6) as six,
         socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as wide,
     ):
-        found = {(str(address), port) for address, port in listening()}
-        ports = [one.getsockname()[1] for one in (narrow, six, wide)]
-        assert {("127.0.0.7", ports[0]), ("::1", ports[1]), ("::", ports[2])} <= found
+        places = {(str(address), port) for address, port in listening()}
+        ports = [sock.getsockname()[1] for sock in (narrow, six, wide)]
+        assert {("127.0.0.7", ports[0]), ("::1", ports[1]), ("::", ports[2])} <= places
         assert read([]).listens("127.0.0.8", ports[2])
 
 
@@ -101,19 +101,19 @@ def test_what_takes_long_or_is_forbidden_to_services_is_left_out_at_their_start(
 def test_routes_and_source_addresses_are_checked_as_the_kernel_has_them(host: str) -> None:
     """The stub is out of reach; the other node, at 10.77.0.9, would be called from 10.77.0.1."""
     data = data_of(job_there(), exclude_none=True)
-    other = {**data["shadow_nodes"][0], "id": 1, "mgmt": "10.77.0.9:7000"}
-    data["shadow_nodes"] += [{**other, "nics": [{**other["nics"][0], "ip": "10.77.0.8", "mac": MAC}]}]
+    second = {**data["shadow_nodes"][0], "id": 1, "mgmt": "10.77.0.9:7000"}
+    data["shadow_nodes"] += [{**second, "nics": [{**second["nics"][0], "ip": "10.77.0.8", "mac": MAC}]}]
     node = shadow(of_data(Job, data), 0)
     with namespaces.entered(host):
-        found = list(role_checks.routes(node, read(["10.77.0.1", "10.77.0.2"])))
-        assert [one.outcome for one in found] == [Outcome.FAILED, Outcome.FAILED]
-        assert "none from 10.77.0.1 to the stub at 10.255.0.1 (Network is unreachable)" in found[0].detail
-        assert [one.outcome for one in role_checks.routes(node, read([]))] == [Outcome.SKIPPED]
-        told = role_checks.source_addresses(node, ["10.77.0.2"])
-        assert (told.outcome, "calls 10.77.0.9 from 10.77.0.1" in told.detail) == (Outcome.FAILED, True)
+        findings = list(role_checks.routes(node, read(["10.77.0.1", "10.77.0.2"])))
+        assert [finding.outcome for finding in findings] == [Outcome.FAILED, Outcome.FAILED]
+        assert "none from 10.77.0.1 to the stub at 10.255.0.1 (Network is unreachable)" in findings[0].detail
+        assert [finding.outcome for finding in role_checks.routes(node, read([]))] == [Outcome.SKIPPED]
+        finding = role_checks.source_addresses(node, ["10.77.0.2"])
+        assert (finding.outcome, "calls 10.77.0.9 from 10.77.0.1" in finding.detail) == (Outcome.FAILED, True)
         assert role_checks.source_addresses(node, ["10.77.0.1", "10.77.0.2"]).outcome is Outcome.OK
         assert role_checks.source_addresses(node, []).outcome is Outcome.SKIPPED
         with namespaces.netlink(host) as ip:
             index = ip.link_lookup(ifname="eth0")[0]
             ip.addr("add", index=index, address="10.255.0.9", prefixlen=24)
-        assert [one.outcome for one in role_checks.routes(node, read(["10.77.0.1"]))] == [Outcome.OK]
+        assert [finding.outcome for finding in role_checks.routes(node, read(["10.77.0.1"]))] == [Outcome.OK]

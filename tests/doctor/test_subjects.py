@@ -35,8 +35,8 @@ def here(*addresses: str) -> Callable[[str], bool]:
 def test_a_host_is_known_by_its_addresses(
     addresses: tuple[str, ...], controls: bool, name: str, by: str
 ) -> None:
-    found = guess(GPT, here(*addresses), role=None, controls=controls)
-    assert (found.name, by in found.guessed) == (name, True)
+    subject = guess(GPT, here(*addresses), role=None, controls=controls)
+    assert (subject.name, by in subject.guessed) == (name, True)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def test_a_host_is_known_by_its_addresses(
     ],
 )
 def test_what_is_not_clear_is_not_guessed(addresses: tuple[str, ...], words: str) -> None:
-    with pytest.raises(NoSubject) as caught:
+    with pytest.raises(NoSubject) as error:
         guess(GPT, here(*addresses), role=None, controls=False)
-    assert words in str(caught.value)
-    assert "--role" in str(caught.value)
+    assert words in str(error.value)
+    assert "--role" in str(error.value)
 
 
 def test_a_role_limits_the_guess() -> None:
@@ -58,8 +58,8 @@ def test_a_role_limits_the_guess() -> None:
     assert guess(GPT, both, role=Role.SHADOW, controls=False) == _with_guess(shadow(GPT, 0), "10.0.64.1")
 
 
-def _with_guess(one: Any, address: str) -> Any:
-    return type(one)(**{**vars(one), "guessed": f"{address} is an address of this host"})
+def _with_guess(subject: Any, address: str) -> Any:
+    return type(subject)(**{**vars(subject), "guessed": f"{address} is an address of this host"})
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ def test_a_host_can_be_named(role: Role | None, number: int | None, host: str | 
 def test_a_host_that_does_not_exist_is_refused_with_those_that_do(
     role: Role | None, number: int | None, host: str | None, words: str
 ) -> None:
-    with pytest.raises(NoSubject) as caught:
+    with pytest.raises(NoSubject) as error:
         choose(GPT, role, number, host)
-    assert words in str(caught.value)
-    assert caught.value.exit_code == 2
+    assert words in str(error.value)
+    assert error.value.exit_code == 2
 
 
 def test_a_host_with_several_ranks_has_all_its_interfaces() -> None:
-    made = of_data(Job, _placed(meshed(replicate=2, shard=2, gpus=2, nics=2)))
-    found = choose(made, None, None, "gpu1")
-    assert [rank.rank for rank in found.ranks] == [2, 3]
-    assert [str(nic.ip) for nic in found.nics] == ["10.8.0.3", "10.8.0.4"]
+    meshed_job = of_data(Job, _placed(meshed(replicate=2, shard=2, gpus=2, nics=2)))
+    subject = choose(meshed_job, None, None, "gpu1")
+    assert [rank.rank for rank in subject.ranks] == [2, 3]
+    assert [str(nic.ip) for nic in subject.nics] == ["10.8.0.3", "10.8.0.4"]
 
 
 def _placed(data: dict[str, Any]) -> dict[str, Any]:
