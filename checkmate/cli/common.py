@@ -71,7 +71,7 @@ Metrics = Annotated[
 
 
 class LogFormat(StrEnum):
-    """What lines of the log are."""
+    """The format of lines of the log."""
 
     TEXT = "text"
     JSON = "json"

@@ -27,7 +27,7 @@ _SUBJECTS: Final = {
     "protect": "training",
     "restore": "training",
 }
-"""What has no page of its own, and the page that has it."""
+"""Subjects without a page of their own, and the page that has each."""
 
 
 def page_names() -> list[str]:

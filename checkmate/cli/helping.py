@@ -19,7 +19,7 @@ _VALUES: Final = {
     "str": "TEXT",
     "list[str]": "TEXT",
 }
-"""What an option's help calls its value, by the name of its type; choices are listed as they are."""
+"""The word for an option's value in its help, by the name of its type; choices are listed as they are."""
 _WHOLE: Final = 1000
 """Characters of a summary, instead of what fits on a line: longer ones are folded, not cut."""
 

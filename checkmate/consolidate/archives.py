@@ -19,7 +19,7 @@ from checkmate.opening import open_file
 from checkmate.state import StateError
 
 MAX_DEPTH: Final = 64
-"""Of tuples in tuples."""
+"""The depth of tuples in tuples."""
 _TUPLES: Final = frozenset(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"))
 _GETS: Final = frozenset(("GET", "BINGET", "LONG_BINGET"))
 _PUTS: Final = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
@@ -72,7 +72,7 @@ def check_nesting(pickled: bytes) -> None:
     Lists and dictionaries have no hash, and Python bounds what else goes through them.
     """
     stack: list[int] = []
-    """How deep tuples are nested in each value; -1 is a mark."""
+    """The depth of tuples in each value; -1 is a mark."""
     memo: dict[Any, int] = {}
     for code, argument, _ in pickletools.genops(pickled):
         if code.name in _GETS:

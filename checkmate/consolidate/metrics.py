@@ -25,10 +25,10 @@ class KeeperTally:
     iteration: int = -1
     """The iteration of the newest checkpoint; -1: none."""
     at: float = 0.0
-    """When it was complete, in seconds since 1970."""
+    """The time at which it was complete, in seconds since 1970."""
     count: int = 0
     seconds: float = 0.0
-    """How long all checkpoints took together."""
+    """The time that all checkpoints took together."""
     failures: int = 0
     trouble: str = ""
     """Why the newest is old, or ""."""

@@ -38,7 +38,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import Layout
 
 STEP_SECONDS: Final = 10.0
-"""How long to wait for an iteration to be stepped before trying another one."""
+"""The time to wait for an iteration to be stepped before trying another one."""
 AGAIN_SECONDS: Final = 0.2
 
 

@@ -23,7 +23,7 @@ class StageState:
     """The state of one stage, with whole tensors that have the script's shapes."""
 
     names: tuple[str, ...]
-    """Of the trained parameters, by number."""
+    """The names of the trained parameters, by number."""
     states: States
     beside: Mapping[str, torch.Tensor]
     """Buffers, frozen parameters, and the optimizer's state of these; each as the first DP group has it."""

@@ -16,7 +16,7 @@ from checkmate.wire.shares import WHOLE, Share
 
 @dataclass(frozen=True)
 class Trained:
-    """What a DP group trains, as far as its stage follows from that."""
+    """The model that a DP group trains, as far as its stage follows from that."""
 
     parameters: str
     """A fingerprint of the parameters, as they are without shards."""

@@ -36,7 +36,7 @@ _MAX_SHOWN: Final = 8
 _MAX_REFUSAL: Final = 1000
 """Characters of an error."""
 _AWAY: Final = ("can't be reached", "did not answer")
-"""How reasons begin if nobody is there; others are refusals."""
+"""The beginnings of reasons if nobody is there; others are refusals."""
 _START: Final = "start it, or let its port through the firewall (`checkmate docs install`)"
 _COUNTERS_SECONDS: Final = 10.0
 """For what a switch's guard has counted, once it has answered."""

@@ -40,11 +40,11 @@ class Subject:
     mgmt: tuple[str, ...] = ()
     """Its addresses or names on the management network, as far as the job has them."""
     guessed: str = ""
-    """How it was guessed, as a sentence; empty if it was named."""
+    """The reason for the guess, as a sentence; empty if it was named."""
 
     @property
     def is_tagging(self) -> bool:
-        """Whether a rank on it tags segments. Any trainer might."""
+        """True if a rank on it tags segments. Any trainer might."""
         if self.job is None:
             return self.role is Role.TRAINER
         own_ranks = {rank.rank for rank in self.ranks}

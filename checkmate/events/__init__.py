@@ -1,1 +1,1 @@
-"""What happened to a process of a job: events with stable names, kept on disk and shown as JSON."""
+"""Events of a job's processes, with stable names, kept on disk and shown as JSON."""

@@ -13,7 +13,7 @@ from checkmate.job.schema import Job
 
 
 class Role(StrEnum):
-    """What a holder of keys does in a job."""
+    """The part of a holder of keys in a job."""
 
     CONTROLLER = "controller"
     TRAINER = "trainer"

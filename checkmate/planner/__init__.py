@@ -1,1 +1,1 @@
-"""What checkpointing costs, and what shadow nodes it takes: planned before anything is bought."""
+"""The cost of checkpointing, and the shadow nodes that it takes: planned before anything is bought."""

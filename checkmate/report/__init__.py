@@ -1,1 +1,1 @@
-"""What happened to a job: the events of all its processes on one page (`checkmate report`)."""
+"""The incidents of a job: the events of all its processes on one page (`checkmate report`)."""

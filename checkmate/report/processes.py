@@ -39,7 +39,7 @@ class Process:
     pid: int
     events: Sequence[Event]
     is_live: bool = False
-    """Whether it has answered."""
+    """True if it has answered."""
 
     @property
     def began(self) -> float:
@@ -53,7 +53,7 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has said that it ends, or lives."""
+        """True if it has said that it ends, or lives."""
         return self.is_live or any(event.name in _ENDS for event in self.events[-3:])
 
     @property

@@ -80,7 +80,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class NodeClock:
-    """The seconds by which a node's clock is ahead of this host's, and the largest error of that."""
+    """How far a node's clock is ahead of this host's, in seconds, and the most by which that is wrong."""
 
     node: int
     ahead: float

@@ -61,7 +61,7 @@ class Scheme:
 
     @property
     def holds(self) -> bool:
-        """Whether the closed form is valid: at 1 failure, it misses nearly a third of repeated GPU-hours."""
+        """True if the closed form is valid: at 1 failure, it misses nearly a third of repeated GPU-hours."""
         return self.failures_per_interval < 1
 
 
