@@ -25,7 +25,7 @@ import matplotlib
 from matplotlib.figure import Figure as Picture
 
 from benchmarks.figures import Result, data, from_data, markdown
-from checkmate.wording import counted
+from checkmate.base.wording import counted
 
 PLOTTED: Final[Mapping[str, tuple[str, str]]] = {
     "iteration": ("", "iteration time, as a ratio"),

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Final
 
-from checkmate import extras
+from checkmate.base import extras
 from checkmate.errors import CheckmateError as CheckmateError
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import IPv4Address
 
+from checkmate.base.wording import counted
 from checkmate.events.kinds import (
     STREAM_ADMITTED,
     STREAM_CLOSED,
@@ -20,7 +21,6 @@ from checkmate.events.kinds import (
 from checkmate.events.process_log import say
 from checkmate.job.schema import Switch
 from checkmate.output.log_lines import GatheredLog, StrangerLog
-from checkmate.wording import counted
 from controlplane.election import Candidacy
 from controlplane.endpoint.endpoint import Answer, Closure, answer, closures_line
 from controlplane.endpoint.frames import Segment, parse

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 from typing import Any
 
+from checkmate.base.wording import counted
 from checkmate.job.schema import Host
-from checkmate.wording import counted
 from controlplane.entities import TableEntry
 from controlplane.network import Network
 

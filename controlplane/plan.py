@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+from checkmate.base.wording import counted
 from checkmate.job.boundaries import Stream
 from checkmate.job.schema import Job
 from checkmate.job.tofino import chips
-from checkmate.wording import counted
 from controlplane import forwarding, guard, replication, streams, stub
 from controlplane.entities import Holdings
 from controlplane.network import Network

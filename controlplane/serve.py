@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+from checkmate.base.wording import counted
 from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
 from checkmate.events.process_log import say
 from checkmate.job.following import JobFiles, Unusable, Wanted
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
-from checkmate.wording import counted
 from controlplane.controller import LOG, SwitchController
 from controlplane.election import Candidacy, earlier_switches, jobs_digest, new_controller
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable

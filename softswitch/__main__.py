@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from checkmate.extras import ExtraMissing, needs
+from checkmate.base.extras import ExtraMissing, needs
 
 
 def main() -> int:

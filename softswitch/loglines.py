@@ -7,6 +7,7 @@ import threading
 import time
 
 from checkmate.base.rates import RateLimits
+from checkmate.base.wording import printable
 
 MAX_LINE = 300
 """Characters of a message, without those of a traceback."""
@@ -33,13 +34,8 @@ class LineLimit(logging.Filter):
             left_out = self._left_out.pop(record.name, 0)
         text = record.getMessage()
         more = f" (and {left_out} more since the last such line)" if left_out else ""
-        record.msg, record.args = _plain(text.replace("\n", " ")[:MAX_LINE]) + more, ()
+        record.msg, record.args = printable(text.replace("\n", " ")[:MAX_LINE])[:MAX_LINE] + more, ()
         if record.exc_info:
             lines = logging.Formatter().formatException(record.exc_info)[-MAX_TRACEBACK:].split("\n")
-            record.exc_text = "\n".join(f"  {_plain(line)}" for line in lines)
+            record.exc_text = "\n".join(f"  {printable(line)}" for line in lines)
         return True
-
-
-def _plain(line: str) -> str:
-    """Return a line without what steers a terminal: some of it is what strangers have sent."""
-    return "".join(character if character.isprintable() else "?" for character in line)

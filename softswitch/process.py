@@ -19,25 +19,24 @@ from typing import TYPE_CHECKING
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 
-from checkmate.extras import ExtraMissing, needs
+from checkmate.base.extras import ExtraMissing, needs
+from checkmate.base.privileges import Capability, PrivilegesError, keep_only, to_listen
 from softswitch.frames.afpacket import PacketPort
 from softswitch.loglines import LineLimit
 from softswitch.options import Options, UsageError, p4info_path, parse
 from softswitch.p4runtime.pipeline import Pipeline, build
 from softswitch.p4runtime.server import P4RuntimeServer
 from softswitch.p4runtime.service import P4RuntimeService
-from softswitch.privileges import CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, keep
 from softswitch.switch import SoftSwitch
 
 if TYPE_CHECKING:
-    from checkmate.metrics import MetricsServer
+    from checkmate.base.metrics import MetricsServer
 
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """Longest time, in seconds, for which a control-plane thread may hold the interpreter."""
 STATS_INTERVAL_S = 1.0
-PRIVILEGED_PORTS = 1024
 _COUNTING = threading.Lock()
 """Reading the kernel's counters clears them."""
 
@@ -120,16 +119,13 @@ def drop_privileges(options: Options) -> None:
     Raises:
         UsageError: The kernel refuses, or other threads would keep their privileges.
     """
-    capabilities = {CAP_NET_RAW, CAP_NET_ADMIN} if options.interfaces else set()
+    capabilities = {Capability.NET_RAW, Capability.NET_ADMIN} if options.interfaces else set()
     addresses = [options.address, *([options.metrics] if options.metrics else [])]
-    if any(0 < int(address.rpartition(":")[2]) < PRIVILEGED_PORTS for address in addresses):
-        capabilities.add(CAP_NET_BIND_SERVICE)
+    ports = [int(address.rpartition(":")[2]) for address in addresses]
     try:
-        if (threads := len(os.listdir("/proc/self/task"))) > 1:
-            raise UsageError(f"privileges could not be dropped: there are {threads} threads already")
-        keep(capabilities)
-    except OSError as error:
-        raise UsageError(f"privileges could not be dropped: {error.strerror}") from None
+        keep_only(*capabilities, *to_listen(filter(None, ports)))  # 0 is any port
+    except PrivilegesError as error:
+        raise UsageError(f"privileges could not be dropped: {error}") from None
 
 
 def load_pipeline(config: Path) -> Pipeline:
@@ -186,7 +182,7 @@ def metrics(options: Options, switch: SoftSwitch, service: P4RuntimeService) -> 
     assert options.metrics is not None
     try:
         with needs("softswitch --metrics", "metrics"):
-            from checkmate.metrics import MetricsError, MetricsServer  # noqa: PLC0415
+            from checkmate.base.metrics import MetricsError, MetricsServer  # noqa: PLC0415
             from softswitch.metrics import families  # noqa: PLC0415
     except ExtraMissing as error:
         raise UsageError(str(error)) from None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from checkmate import cache
-from checkmate.compiled import compiled
+from checkmate.base import cache
+from checkmate.base.cache import compiled
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have files of other users")
 NOBODY = 65534

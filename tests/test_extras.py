@@ -13,7 +13,7 @@ import pytest
 import yaml
 from packaging.utils import canonicalize_name
 
-from checkmate.extras import LIBRARIES
+from checkmate.base.extras import LIBRARIES
 from testbed.jobs import job_data
 from tests.support import environments
 from tests.support.environments import PROJECT, ROOT, required
@@ -126,7 +126,7 @@ def test_a_missing_extra_is_named(
     done = _run(environment(extra), job_file, command)
     subject, last = command.split(maxsplit=1)[0], done.stderr.splitlines()[-1]
     said = re.fullmatch(
-        r"(?:error|checkmate\.extras\.ExtraMissing): (.*) needs (\w+), which is not (.*)", last
+        r"(?:error|checkmate\.base\.extras\.ExtraMissing): (.*) needs (\w+), which is not (.*)", last
     )
     assert said, done.stderr
     assert said[2] in LIBRARIES[missing] - LIBRARIES.get(extra, frozenset())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkmate import machine_memory
+from checkmate.base import machine_memory
 
 GB = 10**9
 

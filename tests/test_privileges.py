@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from checkmate.privileges import Capability, Owner, owner_of, to_listen, to_read, to_write
+from checkmate.base.privileges import Capability, Owner, owner_of, to_listen, to_read, to_write
 from testbed.copies import local_job
 from testbed.jobs import job_data
 from tests.support.capabilities import check_keeps
@@ -24,7 +24,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which has
 
 
 def python(*lines: str) -> list[str]:
-    return [sys.executable, "-c", "\n".join(["from checkmate.privileges import *", *lines])]
+    return [sys.executable, "-c", "\n".join(["from checkmate.base.privileges import *", *lines])]
 
 
 @needs_root

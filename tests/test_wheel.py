@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from checkmate.extras import LIBRARIES
+from checkmate.base.extras import LIBRARIES
 from testbed.jobs import job_data
 from tests.support import environments
 from tests.support.environments import ROOT

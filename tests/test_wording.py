@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkmate.wording import counted, did_you_mean, in_ranges, printable, size
+from checkmate.base.wording import counted, did_you_mean, in_ranges, printable, size
 
 
 @pytest.mark.parametrize(

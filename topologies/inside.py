@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from checkmate.wording import did_you_mean
+from checkmate.base.wording import did_you_mean
 from topologies.describe.topology import BadDescription, LabError
 from topologies.kernel.namespaces import entered
 from topologies.lab import Lab

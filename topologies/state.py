@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from checkmate.wording import did_you_mean
+from checkmate.base.wording import did_you_mean
 from topologies.describe.job_files import JOB_FILE, TOPOLOGY_FILE, Target
 from topologies.describe.topology import BadDescription, LabError, LabInUse, Topology, load
 from topologies.kernel import cgroups, mounts, namespaces

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from checkmate import extras
+from checkmate.base import extras
 from checkmate.job.fields import CPU_PORT
 from topologies import tofino_model
 from topologies.describe.job_files import Target

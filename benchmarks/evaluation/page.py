@@ -23,7 +23,7 @@ from benchmarks.evaluation.summary import Failures, Throughput, comparable, fail
 from benchmarks.evaluation.systems import LIVE
 from benchmarks.figures import median_and_spread, number
 from benchmarks.report import replace_section, with_tables
-from checkmate.wording import counted
+from checkmate.base.wording import counted
 
 _MB: Final = 1e6
 _Rows = tuple[Sequence[str], Sequence[Sequence[str]]]

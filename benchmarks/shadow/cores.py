@@ -14,10 +14,10 @@ from typing import Final
 from rich.progress import Progress
 
 from benchmarks.figures import Figure, Result, ratios
+from checkmate.base.wording import counted
 from checkmate.planner.models.named import load_model
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.profile.step import measure as step_times
-from checkmate.wording import counted
 
 TITLE: Final = (
     "Shadow node, stepping over cores: AdamW on the paper's models, as checkmate profile measures it"

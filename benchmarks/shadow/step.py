@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from benchmarks.figures import Figure, Result, ratios
+from checkmate.base.wording import counted
 from checkmate.optim.supported import options_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.replica import Replica
 from checkmate.state import bytes_of
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
-from checkmate.wording import counted
 
 TITLE = "Shadow node, stepping: a shard of 25 million fp32 parameters / torch's own step, pair by pair"
 ROUNDS = 15

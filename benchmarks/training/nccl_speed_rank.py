@@ -22,7 +22,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Final
 
-from checkmate.compiled import compiled
+from checkmate.base.cache import compiled
 from checkmate.nccl.building import SOURCES, shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace, NcclSizes
 from checkmate.tagger import Tagger

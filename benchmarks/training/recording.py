@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.figures import Figure, Result, ratios
 from benchmarks.shadow.step import shapes
+from checkmate.base.wording import counted
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.buffers import Buffers
@@ -24,7 +25,6 @@ from checkmate.training.record.capture import Watched
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import membership
-from checkmate.wording import counted
 
 TITLE: Final = "Recording: an optimizer's step with records and checks / the step alone, pair by pair"
 ROUNDS: Final = 40

@@ -12,8 +12,8 @@ from typing import Final
 
 from benchmarks.figures import Figure, Result, ratios, spread95, table
 from benchmarks.training import twins
+from checkmate.base.wording import counted
 from checkmate.output.consoles import progress, text_console
-from checkmate.wording import counted
 from topologies.describe.topology import Topology
 from topologies.training.job import JobPlan, start_all, training_lab
 from topologies.training.record import TimedBlock

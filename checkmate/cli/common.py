@@ -18,17 +18,17 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
+from checkmate.base.extras import needs_of
+from checkmate.base.privileges import Capability, to_write
+from checkmate.base.wording import JSON_VERSION, counted
 from checkmate.cli.completing import job_paths
 from checkmate.events.event_log import EventLog, EventsError, configured_folder, find_folder
 from checkmate.events.process_log import keep_in, log_everything_as_json, print_as_json
-from checkmate.extras import needs_of
 from checkmate.job.files import JobError, JobSet, Located
 from checkmate.job.following import JobFiles
 from checkmate.job.schema import JOB_VARIABLE, Job
 from checkmate.output.consoles import has_cursor, text_console
 from checkmate.output.log_lines import TextLines
-from checkmate.privileges import Capability, to_write
-from checkmate.wording import JSON_VERSION, counted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,7 +110,7 @@ def metrics_ports(metrics: str | None) -> list[int]:
     """Return the TCP port of `--metrics`, if there is one. Raise `MetricsError` if it is not HOST:PORT."""
     if metrics is None:
         return []
-    from checkmate.metrics import host_and_port  # noqa: PLC0415 - an extra
+    from checkmate.base.metrics import host_and_port  # noqa: PLC0415 - an extra
 
     return [host_and_port(metrics)[1]]
 

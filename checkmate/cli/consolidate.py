@@ -16,6 +16,8 @@ import typer
 from rich.progress import DownloadColumn, TimeElapsedColumn
 from rich.text import Text
 
+from checkmate.base.privileges import Capability, become, keep_only, owner_of, to_listen, to_read
+from checkmate.base.wording import counted
 from checkmate.cli.common import (
     AsJson,
     Insecure,
@@ -34,8 +36,6 @@ from checkmate.job.schema import Job
 from checkmate.keys.access import Access, access
 from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import progress, spinner, spinner_or_line
-from checkmate.privileges import Capability, become, keep_only, owner_of, to_listen, to_read
-from checkmate.wording import counted
 from topologies.signals import unwinding
 
 if TYPE_CHECKING:
@@ -145,9 +145,9 @@ def _check_free(to: Path, kind: FormatChoice) -> None:
 @contextmanager
 def _with_metrics(address: str, job: str, every: int, listener: FollowListener) -> Iterator[FollowListener]:
     """Serve metrics of the calls to a listener, and pass them on."""
+    from checkmate.base.metrics import MetricsServer  # noqa: PLC0415 - an extra
     from checkmate.consolidate.follow import FollowListener  # noqa: PLC0415
     from checkmate.consolidate.metrics import KeeperTally, families  # noqa: PLC0415 - an extra
-    from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
 
     tally = KeeperTally(job, every)
 

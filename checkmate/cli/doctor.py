@@ -7,6 +7,7 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
+from checkmate.base.wording import counted, did_you_mean
 from checkmate.cli.common import (
     AsJson,
     Insecure,
@@ -27,7 +28,6 @@ from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import spinner
 from checkmate.output.tables import FittedTable
-from checkmate.wording import counted, did_you_mean
 
 UNABLE: Final = 9
 """Exit status if something keeps the host from its role."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from checkmate.base.privileges import keep_only, to_read
 from checkmate.cli.common import (
     AsJson,
     Insecure,
@@ -23,7 +24,6 @@ from checkmate.nodes import draining
 from checkmate.nodes.standing import name
 from checkmate.nodes.stubs import Stubs
 from checkmate.output.consoles import spinner_or_line
-from checkmate.privileges import keep_only, to_read
 
 
 @show_errors

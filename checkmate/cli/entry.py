@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any, Final
 
+from checkmate.base.wording import printable
 from checkmate.output.standard_streams import OutputFile, is_output_error, note_output, use_plain_streams
-from checkmate.wording import printable
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 

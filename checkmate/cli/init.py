@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import typer
 
+from checkmate.base.wording import counted
 from checkmate.cli.common import UsageFault, out, show_errors
 from checkmate.job import editor_schema, starter
 from checkmate.job.fields import GPUS_MOST, Collective
@@ -21,7 +22,6 @@ from checkmate.job.files import JobError, read_job
 from checkmate.job.following import SUFFIXES
 from checkmate.job.schema import Switch
 from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
-from checkmate.wording import counted
 
 TARGETS: Final = get_args(get_type_hints(Switch)["target"])
 COLLECTIVES: Final = get_args(Collective)

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from checkmate.base.wording import counted
 from checkmate.cli import lab_inside
 from checkmate.cli.common import AsJson, UsageFault, confirm, err, out, print_json, show_errors
 from checkmate.cli.completing import lab_names, target_names, topology_names
 from checkmate.cli.helping import App
 from checkmate.output.consoles import spinner
 from checkmate.output.tables import FittedTable
-from checkmate.wording import counted
 from topologies import lab as labs
 from topologies import picture, state
 from topologies.describe import topology as describe

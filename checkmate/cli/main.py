@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final
 import typer
 
 import checkmate
+from checkmate.base.extras import ExtraMissing, needs_of
 from checkmate.cli.common import AsJson, show_errors
 from checkmate.cli.helping import App, Command, Group
-from checkmate.extras import ExtraMissing, needs_of
 
 GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "To begin with": {"lab": "lab", "init": "init", "validate": "validate", "docs": "docs"},

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from checkmate.base.wording import size
 from checkmate.cli.common import JobArgument, UsageFault, err, out, show_errors
 from checkmate.cli.helping import App
 from checkmate.errors import CheckmateError
@@ -18,7 +19,6 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import variables
 from checkmate.output.consoles import spinner
 from checkmate.output.tables import FittedTable
-from checkmate.wording import size
 
 if TYPE_CHECKING:
     from checkmate.training.gradients.nccl_check import RankVerdict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from checkmate.base.wording import counted
 from checkmate.cli.common import (
     AsJson,
     FabricOption,
@@ -15,7 +16,6 @@ from checkmate.cli.common import (
     show_errors,
 )
 from checkmate.output.consoles import spinner
-from checkmate.wording import counted
 from controlplane.errors import AnotherPrimary
 from controlplane.remove import remove_jobs
 

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 
 import typer
 
+from checkmate.base.privileges import keep_only, to_read
 from checkmate.cli.common import (
     AsJson,
     Insecure,
@@ -30,7 +31,6 @@ from checkmate.keys.access import access
 from checkmate.keys.roles import Role, role_folder
 from checkmate.nodes.stubs import Stubs
 from checkmate.output.consoles import spinner
-from checkmate.privileges import keep_only, to_read
 from checkmate.report.gathering import Gathered, ask_nodes, read_logs
 from checkmate.report.page import page
 from checkmate.report.processes import merge_events

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from checkmate.base.privileges import keep_only, to_read
 from checkmate.cli.common import (
     AsJson,
     Insecure,
@@ -27,7 +28,6 @@ from checkmate.nodes import reset as resetting
 from checkmate.nodes.reset import Discard
 from checkmate.nodes.standing import node_name
 from checkmate.nodes.stubs import Stubs
-from checkmate.privileges import keep_only, to_read
 
 
 @show_errors

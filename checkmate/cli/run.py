@@ -16,6 +16,9 @@ from rich.live import Live
 from rich.progress import MofNCompleteColumn
 
 import checkmate
+from checkmate.base.privileges import keep_only, to_listen, to_read
+from checkmate.base.systemd import notify, stay_alive
+from checkmate.base.wording import counted
 from checkmate.cli.common import (
     AsLog,
     Events,
@@ -50,10 +53,7 @@ from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
 from checkmate.keys.roles import Role, role_folder
-from checkmate.notify import notify, stay_alive
 from checkmate.output.consoles import progress
-from checkmate.privileges import keep_only, to_listen, to_read
-from checkmate.wording import counted
 from controlplane.errors import AnotherPrimary, ControlError, SwitchUnreachable
 from controlplane.hello_keys import HelloKeys
 from controlplane.serve import Fleet, follow, log_refusals, status_now
@@ -62,7 +62,7 @@ from controlplane.status import SwitchStatus
 from controlplane.tasks import until_first
 
 if TYPE_CHECKING:
-    from checkmate.metrics import MetricsServer
+    from checkmate.base.metrics import MetricsServer
     from controlplane.metrics import SwitchReading
 
 VIEW_SECONDS = 1.0
@@ -191,7 +191,7 @@ class _Controller:
             await (self.stand_by(job_files) if standby else self.serve(job_files.jobs, once=once))
 
     def _measured(self, address: str) -> MetricsServer:
-        from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
+        from checkmate.base.metrics import MetricsServer  # noqa: PLC0415 - an extra
         from controlplane.metrics import SwitchReading  # noqa: PLC0415
 
         self.reading = SwitchReading(asyncio.get_running_loop())

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from checkmate.base.wording import did_you_mean
 from checkmate.cli.common import UsageFault, show_errors
 from checkmate.job import editor_schema
-from checkmate.wording import did_you_mean
 
 FILES: Final = ("job", "fabric", "lab")
 DOCUMENTS: Final = {

@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 
 import checkmate
+from checkmate.base.privileges import Capability, keep_only, to_listen, to_read
+from checkmate.base.systemd import notify
 from checkmate.cli.common import (
     AsLog,
     Events,
@@ -41,9 +43,7 @@ from checkmate.job.addresses import split_address
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
-from checkmate.notify import notify
 from checkmate.output.consoles import spinner
-from checkmate.privileges import Capability, keep_only, to_listen, to_read
 
 
 @show_errors

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.status import Status
 from rich.text import Text
 
+from checkmate.base.wording import JSON_VERSION, counted, size
 from checkmate.cli.common import (
     AsJson,
     FabricOption,
@@ -27,7 +28,6 @@ from checkmate.job.fields import CPU_PORT
 from checkmate.job.schema import Job, Switch
 from checkmate.output.consoles import LateLine, spinner_or_line
 from checkmate.output.tables import FittedTable
-from checkmate.wording import JSON_VERSION, counted, size
 from controlplane.errors import ControlError, SwitchUnreachable
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec

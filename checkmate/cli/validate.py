@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from rich.text import Text
 
+from checkmate.base.wording import counted
 from checkmate.cli.common import (
     AsJson,
     FabricOption,
@@ -20,7 +21,6 @@ from checkmate.cli.common import (
 from checkmate.job import checks, mesh
 from checkmate.job.files import JobError
 from checkmate.keys.checking import check_files
-from checkmate.wording import counted
 
 
 class Invalid(JobError):

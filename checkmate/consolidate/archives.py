@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 
 import torch
 
-from checkmate.opening import open_file
+from checkmate.base.opening import open_file
 from checkmate.state import StateError
 
 MAX_DEPTH: Final = 64

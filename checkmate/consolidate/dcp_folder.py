@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from checkmate import state
+from checkmate.base.opening import open_file
 from checkmate.consolidate import archives, unfinished
 from checkmate.consolidate.chunks import Box, Select, everything
-from checkmate.opening import open_file
 
 MAX_INDEX: Final = 256 << 20
 """Bytes of an index."""

@@ -14,10 +14,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from checkmate.base.wording import counted
 from checkmate.doctor.deadlines import within
 from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
 from checkmate.keys.roles import Role
-from checkmate.wording import counted
 
 SECONDS: Final = 1.0
 """For all answers."""

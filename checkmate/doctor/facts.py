@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_address
 
-from checkmate.privileges import Capability
+from checkmate.base.privileges import Capability
 
 Address = IPv4Address | IPv6Address
 

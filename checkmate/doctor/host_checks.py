@@ -6,14 +6,14 @@ import re
 from collections.abc import Collection
 from typing import Final
 
+from checkmate.base.privileges import Capability
+from checkmate.base.wording import counted, size
 from checkmate.doctor.clocks import MAX_DIFFERENCE
 from checkmate.doctor.facts import Facts
 from checkmate.doctor.findings import Finding, failed, ok, skipped, warning
 from checkmate.keys.roles import Role
-from checkmate.privileges import Capability
 from checkmate.tagger import libbpf
 from checkmate.tagger.program import kernel_version
-from checkmate.wording import counted, size
 
 MIN_KERNEL: Final = (5, 10)
 RENDEZVOUS_PORT: Final = 29400

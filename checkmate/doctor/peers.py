@@ -16,6 +16,7 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
+from checkmate.base.wording import counted, shortened
 from checkmate.doctor.deadlines import within
 from checkmate.doctor.findings import Finding, failed, finding_from_error, ok, skipped, warning
 from checkmate.doctor.subjects import Subject
@@ -23,7 +24,6 @@ from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job, ShadowNode, Switch
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
-from checkmate.wording import counted, shortened
 
 if TYPE_CHECKING:
     from checkmate.nodes.standing import Answers

@@ -20,11 +20,11 @@ from ipaddress import IPv4Address, IPv4Network, ip_address
 from pathlib import Path
 from typing import Any, Final
 
-from checkmate import machine_memory
+from checkmate.base import machine_memory
+from checkmate.base.privileges import effective
 from checkmate.doctor.deadlines import within
 from checkmate.doctor.facts import Address, Clock, Facts, NicFacts
 from checkmate.nccl.interfaces import interface_of
-from checkmate.privileges import effective
 
 _SYSCTLS: Final = Path("/proc/sys")
 _TCP: Final = (Path("/proc/thread-self/net/tcp"), Path("/proc/thread-self/net/tcp6"))

@@ -7,11 +7,13 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from checkmate.base.extras import ExtraMissing, check
+from checkmate.base.privileges import Capability
+from checkmate.base.wording import counted
 from checkmate.doctor.facts import Facts, is_numeric
 from checkmate.doctor.findings import Finding, failed, finding_from_error, ok, skipped, warning
 from checkmate.doctor.reading import route_error, source_to
 from checkmate.doctor.subjects import Subject
-from checkmate.extras import ExtraMissing, check
 from checkmate.job.addresses import split_address
 from checkmate.job.files import JobSet
 from checkmate.job.schema import Job
@@ -21,12 +23,10 @@ from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import RoleKeys, read_keys
 from checkmate.keys.plans import RENEWED_BEFORE
 from checkmate.keys.roles import Role, role_folder
-from checkmate.privileges import Capability
 from checkmate.shadow.receive.connect import StreamError, check_host, tcp_memory_shortfall
 from checkmate.shadow.receive.plans import hold_plans
 from checkmate.tagger import Tagger, TaggerUnavailable, libbpf
 from checkmate.tagger.cgroups import open_own_cgroup
-from checkmate.wording import counted
 
 _EXTRAS = {Role.TRAINER: "trainer", Role.SHADOW: "shadow", Role.CONTROLLER: "switch"}
 _DOCS = "see `checkmate docs security`"

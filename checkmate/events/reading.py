@@ -13,9 +13,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from checkmate.base.opening import open_file
 from checkmate.events.event import Event, clean_host
 from checkmate.events.event_log import OLDER, SUFFIX, EventsError, ReadEvents
-from checkmate.opening import open_file
 
 MAX_LINE: Final = 64 << 10
 """Bytes of a line; a longer one is not an event."""

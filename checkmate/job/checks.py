@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import IPv4Address
 from typing import Any, Final
 
+from checkmate.base.wording import counted, in_ranges
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.faults import Fault, Path, show_path
 from checkmate.job.fields import NODE_IDS_LAST
@@ -19,7 +20,6 @@ from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, S
 from checkmate.job.tofino.ports import tofino_faults
 from checkmate.job.validation import ValidPart, addresses_of, parts, served_at, validated
 from checkmate.wire.tag import NCCL_SHADOW_IDS, SHARDS_MAX
-from checkmate.wording import counted, in_ranges
 
 PORTS_MOST: Final = 65535
 MAX_LISTED: Final = 16

@@ -16,12 +16,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
+from checkmate.base.wording import counted, printable, shortened
 from checkmate.events.event import MAX_TEXT
 from checkmate.job import yaml_lines
 from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import Document, JobError, Located
-from checkmate.wording import counted, printable, shortened
 
 LOG: Final = logging.getLogger("checkmate")
 ABSENCE_SECONDS: Final = 5.0

@@ -26,7 +26,7 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final
 
-from checkmate.cache import WRITTEN_BY_OTHERS, cache_folder
+from checkmate.base.cache import WRITTEN_BY_OTHERS, cache_folder
 from checkmate.job import schema
 from checkmate.job.fields import FILE_BYTES
 from checkmate.job.schema import Frozen, Job
@@ -193,7 +193,7 @@ def checked_by(package: Path) -> bytes:
     `package`: the folder of `checkmate`, with its source files.
     """
     digest = hashlib.sha256(sys.version.encode())
-    required = [package / "wording.py", package / "job" / "checks.py", package / "wire" / "tag.py"]
+    required = [package / "base" / "wording.py", package / "job" / "checks.py", package / "wire" / "tag.py"]
     libraries = [_library("pydantic") / "version.py", _library("yaml") / "__init__.py"]
     sources = {*package.glob("job/**/*.py"), *package.glob("wire/*.py")}
     optional = sorted(file for file in sources - set(required) if file.is_file())  # an editor's lock is not

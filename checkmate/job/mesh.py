@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from checkmate.base.wording import counted
 from checkmate.job.faults import Fault
 from checkmate.job.fields import RANKS_LAST
 from checkmate.job.schema import Job, Mesh
-from checkmate.wording import counted
 
 KEY: Final = "mesh"
 _OF_GROUPS: Final = ("pp", "dp_shard", "tp")

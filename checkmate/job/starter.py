@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Network
 from typing import Final
 
+from checkmate.base.wording import counted
 from checkmate.job.tofino import chips
-from checkmate.wording import counted
 
 SCHEMA_FILE: Final = "job.schema.json"
 """The JSON Schema beside the job file, which editors read."""

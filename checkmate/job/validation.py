@@ -15,12 +15,12 @@ from typing import Any, Final, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from checkmate.base.wording import counted, did_you_mean
 from checkmate.job.addresses import records_beside
 from checkmate.job.faults import Fault, Path
 from checkmate.job.faults import Path as YamlPath  # not that of schema, whose names are not looked up here
 from checkmate.job.fields import Ip
 from checkmate.job.tofino import chips
-from checkmate.wording import counted, did_you_mean
 
 M = TypeVar("M")
 

@@ -16,11 +16,11 @@ from yaml.composer import Composer
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
+from checkmate.base.opening import at_once
+from checkmate.base.wording import did_you_mean, printable
 from checkmate.job import faults
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.fields import FILE_BYTES
-from checkmate.opening import at_once
-from checkmate.wording import did_you_mean, printable
 
 _COLON: Final = (
     "has a ':' in a wrong place: the indentation is wrong, or a line before lacks its ':', or a text "

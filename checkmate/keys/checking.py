@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from checkmate.base.wording import printable
 from checkmate.job.faults import Path as YamlPath
 from checkmate.job.files import JobSet, Located
 from checkmate.job.schema import Job, Tls
@@ -22,7 +23,6 @@ from checkmate.keys.errors import KeysError, Malformed
 from checkmate.keys.folder import read_keys
 from checkmate.keys.plans import AUTHORITY, read_authority
 from checkmate.keys.roles import Role, node_hosts
-from checkmate.wording import printable
 
 _NOT_OTHERS: Final = 0o007
 """Access that nobody beside owner and group may have to a private key of a switch's connection."""

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from checkmate.base.opening import at_once
 from checkmate.keys.errors import KeysError
-from checkmate.opening import at_once
 
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700

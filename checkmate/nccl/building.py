@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from checkmate.compiled import CompilerRefused, compiled
+from checkmate.base.cache import CompilerRefused, compiled
 
 SOURCES: Final = Path(__file__).with_name("plugin")
 SONAME: Final = "libnccl-net-checkmate.so"

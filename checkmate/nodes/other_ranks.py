@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Final
 
+from checkmate.base.wording import at_iteration, counted
 from checkmate.job.schema import Job, Mesh
 from checkmate.nodes.standing import Answers, counted_holds, node_name
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.wording import at_iteration, counted
 
 RESHARDING: Final = (
     "To continue with other ranks, save the state with `checkmate consolidate`, with the job file as it was "

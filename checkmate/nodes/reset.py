@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from checkmate.base.wording import counted
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import Answers, counted_holds, greatest_generation, node_name
 from checkmate.nodes.stubs import Stubs
 from checkmate.nodes.target import LAB_HINT
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.wording import counted
 
 
 class NotReset(RuntimeError):

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
+from checkmate.base.wording import counted, shortened
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import INCARNATIONS, REFUSAL_MAX
-from checkmate.wording import counted, shortened
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from checkmate.base.wording import shortened
 from checkmate.job.schema import Job
 from checkmate.keys.contexts import client_context
 from checkmate.keys.folder import RoleKeys
@@ -20,7 +21,6 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import SUPERSEDED, open_channel
 from checkmate.rpc.protocol import PARTS_MAX, PROTOCOL, bounded, mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.wording import shortened
 
 Q = TypeVar("Q")
 R = TypeVar("R")

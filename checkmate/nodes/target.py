@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from checkmate.base.wording import at_iteration
 from checkmate.job.schema import Job
 from checkmate.nodes.standing import (
     Answers,
@@ -25,7 +26,6 @@ from checkmate.nodes.standing import (
 )
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import INCARNATIONS
-from checkmate.wording import at_iteration
 
 
 @dataclass(frozen=True)

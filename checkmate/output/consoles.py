@@ -15,7 +15,7 @@ from rich.status import Status
 from rich.table import Column
 from rich.text import Text
 
-from checkmate.wording import printable
+from checkmate.base.wording import printable
 
 _PIPED_WIDTH: Final = 10_000
 """Columns of an output that is not a terminal: whatever reads it gets whole lines."""

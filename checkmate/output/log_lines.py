@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
+from checkmate.base.wording import printable
 from checkmate.events.kinds import Occurrence
 from checkmate.events.process_log import say
-from checkmate.wording import printable
 
 T = TypeVar("T")
 

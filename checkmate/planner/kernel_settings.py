@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from checkmate.base.wording import counted
 from checkmate.job import boundaries
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
 from checkmate.shadow.receive.connect import tcp_memory
 from checkmate.wire import ring_sockets
 from checkmate.wire.tag import CHANNELS_MAX
-from checkmate.wording import counted
 
 Present = Callable[[str], str | None]
 """Returns the present value of a setting of this host; `None` if it has none that can be read."""

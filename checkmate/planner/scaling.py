@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from checkmate.base.wording import counted
 from checkmate.planner.demand import layout_of
 from checkmate.planner.models.named import Model
-from checkmate.wording import counted
 
 NOISE: Final = 1.1
 """Smaller slowdowns are not reported."""

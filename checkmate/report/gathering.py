@@ -12,6 +12,7 @@ from typing import Final
 
 import grpc
 
+from checkmate.base.wording import counted
 from checkmate.events.event import Event
 from checkmate.events.reading import parse_event, read_paths
 from checkmate.job.schema import Job
@@ -20,7 +21,6 @@ from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs, reason
 from checkmate.report.processes import node_source
 from checkmate.report.records import NodeClock
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.wording import counted
 
 _AT_ONCE: Final = 32
 _OLDER_VERSION: Final = "it has no event log, because it runs an older version of Checkmate"

@@ -10,10 +10,10 @@ from typing import Any, Final
 from rich.console import RenderableType
 from rich.text import Text
 
+from checkmate.base.wording import counted, shortened
 from checkmate.events.kinds import ITERATION_COMMITTED
 from checkmate.output.tables import FittedTable
 from checkmate.report.records import Absence, Death, JobReport, Recovery
-from checkmate.wording import counted, shortened
 
 MAX_TIMELINE: Final = 200
 """Events of the timeline; `--json` has all of them."""

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from checkmate.base.wording import counted
 from checkmate.keys.macs import MAC_BYTES, RingProof, RingSide, new_nonce
 from checkmate.ring import greetings
 from checkmate.ring.greetings import Greeting
 from checkmate.wire import tcp
-from checkmate.wording import counted
 
 GREETING_SECONDS: Final = 2.0
 """Seconds that a connection may take for its greeting and its proof."""

@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import torch
 
+from checkmate.base.wording import counted
 from checkmate.ring.connections import Ring, receive_into
 from checkmate.ring.place import RingError
 from checkmate.ring.steps import Arrival, Position, RingSteps
 from checkmate.wire.schedule import Bucket
-from checkmate.wording import counted
 
 SomeBucket = TypeVar("SomeBucket", bound=Bucket)
 

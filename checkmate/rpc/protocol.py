@@ -8,7 +8,7 @@ from typing import Final
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from checkmate.wording import shortened
+from checkmate.base.wording import shortened
 
 PROTOCOL: Final = 7
 """The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older.

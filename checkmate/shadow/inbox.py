@@ -22,6 +22,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from checkmate.base.wording import counted
 from checkmate.keys.callers import CallerRefused
 from checkmate.output.log_lines import StrangerLog
 from checkmate.rpc import shadow_pb2 as pb
@@ -31,7 +32,6 @@ from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.receive.inlet import waiting
 from checkmate.state import StateError
 from checkmate.wire import tcp
-from checkmate.wording import counted
 
 log = logging.getLogger("checkmate")
 

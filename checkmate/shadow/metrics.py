@@ -16,11 +16,11 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
+from checkmate.base.wording import counted
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.node_state import Tally
 from checkmate.shadow.logic.phases import LEFT_TROUBLE
 from checkmate.shadow.view import lag, state_of
-from checkmate.wording import counted
 
 STATES: Final = ("live", "joining", "fenced", "doubtful")
 _OF_HOLD: Final = ("job", "dp_group", "shard", "node")

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from checkmate.base.wording import shortened
 from checkmate.job.addresses import split_address
 from checkmate.nodes.standing import Shard
 from checkmate.nodes.stubs import refusal
@@ -27,7 +28,6 @@ from checkmate.shadow.logic.bounds import check_decision, check_progress
 from checkmate.shadow.logic.commit import PATIENCE, KeptShard, Progress
 from checkmate.shadow.logic.group import CallRefused, check_job
 from checkmate.shadow.node import Node
-from checkmate.wording import shortened
 
 M = TypeVar("M", bound=Message)
 

@@ -32,7 +32,7 @@ log = logging.getLogger("checkmate")
 
 
 def _metrics_server(address: str, node: Node) -> AbstractContextManager[object]:
-    from checkmate.metrics import MetricsServer  # noqa: PLC0415 - an extra
+    from checkmate.base.metrics import MetricsServer  # noqa: PLC0415 - an extra
     from checkmate.shadow.metrics import families, not_ready  # noqa: PLC0415
 
     def status() -> pb.NodeStatus:

@@ -15,13 +15,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from checkmate.base.systemd import notify, watchdog_seconds
+from checkmate.base.wording import JSON_VERSION, counted, size
 from checkmate.nodes.standing import refusal_words
-from checkmate.notify import notify, watchdog_seconds
 from checkmate.output.tables import FittedTable
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import node_status
 from checkmate.shadow.node import Node
-from checkmate.wording import JSON_VERSION, counted, size
 
 SECONDS = 1.0
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from checkmate.base.wording import with_article
 from checkmate.state.tensors import StateError, bytes_of, dtype_name, from_memory_order, in_memory_order
-from checkmate.wording import with_article
 
 _MAGIC: Final = b"CMS1"
 _LENGTH: Final = struct.Struct("<I")

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 import torch
 import xxhash
 
+from checkmate.base.wording import counted
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state.tensors import DTYPES, StateError, bytes_of, dtype_name
 from checkmate.wire.parameter import Parameter
-from checkmate.wording import counted
 
 PIECE_BYTES: Final = 1 << 20
 """Maximum tensor data of a piece."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from checkmate.compiled import CompilerRefused, compiled
-from checkmate.privileges import Capability, effective, given_up
+from checkmate.base.cache import CompilerRefused, compiled
+from checkmate.base.privileges import Capability, effective, given_up
 from checkmate.tagger.errors import TaggerUnavailable
 
 SOURCE = Path(__file__).with_name("tagger.c")

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
-from checkmate.privileges import Capability, give_up
+from checkmate.base.privileges import Capability, give_up
 from checkmate.tagger import cgroups
 from checkmate.tagger.errors import TaggerError, TaggerUnavailable
 from checkmate.tagger.libbpf import REQUIRED, BpfObject, object_file

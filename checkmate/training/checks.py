@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkmate import state
+from checkmate.base.wording import counted, with_article
 from checkmate.optim.several import SeveralOptimizers, members_of
 from checkmate.optim.supported import UnsupportedOptimizer
 from checkmate.rpc import shadow_pb2 as pb
@@ -21,7 +22,6 @@ from checkmate.training.model.ddp import DdpModel
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.wrapped import NOT_GIVEN, SeveralSchedulers, is_scheduled, schedulers_of
-from checkmate.wording import counted, with_article
 
 _log: Final = logging.getLogger("checkmate")
 

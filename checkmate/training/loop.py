@@ -19,12 +19,12 @@ from torch.utils.data import (
 )
 
 from checkmate import state
+from checkmate.base.wording import counted
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.generators import install_generators
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.start.install import part_of
 from checkmate.training.start.membership import Membership, Start
-from checkmate.wording import counted
 
 Batch = TypeVar("Batch")
 

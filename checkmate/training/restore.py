@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
+from checkmate.base.wording import at_iteration
 from checkmate.events.kinds import (
     RESTORE_AGREED,
     RESTORE_ENDED,
@@ -51,7 +52,6 @@ from checkmate.training.start.plans import (
     WithoutState,
 )
 from checkmate.training.start.sharing import Readers
-from checkmate.wording import at_iteration
 
 _log: Final = logging.getLogger("checkmate")
 

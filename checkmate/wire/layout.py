@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Final
 
+from checkmate.base.wording import counted
 from checkmate.wire.nccl_slicing import KIND as NCCL_KIND
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.parameter import ITEMSIZES, LayoutError, Parameter, described, numbers, parameter_of
 from checkmate.wire.schedule import RING_SLICING, Bucket, Slicing
 from checkmate.wire.shares import WHOLE, Share, owners
-from checkmate.wording import counted
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
 """Size at which a bucket is closed, as in DDP (`bucket_cap_mb`)."""

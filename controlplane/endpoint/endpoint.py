@@ -12,10 +12,10 @@ from ipaddress import IPv4Address
 from types import MappingProxyType
 from typing import Final
 
+from checkmate.base.wording import counted
 from checkmate.job.schema import Job, Nic
 from checkmate.keys.macs import is_hello_authentic
 from checkmate.wire import tag
-from checkmate.wording import counted
 from controlplane import streams
 from controlplane.endpoint import frames
 from controlplane.endpoint.frames import Segment, SegmentKind

@@ -15,8 +15,8 @@ from finsy.p4client import P4ClientError
 from finsy.p4entity import P4PacketIn, P4PacketOut
 from finsy.proto import U128, p4i, p4r, p4r_grpc
 
+from checkmate.base.wording import counted
 from checkmate.job.schema import Switch
-from checkmate.wording import counted
 from controlplane.election import Candidacy, Primary, ServerStanding
 from controlplane.entities import Holdings, Update, batches
 from controlplane.errors import (

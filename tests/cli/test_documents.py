@@ -12,9 +12,9 @@ import yaml
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
+from checkmate.base.wording import JSON_VERSION
 from checkmate.cli.main import COMMANDS, app
 from checkmate.cli.schema import DOCUMENTS, names, schema_of
-from checkmate.wording import JSON_VERSION
 from testbed.jobs import job_data, tofino_job_data
 from tests.support.cli import invoke
 from tests.support.documents import check_document

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 
-from checkmate.extras import LIBRARIES
+from checkmate.base.extras import LIBRARIES
 from tests.support.environments import PROJECT
 from tests.test_lock import PINNED
 from tools.lock import CONSTRAINTS, ROOT, TORCH, filter_by_report

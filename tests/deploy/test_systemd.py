@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from checkmate.base.systemd import notify, watchdog_seconds
 from checkmate.events.reading import read_paths
 from checkmate.keys.access import INSECURE
-from checkmate.notify import notify, watchdog_seconds
 from checkmate.shadow.process import Serving
 from checkmate.shadow.view import follow
 from testbed.copies import local_job

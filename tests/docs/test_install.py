@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from checkmate.extras import LIBRARIES
+from checkmate.base.extras import LIBRARIES
 from checkmate.ring.place import DEFAULT_PORT
 from checkmate.wire.tag import CHANNELS_MAX
 from topologies import torchrun

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from checkmate.base.privileges import Capability
 from checkmate.doctor import host_checks, network_checks
 from checkmate.doctor.facts import Clock, Facts, NicFacts
 from checkmate.doctor.findings import Finding, Outcome, finding_from_error
@@ -15,7 +16,6 @@ from checkmate.doctor.subjects import Subject, choose, shadow
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
 from checkmate.keys.roles import Role
-from checkmate.privileges import Capability
 from testbed.jobs import job, job_data, tofino_job_data
 
 GPT = job("gpt", nics=1)

@@ -172,7 +172,7 @@ def test_other_code_checks_it_again(tmp_path: Path) -> None:
     (package / "job" / ".#checks.py").symlink_to("me@host.1:2")
     checked_by.cache_clear()
     assert checked_by(package) == first
-    for name in ("job/checks.py", "job/tofino/ports.py", "wire/tag.py", "wording.py"):
+    for name in ("job/checks.py", "job/tofino/ports.py", "wire/tag.py", "base/wording.py"):
         with (package / name).open("a") as file:
             file.write("# changed\n")
         checked_by.cache_clear()

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkmate import metrics
-from checkmate.metrics import MetricsError, MetricsServer
+from checkmate.base import metrics
+from checkmate.base.metrics import MetricsError, MetricsServer
 
 
 def some() -> Iterator[Metric]:

@@ -19,7 +19,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate import machine_memory
+from checkmate.base import machine_memory
 from checkmate.planner.models.named import Model, layers_of, load_model
 from checkmate.planner.profile import machine, receive
 from checkmate.planner.profile import step as profile_step

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
-from checkmate.privileges import effective
+from checkmate.base.privileges import effective
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from checkmate import machine_memory
+from checkmate.base import machine_memory
 from checkmate.job.schema import Job
 from checkmate.nodes.other_ranks import job_ranks
 from checkmate.nodes.stubs import reason

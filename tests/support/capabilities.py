@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from checkmate.privileges import Capability
+from checkmate.base.privileges import Capability
 
 _LINE = re.compile(r"^(Cap\w+|NoNewPrivs):\s+(\w+)$", re.MULTILINE)
 

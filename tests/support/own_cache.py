@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkmate.cache import cache_folder
+from checkmate.base.cache import cache_folder
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
+from checkmate.base.wording import counted
 from checkmate.job.faults import Fault, Path, show_path
 from checkmate.job.fields import GPUS_MOST, Collective, ValueLimits, at_most, items, whole
 from checkmate.job.schema import Frozen, Mesh
 from checkmate.job.validation import parts, validated
-from checkmate.wording import counted
 from topologies.describe import lab_mesh
 
 Example = Literal["gpt.train", "hsdp", "pipeline"]

@@ -13,12 +13,12 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from checkmate.base.wording import did_you_mean
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.fields import Collective
 from checkmate.job.schema import Mesh
 from checkmate.job.validation import data_of
 from checkmate.job.yaml_lines import JobError, Located, read_document
-from checkmate.wording import did_you_mean
 from topologies.describe import lab_file, lab_mesh
 from topologies.describe.lab_file import Example, LabFile
 

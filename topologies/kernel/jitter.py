@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from checkmate.privileges import keep_only
+from checkmate.base.privileges import keep_only
 from checkmate.wire.tcp import SO_RCVBUFFORCE
 
 # linux/if_packet.h and linux/if_ether.h

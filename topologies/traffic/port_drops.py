@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from checkmate.wording import counted
+from checkmate.base.wording import counted
 from topologies import switches
 from topologies.describe.topology import LabError, SwitchNode, Topology
 from topologies.lab import Lab

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from checkmate.base.wording import JSON_VERSION
 from checkmate.job.files import read_job
-from checkmate.wording import JSON_VERSION
 from topologies.crew import Crew, Member, await_streams
 from topologies.crew import status as read_status
 from topologies.describe.topology import LabError

@@ -22,11 +22,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from checkmate.base.privileges import keep_only, to_read
 from checkmate.job.files import JobError, read_job
 from checkmate.keys.access import access
 from checkmate.keys.errors import KeysError
 from checkmate.keys.roles import Role, Secret
-from checkmate.privileges import keep_only, to_read
 from checkmate.shadow.receive.connect import (
     RECEIVE_BUFFER,
     StreamError,

@@ -1,5 +1,5 @@
 """Training in a lab: killed ranks, verdicts, and the demo."""
 
-from checkmate import extras
+from checkmate.base import extras
 
 extras.check("a lab", "demo")

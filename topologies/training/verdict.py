@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from checkmate.base.wording import counted
 from checkmate.state import local_of
-from checkmate.wording import counted
 from topologies.training.record import Interval, JobRecord, TimedBlock, interval
 
 

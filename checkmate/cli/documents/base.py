@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from checkmate.wording import JSON_VERSION
+from checkmate.base.wording import JSON_VERSION
 
 Version = Annotated[int, Field(ge=JSON_VERSION, le=JSON_VERSION)]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from checkmate.base.wording import counted
 from checkmate.cli.common import UsageFault, err, out, print_json
 from checkmate.cli.planning.options import quantity
 from checkmate.job.files import JobError, JobSet, Located
@@ -19,7 +20,6 @@ from checkmate.planner.models.named import Model, load_model, sharded, stages_of
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import read_profile
 from checkmate.planner.units import bits_per_second, nbytes, seconds
-from checkmate.wording import counted
 from controlplane import plan as planning
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Final
 
 import typer
 
+from checkmate.base.extras import check
 from checkmate.cli.common import UsageFault, err
-from checkmate.extras import check
 from checkmate.output.consoles import spinner
 
 _ENDINGS = (".png", ".svg")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from checkmate.base.wording import in_ranges
 from checkmate.cli.common import (
     AsJson,
     FabricOption,
@@ -26,7 +27,6 @@ from checkmate.job.files import JobSet, Located
 from checkmate.job.schema import Job
 from checkmate.output.consoles import spinner
 from checkmate.output.tables import FittedTable
-from checkmate.wording import in_ranges
 from controlplane import plan as planning
 from controlplane.entities import MulticastGroup, TableEntry
 from controlplane.network import Network

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import TimeElapsedColumn
 
-from checkmate import machine_memory
+from checkmate.base import machine_memory
+from checkmate.base.wording import counted
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, show_errors
 from checkmate.cli.planning.options import (
     Dtype,
@@ -25,7 +26,6 @@ from checkmate.cli.planning.options import (
 from checkmate.output.consoles import progress, spinner
 from checkmate.planner.units import NODES_MAX
 from checkmate.wire.tag import CHANNELS_MAX
-from checkmate.wording import counted
 from topologies.signals import unwinding
 
 if TYPE_CHECKING:

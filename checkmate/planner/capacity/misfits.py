@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Final, Protocol, TypeVar
 
+from checkmate.base.wording import counted
 from checkmate.job.faults import Fault
 from checkmate.job.mesh import groups_key
 from checkmate.job.schema import Job
@@ -16,7 +17,6 @@ from checkmate.planner.demand import Demand, NicDemand, NodeDemand
 from checkmate.planner.units import NODES_MAX, show_enough
 from checkmate.shadow.receive.plans import FARTHEST
 from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
-from checkmate.wording import counted
 
 MAX_CORES: Final = 512
 """Maximum number of a node's cores to propose."""

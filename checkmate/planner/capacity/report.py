@@ -8,6 +8,7 @@ from itertools import groupby
 
 from rich.text import Text
 
+from checkmate.base.wording import size
 from checkmate.job.faults import show_path
 from checkmate.job.mesh import group_name
 from checkmate.output.tables import FittedTable
@@ -17,7 +18,6 @@ from checkmate.planner.demand import NicDemand
 from checkmate.planner.models.named import Model
 from checkmate.planner.scaling import dtype_of
 from checkmate.planner.units import show_seconds
-from checkmate.wording import size
 
 
 def data(capacity: Capacity, checks: Sequence[Check]) -> dict[str, object]:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from numpy.typing import NDArray
 
+from checkmate.base.wording import counted
 from checkmate.planner.cost.model import (
     TrainingRun,
     best_every_iterations,
@@ -25,7 +26,6 @@ from checkmate.planner.cost.model import (
 )
 from checkmate.planner.pictures import STYLE, save
 from checkmate.planner.units import DAY_HOURS, HOUR_S, show_seconds
-from checkmate.wording import counted
 
 LINES: Final = (("-", "o", "0.0"), ("--", "s", "C0"), (":", "^", "C3"))
 """Style, marker and colour of a line."""

@@ -9,13 +9,13 @@ from typing import Final
 import numpy as np
 from rich.text import Text
 
+from checkmate.base.wording import counted
 from checkmate.output.tables import FittedTable
 from checkmate.planner.cost import failures, model
 from checkmate.planner.cost.failures import Spread
 from checkmate.planner.cost.inputs import CostInputs
 from checkmate.planner.cost.model import TrainingRun, Waste
 from checkmate.planner.units import show_dollars, show_seconds
-from checkmate.wording import counted
 
 PERCENTILES: Final = (5, 50, 95)
 _MAIN: Final = ("GPU-hours wasted", "dollars")

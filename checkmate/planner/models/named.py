@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from checkmate.base.wording import counted
 from checkmate.planner.models.architectures import Shaped, gpt, llama, resnet, vit
 from checkmate.wire.parameter import ITEMSIZES, Parameter
-from checkmate.wording import counted
 
 _LAYER = re.compile(r"(?:[^.]*_)?\d+")
 

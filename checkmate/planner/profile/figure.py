@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from checkmate.base.wording import counted
 from checkmate.planner.models.named import Model
 from checkmate.planner.pictures import STYLE, save
 from checkmate.planner.profile.sizing import Sizing
 from checkmate.planner.scaling import StepTimes, curve
 from checkmate.planner.units import show_seconds
-from checkmate.wording import counted
 
 STYLES: Final = (
     ("-", "o", "0.0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from checkmate import machine_memory
+from checkmate.base import machine_memory
 
 BUSY: Final = 0.25
 """A machine is busy if its load average is more than this share of its cores."""

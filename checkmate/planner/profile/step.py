@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from checkmate.base.wording import counted
 from checkmate.planner.models.named import Model, layers_of
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import StepTimes, dtype_of
@@ -25,7 +26,6 @@ from checkmate.shadow.replica.replica import Replica
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
-from checkmate.wording import counted
 
 MIN_STEPS: Final = 3
 """Minimum number of timed steps, after one that creates the state. The result is their median."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from checkmate.base.wording import counted, size
 from checkmate.output.tables import FittedTable
 from checkmate.planner.profile.sizing import Sizing
 from checkmate.planner.scaling import Profile, StepTimes, outliers
 from checkmate.planner.units import show_seconds
-from checkmate.wording import counted, size
 
 
 @dataclass(frozen=True)

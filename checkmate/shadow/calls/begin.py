@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from checkmate import machine_memory
+from checkmate.base import machine_memory
 from checkmate.events.kinds import TRAINING_BEGUN
 from checkmate.events.process_log import say
 from checkmate.rpc import shadow_pb2 as pb

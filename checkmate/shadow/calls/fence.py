@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import grpc
 
+from checkmate.base.wording import at_iteration
 from checkmate.events.kinds import NODE_FENCED
 from checkmate.events.process_log import say
 from checkmate.nodes.stubs import reason
@@ -29,7 +30,6 @@ from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in
 from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.phases import Phase
 from checkmate.shadow.node import Node
-from checkmate.wording import at_iteration
 
 _COPY_SECONDS = 10.0
 

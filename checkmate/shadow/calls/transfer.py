@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from checkmate import machine_memory, state
+from checkmate import state
+from checkmate.base import machine_memory
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.bounds import (
     check_copies,

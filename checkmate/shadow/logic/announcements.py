@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Set
 
+from checkmate.base.wording import at_iteration, counted, shortened
 from checkmate.events.kinds import (
     COMPARISON_MISMATCH,
     HOLD_BEHIND,
@@ -26,7 +27,6 @@ from checkmate.rpc.protocol import REFUSAL_MAX
 from checkmate.shadow.logic.commit import Committee
 from checkmate.shadow.logic.effects import Log
 from checkmate.shadow.logic.hold import Hold
-from checkmate.wording import at_iteration, counted, shortened
 
 LAG_SECONDS = 60.0
 """Least time between two events about a hold that is behind."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
+from checkmate.base.wording import counted, size
 from checkmate.job.schema import Job
 from checkmate.nodes.other_ranks import difference, job_ranks
 from checkmate.nodes.standing import holders_of
@@ -31,7 +32,6 @@ from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout, from_json
 from checkmate.wire.parameter import LayoutError
 from checkmate.wire.schedule import FIRST, LAST
-from checkmate.wording import counted, size
 
 WINDOW: Final = 1 << 20
 """Iterations by which a message may be ahead of the newest iteration that is known here."""

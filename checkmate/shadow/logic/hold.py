@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from checkmate.base.wording import counted
 from checkmate.output.log_lines import Repetition
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.commit import PATIENCE
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.receive.plans import FARTHEST, SETS, HoldPlan, StreamPlan, ahead_at_most, whole_through
 from checkmate.wire.schedule import StreamLayout
-from checkmate.wording import counted
 
 AHEAD = 3
 """Number of iterations ahead of the trainers at which a hold joins, so that it is connected in time."""

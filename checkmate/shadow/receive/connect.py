@@ -10,10 +10,10 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Final
 
+from checkmate.base.wording import counted
 from checkmate.keys.macs import hello_mac
 from checkmate.wire import tcp
 from checkmate.wire.tag import Ends, Hello
-from checkmate.wording import counted
 
 RECEIVE_BUFFER = 64 << 20
 """Bytes per stream; enough for the longest pause of a shadow node."""

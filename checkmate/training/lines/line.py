@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import grpc
 from google.protobuf.message import DecodeError
 
+from checkmate.base.wording import shortened
 from checkmate.events.kinds import TRAINER_NODE_BACK, TRAINER_NODE_LOST
 from checkmate.events.process_log import say
 from checkmate.job.schema import ShadowNode
@@ -32,7 +33,6 @@ from checkmate.rpc.frames import ANSWER, GREETING, FrameError, Unpacker, pack
 from checkmate.rpc.protocol import ANSWER_BYTES, bounded, mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.wire import tcp
-from checkmate.wording import shortened
 
 _log: Final = logging.getLogger("checkmate")
 

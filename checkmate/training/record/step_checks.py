@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from checkmate.base.wording import counted, with_article
 from checkmate.optim.several import members_of, parameters_of
 from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
@@ -20,7 +21,6 @@ from checkmate.training.record.generators import MAX_CHECKS
 from checkmate.training.record.sites import script_site
 from checkmate.training.record.windows import Copy, Slices, Window
 from checkmate.wire.parameter import dim_order
-from checkmate.wording import counted, with_article
 
 _log: Final = logging.getLogger("checkmate")
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from checkmate.base.wording import in_ranges
 from checkmate.consolidate.disk import DiskError
 from checkmate.errors import CheckmateError
 from checkmate.nodes.other_ranks import OtherRanks
@@ -15,7 +16,6 @@ from checkmate.training.start.exchange import ExchangeError
 from checkmate.training.start.from_nodes import FetchError
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Membership
-from checkmate.wording import in_ranges
 
 _log: Final = logging.getLogger("checkmate")
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from checkmate.base.wording import counted
 from checkmate.training.errors import SessionError
-from checkmate.wording import counted
 
 VERSION: Final = 8
 """Version of these messages and of their order. Each change raises it, so that older ranks are named."""

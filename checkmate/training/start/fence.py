@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import grpc
 
+from checkmate.base.wording import at_iteration, counted
 from checkmate.events.kinds import RESTORE_DRAINED
 from checkmate.events.process_log import say, seconds_since
 from checkmate.job.schema import Job
@@ -39,7 +40,6 @@ from checkmate.training.start.plans import (
     WithoutState,
     new_run_fields,
 )
-from checkmate.wording import at_iteration, counted
 
 _log: Final = logging.getLogger("checkmate")
 

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from checkmate import state
+from checkmate.base.wording import at_iteration, counted, shortened
 from checkmate.events.kinds import TRAINER_NODE_TROUBLE, TRAINER_OVERLAPS, TRAINER_SUPERSEDED
 from checkmate.events.process_log import say
 from checkmate.job.mesh import group_name
@@ -30,7 +31,6 @@ from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.plans import FromNodes
 from checkmate.wire.layout import Layout
-from checkmate.wording import at_iteration, counted, shortened
 
 _log: Final = logging.getLogger("checkmate")
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from checkmate import state
+from checkmate.base.wording import counted
 from checkmate.consolidate import checkpoint_folder, disk
 from checkmate.consolidate.chunks import Box
 from checkmate.consolidate.stages import Trained, stages
@@ -38,7 +39,6 @@ from checkmate.training.start.install import (
 from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.plans import NewRun, WithoutState
 from checkmate.wire.parameter import Parameter
-from checkmate.wording import counted
 
 _log: Final = logging.getLogger("checkmate")
 CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"

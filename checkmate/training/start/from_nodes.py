@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from checkmate.base.wording import counted
 from checkmate.events.kinds import RESTORE_INSTALLED
 from checkmate.events.process_log import say, seconds_since
 from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
@@ -34,7 +35,6 @@ from checkmate.training.start.plans import FromNodes
 from checkmate.training.start.sharing import Readers, part_of_all
 from checkmate.wire.layout import Layout
 from checkmate.wire.parameter import Parameter
-from checkmate.wording import counted
 
 
 def read(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from checkmate import state
+from checkmate.base.wording import counted, with_article
 from checkmate.nodes.other_ranks import RESHARDING, OtherRanks
 from checkmate.optim.supported import FROZEN, apply_options, kind_of
 from checkmate.rpc import shadow_pb2 as pb
@@ -19,7 +20,6 @@ from checkmate.training.record.generators import install_generators
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.membership import Membership
 from checkmate.wire.parameter import LayoutError, Parameter, dim_order
-from checkmate.wording import counted, with_article
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
 """Parameters and their optimizer state, by number, with the shapes of the script's own parameters."""

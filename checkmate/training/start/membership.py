@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from checkmate.base.wording import counted
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.mesh import fits, group_name, replica_groups
 from checkmate.job.schema import Job, Mesh, Rank, ShadowNode
@@ -35,7 +36,6 @@ from checkmate.training.start.plans import RestartPlan
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
 from checkmate.wire.shares import WHOLE, Share
-from checkmate.wording import counted
 
 _log: Final = logging.getLogger("checkmate")
 

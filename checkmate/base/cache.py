@@ -1,13 +1,16 @@
-"""The user's cache, in which what takes time to make is kept."""
+"""The user's cache, in which what takes time to make is kept, and programs that are compiled into it."""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import pwd
 import shutil
 import stat
+import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -79,3 +82,49 @@ def check_own(path: Path) -> None:
             raise PermissionError(f"another user can write to {parent}")
     if shown.lstat().st_uid not in own:  # a link in such a folder
         raise PermissionError(f"another user has made {path}")
+
+
+class CompilerRefused(Exception):
+    """The compiler failed; the message is the first line that it wrote."""
+
+
+def compiled(
+    name: str,
+    files: Sequence[Path],
+    flags: Sequence[str],
+    command: Callable[[], Sequence[str]],
+    cache: Path | None = None,
+) -> Path:
+    """Return the path of a compiled program. Compile it unless it is in the cache.
+
+    The cache is `cache.code_folder` by default.
+
+    Args:
+        name: The program's file name, without the digest that is added before its ending.
+        files: The files that it is made of.
+        flags: The compiler's flags.
+        command: Returns the compiler's command, to which its output is added.
+        cache: Another cache.
+
+    Raises:
+        CompilerRefused: The compiler failed.
+        OSError: The cache can't be used, or is not this user's own.
+    """
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + " ".join(flags).encode())
+    stem, ending = os.path.splitext(name)
+    if cache is not None:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own(cache)
+    target = (cache or code_folder()) / f"{stem}-{digest.hexdigest()[:16]}{ending}"
+    with suppress(FileNotFoundError):
+        check_own(target)
+        return target
+    wanted = command()
+    # Several ranks may compile at once, each into its own file; the rename is atomic.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        fresh = Path(scratch) / name
+        done = subprocess.run([*wanted, "-o", str(fresh)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompilerRefused((done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0])
+        fresh.replace(target)
+    return target

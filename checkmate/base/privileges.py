@@ -18,7 +18,7 @@ _PR_CAP_AMBIENT: Final = 47
 _PR_CAP_AMBIENT_CLEAR_ALL: Final = 4
 _VERSION_3: Final = 0x20080522
 
-_PROGRAM: Final = (Path(__file__).parent, Path(os.__file__), Path(sys.prefix))
+_PROGRAM: Final = (Path(__file__).parents[1], Path(os.__file__), Path(sys.prefix))
 _LAST: Final = Path("/proc/sys/kernel/cap_last_cap")
 _UNPRIVILEGED_PORTS: Final = 1024
 
@@ -34,6 +34,7 @@ class Capability(IntEnum):
     SETPCAP = 8
     NET_BIND_SERVICE = 10
     NET_ADMIN = 12
+    NET_RAW = 13
     SYS_ADMIN = 21
     PERFMON = 38
     BPF = 39
