@@ -335,6 +335,15 @@ class ReconciledSwitch:
             self._adopt(network, plan)
         return Reconciliation(self.switch.name, update_count, len(plan.holdings), time.monotonic() - start)
 
+    async def restore(self, network: Network) -> None:
+        """Change this switch back to an earlier set of jobs. One that refuses is read and written again."""
+        try:
+            await self.apply(network)
+        except ControlError as error:
+            _log.error("switch %s: going back to the jobs before: %s", self.switch.name, error)
+            self.network = network
+            self._must_reconnect.set()
+
     async def renew(self) -> None:
         """Have the switch's primary, which is this controller, stand for the job files as they are now."""
         async with self._writing:

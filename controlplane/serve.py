@@ -130,10 +130,11 @@ class Fleet:
             for controller in new_controllers.values():
                 reports.append(await controller.connect())
         except ControlError:
+            self._hello_keys.clear()
             self._hello_keys.update(keys_before)
             self._digest = digest_before
             for controller in changed_controllers:
-                await controller.apply(network_before)
+                await controller.restore(network_before)
             for controller in new_controllers.values():
                 if controller.session is not None:
                     await controller.apply(Network([]))

@@ -40,6 +40,9 @@ Values = tuple[torch.Tensor, dict[str, object]]
 class StateError(CheckmateError, ValueError):
     """State cannot be converted, or received data is invalid."""
 
+    iteration: int | None = None
+    """The iteration whose record can't have it, if that is not the present one."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a type: `float32` for `torch.float32`."""

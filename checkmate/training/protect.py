@@ -355,7 +355,8 @@ class Protection:
             unpublished = self._recorder.refusal or self._publisher.error
             if unpublished is not None and well:  # nothing has raised it yet, or the script has caught it
                 if self._recorder.refusal is None:
-                    self._followers.report_refusal(iteration + 1, unpublished, marks=False)
+                    failed = self._publisher.failed_iteration
+                    self._followers.report_refusal(failed, unpublished, marks=self._recorder.is_marking)
                 raise unpublished
             if last and self.session.first and iteration >= 0:
                 self._followers.await_stepped(iteration, deadline)

@@ -252,8 +252,8 @@ class GradientBuckets:
 
     def _fail(self, error: RingError) -> None:
         """Have backward fail, now and from now on."""
-        is_first = self.error is None
-        with self._lock:
+        with self._lock:  # each reducer's thread may be the first
+            is_first = self.error is None
             self.error = self.error or error
             loans = {loan for _, loan in self._lent.values()}
             self._incomplete |= bool(loans)

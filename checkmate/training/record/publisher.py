@@ -14,6 +14,7 @@ from checkmate.events.kinds import TRAINER_FIRST
 from checkmate.events.process_log import say, seconds_since
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import MESSAGE_BYTES
+from checkmate.training.errors import RefusedError
 from checkmate.training.record.capture import RecordDraft
 from checkmate.training.record.windows import to_message
 from checkmate.wire.schedule import FIRST, LAST
@@ -95,6 +96,8 @@ class Publisher:
         self._is_acknowledged = is_acknowledged
         self.error: Exception | None = None
         """The reason why an iteration could not be published, and no later one is."""
+        self.failed_iteration = -1
+        """That iteration."""
         self.newest = -1
         """The last iteration published; -1 before the first."""
         self._last_queued = -1
@@ -156,7 +159,10 @@ class Publisher:
                 if not self._await_acknowledged(draft):
                     return
             except Exception as error:  # noqa: BLE001 - the script's thread raises it
-                self.error = error
+                # The script is further by then: what it is told of must be this iteration.
+                if isinstance(error, RefusedError | state.StateError) and error.iteration is None:
+                    error.iteration = draft.iteration
+                self.error, self.failed_iteration = error, draft.iteration
                 return
             for sink in self._sinks:
                 sink.send(draft.iteration, data)

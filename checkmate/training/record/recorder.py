@@ -171,6 +171,11 @@ class Recorder:
             self._on_refused(present if iteration is None else iteration, error, self._marking)
             raise
 
+    @property
+    def is_marking(self) -> bool:
+        """Whether the script marks the ends of iterations."""
+        return self._marking
+
     def on_backward(self) -> None:
         """Emit a start's first iteration as the next backward begins, if the script does not mark any.
 

@@ -351,10 +351,11 @@ class Unwilling:
 @pytest.mark.parametrize("extra", [object(), Unwilling()])
 def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: object) -> None:
     publisher = Publisher(pb.RecordPart(job="demo", position=1), [], lambda _: True)
-    publisher.put(RecordDraft(0, {}, IterationEnd({}, extra)))
+    publisher.put(RecordDraft(100, {}, IterationEnd({}, extra)))
     publisher.close(SECONDS)
-    with pytest.raises(state.StateError):
+    with pytest.raises(state.StateError) as caught:
         publisher.await_departed()
+    assert (caught.value.iteration, publisher.failed_iteration) == (100, 100)
 
 
 def test_a_step_waits_for_one_copy_at_most() -> None:

@@ -348,8 +348,10 @@ def test_an_answer_of_a_device_holds_its_record_back(what: str) -> None:
         publisher.put(draft)
     publisher.close(5.0)
     assert sink.iterations == [0]
-    with pytest.raises(RefusedError, match=words):
+    with pytest.raises(RefusedError, match=words) as caught:
         publisher.await_departed()
+    # The script is in a later one by now: nodes, `restore` and `report` show the iteration that was refused.
+    assert (caught.value.iteration, publisher.failed_iteration) == (1, 1)
 
 
 def test_on_a_device_too_optimizers_in_turns_clear_what_they_do_not_step() -> None:
