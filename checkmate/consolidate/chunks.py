@@ -78,7 +78,7 @@ class Cover:
         """Return the whole tensor, which is the chunk itself if there is only one.
 
         Args:
-            what: The tensor's name in messages.
+            tensor_name: The tensor's name in messages.
             tensors: The chunk of each DP group.
 
         Raises:

@@ -50,7 +50,7 @@ def take(
         path: The file or folder to write.
         kind: The format.
         timeout: How many seconds to wait for a complete iteration.
-        trouble: Called with a message if remains of killed writers beside `path` can't be removed.
+        on_trouble: Called with a message if remains of killed writers beside `path` can't be removed.
 
     Raises:
         Missing: No iteration was complete in time.

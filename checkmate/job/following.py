@@ -215,7 +215,7 @@ class JobFiles:
         self._served = replace(wanted, faults=())
 
     def changed(self) -> bool:
-        """Return whether a file was added, removed written since `read`, or is awaited no more."""
+        """Return whether a file was added, removed or written since `read`, or is awaited no more."""
         return self._signature() != self._seen or self._absences.over(time.monotonic())
 
     def _checked(self, files: Sequence[Path], read: ReadYaml) -> JobSet:

@@ -29,7 +29,7 @@ _TOO_FAST: Final = "advances faster than iterations can be reserved"
 
 @dataclass
 class NotReserved(Exception):
-    """No iteration could be reserved on enough nodes. `refused`: the reasons, by node."""
+    """No iteration could be reserved on enough nodes. `refusals`: the reasons, by node."""
 
     refusals: Mapping[int, str]
 
@@ -39,7 +39,7 @@ class NotReserved(Exception):
 
 @dataclass(frozen=True)
 class Reservation:
-    """An iteration, and the nodes that keep it readable. `refused`: the reasons of the others, by node."""
+    """An iteration, and the nodes that keep it readable. `refusals`: the reasons of the others, by node."""
 
     iteration: int
     granted: frozenset[int]
@@ -247,7 +247,7 @@ def read_shards(
 
     Args:
         stubs: Stubs of the job's nodes.
-        wanted: The nodes of each shard, in the order in which to try them.
+        sources: The nodes of each shard, in the order in which to try them.
         how: Timeouts and callbacks.
 
     Raises:

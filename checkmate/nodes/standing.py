@@ -1,6 +1,6 @@
 """A job's shards, the shadow nodes' answers about them, and the newest start of training. Pure.
 
-From this, `offers` (reading during training) and `target` (a restart) select the nodes to read from.
+From this, `target` selects the nodes to read from.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class HoldResources:
             self.hold.update_at(self._snapshot())
 
     def join(self) -> None:
-        """Discard all received gradients, and receive from iteration `state.joined` on."""
+        """Discard all received gradients, and receive from iteration `Hold.joined` on."""
         self.close()
         with self.lock:
             self.sets.release(self.hold.joined - 1)

@@ -1,6 +1,6 @@
 """One switch over P4Runtime: the pipeline, reading, writing, packets.
 
-`controller` decides on the updates; this module sends them.
+`reconciling` decides on the updates; this module sends them.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class SwitchSession(SwitchConnection):
         return self.codec.decode_all([entity async for entity in self.read_entities(self.codec.read_all())])
 
     async def read_entities(self, reads: Sequence[p4r.Entity]) -> AsyncIterator[p4r.Entity]:
-        """Yield P4Runtime's own messages for the entities in `asked`, wildcards expanded."""
+        """Yield P4Runtime's own messages for the entities in `reads`, wildcards expanded."""
         self._open()
         request = p4r.ReadRequest(device_id=self.switch.device_id, entities=reads)
         try:

@@ -211,7 +211,7 @@ class Hold:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The DP group, and the shadow id in it."""
+        """The DP group, and the number of the shard in it."""
         return (self.plan.group, self.plan.shard)
 
     @property

@@ -290,7 +290,7 @@ class LocalParts:
 
 
 def load_model(model: TrainedModel, tensors_read: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
-    """Set a model's `state_dict()`, of which `saved` has this rank's parts.
+    """Set a model's `state_dict()`, of which `tensors_read` has this rank's parts.
 
     Returns:
         The keys that are missing, and those that the model does not know.

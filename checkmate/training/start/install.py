@@ -271,7 +271,7 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
 
 
 def _load(thing: Any, name: str, data: bytes) -> None:
-    """Load the state of a scheduler or scaler. `fits` can't predict all failures."""
+    """Load the state of a scheduler or scaler. `check_optimizer` can't predict all failures."""
     if thing is None or not data:
         return
     try:
