@@ -17,22 +17,32 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 WORD: Final = re.compile(r"[A-Za-z_]\w*")
 MENTION: Final = re.compile(r"`([A-Za-z_][\w./]*)(?:\(\))?`")
 ARGUMENT: Final = re.compile(r"(?m)^    (\w+):")
-SUFFIXES: Final = {
-    "c",
-    "cfg",
-    "h",
-    "json",
-    "jsonl",
-    "key",
-    "lua",
-    "md",
-    "p4",
-    "proto",
-    "py",
-    "sbatch",
-    "sh",
-    "so",
-} | {*("sql", "toml", "txt", "yaml", "yml", "cpp", "nft", "service")}
+SUFFIXES: Final = set(
+    [
+        "c",
+        "cfg",
+        "cpp",
+        "h",
+        "js",
+        "json",
+        "jsonl",
+        "key",
+        "lua",
+        "md",
+        "nft",
+        "p4",
+        "proto",
+        "py",
+        "sbatch",
+        "service",
+        "sh",
+        "so",
+        "toml",
+        "txt",
+        "yaml",
+        "yml",
+    ]
+)
 """Of files, so that `shadow.proto` is not taken for a name in a module."""
 OTHERS: Final = {
     *("direct_counter_read", "device_mgr", "entry_with_A", "_pi_update_device_start"),
@@ -103,7 +113,7 @@ class Names:
         return bool(modules) and not any(self._has(module, parts[1:]) for module in modules)
 
     def _candidates(self, file: Path, name: str) -> list[Path]:
-        """Return the modules that a name may mean in a file: the nearest ones; none if it is no module's."""
+        """Return the modules that a name may mean: the nearest ones; none if it names no module."""
         modules = self.modules.get(name, [])
         for folder in (file.parent, *file.parent.parents):
             near = [module for module in modules if module.is_relative_to(folder)]
@@ -178,7 +188,7 @@ def test_names_in_docstrings_comments_and_readmes_exist() -> None:
 
 
 def stale_arguments(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield names under `Args:` in a docstring that are no parameters, each with the function's line."""
+    """Yield names under `Args:` in a docstring that the function lacks, each with the function's line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             _, _, described = (ast.get_docstring(node) or "").partition("Args:\n")
