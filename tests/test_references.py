@@ -17,32 +17,30 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 WORD: Final = re.compile(r"[A-Za-z_]\w*")
 MENTION: Final = re.compile(r"`([A-Za-z_][\w./]*)(?:\(\))?`")
 ARGUMENT: Final = re.compile(r"(?m)^    (\w+):")
-SUFFIXES: Final = set(
-    [
-        "c",
-        "cfg",
-        "cpp",
-        "h",
-        "js",
-        "json",
-        "jsonl",
-        "key",
-        "lua",
-        "md",
-        "nft",
-        "p4",
-        "proto",
-        "py",
-        "sbatch",
-        "service",
-        "sh",
-        "so",
-        "toml",
-        "txt",
-        "yaml",
-        "yml",
-    ]
-)
+SUFFIXES: Final = {
+    "c",
+    "cfg",
+    "cpp",
+    "h",
+    "js",
+    "json",
+    "jsonl",
+    "key",
+    "lua",
+    "md",
+    "nft",
+    "p4",
+    "proto",
+    "py",
+    "sbatch",
+    "service",
+    "sh",
+    "so",
+    "toml",
+    "txt",
+    "yaml",
+    "yml",
+}
 """Of files, so that `shadow.proto` is not taken for a name in a module."""
 OTHERS: Final = {
     *("direct_counter_read", "device_mgr", "entry_with_A", "_pi_update_device_start"),

@@ -36,6 +36,8 @@ _TOO_LARGE: Final = (
     f"more than {MAX_TEXT >> 20} MiB of numbers and names beside tensors can't be stored: keep long lists as "
     "tensors"
 )
+_MANY: Final = 1 << 19
+"""Lists and mappings after which all that are to come are counted."""
 _SCALARS: Final = frozenset((bool, int, float, str, type(None)))
 _NUMPY_TYPE: Final = re.compile(r"[<>|][biufc]\d{1,2}")
 
@@ -54,7 +56,7 @@ def dumps(obj: object) -> bytes:
     OrderedDicts and Counters of them are plain. Tensors come back on the CPU. Raises `StateError`, which says
     where it is, for anything else.
     """
-    writer = _Writer()
+    writer = _Writer(obj)
     try:
         node = writer.node(obj, ())
         text = json.dumps(
@@ -105,9 +107,10 @@ def unpacked(tensor: torch.Tensor) -> Any:
 class _Writer:
     """The text of a value, and its blobs."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: object) -> None:
         self.blobs: list[bytes | bytearray | memoryview] = []
-        self._items = 0
+        self._whole = whole
+        self._items = self._containers = 0
         self._numbers: dict[tuple[object, ...], int] = {}
         self._alive: list[torch.Tensor] = []
         """Tensors whose memory is in `blobs`, or whose address is in `_numbers`."""
@@ -178,12 +181,29 @@ class _Writer:
     def _count(self, items: int) -> None:
         """Refuse lists that contain others twice, and these others twice, before they are written out."""
         self._items += items
-        if self._items > MAX_TEXT // 2:  # each takes two bytes at least
+        self._containers += 1
+        # Writing these has taken a second; the rest could take half a minute before it is too much.
+        total = self._items if self._containers != _MANY else _written_items(self._whole, {}, 0)
+        if total > MAX_TEXT // 2:  # each takes two bytes at least
             raise StateError(_TOO_LARGE)
 
     def _blob(self, blob: bytes | bytearray | memoryview) -> int:
         self.blobs.append(blob)
         return len(self.blobs) - 1
+
+
+def _written_items(value: Any, known: dict[int, int], depth: int) -> int:
+    """Return the number of items of a value if each list is written as often as it is contained.
+
+    `known`: that of the lists and mappings seen before, by id.
+    """
+    kind = type(value)
+    if depth > MAX_DEPTH or (kind not in _LISTS and kind not in _MAPPINGS):
+        return 0  # what is nested too deep is refused when it is written
+    if id(value) not in known:
+        children = [*value, *value.values()] if kind in _MAPPINGS else value
+        known[id(value)] = len(value) + sum(_written_items(child, known, depth + 1) for child in children)
+    return known[id(value)]
 
 
 class _Reader:

@@ -135,9 +135,9 @@ def test_refused_updates_name_the_code() -> None:
 
 def test_a_full_table_of_exact_keys_is_quick() -> None:
     switch = Table(1, "t", FIELDS, 32768, None, False)
-    start = time.perf_counter()
+    start = time.thread_time()
     for number in range(32768):
         switch.insert(Entry((number * 7, number & 0xFFFF), 1, ()))
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
     assert len(switch.index) == 32768
     assert switch.lookup((70, 10)) is switch.entries[(70, 10), 0]
