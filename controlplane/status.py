@@ -130,7 +130,7 @@ async def read_refusals(
 ) -> tuple[Refusal, ...]:
     """Read what a switch's guard has refused of the jobs' hosts, or in their names.
 
-    with `holdings`, the guard's entries are not read again.
+    With `holdings`, the guard's entries are not read again.
     """
     tables = ("guarded_ports", "guarded_addresses")
     if holdings is None:

@@ -88,7 +88,7 @@ def memory(available: int, streams: int, receive_buffer: int) -> Finding:
 
 
 def trainers_buffers(facts: Facts, buffer_bytes: int) -> Finding:
-    """Check the limits of a ring's socket buffers, for ranks that may not exceed them. `wanted`: bytes."""
+    """Check the limits of a ring's socket buffers, for ranks that may not exceed them."""
     name = "socket buffers"
     if Capability.NET_ADMIN in facts.capabilities:
         return ok(name, f"may be {size(buffer_bytes)}, whatever the limits, because of CAP_NET_ADMIN")

@@ -141,7 +141,7 @@ def _network(sock: socket.socket, name: str) -> IPv4Network | None:
 
 
 def _ethtool(sock: socket.socket, name: str, buffer: array.array[int]) -> bool:
-    """Have ethtool's ioctl fill `asked`. Return whether the driver knows it."""
+    """Have ethtool's ioctl fill `buffer`. Return whether the driver knows it."""
     with suppress(OSError):
         fcntl.ioctl(sock, _ETHTOOL, struct.pack("16sP16x", name.encode(), buffer.buffer_info()[0]))
         return True

@@ -305,7 +305,7 @@ def _overlaps(document: Document, items: list[GrantItem]) -> Iterator[Fault]:
 
 
 def _by_space(all_items: list[GrantItem]) -> dict[object, tuple[GrantItem, ...]]:
-    """Return the items of each space, those of a job that overlap as one. `given` is sorted."""
+    """Return the items of each space, those of a job that overlap as one. `all_items` is sorted."""
     by_space: dict[object, list[GrantItem]] = {}
     for item in all_items:
         items = by_space.setdefault(item.extent.space, [])

@@ -51,7 +51,7 @@ class Placing:
         return list(dict.fromkeys(located))
 
     def refuse(self, rank: ValidPart, key: str, message: str) -> None:
-        """Leave a rank without a host, for this reason, which is empty if it is located_faults elsewhere."""
+        """Leave a rank without a host, for this reason, which is empty if it is told elsewhere."""
         if message:
             self.faults.append(Fault((*rank.path, key), message))
         self.unplaced.add(rank.path)

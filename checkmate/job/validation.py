@@ -67,7 +67,7 @@ def of_data(model: type[M], data: Any) -> M:
 
 
 def data_of(thing: Any, **options: Any) -> Any:
-    """Return an object as data that JSON can express. `which`: what to leave out, as pydantic names it."""
+    """Return an object as data that JSON can express. `options`: what to leave out, as pydantic names it."""
     return adapter(type(thing)).dump_python(thing, mode="json", **options)
 
 

@@ -48,7 +48,7 @@ def ask(job: Job, stubs: Stubs) -> Discard:
 
 
 def ask_again(job: Job, stubs: Stubs, plan: Discard) -> Discard:
-    """Return what there is to discard some time after `found`. Raise `NotReset` also if it is more."""
+    """Return what there is to discard some time after `plan`. Raise `NotReset` also if it is more."""
     now = ask(job, stubs)
     if (now.generation, now.iteration) != (plan.generation, plan.iteration):
         raise NotReset(

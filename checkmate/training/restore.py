@@ -189,7 +189,8 @@ def _begin(
             plans.plan_new_run, plan.incarnation, trouble, plan.generation_seen, plan.discarded
         )
         agreed = agree(place, without_nodes, plans.from_message, subject="RestartPlan")
-        assert isinstance(agreed, WithoutState)
+        if not isinstance(agreed, WithoutState):
+            raise exchange.ExchangeError("rank 0 has another Checkmate: install one version on all hosts")
         plan = replace(agreed, marks=plan.marks)
     return _begin_without_nodes(place, watched, plan, checkpoints)
 

@@ -163,7 +163,7 @@ class NcclSlicing:
         return max(1, _up(2 * nbytes // allowed, 2 * self.cell))
 
     def _chunk(self, remaining: int, itemsize: int, ranks: int) -> int:
-        """Return the elements of a chunk in a loop over the ring that begins with `left` elements."""
+        """Return the elements of a chunk in a loop over the ring that begins with `remaining` elements."""
         whole = self.chunk // itemsize
         if remaining >= ranks * whole:
             return whole

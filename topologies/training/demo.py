@@ -68,7 +68,10 @@ class Ending:
         recoveries = [asdict(recovery) for recovery in self.protected.recoveries()]
         return {
             "good": self.good,
-            "promises": [asdict(promise) for promise in self.promises],
+            "promises": [
+                {"what": promise.text, "kept": promise.is_kept, "seen": promise.observation}
+                for promise in self.promises
+            ],
             "recoveries": recoveries,
             "cost": {"seconds": self.cost.seconds.data(), "processor": self.cost.processor.data()},
             "losses": {"uninterrupted": self.reference.curve, "protected": self.protected.curve},

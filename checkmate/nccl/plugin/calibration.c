@@ -25,7 +25,7 @@ static uint64_t mix(uint64_t value)
 	return value ^ value >> 31;
 }
 
-/* The bits of an element. Of the two bits behind the sign, exactly counts is set. So every floating-point type reads a
+/* The bits of an element. Of the two bits behind the sign, exactly one is set. So every floating-point type reads a
  * normal number, which keeps its bits when zeros are added. */
 static uint64_t bits_of(uint32_t bucket, uint64_t element, uint32_t itemsize)
 {

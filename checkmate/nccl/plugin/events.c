@@ -20,7 +20,7 @@ struct event_group {
 struct event_coll {
 	enum kind kind;
 	int bucket;
-	uint64_t serial; /* of the gradients' collectives in this process */
+	_Atomic uint64_t serial; /* of the gradients' collectives in this process */
 	uint32_t epoch;
 	bool calibrates;
 	uint32_t shadow_id;

@@ -13,7 +13,7 @@ struct listening;
 
 /* Listen at the job's NIC, and describe that in `handle` (NCCL_NET_HANDLE_MAX bytes). Return an ncclResult_t. */
 int meeting_listen(void *handle, struct listening **result);
-/* Connect, or go on connecting. `*made` stays NULL until that is done. Tags can be set if `ours`. */
+/* Connect, or go on connecting. `*stream` stays NULL until that is done. Tags can be set if `may_tag`. */
 int meeting_connect(void *handle, bool may_tag, struct stream **stream);
 /* Accept, as `meeting_connect`. Connections from elsewhere, and those without a proof, are closed. */
 int meeting_accept(struct listening *listening, struct stream **stream);

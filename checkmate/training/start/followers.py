@@ -382,7 +382,7 @@ def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: flo
     while True:
         lacking = _lacking(place, stubs, incarnation)
         if not lacking or time.monotonic() > deadline:
-            hint = [_CONTROLLER] if any("streams are connected" in reason for reason in lacking) else []
+            hint = [_CONTROLLER] if any(reason.endswith(" connected") for reason in lacking) else []
             return "; ".join([*lacking, *hint])
         time.sleep(pause)
         pause = min(1.5 * pause, _POLL_SECONDS)

@@ -219,7 +219,9 @@ def check_counters(node: SimulatedNode) -> None:
         assert hold.first <= hold.joined <= hold.released + 1
         assert hold.released <= hold.in_full
         assert hold.receiving <= min(hold.released + SETS, group.newest)
-        if hold.in_full >= hold.joined:
+        if hold.settled:
+            assert hold.receiving == -1
+        elif hold.in_full >= hold.joined:
             assert hold.in_full <= min(hold.receiving, group.records.newest)
         if hold.live:
             assert hold.stepped == hold.released
@@ -309,6 +311,9 @@ def test_the_counters_of_a_hold_keep_their_order(doings: list[str]) -> None:
         node.state.tick(node.now)
         node.refresh()
         check_counters(node)
+    for hold in node.holds:
+        hold.settle()
+    check_counters(node)
 
 
 @settings(max_examples=150)

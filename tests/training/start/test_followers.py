@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -103,6 +104,16 @@ def followed(job: Job, position: int = 0, start: Start | None = None) -> Iterato
             yield rank
         finally:
             rank.close()
+
+
+@pytest.mark.parametrize(("reason", "hinted"), [("2 of 4 streams connected", True), ("not seeded", False)])
+def test_streams_that_stay_away_are_said_to_need_the_controller(
+    monkeypatch: pytest.MonkeyPatch, reason: str, hinted: bool
+) -> None:
+    monkeypatch.setattr(following, "_lacking", lambda *_: [f"shadow node 0, shard 0: {reason}"])
+    place, stubs = cast(Membership, None), cast(Stubs, None)
+    trouble = following.await_ready(place, stubs, 1, time.monotonic())
+    assert ("streams need `checkmate run` of this job" in trouble) == hinted
 
 
 def test_a_refusal_is_told_to_all_nodes_and_cut(nodes: list[RecordingNode], job: Job) -> None:
