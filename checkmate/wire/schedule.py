@@ -39,7 +39,10 @@ def chunk_slice(elements: int, channels: int, channel: int, ranks: int, chunk: i
 
 
 def chunk_sent(ranks: int, rank: int, round_: int) -> int:
-    """Return the chunk that `rank` sends in an AllGather round, 0 <= round < ranks - 1."""
+    """Return the chunk that `rank` sends in an AllGather round, 0 <= round < ranks - 1.
+
+    Rounds before 0, down to 1 - ranks, are those of the ReduceScatter before it.
+    """
     return (rank + 1 - round_) % ranks
 
 

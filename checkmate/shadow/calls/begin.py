@@ -156,6 +156,7 @@ def hold_status(group: ShadowGroup, hold: Hold, *, counts: bool) -> pb.HoldStatu
         shard=pb.Shard(group=hold.plan.group, shard=hold.plan.shard),
         incarnation=begin.incarnation,
         stepped=hold.stepped,
+        # Parameters behind what is released have lost gradients: no step leads beyond `stepped`.
         in_full=max(hold.in_full, hold.stepped) if hold.stepped >= hold.released else hold.stepped,
         seeded=hold.seeded,
         live=live,

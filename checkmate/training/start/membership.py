@@ -255,6 +255,7 @@ class Start:
     plan: RestartPlan
     next_iteration: int = 0
     keep: bool = False
+    """Whether nodes may go on with the holds that they have: known once layouts and buffers are compared."""
     record: pb.IterationRecord = field(default_factory=pb.IterationRecord)
     extra: RestoredTensors = field(default_factory=lambda: RestoredTensors(None))
 
