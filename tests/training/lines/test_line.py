@@ -114,7 +114,7 @@ def test_what_comes_after_a_break_reaches_the_node_in_the_end(node: RecordingNod
 def test_what_a_node_has_not_read_yet_outlives_the_trainer(node: RecordingNode) -> None:
     """The node stops for a while; meanwhile the trainer is killed with replies that it never read."""
     node.answering.clear()
-    child = multiprocessing.get_context("fork").Process(target=send_and_wait, args=(shadow_node(node), 300))
+    child = multiprocessing.get_context("fork").Process(target=send_and_wait, args=(shadow_node(node), 150))
     child.start()
     wait_until(lambda: len(node.records) == 1)
     time.sleep(0.5)
@@ -122,8 +122,8 @@ def test_what_a_node_has_not_read_yet_outlives_the_trainer(node: RecordingNode) 
     child.join()
     time.sleep(0.1)
     node.answering.set()
-    wait_until(lambda: len(node.records) == 300)
-    assert [record.iteration for record in node.records] == list(range(300))
+    wait_until(lambda: len(node.records) == 150)
+    assert [record.iteration for record in node.records] == list(range(150))
 
 
 def send_and_wait(node: ShadowNode, count: int) -> None:
