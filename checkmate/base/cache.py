@@ -53,12 +53,12 @@ def code_folder() -> Path:
 
 
 def _candidates() -> list[Path]:
-    found = []
+    folders = []
     with suppress(OSError):
-        found.append(cache_folder())
+        folders.append(cache_folder())
     with suppress(KeyError):  # a user without a name
-        found.append(Path(pwd.getpwuid(os.geteuid()).pw_dir, ".cache", "checkmate"))
-    return found
+        folders.append(Path(pwd.getpwuid(os.geteuid()).pw_dir, ".cache", "checkmate"))
+    return folders
 
 
 @cache
@@ -70,17 +70,17 @@ def _passing() -> Path:
 
 def check_own(path: Path) -> None:
     """Raise `PermissionError` if another user than root can change what is at a path, or where it leads."""
-    own = {os.geteuid(), 0}
-    real, shown = Path(os.path.realpath(path)), Path(os.path.abspath(path))
+    owners = {os.geteuid(), 0}
+    real, named_path = Path(os.path.realpath(path)), Path(os.path.abspath(path))
     about = real.stat()
-    if about.st_uid not in own or about.st_mode & WRITTEN_BY_OTHERS:
+    if about.st_uid not in owners or about.st_mode & WRITTEN_BY_OTHERS:
         raise PermissionError(f"another user can write to {path}")
-    for parent in {*real.parents, *shown.parents}:
+    for parent in {*real.parents, *named_path.parents}:
         about = parent.stat()
         sticky = about.st_mode & stat.S_ISVTX  # as /tmp: nobody else renames what is in it
-        if about.st_uid not in own or (about.st_mode & stat.S_IWOTH and not sticky):
+        if about.st_uid not in owners or (about.st_mode & stat.S_IWOTH and not sticky):
             raise PermissionError(f"another user can write to {parent}")
-    if shown.lstat().st_uid not in own:  # a link in such a folder
+    if named_path.lstat().st_uid not in owners:  # a link in such a folder
         raise PermissionError(f"another user has made {path}")
 
 

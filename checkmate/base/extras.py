@@ -37,13 +37,13 @@ class ExtraMissing(ImportError):
 
     exit_code = 2
 
-    def __init__(self, who: str, library: str, extra: str) -> None:
+    def __init__(self, user: str, library: str, extra: str) -> None:
         self.remedy: Final = f"pip install 'checkmate-training[{extra}]'"
-        super().__init__(f"{who} needs {library}, which is not installed; install it with: {self.remedy}")
+        super().__init__(f"{user} needs {library}, which is not installed; install it with: {self.remedy}")
 
 
 @contextmanager
-def needs(who: str, *extras: str) -> Iterator[None]:
+def needs(user: str, *extras: str) -> Iterator[None]:
     """Raise `ExtraMissing` for an import that fails because the first extra with that module is missing."""
     try:
         yield
@@ -51,7 +51,7 @@ def needs(who: str, *extras: str) -> Iterator[None]:
         library = (error.name or "").partition(".")[0]
         for extra in extras:
             if library in LIBRARIES[extra]:
-                raise ExtraMissing(who, library, extra) from None
+                raise ExtraMissing(user, library, extra) from None
         raise
 
 
@@ -60,8 +60,8 @@ def needs_of(command: str) -> AbstractContextManager[None]:
     return needs(f"`checkmate {command}`", *_OF_COMMAND.get(command, _OF_OTHERS))
 
 
-def check(who: str, extra: str) -> None:
+def check(user: str, extra: str) -> None:
     """Raise `ExtraMissing` if a library of an extra is not installed. Import none."""
     for library in sorted(LIBRARIES[extra]):
         if find_spec(library) is None:
-            raise ExtraMissing(who, library, extra)
+            raise ExtraMissing(user, library, extra)

@@ -17,8 +17,8 @@ def total(root: Path = _ROOT) -> int:
 
 def available(root: Path = _ROOT) -> int:
     """Return the bytes that this process can take now without swapping, as `total` does."""
-    left = (limit - used for limit, used in _cgroups(root))
-    return max(0, min([_meminfo("MemAvailable", root), *left]))
+    free = (limit - used for limit, used in _cgroups(root))
+    return max(0, min([_meminfo("MemAvailable", root), *free]))
 
 
 def _meminfo(key: str, root: Path) -> int:
@@ -28,17 +28,17 @@ def _meminfo(key: str, root: Path) -> int:
 
 def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
     """Yield limit and use, in bytes, of each limited cgroup from this process's one upward."""
-    own = [
+    own_paths = [
         line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::")
     ]
     mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
-    for fields in mounts if own else ():
+    for fields in mounts if own_paths else ():
         if fields[fields.index("-") + 1] != "cgroup2":
             continue
-        top, shown = PurePosixPath(fields[4]), PurePosixPath(os.path.normpath(own[0]))
-        if not shown.is_relative_to(fields[3]):
+        top, path_in_cgroup = PurePosixPath(fields[4]), PurePosixPath(os.path.normpath(own_paths[0]))
+        if not path_in_cgroup.is_relative_to(fields[3]):
             continue
-        below = shown.relative_to(fields[3])
+        below = path_in_cgroup.relative_to(fields[3])
         for part in (below, *below.parents):
             folder = root / top.relative_to("/") / part
             limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")

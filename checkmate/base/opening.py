@@ -16,8 +16,8 @@ def at_once(path: str, flags: int) -> int:
 
 def open_file(path: Path) -> BinaryIO:
     """Open a file to read. Raise `OSError` if it is not one: a check before could be of another."""
-    opened = open(path, "rb", opener=at_once)  # noqa: SIM115 - the caller closes it
-    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-        opened.close()
+    file = open(path, "rb", opener=at_once)  # noqa: SIM115 - the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise OSError(errno.EINVAL, "it is not a file")
-    return opened
+    return file

@@ -67,7 +67,7 @@ def keep_only(*kept: Capability) -> None:
         raise PrivilegesError(
             f"{threads} threads are running: capabilities must be given up before they start"
         )
-    mask = sum(1 << one for one in kept)
+    mask = sum(1 << capability for capability in kept)
     libc = ctypes.CDLL(None, use_errno=True)
     _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
     if Capability.SETPCAP in effective():  # without it the set stays, but no execve can draw on it any more
@@ -96,7 +96,7 @@ def owner_of(folder: Path) -> Owner | None:
 
     That is the owner of the deepest folder on its path that belongs to another user.
     """
-    for path in (shown := Path(os.path.abspath(folder)), *shown.parents):
+    for path in (absolute := Path(os.path.abspath(folder)), *absolute.parents):
         try:
             about = path.lstat()
         except FileNotFoundError:
@@ -104,7 +104,7 @@ def owner_of(folder: Path) -> Owner | None:
         if about.st_uid not in (0, os.geteuid()):
             return Owner(about.st_uid, about.st_gid)
     real = Path(os.path.realpath(folder))
-    return None if real == shown else owner_of(real)
+    return None if real == absolute else owner_of(real)
 
 
 def become(owner: Owner) -> None:
@@ -123,7 +123,7 @@ def give_up(*dropped: Capability) -> None:
     Other threads that run already keep theirs. Those that this thread does not have do not matter.
     """
     global _given_up  # noqa: PLW0603
-    mask = ~sum(1 << one for one in dropped)
+    mask = ~sum(1 << capability for capability in dropped)
     libc = ctypes.CDLL(None, use_errno=True)
     _prctl(libc, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     header, sets = _Header(_VERSION_3, 0), (_Sets * 2)()
@@ -148,7 +148,7 @@ def effective() -> frozenset[Capability]:
     """Return those of this process's effective capabilities that `Capability` lists."""
     status = Path("/proc/self/status").read_text()
     mask = int(status.partition("CapEff:")[2].split()[0], 16)
-    return frozenset(one for one in Capability if mask >> one & 1)
+    return frozenset(capability for capability in Capability if mask >> capability & 1)
 
 
 def to_read(files: Iterable[Path]) -> tuple[Capability, ...]:

@@ -13,7 +13,7 @@ JSON_VERSION: Final = 1
 
 def shortened(text: str, most: int = 300) -> str:
     """Return a text that another host has influenced, in one line of at most `most` printable characters."""
-    line = "".join(one if one.isprintable() else " " for one in text[: most + 1])
+    line = "".join(character if character.isprintable() else " " for character in text[: most + 1])
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
@@ -25,7 +25,10 @@ def printable(text: str, but: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(
-        one if one.isprintable() or one in but else one.encode("unicode_escape").decode() for one in text
+        character
+        if character.isprintable() or character in but
+        else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 

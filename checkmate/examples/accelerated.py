@@ -43,24 +43,24 @@ def main() -> None:
     torch.manual_seed(options.seed + 1 + accelerator.process_index)  # different dropout on each rank
 
     iteration, extra = checkmate.restore(ddp, prepared.optimizer)
-    epoch, used = extra or (0, 0)
-    protection = checkmate.protect(ddp, prepared.optimizer, extra=lambda: (epoch, used))
+    epoch, batches_used = extra or (0, 0)
+    protection = checkmate.protect(ddp, prepared.optimizer, extra=lambda: (epoch, batches_used))
     log = LossLog(options.out)
 
     with protection:
         while iteration < options.iterations:
             batches.set_epoch(epoch)
-            for inputs, targets in protection.steps(accelerator.skip_first_batches(batches, used)):
+            for inputs, targets in protection.steps(accelerator.skip_first_batches(batches, batches_used)):
                 loss = functional.mse_loss(ddp(inputs), targets)
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(ddp.parameters(), 1.0)
                 prepared.step()
                 prepared.zero_grad()
                 log(iteration, loss.item())
-                iteration, used = iteration + 1, used + 1
+                iteration, batches_used = iteration + 1, batches_used + 1
                 if iteration == options.iterations:
                     break
-            epoch, used = epoch + 1, 0
+            epoch, batches_used = epoch + 1, 0
     log.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     accelerator.end_training()
 

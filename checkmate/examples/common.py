@@ -16,18 +16,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 def parser(module: str, doc: str | None, iterations: int) -> argparse.ArgumentParser:
     """Return a parser of the options that all examples have."""
-    made = argparse.ArgumentParser(
+    arg_parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--iterations", type=int, default=iterations, help=f"default: {iterations}")
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--out", type=Path, help="folder for losses and the final state; none by default")
-    return made
+    arg_parser.add_argument("--iterations", type=int, default=iterations, help=f"default: {iterations}")
+    arg_parser.add_argument("--seed", type=int, default=1)
+    arg_parser.add_argument("--out", type=Path, help="folder for losses and the final state; none by default")
+    return arg_parser
 
 
-def add_device(made: argparse.ArgumentParser) -> None:
+def add_device(arg_parser: argparse.ArgumentParser) -> None:
     """Add the option `--device`, of which this machine must have one."""
-    made.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, or cuda and a number")
+    arg_parser.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, or cuda and a number")
 
 
 def _device(text: str) -> torch.device:
@@ -43,8 +43,8 @@ def _device(text: str) -> torch.device:
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return a model's parameters and optimizer state by name, whole and on rank 0. All ranks call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found, stepped = get_state_dict(model, optimizer, options=options)
-    return {"model": found, "optimizer": stepped}
+    model_state, stepped = get_state_dict(model, optimizer, options=options)
+    return {"model": model_state, "optimizer": stepped}
 
 
 class LossLog:

@@ -24,7 +24,7 @@ import checkmate
 from checkmate.examples.common import LossLog, parser
 from checkmate.examples.loader import INPUTS, NoisySines
 
-BATCH, MICRO, EVERY = 16, 2, 10
+BATCH, MICRO, EVALUATION_INTERVAL = 16, 2, 10
 """Rows of a micro-batch, micro-batches of an iteration, and iterations from one evaluation to the next."""
 
 
@@ -54,8 +54,8 @@ def main() -> None:
             ema.load_state_dict(extra["ema"])
 
     def extra_state() -> dict[str, Any]:
-        kept = None if ema is None else ema.state_dict()
-        return {"batches": batches.state_dict(), "best": best, "ema": kept}
+        ema_state = None if ema is None else ema.state_dict()
+        return {"batches": batches.state_dict(), "best": best, "ema": ema_state}
 
     protection = checkmate.protect(ddp, optimizer, scheduler=scheduler, scaler=scaler, extra=extra_state)
 
@@ -79,7 +79,7 @@ def main() -> None:
             optimizer.zero_grad()
             if ema is not None:
                 ema.update_parameters(model)
-                if iteration % EVERY == EVERY - 1:
+                if iteration % EVALUATION_INTERVAL == EVALUATION_INTERVAL - 1:
                     best = min(best, evaluate(ema))
             log(iteration, loss.item() * MICRO)
             iteration += 1

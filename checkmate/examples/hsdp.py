@@ -96,18 +96,20 @@ def join(device_type: str) -> torch.device:
 
 
 def parse() -> argparse.Namespace:
-    made = parser("checkmate.examples.hsdp", __doc__, 60)
-    made.add_argument("--batch", type=int, default=2, help="size of a rank's micro-batches")
-    made.add_argument("--accumulate", type=int, default=3, help="micro-batches in an iteration")
-    made.add_argument("--layers", type=int, default=2)
-    made.add_argument("--width", type=int, default=128)
-    made.add_argument("--heads", type=int, default=4)
-    made.add_argument("--learning-rate", type=float, default=1e-3)
-    made.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    made.add_argument("--offload", action="store_true", help="a GPU's parameters stay in the host's memory")
-    options = made.parse_args()
+    arg_parser = parser("checkmate.examples.hsdp", __doc__, 60)
+    arg_parser.add_argument("--batch", type=int, default=2, help="size of a rank's micro-batches")
+    arg_parser.add_argument("--accumulate", type=int, default=3, help="micro-batches in an iteration")
+    arg_parser.add_argument("--layers", type=int, default=2)
+    arg_parser.add_argument("--width", type=int, default=128)
+    arg_parser.add_argument("--heads", type=int, default=4)
+    arg_parser.add_argument("--learning-rate", type=float, default=1e-3)
+    arg_parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    arg_parser.add_argument(
+        "--offload", action="store_true", help="a GPU's parameters stay in the host's memory"
+    )
+    options = arg_parser.parse_args()
     if options.offload and options.device == "cpu":
-        made.error("--offload needs --device cuda: on CPUs, parameters are in the host's memory anyway")
+        arg_parser.error("--offload needs --device cuda: on CPUs, parameters are in the host's memory anyway")
     return options
 
 

@@ -43,7 +43,7 @@ class Stage:
     def __init__(self, seed: int, *, shard: bool) -> None:
         ranks = dist.get_world_size() // 2
         self.number, self.place = divmod(dist.get_rank(), ranks)
-        self.other = (1 - self.number) * ranks + self.place
+        self.peer = (1 - self.number) * ranks + self.place
         torch.manual_seed(seed + self.number)  # the same model on all ranks of a stage
         sizes = [(INPUTS, WIDTH), (WIDTH, INPUTS)][self.number]
         model = nn.Sequential(nn.Linear(*sizes), nn.Tanh() if self.number == 0 else nn.Identity())
@@ -61,21 +61,21 @@ class Stage:
 
     def _first(self, inputs: torch.Tensor) -> torch.Tensor:
         activations = self.model(inputs)
-        dist.send(activations.detach(), self.other)
+        dist.send(activations.detach(), self.peer)
         gradients, loss = torch.empty_like(activations), torch.empty(())
-        dist.recv(gradients, self.other)
-        dist.recv(loss, self.other)
+        dist.recv(gradients, self.peer)
+        dist.recv(loss, self.peer)
         activations.backward(gradients)
         return loss
 
     def _second(self, targets: torch.Tensor) -> torch.Tensor:
         activations = torch.empty(BATCH, WIDTH)
-        dist.recv(activations, self.other)
+        dist.recv(activations, self.peer)
         loss = functional.mse_loss(self.model(activations.requires_grad_()), targets)
         loss.backward()
         assert activations.grad is not None
-        dist.send(activations.grad, self.other)
-        dist.send(loss.detach(), self.other)
+        dist.send(activations.grad, self.peer)
+        dist.send(loss.detach(), self.peer)
         return loss
 
 
@@ -103,18 +103,22 @@ class ScheduledStage(Stage):
         return loss
 
     @staticmethod
-    def _loss(found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.mse_loss(found, targets) / MICROS
+    def _loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(outputs, targets) / MICROS
 
 
 def main() -> None:
     """Train, and print the loss of each iteration."""
-    made = parser("checkmate.examples.pipeline", __doc__, 60)
-    made.add_argument("--shard", action="store_true", help="shard each stage with FSDP2, instead of DDP")
-    made.add_argument("--schedule", action="store_true", help="with --shard: train by PyTorch's Schedule1F1B")
-    options = made.parse_args()
+    arg_parser = parser("checkmate.examples.pipeline", __doc__, 60)
+    arg_parser.add_argument(
+        "--shard", action="store_true", help="shard each stage with FSDP2, instead of DDP"
+    )
+    arg_parser.add_argument(
+        "--schedule", action="store_true", help="with --shard: train by PyTorch's Schedule1F1B"
+    )
+    options = arg_parser.parse_args()
     if options.schedule and not options.shard:
-        made.error("--schedule needs --shard")
+        arg_parser.error("--schedule needs --shard")
     dist.init_process_group("gloo")
     stage = ScheduledStage(options.seed) if options.schedule else Stage(options.seed, shard=options.shard)
     model, optimizer = stage.model, torch.optim.AdamW(stage.model.parameters(), lr=1e-2)

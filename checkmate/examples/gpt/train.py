@@ -60,18 +60,18 @@ def warm_up_then_cosine(step: int, steps: int, warm_up: int = 10) -> float:
 
 
 def parse() -> argparse.Namespace:
-    made = parser("checkmate.examples.gpt.train", __doc__, 100)
-    made.add_argument("--text", type=Path, help="file to train on; Python's documentation by default")
-    made.add_argument("--batch", type=int, default=2, help="batch size per rank")
-    made.add_argument("--context", type=int, default=64, help="context length in bytes")
-    made.add_argument("--layers", type=int, default=4)
-    made.add_argument("--width", type=int, default=320)
-    made.add_argument("--heads", type=int, default=5)
-    made.add_argument("--dropout", type=float, default=0.1)
-    made.add_argument("--learning-rate", type=float, default=1e-3)
-    add_device(made)
-    made.add_argument("--bucket-mb", type=float, default=4, help="size of gradient buckets in MiB")
-    return made.parse_args()
+    arg_parser = parser("checkmate.examples.gpt.train", __doc__, 100)
+    arg_parser.add_argument("--text", type=Path, help="file to train on; Python's documentation by default")
+    arg_parser.add_argument("--batch", type=int, default=2, help="batch size per rank")
+    arg_parser.add_argument("--context", type=int, default=64, help="context length in bytes")
+    arg_parser.add_argument("--layers", type=int, default=4)
+    arg_parser.add_argument("--width", type=int, default=320)
+    arg_parser.add_argument("--heads", type=int, default=5)
+    arg_parser.add_argument("--dropout", type=float, default=0.1)
+    arg_parser.add_argument("--learning-rate", type=float, default=1e-3)
+    add_device(arg_parser)
+    arg_parser.add_argument("--bucket-mb", type=float, default=4, help="size of gradient buckets in MiB")
+    return arg_parser.parse_args()
 
 
 if __name__ == "__main__":

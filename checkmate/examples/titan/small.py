@@ -57,10 +57,10 @@ def config(iterations: int, seed: int) -> Any:
         loader=lambda path: Dataset.from_list([{"text": topics[name]} for name in sorted(topics)]),
         sample_processor=lambda row: row["text"],
     )
-    made = llama3_debugmodel()
-    made.tokenizer = ByteTokenizer.Config()
-    made.dataloader.dataset = "topics"
-    model = made.model_spec.model
+    configuration = llama3_debugmodel()
+    configuration.tokenizer = ByteTokenizer.Config()
+    configuration.dataloader.dataset = "topics"
+    model = configuration.model_spec.model
     model.layers = _build_llama3_layers(
         n_layers=LAYERS,
         dim=model.dim,
@@ -72,14 +72,14 @@ def config(iterations: int, seed: int) -> Any:
     )
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # FlexAttention needs a GPU
-    made.activation_checkpoint = None
-    made.training.seq_len, made.training.local_batch_size = CONTEXT, BATCH
-    made.training.steps, made.lr_scheduler.total_steps = iterations, STEPS
-    made.training.disable_cuda_graphs = True
-    made.parallelism.data_parallel_replicate_degree = 2
-    made.parallelism.data_parallel_shard_degree = 2
-    made.parallelism.spmd_backend = "partial_dtensor"
-    made.validator.enable = False
-    made.comm.trace_buf_size = 0
-    made.debug.seed = seed
-    return made
+    configuration.activation_checkpoint = None
+    configuration.training.seq_len, configuration.training.local_batch_size = CONTEXT, BATCH
+    configuration.training.steps, configuration.lr_scheduler.total_steps = iterations, STEPS
+    configuration.training.disable_cuda_graphs = True
+    configuration.parallelism.data_parallel_replicate_degree = 2
+    configuration.parallelism.data_parallel_shard_degree = 2
+    configuration.parallelism.spmd_backend = "partial_dtensor"
+    configuration.validator.enable = False
+    configuration.comm.trace_buf_size = 0
+    configuration.debug.seed = seed
+    return configuration

@@ -35,16 +35,16 @@ class Checkpoints(CheckpointManager):
         """Restore from the shadow nodes, or else from torchtitan's own folder; protect. Before the loop."""
         (model,), (optimizer,) = self.states["model"].model, self.states["optimizer"].optimizers
         (scheduler,) = self.states["lr_scheduler"].schedulers
-        others = {name: self.states[name] for name in ("train_state", "dataloader")}
+        parts = {name: self.states[name] for name in ("train_state", "dataloader")}
         _, extra = checkmate.restore(model, optimizer, scheduler=scheduler)
-        for name, found in (extra or {}).items():
-            others[name].load_state_dict(found)
+        for name, part_state in (extra or {}).items():
+            parts[name].load_state_dict(part_state)
         loaded = extra is not None or super()._load(step)
         self.protection = checkmate.protect(
             model,
             optimizer,
             scheduler=scheduler,
-            extra=lambda: {name: other.state_dict() for name, other in others.items()},
+            extra=lambda: {name: part.state_dict() for name, part in parts.items()},
         )
         return bool(loaded)
 
@@ -79,10 +79,12 @@ class Losses(BaseLogger):
 
 def main() -> None:
     """Train, and print the loss of each iteration."""
-    made = parser("checkmate.examples.titan.train", __doc__, 60)
-    made.add_argument("--checkpoints", type=Path, help="torchtitan's folder of checkpoints; none by default")
-    made.add_argument("--plain", action="store_true", help="train without Checkmate")
-    options = made.parse_args()
+    arg_parser = parser("checkmate.examples.titan.train", __doc__, 60)
+    arg_parser.add_argument(
+        "--checkpoints", type=Path, help="torchtitan's folder of checkpoints; none by default"
+    )
+    arg_parser.add_argument("--plain", action="store_true", help="train without Checkmate")
+    options = arg_parser.parse_args()
     config = small.config(options.iterations, options.seed)
     if options.plain:
         config.checkpoint.enable = options.checkpoints is not None
