@@ -56,8 +56,8 @@ def test_nothing_is_given_up_while_threads_run() -> None:
         "except PrivilegesError as error: print(error, effective() == before)",
         "end.set()",
     )
-    done = subprocess.run(script, capture_output=True, text=True, check=True)
-    assert done.stdout == "2 threads are running: capabilities must be given up before they start True\n"
+    result = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert result.stdout == "2 threads are running: capabilities must be given up before they start True\n"
 
 
 def test_without_any_capability_there_is_nothing_to_give_up() -> None:
@@ -67,36 +67,36 @@ def test_without_any_capability_there_is_nothing_to_give_up() -> None:
 
 @needs_root
 def test_files_of_another_user_take_a_capability(tmp_path: Path) -> None:
-    (own := tmp_path / "own").mkdir()
-    (theirs := tmp_path / "theirs").mkdir()
-    os.chown(theirs, NOBODY, NOBODY)
-    below = theirs / "folder" / "file"
-    assert to_write(own) == ()
+    (own_folder := tmp_path / "own").mkdir()
+    (foreign_folder := tmp_path / "theirs").mkdir()
+    os.chown(foreign_folder, NOBODY, NOBODY)
+    below = foreign_folder / "folder" / "file"
+    assert to_write(own_folder) == ()
     assert to_write(below) == (Capability.DAC_OVERRIDE, Capability.FOWNER)
-    assert to_read([own, below]) == (Capability.DAC_READ_SEARCH,)
-    (own / "link").symlink_to(theirs / "file")
-    assert to_read([own / "link"]) == (Capability.DAC_READ_SEARCH,)
+    assert to_read([own_folder, below]) == (Capability.DAC_READ_SEARCH,)
+    (own_folder / "link").symlink_to(foreign_folder / "file")
+    assert to_read([own_folder / "link"]) == (Capability.DAC_READ_SEARCH,)
     assert to_listen([1024, 50051]) == ()
     assert to_listen([50051, 443]) == (Capability.NET_BIND_SERVICE,)
 
 
 @needs_root
 @pytest.mark.parametrize(
-    "theirs",
+    "is_foreign",
     [pytest.param(False, marks=pytest.mark.slow), True],
     ids=["files of root", "files of another user"],
 )
 def test_a_shadow_node_keeps_what_its_buffers_need(
-    start: Callable[..., NodeProcess], tmp_path: Path, theirs: bool
+    start: Callable[..., NodeProcess], tmp_path: Path, is_foreign: bool
 ) -> None:
-    if theirs:
+    if is_foreign:
         os.chown(tmp_path, NOBODY, NOBODY)
         tmp_path.chmod(0o700)
     job = local_job(nodes=1)
     node = start(job, 0, "--no-view")
     assert node.line().startswith("ready")
     check_keeps(node.process.pid, Capability.NET_ADMIN, *to_read([tmp_path / "job.yaml"]))
-    assert theirs <= (Capability.DAC_READ_SEARCH in to_read([tmp_path / "job.yaml"]))
+    assert is_foreign <= (Capability.DAC_READ_SEARCH in to_read([tmp_path / "job.yaml"]))
 
 
 @needs_root
@@ -109,8 +109,8 @@ def test_root_keeps_events_in_the_folder_of_another_user(
     os.chown(home, NOBODY, NOBODY)
     node = start(local_job(nodes=1), 0, "--no-view", "--events", str(home / "events"))
     assert node.line().startswith("ready")
-    kept = [*to_read([tmp_path / "job.yaml"]), *to_write(home)]
-    check_keeps(node.process.pid, Capability.NET_ADMIN, *kept)
+    capabilities = [*to_read([tmp_path / "job.yaml"]), *to_write(home)]
+    check_keeps(node.process.pid, Capability.NET_ADMIN, *capabilities)
     assert list((home / "events").glob("*.jsonl"))
 
 
@@ -124,13 +124,13 @@ def test_the_controller_keeps_none_but_for_its_events(tmp_path: Path) -> None:
         (home := tmp_path / "home").mkdir(mode=0o700)
         os.chown(home, NOBODY, NOBODY)
         events = home / "events"
-        for options, kept in ((), ()), (("--events", str(events)), to_write(events)):
+        for options, capabilities in ((), ()), (("--events", str(events)), to_write(events)):
             command = [*COMMAND, "run", "--no-view", str(file), *options]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
                 assert process.stdout
                 assert "written" in process.stdout.readline()
                 assert process.stdout.readline().startswith("serving")
-                check_keeps(process.pid, *to_read([file]), *kept)
+                check_keeps(process.pid, *to_read([file]), *capabilities)
                 process.terminate()
         assert list(events.glob("*.jsonl"))
 
@@ -151,7 +151,7 @@ def test_roots_checkpoints_in_another_users_folder_are_that_users(
         assert process.stderr
         while "waiting" not in process.stderr.readline():
             assert process.poll() is None
-        check_keeps(process.pid, bound=(*to_read([]), Capability.SETUID, Capability.SETGID))
+        check_keeps(process.pid, bounding=(*to_read([]), Capability.SETUID, Capability.SETGID))
         status = Path(f"/proc/{process.pid}/status").read_text()
         for name in ("Uid", "Gid"):
             (line,) = (line for line in status.splitlines() if line.startswith(f"{name}:"))

@@ -58,9 +58,9 @@ def test_chunks_of_any_mesh_are_the_tensor(data: st.DataObject, cuts: Cuts, dtyp
     boxes = with_replicas(data, cuts.boxes())
     whole = noise(cuts.shape, dtype)
     chunks = {group: whole[box.slices].clone() for group, box in boxes.items()}
-    found = Cover("w", cuts.shape, boxes).assemble("w", chunks)
-    assert (found.shape, found.dtype) == (whole.shape, dtype)
-    assert torch.equal(found.float().nan_to_num(-1), whole.float().nan_to_num(-1))
+    assembled = Cover("w", cuts.shape, boxes).assemble("w", chunks)
+    assert (assembled.shape, assembled.dtype) == (whole.shape, dtype)
+    assert torch.equal(assembled.float().nan_to_num(-1), whole.float().nan_to_num(-1))
 
 
 @given(st.data(), cut_tensors())
@@ -69,10 +69,10 @@ def test_a_chunk_that_is_missing_is_an_error(data: st.DataObject, cuts: Cuts) ->
     full = [box for box in boxes if box.elements]
     if not full:
         return
-    lost = data.draw(st.sampled_from(full))
-    left = {group: box for group, box in enumerate(boxes) if box != lost}
+    missing_box = data.draw(st.sampled_from(full))
+    remaining = {group: box for group, box in enumerate(boxes) if box != missing_box}
     with pytest.raises(StateError, match=r"^w: a chunk is missing: DP groups have"):
-        Cover("w", cuts.shape, left)
+        Cover("w", cuts.shape, remaining)
 
 
 @given(st.data(), cut_tensors())

@@ -69,15 +69,15 @@ def test_while_training_goes_on(place: Callable[..., ConsolidatePlace], groups: 
     here = place(groups=groups, nodes=2, replicas=replicas, ranks=2)
     here.iterate()
     with here.going_on():
-        seen = []
+        iterations = []
         for _ in range(5):
             before = here.trainings[0].iteration
             snapshot = here.read()
             assert snapshot.iteration >= before - 1
             here.check(checkpoint(snapshot), snapshot.iteration)
-            seen.append(snapshot.iteration)
-        assert here.read(at_least=seen[-1] + 5).iteration >= seen[-1] + 5
-    assert seen == sorted(seen)
+            iterations.append(snapshot.iteration)
+        assert here.read(at_least=iterations[-1] + 5).iteration >= iterations[-1] + 5
+    assert iterations == sorted(iterations)
     wait_until(lambda: not any(n.node.state.reserved for n in here.world.nodes.values()), "released")
 
 
@@ -107,9 +107,9 @@ def test_what_is_missing_is_named(place: Callable[..., ConsolidatePlace]) -> Non
     here.iterate()
     here.world.stop(1)
     address = here.job.node(1).mgmt
-    with pytest.raises(Missing) as caught:
+    with pytest.raises(Missing) as excinfo:
         here.read(timeout=1)
-    words = str(caught.value)
+    words = str(excinfo.value)
     assert words.startswith("no iteration is complete within 1 s: shard 1 of DP group 0: shadow node 1 (")
     assert f"({address}): can't be reached" in words
     assert "ipv4:" not in words
@@ -143,18 +143,18 @@ def fetched(shard: int, buffers: list[str], expected: list[str]) -> ShardState:
 def test_buffers_of_all_nodes_are_taken_together_and_none_is_left_out() -> None:
     """A node that joined late has only some."""
     expected = ["frozen", "mean"]
-    found = combine_shards(0, [fetched(0, ["mean"], expected), fetched(1, ["frozen"], expected)])
-    assert set(found.record.buffers) == {"mean", "frozen"}
+    combined = combine_shards(0, [fetched(0, ["mean"], expected), fetched(1, ["frozen"], expected)])
+    assert set(combined.record.buffers) == {"mean", "frozen"}
     with pytest.raises(Lacking, match="have not arrived yet: frozen$"):
         combine_shards(0, [fetched(0, ["mean"], expected), fetched(1, [], expected)])
 
 
 def test_shards_of_two_models_are_not_put_together() -> None:
-    ours, theirs = fetched(0, [], []), fetched(1, [], [])
-    theirs.header.layout = make_layout([Parameter("v", (4,), "float32")], 2, 100).to_json()
-    with pytest.raises(Lacking, match="shard 1 of DP group 0 has another model") as caught:
-        combine_shards(0, [ours, theirs])
-    assert caught.value.wrong == {(0, 1)}
+    first, second = fetched(0, [], []), fetched(1, [], [])
+    second.header.layout = make_layout([Parameter("v", (4,), "float32")], 2, 100).to_json()
+    with pytest.raises(Lacking, match="shard 1 of DP group 0 has another model") as excinfo:
+        combine_shards(0, [first, second])
+    assert excinfo.value.wrong == {(0, 1)}
 
 
 def test_nodes_that_have_forgotten_everything(place: Callable[..., ConsolidatePlace]) -> None:
@@ -177,9 +177,9 @@ def test_a_job_file_with_other_ranks_is_refused(place: Callable[..., Consolidate
         for rank, number in zip(here.job.dp_groups[0].ranks, (second, first), strict=True)
     ]
     group = replace(here.job.dp_groups[0], ranks=tuple(ranks))
-    other = replace(here.job, dp_groups=(group,))
+    changed_job = replace(here.job, dp_groups=(group,))
     words = "with ranks 0, 1, but the job now has it with ranks 1, 0: specify"
-    with SnapshotReader(other) as nodes, pytest.raises(Missing, match=words):
+    with SnapshotReader(changed_job) as nodes, pytest.raises(Missing, match=words):
         nodes.read(5)
 
 
@@ -188,12 +188,12 @@ class Liar(rpc.ShadowServicer):
 
     def __init__(self, truth: rpc.ShadowStub, node: int, change: Callable[[list[pb.Seeds]], object]) -> None:
         self._truth, self._node, self._change = truth, node, change
-        self.asked = 0
+        self.requests = 0
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        found = self._truth.Status(request)
-        found.node = self._node
-        return found
+        status = self._truth.Status(request)
+        status.node = self._node
+        return status
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return self._truth.Reserve(request)
@@ -202,7 +202,7 @@ class Liar(rpc.ShadowServicer):
         return self._truth.Release(request)
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
-        self.asked += 1
+        self.requests += 1
         messages = list(self._truth.Fetch(request))
         self._change(messages)
         yield from messages
@@ -256,18 +256,18 @@ def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., Consolidat
     server.start()
     try:
         here.check(checkpoint(here.read()), 1)
-        assert liar.asked
+        assert liar.requests
         away = replace(here.job.node(0), mgmt="127.0.0.1:1")
         alone = replace(here.job, shadow_nodes=(away, here.job.node(1)))
         once = threading.Event()
         once.set()
         with (
             SnapshotReader(alone, stopped=once) as nodes,
-            pytest.raises(Missing, match="shard 1 of DP group 0: shadow node 1") as caught,
+            pytest.raises(Missing, match="shard 1 of DP group 0: shadow node 1") as excinfo,
         ):
             nodes.read(20)
-        assert isinstance(caught.value.__cause__, Lacking)
-        assert caught.value.__cause__.wrong == {(0, 0), (0, 1)}
+        assert isinstance(excinfo.value.__cause__, Lacking)
+        assert excinfo.value.__cause__.wrong == {(0, 0), (0, 1)}
     finally:
         server.stop(0).wait()
 
@@ -283,10 +283,10 @@ def test_the_command_writes_a_checkpoint(
         killed.kill()
     assert hidden(tmp_path)
     argv = [*COMMAND, "consolidate", str(here.file(tmp_path)), "--out", str(out), "--format", kind]
-    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=False)
-    assert (done.returncode, without_warning(done.stderr)) == (0, "")
-    check_document("consolidate", said := json.loads(done.stdout))
-    assert (said["iteration"], said["shards"], said["path"]) == (1, 4, str(out))
+    result = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=False)
+    assert (result.returncode, without_warning(result.stderr)) == (0, "")
+    check_document("consolidate", report := json.loads(result.stdout))
+    assert (report["iteration"], report["shards"], report["path"]) == (1, 4, str(out))
     here.check(disk.load(out), 1)
     assert hidden(tmp_path) == []
     again = subprocess.run(argv, capture_output=True, text=True, check=False)
@@ -301,13 +301,13 @@ def test_the_command_writes_a_checkpoint(
     assert "can't be written: File name too long" in long.stderr.replace("\n", " ")
     for node in list(here.world.nodes):
         here.world.stop(node)
-    other = [*argv[:-3], str(tmp_path / "other"), *argv[-2:], "--timeout", "1"]
-    done = subprocess.run([*other, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert json.loads(done.stdout)["exit"] == 3
-    assert "no shadow node of job demo can be reached within 1 s" in done.stderr
-    assert "a lab's shadow nodes can be reached from its controller namespace only" in done.stderr
-    assert "shard 1 of DP group 1" in done.stderr
+    failing = [*argv[:-3], str(tmp_path / "other"), *argv[-2:], "--timeout", "1"]
+    result = subprocess.run([*failing, "--json"], capture_output=True, text=True, check=False)
+    assert result.returncode == 3
+    assert json.loads(result.stdout)["exit"] == 3
+    assert "no shadow node of job demo can be reached within 1 s" in result.stderr
+    assert "a lab's shadow nodes can be reached from its controller namespace only" in result.stderr
+    assert "shard 1 of DP group 1" in result.stderr
     assert not (tmp_path / "other").exists()
 
 
@@ -326,22 +326,22 @@ def test_the_command_keeps_the_last_few(
         try:
             assert process.stdout is not None
             with here.going_on():
-                said = [json.loads(process.stdout.readline()) for _ in range(4)]
+                reports = [json.loads(process.stdout.readline()) for _ in range(4)]
         finally:
             process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()
         assert process.wait() == 0
-    said += [json.loads(line) for line in rest.splitlines()]
-    iterations = [one["iteration"] for one in said]
+    reports += [json.loads(line) for line in rest.splitlines()]
+    iterations = [report["iteration"] for report in reports]
     assert iterations == sorted(set(iterations))
     assert all((b + 1) // 5 > (a + 1) // 5 for a, b in itertools.pairwise(iterations))
-    left = kept_in(folder)
-    assert [path.name.removesuffix(".pt") for path in left] == [
+    kept_paths = kept_in(folder)
+    assert [path.name.removesuffix(".pt") for path in kept_paths] == [
         f"generation-0001-iteration-{i:08}" for i in iterations[:-3:-1]
     ]
-    for path, iteration in zip(left, reversed(iterations), strict=False):
+    for path, iteration in zip(kept_paths, reversed(iterations), strict=False):
         here.check(disk.load(path), iteration)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in left)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in kept_paths)
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
@@ -349,7 +349,7 @@ def test_a_sharded_job_is_followed_with_whole_tensors(
     place: Callable[..., ConsolidatePlace], kind: disk.Format, tmp_path: Path
 ) -> None:
     here = place(groups=2, nodes=2, ranks=2, sharded=True)
-    stopped, saved, troubles = threading.Event(), list[Path](), list[str]()
+    stopped, paths, troubles = threading.Event(), list[Path](), list[str]()
 
     with (
         here.going_on(),
@@ -360,20 +360,20 @@ def test_a_sharded_job_is_followed_with_whole_tensors(
             follow,
             *(nodes, tmp_path, kind, 10.0, 5, 2, stopped),
             FollowListener(
-                lambda one: saved.append(one.path),
+                lambda checkpoint: paths.append(checkpoint.path),
                 troubles.append,
                 troubles.append,
             ),
         )
         try:
-            wait_until(lambda: len(saved) >= 4, "four checkpoints", 60)
+            wait_until(lambda: len(paths) >= 4, "four checkpoints", 60)
         finally:
             stopped.set()
             following.result()
     assert troubles == []
-    left = kept_in(tmp_path)
-    assert left == saved[:-3:-1]
-    for path in left:
+    kept_paths = kept_in(tmp_path)
+    assert kept_paths == paths[:-3:-1]
+    for path in kept_paths:
         here.check(disk.load(path), int(path.name.removesuffix(".pt")[-8:]))
 
 
@@ -384,19 +384,19 @@ def test_a_full_disk_in_the_background(
     """It reports each checkpoint that doesn't fit, leaves existing ones intact, and continues later."""
     here = place(nodes=2, ranks=2)
     here.iterate(2)
-    stopped, saved, troubles = threading.Event(), list[int](), list[str]()
+    stopped, iterations, troubles = threading.Event(), list[int](), list[str]()
     with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
         following = pool.submit(
             follow,
             *(nodes, small_disk, kind, 10.0, 1, 5, stopped),
             FollowListener(
-                lambda one: saved.append(one.iteration),
+                lambda checkpoint: iterations.append(checkpoint.iteration),
                 troubles.append,
                 troubles.append,
             ),
         )
         try:
-            wait_until(lambda: saved == [1], "the first")
+            wait_until(lambda: iterations == [1], "the first")
             filler = small_disk / "filler"
             free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
             filler.write_bytes(bytes(free - 4096))
@@ -406,7 +406,7 @@ def test_a_full_disk_in_the_background(
             wait_until(lambda: len(troubles) == 2, "the next trouble")
             filler.unlink()
             here.iterate()
-            wait_until(lambda: saved == [1, 4], "the last")
+            wait_until(lambda: iterations == [1, 4], "the last")
         finally:
             stopped.set()
             following.result()
@@ -425,15 +425,15 @@ def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
     here = place(nodes=2, ranks=2)
     here.iterate(6)
     for _ in range(2):
-        stopped, saved = threading.Event(), list[int]()
+        stopped, iterations = threading.Event(), list[int]()
         with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
             following = pool.submit(
                 follow,
                 *(nodes, tmp_path, "torch", 10.0, 4, 5, stopped),
                 FollowListener(
-                    lambda one, saved=saved: saved.append(one.iteration),  # type: ignore[misc]
+                    lambda checkpoint, iterations=iterations: iterations.append(checkpoint.iteration),  # type: ignore[misc]
                     lambda trouble: None,
-                    lambda left: None,
+                    lambda seconds_left: None,
                 ),
             )
             try:
@@ -441,18 +441,18 @@ def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
                     for training in here.trainings:
                         training.last = True
                     here.iterate()
-                wait_until(lambda: saved == [6], "the last", 20)  # noqa: B023
+                wait_until(lambda: iterations == [6], "the last", 20)  # noqa: B023
                 time.sleep(1.0)
             finally:
                 stopped.set()
                 following.result()
-        assert saved == [6]
+        assert iterations == [6]
     here.check(disk.load(checkpoint_folder.checkpoint_path(tmp_path, 1, 6, "torch")), 6)
 
 
 @given(st.integers(-1, 1000), st.integers(1, 50))
-def test_when_one_is_due(iteration: int, every: int) -> None:
-    due = next_due(iteration, every)
-    assert due >= max(iteration, 0)
-    assert (due + 1) % every == 0
-    assert due - max(iteration, 0) < every
+def test_when_one_is_due(iteration: int, interval: int) -> None:
+    next_iteration = next_due(iteration, interval)
+    assert next_iteration >= max(iteration, 0)
+    assert (next_iteration + 1) % interval == 0
+    assert next_iteration - max(iteration, 0) < interval

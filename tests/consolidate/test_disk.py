@@ -18,32 +18,38 @@ import torch
 from checkmate import state
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint, plain
-from tests.support.checkpoints import FORMATS, DiskModel, DiskRun, half_way, hidden, made, mounted
+from tests.support.checkpoints import FORMATS, DiskModel, DiskRun, half_way, hidden, mounted, small_checkpoint
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    return type(one) is type(other) and bool(one == other)
+def equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return type(first) is type(second) and len(first) == len(second) and all(map(equal, first, second))
+    return type(first) is type(second) and bool(first == second)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_written_is_read_back(kind: disk.Format, groups: int, tmp_path: Path) -> None:
     snapshot = DiskRun().snapshot(groups)
-    made = checkpoint(snapshot)
+    original = checkpoint(snapshot)
     path = tmp_path / "new" / "checkpoint.pt"
     disk.save(checkpoint(snapshot, by_name=kind == "dcp"), path, kind)
-    found = disk.load(path)
-    assert equal(sorted(found), sorted(made))
+    document = disk.load(path)
+    assert equal(sorted(document), sorted(original))
     for index in range(groups):
-        ours, theirs = disk.stage_in(made, index), disk.stage_in(found, index)
-        assert {key: equal(theirs[key], ours[key]) for key in ours} == dict.fromkeys(ours, True)
-    assert (ours["iteration"], ours["job"], ours["group"]) == (2, "demo", groups - 1)
+        written_stage, read_stage = disk.stage_in(original, index), disk.stage_in(document, index)
+        assert {key: equal(read_stage[key], written_stage[key]) for key in written_stage} == dict.fromkeys(
+            written_stage, True
+        )
+    assert (written_stage["iteration"], written_stage["job"], written_stage["group"]) == (
+        2,
+        "demo",
+        groups - 1,
+    )
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert disk.read_run(path) == "run"
 
@@ -59,10 +65,10 @@ def test_nothing_large_is_on_the_disk_twice_and_its_size_is_returned(
     nbytes = disk.save(checkpoint(snapshot, by_name=kind == "dcp"), path, kind)
     assert nbytes == sum(file.stat().st_size for file in (path.iterdir() if kind == "dcp" else [path]))
     assert 8e6 < nbytes < 9e6
-    found = disk.load(path)
+    document = disk.load(path)
     for index in range(2):
-        extras = disk.stage_in(found, index)["extra"].values()
-        assert [one["ema"].numel() for one in extras if "ema" in one] == [1_000_000]
+        extras = disk.stage_in(document, index)["extra"].values()
+        assert [extra["ema"].numel() for extra in extras if "ema" in extra] == [1_000_000]
 
 
 PLAIN = """
@@ -96,14 +102,14 @@ def test_the_milestones_of_a_schedule_stay_what_they_are() -> None:
     """They are a Counter, which counts what it is made of unless that is a mapping."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6, 6])
-    found = plain(state.loads(state.dumps(scheduler.state_dict())))
-    assert found["milestones"] == Counter({3: 1, 6: 2})
-    assert type(found["milestones"]) is Counter
+    scheduler_state = plain(state.loads(state.dumps(scheduler.state_dict())))
+    assert scheduler_state["milestones"] == Counter({3: 1, 6: 2})
+    assert type(scheduler_state["milestones"]) is Counter
     assert type(plain(OrderedDict(a=np.float64(1)))) is OrderedDict
 
 
 @pytest.mark.parametrize(
-    "kind", [FORMATS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FORMATS[1:])]
+    "kind", [FORMATS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in FORMATS[1:])]
 )
 def test_plain_pytorch_resumes_without_this_project(kind: disk.Format, tmp_path: Path) -> None:
     """Without the project, by strict `load_state_dict`, with the bits of an uninterrupted run."""
@@ -114,8 +120,8 @@ def test_plain_pytorch_resumes_without_this_project(kind: disk.Format, tmp_path:
     class_run, _, _ = inspect.getsource(DiskRun).partition("    def snapshot")
     (tmp_path / "plain.py").write_text(PLAIN.format(model=model, run=class_run))
     argv = [sys.executable, "-I", str(tmp_path / "plain.py"), kind, str(path)]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     out = path if kind == "torch" else path.with_suffix(".pt")
     model_state, optimizer_state = torch.load(f"{out}.out")
     run.train(4)
@@ -130,8 +136,8 @@ def test_dcp_loads_in_place_as_pytorchs_own_tutorial_does(tmp_path: Path) -> Non
     run, fresh = DiskRun(), DiskRun()
     disk.save(checkpoint(run.snapshot(), by_name=True), tmp_path / "c", "dcp")
     fresh.optimizer.param_groups[0]["params"].pop()  # these functions don't expect one without gradients
-    model_state, found = get_state_dict(fresh.model, fresh.optimizer)
-    optimizer_state: Any = found["state"]
+    model_state, optimizer_document = get_state_dict(fresh.model, fresh.optimizer)
+    optimizer_state: Any = optimizer_document["state"]
     for value in (*model_state.values(), *optimizer_state["embedding.weight"].values()):
         value.zero_()
     load(
@@ -150,14 +156,14 @@ def test_dcp_loads_in_place_as_pytorchs_own_tutorial_does(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_full_disk_leaves_the_old_ones_whole(kind: disk.Format, small_disk: Path) -> None:
     old = small_disk / "one.pt"
-    disk.save(made(300), old, kind)
+    disk.save(small_checkpoint(300), old, kind)
     before = sorted(path.name for path in small_disk.rglob("*"))
     for path in (small_disk / "two.pt", old):
         with pytest.raises(disk.DiskError, match=f"can't write {path}: No space left on device"):
-            disk.save(made(900), path, kind, replace=True)
+            disk.save(small_checkpoint(900), path, kind, replace=True)
     assert sorted(path.name for path in small_disk.rglob("*")) == before
     assert torch.equal(disk.load(old)["model"]["w"], torch.ones(300, 256))
-    disk.save(made(400), small_disk / "two.pt", kind)
+    disk.save(small_checkpoint(400), small_disk / "two.pt", kind)
     assert torch.equal(disk.load(small_disk / "two.pt")["model"]["w"], torch.ones(400, 256))
 
 
@@ -243,13 +249,13 @@ def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     (tmp_path / "file").write_text("x")
     with pytest.raises(disk.DiskError, match="the folder exists already"):
-        disk.save(made(1), tmp_path / "mine", "dcp")
+        disk.save(small_checkpoint(1), tmp_path / "mine", "dcp")
     with pytest.raises(disk.DiskError, match="the folder exists already"):
-        disk.save(made(1), tmp_path / "mine", "torch")
+        disk.save(small_checkpoint(1), tmp_path / "mine", "torch")
     with pytest.raises(disk.DiskError, match="a file of this name exists already"):
-        disk.save(made(1), tmp_path / "file", "dcp")
+        disk.save(small_checkpoint(1), tmp_path / "file", "dcp")
     with pytest.raises(disk.DiskError, match="can't write"):
-        disk.save(made(1), tmp_path / "file" / "below", "torch")
+        disk.save(small_checkpoint(1), tmp_path / "file" / "below", "torch")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
 
 

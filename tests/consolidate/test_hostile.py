@@ -36,23 +36,23 @@ class Runs:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
+def dcp_checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "generation-0001-iteration-00000002"
     disk.save(checkpoint(DiskRun().snapshot(), by_name=True), path, "dcp")
     return path
 
 
-def refused(path: Path, words: str) -> None:
-    with pytest.raises(disk.DiskError, match=words) as caught:
+def check_refused(path: Path, words: str) -> None:
+    with pytest.raises(disk.DiskError, match=words) as excinfo:
         disk.load(path)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(excinfo.value)
     assert disk.read_run(path) is None
 
 
-def test_an_index_runs_nothing(written: Path) -> None:
-    mark = written.parent / "ran"
-    (written / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
-    refused(written, "its index refers to posix.mkdir, which no checkpoint needs")
+def test_an_index_runs_nothing(dcp_checkpoint: Path) -> None:
+    mark = dcp_checkpoint.parent / "ran"
+    (dcp_checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
+    check_refused(dcp_checkpoint, "its index refers to posix.mkdir, which no checkpoint needs")
     assert not mark.exists()
 
 
@@ -65,65 +65,65 @@ class AsOldPython(pickle.Pickler):
         return NotImplemented
 
 
-def test_an_index_of_another_python_is_read(written: Path) -> None:
-    index = dcp_folder.read_index(written)
+def test_an_index_of_another_python_is_read(dcp_checkpoint: Path) -> None:
+    index = dcp_folder.read_index(dcp_checkpoint)
     data = io.BytesIO()
     AsOldPython(data).dump(index)
     assert b"getattr" in data.getvalue()
-    (written / ".metadata").write_bytes(data.getvalue())
-    assert dcp_folder.read_index(written).state_dict_metadata == index.state_dict_metadata
+    (dcp_checkpoint / ".metadata").write_bytes(data.getvalue())
+    assert dcp_folder.read_index(dcp_checkpoint).state_dict_metadata == index.state_dict_metadata
 
 
-def test_an_index_reaches_no_attribute(written: Path) -> None:
+def test_an_index_reaches_no_attribute(dcp_checkpoint: Path) -> None:
     data = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nTensorProperties\nV__init__\ntR."
-    (written / ".metadata").write_bytes(data)
-    refused(written, "its index refers to builtins.getattr, which no checkpoint needs")
+    (dcp_checkpoint / ".metadata").write_bytes(data)
+    check_refused(dcp_checkpoint, "its index refers to builtins.getattr, which no checkpoint needs")
 
 
-KINDS = [name for name, found in dcp_folder._CLASSES.items() if not isinstance(found, torch.dtype)]
+KINDS = [name for name, class_ in dcp_folder._CLASSES.items() if not isinstance(class_, torch.dtype)]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=".".join)
-def test_an_index_changes_nothing_outside_of_itself(written: Path, kind: tuple[str, str]) -> None:
-    module, name = (one.encode() for one in kind)
+def test_an_index_changes_nothing_outside_of_itself(dcp_checkpoint: Path, kind: tuple[str, str]) -> None:
+    module, name = (word.encode() for word in kind)
     there = dcp_folder._CLASSES[kind]
-    changed = b"\x80\x02c%b\n%b\nN}X\x08\x00\x00\x00__init__ctorch\nfloat32\ns\x86b0" % (module, name)
-    whole = (written / ".metadata").read_bytes()
-    (written / ".metadata").write_bytes(changed + whole[2:])
-    refused(written, "can't read")
+    payload = b"\x80\x02c%b\n%b\nN}X\x08\x00\x00\x00__init__ctorch\nfloat32\ns\x86b0" % (module, name)
+    whole = (dcp_checkpoint / ".metadata").read_bytes()
+    (dcp_checkpoint / ".metadata").write_bytes(payload + whole[2:])
+    check_refused(dcp_checkpoint, "can't read")
     assert getattr(there, "__init__") is not torch.float32  # noqa: B009
-    (written / ".metadata").write_bytes(whole)
-    assert disk.load(written)
+    (dcp_checkpoint / ".metadata").write_bytes(whole)
+    assert disk.load(dcp_checkpoint)
 
 
-@pytest.mark.parametrize("other", [torch.complex64, torch.uint16, torch.float8_e4m3fn])
-def test_tensors_of_any_type_are_read(tmp_path: Path, other: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.float8_e4m3fn])
+def test_tensors_of_any_type_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     """As buffers may be: rotary embeddings often are complex."""
-    made = checkpoint(DiskRun().snapshot(), by_name=True)
-    made["buffers"]["other"] = torch.ones(4).to(other)
-    disk.save(made, tmp_path / "one", "dcp")
-    assert disk.load(tmp_path / "one")["buffers"]["other"].dtype == other
+    document = checkpoint(DiskRun().snapshot(), by_name=True)
+    document["buffers"]["other"] = torch.ones(4).to(dtype)
+    disk.save(document, tmp_path / "one", "dcp")
+    assert disk.load(tmp_path / "one")["buffers"]["other"].dtype == dtype
 
 
-def test_a_pipe_is_not_waited_for(written: Path) -> None:
-    index = dcp_folder.read_index(written)
-    os.mkfifo(written / "pipe")
+def test_a_pipe_is_not_waited_for(dcp_checkpoint: Path) -> None:
+    index = dcp_folder.read_index(dcp_checkpoint)
+    os.mkfifo(dcp_checkpoint / "pipe")
     index.storage_data = {
         key: replace(at, relative_path="pipe", offset=0, length=0) for key, at in index.storage_data.items()
     }
-    (written / ".metadata").write_bytes(pickle.dumps(index))
-    refused(written, "of pipe, which the folder does not have")
-    (written / ".metadata").unlink()
-    os.mkfifo(written / ".metadata")
-    refused(written, "its index can't be opened: it is not a file")
+    (dcp_checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    check_refused(dcp_checkpoint, "of pipe, which the folder does not have")
+    (dcp_checkpoint / ".metadata").unlink()
+    os.mkfifo(dcp_checkpoint / ".metadata")
+    check_refused(dcp_checkpoint, "its index can't be opened: it is not a file")
 
 
 def replaced_by_a_pipe(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, path: Path) -> None:
     """Have somebody put a pipe in a file's place after a function has looked at it."""
     looks = getattr(module, name)
 
-    def look(*arguments: Any, **named: Any) -> Any:
-        result = looks(*arguments, **named)
+    def look(*arguments: Any, **keywords: Any) -> Any:
+        result = looks(*arguments, **keywords)
         path.unlink(missing_ok=True)
         os.mkfifo(path)
         monkeypatch.setattr(module, name, looks)
@@ -133,11 +133,11 @@ def replaced_by_a_pipe(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name
 
 
 def test_a_pipe_that_comes_after_the_index_was_checked_is_not_waited_for(
-    written: Path, monkeypatch: pytest.MonkeyPatch
+    dcp_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (data,) = written.glob("*.distcp")
+    (data,) = dcp_checkpoint.glob("*.distcp")
     replaced_by_a_pipe(monkeypatch, dcp_folder, "_check", data)
-    refused(written, "it is not a file")
+    check_refused(dcp_checkpoint, "it is not a file")
 
 
 def test_a_pipe_in_the_place_of_a_torch_file_is_not_waited_for(
@@ -148,58 +148,64 @@ def test_a_pipe_in_the_place_of_a_torch_file_is_not_waited_for(
     assert disk.is_checkpoint(path)
     path.unlink()
     os.mkfifo(path)
-    refused(path, "it is not a file")
+    check_refused(path, "it is not a file")
 
 
-def test_bytes_count_once(written: Path) -> None:
+def test_bytes_count_once(dcp_checkpoint: Path) -> None:
     """Otherwise a thousand names of the same bytes would take a thousand times their memory."""
-    index = dcp_folder.read_index(written)
-    place = max(index.storage_data.values(), key=lambda one: one.length)
+    index = dcp_folder.read_index(dcp_checkpoint)
+    place = max(index.storage_data.values(), key=lambda storage_place: storage_place.length)
     for number in range(1000):
         index.storage_data[meta.MetadataIndex(f"extra.{number}")] = place
-    (written / ".metadata").write_bytes(pickle.dumps(index))
-    refused(written, "its index refers to .* bytes, its files have")
+    (dcp_checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    check_refused(dcp_checkpoint, "its index refers to .* bytes, its files have")
 
 
-def test_a_value_runs_nothing(written: Path) -> None:
-    mark = written.parent / "ran"
-    index = dcp_folder.read_index(written)
-    name, place = next((one.fqn, at) for one, at in index.storage_data.items() if one.fqn == "run")
+def test_a_value_runs_nothing(dcp_checkpoint: Path) -> None:
+    mark = dcp_checkpoint.parent / "ran"
+    index = dcp_folder.read_index(dcp_checkpoint)
+    name, place = next(
+        (index_key.fqn, at) for index_key, at in index.storage_data.items() if index_key.fqn == "run"
+    )
     blob = io.BytesIO()
     torch.save(Runs(mark), blob)
-    (written / "evil.distcp").write_bytes(blob.getvalue())
-    (key,) = [one for one in index.storage_data if one.fqn == name]
+    (dcp_checkpoint / "evil.distcp").write_bytes(blob.getvalue())
+    (key,) = [index_key for index_key in index.storage_data if index_key.fqn == name]
     index.storage_data[key] = replace(
         place, relative_path="evil.distcp", offset=0, length=len(blob.getvalue())
     )
-    (written / ".metadata").write_bytes(pickle.dumps(index))
-    refused(written, "not an archive of tensors and plain values: .*mkdir")
+    (dcp_checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    check_refused(dcp_checkpoint, "not an archive of tensors and plain values: .*mkdir")
     assert not mark.exists()
 
 
-def test_an_index_that_claims_more_than_the_files_have_is_refused(written: Path) -> None:
-    index = dcp_folder.read_index(written)
+def test_an_index_that_claims_more_than_the_files_have_is_refused(dcp_checkpoint: Path) -> None:
+    index = dcp_folder.read_index(dcp_checkpoint)
     tensor = next(
-        one for one in index.state_dict_metadata.values() if isinstance(one, meta.TensorStorageMetadata)
+        metadata
+        for metadata in index.state_dict_metadata.values()
+        if isinstance(metadata, meta.TensorStorageMetadata)
     )
     tensor.size = torch.Size([1 << 45])
-    (written / ".metadata").write_bytes(pickle.dumps(index))
-    refused(written, "its index has 140737.* bytes of tensors, its files have")
+    (dcp_checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    check_refused(dcp_checkpoint, "its index has 140737.* bytes of tensors, its files have")
 
 
-@pytest.mark.parametrize("other", ["../secret", "/etc/passwd"])
-def test_an_index_reaches_no_other_file(written: Path, other: str) -> None:
-    (written.parent / "secret").write_bytes(bytes(1 << 20))
-    index = dcp_folder.read_index(written)
-    index.storage_data = {key: replace(at, relative_path=other) for key, at in index.storage_data.items()}
-    (written / ".metadata").write_bytes(pickle.dumps(index))
-    refused(written, f"of {other}, which the folder does not have")
+@pytest.mark.parametrize("foreign_path", ["../secret", "/etc/passwd"])
+def test_an_index_reaches_no_other_file(dcp_checkpoint: Path, foreign_path: str) -> None:
+    (dcp_checkpoint.parent / "secret").write_bytes(bytes(1 << 20))
+    index = dcp_folder.read_index(dcp_checkpoint)
+    index.storage_data = {
+        key: replace(at, relative_path=foreign_path) for key, at in index.storage_data.items()
+    }
+    (dcp_checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    check_refused(dcp_checkpoint, f"of {foreign_path}, which the folder does not have")
 
 
 def test_a_checkpoint_of_a_newer_version_says_so(tmp_path: Path) -> None:
     for kind in ("dcp", "torch"):
-        made = {**checkpoint(DiskRun().snapshot(), by_name=kind == "dcp"), "protocol": 99}
-        disk.save(made, tmp_path / kind, kind)
+        document = {**checkpoint(DiskRun().snapshot(), by_name=kind == "dcp"), "protocol": 99}
+        disk.save(document, tmp_path / kind, kind)
         with pytest.raises(
             disk.DiskError, match=f"it has format 99, .* reads up to {PROTOCOL}: this version is older"
         ):
@@ -214,31 +220,31 @@ def test_only_the_owner_can_read_a_checkpoint(tmp_path: Path, kind: disk.Format)
         disk.save(checkpoint(DiskRun().snapshot(), by_name=kind == "dcp"), path, kind)
     finally:
         os.umask(before)
-    for one in (tmp_path / "new").rglob("*"):
-        assert stat.S_IMODE(one.stat().st_mode) == (0o700 if one.is_dir() else 0o600), one
+    for entry in (tmp_path / "new").rglob("*"):
+        assert stat.S_IMODE(entry.stat().st_mode) == (0o700 if entry.is_dir() else 0o600), entry
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
 def archive(pickled: bytes) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as file:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
         file.writestr("archive/data.pkl", pickled)
         file.writestr("archive/version", "3\n")
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def compressed(blob: bytes) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as file, zipfile.ZipFile(io.BytesIO(blob)) as old:
-        for one in old.infolist():
-            file.writestr(one.filename, old.read(one))
-    return made.getvalue()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file, zipfile.ZipFile(io.BytesIO(blob)) as old:
+        for member in old.infolist():
+            file.writestr(member.filename, old.read(member))
+    return buffer.getvalue()
 
 
-def stored(obj: object) -> bytes:
-    made = io.BytesIO()
-    torch.save(obj, made)
-    return made.getvalue()
+def torch_bytes(obj: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
 
 
 def nested(tuples: int) -> bytes:
@@ -254,7 +260,7 @@ NESTED_BY_NAMES = (
 @pytest.mark.parametrize(
     ("blob", "words"),
     [
-        (compressed(stored(torch.zeros(1 << 20))), "it is compressed"),
+        (compressed(torch_bytes(torch.zeros(1 << 20))), "it is compressed"),
         (archive(b"\x80\x02cnumpy\ndtype\nX\x03\x00\x00\x00V,,\x85R."), "numpy.dtype"),
         (archive(nested(400_000)), "tuples are nested more than 64 deep"),
         (archive(NESTED_BY_NAMES), "tuples are nested more than 64 deep"),
@@ -273,34 +279,34 @@ def test_an_archive_is_of_plain_values_or_refused(
         archives.load(blob)
 
 
-def test_an_index_that_nests_is_refused(written: Path) -> None:
-    (written / ".metadata").write_bytes(nested(400_000))
-    refused(written, "tuples are nested more than 64 deep")
+def test_an_index_that_nests_is_refused(dcp_checkpoint: Path) -> None:
+    (dcp_checkpoint / ".metadata").write_bytes(nested(400_000))
+    check_refused(dcp_checkpoint, "tuples are nested more than 64 deep")
 
 
-def test_an_index_changes_no_enumeration(written: Path) -> None:
+def test_an_index_changes_no_enumeration(dcp_checkpoint: Path) -> None:
     """Members are the same objects in the whole process."""
     kind = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
-    changed = b"\x80\x02" + kind + b"K\x00\x85R}X\x06\x00\x00\x00_value_K\x07sb."
-    (written / ".metadata").write_bytes(changed)
-    refused(written, "can't read")
+    payload = b"\x80\x02" + kind + b"K\x00\x85R}X\x06\x00\x00\x00_value_K\x07sb."
+    (dcp_checkpoint / ".metadata").write_bytes(payload)
+    check_refused(dcp_checkpoint, "can't read")
     assert meta._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value == 0
 
 
 def test_a_checkpoint_of_protocol_6_is_read(tmp_path: Path) -> None:
-    made = checkpoint(DiskRun().snapshot(), by_name=True)
-    found = state.loads(made["exact"])
-    disk.save({**made, "protocol": 6, "exact": stored(found)}, tmp_path / "old", "dcp")
-    assert disk.load(tmp_path / "old")["extra"] == found["extra"]
+    document = checkpoint(DiskRun().snapshot(), by_name=True)
+    exact = state.loads(document["exact"])
+    disk.save({**document, "protocol": 6, "exact": torch_bytes(exact)}, tmp_path / "old", "dcp")
+    assert disk.load(tmp_path / "old")["extra"] == exact["extra"]
 
 
 @fuzz(60, data=st.data())
-def test_a_damaged_folder_is_read_or_refused(written: Path, data: st.DataObject) -> None:
-    path = written / data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
+def test_a_damaged_folder_is_read_or_refused(dcp_checkpoint: Path, data: st.DataObject) -> None:
+    path = dcp_checkpoint / data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
     whole = path.read_bytes()
     path.write_bytes(damaged(data, whole))
     try:
-        disk.load(written)
+        disk.load(dcp_checkpoint)
     except disk.DiskError as error:
         assert "\n" not in str(error)
     finally:
@@ -325,8 +331,8 @@ def test_a_damaged_file_is_read_or_refused(tmp_path: Path, data: st.DataObject) 
 @fuzz(200, blob=st.binary(max_size=200), data=st.data())
 def test_plain_state_is_read_or_refused(blob: bytes, data: st.DataObject) -> None:
     good = state.dumps({"a": torch.ones(3), "b": [1, "x", None]})
-    for one in (blob, b"PK\x03\x04" + blob, damaged(data, good)):
+    for candidate in (blob, b"PK\x03\x04" + blob, damaged(data, good)):
         try:
-            state.loads(one)
+            state.loads(candidate)
         except state.StateError as error:
             assert "\n" not in str(error)

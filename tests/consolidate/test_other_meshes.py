@@ -24,7 +24,7 @@ from checkmate.state import StateError
 from tests.support.checkpoints import DiskRun
 from tests.support.training.lab import equal
 from tests.support.training.rank_processes import RankProcesses
-from tests.support.training.resharded import ITERATION, MeshCase, full, resume, saved, unpacked
+from tests.support.training.resharded import ITERATION, MeshCase, full, resume, save_and_load, unpacked
 from tests.support.training.sharded import ShardedNet, hybrid, replicated, shard
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -41,35 +41,39 @@ def load_natively(rank: int, count: int, shape: tuple[int, int], path: str, *, f
     weights = get_model_state_dict(model)
     states: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
     groups = {} if flat else {"param_groups": states.pop("param_groups")}
-    wanted = {**weights, "optimizer": states} if flat else {"model": weights, "optimizer": states}
-    load(wanted, checkpoint_id=path)
+    targets = {**weights, "optimizer": states} if flat else {"model": weights, "optimizer": states}
+    load(targets, checkpoint_id=path)
     set_model_state_dict(model, weights)
     set_optimizer_state_dict(model, optimizer, states | groups, options=options)
-    found = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+    optimizer_state = {
+        name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state
+    }
     if flat:
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    return full(model.state_dict()), full(found)
+    return full(model.state_dict()), full(optimizer_state)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # eight processes
 def test_two_by_four_loads_anywhere(ranks: RankProcesses, tmp_path: Path) -> None:
     """With our keys and with torchtitan's."""
-    model, states = saved(tmp_path / "whole", "dcp")
+    model, states = save_and_load(tmp_path / "whole", "dcp")
     case = MeshCase(2, 4)
-    told = ranks.run(case.ranks, resume, case, str(tmp_path / "whole"))
-    groups = tuple(unpacked(*told[number][2]) for number in range(case.shards))
-    made = checkpoint(Snapshot(case.job(), "run", ITERATION, groups), by_name=True)
-    disk.save(made, tmp_path / "ours", "dcp")
-    disk.save(keyed_for_torchtitan(made), tmp_path / "titan", "torchtitan")
-    named = {name: states[n] for n, (name, _) in enumerate(ShardedNet().named_parameters()) if n in states}
-    trained = {name: entries for name, entries in named.items() if name != "blocks.0.0.bias"}
+    resumptions = ranks.run(case.ranks, resume, case, str(tmp_path / "whole"))
+    groups = tuple(unpacked(*resumptions[number][2]) for number in range(case.shards))
+    document = checkpoint(Snapshot(case.job(), "run", ITERATION, groups), by_name=True)
+    disk.save(document, tmp_path / "ours", "dcp")
+    disk.save(keyed_for_torchtitan(document), tmp_path / "titan", "torchtitan")
+    states_by_name = {
+        name: states[n] for n, (name, _) in enumerate(ShardedNet().named_parameters()) if n in states
+    }
+    trained = {name: entries for name, entries in states_by_name.items() if name != "blocks.0.0.bias"}
     for shape in ((4, 2), (8, 1), (1, 8), (1, 1)):
         for path, flat in (("ours", False), ("titan", True)):
             count = shape[0] * shape[1]
-            for weights, found in ranks.run(count, run_load, shape, str(tmp_path / path), flat):
+            for weights, optimizer_state in ranks.run(count, run_load, shape, str(tmp_path / path), flat):
                 assert equal(weights, model), shape
-                assert equal(found, trained), shape
+                assert equal(optimizer_state, trained), shape
 
 
 def run_load(rank: int, count: int, shape: tuple[int, int], path: str, flat: bool) -> tuple[Any, Any]:
@@ -80,21 +84,21 @@ def test_torchtitans_keys_are_those_of_torch_itself(tmp_path: Path) -> None:
     """What torch flattens, the scheduler, and the entries of `extra()` of all ranks."""
     run = DiskRun()
     run.optimizer.param_groups[0]["params"].pop()  # a frozen one, which torch's functions don't expect
-    made = checkpoint(run.snapshot(), by_name=True)
-    for rank in made["extra"]:
-        made["extra"][rank] = {
+    document = checkpoint(run.snapshot(), by_name=True)
+    for rank in document["extra"]:
+        document["extra"][rank] = {
             "train_state": {"step": 3},
             "dataloader": {f"dp_rank_{rank}": b"x", "world_size": 3},
         }
-    found = keyed_for_torchtitan(made)
+    keyed = keyed_for_torchtitan(document)
     torchs = get_optimizer_state_dict(run.model, run.optimizer, options=FLAT)
-    assert equal(dict(sorted(found.pop("optimizer").items())), dict(sorted(torchs.items())))
+    assert equal(dict(sorted(keyed.pop("optimizer").items())), dict(sorted(torchs.items())))
     scheduler = LambdaLR(run.optimizer, lambda step: 1.0)
-    assert found.pop("lr_scheduler") == run.scheduler.state_dict() != scheduler.state_dict()
-    assert found.pop("train_state") == {"step": 3}
-    assert found.pop("dataloader") == {**{f"dp_rank_{rank}": b"x" for rank in range(3)}, "world_size": 3}
-    assert equal(found, dict(run.model.state_dict()))
-    disk.save(keyed_for_torchtitan(made), tmp_path / "c", "torchtitan")
+    assert keyed.pop("lr_scheduler") == run.scheduler.state_dict() != scheduler.state_dict()
+    assert keyed.pop("train_state") == {"step": 3}
+    assert keyed.pop("dataloader") == {**{f"dp_rank_{rank}": b"x" for rank in range(3)}, "world_size": 3}
+    assert equal(keyed, dict(run.model.state_dict()))
+    disk.save(keyed_for_torchtitan(document), tmp_path / "c", "torchtitan")
     with pytest.raises(
         disk.DiskError, match="it has torchtitan's keys; consolidate with --format dcp writes"
     ):
@@ -102,15 +106,15 @@ def test_torchtitans_keys_are_those_of_torch_itself(tmp_path: Path) -> None:
 
 
 def test_stages_of_a_pipeline_are_one_for_torchtitan() -> None:
-    one = checkpoint(DiskRun().snapshot(), by_name=True)
-    other = {
-        **one,
-        "model": {f"more.{name}": tensor for name, tensor in one["model"].items()},
+    first = checkpoint(DiskRun().snapshot(), by_name=True)
+    second = {
+        **first,
+        "model": {f"more.{name}": tensor for name, tensor in first["model"].items()},
         "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": ["more.w"]}]},
     }
-    found = keyed_for_torchtitan({"group0": one, "group1": other})
-    assert {"head.weight", "more.head.weight"} <= found.keys()
-    assert found["optimizer"]["param_groups.more.w.lr"] == 0.1
-    assert "state.norm.bias.step" in found["optimizer"]
+    keyed = keyed_for_torchtitan({"group0": first, "group1": second})
+    assert {"head.weight", "more.head.weight"} <= keyed.keys()
+    assert keyed["optimizer"]["param_groups.more.w.lr"] == 0.1
+    assert "state.norm.bias.step" in keyed["optimizer"]
     with pytest.raises(StateError, match="^two pipeline stages have count|embedding.weight"):
-        keyed_for_torchtitan({"group0": one, "group1": one})
+        keyed_for_torchtitan({"group0": first, "group1": first})

@@ -30,32 +30,32 @@ from tests.support.training.lab import equal
 FROZEN_STATE = {"exp_avg": torch.arange(1.0), "step": torch.tensor(3.0)}
 
 
-def chunk(known: Parameter, shard: int, shards: int, part: int = 0, parts: int = 1) -> Parameter:
+def chunk(parameter: Parameter, shard: int, shards: int, part: int = 0, parts: int = 1) -> Parameter:
     """Return a shard's chunk, as FSDP cuts rows; tensor parallelism cuts the columns of matrices."""
-    offset, shape = [0] * len(known.shape), list(known.shape)
+    offset, shape = [0] * len(parameter.shape), list(parameter.shape)
     for dimension, (number, count) in enumerate([(shard, shards), (part, parts)][: len(shape)]):
         size = -(-shape[dimension] // count)
         offset[dimension] = min(size * number, shape[dimension])
         shape[dimension] = min(size, shape[dimension] - offset[dimension])
-    return replace(known, shape=tuple(shape), whole=known.shape, offset=tuple(offset))
+    return replace(parameter, shape=tuple(shape), whole=parameter.shape, offset=tuple(offset))
 
 
-def part_of(known: Parameter, tensor: Any) -> Any:
+def part_of(parameter: Parameter, tensor: Any) -> Any:
     """Return a chunk of what has the whole parameter's shape, and anything else as it is."""
-    if not isinstance(tensor, torch.Tensor) or tensor.shape != known.whole:
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.whole:
         return tensor
-    places = zip(known.offset, known.shape, strict=True)
+    places = zip(parameter.offset, parameter.shape, strict=True)
     return tensor[tuple(slice(at, at + size) for at, size in places)].clone()
 
 
 def shard_group(whole: GroupState, *place: int) -> GroupState:
     """Return what a DP group of a sharded job would have of a model."""
-    known = [chunk(one, *place) for one in whole.layout.parameters]
+    chunks = [chunk(parameter, *place) for parameter in whole.layout.parameters]
     frozen = chunk(Parameter("scale", (1,), "float32"), *place)
     states = {
         number: (
-            part_of(known[number], tensor),
-            {name: part_of(known[number], value) for name, value in values.items()},
+            part_of(chunks[number], tensor),
+            {name: part_of(chunks[number], value) for name, value in values.items()},
         )
         for number, (tensor, values) in whole.states.items()
     }
@@ -69,7 +69,7 @@ def shard_group(whole: GroupState, *place: int) -> GroupState:
     buffers |= dict(state.name_frozen(index, entries, "scale"))
     for name, tensor in buffers.items():
         record.buffers[name] = state.dumps(tensor)
-    return replace(whole, layout=make_layout(known, 1, frozen=[frozen]), states=states, record=record)
+    return replace(whole, layout=make_layout(chunks, 1, frozen=[frozen]), states=states, record=record)
 
 
 def sharded(run: DiskRun, shards: int, parts: int = 1, *, mesh: bool = True) -> Snapshot:
@@ -78,10 +78,10 @@ def sharded(run: DiskRun, shards: int, parts: int = 1, *, mesh: bool = True) -> 
     groups = tuple(
         shard_group(whole.groups[0], s, shards, t, parts) for s, t in product(range(shards), range(parts))
     )
-    made = job(groups=len(groups), nodes=2, ranks=3)
+    demo_job = job(groups=len(groups), nodes=2, ranks=3)
     if mesh:
-        made = replace(made, mesh=Mesh(dp_replicate=3, dp_shard=shards, tp=parts))
-    return replace(whole, job=made, groups=groups)
+        demo_job = replace(demo_job, mesh=Mesh(dp_replicate=3, dp_shard=shards, tp=parts))
+    return replace(whole, job=demo_job, groups=groups)
 
 
 def expected(run: DiskRun) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,16 +96,19 @@ def expected(run: DiskRun) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_the_chunks_of_all_groups_are_the_whole_model(shards: int, parts: int, mesh: bool) -> None:
     """Uneven and empty chunks, replicas, and chunks of columns."""
     run = DiskRun()
-    found = checkpoint(sharded(run, shards, parts, mesh=mesh))
+    document = checkpoint(sharded(run, shards, parts, mesh=mesh))
     model, optimizer = expected(run)
-    assert equal(found["model"], model)
-    assert equal(found["optimizer"], optimizer)
+    assert equal(document["model"], model)
+    assert equal(document["optimizer"], optimizer)
     ranks = [*range(3 * shards * parts)]
-    assert sorted(found["rng"]) == ranks and sorted(found["extra"]) == ranks
-    assert sorted(found["buffers"]) == sorted(["scale", *dict(run.model.named_buffers())])
+    assert sorted(document["rng"]) == ranks and sorted(document["extra"]) == ranks
+    assert sorted(document["buffers"]) == sorted(["scale", *dict(run.model.named_buffers())])
     firsts = [group.ranks[0].rank for group in job(groups=shards * parts, ranks=3).dp_groups]
-    own = {rank: float(one["count"] - run.model.count) for rank, one in found.get("rank_buffers", {}).items()}
-    assert own == {rank: number // parts for number, rank in enumerate(firsts) if number // parts}
+    offsets = {
+        rank: float(buffers["count"] - run.model.count)
+        for rank, buffers in document.get("rank_buffers", {}).items()
+    }
+    assert offsets == {rank: number // parts for number, rank in enumerate(firsts) if number // parts}
 
 
 def test_other_bits_of_a_replica_are_an_error() -> None:
@@ -128,15 +131,15 @@ def test_state_of_frozen_parameters_with_equal_chunks_gets_the_shape_of_its_own(
         frozen = (chunk(split, 0, 1, group, 2), replace(same, whole=(2, 4), offset=(0, 0)))
         record = pb.IterationRecord()
         record.CopyFrom(whole.record)
-        for number, one in enumerate(frozen):
-            tensor = part_of(one, values if one.name == "split" else values[:, :4])
-            for name, entry in state.name_frozen(10 + number, {"exp_avg": tensor}, one.name):
+        for number, parameter in enumerate(frozen):
+            tensor = part_of(parameter, values if parameter.name == "split" else values[:, :4])
+            for name, entry in state.name_frozen(10 + number, {"exp_avg": tensor}, parameter.name):
                 record.buffers[name] = state.dumps(entry)
         members[group] = replace(
             whole, layout=replace(whole.layout, frozen=frozen), record=record, states=dict(whole.states)
         )
-    found = state.frozen_states(assemble_stage(members).beside)
-    assert equal(found, {10: {"exp_avg": values}, 11: {"exp_avg": values[:, :4]}})
+    frozen_states = state.frozen_states(assemble_stage(members).beside)
+    assert equal(frozen_states, {10: {"exp_avg": values}, 11: {"exp_avg": values[:, :4]}})
 
 
 def test_another_number_of_steps_is_an_error() -> None:
@@ -185,20 +188,20 @@ def layouts(*names: str) -> list[Layout]:
     ],
 )
 def test_groups_of_one_stage(mesh: Mesh | None, names: list[str], groups: list[list[int]]) -> None:
-    made = replace(job(groups=len(names), ranks=2), mesh=mesh)
-    assert stages(made, [Trained.from_layout(one) for one in layouts(*names)]) == groups
+    demo_job = replace(job(groups=len(names), ranks=2), mesh=mesh)
+    assert stages(demo_job, [Trained.from_layout(layout) for layout in layouts(*names)]) == groups
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_stages_with_shards_are_written_and_read_back(kind: disk.Format, tmp_path: Path) -> None:
     """One entry for each stage, under the names that a pipeline of replicated stages has."""
-    run, one = DiskRun(), sharded(DiskRun(), 2)
-    made = replace(job(groups=4, nodes=2), mesh=Mesh(pp=2, dp_replicate=3, dp_shard=2))
-    snapshot = replace(one, job=made, groups=(*one.groups, *sharded(DiskRun(), 2).groups))
+    run, half = DiskRun(), sharded(DiskRun(), 2)
+    demo_job = replace(job(groups=4, nodes=2), mesh=Mesh(pp=2, dp_replicate=3, dp_shard=2))
+    snapshot = replace(half, job=demo_job, groups=(*half.groups, *sharded(DiskRun(), 2).groups))
     disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "c", kind)
-    found = disk.load(tmp_path / "c")
-    assert list(found) == ["group0", "group1"]
-    for number, (name, stage) in enumerate(found.items()):
-        assert (stage["group"], disk.stage_in(found, number)["group"]) == (number, number), name
+    document = disk.load(tmp_path / "c")
+    assert list(document) == ["group0", "group1"]
+    for number, (name, stage) in enumerate(document.items()):
+        assert (stage["group"], disk.stage_in(document, number)["group"]) == (number, number), name
         assert equal(stage["model"], dict(run.model.state_dict()))
         assert sorted(stage["rng"]) == [*range(6 * number, 6 * number + 6)]

@@ -38,11 +38,11 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
     """Nothing is reported in between, although nodes come back one by one with different messages."""
     here = place(nodes=2, ranks=2)
     here.iterate()
-    stopped, said = threading.Event(), list[str]()
-    saved: list[int] = []
+    stopped, messages = threading.Event(), list[str]()
+    iterations: list[int] = []
     tries = 0
 
-    class Counted(SnapshotReader):
+    class CountingReader(SnapshotReader):
         def source(self):  # type: ignore[no-untyped-def]
             nonlocal tries
             tries += 1
@@ -52,23 +52,23 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
         before = tries
         wait_until(lambda: tries >= before + 3, "three more attempts")
 
-    with Counted(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+    with CountingReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
         following = pool.submit(
             follow,
             *(nodes, tmp_path, "torch", 5.0, 1, 5, stopped),
             FollowListener(
-                lambda one: saved.append(one.iteration),
-                said.append,
-                said.append,
-                lambda: said.append("over"),
+                lambda checkpoint: iterations.append(checkpoint.iteration),
+                messages.append,
+                messages.append,
+                lambda: messages.append("over"),
             ),
         )
         try:
-            wait_until(lambda: saved == [0], "the first")
+            wait_until(lambda: iterations == [0], "the first")
             for node in (0, 1):
                 here.world.stop(node)
-            wait_until(lambda: said[-1:] != [] and said[-1].startswith("no shadow"), "the trouble")
-            begun = len(said)
+            wait_until(lambda: messages[-1:] != [] and messages[-1].startswith("no shadow"), "the trouble")
+            first = len(messages)
             tried_again()
             for node in (0, 1):
                 here.world.start(node)
@@ -76,15 +76,15 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
             (training,) = here.trainings
             training.begin([0, 1])
             with going_on(training):
-                wait_until(lambda: said[-1] == "over", "the end of it")
-                wait_until(lambda: len(saved) > 1, "the next")
+                wait_until(lambda: messages[-1] == "over", "the end of it")
+                wait_until(lambda: len(iterations) > 1, "the next")
         finally:
             stopped.set()
             following.result()
-    assert said[begun:] == ["over"]
-    assert begun <= 2  # an attempt may fall between the two stops
-    assert said[begun - 1].startswith("no shadow node of job demo can be reached: shadow node 0 (")
-    assert said[begun - 1].count(": can't be reached") == 2
+    assert messages[first:] == ["over"]
+    assert first <= 2  # an attempt may fall between the two stops
+    assert messages[first - 1].startswith("no shadow node of job demo can be reached: shadow node 0 (")
+    assert messages[first - 1].count(": can't be reached") == 2
 
 
 @contextmanager
@@ -92,19 +92,19 @@ def following(
     here: ConsolidatePlace, folder: Path, kind: disk.Format, keep: int = 5
 ) -> Iterator[tuple[list[int], list[str]]]:
     """Run `--every 1` in the background; yield the iterations saved and the messages."""
-    stopped, saved, troubles = threading.Event(), list[int](), list[str]()
+    stopped, iterations, troubles = threading.Event(), list[int](), list[str]()
     with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
         running = pool.submit(
             follow,
             *(nodes, folder, kind, 10.0, 1, keep, stopped),
             FollowListener(
-                lambda one: saved.append(one.iteration),
+                lambda checkpoint: iterations.append(checkpoint.iteration),
                 troubles.append,
                 troubles.append,
             ),
         )
         try:
-            yield saved, troubles
+            yield iterations, troubles
         finally:
             stopped.set()
             running.result()
@@ -120,23 +120,23 @@ def test_what_cant_be_removed_is_told_each_time_and_ends_nothing(
     folder.mkdir()
     with half_way(folder / "left", "torch", tmp_path) as killed:
         killed.kill()
-    (left,) = hidden(folder)
+    (leftover,) = hidden(folder)
     here.iterate()
     with ExitStack() as mounts:
-        mounts.enter_context(mounted(left))
-        with following(here, folder, "torch", keep=1) as (saved, troubles):
-            wait_until(lambda: saved == [0], "the first")
+        mounts.enter_context(mounted(leftover))
+        with following(here, folder, "torch", keep=1) as (iterations, troubles):
+            wait_until(lambda: iterations == [0], "the first")
             (first,) = kept_in(folder)
             mounts.enter_context(mounted(first, "--bind", str(first)))
             for iteration in (1, 2):
                 here.iterate()
-                wait_until(lambda: saved[-1] == iteration, "the next")  # noqa: B023
+                wait_until(lambda: iterations[-1] == iteration, "the next")  # noqa: B023
         with SnapshotReader(here.job) as nodes:
             once = list[str]()
             assert take(nodes, folder / "once.pt", "torch", 10.0, once.append).iteration == 2
-    assert saved == [0, 1, 2]
-    assert once == [f"can't clear {left}: Device or resource busy"]
-    assert troubles.count(f"can't clear {left}: Device or resource busy") == 3
+    assert iterations == [0, 1, 2]
+    assert once == [f"can't clear {leftover}: Device or resource busy"]
+    assert troubles.count(f"can't clear {leftover}: Device or resource busy") == 3
     assert troubles.count(f"can't remove {first}: Device or resource busy") == 2
     assert [path.name for path in kept_in(folder)] == [
         checkpoint_folder.checkpoint_path(folder, 1, iteration, "torch").name for iteration in (2, 0)
@@ -149,12 +149,12 @@ def test_a_folder_that_cant_be_looked_into_ends_nothing(
     here = place(nodes=2, ranks=2)
     here.iterate()
     folder = tmp_path / ("x" * 300)
-    with following(here, folder, "torch") as (saved, troubles):
+    with following(here, folder, "torch") as (iterations, troubles):
         for count in (1, 2):
-            wait_until(lambda: sum(f"can't list {folder}" in one for one in troubles) >= count)  # noqa: B023
+            wait_until(lambda: sum(f"can't list {folder}" in trouble for trouble in troubles) >= count)  # noqa: B023
             here.iterate()
-    assert saved == []
-    assert all(one.endswith("File name too long") for one in troubles)
+    assert iterations == []
+    assert all(trouble.endswith("File name too long") for trouble in troubles)
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
@@ -164,8 +164,8 @@ def test_what_was_just_written_is_the_newest_whatever_clocks_say(
     """The folder has checkpoints of an earlier training, of later iterations and dated tomorrow."""
     here = place(nodes=2, ranks=2)
     here.iterate()
-    with following(here, tmp_path, kind, keep=2) as (saved, _):
-        wait_until(lambda: saved == [0], "the first")
+    with following(here, tmp_path, kind, keep=2) as (iterations, _):
+        wait_until(lambda: iterations == [0], "the first")
         (first,) = kept_in(tmp_path)
         old = first.with_name(first.name.replace("iteration-00000000", "iteration-00005000"))
         subprocess.run(["cp", "-r", str(first), str(old)], check=True)
@@ -173,31 +173,31 @@ def test_what_was_just_written_is_the_newest_whatever_clocks_say(
         for path in (old, *old.rglob("*")):
             os.utime(path, (tomorrow, tomorrow))
     here.begin_again("another")
-    with following(here, tmp_path, kind, keep=2) as (saved, troubles):
+    with following(here, tmp_path, kind, keep=2) as (iterations, troubles):
         for iteration in (0, 1, 2):
             here.iterate()
-            wait_until(lambda: saved[-1:] == [iteration], "the next")  # noqa: B023
+            wait_until(lambda: iterations[-1:] == [iteration], "the next")  # noqa: B023
     assert not troubles
-    left = [disk.load(path) for path in kept_in(tmp_path)]
-    said = [(one["run"], one["generation"], one["iteration"]) for one in left]
-    assert said == [("another", 2, 2), ("another", 2, 1), (RUN, 1, 0)]
+    documents = [disk.load(path) for path in kept_in(tmp_path)]
+    keys = [(document["run"], document["generation"], document["iteration"]) for document in documents]
+    assert keys == [("another", 2, 2), ("another", 2, 1), (RUN, 1, 0)]
     assert sorted(kept_in(tmp_path)) == sorted(tmp_path.iterdir())
 
 
 def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:
     """Even if no node could be reached before. Changes while nodes come back are not reported."""
-    made, shard, said = job(nodes=2), (0, 1), list[str]()
-    waiting = _Waiting(made, said.append, lambda: said.append("over"))
+    demo_job, shard, messages = job(nodes=2), (0, 1), list[str]()
+    waiting = _Waiting(demo_job, messages.append, lambda: messages.append("over"))
     waiting.for_(NoAnswer({(0, 0): ["can't be reached"], shard: ["can't be reached"]}))
-    begun = len(said)
+    first = len(messages)
     waiting.for_(Lacking({shard: ["holds nothing"]}))
     waiting.for_(Lacking({shard: ["is not live yet, at iteration 3"]}))
-    assert len(said) == begun == 1
+    assert len(messages) == first == 1
     for iteration in (4, 5):
         waiting.for_(Lacking({shard: [f"w differs at iteration {iteration}"]}, frozenset({shard})))
         waiting.for_(Lacking({shard: ["has another model"]}, frozenset({shard})))
     waiting.end()
-    assert said[begun:] == [
+    assert messages[first:] == [
         "shard 1 of DP group 0: w differs at iteration 4",
         "shard 1 of DP group 0: has another model",
         "over",
@@ -205,12 +205,12 @@ def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:
 
 
 def test_a_path_with_markup_is_told_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "can't write kept/[red]:smile:/iteration-00000001: No space left on device"
-    _waiting(said)
+    message = "can't write kept/[red]:smile:/iteration-00000001: No space left on device"
+    _waiting(message)
     path = Path("kept/[red]:smile:")
     _print_saved(SavedCheckpoint(path, "demo", "run", 1, 1, 1, 1000, 0.1))
     out, error = capsys.readouterr()
-    assert error == f"waiting: {said}\n"
+    assert error == f"waiting: {message}\n"
     assert out.startswith(f"{path}: iteration 1 of job demo, 1 shard")
 
 

@@ -15,7 +15,7 @@ from controlplane.hello_keys import HelloKeys
 from testbed.jobs import job_data
 from tests.support.grants import fabric_of
 from tests.support.job_files import write
-from tests.support.keys import made
+from tests.support.keys import keys_of
 
 GPT = job_data("gpt")
 
@@ -38,7 +38,7 @@ def test_keys_are_followed_like_the_job_files(tmp_path: Path) -> None:
     assert not files.changed()
 
     (job,) = (job for _, job in files.read().sound)
-    made(job, tmp_path / "jobs" / "keys")
+    keys_of(job, tmp_path / "jobs" / "keys")
     assert files.changed()
     assert files.wanted(keys.unusable).jobs == [job]
     assert not files.changed()
@@ -46,7 +46,7 @@ def test_keys_are_followed_like_the_job_files(tmp_path: Path) -> None:
     first = keys.secrets([job])
     keys.note_served([job], first)
     shutil.rmtree(tmp_path / "jobs" / "keys")
-    made(job, tmp_path / "jobs" / "keys")
+    keys_of(job, tmp_path / "jobs" / "keys")
     assert files.changed()
     assert files.wanted(keys.unusable).faults == ()
     assert keys.secrets([job]) != first, "a new secret counts although the job is the same"
@@ -55,7 +55,7 @@ def test_keys_are_followed_like_the_job_files(tmp_path: Path) -> None:
 def test_keys_that_are_taken_away_stay_as_they_were(tmp_path: Path) -> None:
     """With several owners, that keeps nobody from changing. With one, it is an error."""
     (job,) = (job for _, job in JobFiles([write(tmp_path, GPT)]).read().sound)
-    made(job, tmp_path / "keys")
+    keys_of(job, tmp_path / "keys")
     remembering, strict = HelloKeys(remember=True), HelloKeys()
     for keys in (remembering, strict):
         keys.note_served([job], keys.secrets([job]))
@@ -75,7 +75,7 @@ def test_without_keys_no_file_is_followed(tmp_path: Path) -> None:
 def test_a_mode_that_is_corrected_counts(tmp_path: Path, change: str) -> None:
     """Refusals ask for it, and it changes no time of writing."""
     (job,) = (job for _, job in JobFiles([write(tmp_path, GPT)]).read().sound)
-    made(job, tmp_path / "keys")
+    keys_of(job, tmp_path / "keys")
     folder = tmp_path / "keys" / "gpt" / "controller"
     place, right = (folder, 0o700) if change == "folder's mode" else (folder / "key.pem", 0o600)
     place.chmod(0o777)
@@ -95,7 +95,7 @@ def test_a_refused_copy_of_a_job_does_not_replace_what_is_remembered(tmp_path: P
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (job,) = (job for _, job in JobFiles([write(tmp_path / name, GPT)]).read().sound)
-        made(job, tmp_path / name / "keys")
+        keys_of(job, tmp_path / name / "keys")
         jobs.append(job)
     served, copy = jobs
     keys = HelloKeys(remember=True)

@@ -31,7 +31,7 @@ from controlplane.plan import ADVICE, SwitchPlan, excesses, fabric_excesses, lim
 from controlplane.remove import holdings_without
 from testbed.jobs import job, job_data
 from tests.support.controlplane.planned import connect_all
-from tests.support.jobs import some_jobs
+from tests.support.jobs import lists_of_jobs
 
 CODEC = Codec.for_target("softswitch")
 few = settings(max_examples=40)
@@ -51,7 +51,7 @@ def applied(holdings: Holdings, updates: list[Update]) -> Holdings:
     return result
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @few
 def test_each_stream_is_replicated_once_by_its_boundary_ranks_own_switch(jobs: list[Job]) -> None:
     plans = everything(jobs)
@@ -76,7 +76,7 @@ def test_each_stream_is_replicated_once_by_its_boundary_ranks_own_switch(jobs: l
     assert planned == expected
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @few
 def test_a_group_has_the_training_port_and_each_holders_port(jobs: list[Job]) -> None:
     network = Network(jobs)
@@ -100,7 +100,7 @@ def test_a_group_has_the_training_port_and_each_holders_port(jobs: list[Job]) ->
             assert plan.holdings.groups[entry["group"]].replicas == expected
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @few
 def test_groups_are_deduplicated_by_content(jobs: list[Job]) -> None:
     for plan in everything(jobs).values():
@@ -108,7 +108,7 @@ def test_groups_are_deduplicated_by_content(jobs: list[Job]) -> None:
         assert len(set(contents)) == len(contents)
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @few
 def test_following_the_ports_leads_from_every_switch_to_every_host(jobs: list[Job]) -> None:
     network = Network(jobs)
@@ -129,7 +129,7 @@ def test_following_the_ports_leads_from_every_switch_to_every_host(jobs: list[Jo
                 assert hops <= len(plans)
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @few
 def test_the_guard_lets_hosts_and_stubs_send_from_where_they_are(jobs: list[Job]) -> None:
     network = Network(jobs)
@@ -198,7 +198,7 @@ def guarded(plan: SwitchPlan, port: int, address: int) -> bool:
     return ("guarded_addresses", (("address", address), ("from_link", int(kind == "link_port")))) not in keys
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @few
 def test_flooding_reaches_every_switch_once(jobs: list[Job]) -> None:
     network = Network(jobs)
@@ -217,7 +217,7 @@ def test_flooding_reaches_every_switch_once(jobs: list[Job]) -> None:
         assert sorted(visited) == sorted(network.switches)
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @few
 def test_every_entity_survives_p4runtime(jobs: list[Job]) -> None:
     network = Network(jobs)
@@ -227,7 +227,7 @@ def test_every_entity_survives_p4runtime(jobs: list[Job]) -> None:
             assert CODEC.decode(CODEC.encode(entity)) == entity
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @few
 def test_planning_again_changes_nothing_and_keeps_connected_streams(jobs: list[Job]) -> None:
     network = Network(jobs)
@@ -237,7 +237,7 @@ def test_planning_again_changes_nothing_and_keeps_connected_streams(jobs: list[J
         assert difference(holdings, again.holdings) == []
 
 
-@given(some_jobs(), st.data())
+@given(lists_of_jobs(), st.data())
 @few
 def test_a_job_comes_and_goes_without_touching_the_others(jobs: list[Job], data: st.DataObject) -> None:
     leaving_job = data.draw(st.sampled_from(jobs))
@@ -258,7 +258,7 @@ def test_a_job_comes_and_goes_without_touching_the_others(jobs: list[Job], data:
         assert all(u.old is None or isinstance(u.entity, MulticastGroup) for u in difference(smaller, back))
 
 
-@given(some_jobs(), some_jobs())
+@given(lists_of_jobs(), lists_of_jobs())
 @few
 def test_the_difference_leads_from_any_state_to_any_other(before: list[Job], after: list[Job]) -> None:
     start, end = everything(before), everything(after)
@@ -271,7 +271,7 @@ def test_the_difference_leads_from_any_state_to_any_other(before: list[Job], aft
         assert applied(target, undone) == holdings
 
 
-@given(some_jobs(), some_jobs())
+@given(lists_of_jobs(), lists_of_jobs())
 @few
 def test_writing_is_ordered_so_that_no_connected_stream_misses_a_segment(
     before: list[Job], after: list[Job]
@@ -331,7 +331,7 @@ def test_more_addresses_than_a_switch_holds_are_refused_as_such() -> None:
     assert "use fewer addresses" in str(excess)
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @few
 def test_a_switch_has_no_more_replication_entries_than_streams(jobs: list[Job]) -> None:
     """So a table of replication that is as large as that of streams is never the limit."""

@@ -37,7 +37,7 @@ from controlplane.streams import StreamConnection
 from testbed.jobs import job as parsed_job
 from testbed.jobs import switch as switch_data
 from testbed.ports import free_port
-from tests.support.keys import made, served_job
+from tests.support.keys import keys_of, served_job
 from tests.support.switch_process import LOOP, softswitch
 
 WRITER = Candidacy(7)
@@ -374,7 +374,7 @@ def test_tls_with_client_certificates(tmp_path: Path) -> None:
     server.cert_chain_pems[0].write_to_path(files["server"])
     server.private_key_pem.write_to_path(files["server.key"])
     job = served_job()
-    made(job, tmp_path)
+    keys_of(job, tmp_path)
     controller, trainer = (role_folder(tmp_path, job.job, role) for role in (Role.CONTROLLER, Role.TRAINER))
     arguments = ["--no-p4", "--grpc-server-ssl", "--grpc-server-cacert", str(controller / "ca.pem")]
     arguments += ["--grpc-server-cert", str(files["server"]), "--grpc-server-key", str(files["server.key"])]

@@ -18,7 +18,7 @@ from controlplane.network import Network
 from controlplane.tofino.bfrt import script
 from controlplane.tofino.pfc import PfcPlan, pfc_plan, port_peers
 from testbed.jobs import job_data, tofino_job_data
-from tests.support.controlplane.bfrt_recorder import RecordedTable, TableSchema, listed, of_sde, tree
+from tests.support.controlplane.bfrt_recorder import RecordedTable, TableSchema, of_sde, schemas_of, tree
 
 CHIPS = {"tofino": "tf1", "tofino2": "tf2"}
 
@@ -64,7 +64,7 @@ def sde_schemas(chip: str) -> dict[str, TableSchema]:
 def test_it_sets_what_the_plan_says(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     chip = CHIPS[target]
     network, plan, text = planned(target, ranks=3, nodes=2, replicas=2, channels=2)
-    tables, _ = run(text, listed(chip), chip)
+    tables, _ = run(text, schemas_of(chip), chip)
     peers, shadows = port_peers(network, "tor0")
     ports = tables["port.port"].entries
     assert {port for port, _ in ports} == set(peers)
@@ -112,7 +112,7 @@ def test_a_port_that_only_receives_training_pauses_its_peer_too() -> None:
     network = Network([of_data(Job, data)])
     switch = network.switches["tor1"]
     plan = pfc_plan(network, switch, planning.plan(network.jobs)["tor1"], 3)
-    tables, _ = run(script(switch, port_peers(network, "tor1")[0], plan), listed("tf1"), "tf1")
+    tables, _ = run(script(switch, port_peers(network, "tor1")[0], plan), schemas_of("tf1"), "tf1")
     controls = tables["tf1.tm.port.flowcontrol"].entries
     assert {port for port, _ in controls} == {8, 60}
     assert all(values[b"mode_tx"] == "PFC" for values in controls.values())
@@ -122,7 +122,7 @@ def test_a_port_that_only_receives_training_pauses_its_peer_too() -> None:
 def test_a_second_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, text = planned()
     again = f"{text}\n{text}"
-    tables, _ = run(again, listed("tf1"), "tf1")
+    tables, _ = run(again, schemas_of("tf1"), "tf1")
     assert len(tables["port.port"].entries) == 5
     assert "keeps its speed" not in capsys.readouterr().out
 
@@ -131,7 +131,7 @@ def test_ports_that_are_there_keep_their_speed_and_are_enabled(capsys: pytest.Ca
     """As `bf_switchd` adds all ports of a model, disabled."""
     _, _, text = planned()
     slow = 'bfrt.port.port.add(DEV_PORT=128, SPEED="BF_SPEED_10G", PORT_ENABLE=False)'
-    tables, _ = run(f"{slow}\n{text}", listed("tf1"), "tf1")
+    tables, _ = run(f"{slow}\n{text}", schemas_of("tf1"), "tf1")
     values = tables["port.port"].entries[128, None]
     assert (values[b"SPEED"], values[b"PORT_ENABLE"]) == ("BF_SPEED_10G", True)
     printed = capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_names_are_those_of_the_sde(target: str) -> None:
 
 
 def test_the_recorder_refuses_what_is_not_there() -> None:
-    bfrt, _ = tree(listed("tf1"))
+    bfrt, _ = tree(schemas_of("tf1"))
     wrong: list[Callable[[], object]] = [
         lambda: bfrt.port.port.mod(DEV_PORT=1, COLOUR=2),
         lambda: bfrt.port.port.add(DEV_PORT=1, SPEED="BF_SPEED_3G"),
@@ -166,7 +166,7 @@ def test_the_recorder_refuses_what_is_not_there() -> None:
 def test_the_watchdog_ignores_a_stuck_shadow_nodes_pfc_for_a_while() -> None:
     """With limits of 0 s, a port is stuck at the second check, and restored at the third."""
     network, plan, text = planned()
-    tables, names = run(text, listed("tf1"), "tf1")
+    tables, names = run(text, schemas_of("tf1"), "tf1")
     _, shadows = port_peers(network, "tor0")
     stuck, *usable = sorted(shadows)
     for queue in plan.queues:

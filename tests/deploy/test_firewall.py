@@ -32,13 +32,13 @@ def hosts() -> Iterator[tuple[str, str]]:
         for name in names:
             namespaces.create(name)
             prepare(name)
-        host, others = names
+        host, outside = names
         for nic, ips in (("mgmt0", (HERE, TRAINER, STRANGER)), ("train0", (ELSEWHERE, THERE))):
-            add_cable(host, nic, others, nic, mtu=1500)
+            add_cable(host, nic, outside, nic, mtu=1500)
             for ip in ips:
-                at = host if ip in (HERE, ELSEWHERE) else others
+                at = host if ip in (HERE, ELSEWHERE) else outside
                 set_address(at, nic, IPv4Address(ip), IPv4Network(f"{ip}/24", strict=False))
-        yield host, others
+        yield host, outside
     finally:
         for name in names:
             namespaces.remove(name)
@@ -46,10 +46,10 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 def connects(hosts: tuple[str, str], source: str, port: int) -> bool:
     """Return whether another host reaches a port of the host, at all of whose addresses somebody listens."""
-    host, others = hosts
+    host, outside = hosts
     with inside(host):
         server = socket.create_server(("", port))
-    with inside(others):
+    with inside(outside):
         caller = socket.socket()
     with server, caller:
         caller.settimeout(0.5)

@@ -22,13 +22,13 @@ from checkmate.keys.making import make_keys
 from checkmate.keys.roles import SECRETS, Role
 from tests.support.cli import invoke
 from tests.support.keys import NOW
-from tests.support.manifests import FOLDER, documents, generated, kustomization, one, pods
+from tests.support.manifests import FOLDER, documents, find_manifest, generated, kustomization, pods
 from tests.support.units import Unit
 from topologies import torchrun
 from topologies.describe.topology import load
 
 JOB = FOLDER / "job" / "gpt.yaml"
-OURS = {"trainer.kubeflow.org/v1alpha1"}
+OTHER_API_VERSIONS = {"trainer.kubeflow.org/v1alpha1"}
 VERSIONS = ("1.33", "1.37")
 ROLES = pytest.mark.parametrize("role", ["controller", "shadow", "trainer"])
 
@@ -36,11 +36,11 @@ ROLES = pytest.mark.parametrize("role", ["controller", "shadow", "trainer"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_accepts_the_manifests(version: str) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    checked = [one for one in documents() if one["apiVersion"] not in OURS]
-    assert len(checked) == 7
-    for manifest in checked:
+    manifests = [document for document in documents() if document["apiVersion"] not in OTHER_API_VERSIONS]
+    assert len(manifests) == 7
+    for manifest in manifests:
         validator.validate(manifest, version, strict=True)
-    wrong = one("StatefulSet")
+    wrong = find_manifest("StatefulSet")
     wrong["spec"]["replicsa"] = 2
     with pytest.raises(validator.ValidationError, match="replicsa"):
         validator.validate(wrong, version, strict=True)
@@ -51,7 +51,7 @@ def test_kubeflow_trainer_accepts_the_manifests(kind: str) -> None:
     """The models drop keys that they do not know, so what they return is compared."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is missing")
     model: Any = getattr(models, f"TrainerV1alpha1{kind}")
-    manifest = one(kind)
+    manifest = find_manifest(kind)
     assert model.from_dict(manifest).to_dict() == manifest
     with pytest.raises(ValueError, match="should be a valid dictionary"):
         model.from_dict({**manifest, "spec": []})
@@ -75,7 +75,7 @@ def test_the_example_job_is_valid() -> None:
 def test_volumes_mounts_and_what_is_generated_fit(role: str) -> None:
     of_role = pods()[role]
     names = {volume["name"] for volume in of_role.spec["volumes"]}
-    mounted = {mount["name"] for each in of_role.all_containers() for mount in each["volumeMounts"]}
+    mounted = {mount["name"] for container in of_role.all_containers() for mount in container["volumeMounts"]}
     assert mounted == names
     (config,) = generated("configMap")
     assert of_role.volume("job")["configMap"]["name"] == config
@@ -130,40 +130,40 @@ def parsed(words: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(("role", "at"), [("controller", "0.0.0.0"), ("shadow", "192.168.0.21")])
 def test_commands_are_ours_and_metrics_are_where_probes_and_services_look(role: str, at: str) -> None:
     of_role = pods()[role]
-    found = parsed(of_role.container["args"])
-    assert found["metrics"] == f"{at}:{of_role.ports['metrics']}"
+    options = parsed(of_role.container["args"])
+    assert options["metrics"] == f"{at}:{of_role.ports['metrics']}"
     for probe, path in (("livenessProbe", "/healthz"), ("startupProbe", "/healthz")):
         assert of_role.container[probe]["httpGet"] == {"path": path, "port": "metrics"}
     service = next(doc for doc in documents() if doc["kind"] == "Service" and role in doc["metadata"]["name"])
     (port,) = service["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (of_role.ports["metrics"], "metrics")
     mounts = {mount["name"]: mount["mountPath"] for mount in of_role.container["volumeMounts"]}
-    jobs = found["jobs"] if role == "controller" else [found["job"]]
-    wanted = [mounts["job"]] if role == "controller" else [f"{mounts['job']}/{JOB.name}"]
-    assert [str(one) for one in jobs] == wanted
-    assert (found["insecure"], found.get("standby")) == (False, True if role == "controller" else None)
+    jobs = options["jobs"] if role == "controller" else [options["job"]]
+    expected = [mounts["job"]] if role == "controller" else [f"{mounts['job']}/{JOB.name}"]
+    assert [str(job_path) for job_path in jobs] == expected
+    assert (options["insecure"], options.get("standby")) == (False, True if role == "controller" else None)
 
 
 def test_labels_and_selectors_fit() -> None:
     for kind, role in (("Deployment", "controller"), ("StatefulSet", "shadow")):
-        spec, labels = one(kind)["spec"], pods()[role].labels
+        spec, labels = find_manifest(kind)["spec"], pods()[role].labels
         assert spec["selector"]["matchLabels"] == labels
         assert spec["replicas"] == 2
-        budget = one("PodDisruptionBudget", role)["spec"]
+        budget = find_manifest("PodDisruptionBudget", role)["spec"]
         assert budget["selector"]["matchLabels"] == labels
     (rule,) = pods()["controller"].spec["affinity"]["podAntiAffinity"].popitem()[1]
     assert rule["labelSelector"]["matchLabels"] == pods()["controller"].labels
     for service in (doc for doc in documents() if doc["kind"] == "Service"):
-        wanted = service["spec"]["selector"].items()
-        assert any(wanted <= each.labels.items() for each in pods().values())
-    assert one("StatefulSet")["spec"]["serviceName"] in {
+        labels_wanted = service["spec"]["selector"].items()
+        assert any(labels_wanted <= pod.labels.items() for pod in pods().values())
+    assert find_manifest("StatefulSet")["spec"]["serviceName"] in {
         doc["metadata"]["name"] for doc in documents() if doc["kind"] == "Service"
     }
 
 
 def test_an_update_deletes_no_shadow_node_that_was_not_drained() -> None:
     """A StatefulSet's update does not ask the disruption budget."""
-    assert one("StatefulSet")["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    assert find_manifest("StatefulSet")["spec"]["updateStrategy"] == {"type": "OnDelete"}
     guide = (FOLDER.parents[1] / "docs" / "deploy.md").read_text()
     drain, delete = guide.index("checkmate drain job/gpt.yaml --id"), guide.index("delete pod -l")
     assert drain < delete
@@ -174,38 +174,43 @@ def test_an_update_deletes_no_shadow_node_that_was_not_drained() -> None:
 def test_the_job_and_the_pods_have_the_same_hosts_and_ports() -> None:
     job = read_job(JOB)
     shadow = pods()["shadow"]
-    assert one("StatefulSet")["spec"]["replicas"] == len(job.shadow_nodes)
+    assert find_manifest("StatefulSet")["spec"]["replicas"] == len(job.shadow_nodes)
     for node in job.shadow_nodes:
         ports = {"grpc": split_address(node.mgmt)[1], "records": node.records_at[1]}
         assert {name: shadow.ports[name] for name in ports} == ports
     assert all(port["hostPort"] == port["containerPort"] for port in shadow.container["ports"])
     ranks = [rank for group in job.dp_groups for rank in group.ranks]
-    trainer = one("TrainJob")["spec"]["trainer"]
+    trainer = find_manifest("TrainJob")["spec"]["trainer"]
     hosts = {rank.place for rank in ranks}
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (len(hosts), len(ranks) // len(hosts))
     places = [rank.place for rank in sorted(ranks, key=lambda rank: rank.rank)]
     assert places == sorted(places), "torchrun numbers hosts by their addresses as text"
-    assert one("TrainingRuntime")["spec"]["mlPolicy"]["numNodes"] == trainer["numNodes"]
-    assert one("TrainJob")["spec"]["runtimeRef"]["name"] == one("TrainingRuntime")["metadata"]["name"]
+    assert find_manifest("TrainingRuntime")["spec"]["mlPolicy"]["numNodes"] == trainer["numNodes"]
+    assert (
+        find_manifest("TrainJob")["spec"]["runtimeRef"]["name"]
+        == find_manifest("TrainingRuntime")["metadata"]["name"]
+    )
 
 
 def test_pods_have_the_capabilities_of_the_units_and_no_others() -> None:
     tagger = {"BPF", "PERFMON", "NET_ADMIN"}
     units = {
-        "controller": {one.upper() for one in Unit("checkmate-controller.service").capabilities},
-        "shadow": {one.upper() for one in Unit("checkmate-shadow@.service").capabilities},
+        "controller": {
+            capability.upper() for capability in Unit("checkmate-controller.service").capabilities
+        },
+        "shadow": {capability.upper() for capability in Unit("checkmate-shadow@.service").capabilities},
         "trainer": tagger,
     }
-    for role, wanted in units.items():
+    for role, capabilities in units.items():
         of_role = pods()[role]
-        own = of_role.container["securityContext"]
-        assert set(own["capabilities"].get("add", [])) == wanted
-        for context in (each["securityContext"] for each in of_role.all_containers()):
+        security_context = of_role.container["securityContext"]
+        assert set(security_context["capabilities"].get("add", [])) == capabilities
+        for context in (container["securityContext"] for container in of_role.all_containers()):
             assert context["capabilities"]["drop"] == ["ALL"]
             assert context["allowPrivilegeEscalation"] is False
         assert not of_role.spec["automountServiceAccountToken"]
-        assert of_role.spec["securityContext"]["runAsUser"] == (0 if wanted else 10001)
-        assert of_role.spec.get("hostNetwork", False) is bool(wanted)
+        assert of_role.spec["securityContext"]["runAsUser"] == (0 if capabilities else 10001)
+        assert of_role.spec.get("hostNetwork", False) is bool(capabilities)
 
 
 def test_trainers_start_as_everywhere(tmp_path: Path) -> None:
@@ -213,7 +218,7 @@ def test_trainers_start_as_everywhere(tmp_path: Path) -> None:
     container = pods()["trainer"].container
     (fake := tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)
-    given = {
+    environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",
@@ -222,15 +227,19 @@ def test_trainers_start_as_everywhere(tmp_path: Path) -> None:
         "HOST_IP": "192.168.0.12",
         "JOB_COMPLETION_INDEX": "1",
     }
-    command = [*container["command"], *one("TrainJob")["spec"]["trainer"]["args"]]
-    said = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout.splitlines()
+    command = [*container["command"], *find_manifest("TrainJob")["spec"]["trainer"]["args"]]
+    arguments = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     topology = load("single_tor")
     words = [str(word) for word in torchrun.command(topology, topology.trainers[0], [])]
-    theirs = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--monitor-interval"}
-    assert {word.partition("=")[0] for word in said[: len(theirs)]} == theirs
-    assert {"--rdzv-conf=is_host=0", "--local-addr=192.168.0.12", "--nnodes=2"} <= set(said)
-    assert f"--max-restarts={torchrun.RESTARTS}" in said
-    assert said[len(theirs) :] == one("TrainJob")["spec"]["trainer"]["args"]
+    starter_options = {word.partition("=")[0] for word in words if word.startswith("--")} - {
+        "--monitor-interval"
+    }
+    assert {word.partition("=")[0] for word in arguments[: len(starter_options)]} == starter_options
+    assert {"--rdzv-conf=is_host=0", "--local-addr=192.168.0.12", "--nnodes=2"} <= set(arguments)
+    assert f"--max-restarts={torchrun.RESTARTS}" in arguments
+    assert arguments[len(starter_options) :] == find_manifest("TrainJob")["spec"]["trainer"]["args"]
     names = {entry["name"] for entry in container["env"]}
     assert {*torchrun.ENVIRONMENT, "CHECKMATE_JOB"} <= names and INSECURE not in names
 
@@ -238,12 +247,14 @@ def test_trainers_start_as_everywhere(tmp_path: Path) -> None:
 def test_images_are_targets_of_the_dockerfile() -> None:
     stages = set(re.findall(r" AS (\w+)$", (FOLDER.parent / "Dockerfile").read_text(), re.MULTILINE))
     for role, of_role in pods().items():
-        assert {each["image"] for each in of_role.all_containers()} == {f"checkmate-{role}"}
+        assert {container["image"] for container in of_role.all_containers()} == {f"checkmate-{role}"}
         assert role in stages
     images = {entry["name"]: entry for entry in kustomization()["images"]}
     assert images.keys() == {f"checkmate-{role}" for role in pods()}
     trainer = images["checkmate-trainer"]
-    assert one("TrainJob")["spec"]["trainer"]["image"] == f"{trainer['newName']}:{trainer['newTag']}"
+    assert (
+        find_manifest("TrainJob")["spec"]["trainer"]["image"] == f"{trainer['newName']}:{trainer['newTag']}"
+    )
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not on PATH")
@@ -251,14 +262,14 @@ def test_kustomize_builds_it(tmp_path: Path) -> None:
     folder = tmp_path / "kubernetes"
     shutil.copytree(FOLDER, folder)
     make_keys([(read_job(JOB), folder / "keys")], NOW)
-    done = subprocess.run(
+    result = subprocess.run(
         ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 0, done.stderr
-    built = list(yaml.safe_load_all(done.stdout))
-    kinds = [manifest["kind"] for manifest in built]
+    assert result.returncode == 0, result.stderr
+    manifests = list(yaml.safe_load_all(result.stdout))
+    kinds = [manifest["kind"] for manifest in manifests]
     assert (kinds.count("Secret"), kinds.count("ConfigMap")) == (3, 1)
-    assert {manifest["metadata"].get("namespace") for manifest in built} == {"checkmate", None}
-    (stateful,) = (manifest for manifest in built if manifest["kind"] == "StatefulSet")
+    assert {manifest["metadata"].get("namespace") for manifest in manifests} == {"checkmate", None}
+    (stateful,) = (manifest for manifest in manifests if manifest["kind"] == "StatefulSet")
     (container,) = stateful["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "registry.example/checkmate-shadow:0.1.0"

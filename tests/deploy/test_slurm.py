@@ -33,8 +33,8 @@ def test_shellcheck_has_nothing_to_say(script: Path) -> None:
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
         pytest.skip("shellcheck is not installed")
-    done = subprocess.run([program, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    result = subprocess.run([program, str(script)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
 
 
 def program(folder: Path, name: str, *lines: str) -> None:
@@ -48,7 +48,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def test_trainers_start_as_everywhere(tmp_path: Path) -> None:
     program(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
-    given = environment(
+    variables = environment(
         tmp_path,
         GLOO_SOCKET_IFNAME="lo",
         SLURM_STEP_NUM_NODES="2",
@@ -57,17 +57,21 @@ def test_trainers_start_as_everywhere(tmp_path: Path) -> None:
         SLURM_RESTART_COUNT="1",
     )
     command = [str(FOLDER / "trainer.sh"), "gpu0", "train.py", "--epochs", "2"]
-    said = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout.splitlines()
+    arguments = subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     topology = load("single_tor")
     words = [str(word) for word in torchrun.command(topology, topology.trainers[0], [])]
-    theirs = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--monitor-interval"}
-    assert {word.partition("=")[0] for word in said[: len(theirs)]} == theirs
-    assert {"--rdzv-conf=is_host=0", "--local-addr=127.0.0.1", "--rdzv-endpoint=gpu0:29400"} <= set(said)
-    assert {"--rdzv-id=7.1", f"--max-restarts={torchrun.RESTARTS}"} <= set(said)
-    assert said[len(theirs) :] == ["train.py", "--epochs", "2"]
-    del given["CHECKMATE_JOB"]
-    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
-    assert done.returncode and "CHECKMATE_JOB: name the job file" in done.stderr
+    starter_options = {word.partition("=")[0] for word in words if word.startswith("--")} - {
+        "--monitor-interval"
+    }
+    assert {word.partition("=")[0] for word in arguments[: len(starter_options)]} == starter_options
+    assert {"--rdzv-conf=is_host=0", "--local-addr=127.0.0.1", "--rdzv-endpoint=gpu0:29400"} <= set(arguments)
+    assert {"--rdzv-id=7.1", f"--max-restarts={torchrun.RESTARTS}"} <= set(arguments)
+    assert arguments[len(starter_options) :] == ["train.py", "--epochs", "2"]
+    del variables["CHECKMATE_JOB"]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert result.returncode and "CHECKMATE_JOB: name the job file" in result.stderr
 
 
 def test_a_shadow_node_is_started_again_until_it_is_told_to_end(tmp_path: Path) -> None:
@@ -115,8 +119,8 @@ def test_between_two_starts_a_sigterm_ends_the_script_with_status_0(tmp_path: Pa
 
 def test_a_shadow_node_with_bad_input_is_not_started_again(tmp_path: Path) -> None:
     program(tmp_path, "checkmate", "exit 2")
-    done = subprocess.run([FOLDER / "shadow.sh"], env=environment(tmp_path), timeout=10, check=False)
-    assert done.returncode == 2
+    result = subprocess.run([FOLDER / "shadow.sh"], env=environment(tmp_path), timeout=10, check=False)
+    assert result.returncode == 2
 
 
 def test_components_of_the_heterogeneous_job_are_those_of_the_separate_jobs() -> None:
@@ -144,25 +148,27 @@ def cluster(name: str) -> Iterator[tuple[Lab, Cluster, Path]]:
     lab = Lab(build("slurm", on_one_switch(2, [1, 1], replicas=2)), name=name)
     with lab, Crew(lab) as crew, serving(crew):
         names = {"rank0": "gpu0", "rank1": "gpu1", "shadow0": "cpu0", "shadow1": "cpu1"}
-        made = Cluster(lab, crew, names)
+        slurm_cluster = Cluster(lab, crew, names)
         folder = lab.directory / "submit"
         shutil.copytree(FOLDER, folder)
         for script in folder.glob("*.sbatch"):
             script.write_text(script.read_text().replace("#SBATCH --gpus-per-node=8\n", ""))
-        yield lab, made, folder
+        yield lab, slurm_cluster, folder
 
 
 def submit(lab: Lab, cluster: Cluster, folder: Path, script: str, *words: str) -> str:
     """Submit a script; return the job's number. What it says is in `NUMBER.out`."""
-    given = {
+    variables = {
         "CHECKMATE_JOB": str(lab.job_file),
         "GLOO_SOCKET_IFNAME": MGMT_INTERFACE,
         "RANKS_PER_HOST": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    said = cluster.run("sbatch", "--parsable", "--output=%j.out", script, *words, folder=folder, **given)
-    assert said.strip().isdigit(), said
-    return said.strip()
+    answer = cluster.run(
+        "sbatch", "--parsable", "--output=%j.out", script, *words, folder=folder, **variables
+    )
+    assert answer.strip().isdigit(), answer
+    return answer.strip()
 
 
 def training(folder: Path, iterations: int) -> list[str]:

@@ -36,7 +36,7 @@ class Manager:
         self._sock.settimeout(20)
         self._sock.bind(path.replace("@", "\0", 1))
 
-    def told(self, word: str) -> str:
+    def await_message(self, word: str) -> str:
         """Return the first message from now on that has a word."""
         while word not in (text := self._sock.recv(4096).decode()):
             pass
@@ -48,9 +48,11 @@ class Manager:
 
 @pytest.fixture(params=["path", "abstract"])
 def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
-    made = Manager(str(tmp_path / "notify") if request.param == "path" else f"@checkmate-test-{os.getpid()}")
-    yield made
-    made.close()
+    service_manager = Manager(
+        str(tmp_path / "notify") if request.param == "path" else f"@checkmate-test-{os.getpid()}"
+    )
+    yield service_manager
+    service_manager.close()
 
 
 def test_a_controller_tells_when_it_serves_and_that_it_is_alive(manager: Manager, tmp_path: Path) -> None:
@@ -65,27 +67,31 @@ def test_a_controller_tells_when_it_serves_and_that_it_is_alive(manager: Manager
             job,
             *("--log-format", "json"),
         ]
-        asked = {"NOTIFY_SOCKET": manager.path, "WATCHDOG_USEC": "300000", "STATE_DIRECTORY": str(tmp_path)}
-        environment = {**os.environ, INSECURE: "1", **asked}
+        settings = {
+            "NOTIFY_SOCKET": manager.path,
+            "WATCHDOG_USEC": "300000",
+            "STATE_DIRECTORY": str(tmp_path),
+        }
+        environment = {**os.environ, INSECURE: "1", **settings}
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         try:
-            assert manager.told("READY=1") == "READY=1\nSTATUS=standing by"
-            assert manager.told("READY=1") == "READY=1\nSTATUS=serving"
+            assert manager.await_message("READY=1") == "READY=1\nSTATUS=standing by"
+            assert manager.await_message("READY=1") == "READY=1\nSTATUS=serving"
             began = time.monotonic()
             for _ in range(3):
-                manager.told("WATCHDOG=1")
+                manager.await_message("WATCHDOG=1")
             assert time.monotonic() - began < 3
             process.terminate()  # once: a second signal would end it at once
-            assert manager.told("STOPPING=1")
+            assert manager.await_message("STOPPING=1")
             _, errors = process.communicate(timeout=20)
         finally:
             process.kill()
     assert process.returncode == 0
     lines = [json.loads(line) for line in errors.splitlines()]
-    kept = [event.name for event in read_paths([tmp_path / "events"]).events]
-    assert kept == [line["event"] for line in lines if "event" in line]
+    logged = [event.name for event in read_paths([tmp_path / "events"]).events]
+    assert logged == [line["event"] for line in lines if "event" in line]
     words = ("started", "standby", "claims", "primary", "ended")
-    assert kept == [f"controller.{word}" for word in words]
+    assert logged == [f"controller.{word}" for word in words]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="receive buffers need CAP_NET_ADMIN")
@@ -98,17 +104,19 @@ def test_a_shadow_node_is_alive_as_long_as_its_lock_can_be_had(
     monkeypatch.setenv(INSECURE, "1")
     with Serving(local_job(), 0) as serving:
         stopped = threading.Event()
-        shown = threading.Thread(target=follow, args=(serving.node, stopped, None), kwargs={"as_json": False})
-        shown.start()
-        manager.told("WATCHDOG=1")
+        follower = threading.Thread(
+            target=follow, args=(serving.node, stopped, None), kwargs={"as_json": False}
+        )
+        follower.start()
+        manager.await_message("WATCHDOG=1")
         with serving.node.state_changed:
             manager._sock.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 for _ in range(100):  # those that were sent before
-                    manager.told("WATCHDOG=1")
-        manager.told("WATCHDOG=1")
+                    manager.await_message("WATCHDOG=1")
+        manager.await_message("WATCHDOG=1")
         stopped.set()
-        shown.join()
+        follower.join()
 
 
 def test_without_a_manager_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -128,11 +136,11 @@ def test_a_unit_starts_a_command_that_there_is(unit: Path) -> None:
     (line,) = re.findall(r"^ExecStart=\S+ (.*)$", unit.read_text(), re.MULTILINE)
     name, *words = line.split()
     command = [sys.executable, "-m", "checkmate.cli.entry", name, "--help"]
-    done = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"}
     )
     options = {word for word in words if word.startswith("--")}
-    assert options and all(option in done.stdout for option in options)
+    assert options and all(option in result.stdout for option in options)
 
 
 @pytest.mark.skipif(
@@ -143,5 +151,5 @@ def test_systemd_accepts_a_unit(unit: Path, tmp_path: Path) -> None:
     text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text(), flags=re.MULTILINE)
     (tmp_path / unit.name).write_text(text)
     command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / unit.name)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and not result.stderr, result.stderr

@@ -64,11 +64,11 @@ def keys_for_the_user(job: Job, folder: Path) -> None:
     os.chown(folder / "keys", NOBODY, NOBODY)
 
 
-def started(unit: Unit, folder: Path, arguments: list[str], without: str = "") -> subprocess.Popen[str]:
+def start_command(unit: Unit, folder: Path, arguments: list[str], without: str = "") -> subprocess.Popen[str]:
     """Start a unit's command with its privileges, perhaps without a capability."""
-    held = [one for one in unit.capabilities if one != without]
+    capabilities = [capability for capability in unit.capabilities if capability != without]
     return subprocess.Popen(
-        [*unit.start(held), python(), "-m", "checkmate.cli.entry", *arguments],
+        [*unit.start(capabilities), python(), "-m", "checkmate.cli.entry", *arguments],
         env=environment(folder),
         cwd="/",
         stdout=subprocess.PIPE,
@@ -85,20 +85,26 @@ def line(stream: IO[str] | None) -> str:
 
 def check_has(process: subprocess.Popen[str], *capabilities: int) -> None:
     """Check user, capabilities and filter of a process as the kernel sees them."""
-    said = dict(re.findall(r"^(\w+):\s+(.*)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE))
-    mask = f"{sum(1 << one for one in capabilities):016x}"
-    assert (said["CapEff"], said["CapPrm"], said["CapBnd"]) == (mask, mask, mask)
-    assert set(said["Uid"].split()) == {str(NOBODY)}
-    assert (said["NoNewPrivs"], said["Seccomp"]) == ("1", "2")
+    process_status = dict(
+        re.findall(r"^(\w+):\s+(.*)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    )
+    mask = f"{sum(1 << capability for capability in capabilities):016x}"
+    assert (process_status["CapEff"], process_status["CapPrm"], process_status["CapBnd"]) == (
+        mask,
+        mask,
+        mask,
+    )
+    assert set(process_status["Uid"].split()) == {str(NOBODY)}
+    assert (process_status["NoNewPrivs"], process_status["Seccomp"]) == ("1", "2")
 
 
 @pytest.fixture
 def job(folder: Path) -> Job:
-    made = local_job(nodes=1)
-    keys_for_the_user(made, folder)
-    data = data_of(made, exclude_none=True)
+    demo_job = local_job(nodes=1)
+    keys_for_the_user(demo_job, folder)
+    data = data_of(demo_job, exclude_none=True)
     (folder / "job.yaml").write_text(yaml.safe_dump(data))
-    return replace(made, keys=folder / "keys")
+    return replace(demo_job, keys=folder / "keys")
 
 
 @needs_root
@@ -107,7 +113,7 @@ def test_a_shadow_node_does_its_work_as_its_unit(folder: Path, job: Job) -> None
     metrics = f"127.0.0.1:{free_port()}"
     words = SHADOW.arguments(file=str(folder / "job.yaml"), metrics=metrics, i="0")
     with ExitStack() as stack:
-        process = stack.enter_context(started(SHADOW, folder, words))
+        process = stack.enter_context(start_command(SHADOW, folder, words))
         stack.callback(process.terminate)
         assert line(process.stdout).startswith("ready: shadow node 0"), process.communicate()[1]
         check_has(process, 12)  # CAP_NET_ADMIN
@@ -131,7 +137,7 @@ def test_a_shadow_node_does_its_work_as_its_unit(folder: Path, job: Job) -> None
 @pytest.mark.parametrize("missing", SHADOW.capabilities)
 def test_a_shadow_node_names_the_capability_that_it_lacks(folder: Path, job: Job, missing: str) -> None:
     words = SHADOW.arguments(file=str(folder / "job.yaml"), metrics=f"127.0.0.1:{free_port()}", i="0")
-    process = started(SHADOW, folder, words, missing)
+    process = start_command(SHADOW, folder, words, missing)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors == (
@@ -146,14 +152,14 @@ def test_a_controller_does_its_work_as_its_unit(folder: Path) -> None:
     with softswitch("--no-p4") as switch, ExitStack() as stack:
         file = job_on(switch, folder)
         keys_for_the_user(of_data(Job, yaml.safe_load(file.read_text())), folder)
-        process = started(CONTROLLER, folder, CONTROLLER.arguments(file=str(file), metrics=metrics))
+        process = start_command(CONTROLLER, folder, CONTROLLER.arguments(file=str(file), metrics=metrics))
         stack.enter_context(process)
         stack.callback(process.terminate)
-        said = [line(process.stdout)]
-        assert said[0].startswith("standing by"), process.communicate()[1]
-        while not said[-1].startswith("serving"):
-            said.append(line(process.stdout))
-            assert said[-1], process.communicate()[1]
+        lines = [line(process.stdout)]
+        assert lines[0].startswith("standing by"), process.communicate()[1]
+        while not lines[-1].startswith("serving"):
+            lines.append(line(process.stdout))
+            assert lines[-1], process.communicate()[1]
         check_has(process)
         with urllib.request.urlopen(f"http://{metrics}/readyz", timeout=10) as answer:
             assert answer.status == 200
@@ -167,16 +173,16 @@ def test_a_controller_does_its_work_as_its_unit(folder: Path) -> None:
 def test_the_tagger_needs_each_of_the_documented_capabilities_and_no_other(folder: Path) -> None:
     assert len(TAGGER) == 3
 
-    def tried(capabilities: list[str]) -> subprocess.CompletedProcess[str]:
+    def run_tagger(capabilities: list[str]) -> subprocess.CompletedProcess[str]:
         command = [*privileges(capabilities), python(), "-m", "checkmate.tagger"]
         return subprocess.run(
             command, env=environment(folder), cwd="/", capture_output=True, text=True, timeout=60, check=False
         )
 
-    done = tried(TAGGER)
-    assert done.returncode == 0, done.stderr
-    assert "attached as program" in done.stdout
+    result = run_tagger(TAGGER)
+    assert result.returncode == 0, result.stderr
+    assert "attached as program" in result.stdout
     for missing in TAGGER:
-        done = tried([one for one in TAGGER if one != missing])
-        assert done.returncode == 1
-        assert f": CAP_{missing.upper()} missing;" in done.stderr
+        result = run_tagger([capability for capability in TAGGER if capability != missing])
+        assert result.returncode == 1
+        assert f": CAP_{missing.upper()} missing;" in result.stderr

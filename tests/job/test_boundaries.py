@@ -33,10 +33,10 @@ def host(name: str) -> dict[str, Any]:
 
 
 def test_groups_on_the_same_hosts_follow_each_other() -> None:
-    made = job_of("abc", "abc", "abc", shadow_nodes={0: [0], 1: [1, 2]})
-    assert first_shadow_ids(made) == (0, 1, 3)
-    assert {stream.shadow_id for stream in streams(made) if stream.boundary.group == 2} == {3, 4, 5}
-    assert {stream.shard for stream in streams(made) if stream.boundary.group == 2} == {0, 1, 2}
+    job = job_of("abc", "abc", "abc", shadow_nodes={0: [0], 1: [1, 2]})
+    assert first_shadow_ids(job) == (0, 1, 3)
+    assert {stream.shadow_id for stream in streams(job) if stream.boundary.group == 2} == {3, 4, 5}
+    assert {stream.shard for stream in streams(job) if stream.boundary.group == 2} == {0, 1, 2}
 
 
 def test_groups_with_other_addresses_begin_with_0() -> None:
@@ -52,12 +52,12 @@ def test_one_common_boundary_suffices() -> None:
 
 @given(st.lists(st.permutations("abcd").flatmap(lambda r: st.integers(2, 4).map(lambda n: "".join(r[:n])))))
 def test_addresses_and_shadow_id_identify_a_boundary(rings: list[str]) -> None:
-    made = job_of(*rings or ["ab"], shadow_nodes={0: [0], 1: [1, 2]})
-    found: dict[object, tuple[int, int]] = {}
-    for stream in streams(made):
+    job = job_of(*rings or ["ab"], shadow_nodes={0: [0], 1: [1, 2]})
+    places: dict[object, tuple[int, int]] = {}
+    for stream in streams(job):
         key = stream.boundary.pair, stream.shadow_id, stream.channel
-        assert found.setdefault(key, (stream.boundary.number, stream.shard)) == (
+        assert places.setdefault(key, (stream.boundary.number, stream.shard)) == (
             stream.boundary.number,
             stream.shard,
         )
-    assert {number for number, _ in found.values()} == {one.number for one in boundaries(made)}
+    assert {number for number, _ in places.values()} == {boundary.number for boundary in boundaries(job)}

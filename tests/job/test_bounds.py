@@ -27,9 +27,9 @@ RIGHT = yaml.safe_dump(job_data(nodes=2, channels=2, replicas=2), sort_keys=Fals
 
 def faults(file: Path, text: str) -> tuple[Located, ...]:
     file.write_text(text)
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_job(file)
-    return caught.value.faults
+    return excinfo.value.faults
 
 
 def doubled(levels: int, width: int = 10) -> str:
@@ -61,17 +61,17 @@ def merged(levels: int) -> str:
 )
 def test_a_small_file_does_not_become_a_large_job(tmp_path: Path, text: str, line: int, message: str) -> None:
     tracemalloc.start()
-    (found,) = faults(tmp_path / "job.yaml", text)
+    (fault,) = faults(tmp_path / "job.yaml", text)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (found.line, found.path) == (line, "(YAML)")
-    assert message in found.message
+    assert (fault.line, fault.path) == (line, "(YAML)")
+    assert message in fault.message
     assert most < 20 << 20
 
 
 def test_a_large_file_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
-    (found,) = faults(tmp_path / "job.yaml", "#" * (FILE_BYTES + 1))
-    assert "is larger than 2 MiB" in found.message
+    (fault,) = faults(tmp_path / "job.yaml", "#" * (FILE_BYTES + 1))
+    assert "is larger than 2 MiB" in fault.message
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")  # its size is 0
     with pytest.raises(JobError, match="is larger than 2 MiB"):
         read_job(tmp_path / "zero.yaml")
@@ -79,8 +79,10 @@ def test_a_large_file_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
 
 def test_a_fabric_file_has_the_same_bounds(tmp_path: Path) -> None:
     (tmp_path / "fabric.yaml").write_text(doubled(9))
-    found = {fault.file.name: fault.message for fault in faults(tmp_path / "job.yaml", "fabric: fabric.yaml")}
-    assert "has more than 200,000 values" in found["fabric.yaml"]
+    messages = {
+        fault.file.name: fault.message for fault in faults(tmp_path / "job.yaml", "fabric: fabric.yaml")
+    }
+    assert "has more than 200,000 values" in messages["fabric.yaml"]
 
 
 def test_aliases_are_of_use(tmp_path: Path) -> None:
@@ -92,15 +94,15 @@ def test_aliases_are_of_use(tmp_path: Path) -> None:
 
 def test_equal_faults_without_end_are_counted(tmp_path: Path) -> None:
     text = "channels: &a {rank: z}\ndp_groups: [{ranks: [" + ", ".join(["*a"] * 5000) + "]}]\n"
-    found = faults(tmp_path / "job.yaml", text)
-    assert len(found) == FAULTS_MOST + 1
-    assert any("other faults; correct these first" in fault.message for fault in found)
+    located = faults(tmp_path / "job.yaml", text)
+    assert len(located) == FAULTS_MOST + 1
+    assert any("other faults; correct these first" in fault.message for fault in located)
 
 
 def test_a_fault_shows_a_value_in_part(tmp_path: Path) -> None:
     long = "x" * SCALAR_CHARACTERS
-    (found,) = [f for f in faults(tmp_path / "job.yaml", f"channels: {long}") if f.path == "channels"]
-    assert len(found.message) < 200
+    (fault,) = [f for f in faults(tmp_path / "job.yaml", f"channels: {long}") if f.path == "channels"]
+    assert len(fault.message) < 200
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,10 @@ def test_a_fault_shows_a_value_in_part(tmp_path: Path) -> None:
 )
 def test_a_huge_number_is_shown_in_part(tmp_path: Path, right: str, wrong: str) -> None:
     assert right in RIGHT
-    found = faults(tmp_path / "job.yaml", RIGHT.replace(right, wrong.format("0x" + "f" * 900)))
-    assert found
-    assert all(len(fault.message) < 300 for fault in found)
-    assert len({(fault.line, fault.path) for fault in found}) == len(found)
+    located = faults(tmp_path / "job.yaml", RIGHT.replace(right, wrong.format("0x" + "f" * 900)))
+    assert located
+    assert all(len(fault.message) < 300 for fault in located)
+    assert len({(fault.line, fault.path) for fault in located}) == len(located)
 
 
 ODD = st.sampled_from(
@@ -150,7 +152,7 @@ ODD = st.sampled_from(
 
 
 @st.composite
-def changed(draw: st.DrawFn) -> str:
+def changed_texts(draw: st.DrawFn) -> str:
     """Return the text of a right job with some of its lines changed, repeated or removed."""
     lines = RIGHT.splitlines()
     for _ in range(draw(st.integers(1, 4))):
@@ -164,8 +166,8 @@ def changed(draw: st.DrawFn) -> str:
             case 2:
                 lines.insert(at, lines[draw(st.integers(0, len(lines) - 1))])
             case 3:
-                cut = draw(st.integers(0, len(line)))
-                lines[at] = line[:cut] + draw(st.characters(exclude_categories=[])) + line[cut:]
+                column = draw(st.integers(0, len(line)))
+                lines[at] = line[:column] + draw(st.characters(exclude_categories=[])) + line[column:]
             case 4:
                 lines[at] = line[: len(line) - len(line.lstrip())] + draw(ODD)
             case _:
@@ -178,23 +180,23 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
     max_leaves=12,
 )
-KEYS = st.sampled_from(sorted(one.name for one in fields(Job)))
+KEYS = st.sampled_from(sorted(field.name for field in fields(Job)))
 documents = st.dictionaries(KEYS | st.text(max_size=9), plain, max_size=6).map(yaml.safe_dump)
 
 
-@fuzz(250, text=changed() | documents | st.text(st.characters(exclude_categories=[]), max_size=60))
+@fuzz(250, text=changed_texts() | documents | st.text(st.characters(exclude_categories=[]), max_size=60))
 def test_any_text_is_a_job_or_a_list_of_faults(tmp_path: Path, text: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    found: Any
+    outcome: Any
     try:
-        found = read_job(file)
+        outcome = read_job(file)
     except JobError as error:
         assert error.faults
         str(error).encode()  # it can be printed
         assert all(len(str(fault)) < 1000 + len(str(file)) for fault in error.faults)
     else:
-        assert isinstance(found, Job)
+        assert isinstance(outcome, Job)
 
 
 def parsed(load: Callable[[str], Any], text: str) -> object:
@@ -214,7 +216,10 @@ tokens = st.lists(TOKENS, max_size=14).map("".join)
 
 
 @needs_libyaml
-@fuzz(250, text=changed() | documents | tokens | st.text(st.characters(exclude_categories=[]), max_size=60))
+@fuzz(
+    250,
+    text=changed_texts() | documents | tokens | st.text(st.characters(exclude_categories=[]), max_size=60),
+)
 def test_libyaml_reads_what_python_reads(text: str) -> None:
     """Faults are always told by the parser in Python, which may accept what libyaml does not."""
     if yaml_lines.control_character(text) is not None or yaml_lines._DIFFERENT.search(text):

@@ -23,15 +23,15 @@ from checkmate.job.validation import data_of, of_data
 from checkmate.job.yaml_lines import Document, Located
 from testbed.jobs import job_data
 from tests.support.job_files import edited, write
-from tests.support.jobs import some_jobs
+from tests.support.jobs import lists_of_jobs
 
 RIGHT = job_data(nodes=2, channels=2)
 
 
 def faults(*files: Path) -> dict[str, str]:
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_jobs(files)
-    return {fault.path: fault.message for fault in caught.value.faults}
+    return {fault.path: fault.message for fault in excinfo.value.faults}
 
 
 def test_a_right_job_is_read(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_a_fault_in_the_fabric_file_is_placed_there(tmp_path: Path) -> None:
     data["fabric"]["switches"][0]["colour"] = "red"
     fabric = write(tmp_path, data["fabric"], "fabric.yaml")
     data["fabric"] = "fabric.yaml"
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_job(write(tmp_path, data))
-    (fault,) = caught.value.faults
+    (fault,) = excinfo.value.faults
     assert fault.file == fabric
     assert fault.path == "switches[0].colour"
     assert "unknown key" in fault.message
@@ -168,9 +168,9 @@ def test_a_fault_in_the_fabric_file_is_placed_there(tmp_path: Path) -> None:
 def test_a_fault_is_placed_and_says_what_would_be_right(
     tmp_path: Path, change: str, value: Any, path: str, message: str
 ) -> None:
-    found = faults(write(tmp_path, edited(RIGHT, change, value)))
-    assert path in found, found
-    assert message in found[path]
+    messages = faults(write(tmp_path, edited(RIGHT, change, value)))
+    assert path in messages, messages
+    assert message in messages[path]
 
 
 def test_all_faults_are_said_at_once(tmp_path: Path) -> None:
@@ -178,26 +178,28 @@ def test_all_faults_are_said_at_once(tmp_path: Path) -> None:
     data["colour"] = 1
     data["channels"] = 0
     data["shadow_nodes"][1]["id"] = 0
-    found = faults(write(tmp_path, data))
-    assert set(found) == {"dp_groups[0].ranks[1].ip", "colour", "channels", "shadow_nodes[1].id"}
+    messages = faults(write(tmp_path, data))
+    assert set(messages) == {"dp_groups[0].ranks[1].ip", "colour", "channels", "shadow_nodes[1].id"}
 
 
 def test_a_faulty_address_hides_no_other(tmp_path: Path) -> None:
     data = edited(RIGHT, "dp_groups/0/ranks/1/addresses", ["10.0.0.1", "224.0.0.9", 7, "10.0.0.2"])
-    found = faults(write(tmp_path, data))
-    assert set(found) == {f"dp_groups[0].ranks[1].addresses[{index}]" for index in range(4)}
+    messages = faults(write(tmp_path, data))
+    assert set(messages) == {f"dp_groups[0].ranks[1].addresses[{index}]" for index in range(4)}
 
 
 def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
     data = job_data(switches=2)
     data["fabric"]["links"] = []
-    found = faults(write(tmp_path, data))
-    assert "no path of links from switch 'tor1' to the first rank's" in found["dp_groups[0].ranks[1].switch"]
+    messages = faults(write(tmp_path, data))
+    assert (
+        "no path of links from switch 'tor1' to the first rank's" in messages["dp_groups[0].ranks[1].switch"]
+    )
 
 
 def test_a_misspelt_switch_of_the_first_rank_is_the_only_fault(tmp_path: Path) -> None:
-    found = faults(write(tmp_path, edited(RIGHT, "dp_groups/0/ranks/0/switch", "torr")))
-    assert set(found) == {"dp_groups[0].ranks[0].switch"}
+    messages = faults(write(tmp_path, edited(RIGHT, "dp_groups/0/ranks/0/switch", "torr")))
+    assert set(messages) == {"dp_groups[0].ranks[0].switch"}
 
 
 @pytest.mark.parametrize(
@@ -233,19 +235,19 @@ def test_a_misspelt_switch_of_the_first_rank_is_the_only_fault(tmp_path: Path) -
     ],
 )
 def test_what_is_no_job_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (found,) = faults(write(tmp_path, text)).values()
-    assert message in found
+    (fault_message,) = faults(write(tmp_path, text)).values()
+    assert message in fault_message
 
 
 def test_a_fabric_file_given_as_a_job_is_called_one(tmp_path: Path) -> None:
-    found = faults(write(tmp_path, job_data()["fabric"], "fabric.yaml"))
-    assert list(found) == ["(file)"]
-    assert found["(file)"].startswith("this is a fabric file; pass the job file")
+    messages = faults(write(tmp_path, job_data()["fabric"], "fabric.yaml"))
+    assert list(messages) == ["(file)"]
+    assert messages["(file)"].startswith("this is a fabric file; pass the job file")
 
 
 def test_a_fabric_that_is_no_path_is_refused(tmp_path: Path) -> None:
-    found = faults(write(tmp_path, 'job: a\nfabric: "a\\0b"'))
-    assert found == {
+    messages = faults(write(tmp_path, 'job: a\nfabric: "a\\0b"'))
+    assert messages == {
         "fabric": "must be the path of a file",
         "dp_groups": "is missing; list the job's DP groups, or give a mesh (`checkmate docs job`)",
         "shadow_nodes": "is missing",
@@ -255,15 +257,15 @@ def test_a_fabric_that_is_no_path_is_refused(tmp_path: Path) -> None:
 def test_merge_keys_are_yaml(tmp_path: Path) -> None:
     text = yaml.safe_dump({**job_data(), "channels": 2})
     text = text.replace("channels: 2", "x: &x {channels: 2}\n<<: *x")
-    found = faults(write(tmp_path, text))
-    assert set(found) == {"x"}  # an unknown key, without a fault about the merge
+    messages = faults(write(tmp_path, text))
+    assert set(messages) == {"x"}  # an unknown key, without a fault about the merge
 
 
 def test_half_a_tls_pair_is_refused(tmp_path: Path) -> None:
     data = job_data()
     data["fabric"]["switches"][0]["tls"] = {"ca": "ca.pem", "cert": "client.pem"}
-    found = faults(write(tmp_path, data))
-    assert "give both, or neither" in found["fabric.switches[0].tls"]
+    messages = faults(write(tmp_path, data))
+    assert "give both, or neither" in messages["fabric.switches[0].tls"]
 
 
 def test_tls_files_are_named_from_the_jobs_folder(tmp_path: Path) -> None:
@@ -276,9 +278,9 @@ def test_tls_files_are_named_from_the_jobs_folder(tmp_path: Path) -> None:
 
 def test_an_older_job_file_is_told_what_has_replaced_its_tls_files(tmp_path: Path) -> None:
     data = {**job_data(), "mgmt_tls": {"ca": "ca.pem", "cert": "host.pem", "key": "host.key"}}
-    found = faults(write(tmp_path, data))
-    assert set(found) == {"mgmt_tls"}
-    assert "replaced by keys: remove it, run `checkmate keys FILE`" in found["mgmt_tls"]
+    messages = faults(write(tmp_path, data))
+    assert set(messages) == {"mgmt_tls"}
+    assert "replaced by keys: remove it, run `checkmate keys FILE`" in messages["mgmt_tls"]
 
 
 def test_with_nccl_ranks_are_in_ascending_order(tmp_path: Path) -> None:
@@ -296,85 +298,86 @@ def test_with_nccl_no_two_ranks_of_a_dp_group_share_a_host(tmp_path: Path) -> No
         for rank, host in zip(group["ranks"], ("gpu0", "gpu1", "gpu0"), strict=True):
             rank["mgmt"] = host
     assert read_job(write(tmp_path, data)).collective == "ring"
-    found = faults(write(tmp_path, {**data, "collective": "nccl"}))
-    assert set(found) == {f"dp_groups[{group}].ranks[2].mgmt" for group in (0, 1)}
-    message = found["dp_groups[1].ranks[2].mgmt"]
+    messages = faults(write(tmp_path, {**data, "collective": "nccl"}))
+    assert set(messages) == {f"dp_groups[{group}].ranks[2].mgmt" for group in (0, 1)}
+    message = messages["dp_groups[1].ranks[2].mgmt"]
     assert message.startswith(
         "gpu0 is the host of dp_groups[1].ranks[0] already; with collective: nccl, each"
     )
 
 
 def test_a_link_of_one_job_is_no_host_port_of_another(tmp_path: Path) -> None:
-    one, two = job_data("one", switches=2), job_data("two", switches=2, number=1)
+    first, two = job_data("one", switches=2), job_data("two", switches=2, number=1)
     two["dp_groups"][0]["ranks"][0]["port"] = 400
     two["fabric"]["links"] = []
     for part in (*two["dp_groups"][0]["ranks"], *two["shadow_nodes"][0]["nics"]):
         part["switch"] = "tor0"
         part["port"] = part["port"] if part["port"] == 400 else 150 + part.get("rank", 40)
     two["shadow_nodes"][0]["nics"].pop()
-    found = faults(write(tmp_path, one, "1.yaml"), write(tmp_path, two, "2.yaml"))
-    assert "tor0 400 is claimed already by job 'one'" in found["dp_groups[0].ranks[0].port"]
+    messages = faults(write(tmp_path, first, "1.yaml"), write(tmp_path, two, "2.yaml"))
+    assert "tor0 400 is claimed already by job 'one'" in messages["dp_groups[0].ranks[0].port"]
 
 
 def test_a_switch_has_one_name(tmp_path: Path) -> None:
-    other = job_data("two", number=1)
-    other["fabric"]["switches"][0]["name"] = "elsewhere"
-    for part in (*other["dp_groups"][0]["ranks"], *other["shadow_nodes"][0]["nics"]):
+    second = job_data("two", number=1)
+    second["fabric"]["switches"][0]["name"] = "elsewhere"
+    for part in (*second["dp_groups"][0]["ranks"], *second["shadow_nodes"][0]["nics"]):
         part["switch"] = "elsewhere"
-    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
-    assert "a switch has one name" in found["fabric.switches[0].name"]
+    messages = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, second, "2.yaml"))
+    assert "a switch has one name" in messages["fabric.switches[0].name"]
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    (found,) = faults(tmp_path / "none.yaml").values()
-    assert "cannot be read" in found
+    (message,) = faults(tmp_path / "none.yaml").values()
+    assert "cannot be read" in message
 
 
 def test_a_line_number_is_the_one_of_the_key(tmp_path: Path) -> None:
     file = write(tmp_path, edited(RIGHT, "dp_groups/0/ranks/1/ip", "10.0.0.1"))
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_job(file)
-    (fault,) = caught.value.faults
+    (fault,) = excinfo.value.faults
     assert file.read_text().splitlines()[fault.line - 1].strip() == "ip: 10.0.0.1"
 
 
 def test_jobs_that_claim_the_same_thing_are_refused_by_name(tmp_path: Path) -> None:
     first = write(tmp_path, job_data("one"), "one.yaml")
-    other = job_data("two", number=1)
-    other["shadow_nodes"][0]["nics"][0] = job_data("one")["shadow_nodes"][0]["nics"][0]
-    found = faults(first, write(tmp_path, other, "two.yaml"))
-    assert set(found) == {f"shadow_nodes[0].nics[0].{field}" for field in ("ip", "mac", "port")}
+    second = job_data("two", number=1)
+    second["shadow_nodes"][0]["nics"][0] = job_data("one")["shadow_nodes"][0]["nics"][0]
+    messages = faults(first, write(tmp_path, second, "two.yaml"))
+    assert set(messages) == {f"shadow_nodes[0].nics[0].{field}" for field in ("ip", "mac", "port")}
     assert (
-        "is claimed already by job 'one' (shadow_nodes[0].nics[0].ip)" in found["shadow_nodes[0].nics[0].ip"]
+        "is claimed already by job 'one' (shadow_nodes[0].nics[0].ip)"
+        in messages["shadow_nodes[0].nics[0].ip"]
     )
 
 
 def test_jobs_that_describe_a_switch_differently_are_refused(tmp_path: Path) -> None:
-    other = job_data("two", number=1)
-    other["fabric"]["switches"][0]["device_id"] = 2
-    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
-    assert "describes switch 'tor0' differently (device_id)" in found["fabric.switches[0]"]
+    second = job_data("two", number=1)
+    second["fabric"]["switches"][0]["device_id"] = 2
+    messages = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, second, "2.yaml"))
+    assert "describes switch 'tor0' differently (device_id)" in messages["fabric.switches[0]"]
 
 
 def test_a_stub_is_no_other_jobs_host(tmp_path: Path) -> None:
-    other = job_data("two", number=1)
-    other["fabric"]["switches"][0]["name"] = "elsewhere"
-    other["fabric"]["switches"][0]["stub"]["ip"] = "10.0.0.1"
-    for part in (*other["dp_groups"][0]["ranks"], *other["shadow_nodes"][0]["nics"]):
+    second = job_data("two", number=1)
+    second["fabric"]["switches"][0]["name"] = "elsewhere"
+    second["fabric"]["switches"][0]["stub"]["ip"] = "10.0.0.1"
+    for part in (*second["dp_groups"][0]["ranks"], *second["shadow_nodes"][0]["nics"]):
         part["switch"] = "elsewhere"
-    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
-    assert "10.0.0.1" in found["fabric.switches[0].stub.ip"]
+    messages = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, second, "2.yaml"))
+    assert "10.0.0.1" in messages["fabric.switches[0].stub.ip"]
 
 
 def test_a_further_address_is_no_other_jobs_host(tmp_path: Path) -> None:
-    other = job_data("two", number=1)
-    other["shadow_nodes"][0]["nics"][1]["addresses"] = ["10.1.9.9", "10.0.0.1"]
-    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
-    assert list(found) == ["shadow_nodes[0].nics[1].addresses[1]"]
-    assert "10.0.0.1 is claimed already by job 'one' (dp_groups[0].ranks[0].ip)" in found.popitem()[1]
+    second = job_data("two", number=1)
+    second["shadow_nodes"][0]["nics"][1]["addresses"] = ["10.1.9.9", "10.0.0.1"]
+    messages = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, second, "2.yaml"))
+    assert list(messages) == ["shadow_nodes[0].nics[1].addresses[1]"]
+    assert "10.0.0.1 is claimed already by job 'one' (dp_groups[0].ranks[0].ip)" in messages.popitem()[1]
 
 
-@given(some_jobs())
+@given(lists_of_jobs())
 @settings(max_examples=30)
 def test_jobs_of_the_strategy_may_run_side_by_side(jobs: list[Job]) -> None:
     assert conflicts.between_jobs([data_of(job) for job in jobs]) == []
@@ -422,9 +425,9 @@ def test_a_link_to_nowhere_leaves_nobody_unreachable(tmp_path: Path) -> None:
 
 def test_a_copy_of_a_job_file_is_one_fault_that_names_it(tmp_path: Path) -> None:
     first, copied = (write(tmp_path, job_data(nodes=2), name) for name in ("a.yaml", "b.yaml"))
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_jobs([first, copied])
-    (fault,) = caught.value.faults
+    (fault,) = excinfo.value.faults
     assert (fault.file, fault.path) == (copied, "job")
     assert fault.message.startswith(f"{first} has a job 'demo', too: remove one of both if it is a copy")
 
@@ -450,9 +453,9 @@ def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
     fields = ("ip", "mac", "port", "rank")
     second.update({field: first[field] for field in fields})
     clash = {("dp_groups", 1, "ranks", 1, field) for field in fields}
-    needed = {("dp_groups", g, "ranks", 1, field) for g in (0, 1) for field in (*fields, "switch")}
-    others = [path for path in leaves(clashing) if path not in needed]
-    places = data.draw(st.sets(st.sampled_from(others), max_size=6))
+    clash_paths = {("dp_groups", g, "ranks", 1, field) for g in (0, 1) for field in (*fields, "switch")}
+    other_paths = [path for path in leaves(clashing) if path not in clash_paths]
+    places = data.draw(st.sets(st.sampled_from(other_paths), max_size=6))
     assert sorted(fault_paths(broken(clashing, places)), key=str) == sorted(clash | places, key=str)
 
 
@@ -491,9 +494,9 @@ def test_each_address_of_a_shadow_node_is_its_own(
     data = job_data(nodes=2)
     data["shadow_nodes"][0].update(first)
     data["shadow_nodes"][1].update(second)
-    found = faults(write(tmp_path, data))
-    assert list(found) == [path]
-    assert message in found[path]
+    messages = faults(write(tmp_path, data))
+    assert list(messages) == [path]
+    assert message in messages[path]
 
 
 def test_step_records_go_to_the_port_after_the_one_of_mgmt_unless_the_job_says_otherwise() -> None:
@@ -506,34 +509,34 @@ def test_step_records_go_to_the_port_after_the_one_of_mgmt_unless_the_job_says_o
 
 def test_faults_of_several_files_are_said_by_file_and_line(tmp_path: Path) -> None:
     """One job cannot be parsed, one has faults, and one claims resources of the second."""
-    one, two = job_data("one"), job_data("two", number=1)
-    one["channels"] = 0
-    one["dp_groups"][0]["ranks"][2]["ip"] = "nowhere"
-    two["dp_groups"][0]["ranks"][1]["ip"] = one["dp_groups"][0]["ranks"][1]["ip"]
+    first, two = job_data("one"), job_data("two", number=1)
+    first["channels"] = 0
+    first["dp_groups"][0]["ranks"][2]["ip"] = "nowhere"
+    two["dp_groups"][0]["ranks"][1]["ip"] = first["dp_groups"][0]["ranks"][1]["ip"]
     files = [
         write(tmp_path, two, "z.yaml"),
-        write(tmp_path, one, "a.yaml"),
+        write(tmp_path, first, "a.yaml"),
         write(tmp_path, "job: [", "m.yaml"),
     ]
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_jobs(files)
-    assert [(fault.file, fault.path) for fault in caught.value.faults] == [
+    assert [(fault.file, fault.path) for fault in excinfo.value.faults] == [
         (files[1], "channels"),
         (files[1], "dp_groups[0].ranks[1].ip"),
         (files[1], "dp_groups[0].ranks[2].ip"),
         (files[2], "(YAML)"),
     ]
-    lines = [fault.line for fault in caught.value.faults[:3]]
+    lines = [fault.line for fault in excinfo.value.faults[:3]]
     assert lines == sorted(lines)
-    assert "claimed already by job 'two'" in caught.value.faults[1].message
+    assert "claimed already by job 'two'" in excinfo.value.faults[1].message
 
 
 def test_the_sound_files_of_a_set_are_told(tmp_path: Path) -> None:
     files = [write(tmp_path, job_data(f"job{n}", number=n), f"{n}.yaml") for n in range(3)]
     files[1].write_text("job: broken\n")
-    found = read_set(files)
-    assert [file for file, _ in found.sound] == [files[0], files[2]]
-    assert {fault.file for fault in found.faults} == {files[1]}
+    job_set = read_set(files)
+    assert [file for file, _ in job_set.sound] == [files[0], files[2]]
+    assert {fault.file for fault in job_set.faults} == {files[1]}
 
 
 @pytest.mark.parametrize("fabric", ["switches: [", "- a\n", None])
@@ -543,8 +546,8 @@ def test_a_fabric_that_cant_be_read_hides_nothing_in_the_job(tmp_path: Path, fab
     data["fabric"] = "fabric.yaml"
     if fabric is not None:
         (tmp_path / "fabric.yaml").write_text(fabric)
-    found = set(faults(write(tmp_path, data)))
-    assert found == {
+    paths = set(faults(write(tmp_path, data)))
+    assert paths == {
         "channels",
         "dp_groups[0].ranks[1].ip",
         {"switches: [": "(YAML)", "- a\n": "(top level)", None: "fabric"}[fabric],
@@ -557,28 +560,28 @@ def test_a_fault_of_a_shared_fabric_file_is_said_once(tmp_path: Path) -> None:
     shared["switches"][0]["colour"] = "red"
     fabric = write(tmp_path, shared, "fabric.yaml")
     files = [write(tmp_path, {**job, "fabric": "fabric.yaml"}, f"{job['job']}.yaml") for job in jobs]
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_jobs(files)
-    assert [(fault.file, fault.path) for fault in caught.value.faults] == [(fabric, "switches[0].colour")]
+    assert [(fault.file, fault.path) for fault in excinfo.value.faults] == [(fabric, "switches[0].colour")]
 
 
 def test_a_fault_between_jobs_is_placed_in_the_fabric_file(tmp_path: Path) -> None:
     first = write(tmp_path, job_data("one"), "one.yaml")
-    other = job_data("two", number=1)
-    other["fabric"]["switches"][0]["device_id"] = 2
-    fabric = write(tmp_path, other["fabric"], "fabric.yaml")
-    second = write(tmp_path, {**other, "fabric": "fabric.yaml"}, "two.yaml")
-    with pytest.raises(JobError) as caught:
+    second_data = job_data("two", number=1)
+    second_data["fabric"]["switches"][0]["device_id"] = 2
+    fabric = write(tmp_path, second_data["fabric"], "fabric.yaml")
+    second = write(tmp_path, {**second_data, "fabric": "fabric.yaml"}, "two.yaml")
+    with pytest.raises(JobError) as excinfo:
         read_jobs([first, second])
-    (fault,) = caught.value.faults
+    (fault,) = excinfo.value.faults
     assert (fault.file, fault.path) == (fabric, "switches[0]")
 
 
 def served(files: JobFiles) -> list[str]:
     """Read, serve, and return the names of the jobs."""
-    wanted = files.wanted(lambda job: "")
-    files.served(wanted)
-    return sorted(job.job for job in wanted.jobs)
+    job_set = files.wanted(lambda job: "")
+    files.served(job_set)
+    return sorted(job.job for job in job_set.jobs)
 
 
 def test_a_file_that_is_gone_is_awaited_unless_another_has_its_job(
@@ -608,10 +611,10 @@ def test_a_file_that_claims_what_an_awaited_one_has_waits(
     files = JobFiles([tmp_path])
     assert served(files) == ["a"]
     file.unlink()
-    other = write(tmp_path, job_data("b"), "b.yaml")  # with the same ports and addresses
-    with pytest.raises(JobError, match="claimed already by job 'a'") as caught:
+    second = write(tmp_path, job_data("b"), "b.yaml")  # with the same ports and addresses
+    with pytest.raises(JobError, match="claimed already by job 'a'") as excinfo:
         files.wanted(lambda job: "")
-    assert {fault.file for fault in caught.value.faults} == {other}
+    assert {fault.file for fault in excinfo.value.faults} == {second}
     assert not files.changed()
     monkeypatch.setattr(following, "ABSENCE_SECONDS", 0.0)
     assert files.changed()
@@ -642,9 +645,9 @@ def test_a_link_to_itself_is_a_fault_of_its_own(tmp_path: Path, several_owners: 
     loop.symlink_to("loop.yaml")
     files = job_files([tmp_path], several_owners=several_owners)
     assert sorted(file.name for file in files) == ["job.yaml", "loop.yaml"]
-    with pytest.raises(JobError, match="Too many levels of symbolic links") as caught:
+    with pytest.raises(JobError, match="Too many levels of symbolic links") as excinfo:
         JobFiles([tmp_path]).read().require()
-    assert [fault.file for fault in caught.value.faults] == [loop]
+    assert [fault.file for fault in excinfo.value.faults] == [loop]
 
 
 @pytest.mark.parametrize(
@@ -665,15 +668,15 @@ def test_values_that_nothing_can_have_are_faults(tmp_path: Path, path: str, valu
     for part in parents:
         here = here[part]
     here[last] = value
-    found = faults(write(tmp_path, data))
-    assert any(re.search(words, message) for message in found.values()), found
+    messages = faults(write(tmp_path, data))
+    assert any(re.search(words, message) for message in messages.values()), messages
 
 
 def test_a_files_name_forges_no_line_of_a_log(tmp_path: Path) -> None:
     (tmp_path / "a\nb\x1b[2J.yaml").write_text("job: [")
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         JobFiles([tmp_path]).read().require()
-    (line,) = str(caught.value).splitlines()
+    (line,) = str(excinfo.value).splitlines()
     assert r"a\nb\x1b[2J.yaml:1: (YAML)" in line
 
 
@@ -688,9 +691,9 @@ def test_paths_have_no_way_up_unless_a_link_needs_it(tmp_path: Path) -> None:
     assert read_job(tmp_path / "link" / "job.yaml").keys == tmp_path / "link" / ".." / "keys"
     faulty = write(tmp_path / "jobs", {**data, "fabric": "../fabric.yaml"})
     write(tmp_path, {"switches": []}, "fabric.yaml")
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_job(faulty)
-    assert caught.value.faults[0].file == tmp_path / "fabric.yaml"
+    assert excinfo.value.faults[0].file == tmp_path / "fabric.yaml"
 
 
 def test_each_file_is_parsed_once_for_each_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -698,14 +701,16 @@ def test_each_file_is_parsed_once_for_each_reading(tmp_path: Path, monkeypatch: 
     parsed: list[Path] = []
     real = yaml_lines.read_document
 
-    def counted(file: Path) -> Document:
+    def count_reading(file: Path) -> Document:
         parsed.append(file)
         return real(file)
 
-    monkeypatch.setattr(yaml_lines, "read_document", counted)
+    monkeypatch.setattr(yaml_lines, "read_document", count_reading)
     data = [job_data("a"), job_data("b", number=1)]
     fabric = write(tmp_path, data[0]["fabric"], "fabric.yaml")
-    first, second = (write(tmp_path, {**one, "fabric": "fabric.yaml"}, f"{one['job']}.yaml") for one in data)
+    first, second = (
+        write(tmp_path, {**document, "fabric": "fabric.yaml"}, f"{document['job']}.yaml") for document in data
+    )
     files = JobFiles([tmp_path])
     assert [job.job for job in files.read().require()] == ["a", "b"]
     assert sorted(parsed) == [first, second, fabric]
@@ -723,15 +728,15 @@ def test_a_file_that_is_written_while_it_is_read_has_changed(
 ) -> None:
     real = yaml_lines.read_document
 
-    def written(file: Path) -> Document:
-        found = real(file)
+    def read_and_write(file: Path) -> Document:
+        document = real(file)
         os.utime(file, ns=(1, 1))
-        return found
+        return document
 
     write(tmp_path, job_data())
     files = JobFiles([tmp_path])
     with monkeypatch.context() as patch:
-        patch.setattr(yaml_lines, "read_document", written)
+        patch.setattr(yaml_lines, "read_document", read_and_write)
         files.read()
     assert files.changed()
     files.read()
@@ -744,15 +749,15 @@ def test_a_fabric_file_that_is_written_while_it_is_first_read_has_changed(
     real = yaml_lines.read_document
     fabric = write(tmp_path, job_data()["fabric"], "fabric.yaml")
 
-    def written(file: Path) -> Document:
-        found = real(file)
+    def read_and_write(file: Path) -> Document:
+        document = real(file)
         if file == fabric:
             os.utime(file, ns=(1, 1))
-        return found
+        return document
 
     files = JobFiles([write(tmp_path, {**job_data(), "fabric": "fabric.yaml"})])
     with monkeypatch.context() as patch:
-        patch.setattr(yaml_lines, "read_document", written)
+        patch.setattr(yaml_lines, "read_document", read_and_write)
         files.read()
     assert files.changed()
 
@@ -776,22 +781,22 @@ def test_the_faults_of_thousands_of_files_are_told_in_brief() -> None:
 
 
 def test_a_change_of_one_file_tells_only_its_own_faults() -> None:
-    told, before = FaultLog(), faulty(20)
-    assert len(told.news(before).splitlines()) == 20
-    assert told.news(before) == ""
+    log, before = FaultLog(), faulty(20)
+    assert len(log.news(before).splitlines()) == 20
+    assert log.news(before) == ""
     new = Located(Path("jobs/new.yaml"), 3, "channels", "must be at least 1")
-    lines = told.news([*before, new]).splitlines()
+    lines = log.news([*before, new]).splitlines()
     assert lines == [str(new), "and 20 other faults; `checkmate validate` shows all"]
-    assert told.news(before) == ""
-    assert told.news([*before, new]).startswith(str(new))  # it is new again
+    assert log.news(before) == ""
+    assert log.news([*before, new]).startswith(str(new))  # it is new again
 
 
 def test_no_owner_hides_the_faults_of_another() -> None:
     """Those for which there was no room come next, before newer ones."""
-    told, hidden = FaultLog(), Located(Path("jobs/zz.yaml"), 1, "job", "is missing")
-    first = told.news([*faulty(20), hidden])
+    log, hidden = FaultLog(), Located(Path("jobs/zz.yaml"), 1, "job", "is missing")
+    first = log.news([*faulty(20), hidden])
     assert str(hidden) not in first
     newer = [Located(Path(f"jobs/{i}.yaml"), 1, "job", "wrong again") for i in range(40)]
-    assert told.news([*newer, hidden]).startswith(str(hidden))
-    shown = [told.news(newer) for _ in range(4)]
-    assert sum(len(text.splitlines()) - ("other" in text) for text in shown if text) == 21
+    assert log.news([*newer, hidden]).startswith(str(hidden))
+    news = [log.news(newer) for _ in range(4)]
+    assert sum(len(text.splitlines()) - ("other" in text) for text in news if text) == 21

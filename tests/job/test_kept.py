@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "checkmate" / "jobs"
 
 
-def written(folder: Path, data: dict[str, Any]) -> Path:
+def write_job(folder: Path, data: dict[str, Any]) -> Path:
     file = folder / f"{data['job']}.yaml"
     file.write_text(yaml.safe_dump(data))
     return file
@@ -37,7 +37,7 @@ def written(folder: Path, data: dict[str, Any]) -> Path:
 @pytest.fixture
 def place(cache: Path, tmp_path: Path) -> tuple[Path, Path]:
     """Return a job file, and the file in which its job is kept."""
-    file = written(tmp_path, job_data())
+    file = write_job(tmp_path, job_data())
     assert keep(file, read_checked(file))
     (there,) = cache.iterdir()
     return file, there
@@ -47,11 +47,11 @@ def place(cache: Path, tmp_path: Path) -> tuple[Path, Path]:
     "data", [job_data(groups=3), tofino_job_data(), meshed()], ids=["plain", "tofino", "mesh"]
 )
 def test_a_kept_job_is_the_one_that_was_checked(cache: Path, tmp_path: Path, data: dict[str, Any]) -> None:
-    file = written(tmp_path, data)
+    file = write_job(tmp_path, data)
     assert read_kept(file) is None
-    checked = read_checked(file)
-    assert keep(file, checked)
-    assert read_kept(file) == checked
+    checked_job = read_checked(file)
+    assert keep(file, checked_job)
+    assert read_kept(file) == checked_job
     file.write_text(file.read_text() + "# changed\n")
     assert read_kept(file) is None
 
@@ -60,8 +60,8 @@ def test_it_is_written_once(place: tuple[Path, Path]) -> None:
     """A home may be that of a thousand hosts."""
     file, there = place
     before = there.stat()
-    checked = read_checked(file)
-    assert keep(file, checked)
+    checked_job = read_checked(file)
+    assert keep(file, checked_job)
     assert there.stat().st_ino == before.st_ino
     file.write_text(file.read_text() + "# changed\n")
     assert keep(file, read_checked(file))
@@ -73,7 +73,7 @@ def test_nobody_else_can_read_or_write_it(place: tuple[Path, Path]) -> None:
     assert (there.stat().st_mode & 0o777, there.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
-def others(there: Path) -> None:
+def give_to_another_user(there: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("to give a file to another user takes root")
     os.chown(there, 4321, -1)
@@ -85,7 +85,7 @@ def link(there: Path) -> None:
 
 
 def folder_of_others(there: Path) -> None:
-    others(there.parent)
+    give_to_another_user(there.parent)
 
 
 def linked_folder(there: Path) -> None:
@@ -104,7 +104,7 @@ def pipe(there: Path) -> None:
 
 
 SPOILED: list[Callable[[Path], object]] = [
-    others,
+    give_to_another_user,
     link,
     lambda there: there.chmod(0o620),
     lambda there: there.chmod(0o602),
@@ -159,9 +159,9 @@ def test_a_damaged_one_is_replaced(place: tuple[Path, Path]) -> None:
     whole = there.read_bytes()
     there.write_bytes(whole[:-20] + b" " + whole[-19:])
     assert read_kept(file) is None
-    checked = read_checked(file)
-    assert keep(file, checked)
-    assert read_kept(file) == checked
+    checked_job = read_checked(file)
+    assert keep(file, checked_job)
+    assert read_kept(file) == checked_job
 
 
 def test_other_code_checks_it_again(tmp_path: Path) -> None:
@@ -185,61 +185,61 @@ def test_another_version_has_a_job_of_its_own(
 ) -> None:
     """Hosts that share a home may have different versions."""
     file, there = place
-    checked = read_checked(file)
+    checked_job = read_checked(file)
     monkeypatch.setattr(kept, "checked_by", lambda package: b"another")
     assert read_kept(file) is None
-    assert keep(file, checked)
-    assert read_kept(file) == checked
+    assert keep(file, checked_job)
+    assert read_kept(file) == checked_job
     assert len(list(there.parent.iterdir())) == 2
 
 
 def test_what_can_be_read_only_once_is_not_kept(cache: Path, tmp_path: Path) -> None:
-    file = written(tmp_path, job_data())
-    checked = read_checked(file)
-    assert not keep(file, replace(checked, files={file: None}))
+    file = write_job(tmp_path, job_data())
+    checked_job = read_checked(file)
+    assert not keep(file, replace(checked_job, files={file: None}))
     assert not cache.exists()
-    assert not CheckedJob(checked.job, {file: None}).is_current()
+    assert not CheckedJob(checked_job.job, {file: None}).is_current()
 
 
 def test_a_file_that_is_written_once_it_was_read_is_read_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path, job_data())
+    file = write_job(tmp_path, job_data())
     before = hashlib.sha256(file.read_bytes()).hexdigest()
     read = yaml_lines.read_document
 
-    def and_write(one: Path) -> Document:
-        document = read(one)
-        one.write_text(one.read_text() + "# changed\n")
+    def and_write(path: Path) -> Document:
+        document = read(path)
+        path.write_text(path.read_text() + "# changed\n")
         return document
 
     monkeypatch.setattr(yaml_lines, "read_document", and_write)
-    checked = read_checked(file)
-    assert checked.files == {file: before}
-    assert keep(file, checked)
+    checked_job = read_checked(file)
+    assert checked_job.files == {file: before}
+    assert keep(file, checked_job)
     assert read_kept(file) is None
 
 
 def test_an_interrupt_is_not_taken_for_a_cache_that_cannot_be_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path, job_data())
-    checked = read_checked(file)
-    put = os.replace
+    file = write_job(tmp_path, job_data())
+    checked_job = read_checked(file)
+    real_replace = os.replace
 
     def interrupted(*arguments: Any, **more: Any) -> None:
-        put(*arguments, **more)
+        real_replace(*arguments, **more)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        keep(file, checked)
+        keep(file, checked_job)
 
 
 def test_a_cache_that_cannot_be_used_is_no_error(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path, job_data())
+    file = write_job(tmp_path, job_data())
     (tmp_path / "cache").write_text("a file")
     assert not keep(file, read_checked(file))
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -250,11 +250,11 @@ def test_a_cache_that_cannot_be_used_is_no_error(
 
 def test_the_oldest_go_first(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "JOBS_MOST", 2)
-    files = [written(tmp_path, job_data(name)) for name in ("a", "b", "c")]
+    files = [write_job(tmp_path, job_data(name)) for name in ("a", "b", "c")]
     for age, file in enumerate(files):
         assert keep(file, read_checked(file))
-        for one in cache.iterdir():
-            os.utime(one, (one.stat().st_atime, one.stat().st_mtime - 10))
+        for cached in cache.iterdir():
+            os.utime(cached, (cached.stat().st_atime, cached.stat().st_mtime - 10))
         assert len(list(cache.iterdir())) == min(age + 1, 2)
     assert [read_kept(file) is not None for file in files] == [False, True, True]
 
@@ -264,11 +264,11 @@ def test_the_newest_stays_whatever_the_clock_says(
 ) -> None:
     monkeypatch.setattr(kept, "JOBS_MOST", 2)
     for name in ("a", "b", "c", "d"):
-        file = written(tmp_path, job_data(name))
+        file = write_job(tmp_path, job_data(name))
         assert keep(file, read_checked(file))
         assert read_kept(file) is not None
-        for one in cache.iterdir():
-            os.utime(one, (4e9, 4e9))
+        for cached in cache.iterdir():
+            os.utime(cached, (4e9, 4e9))
     assert len(list(cache.iterdir())) == 2
 
 
@@ -282,13 +282,13 @@ def test_only_kept_jobs_are_removed(cache: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(kept, "JOBS_MOST", 1)
     cache.mkdir(mode=0o700, parents=True)
     strange = {cache / "notes.txt", cache / f"{'a' * 31}.job", cache / f"{'b' * 16}.part"}
-    left = cache / f"{'c' * 16}.part"
-    for one in (*strange, left):
-        one.touch()
-        os.utime(one, (0, 0))
+    remainder = cache / f"{'c' * 16}.part"
+    for path in (*strange, remainder):
+        path.touch()
+        os.utime(path, (0, 0))
     os.utime(cache / f"{'b' * 16}.part")  # it is being written
     for name in ("a", "b"):
-        file = written(tmp_path, job_data(name))
+        file = write_job(tmp_path, job_data(name))
         assert keep(file, read_checked(file))
     assert strange < set(cache.iterdir())
     assert len(list(cache.iterdir())) == len(strange) + 1
@@ -299,7 +299,7 @@ def test_a_folder_that_is_a_link_stays_as_it_is(cache: Path, tmp_path: Path) -> 
     elsewhere.mkdir()
     cache.parent.mkdir(parents=True)
     cache.symlink_to(elsewhere)
-    file = written(tmp_path, job_data())
+    file = write_job(tmp_path, job_data())
     assert not keep(file, read_checked(file))
     assert list(elsewhere.iterdir()) == []
 
@@ -307,8 +307,8 @@ def test_a_folder_that_is_a_link_stays_as_it_is(cache: Path, tmp_path: Path) -> 
 def test_a_large_file_is_not_read_whole(tmp_path: Path) -> None:
     """An error of the file comes at once."""
     file = tmp_path / "job.yaml"
-    with file.open("wb") as opened:
-        opened.truncate(1 << 40)
+    with file.open("wb") as stream:
+        stream.truncate(1 << 40)
     assert fingerprint(file) is None
     with pytest.raises(JobError, match="is larger than 2 MiB"):
         read_checked(file)

@@ -70,14 +70,18 @@ def test_replicas_on_a_host_have_a_group_for_each_place_there(tmp_path: Path) ->
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 4))
 def test_shadow_nodes_are_divided_by_the_rule(groups: int, nodes: int, replicas: int) -> None:
     replicas = min(replicas, nodes)
-    found = [serving(group, groups, nodes, replicas) for group in range(groups)]
-    for group, one in enumerate(found):
-        assert one[0] == group * nodes // groups
-        assert replicas <= len(one) == len(set(one)) <= max(-(-nodes // groups), replicas)
+    nodes_by_group = [serving(group, groups, nodes, replicas) for group in range(groups)]
+    for group, serving_nodes in enumerate(nodes_by_group):
+        assert serving_nodes[0] == group * nodes // groups
+        assert replicas <= len(serving_nodes) == len(set(serving_nodes)) <= max(-(-nodes // groups), replicas)
     if nodes >= groups and replicas == 1:
-        assert [node for one in found for node in one] == [*range(nodes)], "each serves one group"
+        assert [node for serving_nodes in nodes_by_group for node in serving_nodes] == [*range(nodes)], (
+            "each serves one group"
+        )
     if nodes <= groups:
-        assert {node for one in found for node in one} == set(range(nodes)), "each serves some"
+        assert {node for serving_nodes in nodes_by_group for node in serving_nodes} == set(range(nodes)), (
+            "each serves some"
+        )
 
 
 @pytest.mark.parametrize(
@@ -113,15 +117,15 @@ def test_a_fault_is_placed_and_says_what_would_be_right(
     tmp_path: Path, change: dict[str, Any], where: str, message: str
 ) -> None:
     data = meshed(1, 2, 2, gpus=2, nodes=3) | change
-    found = faults(tmp_path, {key: value for key, value in data.items() if value is not ...})
-    assert message in found[where]
-    assert all(path.startswith(("hosts", where.partition("[")[0])) for path in found), found
+    messages = faults(tmp_path, {key: value for key, value in data.items() if value is not ...})
+    assert message in messages[where]
+    assert all(path.startswith(("hosts", where.partition("[")[0])) for path in messages), messages
 
 
 def test_replicas_on_a_host_need_the_ring(tmp_path: Path) -> None:
     """NCCL has no reduction within hosts, and only DDP trains such a mesh."""
-    found = faults(tmp_path, meshed(replicate=4, gpus=2) | {"collective": "nccl"})
-    assert found == {
+    messages = faults(tmp_path, meshed(replicate=4, gpus=2) | {"collective": "nccl"})
+    assert messages == {
         "collective": "nccl can't sum over the 2 replicas that the mesh puts on each host yet: use ring, or "
         "make the ranks of a host shards of one replica (dp_shard: 2)"
     }
@@ -138,16 +142,16 @@ def test_without_a_mesh_a_job_needs_groups(tmp_path: Path) -> None:
 @given(st.data())
 @settings(max_examples=60)
 def test_no_broken_value_ends_with_an_exception(data: st.DataObject) -> None:
-    made = meshed(2, 2, 2, gpus=2)
+    document = meshed(2, 2, 2, gpus=2)
     key = data.draw(st.sampled_from(["hosts", "mesh", "gpus_per_host", "shadow_nodes", "replicas"]))
-    at: Any = made
+    at: Any = document
     while isinstance(at[key], (dict, list)) and at[key] and data.draw(st.booleans()):
         at = at[key]
         key = data.draw(st.sampled_from(list(at) if isinstance(at, dict) else range(len(at))))
     at[key] = data.draw(st.sampled_from([None, 5, 2.5, "x", [], {}, [[]], [{}], True, -1, 10**30]))
-    placing = place(made)
-    _, wrong = checks.structure(made)
-    assert all(fault.path for fault in placing.located_faults([*wrong, *checks.within_job(made)]))
+    placing = place(document)
+    _, wrong = checks.structure(document)
+    assert all(fault.path for fault in placing.located_faults([*wrong, *checks.within_job(document)]))
 
 
 def test_commands_name_groups_by_their_place_in_the_mesh(tmp_path: Path) -> None:
@@ -195,8 +199,8 @@ def test_the_capacity_of_replicas_on_a_host_counts_the_model_once(tmp_path: Path
     text = invoke("plan", file, "--capacity", "--model", "ResNet50")[1]
     assert "DP groups 0 (local_rank 0) to 1 (local_rank 1), together:" in " ".join(text.split())
     output = invoke("plan", file, "--capacity", "--model", "ResNet50", "--json")[1]
-    found = json.loads(output[output.index("{\n") :])
-    assert sum(nic["bytes"] for nic in found["nics"]) == found["models"][0]["bytes"]
-    one, other = (shard["nbytes"] for shard in found["shards"])
-    assert one + other == found["models"][0]["bytes"]
-    assert abs(one - other) < 0.01 * one
+    capacity = json.loads(output[output.index("{\n") :])
+    assert sum(nic["bytes"] for nic in capacity["nics"]) == capacity["models"][0]["bytes"]
+    first_bytes, second_bytes = (shard["nbytes"] for shard in capacity["shards"])
+    assert first_bytes + second_bytes == capacity["models"][0]["bytes"]
+    assert abs(first_bytes - second_bytes) < 0.01 * first_bytes

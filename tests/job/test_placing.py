@@ -30,12 +30,12 @@ EDITORS = Draft202012Validator(editor_schema.of_job())
 def hosted(nics: int = 1, hosts: int = 2, ranks: int = 2, **kwargs: Any) -> dict[str, Any]:
     """Return a job with `ranks` DP groups over the same hosts, each of which has `nics` for its ranks."""
     data = job_data(groups=1, ranks=hosts * nics, **kwargs)
-    own = [dict(rank) for rank in data["dp_groups"][0]["ranks"]]
-    for number, rank in enumerate(own):
+    nics_of_hosts = [dict(rank) for rank in data["dp_groups"][0]["ranks"]]
+    for number, rank in enumerate(nics_of_hosts):
         del rank["rank"], rank["mgmt"]
         rank["ip"] = f"10.0.1.{number + 1}"
     data["hosts"] = [
-        {"name": f"gpu{h}", "mgmt": f"192.168.0.{h + 1}", "nics": own[h * nics : (h + 1) * nics]}
+        {"name": f"gpu{h}", "mgmt": f"192.168.0.{h + 1}", "nics": nics_of_hosts[h * nics : (h + 1) * nics]}
         for h in range(hosts)
     ]
     data["dp_groups"] = [
@@ -72,8 +72,8 @@ def test_the_plan_is_that_of_the_same_ranks_in_full(tmp_path: Path) -> None:
     for group in in_full["dp_groups"]:
         for rank in group["ranks"]:
             del rank["host"]
-    other = of_data(type(job), in_full)
-    assert planning.plan([job])["tor0"].holdings == planning.plan([other])["tor0"].holdings
+    in_full_job = of_data(type(job), in_full)
+    assert planning.plan([job])["tor0"].holdings == planning.plan([in_full_job])["tor0"].holdings
 
 
 def test_a_host_of_one_rank_is_a_rank_with_an_address(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_a_host_of_one_rank_is_a_rank_with_an_address(tmp_path: Path) -> None:
 def test_a_fault_is_placed_where_it_is_in_the_file(
     tmp_path: Path, path: str, value: Any, where: str, message: str
 ) -> None:
-    found = faults(tmp_path, edited(hosted(), path, value))
-    assert message in found[where]
+    messages = faults(tmp_path, edited(hosted(), path, value))
+    assert message in messages[where]
     if (path, value) != ("hosts/0/name", "gpu1"):
-        assert list(found) == [where], "and nothing follows from it"
+        assert list(messages) == [where], "and nothing follows from it"
 
 
 def test_a_rank_with_an_address_may_stand_beside_hosts(tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_hosts_belong_to_one_job(tmp_path: Path) -> None:
     first, second = hosted(), hosted(name="other")
     second["shadow_nodes"] = job_data(number=1)["shadow_nodes"]
     files = [write(tmp_path, first, "a.yaml"), write(tmp_path, second, "b.yaml")]
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_jobs(files)
-    told = {fault.path: fault.message for fault in caught.value.faults}
-    assert "claimed already by job 'demo' (hosts[0].nics[0].ip)" in told["hosts[0].nics[0].ip"]
+    messages = {fault.path: fault.message for fault in excinfo.value.faults}
+    assert "claimed already by job 'demo' (hosts[0].nics[0].ip)" in messages["hosts[0].nics[0].ip"]
 
 
 def test_ports_of_hosts_may_be_front_panel_names(tmp_path: Path) -> None:
@@ -167,9 +167,9 @@ def test_with_nccl_shadow_ids_of_groups_on_the_same_hosts_end_at_15(tmp_path: Pa
     data = hosted(ranks=4, nodes=4) | {"collective": "nccl"}
     assert first_shadow_ids(read_job(write(tmp_path, data))) == (0, 4, 8, 12)
     data = hosted(ranks=5, nodes=4) | {"collective": "nccl"}
-    found = faults(tmp_path, data)
-    assert list(found) == ["dp_groups[4]"]
-    assert "has shadow ids 16 to 19" in found["dp_groups[4]"]
+    messages = faults(tmp_path, data)
+    assert list(messages) == ["dp_groups[4]"]
+    assert "has shadow ids 16 to 19" in messages["dp_groups[4]"]
 
 
 def test_what_nccl_will_not_train_is_said_for_groups_on_the_same_hosts(tmp_path: Path) -> None:
@@ -208,17 +208,17 @@ def test_editors_see_a_rank_without_a_place(rank: dict[str, Any]) -> None:
 
 @given(st.data())
 def test_no_broken_value_ends_with_an_exception(data: st.DataObject) -> None:
-    made = hosted(nics=2)
-    at: Any = made
+    document = hosted(nics=2)
+    at: Any = document
     way = data.draw(st.sampled_from(["hosts", "dp_groups"]))
-    at, key = made, way
+    at, key = document, way
     while isinstance(at[key], (dict, list)) and at[key] and data.draw(st.booleans()):
         at = at[key]
         key = data.draw(st.sampled_from(list(at) if isinstance(at, dict) else range(len(at))))
     at[key] = data.draw(st.sampled_from([None, 5, "x", [], {}, [[]], [{}], True, -1]))
-    placing = place(made)
-    _, wrong = checks.structure(made)
-    assert all(fault.path for fault in placing.located_faults([*wrong, *checks.within_job(made)]))
+    placing = place(document)
+    _, wrong = checks.structure(document)
+    assert all(fault.path for fault in placing.located_faults([*wrong, *checks.within_job(document)]))
 
 
 def test_with_nccl_hosts_of_two_names_may_not_be_one_machine(tmp_path: Path) -> None:

@@ -33,16 +33,16 @@ def test_a_front_panel_has_each_device_port_once(board: str) -> None:
 def test_front_panels_are_as_switches_show_them() -> None:
     """Rows of `pm show` that owners of such switches have published."""
     odd, even = chips.front_panel(ODD), chips.front_panel(EVEN)
-    shown = {"1/0": 128, "2/0": 136, "8/0": 184, "9/0": 60, "16/0": 4, "17/0": 0, "24/0": 56, "25/0": 188}
-    shown |= {"28/0": 164, "29/0": 148, "30/0": 156, "31/0": 132, "32/0": 140}
-    assert {name: odd[name] for name in shown} == shown
+    ports = {"1/0": 128, "2/0": 136, "8/0": 184, "9/0": 60, "16/0": 4, "17/0": 0, "24/0": 56, "25/0": 188}
+    ports |= {"28/0": 164, "29/0": 148, "30/0": 156, "31/0": 132, "32/0": 140}
+    assert {name: odd[name] for name in ports} == ports
     assert [even[name] for name in ("1/0", "1/3", "2/0", "3/0")] == [132, 135, 140, 148]
 
 
 def test_the_64_port_front_panel_is_as_its_sources_say() -> None:
     """Connectors 1, 32, 33, 41, 49, 57 lead to MAC blocks 31, 0, 40, 32, 56, 48; pipes 0 and 2 run down."""
     full = chips.front_panel(FULL)
-    shown = {
+    ports = {
         "1/0": 188,
         "16/0": 128,
         "17/0": 0,
@@ -52,7 +52,7 @@ def test_the_64_port_front_panel_is_as_its_sources_say() -> None:
         "49/0": 416,
         "57/0": 384,
     }
-    assert {name: full[name] for name in shown} == shown
+    assert {name: full[name] for name in ports} == ports
 
 
 @given(st.sampled_from(["tofino", "tofino2"]), st.integers(0, 511))
@@ -80,17 +80,17 @@ def test_names_stand_in_a_fabric_of_its_own_too(tmp_path: Path) -> None:
     assert job.dp_groups[0].ranks[1].port == 136
     data["fabric"]["switches"][0]["ports"] = {"2/0": {"speed": "400G"}}
     fabric = write(tmp_path, data["fabric"], "fabric.yaml")
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_job(tmp_path / "job.yaml")
-    (fault,) = caught.value.faults
+    (fault,) = excinfo.value.faults
     assert (fault.file, fault.path) == (fabric, "switches[0].ports.2/0.speed")
 
 
 def test_links_may_be_named(tmp_path: Path) -> None:
     data = tofino_job_data()
-    other = {**data["fabric"]["switches"][0], "name": "spine", "address": "127.0.0.1:9700"}
-    other["stub"] = {"ip": "10.255.0.99", "mac": "02:00:00:fe:00:99", "port": 7400}
-    data["fabric"]["switches"].append(other)
+    spine = {**data["fabric"]["switches"][0], "name": "spine", "address": "127.0.0.1:9700"}
+    spine["stub"] = {"ip": "10.255.0.99", "mac": "02:00:00:fe:00:99", "port": 7400}
+    data["fabric"]["switches"].append(spine)
     data["fabric"]["links"] = [[{"switch": "tor0", "port": "32/0"}, {"switch": "spine", "port": "1/0"}]]
     (link,) = read_job(write(tmp_path, data)).fabric.links
     assert [end.port for end in link] == [140, 128]
@@ -103,8 +103,8 @@ def test_a_switch_may_have_a_map_of_its_own(tmp_path: Path) -> None:
     data["fabric"]["switches"][0]["ports"]["2/0"] = {"device_port": 60, "speed": "40G", "cable": 30}
     job = read_job(write(tmp_path, data))
     assert [rank.port for rank in job.dp_groups[0].ranks] == [4, 60, 12]
-    found = port_settings(job.fabric.switches[0], 60)
-    assert (found.name, found.speed, found.fec, found.cable) == ("2/0", "40G", "none", 30.0)
+    settings = port_settings(job.fabric.switches[0], 60)
+    assert (settings.name, settings.speed, settings.fec, settings.cable) == ("2/0", "40G", "none", 30.0)
     assert port_settings(job.fabric.switches[0], 4).fec == "rs"
 
 
@@ -151,17 +151,17 @@ def test_a_switch_may_have_a_map_of_its_own(tmp_path: Path) -> None:
 def test_a_fault_is_placed_and_says_what_would_be_right(
     tmp_path: Path, change: str, value: Any, path: str, message: str
 ) -> None:
-    found = faults(tmp_path, edited(tofino_job_data(), change, value))
-    assert path in found, found
-    assert message in found[path]
+    messages = faults(tmp_path, edited(tofino_job_data(), change, value))
+    assert path in messages, messages
+    assert message in messages[path]
 
 
 def test_lanes_of_one_connector_are_not_used_twice(tmp_path: Path) -> None:
     data = tofino_job_data()
     data["dp_groups"][0]["ranks"][1]["port"] = "1/2"
     data["fabric"]["switches"][0]["ports"] = {"1/2": {"speed": "50G"}}
-    found = faults(tmp_path, data)
-    assert found == {"dp_groups[0].ranks[1].port": "1/2 at 50G shares a lane with device port 128"}
+    messages = faults(tmp_path, data)
+    assert messages == {"dp_groups[0].ranks[1].port": "1/2 at 50G shares a lane with device port 128"}
     data["fabric"]["switches"][0]["ports"]["1/0"] = {"speed": "50G"}
     assert read_job(write(tmp_path, data)).dp_groups[0].ranks[1].port == 130
 
@@ -178,13 +178,13 @@ def test_one_fault_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_jobs_that_describe_a_switch_differently_are_refused(tmp_path: Path) -> None:
-    other = edited(tofino_job_data("two", number=1), "fabric.switches.0.cable", 30)
+    second = edited(tofino_job_data("two", number=1), "fabric.switches.0.cable", 30)
     with pytest.raises(JobError, match=r"describes switch 'tor0' differently \(cable\)"):
-        read_jobs([write(tmp_path, tofino_job_data(), "a.yaml"), write(tmp_path, other, "b.yaml")])
+        read_jobs([write(tmp_path, tofino_job_data(), "a.yaml"), write(tmp_path, second, "b.yaml")])
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "differing"),
+    ("first_change", "second_change", "differing"),
     [
         ({}, {"cpu_port": 192}, None),
         ({}, {"fec": "rs"}, None),
@@ -198,11 +198,11 @@ def test_jobs_that_describe_a_switch_differently_are_refused(tmp_path: Path) -> 
     ],
 )
 def test_a_default_that_is_written_out_is_no_difference(
-    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], differing: str | None
+    tmp_path: Path, first_change: dict[str, Any], second_change: dict[str, Any], differing: str | None
 ) -> None:
     first, second = tofino_job_data(), tofino_job_data("two", number=1)
-    first["fabric"]["switches"][0] |= one
-    second["fabric"]["switches"][0] |= other
+    first["fabric"]["switches"][0] |= first_change
+    second["fabric"]["switches"][0] |= second_change
     files = [write(tmp_path, first, "a.yaml"), write(tmp_path, second, "b.yaml")]
     if differing is None:
         assert len(read_jobs(files)) == 2
@@ -252,8 +252,8 @@ def test_any_port_of_any_board_is_read_back_by_its_name(data: st.DataObject) -> 
     switch = of_data(Job, raw).fabric.switches[0]
     port = raw["dp_groups"][0]["ranks"][0]["port"]
     assert names(board, {name: PanelPort()})[name] == port
-    found = port_settings(switch, port)
-    assert (found.name, found.speed, found.fec) == (name, speed, FEC[speed][-1])
+    settings = port_settings(switch, port)
+    assert (settings.name, settings.speed, settings.fec) == (name, speed, FEC[speed][-1])
 
 
 def test_a_job_without_tofino_has_the_port_of_its_program() -> None:

@@ -37,7 +37,7 @@ def places(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | 
             yield from places(value, (*path, key))
 
 
-def changed(path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+def changed_job(path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
     data: Any = copy.deepcopy(WHOLE)
     at = data
     for part in path[:-1]:
@@ -49,20 +49,20 @@ def changed(path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
 def test_no_message_is_a_librarys() -> None:
     """Every value of a file is replaced by every wrong one."""
     assert checks.structure(WHOLE)[1] == []
-    told = {
+    messages = {
         fault.message
         for path in places(WHOLE)
         for value in WRONG
-        for fault in checks.structure(changed(path, value))[1]
+        for fault in checks.structure(changed_job(path, value))[1]
     }
-    assert len(told) > 100
-    assert [message for message in sorted(told) if FOREIGN.search(message)] == []
+    assert len(messages) > 100
+    assert [message for message in sorted(messages) if FOREIGN.search(message)] == []
 
 
 def fault(file: Path) -> str:
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_job(file)
-    return str(caught.value).replace(f"{file.parent}/", "")
+    return str(excinfo.value).replace(f"{file.parent}/", "")
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def fault(file: Path) -> str:
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(
     path: tuple[str | int, ...], key: str, words: str
 ) -> None:
-    (found,) = checks.structure(changed((*path, key), 1))[1]
-    assert (found.path, found.message.startswith(words)) == ((*path, key), True), found
+    (fault_found,) = checks.structure(changed_job((*path, key), 1))[1]
+    assert (fault_found.path, fault_found.message.startswith(words)) == ((*path, key), True), fault_found
 
 
 def test_a_name_that_is_almost_a_files_is_suggested(tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_what_is_not_a_file_in_a_folder_is_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.yaml")  # reading it would block
     (tmp_path / "gone.yaml").symlink_to("nowhere")
     assert job_files([tmp_path]) == [tmp_path / "gone.yaml", tmp_path / "job.yaml"]
-    (found,) = JobFiles([tmp_path]).read().faults
-    assert found.message.startswith("cannot be read: No such file")
+    (located,) = JobFiles([tmp_path]).read().faults
+    assert located.message.startswith("cannot be read: No such file")
 
 
 def test_a_name_that_is_too_long_is_a_fault(tmp_path: Path) -> None:
-    (found,) = JobFiles([tmp_path / f"{'x' * 300}.yaml"]).read().faults
-    assert found.message == "cannot be read: File name too long"
+    (located,) = JobFiles([tmp_path / f"{'x' * 300}.yaml"]).read().faults
+    assert located.message == "cannot be read: File name too long"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -125,10 +125,10 @@ def test_what_may_not_be_read_is_a_fault() -> None:
             path.chmod(mode)
         os.seteuid(65534)
         try:
-            found = JobFiles([folder, folder / "job.yaml", Path(temporary) / "job.yaml"]).read().faults
+            located = JobFiles([folder, folder / "job.yaml", Path(temporary) / "job.yaml"]).read().faults
         finally:
             os.seteuid(0)
-    assert [fault.message for fault in found] == ["cannot be read: Permission denied"] * 3
+    assert [fault.message for fault in located] == ["cannot be read: Permission denied"] * 3
 
 
 @pytest.mark.parametrize(

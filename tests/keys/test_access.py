@@ -14,7 +14,7 @@ from checkmate.keys.access import INSECURE, Access, access
 from checkmate.keys.errors import KeysError
 from checkmate.keys.roles import Role, Secret
 from testbed.jobs import job, job_data
-from tests.support.keys import made
+from tests.support.keys import keys_of
 
 
 @pytest.fixture(autouse=True)
@@ -23,16 +23,18 @@ def secure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_keys_are_beside_the_job_file_or_where_it_names(tmp_path: Path) -> None:
-    for named, folder in ((None, "keys"), ("elsewhere", "elsewhere"), ("/etc/keys", "/etc/keys")):
+    for folder_name, folder in ((None, "keys"), ("elsewhere", "elsewhere"), ("/etc/keys", "/etc/keys")):
         file = tmp_path / "gpt.yaml"
-        file.write_text(yaml.safe_dump(job_data("gpt") | ({"keys": named} if named else {})))
+        file.write_text(yaml.safe_dump(job_data("gpt") | ({"keys": folder_name} if folder_name else {})))
         assert read_job(file).keys == tmp_path / folder
 
 
 def test_each_role_has_its_own_keys_and_secrets(tmp_path: Path) -> None:
-    one = replace(job("gpt"), keys=tmp_path)
-    made(one, tmp_path)
-    controller, shadow, trainer = (access(one, Role(name)) for name in ("controller", "shadow", "trainer"))
+    gpt_job = replace(job("gpt"), keys=tmp_path)
+    keys_of(gpt_job, tmp_path)
+    controller, shadow, trainer = (
+        access(gpt_job, Role(name)) for name in ("controller", "shadow", "trainer")
+    )
     assert controller.secret(Secret.HELLO) == shadow.secret(Secret.HELLO)
     assert len(trainer.secret(Secret.RING)) == len(shadow.secret(Secret.HELLO)) == 32
     assert trainer.secret(Secret.RING) not in (
@@ -44,9 +46,9 @@ def test_each_role_has_its_own_keys_and_secrets(tmp_path: Path) -> None:
 
 
 def test_without_keys_nothing_starts(tmp_path: Path) -> None:
-    one = replace(job("gpt"), keys=tmp_path)
+    gpt_job = replace(job("gpt"), keys=tmp_path)
     with pytest.raises(KeysError, match=r"checkmate keys FILE.*keys/gpt/trainer"):
-        access(one, Role.TRAINER)
+        access(gpt_job, Role.TRAINER)
     with pytest.raises(KeysError, match="not read from a file"):
         access(job("gpt"), Role.TRAINER)
 
@@ -54,11 +56,11 @@ def test_without_keys_nothing_starts(tmp_path: Path) -> None:
 def test_insecurity_must_be_asked_for_and_has_public_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = replace(job("gpt"), keys=tmp_path)
-    asked = access(one, Role.SHADOW, insecure=True)
+    gpt_job = replace(job("gpt"), keys=tmp_path)
+    insecure_keys = access(gpt_job, Role.SHADOW, insecure=True)
     monkeypatch.setitem(os.environ, INSECURE, "1")
-    assert access(one, Role.CONTROLLER).secret(Secret.HELLO) == asked.secret(Secret.HELLO)
-    assert access(job("llama"), Role.CONTROLLER).secret(Secret.HELLO) != asked.secret(Secret.HELLO)
+    assert access(gpt_job, Role.CONTROLLER).secret(Secret.HELLO) == insecure_keys.secret(Secret.HELLO)
+    assert access(job("llama"), Role.CONTROLLER).secret(Secret.HELLO) != insecure_keys.secret(Secret.HELLO)
     monkeypatch.setitem(os.environ, INSECURE, "0")
     with pytest.raises(KeysError):
-        access(one, Role.CONTROLLER)
+        access(gpt_job, Role.CONTROLLER)

@@ -56,8 +56,11 @@ def test_a_roles_certificate_names_job_and_role_and_only_shadow_nodes_serve(
     certificate.verify_directly_issued_by(authority.certificate)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.UniformResourceIdentifier) == [f"checkmate:gpt/{role}"]
-    found = [*map(str, names.get_values_for_type(x509.IPAddress)), *names.get_values_for_type(x509.DNSName)]
-    assert found == list(hosts)
+    host_names = [
+        *map(str, names.get_values_for_type(x509.IPAddress)),
+        *names.get_values_for_type(x509.DNSName),
+    ]
+    assert host_names == list(hosts)
     usages = set(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
     assert (ExtendedKeyUsageOID.SERVER_AUTH in usages) == (role is Role.SHADOW)
     assert ExtendedKeyUsageOID.CLIENT_AUTH in usages

@@ -32,7 +32,7 @@ def job(tmp_path: Path) -> Path:
     file = tmp_path / "gpt.yaml"
     file.write_text(yaml.safe_dump(data))
     loaded = read_set([file]).require()
-    make_keys([(one, tmp_path / "keys") for one in loaded], NOW)
+    make_keys([(loaded_job, tmp_path / "keys") for loaded_job in loaded], NOW)
     client(tmp_path, trustme.CA())
     return file
 
@@ -49,14 +49,14 @@ def check(job: Path, now: dt.datetime = NOW) -> KeyFindings:
     return check_files(read_set([job]), now)
 
 
-def told(job: Path, now: dt.datetime = NOW) -> list[str]:
+def fault_texts(job: Path, now: dt.datetime = NOW) -> list[str]:
     """Return the faults, without folders."""
-    found = check(job, now)
-    return [f"{one.path}: {one.message}".replace(f"{job.parent}/", "") for one in found.faults]
+    findings = check(job, now)
+    return [f"{fault.path}: {fault.message}".replace(f"{job.parent}/", "") for fault in findings.faults]
 
 
 def test_what_belongs_together_has_no_fault(job: Path) -> None:
-    assert (told(job), check(job).notes) == ([], [])
+    assert (fault_texts(job), check(job).notes) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -83,47 +83,47 @@ def test_what_belongs_together_has_no_fault(job: Path) -> None:
 )
 def test_what_is_wrong_is_named(job: Path, damage: str, fault: str) -> None:
     subprocess.run(["sh", "-c", damage], cwd=job.parent, check=True)
-    (found,) = told(job)
-    assert found.removeprefix("fabric.switches[0].").startswith(fault)
+    (fault_text,) = fault_texts(job)
+    assert fault_text.removeprefix("fabric.switches[0].").startswith(fault)
 
 
 def test_each_folder_that_is_here_is_checked(job: Path) -> None:
     """The next one too, if one is wrong."""
     for role in (Role.TRAINER, Role.SHADOW):
         (job.parent / "keys/gpt" / role / "cert.pem").write_text("x")
-    assert [fault.split()[1] for fault in told(job)] == [
+    assert [fault.split()[1] for fault in fault_texts(job)] == [
         "keys/gpt/trainer/cert.pem",
         "keys/gpt/shadow/cert.pem",
     ]
 
 
 def test_what_has_expired_is_a_fault(job: Path) -> None:
-    assert sorted({fault.split()[1] for fault in told(job, NOW + 800 * DAY)}) == [
+    assert sorted({fault.split()[1] for fault in fault_texts(job, NOW + 800 * DAY)}) == [
         f"keys/gpt/{role}/cert.pem" for role in sorted(Role)
     ]
-    (first, *_) = told(job, NOW - 20_000 * DAY)
+    (first, *_) = fault_texts(job, NOW - 20_000 * DAY)
     assert "is not valid before" in first
 
 
 def test_a_host_of_another_role_lacks_what_is_the_controllers(job: Path) -> None:
     for name in TLS.values():
         (job.parent / name).unlink()
-    assert len(told(job)) == len(TLS), "this host has the controller's keys, or the administrator's"
+    assert len(fault_texts(job)) == len(TLS), "this host has the controller's keys, or the administrator's"
     for name in ("authority", Role.CONTROLLER, Role.SHADOW, Role.READER):
         shutil.rmtree(job.parent / "keys/gpt" / name)
-    assert told(job) == [], "a trainer's host"
+    assert fault_texts(job) == [], "a trainer's host"
     (job.parent / "ca.pem").write_text("x")
-    assert len(told(job)) == len(TLS), "a file of the connection is here, so all should be"
+    assert len(fault_texts(job)) == len(TLS), "a file of the connection is here, so all should be"
     shutil.rmtree(job.parent / "keys")
     (job.parent / "ca.pem").unlink()
-    assert len(told(job)) == len(TLS), "nothing shows what this host is for"
+    assert len(fault_texts(job)) == len(TLS), "nothing shows what this host is for"
 
 
 def test_a_client_of_another_authority_is_only_noted(job: Path) -> None:
     trustme.CA().cert_pem.write_to_path(str(job.parent / "ca.pem"))
-    found = check(job)
-    assert found.faults == []
-    (note,) = found.notes
+    findings = check(job)
+    assert findings.faults == []
+    (note,) = findings.notes
     assert "client.pem is not signed by" in note
 
 
@@ -132,13 +132,15 @@ def test_keys_of_another_user_are_noted(job: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "jobs"
         shutil.copytree(job.parent, folder)
-        for one in (folder.parent, folder, folder / "keys", folder / "keys/gpt"):
-            one.chmod(0o755)
+        for path in (folder.parent, folder, folder / "keys", folder / "keys/gpt"):
+            path.chmod(0o755)
         os.seteuid(65534)
         try:
-            found = check(folder / "gpt.yaml")
+            findings = check(folder / "gpt.yaml")
         finally:
             os.seteuid(0)
     folders = [f"{folder}/keys/gpt/{name}" for name in ("authority", *Role)]
-    assert found.notes == [f"keys of another user are not checked: {one}" for one in folders]
-    assert [one.message for one in found.faults] == [f"can't read {folder}/client.key: Permission denied"]
+    assert findings.notes == [f"keys of another user are not checked: {path}" for path in folders]
+    assert [path.message for path in findings.faults] == [
+        f"can't read {folder}/client.key: Permission denied"
+    ]

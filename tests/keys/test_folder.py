@@ -27,7 +27,7 @@ def read(folder: Path, now: dt.datetime = NOW) -> RoleKeys:
     return read_keys(folder, "gpt", Role.SHADOW, now=now)
 
 
-def refused(folder: Path, words: str, now: dt.datetime = NOW) -> None:
+def check_refused(folder: Path, words: str, now: dt.datetime = NOW) -> None:
     with pytest.raises(KeysError, match=words) as error:
         read(folder, now)
     assert error.value.exit_code == 2
@@ -43,8 +43,8 @@ def test_a_role_reads_what_was_made_for_it(shadow: Path, role: Role) -> None:
     assert {len(secret) for secret in keys.secrets.values()} <= {32}
     assert keys.cert == keys.cert_file.read_bytes()
     assert keys.key == keys.key_file.read_bytes()
-    shown = repr(keys)
-    assert not [s for s in (*keys.secrets.values(), keys.key) if repr(s) in shown]
+    text = repr(keys)
+    assert not [s for s in (*keys.secrets.values(), keys.key) if repr(s) in text]
 
 
 def test_controller_and_shadow_nodes_share_a_secret(shadow: Path) -> None:
@@ -55,7 +55,7 @@ def test_controller_and_shadow_nodes_share_a_secret(shadow: Path) -> None:
 def test_a_missing_folder_says_how_to_get_it(shadow: Path) -> None:
     shutil.rmtree(shadow)
     words = "run `checkmate keys FILE` with the file of job gpt, and copy the folder keys/gpt/shadow"
-    refused(shadow, words)
+    check_refused(shadow, words)
 
 
 @pytest.mark.parametrize("name", ["ca.pem", "cert.pem", "key.pem", "hello.key"])
@@ -64,26 +64,26 @@ def test_each_file_must_be_there_and_private_and_sound(shadow: Path, name: str) 
     content = file.read_bytes()
     for mode in (0o604, 0o640, 0o620):
         file.chmod(mode)
-        refused(shadow, f"{name} has mode 0{mode:o}, so others .*; correct it with: chmod 600 {file}")
+        check_refused(shadow, f"{name} has mode 0{mode:o}, so others .*; correct it with: chmod 600 {file}")
     file.chmod(0o600)
-    what = {"key.pem": "a private key in PEM", "hello.key": "64 hexadecimal digits"}.get(
+    description = {"key.pem": "a private key in PEM", "hello.key": "64 hexadecimal digits"}.get(
         name, "a certificate in PEM"
     )
     for wrong in (b"", b"\xff\x00", content[:-40], content[20:]):
         file.write_bytes(wrong)
-        refused(shadow, f"{name} is not {what}")
+        check_refused(shadow, f"{name} is not {description}")
     file.write_bytes(bytes(1 << 20) + b"\n")
-    refused(shadow, f"{name} is larger than 1 MiB")
+    check_refused(shadow, f"{name} is larger than 1 MiB")
     file.unlink()
-    refused(shadow, f"{name} is missing; copy the folder again")
+    check_refused(shadow, f"{name} is missing; copy the folder again")
     file.mkdir()
-    refused(shadow, f"can't read .*{name}: it is not a file")
+    check_refused(shadow, f"can't read .*{name}: it is not a file")
     file.rmdir()
     os.mkfifo(file)
-    refused(shadow, f"can't read .*{name}: it is not a file")
+    check_refused(shadow, f"can't read .*{name}: it is not a file")
     file.unlink()
     file.symlink_to(file)
-    refused(shadow, f"can't read .*{name}: Too many levels")
+    check_refused(shadow, f"can't read .*{name}: Too many levels")
     file.unlink()
     file.write_bytes(content)
     file.chmod(0o400)
@@ -92,28 +92,28 @@ def test_each_file_must_be_there_and_private_and_sound(shadow: Path, name: str) 
 
 def test_a_name_that_no_folder_can_have_is_refused(tmp_path: Path) -> None:
     """Any other exception would end a controller that serves jobs of several owners."""
-    refused(tmp_path / ("a" * 300), "can't be a folder of keys")
+    check_refused(tmp_path / ("a" * 300), "can't be a folder of keys")
 
 
 def test_a_folder_that_others_can_write_is_refused(shadow: Path) -> None:
     shadow.chmod(0o770)
-    refused(shadow, f"shadow has mode 0770, so others .*; correct it with: chmod 700 {shadow}")
+    check_refused(shadow, f"shadow has mode 0770, so others .*; correct it with: chmod 700 {shadow}")
     shadow.chmod(0o755)
     read(shadow)
 
 
 def test_the_time_is_checked(shadow: Path) -> None:
-    refused(shadow, f"cert.pem has expired on 20..-..-..; {AGAIN}", NOW + 731 * DAY)
-    refused(shadow, "cert.pem is not valid before 20.* UTC; check the clock of this host", NOW - DAY)
+    check_refused(shadow, f"cert.pem has expired on 20..-..-..; {AGAIN}", NOW + 731 * DAY)
+    check_refused(shadow, "cert.pem is not valid before 20.* UTC; check the clock of this host", NOW - DAY)
     read(shadow, NOW + 729 * DAY)
 
 
 @pytest.mark.parametrize(("job", "role"), [("gpt", "trainer"), ("llama", "shadow")])
 def test_keys_of_another_job_or_role_are_refused(shadow: Path, job: str, role: str) -> None:
-    other = shadow.parents[1] / job / role
-    shutil.copy(shadow / "hello.key", other)
-    refused(
-        other,
+    foreign = shadow.parents[1] / job / role
+    shutil.copy(shadow / "hello.key", foreign)
+    check_refused(
+        foreign,
         f"cert.pem is not of role shadow of job gpt: it has checkmate:{job}/{role}, "
         "not checkmate:gpt/shadow; copy the folder keys/gpt/shadow here",
     )
@@ -121,12 +121,12 @@ def test_keys_of_another_job_or_role_are_refused(shadow: Path, job: str, role: s
 
 def test_files_that_do_not_belong_together_are_refused(shadow: Path) -> None:
     shutil.copy(shadow.parent / "trainer/key.pem", shadow)
-    refused(shadow, "key.pem is not the private key of .*cert.pem; copy the folder again")
+    check_refused(shadow, "key.pem is not the private key of .*cert.pem; copy the folder again")
 
 
 def test_a_certificate_of_another_authority_is_refused(shadow: Path) -> None:
     shutil.copy(shadow.parents[1] / "llama/shadow/ca.pem", shadow)
-    refused(shadow, "cert.pem is not signed by .*ca.pem; copy the folder again")
+    check_refused(shadow, "cert.pem is not signed by .*ca.pem; copy the folder again")
 
 
 def test_an_encrypted_key_is_refused(shadow: Path) -> None:
@@ -137,7 +137,7 @@ def test_an_encrypted_key_is_refused(shadow: Path) -> None:
         serialization.BestAvailableEncryption(b"secret"),
     )
     (shadow / "key.pem").write_bytes(locked)
-    refused(shadow, "key.pem is encrypted; store the private key without a passphrase")
+    check_refused(shadow, "key.pem is encrypted; store the private key without a passphrase")
 
 
 def test_the_certificate_must_name_the_host_that_serves(shadow: Path) -> None:
@@ -163,7 +163,7 @@ class OwnAuthority:
         leaf = self._sign("leaf", self.leaf_key, *signer, *extensions)
         chain = [leaf, self.between] if between and whole else [leaf]
         pem = serialization.Encoding.PEM
-        (folder / "cert.pem").write_bytes(b"".join(one.public_bytes(pem) for one in chain))
+        (folder / "cert.pem").write_bytes(b"".join(certificate.public_bytes(pem) for certificate in chain))
         (folder / "ca.pem").write_bytes(self.root.public_bytes(pem))
         (folder / "key.pem").write_bytes(key_pem(self.leaf_key))
 
@@ -175,11 +175,13 @@ class OwnAuthority:
         issuer_key: ec.EllipticCurvePrivateKey,
         *extensions: x509.ExtensionType,
     ) -> x509.Certificate:
-        def named(text: str) -> x509.Name:
+        def common_name(text: str) -> x509.Name:
             return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
         unsigned = (
-            x509.CertificateBuilder(named(issuer), named(name), key.public_key(), x509.random_serial_number())
+            x509.CertificateBuilder(
+                common_name(issuer), common_name(name), key.public_key(), x509.random_serial_number()
+            )
             .not_valid_before(NOW - DAY)
             .not_valid_after(NOW + DAY)
         )
@@ -189,23 +191,23 @@ class OwnAuthority:
 
 
 def test_a_users_own_authority_may_have_an_intermediate_one(shadow: Path) -> None:
-    own = OwnAuthority()
+    authority = OwnAuthority()
     uris = [x509.UniformResourceIdentifier(uri) for uri in ("spiffe://x/y", "checkmate:gpt/shadow")]
-    own.write(shadow, x509.SubjectAlternativeName(uris))
+    authority.write(shadow, x509.SubjectAlternativeName(uris))
     assert read(shadow).role is Role.SHADOW
-    own.write(shadow, x509.SubjectAlternativeName(uris), whole=False)
-    refused(shadow, "cert.pem is not signed by .*ca.pem")
+    authority.write(shadow, x509.SubjectAlternativeName(uris), whole=False)
+    check_refused(shadow, "cert.pem is not signed by .*ca.pem")
     client = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
-    own.write(shadow, x509.SubjectAlternativeName(uris), client)
-    refused(
+    authority.write(shadow, x509.SubjectAlternativeName(uris), client)
+    check_refused(
         shadow,
         "cert.pem lacks the extended key usage serverAuth, which role shadow needs; `checkmate docs",
     )
-    own.write(shadow)
-    refused(shadow, "it has no URI that begins with checkmate:, not checkmate:gpt/shadow")
+    authority.write(shadow)
+    check_refused(shadow, "it has no URI that begins with checkmate:, not checkmate:gpt/shadow")
     two = [x509.UniformResourceIdentifier(f"checkmate:gpt/{role}") for role in ("shadow", "trainer")]
-    own.write(shadow, x509.SubjectAlternativeName(two))
-    refused(shadow, "it has checkmate:gpt/shadow and checkmate:gpt/trainer, not checkmate:gpt/shadow")
+    authority.write(shadow, x509.SubjectAlternativeName(two))
+    check_refused(shadow, "it has checkmate:gpt/shadow and checkmate:gpt/trainer, not checkmate:gpt/shadow")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -216,7 +218,9 @@ def test_a_folder_of_another_user_is_one_error(shadow: Path) -> None:
         status = 1
         try:
             os.setuid(65534)
-            refused(shadow, "can't be read by this user, because it, or a folder above it, is another user's")
+            check_refused(
+                shadow, "can't be read by this user, because it, or a folder above it, is another user's"
+            )
             status = 0
         finally:
             os._exit(status)

@@ -11,7 +11,7 @@ import pytest
 from checkmate.job.schema import Job
 from checkmate.keys import disk
 from checkmate.keys.errors import KeysError
-from tests.support.keys import FILES, check_whole, contents, made, served_job
+from tests.support.keys import FILES, check_whole, contents, keys_of, served_job
 
 
 @pytest.fixture
@@ -23,12 +23,12 @@ class Stopping:
     """Raises an exception at one flush to disk: number `at`, counted from 0."""
 
     def __init__(self, at: int, error: BaseException) -> None:
-        self.left, self.error = at, error
+        self.remaining, self.error = at, error
         self.fsync = os.fsync
 
     def __call__(self, descriptor: int) -> None:
-        self.left -= 1
-        if self.left == -1:
+        self.remaining -= 1
+        if self.remaining == -1:
             raise self.error
         self.fsync(descriptor)
 
@@ -39,7 +39,7 @@ def stopped(job: Job, keys: Path, at: int, error: BaseException, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", stopping)
         try:
-            made(job, keys)
+            keys_of(job, keys)
         except (KeyboardInterrupt, KeysError):
             return True
     return False
@@ -67,7 +67,7 @@ def test_an_interrupted_first_run_leaves_all_or_nothing(
 def test_a_full_disk_is_reported(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", Stopping(3, FULL))
     with pytest.raises(KeysError, match="can't make keys: disk: No space left on device"):
-        made(job, tmp_path / "keys")
+        keys_of(job, tmp_path / "keys")
 
 
 def test_an_interrupted_repair_loses_nothing_and_is_completed(
@@ -75,7 +75,7 @@ def test_an_interrupted_repair_loses_nothing_and_is_completed(
 ) -> None:
     for at in range(100):
         keys = tmp_path / f"keys{at}"
-        made(job, keys)
+        keys_of(job, keys)
         shutil.rmtree(keys / "gpt/trainer")
         for name in ("shadow/key.pem", "controller/hello.key", "reader/cert.pem"):
             (keys / "gpt" / name).unlink()
@@ -84,7 +84,7 @@ def test_an_interrupted_repair_loses_nothing_and_is_completed(
         after = contents(keys / "gpt")
         assert not {name for name in before if after.get(name) != before[name]} - {"shadow/cert.pem"}
         assert {path.name for path in keys.iterdir()} == {"gpt"}
-        made(job, keys)
+        keys_of(job, keys)
         check_whole(job, keys)
         for name in before.keys() - {"shadow/cert.pem"}:
             assert contents(keys / "gpt")[name] == before[name]
@@ -104,5 +104,5 @@ def test_what_a_killed_run_has_left_is_removed(job: Job, tmp_path: Path) -> None
     os.read(reader, 1)
     os.waitpid(child, 0)
     assert [path.name.startswith(".unfinished-") for path in (tmp_path / "keys").iterdir()] == [True]
-    made(job, tmp_path / "keys")
+    keys_of(job, tmp_path / "keys")
     check_whole(job, tmp_path / "keys")

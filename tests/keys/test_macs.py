@@ -32,23 +32,23 @@ def test_a_changed_hello_is_not_authentic(key: bytes, message: bytes, place: int
     assert len(mac) == 16
     assert is_hello_authentic(key, message, mac)
 
-    def changed(data: bytes) -> bytes:
-        found = bytearray(data or b"\0")
-        found[place % len(found)] ^= 1 << bit
-        return bytes(found)
+    def with_changed_bit(data: bytes) -> bytes:
+        copy = bytearray(data or b"\0")
+        copy[place % len(copy)] ^= 1 << bit
+        return bytes(copy)
 
-    assert not is_hello_authentic(changed(key), message, mac)
-    assert not is_hello_authentic(key, changed(message), mac)
-    assert not is_hello_authentic(key, message, changed(mac))
+    assert not is_hello_authentic(with_changed_bit(key), message, mac)
+    assert not is_hello_authentic(key, with_changed_bit(message), mac)
+    assert not is_hello_authentic(key, message, with_changed_bit(mac))
     assert not is_hello_authentic(key, message, mac[:15])
     assert not is_hello_authentic(key, message, b"")
 
 
 @given(keys, st.binary(), nonces, nonces, st.data())
 def test_a_ring_proof_is_for_one_connection_and_direction(
-    key: bytes, greeting: bytes, one: bytes, other: bytes, data: st.DataObject
+    key: bytes, greeting: bytes, first_nonce: bytes, second_nonce: bytes, data: st.DataObject
 ) -> None:
-    proof = RingProof(key, greeting, one, other)
+    proof = RingProof(key, greeting, first_nonce, second_nonce)
     for side in RingSide:
         assert proof.is_authentic(side, proof.mac(side))
         assert not proof.is_authentic(RingSide(1 - side), proof.mac(side))
@@ -59,8 +59,8 @@ def test_a_ring_proof_is_for_one_connection_and_direction(
             "accepts_nonce": nonces,
         }
         for name, values in changes.items():
-            changed = replace(proof, **{name: data.draw(values)})
-            assert changed.is_authentic(side, proof.mac(side)) == (changed == proof)
+            changed_proof = replace(proof, **{name: data.draw(values)})
+            assert changed_proof.is_authentic(side, proof.mac(side)) == (changed_proof == proof)
 
 
 def test_a_code_for_one_purpose_is_none_for_another() -> None:

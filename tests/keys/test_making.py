@@ -20,7 +20,7 @@ from checkmate.keys.folder import read_keys
 from checkmate.keys.making import make_keys
 from checkmate.keys.plans import JobKeys
 from checkmate.keys.roles import Role
-from tests.support.keys import FILES, NOW, check_whole, contents, made, served_job
+from tests.support.keys import FILES, NOW, check_whole, contents, keys_of, served_job
 
 DAY = dt.timedelta(days=1)
 
@@ -39,30 +39,30 @@ def umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
-def written(keys: JobKeys) -> set[str]:
+def made_names(keys: JobKeys) -> set[str]:
     """The files that a run has made, by path relative to the job's folder."""
     made_files = {f"{role.role}/{name}" for role in keys.roles for name in role.new_files}
     return made_files | {f"authority/{name}" for name in keys.new_files}
 
 
 def test_each_role_gets_its_own_secrets_only(job: Job, tmp_path: Path) -> None:
-    assert written(made(job, tmp_path / "keys")) == FILES
+    assert made_names(keys_of(job, tmp_path / "keys")) == FILES
     check_whole(job, tmp_path / "keys")
-    found = contents(tmp_path / "keys" / "gpt")
-    assert found["controller/hello.key"] == found["shadow/hello.key"] != found["trainer/ring.key"]
-    assert len(bytes.fromhex(found["trainer/ring.key"].decode().removesuffix("\n"))) == 32
-    assert len({found[f"{role}/key.pem"] for role in Role}) == len(Role)
-    assert {found[f"{role}/ca.pem"] for role in Role} == {found["authority/ca.pem"]}
+    files = contents(tmp_path / "keys" / "gpt")
+    assert files["controller/hello.key"] == files["shadow/hello.key"] != files["trainer/ring.key"]
+    assert len(bytes.fromhex(files["trainer/ring.key"].decode().removesuffix("\n"))) == 32
+    assert len({files[f"{role}/key.pem"] for role in Role}) == len(Role)
+    assert {files[f"{role}/ca.pem"] for role in Role} == {files["authority/ca.pem"]}
 
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o777])
 def test_modes_do_not_depend_on_the_umask(job: Job, tmp_path: Path, mask: int) -> None:
     keys = tmp_path / "keys"
     with umask(mask):
-        made(job, keys)
+        keys_of(job, keys)
         (keys / "gpt/reader/cert.pem").unlink()
         shutil.rmtree(keys / "gpt/trainer")
-        made(job, keys)
+        keys_of(job, keys)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [keys, *keys.rglob("*")]}
     assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in modes}
     assert len(modes) == len(FILES) + 7
@@ -73,16 +73,16 @@ def test_no_moment_has_a_wider_mode(job: Job, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "fchmod", lambda *_: None)
     monkeypatch.setattr(Path, "chmod", lambda *_: None)
     with umask(0):
-        made(job, tmp_path / "keys")
+        keys_of(job, tmp_path / "keys")
     for path in [tmp_path / "keys", *(tmp_path / "keys").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_a_second_run_keeps_everything(job: Job, tmp_path: Path) -> None:
-    made(job, tmp_path / "keys")
+    keys_of(job, tmp_path / "keys")
     before = contents(tmp_path)
-    again = made(job, tmp_path / "keys", NOW + 669 * DAY)
-    assert written(again) == set()
+    again = keys_of(job, tmp_path / "keys", NOW + 669 * DAY)
+    assert made_names(again) == set()
     assert {f"{role.role}/{name}" for role in again.roles for name in role.kept_files} | {
         f"authority/{name}" for name in again.kept_files
     } == FILES
@@ -91,24 +91,24 @@ def test_a_second_run_keeps_everything(job: Job, tmp_path: Path) -> None:
 
 def test_a_certificate_is_renewed_60_days_before_its_end_and_keeps_its_key(job: Job, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    made(job, keys)
+    keys_of(job, keys)
     before = contents(keys / "gpt")
     later = NOW + 670 * DAY
-    again = made(job, keys, later)
-    assert written(again) == {f"{role}/cert.pem" for role in Role}
+    again = keys_of(job, keys, later)
+    assert made_names(again) == {f"{role}/cert.pem" for role in Role}
     assert {role.expires for role in again.roles} == {(later + 730 * DAY).replace(microsecond=0)}
     after = contents(keys / "gpt")
-    assert {name for name in FILES if before[name] != after[name]} == written(again)
+    assert {name for name in FILES if before[name] != after[name]} == made_names(again)
     for role in Role:
         read_keys(keys / "gpt" / role, "gpt", role, now=NOW + 1300 * DAY)
 
 
 def test_a_new_host_renews_the_certificate_of_shadow_nodes(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    made(served_job("gpt", "10.0.0.1", "10.0.0.2"), keys)
-    assert written(made(served_job("gpt", "10.0.0.2"), keys)) == set()
+    keys_of(served_job("gpt", "10.0.0.1", "10.0.0.2"), keys)
+    assert made_names(keys_of(served_job("gpt", "10.0.0.2"), keys)) == set()
     grown = served_job("gpt", "10.0.0.2", "node.example.org")
-    assert written(made(grown, keys)) == {"shadow/cert.pem"}
+    assert made_names(keys_of(grown, keys)) == {"shadow/cert.pem"}
     read_keys(keys / "gpt/shadow", "gpt", Role.SHADOW, hosts=["10.0.0.2", "node.example.org"])
     check_whole(grown, keys)
 
@@ -116,11 +116,13 @@ def test_a_new_host_renews_the_certificate_of_shadow_nodes(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", sorted(FILES - {"authority/ca.pem", "authority/ca.key"}))
 def test_a_missing_file_is_made_again(job: Job, tmp_path: Path, name: str) -> None:
     keys = tmp_path / "keys"
-    made(job, keys)
+    keys_of(job, keys)
     before = contents(keys / "gpt")
     (keys / "gpt" / name).unlink()
     role = name.partition("/")[0]
-    assert written(made(job, keys)) == ({name, f"{role}/cert.pem"} if name.endswith("/key.pem") else {name})
+    assert made_names(keys_of(job, keys)) == (
+        {name, f"{role}/cert.pem"} if name.endswith("/key.pem") else {name}
+    )
     check_whole(job, keys)
     after = contents(keys / "gpt")
     if name.endswith("hello.key"):
@@ -130,11 +132,11 @@ def test_a_missing_file_is_made_again(job: Job, tmp_path: Path, name: str) -> No
 
 
 def test_a_missing_folder_is_made_again(job: Job, tmp_path: Path) -> None:
-    made(job, tmp_path / "keys")
+    keys_of(job, tmp_path / "keys")
     before = contents(tmp_path / "keys/gpt")
     shutil.rmtree(tmp_path / "keys/gpt/shadow")
     again = {f"shadow/{name}" for name in ("ca.pem", "cert.pem", "key.pem", "hello.key")}
-    assert written(made(job, tmp_path / "keys")) == again
+    assert made_names(keys_of(job, tmp_path / "keys")) == again
     check_whole(job, tmp_path / "keys")
     assert contents(tmp_path / "keys/gpt")["shadow/hello.key"] == before["controller/hello.key"]
 
@@ -142,9 +144,9 @@ def test_a_missing_folder_is_made_again(job: Job, tmp_path: Path) -> None:
 def test_several_jobs_have_an_authority_each(tmp_path: Path) -> None:
     jobs = [served_job("a"), served_job("b")]
     make_keys([(job, tmp_path / "keys") for job in jobs], NOW)
-    found = contents(tmp_path / "keys")
-    assert found["a/authority/ca.pem"] != found["b/authority/ca.pem"]
-    assert found["a/trainer/ring.key"] != found["b/trainer/ring.key"]
+    files = contents(tmp_path / "keys")
+    assert files["a/authority/ca.pem"] != files["b/authority/ca.pem"]
+    assert files["a/trainer/ring.key"] != files["b/trainer/ring.key"]
 
 
 def test_two_names_of_one_folder_do_not_block_each_other(tmp_path: Path) -> None:
@@ -164,13 +166,13 @@ def test_a_folder_that_another_run_makes_first_is_used(
         make(folder)
 
     monkeypatch.setattr(disk, "_make_folder", late)
-    assert made(job, tmp_path / "keys").new_files
+    assert keys_of(job, tmp_path / "keys").new_files
 
 
 def test_runs_at_the_same_time_make_one_set_of_keys(job: Job, tmp_path: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
-        runs = list(pool.map(lambda _: made(job, tmp_path / "keys"), range(6)))
-    assert sorted(len(written(run)) for run in runs) == [0] * 5 + [len(FILES)]
+        runs = list(pool.map(lambda _: keys_of(job, tmp_path / "keys"), range(6)))
+    assert sorted(len(made_names(run)) for run in runs) == [0] * 5 + [len(FILES)]
     check_whole(job, tmp_path / "keys")
 
 
@@ -180,7 +182,7 @@ def folder_instead(file: Path) -> None:
 
 
 def other_authority(folder: Path) -> None:
-    made(served_job("other"), folder.parent / "more")
+    keys_of(served_job("other"), folder.parent / "more")
     for name in ("ca.pem", "ca.key"):
         shutil.copy(folder.parent / "more/other/authority" / name, folder / "authority" / name)
 
@@ -241,7 +243,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_named_and_nothing_is_changed(tmp_path: Path, wrong: str) -> None:
     first, gpt = served_job("first"), served_job("gpt")
-    made(gpt, tmp_path / "keys")
+    keys_of(gpt, tmp_path / "keys")
     damage, words = WRONG[wrong]
     damage(tmp_path / "keys/gpt")
     before = contents(tmp_path / "keys")
@@ -252,11 +254,11 @@ def test_what_is_wrong_is_named_and_nothing_is_changed(tmp_path: Path, wrong: st
 
 
 def test_an_authority_that_ends_is_reported(job: Job, tmp_path: Path) -> None:
-    made(job, tmp_path / "keys")
+    keys_of(job, tmp_path / "keys")
     with pytest.raises(
         KeysError, match=r"ca.pem ends on 20\d\d-\d\d-\d\d: once the job has ended, remove .*gpt, "
     ):
-        made(job, tmp_path / "keys", NOW + 3592 * DAY)
+        keys_of(job, tmp_path / "keys", NOW + 3592 * DAY)
 
 
 @pytest.mark.parametrize(
@@ -278,5 +280,5 @@ def test_a_place_that_is_taken_is_refused(
 ) -> None:
     prepare(tmp_path / "keys")
     with pytest.raises(KeysError, match=words):
-        made(job, tmp_path / "keys")
+        keys_of(job, tmp_path / "keys")
     assert contents(tmp_path).keys() <= {"keys", "keys/gpt"}

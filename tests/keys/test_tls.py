@@ -50,37 +50,39 @@ def keys(tmp_path: Path) -> Keys:
 
 
 def meet(
-    server: ssl.SSLContext, client: ssl.SSLContext | None, name: str = "127.0.0.1", sent: bytes = b"ping"
+    server: ssl.SSLContext, client: ssl.SSLContext | None, name: str = "127.0.0.1", payload: bytes = b"ping"
 ) -> tuple[list[str], str | None]:
     """Have a client send bytes to a server. Return the client's URIs and the version of TLS.
 
     `client`: `None` to send without TLS. Raises the server's error, else the client's.
     """
-    ours, theirs = socket.socketpair()
+    server_end, client_end = socket.socketpair()
 
     def serve() -> tuple[list[str], str | None]:
-        with closing(ours), server.wrap_socket(ours, server_side=True) as sock:
-            assert sock.recv(len(sent)) == sent
-            sock.sendall(sent)
+        with closing(server_end), server.wrap_socket(server_end, server_side=True) as sock:
+            assert sock.recv(len(payload)) == payload
+            sock.sendall(payload)
             return uris_of_socket(sock.getpeercert()), sock.version()
 
     def call() -> None:
-        with closing(theirs):
+        with closing(client_end):
             if client is None:
-                theirs.sendall(sent)
-                theirs.recv(1)
+                client_end.sendall(payload)
+                client_end.recv(1)
                 return
-            with client.wrap_socket(theirs, server_hostname=name) as sock:
-                sock.sendall(sent)
-                assert sock.recv(len(sent)) == sent  # TLS 1.3: a refusal arrives after the client's handshake
+            with client.wrap_socket(client_end, server_hostname=name) as sock:
+                sock.sendall(payload)
+                assert (
+                    sock.recv(len(payload)) == payload
+                )  # TLS 1.3: a refusal arrives after the client's handshake
 
-    for sock in (ours, theirs):
+    for sock in (server_end, client_end):
         sock.settimeout(SECONDS)
     with ThreadPoolExecutor(2) as pool:
-        served, called = pool.submit(serve), pool.submit(call)
-        found = served.result(SECONDS)
-        called.result(SECONDS)
-    return found
+        served, client_future = pool.submit(serve), pool.submit(call)
+        greeting = served.result(SECONDS)
+        client_future.result(SECONDS)
+    return greeting
 
 
 @pytest.mark.parametrize("role", Role)
@@ -114,10 +116,10 @@ def test_an_expired_server_is_refused(keys: Keys) -> None:
         meet(server_context(replace(old, ca=client.ca)), client_context(replace(client, ca=old.ca)))
 
 
-@pytest.mark.parametrize("sent", [b"neither TLS nor a greeting", bytes.fromhex("c4ec0002") + bytes(64)])
-def test_a_plain_connection_is_refused(keys: Keys, sent: bytes) -> None:
+@pytest.mark.parametrize("payload", [b"neither TLS nor a greeting", bytes.fromhex("c4ec0002") + bytes(64)])
+def test_a_plain_connection_is_refused(keys: Keys, payload: bytes) -> None:
     with pytest.raises(ssl.SSLError):
-        meet(server_context(keys(Role.SHADOW)), None, sent=sent)
+        meet(server_context(keys(Role.SHADOW)), None, payload=payload)
 
 
 def test_a_client_without_a_certificate_is_refused(keys: Keys) -> None:
@@ -166,14 +168,14 @@ def test_a_file_that_was_exchanged_meanwhile_is_named(keys: Keys) -> None:
 
 def test_one_authority_for_two_jobs_gives_neither_the_others_roles(tmp_path: Path) -> None:
     """Also if both jobs have one folder of keys: a node that trusts both authorities stands for one."""
-    ours, theirs = served_job("gpt"), served_job("bert")
-    node, stranger = (role_keys(job, tmp_path, Role.SHADOW) for job in (ours, theirs))
+    own_job, foreign_job = served_job("gpt"), served_job("bert")
+    node, stranger = (role_keys(job, tmp_path, Role.SHADOW) for job in (own_job, foreign_job))
     server = server_context(replace(node, ca=node.ca + stranger.ca))
     for role in Role:
-        client = replace(role_keys(theirs, tmp_path, role), ca=node.ca)
+        client = replace(role_keys(foreign_job, tmp_path, role), ca=node.ca)
         uris, _ = meet(server, client_context(client))  # TLS itself accepts it
         with pytest.raises(CallerRefused, match=f"has the URI 'checkmate:bert/{role}', which is not"):
-            caller_role(uris, ours)
+            caller_role(uris, own_job)
     with pytest.raises(ssl.SSLError, match="certificate verify failed"):  # as `checkmate keys` makes them
         meet(server_context(node), client_context(replace(stranger, ca=node.ca)))
 
@@ -189,7 +191,7 @@ def guarded(job: Job) -> grpc.GenericRpcHandler:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         return role
 
-    def one(rpc: str) -> grpc.RpcMethodHandler[bytes, pb.NodeStatus]:
+    def handler_of(rpc: str) -> grpc.RpcMethodHandler[bytes, pb.NodeStatus]:
         return grpc.unary_unary_rpc_method_handler(
             lambda _, context: pb.NodeStatus(trouble=[check(rpc, context)]),
             response_serializer=pb.NodeStatus.SerializeToString,
@@ -199,8 +201,8 @@ def guarded(job: Job) -> grpc.GenericRpcHandler:
         yield pb.RecordPart(run=check("Parts", context))
 
     handlers: dict[str, grpc.RpcMethodHandler[bytes, Any]] = {
-        "Status": one("Status"),
-        "Fence": one("Fence"),
+        "Status": handler_of("Status"),
+        "Fence": handler_of("Fence"),
         "Parts": grpc.unary_stream_rpc_method_handler(
             parts, response_serializer=pb.RecordPart.SerializeToString
         ),
@@ -233,7 +235,7 @@ def calling(address: str, credentials: grpc.ChannelCredentials | None) -> Iterat
         yield ShadowStub(channel)
 
 
-def asked(address: str, credentials: grpc.ChannelCredentials | None) -> str:
+def ask_status(address: str, credentials: grpc.ChannelCredentials | None) -> str:
     """Return the caller's role, as the server sees it."""
     with calling(address, credentials) as stub:
         return stub.Status(pb.StatusRequest(), timeout=SECONDS).trouble[0]
@@ -242,15 +244,15 @@ def asked(address: str, credentials: grpc.ChannelCredentials | None) -> str:
 def code_of(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as error:
         call()
-    found = error.value
-    assert isinstance(found, grpc.Call)
-    return found.code(), found.details() or ""
+    raised_error = error.value
+    assert isinstance(raised_error, grpc.Call)
+    return raised_error.code(), raised_error.details() or ""
 
 
 def test_grpc_recognises_each_role_and_refuses_what_it_may_not(keys: Keys) -> None:
     with serving(keys(Role.SHADOW), served_job()) as address:
         for role in Role:
-            assert asked(address, channel_credentials(keys(role))) == role
+            assert ask_status(address, channel_credentials(keys(role))) == role
         with calling(address, channel_credentials(keys(Role.READER))) as stub:
             code, words = code_of(lambda: stub.Fence(pb.FenceRequest(), timeout=SECONDS))
             assert code == grpc.StatusCode.PERMISSION_DENIED
@@ -260,28 +262,28 @@ def test_grpc_recognises_each_role_and_refuses_what_it_may_not(keys: Keys) -> No
 
 
 def test_grpc_refuses_strangers(keys: Keys) -> None:
-    ours = keys(Role.TRAINER)
-    stranger = replace(keys(Role.TRAINER, "theirs"), ca=ours.ca)
-    bare = grpc.ssl_channel_credentials(ours.ca)
+    trainer_keys = keys(Role.TRAINER)
+    stranger = replace(keys(Role.TRAINER, "theirs"), ca=trainer_keys.ca)
+    bare = grpc.ssl_channel_credentials(trainer_keys.ca)
     with serving(keys(Role.SHADOW), served_job()) as address:
         for credentials in (channel_credentials(stranger), bare, None):
-            assert code_of(lambda c=credentials: asked(address, c))[0] == grpc.StatusCode.UNAVAILABLE  # type: ignore[misc]
-        assert asked(address, channel_credentials(ours)) == "trainer"
+            assert code_of(lambda c=credentials: ask_status(address, c))[0] == grpc.StatusCode.UNAVAILABLE  # type: ignore[misc]
+        assert ask_status(address, channel_credentials(trainer_keys)) == "trainer"
 
 
 def test_grpc_refuses_what_has_expired(keys: Keys) -> None:
-    old, ours = keys(Role.TRAINER, now=LONG_AGO), keys(Role.SHADOW)
-    with serving(replace(ours, ca=old.ca), served_job()) as address:
-        credentials = channel_credentials(replace(old, ca=ours.ca))
-        assert code_of(lambda: asked(address, credentials))[0] == grpc.StatusCode.UNAVAILABLE
-        current = replace(keys(Role.TRAINER, "theirs"), ca=ours.ca)
-    with serving(replace(ours, ca=keys(Role.READER, "theirs").ca), served_job()) as address:
-        assert asked(address, channel_credentials(current)) == "trainer"  # the same way, but valid
+    old, shadow_keys = keys(Role.TRAINER, now=LONG_AGO), keys(Role.SHADOW)
+    with serving(replace(shadow_keys, ca=old.ca), served_job()) as address:
+        credentials = channel_credentials(replace(old, ca=shadow_keys.ca))
+        assert code_of(lambda: ask_status(address, credentials))[0] == grpc.StatusCode.UNAVAILABLE
+        current = replace(keys(Role.TRAINER, "theirs"), ca=shadow_keys.ca)
+    with serving(replace(shadow_keys, ca=keys(Role.READER, "theirs").ca), served_job()) as address:
+        assert ask_status(address, channel_credentials(current)) == "trainer"  # the same way, but valid
 
 
 def test_grpc_checks_the_servers_name(keys: Keys) -> None:
     with serving(keys(Role.SHADOW), served_job(), "127.0.0.2") as address:
-        code, words = code_of(lambda: asked(address, channel_credentials(keys(Role.TRAINER))))
+        code, words = code_of(lambda: ask_status(address, channel_credentials(keys(Role.TRAINER))))
         assert code == grpc.StatusCode.UNAVAILABLE
         assert "127.0.0.2" in words
 

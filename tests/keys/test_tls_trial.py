@@ -20,7 +20,7 @@ from checkmate.keys.folder import read_keys
 from checkmate.keys.folder_checks import end_of_sound
 from checkmate.keys.roles import Role
 from tests.keys.test_folder import OwnAuthority
-from tests.support.keys import NOW, made, served_job
+from tests.support.keys import NOW, keys_of, served_job
 
 URI = "checkmate:gpt/trainer"
 
@@ -36,20 +36,20 @@ def pems(folder: Path) -> tuple[bytes, bytes, bytes]:
     return ca, cert, key
 
 
-def tried(folder: Path) -> dt.datetime | None:
+def trial_time(folder: Path) -> dt.datetime | None:
     return tls_trial.end_of_client(folder, pems(folder), URI)
 
 
-def checked(folder: Path) -> dt.datetime:
+def check_now(folder: Path) -> dt.datetime:
     return end_of_sound(folder, "gpt", Role.TRAINER, pems(folder), (), None)
 
 
 def test_it_ends_when_the_checks_say(trainer: Path) -> None:
-    assert tried(trainer) == checked(trainer) == read_keys(trainer, "gpt", Role.TRAINER).expires
+    assert trial_time(trainer) == check_now(trainer) == read_keys(trainer, "gpt", Role.TRAINER).expires
 
 
 def test_a_certificate_may_end_after_it_was_tried(trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = tried(trainer)
+    end = trial_time(trainer)
     assert end is not None
     after = end.timestamp() + 1
 
@@ -59,7 +59,7 @@ def test_a_certificate_may_end_after_it_was_tried(trainer: Path, monkeypatch: py
             return cls.fromtimestamp(after, tz)
 
     monkeypatch.setattr("checkmate.keys.tls_trial.dt.datetime", Later)
-    assert tried(trainer) is None
+    assert trial_time(trainer) is None
 
 
 def test_a_sound_folder_needs_no_cryptography(trainer: Path) -> None:
@@ -68,8 +68,8 @@ def test_a_sound_folder_needs_no_cryptography(trainer: Path) -> None:
         "from checkmate.keys.roles import Role;"
         f"read_keys(Path({str(trainer)!r}), 'gpt', Role.TRAINER); print('cryptography' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert done.stdout == "False\n"
+    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert result.stdout == "False\n"
 
 
 def with_own(*extensions: x509.ExtensionType, **how: bool) -> Callable[[Path], object]:
@@ -106,7 +106,7 @@ def trusted(folder: Path) -> None:
 def made_at(days: int) -> Callable[[Path], object]:
     def remake(folder: Path) -> None:
         shutil.rmtree(folder.parents[1])
-        made(served_job("gpt"), folder.parents[1], NOW + dt.timedelta(days=days))
+        keys_of(served_job("gpt"), folder.parents[1], NOW + dt.timedelta(days=days))
 
     return remake
 
@@ -134,7 +134,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "two URIs": lambda folder: OwnAuthority().write(
         folder,
         x509.SubjectAlternativeName(
-            [x509.UniformResourceIdentifier(one) for one in (URI, "checkmate:gpt/reader")]
+            [x509.UniformResourceIdentifier(uri) for uri in (URI, "checkmate:gpt/reader")]
         ),
         between=False,
     ),
@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_left_to_the_checks(trainer: Path, fault: str) -> N
     if fault in NEED_OPENSSL and shutil.which("openssl") is None:
         pytest.skip("the command openssl makes it")
     FAULTS[fault](trainer)
-    assert tried(trainer) is None
+    assert trial_time(trainer) is None
     with pytest.raises(KeysError):
         read_keys(trainer, "gpt", Role.TRAINER)
 
@@ -161,5 +161,5 @@ def test_a_users_own_authority_is_accepted_either_way(
     trainer: Path, extensions: tuple[x509.ExtensionType, ...], between: bool
 ) -> None:
     with_own(*extensions, between=between)(trainer)
-    assert tried(trainer) == (None if between else checked(trainer))
-    assert checked(trainer) == read_keys(trainer, "gpt", Role.TRAINER).expires
+    assert trial_time(trainer) == (None if between else check_now(trainer))
+    assert check_now(trainer) == read_keys(trainer, "gpt", Role.TRAINER).expires

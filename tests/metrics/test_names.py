@@ -19,7 +19,7 @@ from controlplane import metrics as of_controller
 from controlplane.guard import Refusal
 from controlplane.metrics import StrayPackets
 from softswitch import metrics as of_softswitch
-from tests.support.metrics import HOLD, NODE, SEEN, STATISTICS, everything
+from tests.support.metrics import HOLD, NODE, SAMPLE, STATISTICS, everything
 
 
 def values(metrics: Iterable[Metric]) -> dict[str, float]:
@@ -53,21 +53,21 @@ def test_no_name_is_used_twice() -> None:
 
 def test_a_shadow_node_says_what_its_status_has() -> None:
     tally = Tally(steps=4, step_seconds=0.5, gaps=1, mismatches=2, seeds=3)
-    found = values(of_shadow.families(NODE, tally, 77))
+    samples = values(of_shadow.families(NODE, tally, 77))
     hold, node = "job=gpt,dp_group=1,shard=2,node=5", "job=gpt,node=5"
-    assert found[f"checkmate_shadow_committed_iteration,{hold}"] == 41
-    assert found[f"checkmate_shadow_lag_iterations,{hold}"] == 2
-    assert found[f"checkmate_shadow_streams_missing,{hold}"] == 1
-    assert found[f"checkmate_shadow_offered,{hold}"] == 0
-    states = {name: value for name, value in found.items() if "hold_state" in name}
+    assert samples[f"checkmate_shadow_committed_iteration,{hold}"] == 41
+    assert samples[f"checkmate_shadow_lag_iterations,{hold}"] == 2
+    assert samples[f"checkmate_shadow_streams_missing,{hold}"] == 1
+    assert samples[f"checkmate_shadow_offered,{hold}"] == 0
+    states = {name: value for name, value in samples.items() if "hold_state" in name}
     assert [name.rpartition("=")[2] for name, value in states.items() if value] == ["live"]
-    assert found[f"checkmate_shadow_received_bytes_total,{node},nic=10.0.2.1"] == 99
-    assert found[f"checkmate_shadow_step_duration_seconds_sum,{node}"] == 0.5
-    assert found[f"checkmate_shadow_step_duration_seconds_count,{node}"] == 4
-    assert found[f"checkmate_shadow_gaps_total,{node}"] == 1
-    assert found[f"checkmate_shadow_comparison_mismatches_total,{node}"] == 2
-    assert found[f"checkmate_shadow_seeds_total,{node}"] == 3
-    assert found[f"checkmate_shadow_socket_buffer_bytes,{node}"] == 77
+    assert samples[f"checkmate_shadow_received_bytes_total,{node},nic=10.0.2.1"] == 99
+    assert samples[f"checkmate_shadow_step_duration_seconds_sum,{node}"] == 0.5
+    assert samples[f"checkmate_shadow_step_duration_seconds_count,{node}"] == 4
+    assert samples[f"checkmate_shadow_gaps_total,{node}"] == 1
+    assert samples[f"checkmate_shadow_comparison_mismatches_total,{node}"] == 2
+    assert samples[f"checkmate_shadow_seeds_total,{node}"] == 3
+    assert samples[f"checkmate_shadow_socket_buffer_bytes,{node}"] == 77
     assert of_shadow.not_ready(NODE) == "not connected: 1 stream"
     assert of_shadow.not_ready(pb.NodeStatus(job="gpt")) == "no training has begun"
     assert "drained" in of_shadow.not_ready(pb.NodeStatus(job="gpt", left=True))
@@ -88,58 +88,66 @@ def test_every_state_of_a_hold_has_a_name(changes: dict[str, bool], fenced: bool
     for name, value in changes.items():
         setattr(hold, name, value)
     status = pb.NodeStatus(job="gpt", node=5, fenced=fenced, holds=[hold])
-    found = values(of_shadow.families(status, Tally(), 0))
-    assert [name for name, value in found.items() if "hold_state" in name and value] == [
+    samples = values(of_shadow.families(status, Tally(), 0))
+    assert [name for name, value in samples.items() if "hold_state" in name and value] == [
         f"checkmate_shadow_hold_state,job=gpt,dp_group=1,shard=2,node=5,checkmate_shadow_hold_state={state}"
     ]
 
 
 def test_a_controller_says_what_it_serves() -> None:
-    found = values(of_controller.families([SEEN], standby=False))
+    samples = values(of_controller.families([SAMPLE], standby=False))
     stream = "switch=tor,job=gpt,dp_group=0,side=last,channel=2,shadow_id=3,node=5,replication_id=1"
-    assert found[f"checkmate_stream_connected,{stream}"] == 1
-    assert found[f"checkmate_stream_copied_bytes_total,{stream}"] == 1000
-    assert found[f"checkmate_stream_lost_packets_total,{stream}"] == 2
-    assert found["checkmate_switch_passed_packets_total,switch=tor,reason=without_tag"] == 6
-    assert found["checkmate_controller_primary,switch=tor"] == found["checkmate_switch_up,switch=tor"] == 1
-    assert found["checkmate_controller_term,switch=tor"] == 9
-    assert found["checkmate_switch_write_errors_total,switch=tor,error=WriteRefused"] == 3
-    assert found["checkmate_reconcile_duration_seconds_sum,switch=tor"] == 0.5
-    assert found["checkmate_controller_standby"] == 0
+    assert samples[f"checkmate_stream_connected,{stream}"] == 1
+    assert samples[f"checkmate_stream_copied_bytes_total,{stream}"] == 1000
+    assert samples[f"checkmate_stream_lost_packets_total,{stream}"] == 2
+    assert samples["checkmate_switch_passed_packets_total,switch=tor,reason=without_tag"] == 6
+    assert (
+        samples["checkmate_controller_primary,switch=tor"] == samples["checkmate_switch_up,switch=tor"] == 1
+    )
+    assert samples["checkmate_controller_term,switch=tor"] == 9
+    assert samples["checkmate_switch_write_errors_total,switch=tor,error=WriteRefused"] == 3
+    assert samples["checkmate_reconcile_duration_seconds_sum,switch=tor"] == 0.5
+    assert samples["checkmate_controller_standby"] == 0
 
 
 def test_packets_that_are_refused_stay_counted_when_their_job_goes() -> None:
     """Otherwise the counter would fall, which `increase` takes for a restart: a false alert."""
 
-    def refused(address: str, packets: int) -> Refusal:
+    def refusal_of(address: str, packets: int) -> Refusal:
         return Refusal("tor", None, address, "a host", packets, 0)
 
     strays = StrayPackets()
-    gpt, bert = refused("10.0.0.1", 500), refused("10.0.0.2", 200)
+    gpt, bert = refusal_of("10.0.0.1", 500), refusal_of("10.0.0.2", 200)
     at_port = Refusal("tor", 7, "10.0.0.3", "a host", 30, 0)
-    assert [strays.take(found) for found in ([gpt, bert], [bert], [bert, at_port])] == [700, 700, 700]
-    assert strays.take([refused("10.0.0.1", 4), refused("10.0.0.2", 201)]) == 705  # gpt is back, and new
-    assert SEEN.status is not None
-    seen = replace(SEEN, strays=705, status=replace(SEEN.status, refused=(bert, at_port)))
-    found = values(of_controller.families([seen], standby=False))
-    assert found["checkmate_switch_refused_packets_total,switch=tor,port="] == 705
-    assert found["checkmate_switch_refused_packets_total,switch=tor,port=7"] == 30
+    assert [strays.take(samples) for samples in ([gpt, bert], [bert], [bert, at_port])] == [700, 700, 700]
+    assert (
+        strays.take([refusal_of("10.0.0.1", 4), refusal_of("10.0.0.2", 201)]) == 705
+    )  # gpt is back, and new
+    assert SAMPLE.status is not None
+    switch_sample = replace(SAMPLE, strays=705, status=replace(SAMPLE.status, refused=(bert, at_port)))
+    samples = values(of_controller.families([switch_sample], standby=False))
+    assert samples["checkmate_switch_refused_packets_total,switch=tor,port="] == 705
+    assert samples["checkmate_switch_refused_packets_total,switch=tor,port=7"] == 30
 
 
 def test_a_switch_that_is_away_has_no_streams() -> None:
-    found = values(of_controller.families([replace(SEEN, term=None, status=None)], standby=False))
-    assert found["checkmate_switch_up,switch=tor"] == found["checkmate_controller_primary,switch=tor"] == 0
-    assert not [name for name in found if name.startswith(("checkmate_stream_", "checkmate_controller_term"))]
+    samples = values(of_controller.families([replace(SAMPLE, term=None, status=None)], standby=False))
+    assert (
+        samples["checkmate_switch_up,switch=tor"] == samples["checkmate_controller_primary,switch=tor"] == 0
+    )
+    assert not [
+        name for name in samples if name.startswith(("checkmate_stream_", "checkmate_controller_term"))
+    ]
     assert values(of_controller.families([], standby=True))["checkmate_controller_standby"] == 1
 
 
 def test_the_embedded_switch_says_its_statistics() -> None:
-    found = values(of_softswitch.families(STATISTICS, 1, 2))
+    samples = values(of_softswitch.families(STATISTICS, 1, 2))
     port = "device=1,port=7,interface=veth7"
-    assert found[f"checkmate_softswitch_port_received_bytes_total,{port}"] == 12
-    assert found[f"checkmate_softswitch_port_received_dropped_packets_total,{port}"] == 1
-    assert found["checkmate_softswitch_packet_in_unheard_packets_total,device=1"] == 3
-    assert found["checkmate_softswitch_primaries,device=1"] == 2
+    assert samples[f"checkmate_softswitch_port_received_bytes_total,{port}"] == 12
+    assert samples[f"checkmate_softswitch_port_received_dropped_packets_total,{port}"] == 1
+    assert samples["checkmate_softswitch_packet_in_unheard_packets_total,device=1"] == 3
+    assert samples["checkmate_softswitch_primaries,device=1"] == 2
 
 
 def test_what_keeps_checkpoints_says_how_far_it_is() -> None:
@@ -152,12 +160,12 @@ def test_what_keeps_checkpoints_says_how_far_it_is() -> None:
     tally.note_saved(SavedCheckpoint(Path("x"), "gpt", "run", 1, 19, 2, 1000, 0.5), 1e9)
     tally.note_saved(SavedCheckpoint(Path("y"), "gpt", "run", 1, 29, 2, 1000, 0.75), 1e9 + 5)
     assert tally.not_ready() == ""
-    found = values(families(tally))
-    assert found["checkmate_consolidate_saved_iteration,job=gpt"] == 29
-    assert found["checkmate_consolidate_saved_timestamp_seconds,job=gpt"] == 1e9 + 5
-    assert found["checkmate_consolidate_duration_seconds_sum,job=gpt"] == 1.25
-    assert found["checkmate_consolidate_duration_seconds_count,job=gpt"] == 2
-    assert found["checkmate_consolidate_failures_total,job=gpt"] == 2
+    samples = values(families(tally))
+    assert samples["checkmate_consolidate_saved_iteration,job=gpt"] == 29
+    assert samples["checkmate_consolidate_saved_timestamp_seconds,job=gpt"] == 1e9 + 5
+    assert samples["checkmate_consolidate_duration_seconds_sum,job=gpt"] == 1.25
+    assert samples["checkmate_consolidate_duration_seconds_count,job=gpt"] == 2
+    assert samples["checkmate_consolidate_failures_total,job=gpt"] == 2
 
 
 def test_checkpoints_count_from_what_was_there_first() -> None:

@@ -31,41 +31,41 @@ Samples = dict[tuple[str, str], float]
 def scraped(port: int) -> Samples:
     """Return the samples of a process, by name and switch."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        found = text_string_to_metric_families(answer.read().decode())
-        return {(s.name, s.labels.get("switch", "")): s.value for family in found for s in family.samples}
+        families = text_string_to_metric_families(answer.read().decode())
+        return {(s.name, s.labels.get("switch", "")): s.value for family in families for s in family.samples}
 
 
 def readiness(port: int) -> str:
     try:
         with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as answer:
             return str(answer.read().decode()).strip()
-    except HTTPError as refused:
-        return f"{refused.code} {refused.read().decode().strip()}"
+    except HTTPError as error:
+        return f"{error.code} {error.read().decode().strip()}"
     except URLError:
         return "nothing answers"
 
 
-class Asked(Exception):
+class ServingReached(Exception):
     """Ends a switch where it would begin to answer P4Runtime."""
 
 
 def test_metrics_of_a_switch_answer_before_p4runtime_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    port, said = free_port(), []
+    port, answers = free_port(), []
 
     def server(*_: object) -> None:
-        said.append(readiness(port))
-        raise Asked
+        answers.append(readiness(port))
+        raise ServingReached
 
     monkeypatch.setattr(process, "P4RuntimeServer", server)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(process, "drop_privileges", lambda _: None)  # they are this process's
-    with pytest.raises(Asked):
+    with pytest.raises(ServingReached):
         process.run(
             parse(
                 ["--no-p4", "--grpc-server-addr", f"127.0.0.1:{port + 1}", "--metrics", f"127.0.0.1:{port}"]
             )
         )
-    assert said == ["503 no program is loaded"]
+    assert answers == ["503 no program is loaded"]
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def test_an_address_that_cannot_be_used_ends_the_process_at_once(command: str, t
         "run": [*cli, "run", str(job)],
         "consolidate": [*cli, "consolidate", str(job), "--out", str(tmp_path), "--every", "10"],
     }
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *arguments[command], "--metrics", "nowhere"],
         env={**os.environ, INSECURE: "1"},
         capture_output=True,
@@ -121,9 +121,9 @@ def test_an_address_that_cannot_be_used_ends_the_process_at_once(command: str, t
         timeout=60,
         check=False,
     )
-    assert done.returncode == 2
-    assert "--metrics nowhere: must be an address such as 127.0.0.1:9460" in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2
+    assert "--metrics nowhere: must be an address such as 127.0.0.1:9460" in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="receive buffers need CAP_NET_ADMIN")
@@ -149,10 +149,10 @@ def test_what_keeps_checkpoints_on_disk(tmp_path: Path) -> None:
     )
     try:
         wait_until(lambda: "503 no shadow node of job" in readiness(port))
-        found = scraped(port)
-        assert found["checkmate_consolidate_failures_total", ""] == 1
-        assert found["checkmate_consolidate_every_iterations", ""] == 10
-        assert found["checkmate_consolidate_saved_iteration", ""] == -1
+        samples = scraped(port)
+        assert samples["checkmate_consolidate_failures_total", ""] == 1
+        assert samples["checkmate_consolidate_every_iterations", ""] == 10
+        assert samples["checkmate_consolidate_saved_iteration", ""] == -1
     finally:
         process.terminate()
     assert process.wait(20) == 0

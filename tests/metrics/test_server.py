@@ -17,7 +17,7 @@ from checkmate.base import metrics
 from checkmate.base.metrics import MetricsError, MetricsServer
 
 
-def some() -> Iterator[Metric]:
+def sample_metrics() -> Iterator[Metric]:
     yield GaugeMetricFamily("checkmate_thing", "A thing.", 7.0)
 
 
@@ -33,7 +33,7 @@ def test_many_scrapes_read_once() -> None:
     def count() -> Iterator[Metric]:
         nonlocal reads
         reads += 1
-        yield from some()
+        yield from sample_metrics()
 
     with MetricsServer("127.0.0.1:0", count, lambda: "") as server:
         assert len({get(server, "/metrics") for _ in range(20)}) == 1
@@ -48,10 +48,12 @@ def test_prometheus_reads_the_metrics_as_they_are(monkeypatch: pytest.MonkeyPatc
 
     with MetricsServer("127.0.0.1:0", now, lambda: "") as server:
         for value in (1.0, 2.0):
-            found = {one.name: one for one in text_string_to_metric_families(get(server, "/metrics"))}
-            assert found["checkmate_thing"].samples[0].value == value
-            assert found["checkmate_build_info"].samples[0].labels["version"]
-            assert found["process_resident_memory_bytes"].samples[0].value > 1 << 20
+            families = {
+                family.name: family for family in text_string_to_metric_families(get(server, "/metrics"))
+            }
+            assert families["checkmate_thing"].samples[0].value == value
+            assert families["checkmate_build_info"].samples[0].labels["version"]
+            assert families["process_resident_memory_bytes"].samples[0].value > 1 << 20
             monkeypatch.setattr(metrics, "_FRESH_SECONDS", 0.0)
         assert "# EOF" in get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
 
@@ -59,7 +61,7 @@ def test_prometheus_reads_the_metrics_as_they_are(monkeypatch: pytest.MonkeyPatc
 def test_it_says_whether_the_process_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_FRESH_SECONDS", 0.0)
     reason = "no program is loaded"
-    with MetricsServer("127.0.0.1:0", some, lambda: reason) as server:
+    with MetricsServer("127.0.0.1:0", sample_metrics, lambda: reason) as server:
         assert get(server, "/healthz") == "ok\n"
         with pytest.raises(HTTPError) as unready:
             get(server, "/readyz")
@@ -79,7 +81,7 @@ def test_many_who_ask_whether_it_is_ready_have_it_read_once() -> None:
         reads += 1
         return ""
 
-    with MetricsServer("127.0.0.1:0", some, reason) as server:
+    with MetricsServer("127.0.0.1:0", sample_metrics, reason) as server:
         assert {get(server, "/readyz") for _ in range(20)} == {"ready\n"}
     assert reads == 1
 
@@ -89,14 +91,14 @@ def test_a_host_that_asks_all_the_time_is_closed_and_others_are_served(
 ) -> None:
     """A thousand requests a second took most of a core."""
     monkeypatch.setattr(metrics, "_PER_SECOND", 0.001)
-    with MetricsServer("127.0.0.1:0", some, lambda: "") as server:
+    with MetricsServer("127.0.0.1:0", sample_metrics, lambda: "") as server:
         for _ in range(metrics._BURST):
             assert get(server, "/healthz") == "ok\n"
         with pytest.raises(OSError, match=r"closed|reset"):
             get(server, "/healthz")
-        with socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)) as other:
-            other.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-            assert other.makefile().read().endswith("ok\n")
+        with socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)) as calm:
+            calm.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            assert calm.makefile().read().endswith("ok\n")
 
 
 def test_a_flood_from_many_addresses_is_counted_in_bounded_memory() -> None:
@@ -126,35 +128,35 @@ def closed(sock: socket.socket) -> bool:
 
 def test_strangers_keep_it_busy_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_REQUEST_SECONDS", 0.5)
-    with MetricsServer("127.0.0.1:0", some, lambda: "") as server:
+    with MetricsServer("127.0.0.1:0", sample_metrics, lambda: "") as server:
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
-        for one in idle:
-            one.settimeout(3)
+        for connection in idle:
+            connection.settimeout(3)
         began = time.monotonic()
-        for one in idle[:8]:
-            one.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        for connection in idle[:8]:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
         time.sleep(0.3)
-        for one in idle[:8]:
+        for connection in idle[:8]:
             with suppress(OSError):
-                one.sendall(b"a")  # a byte now and then does not help
+                connection.sendall(b"a")  # a byte now and then does not help
         assert all(map(closed, idle))
         assert time.monotonic() - began < 3
         assert "checkmate_thing" in get(server, "/metrics")
-        for one in idle:
-            one.close()
+        for connection in idle:
+            connection.close()
 
 
 @pytest.mark.parametrize("address", ["9460", "127.0.0.1:", "127.0.0.1:99999", "host:port", ":9460"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(MetricsError, match=f"--metrics {address}: must be an address such as"):
-        MetricsServer(address, some, lambda: "")
+        MetricsServer(address, sample_metrics, lambda: "")
 
 
 def test_an_address_in_use_is_refused() -> None:
     with (
-        MetricsServer("127.0.0.1:0", some, lambda: "") as server,
+        MetricsServer("127.0.0.1:0", sample_metrics, lambda: "") as server,
         pytest.raises(MetricsError, match="Address already in use"),
     ):
-        MetricsServer(f"127.0.0.1:{server.port}", some, lambda: "")
+        MetricsServer(f"127.0.0.1:{server.port}", sample_metrics, lambda: "")
     with pytest.raises(MetricsError, match="--metrics 192.0.2.1:9460: not an address"):
-        MetricsServer("192.0.2.1:9460", some, lambda: "")
+        MetricsServer("192.0.2.1:9460", sample_metrics, lambda: "")

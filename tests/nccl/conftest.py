@@ -21,15 +21,15 @@ if SANITIZERS:
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., SendingRank]]:
     """Make ranks from `Settings`, which are closed after the test."""
-    made: list[SendingRank] = []
+    senders: list[SendingRank] = []
 
     def begin(*settings: Any, receives: bool = True, **more: Any) -> SendingRank:
-        (folder := tmp_path / str(len(made))).mkdir()
-        made.append(SendingRank(folder, Settings(*settings, **more)))
+        (folder := tmp_path / str(len(senders))).mkdir()
+        senders.append(SendingRank(folder, Settings(*settings, **more)))
         if receives:
-            made[-1].receive()
-        return made[-1]
+            senders[-1].receive()
+        return senders[-1]
 
     yield begin
-    for one in made:
-        one.close()
+    for sender in senders:
+        sender.close()

@@ -23,9 +23,11 @@ BUCKETS = [NcclBucket(address(0), 60_000, 4, 0), NcclBucket(address(1), 70_000, 
 
 @pytest.fixture(scope="module")
 def library() -> NcclLibrary:
-    made = NcclLibrary(shared_object())
-    made.set_buckets([NcclBucket(address(i), 1 << 16, size, 0) for i, size in enumerate((1, 2, 4, 8))])
-    return made
+    nccl_library = NcclLibrary(shared_object())
+    nccl_library.set_buckets(
+        [NcclBucket(address(i), 1 << 16, size, 0) for i, size in enumerate((1, 2, 4, 8))]
+    )
+    return nccl_library
 
 
 def mixed(bucket: int, element: int, itemsize: int) -> int:
@@ -43,9 +45,9 @@ def test_elements_are_hashes_of_their_places(
     library: NcclLibrary, number: int, first: int, count: int
 ) -> None:
     size = 1 << number
-    found = library.prediction(number, range(first, first + count))
+    predicted = library.prediction(number, range(first, first + count))
     expected = [mixed(number, element, size) for element in range(first, first + count)]
-    assert found == b"".join(bits.to_bytes(size, "little") for bits in expected)
+    assert predicted == b"".join(bits.to_bytes(size, "little") for bits in expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -70,11 +72,11 @@ def test_elements_that_a_bucket_lacks(library: NcclLibrary, bucket: int, element
 def contents(sender: SendingRank, number: int) -> Callable[[NcclSend], bytes]:
     """Return the contents of sends in the calibration; partial sums are arbitrary."""
 
-    def made(send: NcclSend) -> bytes:
+    def contents_of(send: NcclSend) -> bytes:
         right = bytes(sender.library.prediction(number, send.where))
         return right if send.round >= 0 else bytes(len(right))
 
-    return made
+    return contents_of
 
 
 def expected(sender: SendingRank, bucket: NcclBucket, channel: int) -> NcclCalibration:
@@ -97,9 +99,9 @@ def test_each_fully_reduced_byte_is_compared_and_nothing_is_tagged(
     sender.library.calibrate(on=False)
     for bucket in BUCKETS:
         for channel in range(2):
-            found = sender.library.calibrated(channel, bucket.shadow_id)
-            assert found == expected(sender, bucket, channel)
-            assert found.nbytes > 10_000
+            calibrated = sender.library.calibrated(channel, bucket.shadow_id)
+            assert calibrated == expected(sender, bucket, channel)
+            assert calibrated.nbytes > 10_000
             assert sender.library.count(channel, bucket.shadow_id) == (0, 0)
     sender.reduce(0, BUCKETS[0])  # of arbitrary contents
     assert sender.library.trouble == ""
@@ -114,11 +116,11 @@ def test_a_byte_that_differs_stops_tagging_and_is_named(make: Make, place: int) 
     right, elements = contents(sender, 0), []
 
     def wrong(send: NcclSend) -> bytes:
-        made = bytearray(right(send))
+        changed_contents = bytearray(right(send))
         if send.round == 0 and send.step % 2 == 0:
-            made[place] ^= 1
-            elements.append(send.where[place % len(made) // 4])
-        return bytes(made)
+            changed_contents[place] ^= 1
+            elements.append(send.where[place % len(changed_contents) // 4])
+        return bytes(changed_contents)
 
     sender.library.calibrate(on=True)
     sender.reduce(0, bucket, wrong)

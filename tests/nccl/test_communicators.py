@@ -16,7 +16,7 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSlicing
 from tests.support.nccl.calls import RELEASES, Caller, Versions
-from tests.support.nccl.sender import ANOTHER, LOOPBACK, OURS, SendingRank, address
+from tests.support.nccl.sender import ANOTHER, JOB_COMM_HASH, LOOPBACK, SendingRank, address
 
 Make = Callable[..., SendingRank]
 
@@ -45,14 +45,14 @@ def test_a_plugin_that_refused_a_communicator_first_is_used_later(make: Make, re
 
     They may belong to another copy of NCCL in the process, whose callback does not know our sends.
     """
-    sender = make(release, 1, 2, 1, refused=True)
+    sender = make(release, 1, 2, 1, has_second_communicator=True)
     bucket = NcclBucket(address(0), 10_000, 4, 0)
     sender.library.set_buckets([bucket])
-    other = Caller(Path(sender.caller.library._name), RELEASES[release])
+    second_caller = Caller(Path(sender.caller.library._name), RELEASES[release])
     for times in range(1, 4):
-        assert other.init(ANOTHER + times, 2, 2, 1) != 0
-        assert other.tuned(ANOTHER + times, 2) == ([[5.0] * 3] * 7, 0)
-        assert other.coll(address(0), 10_000, "ncclFloat32", 1, comm_hash=ANOTHER + times) is None
+        assert second_caller.init(ANOTHER + times, 2, 2, 1) != 0
+        assert second_caller.tuned(ANOTHER + times, 2) == ([[5.0] * 3] * 7, 0)
+        assert second_caller.coll(address(0), 10_000, "ncclFloat32", 1, comm_hash=ANOTHER + times) is None
         with sender.library.expected():
             sender.reduce(0, bucket)
         assert (sender.library.trouble, sender.library.count(0, 0)[0]) == ("", times * 20_000)
@@ -101,8 +101,8 @@ for variable in ("NCCL_NET_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_TUNER_PLUGIN")
 
 def test_nccl_finds_the_plugin_that_the_process_has_loaded(tmp_path: Path) -> None:
     place = shutil.copy(shared_object(), tmp_path / "elsewhere.so")
-    found = subprocess.check_output([sys.executable, "-c", FIND, str(place)], text=True)
-    assert found.splitlines() == ["to be recognized"] * 3
+    output = subprocess.check_output([sys.executable, "-c", FIND, str(place)], text=True)
+    assert output.splitlines() == ["to be recognized"] * 3
 
 
 def test_nccl_may_not_unload_the_plugin(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_nccl_may_not_unload_the_plugin(tmp_path: Path) -> None:
 
 def test_a_network_that_nccl_may_not_use_stays_unused(make: Make) -> None:
     sender = make("2.30", 0, 2, 2)
-    assert sender.caller.tuned(OURS, 2, cost=-1.0) == ([[-1.0] * 3] * 7, 0)
+    assert sender.caller.tuned(JOB_COMM_HASH, 2, cost=-1.0) == ([[-1.0] * 3] * 7, 0)
     assert "unset NCCL_ALGO and NCCL_PROTO" in sender.library.trouble
 
 
@@ -123,33 +123,33 @@ def test_a_network_that_nccl_may_not_use_stays_unused(make: Make) -> None:
 def test_another_communicator_keeps_another_network(make: Make, release: str) -> None:
     sender = make(release, 0, 2, 1)
     sender.library.set_buckets([NcclBucket(address(0), 100, 4, 0)])
-    other = Caller(Path(sender.caller.library._name), RELEASES[release])
-    assert other.init(ANOTHER, 2, 2, 0) != 0
+    second_caller = Caller(Path(sender.caller.library._name), RELEASES[release])
+    assert second_caller.init(ANOTHER, 2, 2, 0) != 0
     with sender.library.expected():  # versions 2.26 and 2.27 connect with the first collective
         assert sender.caller.properties() == 0
-    coll = other.coll(address(0), 100, "ncclFloat32", 1)
+    coll = second_caller.coll(address(0), 100, "ncclFloat32", 1)
     assert coll is None
-    assert other.proxy_op(coll, 0, 1) is None
+    assert second_caller.proxy_op(coll, 0, 1) is None
     sender.send(0, 400, None)
     assert (sender.library.trouble, sender.library.count(0, 0)) == ("", (0, 0))
-    assert other.tuned(ANOTHER, 2) == ([[5.0] * 3] * 7, 0)
+    assert second_caller.tuned(ANOTHER, 2) == ([[5.0] * 3] * 7, 0)
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_tuner_chooses_the_ring_for_gradients(make: Make, release: str) -> None:
     sender = make(release, 0, 2, 2)
     with sender.library.expected():
-        costs, channels = sender.caller.tuned(OURS, 2)
+        costs, channels = sender.caller.tuned(JOB_COMM_HASH, 2)
     assert (channels, costs[1][2]) == (2, 0.0)
     assert all(cost == -1 for i, row in enumerate(costs) for j, cost in enumerate(row) if (i, j) != (1, 2))
-    assert sender.caller.tuned(OURS, 2, function=2) == ([[5.0] * 3] * 7, 0)
+    assert sender.caller.tuned(JOB_COMM_HASH, 2, function=2) == ([[5.0] * 3] * 7, 0)
 
 
 def test_a_second_communicator_during_the_creation_is_doubt(make: Make) -> None:
     sender = make("2.30", 0, 2, 1)
-    other = Caller(Path(sender.caller.library._name), RELEASES["2.30"])
+    second_caller = Caller(Path(sender.caller.library._name), RELEASES["2.30"])
     with sender.library.expected():
-        other.init(ANOTHER, 2, 2, 0)
+        second_caller.init(ANOTHER, 2, 2, 0)
     assert "two communicators were created at once" in sender.library.trouble
 
 
@@ -160,7 +160,7 @@ def test_several_ranks_of_a_node_are_refused(tmp_path: Path) -> None:
     library.begin(NcclPlace(0, 4, LOOPBACK, "lo"), channels=1, slicing=NcclSlicing(), incarnation=1)
     caller = Caller(path, RELEASES["2.30"])
     with library.expected():
-        caller.init(OURS, 2, 4, 0)
+        caller.init(JOB_COMM_HASH, 2, 4, 0)
     assert "4 ranks on 2 nodes: use one rank for each node" in library.trouble
 
 
@@ -169,5 +169,5 @@ def test_a_communicator_of_another_size_is_refused(tmp_path: Path) -> None:
     library = NcclLibrary(tmp_path / "plugin.so")
     library.begin(NcclPlace(0, 4, LOOPBACK, "lo"), channels=1, slicing=NcclSlicing(), incarnation=1)
     with library.expected():
-        Caller(tmp_path / "plugin.so", RELEASES["2.30"]).init(OURS, 2, 2, 0)
+        Caller(tmp_path / "plugin.so", RELEASES["2.30"]).init(JOB_COMM_HASH, 2, 2, 0)
     assert "has 2 ranks, and the job 4" in library.trouble

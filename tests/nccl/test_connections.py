@@ -59,12 +59,12 @@ class Pair:
         )
 
     def finish(self, caller: Caller, request: int) -> int:
-        def done() -> int | None:
+        def size_when_finished() -> int | None:
             result, size = caller.test(request)
             assert result == 0
             return size
 
-        return until(done)
+        return until(size_when_finished)
 
     def close(self) -> None:
         self.sender.close_send(self.send_comm)
@@ -117,28 +117,28 @@ class Peer:
             return True
 
 
-def xor(one: bytes, other: bytes) -> bytes:
-    return bytes(a ^ b for a, b in zip(one, other, strict=True))
+def xor(first: bytes, second: bytes) -> bytes:
+    return bytes(a ^ b for a, b in zip(first, second, strict=True))
 
 
 def mac(library: ctypes.CDLL, key: bytes, message: bytes) -> bytes:
-    made = ctypes.create_string_buffer(16)
-    library.checkmate_nccl_mac(key, message, ctypes.c_size_t(len(message)), made)
-    return made.raw
+    digest = ctypes.create_string_buffer(16)
+    library.checkmate_nccl_mac(key, message, ctypes.c_size_t(len(message)), digest)
+    return digest.raw
 
 
 @pytest.fixture(params=RELEASES)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(tmp_path, request.param)
-    yield made
-    made.close()
+    connected_pair = Pair(tmp_path, request.param)
+    yield connected_pair
+    connected_pair.close()
 
 
 @pytest.fixture
 def newest(tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(tmp_path, "2.30")
-    yield made
-    made.close()
+    connected_pair = Pair(tmp_path, "2.30")
+    yield connected_pair
+    connected_pair.close()
 
 
 def test_messages_arrive_in_order_with_their_true_sizes(pair: Pair) -> None:
@@ -146,10 +146,10 @@ def test_messages_arrive_in_order_with_their_true_sizes(pair: Pair) -> None:
     messages = [bytes([i + 1]) * size for i, size in enumerate(sizes)]
     rooms = [buffer(2 << 20) for _ in messages]
     receives = [pair.receiver.irecv(pair.receive_comm, room, 2 << 20)[1] for room in rooms]
-    kept = [buffer(message) for message in messages]
+    buffers = [buffer(message) for message in messages]
     sends = [
         pair.sender.isend(pair.send_comm, data, len(message), None)[1]
-        for data, message in zip(kept, messages, strict=True)
+        for data, message in zip(buffers, messages, strict=True)
     ]
     for request, receive, room, message in zip(sends, receives, rooms, messages, strict=True):
         assert request is not None
@@ -175,8 +175,8 @@ def socket_to(port: int) -> socket.socket:
 def test_a_sender_does_not_pace(newest: Pair) -> None:
     """The machine's default may be BBR, with which tags cost half as much processor time again."""
     with socket_to(int.from_bytes(newest.handle[2:4], "big")) as sender:
-        used = sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
-    assert used in ("cubic", "reno"), f"the default is {DEFAULT.read_text()}"
+        algorithm = sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    assert algorithm in ("cubic", "reno"), f"the default is {DEFAULT.read_text()}"
 
 
 def test_too_many_sends_are_refused_until_some_are_done(newest: Pair) -> None:

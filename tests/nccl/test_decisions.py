@@ -38,12 +38,12 @@ def test_the_boundary_ranks_tag_each_reduced_send_once(make: Make, name: str, si
     sender = make(trace.release, rank, trace.ranks, trace.channels, slicing)
     alone = trace.alone(rank)
     sender.library.set_buckets(buckets_of(alone, SHADOW_IDS))
-    for number, one in alone.items():
-        itemsize, shadow_id = ITEMSIZES[one.datatype], number % SHADOW_IDS
+    for number, traced in alone.items():
+        itemsize, shadow_id = ITEMSIZES[traced.datatype], number % SHADOW_IDS
         with sender.library.expected():
-            ops = sender.collective(number, one)
+            ops = sender.collective(number, traced)
         parts = [
-            slicing.part(one.count, itemsize, trace.channels, channel, one.channels)
+            slicing.part(traced.count, itemsize, trace.channels, channel, traced.channels)
             for channel in range(trace.channels)
         ]
         expected = {
@@ -62,9 +62,9 @@ def test_the_boundary_ranks_tag_each_reduced_send_once(make: Make, name: str, si
 
 def test_a_rank_inside_the_ring_tags_nothing(make: Make) -> None:
     sender = make("2.30", 1, 3, 1)
-    one = TracedCollective(10_000, "ncclFloat32", 1)
+    traced = TracedCollective(10_000, "ncclFloat32", 1)
     sender.library.set_buckets([NcclBucket(address(0), 10_000, 4, 0)])
-    (op,) = sender.collective(0, one)
+    (op,) = sender.collective(0, traced)
     slicing = NcclSlicing()
     for send in slicing.sends(range(10_000), 4, 3, 1):
         sender.send(0, 4 * len(send.where), sender.caller.proxy_step(op, send.step))
@@ -88,10 +88,10 @@ def test_another_algorithm_stops_tagging(make: Make, more: dict[str, Any], words
 
 
 def test_what_does_not_fit_stops_tagging_with_a_reason(make: Make) -> None:
-    one, two = (TracedCollective(10_000, "ncclFloat32", channels) for channels in (1, 2))
+    single_channel, two = (TracedCollective(10_000, "ncclFloat32", channels) for channels in (1, 2))
     cases = [
-        ([NcclBucket(address(1), 10_000, 4, 0)], one, "is not that of a bucket"),
-        ([NcclBucket(address(0), 10_000, 2, 0)], one, "bucket 0 has elements of 2 bytes"),
+        ([NcclBucket(address(1), 10_000, 4, 0)], single_channel, "is not that of a bucket"),
+        ([NcclBucket(address(0), 10_000, 2, 0)], single_channel, "bucket 0 has elements of 2 bytes"),
         ([NcclBucket(address(0), 10_000, 4, 0)], two, "bucket 0 has 2 channels, and not 1"),
     ]
     for buckets, collective, words in cases:
@@ -160,14 +160,14 @@ def test_collectives_of_one_group_stop_tagging(make: Make) -> None:
     for release in RELEASES:
         sender = make(release, 0, 2, 1)
         sender.library.set_buckets([NcclBucket(address(0), 100, 4, 0), NcclBucket(address(1), 100, 4, 0)])
-        one = TracedCollective(100, "ncclFloat32", 1)
+        traced = TracedCollective(100, "ncclFloat32", 1)
         with sender.library.expected():
             for number, group in ((0, sender.caller.group()), (1, sender.caller.group())):
-                sender.collective(number, one, group=group)
+                sender.collective(number, traced, group=group)
             assert sender.library.trouble == ""
             group = sender.caller.group()
             for number in range(2):
-                sender.collective(number, one, group=group)
+                sender.collective(number, traced, group=group)
         assert "bucket 1 is reduced in a group with another one" in sender.library.trouble
 
 

@@ -43,8 +43,8 @@ def test_what_the_plugin_needs_is_no_trouble(environ: dict[str, str]) -> None:
     ],
 )
 def test_what_stands_against_the_plugin_is_named(name: str, value: str, words: str) -> None:
-    (found,) = environment_troubles({**settings(), name: value}, PLUGIN, 2)
-    assert words in found
+    (trouble,) = environment_troubles({**settings(), name: value}, PLUGIN, 2)
+    assert words in trouble
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_versions_determine_cells_and_the_environment_the_buffer() -> None:
 
 
 def test_versions_that_are_not_supported_are_named() -> None:
-    assert [version_trouble(one) for one in ((2, 26, 2), (2, 28, 9), (2, 30, 7))] == ["", "", ""]
+    assert [version_trouble(version) for version in ((2, 26, 2), (2, 28, 9), (2, 30, 7))] == ["", "", ""]
     assert version_trouble((2, 25, 1)).startswith("NCCL 2.25.1 is not supported, but 2.26 to 2.30 are")
     assert version_trouble((2, 31, 0)).startswith("NCCL 2.31.0 is not supported")
 

@@ -16,7 +16,7 @@ import pytest
 
 from checkmate.nccl.library import NcclBucket, NcclPlace
 from tests.support.nccl.calls import RELEASES, REMOTE_ERROR
-from tests.support.nccl.sender import LOOPBACK, OURS, SendingRank, address, buffer, until
+from tests.support.nccl.sender import JOB_COMM_HASH, LOOPBACK, SendingRank, address, buffer, until
 from tests.support.nccl.traces import TracedCollective
 
 Make = Callable[..., SendingRank]
@@ -25,11 +25,11 @@ BUCKET = NcclBucket(address(0), 10_000, 4, 0)
 
 
 def until_acknowledged(sender: SendingRank) -> int:
-    def known() -> int | None:
+    def acknowledgement() -> int | None:
         tagged, acknowledged = sender.library.count(0, 0)
         return tagged if tagged == acknowledged else None
 
-    return until(known)
+    return until(acknowledgement)
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -89,7 +89,7 @@ def test_a_new_job_may_begin_while_sends_of_an_earlier_one_are_under_way(make: M
     """`make sanitize` finds what one thread rewrites while others read it."""
     sender = make("2.30", 0, 2, 1)
     sender.library.set_buckets([BUCKET])
-    begun = threading.Event()
+    has_begun = threading.Event()
 
     place = NcclPlace(0, 2, LOOPBACK, "lo")
 
@@ -97,11 +97,11 @@ def test_a_new_job_may_begin_while_sends_of_an_earlier_one_are_under_way(make: M
         for number in range(2000):
             sender.library.begin(place, channels=1, slicing=sender.slicing, incarnation=number % 256)
             sender.library.set_buckets([BUCKET])
-            begun.set()
+            has_begun.set()
 
     thread = threading.Thread(target=begin)
     thread.start()
-    begun.wait()
+    has_begun.wait()
     while thread.is_alive():
         for _ in range(20):
             sender.caller.close_listen(sender.caller.listen()[1])
@@ -120,7 +120,7 @@ def test_an_abort_is_no_break_and_a_new_job_begins_from_zero(make: Make) -> None
     library.begin(NcclPlace(0, 2, LOOPBACK, "lo"), channels=1, slicing=sender.slicing, incarnation=2)
     library.set_buckets([BUCKET])
     with library.expected():
-        assert sender.caller.init(OURS + 1, 2, 2, 0) == 0
+        assert sender.caller.init(JOB_COMM_HASH + 1, 2, 2, 0) == 0
     for send in sender.slicing.sends(range(10_000), 4, 2, 0):  # of the earlier job, in flight
         sender.send(0, len(send.where) * 4, sender.caller.proxy_step(old, send.step))
     assert library.count(0, 0) == (0, 0)
@@ -152,7 +152,7 @@ def test_a_peer_that_aborts_is_noticed_although_nothing_follows(make: Make) -> N
 def test_a_peer_that_ends_is_no_break(make: Make) -> None:
     sender = make("2.30", 0, 2, 1)
     sender.send(0, 100, None)
-    until(lambda: 1 if sender.received else None)
+    until(lambda: 1 if sender.received_sizes else None)
     sender.stop_receiving()
     time.sleep(3)
     assert sender.library.broken == ""
@@ -170,25 +170,25 @@ def test_acknowledgements_of_an_earlier_job_do_not_count(make: Make) -> None:
 
 def sockets_to(port: int) -> list[socket.socket]:
     """Return this process's connections to a port, which stay the plugin's."""
-    found = []
+    sockets = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            one = socket.socket(fileno=os.dup(int(entry)))
-            if one.family == socket.AF_INET and one.getpeername()[1] == port:
-                found.append(one)
-    return found
+            connection = socket.socket(fileno=os.dup(int(entry)))
+            if connection.family == socket.AF_INET and connection.getpeername()[1] == port:
+                sockets.append(connection)
+    return sockets
 
 
-def unacknowledged(one: socket.socket) -> int:
-    return int(struct.unpack("i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))[0])
+def unacknowledged(connection: socket.socket) -> int:
+    return int(struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0])
 
 
 def test_bytes_that_wait_in_the_kernel_are_not_acknowledged(make: Make) -> None:
     """The third of three equal sends is tagged, and blocks in the middle."""
     sender = make("2.30", 1, 2, 2, receives=False)
     filled, tagged = (sockets_to(port)[0] for port in sender.ports)
-    for one in (filled, tagged):
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    for connection in (filled, tagged):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     data = buffer(8 << 20)
     sender.caller.isend(sender.connections[0], data, 8 << 20, None)
     time.sleep(0.2)

@@ -32,7 +32,7 @@ class Slicing(ctypes.Structure):
     )
 
 
-class Sent(ctypes.Structure):
+class SendStructure(ctypes.Structure):
     """`struct sent` of slicing.h."""
 
     _fields_ = (("first", c_uint64), ("count", c_uint64), ("round", c_int))
@@ -40,19 +40,21 @@ class Sent(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    made = tmp_path_factory.mktemp("slicing") / "slicing.so"
+    library_file = tmp_path_factory.mktemp("slicing") / "slicing.so"
     flags = ("-std=c11", "-shared", "-fPIC")
-    subprocess.run(["cc", *flags, str(SOURCES / "slicing.c"), "-o", str(made)], check=True)
-    return ctypes.CDLL(str(made))
+    subprocess.run(["cc", *flags, str(SOURCES / "slicing.c"), "-o", str(library_file)], check=True)
+    return ctypes.CDLL(str(library_file))
 
 
 def parts(elements: int, itemsize: int, channels: int, allowed: int = 0) -> list[int]:
-    used = SLICING.used_channels(elements, itemsize, channels, allowed)
-    found = [SLICING.part(elements, itemsize, channels, channel, allowed) for channel in range(used)]
-    assert not SLICING.part(elements, itemsize, channels, used, allowed)
-    assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])]
-    assert found[-1].stop == elements
-    return [len(one) for one in found]
+    used_channels = SLICING.used_channels(elements, itemsize, channels, allowed)
+    slices = [
+        SLICING.part(elements, itemsize, channels, channel, allowed) for channel in range(used_channels)
+    ]
+    assert not SLICING.part(elements, itemsize, channels, used_channels, allowed)
+    assert [part.start for part in slices] == [0, *(part.stop for part in slices[:-1])]
+    assert slices[-1].stop == elements
+    return [len(part) for part in slices]
 
 
 @pytest.mark.parametrize(
@@ -101,20 +103,26 @@ def test_the_plugin_slices_as_python_does(
 ) -> None:
     elements = max(1, near[0] * near[1] * python.cell // itemsize + near[2])
     allowed, index = min(allowed, channels), min(index, ranks - 1)
-    used = python.used_channels(elements, itemsize, channels, allowed)
+    used_channels = python.used_channels(elements, itemsize, channels, allowed)
     sizes = NcclSizes(**asdict(python))
-    given_ = Slicing(elements, sizes, itemsize, channels, allowed, ranks, index)
-    assert compiled.slicing_used(ctypes.byref(given_)) == used
+    slicing = Slicing(elements, sizes, itemsize, channels, allowed, ranks, index)
+    assert compiled.slicing_used(ctypes.byref(slicing)) == used_channels
     assert (
-        sum(len(python.part(elements, itemsize, channels, channel, allowed)) for channel in range(used))
+        sum(
+            len(python.part(elements, itemsize, channels, channel, allowed))
+            for channel in range(used_channels)
+        )
         == elements
     )
-    sent = Sent()
-    for channel in range(used + 1):
+    plugin_send = SendStructure()
+    for channel in range(used_channels + 1):
         part = python.part(elements, itemsize, channels, channel, allowed)
         step = 0
         for step, send in enumerate(python.sends(part, itemsize, ranks, index), start=1):
-            assert compiled.slicing_send(ctypes.byref(given_), channel, step - 1, ctypes.byref(sent)) == 0
-            assert (sent.count, sent.round) == (len(send.where), send.round)
-            assert not sent.count or sent.first == send.where.start
-        assert compiled.slicing_send(ctypes.byref(given_), channel, step, ctypes.byref(sent)) == -1
+            assert (
+                compiled.slicing_send(ctypes.byref(slicing), channel, step - 1, ctypes.byref(plugin_send))
+                == 0
+            )
+            assert (plugin_send.count, plugin_send.round) == (len(send.where), send.round)
+            assert not plugin_send.count or plugin_send.first == send.where.start
+        assert compiled.slicing_send(ctypes.byref(slicing), channel, step, ctypes.byref(plugin_send)) == -1

@@ -37,16 +37,16 @@ def tagger() -> Iterator[Tagger]:
 def contents(number: int, round_: int) -> Callable[[NcclSend], bytes]:
     """Return contents that differ between sends."""
 
-    def made(send: NcclSend) -> bytes:
+    def contents_of(send: NcclSend) -> bytes:
         seed = f"{number} {round_} {send.round} {send.where}"
         return random.Random(seed).randbytes(len(send.where) * BUCKETS[number].itemsize)
 
-    return made
+    return contents_of
 
 
 def streams_of(segments: list[CapturedSegment]) -> dict[tuple[int, int], bytes]:
     """Return what a switch would copy, by channel and shadow id."""
-    found: dict[tuple[int, int], dict[int, bytes]] = defaultdict(dict)
+    pieces_by_stream: dict[tuple[int, int], dict[int, bytes]] = defaultdict(dict)
     for segment in segments:
         if segment.dscp != tag.DEFAULT_DSCP_BIT:
             assert not segment.tagged
@@ -54,9 +54,9 @@ def streams_of(segments: list[CapturedSegment]) -> dict[tuple[int, int], bytes]:
         parsed = tag.Tag.unpack(segment.options[-16:])
         assert parsed.incarnation == 1
         place = copy_sequence(parsed, segment.sequence)
-        pieces = found[parsed.channel, parsed.shadow_id]
+        pieces = pieces_by_stream[parsed.channel, parsed.shadow_id]
         pieces[place] = max(segment.payload, pieces.get(place, b""), key=len)
-    return {stream: assembled(pieces) for stream, pieces in found.items()}
+    return {stream: assembled(pieces) for stream, pieces in pieces_by_stream.items()}
 
 
 def assembled(pieces: dict[int, bytes]) -> bytes:
@@ -77,18 +77,18 @@ def test_exactly_the_schedule_s_bytes_are_tagged_in_place(
     with veth_pair() as pair:
         ends = [(pair.a, IPv4Address(pair.a_ip)), (pair.b, IPv4Address(pair.b_ip))]
         capture = PacketCapture(pair.b)
-        sender = make(release, 2, 3, 2, own=ends[0], other=ends[1], sockets_map=tagger.sockets_map)
+        sender = make(release, 2, 3, 2, here=ends[0], peer=ends[1], sockets_map=tagger.sockets_map)
         sender.library.set_buckets(BUCKETS)
         expected: dict[tuple[int, int], bytes] = defaultdict(bytes)
         for round_ in range(2):
             for number, bucket in enumerate(BUCKETS):
-                made = contents(number, round_)
+                contents_of = contents(number, round_)
                 with sender.library.expected():
-                    sender.reduce(number, bucket, made, ahead)
+                    sender.reduce(number, bucket, contents_of, ahead)
                 for channel in range(2):
                     part = sender.slicing.part(bucket.elements, bucket.itemsize, 2, channel)
                     for send in sender.slicing.tagged(part, bucket.itemsize, 3, side=1):
-                        expected[channel, bucket.shadow_id] += made(send)
+                        expected[channel, bucket.shadow_id] += contents_of(send)
         assert sender.library.trouble == ""
         for stream, data in expected.items():
             until(lambda s=stream, d=data: 1 if sender.library.count(*s) == (len(d), len(d)) else None)  # type: ignore[misc]
@@ -119,13 +119,13 @@ def test_a_map_that_is_none_is_named_before_the_connection_is_made(make: Make) -
 def test_a_peer_that_vanishes_breaks_both_ends_in_bounded_time(make: Make, tmp_path: Path) -> None:
     with veth_pair() as pair:
         ends = [(pair.a, IPv4Address(pair.a_ip)), (pair.b, IPv4Address(pair.b_ip))]
-        sender = make("2.30", 1, 2, 2, own=ends[0], other=ends[1])
+        sender = make("2.30", 1, 2, 2, here=ends[0], peer=ends[1])
         sender.library.set_buckets(BUCKETS)
         sender.reduce(0, BUCKETS[0])
         pair.lose(1000, tmp_path)
         sender.send(0, 100, None)  # into the kernel; nothing follows
         for library in (sender.library, sender.sink_library):
-            until(lambda one=library: 1 if one.broken else None, seconds=25)  # type: ignore[misc]
+            until(lambda loaded_library=library: 1 if loaded_library.broken else None, seconds=25)  # type: ignore[misc]
             assert "Connection timed out" in library.broken
         data, comm = buffer(1), sender.connections[0]
         assert until(lambda: sender.caller.isend(comm, data, 1, None)[0] or None) == REMOTE_ERROR

@@ -140,7 +140,9 @@ def test_a_restart_comes_first(stack: ExitStack) -> None:
 
 @needs_buffers
 def test_the_command(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkmate.cli.drain.keep_only", lambda *kept: None)  # for good, in this process
+    monkeypatch.setattr(
+        "checkmate.cli.drain.keep_only", lambda *capabilities: None
+    )  # for good, in this process
     here, _, _ = trained(stack, replicas=1)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(data_of(here.job, exclude_none=True)))
@@ -162,15 +164,15 @@ def test_the_command(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_counts_as_a_holder() -> None:
-    def both(**other: object) -> Answers:
-        return {0: node(0, hold()), 1: node(1, hold(**other))}  # type: ignore[arg-type]
+    def both(**changes: object) -> Answers:
+        return {0: node(0, hold()), 1: node(1, hold(**changes))}  # type: ignore[arg-type]
 
     assert only_here(both(), 0) == []
     assert only_here({0: node(0, hold()), 1: "can't be reached"}, 0) == [(0, 0)]
     behind, unconnected = {"stepped": 1, "in_full": 3}, {"streams": 4, "connected": 3}
     assert only_here(both(in_full=4), 0) == [], "statuses are not of the same moment"
-    for other in ({"offered": False}, {"incarnation": 2}, {"shard": (0, 1)}, behind, unconnected):
-        assert only_here(both(**other), 0) == [(0, 0)], other
+    for changes in ({"offered": False}, {"incarnation": 2}, {"shard": (0, 1)}, behind, unconnected):
+        assert only_here(both(**changes), 0) == [(0, 0)], changes
     assert only_here({0: node(0, hold(seeded=False)), 1: node(1)}, 0) == []
     assert only_here({0: node(0, hold(incarnation=2)), 1: node(1, hold((0, 1)))}, 0) == [], "an old state"
     with pytest.raises(NodeAway, match="can't be reached"):
@@ -178,12 +180,19 @@ def test_what_counts_as_a_holder() -> None:
 
 
 @given(answers())
-def test_what_is_left_can_be_read_elsewhere(said: Answers) -> None:
-    newest = newest_beginnings(all_holds(said))
-    for number, answer in said.items():
+def test_what_is_left_can_be_read_elsewhere(answers_by_node: Answers) -> None:
+    newest = newest_beginnings(all_holds(answers_by_node))
+    for number, answer in answers_by_node.items():
         if isinstance(answer, str):
             continue
-        rest = [one for other, held in said.items() if other != number for one in getattr(held, "holds", ())]
+        rest = [
+            hold_status
+            for peer, peer_answer in answers_by_node.items()
+            if peer != number
+            for hold_status in getattr(peer_answer, "holds", ())
+        ]
         offered = {(h.shard.group, h.shard.shard) for h in rest if h.offered and beginning_of(h) in newest}
-        own = {(h.shard.group, h.shard.shard) for h in answer.holds if h.seeded and beginning_of(h) in newest}
-        assert own <= offered | set(only_here(said, number))
+        own_shards = {
+            (h.shard.group, h.shard.shard) for h in answer.holds if h.seeded and beginning_of(h) in newest
+        }
+        assert own_shards <= offered | set(only_here(answers_by_node, number))

@@ -22,47 +22,49 @@ from checkmate.nodes.standing import (
 from checkmate.nodes.target import Source, find_source
 from checkmate.rpc import shadow_pb2 as pb
 from testbed.jobs import job
-from tests.support.shadow.standings import JOB, answers, held, hold, newest, node
+from tests.support.shadow.standings import JOB, answers, hold, hold_of, newest, node
 
 
 def status(*shards: Shard, **changes: Any) -> pb.NodeStatus:
     return node(0, *(hold(shard, 7, 7, **{"generation": 1, **changes}) for shard in shards))
 
 
-def find(said: Answers) -> Source | None:
+def find(answers_by_node: Answers) -> Source | None:
     try:
-        return find_source(JOB, said)
+        return find_source(JOB, answers_by_node)
     except Lacking:
         return None
 
 
 @given(answers())
-def test_all_is_of_one_start_and_good(said: Answers) -> None:
-    source = find(said)
+def test_all_is_of_one_start_and_good(answers_by_node: Answers) -> None:
+    source = find(answers_by_node)
     if source is None:
         return
     assert source.holders.keys() == holders_of(JOB).keys()
-    holds = [held(said, number, shard) for shard, nodes in source.holders.items() for number in nodes]
+    holds = [
+        hold_of(answers_by_node, number, shard) for shard, nodes in source.holders.items() for number in nodes
+    ]
     assert {beginning_of(each_hold) for each_hold in holds} == {source.beginning}
     assert not any(each_hold.doubtful for each_hold in holds)
     assert all((each_hold.seeded and each_hold.live) or each_hold.offered for each_hold in holds)
     assert source.stepped == max(each_hold.stepped for each_hold in holds)
-    assert (source.beginning.generation, source.beginning.incarnation) == newest(said)
+    assert (source.beginning.generation, source.beginning.incarnation) == newest(answers_by_node)
 
 
 @given(answers(), st.data())
-def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -> None:
+def test_an_answer_more_takes_nothing_away(answers_by_node: Answers, data: st.DataObject) -> None:
     """Unless it has a newer start of training."""
-    left_out = data.draw(st.sampled_from(sorted(said)))
-    fewer = {number: answer for number, answer in said.items() if number != left_out}
-    if newest(fewer) == newest(said) and find(fewer) is not None:
-        assert find(said) is not None
+    left_out = data.draw(st.sampled_from(sorted(answers_by_node)))
+    fewer = {number: answer for number, answer in answers_by_node.items() if number != left_out}
+    if newest(fewer) == newest(answers_by_node) and find(fewer) is not None:
+        assert find(answers_by_node) is not None
 
 
 @given(answers())
-def test_what_is_lacking_is_named_with_every_node_that_should_hold_it(said: Answers) -> None:
+def test_what_is_lacking_is_named_with_every_node_that_should_hold_it(answers_by_node: Answers) -> None:
     try:
-        find_source(JOB, said)
+        find_source(JOB, answers_by_node)
     except Lacking as error:
         assert error.shards
         assert error.wrong <= error.shards.keys()

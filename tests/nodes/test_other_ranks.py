@@ -47,8 +47,8 @@ def test_meshes_of_as_many_groups_are_told_apart(
 
 
 def test_more_ranks_on_a_host_train_the_same_shards(tmp_path: Path) -> None:
-    one, two = (read_job(write(tmp_path, meshed(shard=2, gpus=gpus))) for gpus in (1, 2))
-    assert difference(job_ranks(one), job_ranks(two)) is None
+    single, two = (read_job(write(tmp_path, meshed(shard=2, gpus=gpus))) for gpus in (1, 2))
+    assert difference(job_ranks(single), job_ranks(two)) is None
 
 
 def test_groups_are_told_apart_by_their_ranks_and_order(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_groups_are_told_apart_by_their_ranks_and_order(tmp_path: Path) -> None:
 
 def test_a_node_that_comes_back_with_an_older_run_does_not_count(tmp_path: Path) -> None:
     """It was away while the others were given another mesh, and began a new run."""
-    old, new = (read_job(write(tmp_path, meshed(**{one: 2}, nodes=2))) for one in ("shard", "tp"))
+    old, new = (read_job(write(tmp_path, meshed(**{dimension: 2}, nodes=2))) for dimension in ("shard", "tp"))
     stale, newest = node(0, hold((0, 0), 40, 40)), node(1, hold((0, 0), 5000, 5000))
     stale.job_ranks.CopyFrom(job_ranks(old))
     newest.job_ranks.CopyFrom(job_ranks(new))
@@ -75,10 +75,10 @@ def test_a_node_that_comes_back_with_an_older_run_does_not_count(tmp_path: Path)
 
 def test_the_node_and_both_meshes_are_named(tmp_path: Path) -> None:
     """A node that holds nothing does not count."""
-    old, new = (read_job(write(tmp_path, meshed(**{one: 2}, nodes=2))) for one in ("shard", "tp"))
+    old, new = (read_job(write(tmp_path, meshed(**{dimension: 2}, nodes=2))) for dimension in ("shard", "tp"))
     holder, nothing = node(1, hold((0, 1), 6, 8)), node(0)
-    for one in (holder, nothing):
-        one.job_ranks.CopyFrom(job_ranks(old))
+    for node_status in (holder, nothing):
+        node_status.job_ranks.CopyFrom(job_ranks(old))
     answers: dict[int, pb.NodeStatus | str] = {0: nothing, 1: holder, 2: "can't be reached"}
     assert other_ranks(old, answers) == ""
     assert other_ranks(new, answers) == (

@@ -49,7 +49,7 @@ def place() -> Iterator[ReaderPlace]:
         yield ReaderPlace(stack)
 
 
-def asked(iteration: int, **changes: object) -> ShardRequest:
+def request_of(iteration: int, **changes: object) -> ShardRequest:
     return replace(ShardRequest("demo", RUN, iteration, 0, 0, 0), **changes)  # type: ignore[arg-type]
 
 
@@ -59,10 +59,14 @@ def test_a_piece_of_a_shard_from_its_other_holder(place: ReaderPlace) -> None:
     assert rest
     with reserved(place.stubs, [1], 10.0) as reservation:
         assert reservation.iteration == 1
-        piece = read_shard(place.stubs.to(1), asked(1, parameters=(first,)), place.reading())
+        piece = read_shard(place.stubs.to(1), request_of(1, parameters=(first,)), place.reading())
         assert place.reservations()[1].keys() == {1}
-        without = read_shard(place.stubs.to(1), asked(1, parameters=()), place.reading())
-        for wrong in (asked(1, run="other"), asked(1, incarnation=9), asked(1, start=b"another")):
+        without = read_shard(place.stubs.to(1), request_of(1, parameters=()), place.reading())
+        for wrong in (
+            request_of(1, run="other"),
+            request_of(1, incarnation=9),
+            request_of(1, start=b"another"),
+        ):
             with pytest.raises(StateError):
                 read_shard(place.stubs.to(1), wrong, place.reading())
     assert place.reservations() == [{}, {}]
@@ -77,7 +81,7 @@ def test_a_piece_of_a_shard_from_its_other_holder(place: ReaderPlace) -> None:
 
 
 def test_shards_come_from_whoever_gives_them(place: ReaderPlace) -> None:
-    requests = {asked(1, shard=0): [0, 1], asked(1, shard=1): [1, 0]}
+    requests = {request_of(1, shard=0): [0, 1], request_of(1, shard=1): [1, 0]}
     place.world.stop(0)
     with reserved(place.stubs, [0, 1], 10.0, enough=lambda granted: 1 in granted) as reservation:
         assert reservation.granted == {1}
@@ -93,7 +97,7 @@ def test_an_iteration_that_does_not_come_is_given_up(place: ReaderPlace) -> None
     with reserved(place.stubs, [0, 1], 10.0, at_least=2) as reservation:
         start = time.monotonic()
         with pytest.raises(Lacking) as info:
-            read_shards(place.stubs, {asked(reservation.iteration): [0, 1]}, place.reading(9.0, 0.3))
+            read_shards(place.stubs, {request_of(reservation.iteration): [0, 1]}, place.reading(9.0, 0.3))
         assert time.monotonic() - start < 5
     assert str(info.value).count("the iteration was not stepped within 0.3 s") == 2
     assert not info.value.wrong

@@ -156,7 +156,9 @@ def test_checkpoints_of_discarded_runs_stay_but_are_not_used(tmp_path: Path) -> 
 
 @needs_buffers
 def test_the_command(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkmate.cli.reset.keep_only", lambda *kept: None)  # for good, in this process
+    monkeypatch.setattr(
+        "checkmate.cli.reset.keep_only", lambda *capabilities: None
+    )  # for good, in this process
     here, training, _ = two_nodes(stack)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(data_of(here.job, exclude_none=True)))
@@ -205,7 +207,7 @@ def test_a_server_that_is_not_a_shadow_node_causes_one_line(
 
 @needs_buffers
 @pytest.mark.parametrize(
-    ("typed", "status", "said"),
+    ("typed", "status", "words"),
     [
         (b"\n", 1, "nothing was discarded"),
         (b"n\n", 1, "nothing was discarded"),
@@ -215,17 +217,17 @@ def test_a_server_that_is_not_a_shadow_node_causes_one_line(
     ],
 )
 def test_on_a_terminal_it_asks(
-    typed: bytes, status: int, said: str, stack: ExitStack, tmp_path: Path
+    typed: bytes, status: int, words: str, stack: ExitStack, tmp_path: Path
 ) -> None:
     here, training, _ = two_nodes(stack)
     leave(here, training)
-    process, terminal = _asked(stack, here, tmp_path / "job.yaml")
+    process, terminal = _start_reset(stack, here, tmp_path / "job.yaml")
     screen = _until(terminal, b"[y/N]")
     assert b"iteration 0 and all before it are about to be discarded" in b" ".join(screen.split())
     os.write(terminal, typed)
     screen += _until(terminal, again=b"\x03" if typed == b"\x03" else b"")
     assert process.wait(10) == status
-    assert said in " ".join(screen.decode().split())
+    assert words in " ".join(screen.decode().split())
     assert here.status(0).holds_nothing == (status == 0)
 
 
@@ -233,7 +235,7 @@ def test_on_a_terminal_it_asks(
 def test_training_that_begins_while_it_asks_is_not_discarded(stack: ExitStack, tmp_path: Path) -> None:
     here, training, _ = two_nodes(stack)
     leave(here, training)
-    process, terminal = _asked(stack, here, tmp_path / "job.yaml")
+    process, terminal = _start_reset(stack, here, tmp_path / "job.yaml")
     _until(terminal, b"[y/N]")
     again = here.training()
     again.incarnation = training.incarnation + 1
@@ -245,7 +247,7 @@ def test_training_that_begins_while_it_asks_is_not_discarded(stack: ExitStack, t
     assert all(here.status(number).holds for number in here.nodes)
 
 
-def _asked(stack: ExitStack, here: World, file: Path) -> tuple[subprocess.Popen[bytes], int]:
+def _start_reset(stack: ExitStack, here: World, file: Path) -> tuple[subprocess.Popen[bytes], int]:
     """Start `checkmate reset` on a terminal; return the process, and our end of the terminal."""
     file.write_text(yaml.safe_dump(data_of(here.job, exclude_none=True)))
     terminal, child_terminal = pty.openpty()

@@ -13,32 +13,32 @@ from checkmate.nodes.target import Target, find_settled, find_target, next_incar
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start.from_nodes import spread
 from testbed.jobs import job
-from tests.support.shadow.standings import JOB, SHARDS, all_holds, answers, held, hold, newest, node
+from tests.support.shadow.standings import JOB, SHARDS, all_holds, answers, hold, hold_of, newest, node
 
 TWO = job(nodes=2, replicas=2)
 """Two shards, and two nodes that hold both."""
 
 
-def find(said: Answers) -> Target | None:
+def find(answers_by_node: Answers) -> Target | None:
     try:
-        return find_target(JOB, said)
+        return find_target(JOB, answers_by_node)
     except Lacking:
         return None
 
 
-def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
+def usable(answers_by_node: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
     """Return, for each of the newest starts, the ranges that holds can be settled at, by node and shard."""
-    of_newest = newest(said)
+    of_newest = newest(answers_by_node)
     starts = {
         beginning_of(each_hold)
-        for each_hold in all_holds(said)
+        for each_hold in all_holds(answers_by_node)
         if (each_hold.generation, each_hold.incarnation) == of_newest
     }
     holders: dict[str, list[tuple[int, Shard, int, int]]] = {}
     for start in starts:
         reach = holders.setdefault(str(start), [])
         origin = start.first_iteration - 1
-        for number, answer in said.items():
+        for number, answer in answers_by_node.items():
             for each_hold in answer.holds if isinstance(answer, pb.NodeStatus) else ():
                 shard = (each_hold.shard.group, each_hold.shard.shard)
                 if each_hold.doubtful or not each_hold.seeded or each_hold.run != start.run:
@@ -53,9 +53,9 @@ def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
     return holders
 
 
-def origin_of(one: pb.HoldStatus, iteration: int) -> bytes:
+def origin_of(status: pb.HoldStatus, iteration: int) -> bytes:
     """Return the start that stepped an iteration of a hold."""
-    return one.start if iteration >= one.first_iteration else one.continues
+    return status.start if iteration >= status.first_iteration else status.continues
 
 
 def whole_at(reach: list[tuple[int, Shard, int, int]]) -> list[int]:
@@ -68,13 +68,15 @@ def whole_at(reach: list[tuple[int, Shard, int, int]]) -> list[int]:
 
 
 @given(answers())
-def test_the_target_is_what_every_shard_can_reach(said: Answers) -> None:
-    target, reaches = find(said), usable(said)
+def test_the_target_is_what_every_shard_can_reach(answers_by_node: Answers) -> None:
+    target, reaches = find(answers_by_node), usable(answers_by_node)
     if target is None:
         assert not any(whole_at(reach) for reach in reaches.values())
         return
     assert any(explains(target, reach) for reach in reaches.values())
-    holds = [held(said, number, shard) for shard, nodes in target.holders.items() for number in nodes]
+    holds = [
+        hold_of(answers_by_node, number, shard) for shard, nodes in target.holders.items() for number in nodes
+    ]
     assert {each_hold.run for each_hold in holds} == {target.run}
     assert not any(each_hold.doubtful for each_hold in holds)
     assert all(each_hold.stepped <= target.iteration <= each_hold.in_full for each_hold in holds)
@@ -99,25 +101,28 @@ def explains(target: Target, reach: list[tuple[int, Shard, int, int]]) -> bool:
 
 
 @given(answers(), st.data())
-def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -> None:
+def test_an_answer_more_takes_nothing_away(answers_by_node: Answers, data: st.DataObject) -> None:
     """Unless it has a newer start of training."""
-    left_out = data.draw(st.sampled_from(sorted(said)))
-    fewer = {number: answer for number, answer in said.items() if number != left_out}
-    if newest(fewer) == newest(said) and find(fewer) is not None:
-        assert find(said) is not None
+    left_out = data.draw(st.sampled_from(sorted(answers_by_node)))
+    fewer = {number: answer for number, answer in answers_by_node.items() if number != left_out}
+    if newest(fewer) == newest(answers_by_node) and find(fewer) is not None:
+        assert find(answers_by_node) is not None
 
 
 @given(answers(), st.data())
-def test_what_settles_is_read_from(said: Answers, data: st.DataObject) -> None:
-    target = find(said)
+def test_what_settles_is_read_from(answers_by_node: Answers, data: st.DataObject) -> None:
+    target = find(answers_by_node)
     if target is None:
         return
-    after: dict[int, pb.NodeStatus | str] = dict(said)
+    after: dict[int, pb.NodeStatus | str] = dict(answers_by_node)
     for answer in after.values():
-        for one in answer.holds if isinstance(answer, pb.NodeStatus) else ():
-            if one.run == target.run and one.stepped <= target.iteration <= one.in_full:
-                one.stepped = target.iteration
-    lost_node = data.draw(st.sampled_from(sorted(said)))
+        for hold_status in answer.holds if isinstance(answer, pb.NodeStatus) else ():
+            if (
+                hold_status.run == target.run
+                and hold_status.stepped <= target.iteration <= hold_status.in_full
+            ):
+                hold_status.stepped = target.iteration
+    lost_node = data.draw(st.sampled_from(sorted(answers_by_node)))
     assert find_settled(JOB, target, after) == {shard: list(nodes) for shard, nodes in target.holders.items()}
     after[lost_node] = "did not answer in time"
     try:
@@ -267,7 +272,7 @@ def test_ranks_spread_over_holders(holders: list[int], rank: int) -> None:
     assert order[0] == holders[rank % len(holders)]
 
 
-def refused(answer: pb.NodeStatus, incarnation: int, generation: int = 1, **more: Any) -> pb.NodeStatus:
+def with_refusal(answer: pb.NodeStatus, incarnation: int, generation: int = 1, **more: Any) -> pb.NodeStatus:
     """Return an answer with a refusal in it."""
     answer.refusal.CopyFrom(pb.Refusal(incarnation=incarnation, generation=generation, **more))
     return answer
@@ -275,15 +280,15 @@ def refused(answer: pb.NodeStatus, incarnation: int, generation: int = 1, **more
 
 def test_the_refusal_of_the_newest_start_counts() -> None:
     """A node that has missed the newest start still has that of an older one."""
-    older = refused(node(0, hold((0, 0), incarnation=255, generation=1)), 255, iteration=5, text="older")
+    older = with_refusal(node(0, hold((0, 0), incarnation=255, generation=1)), 255, iteration=5, text="older")
     assert newest_refusal({0: older, 1: "can't be reached"}) == older.refusal
     newer = node(1, hold((0, 1), incarnation=0, generation=1))
     assert newest_refusal({0: older, 1: newer}) is None
-    refused(newer, 0, iteration=7, rank="rank 1", text="newer")
+    with_refusal(newer, 0, iteration=7, rank="rank 1", text="newer")
     assert newest_refusal({0: older, 1: newer}) == newer.refusal
-    other = refused(node(2), 0, iteration=7, rank="rank 0", text="newer")
-    assert newest_refusal({0: older, 1: newer, 2: other}) == other.refusal
-    empty = refused(node(2), 9, generation=2, iteration=0)
+    third = with_refusal(node(2), 0, iteration=7, rank="rank 0", text="newer")
+    assert newest_refusal({0: older, 1: newer, 2: third}) == third.refusal
+    empty = with_refusal(node(2), 9, generation=2, iteration=0)
     assert newest_refusal({0: older, 1: newer, 2: empty}) == empty.refusal, "a new run is newer"
     empty.discarded = 2
     assert newest_refusal({0: older, 2: empty}) is None, "`checkmate reset` has discarded it"

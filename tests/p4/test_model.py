@@ -23,7 +23,7 @@ from tests.softswitch.support.scenarios import CPU_PORT, checkmate_last
 from tests.softswitch.support.traffic import Traffic, guarded, verdict
 from tests.support.fuzz import positive
 from tests.support.p4 import chip
-from tests.support.p4.frames import Frame, connected, others, tagged
+from tests.support.p4.frames import Frame, connected, other_frames, tagged
 from tests.support.p4.traces import Trace, read_trace
 
 DATA = Path(__file__).parents[1] / "data"
@@ -34,7 +34,7 @@ BATCH = 20
 PORTS = (1, 2, 3)
 INDEXED = ("passed", "losses", "hidden", "plain_acks")
 Output = dict[int, list[bytes]]
-drawn_frames = st.one_of(connected, tagged, others)
+drawn_frames = st.one_of(connected, tagged, other_frames)
 
 
 def unlimited() -> Program:

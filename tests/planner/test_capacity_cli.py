@@ -24,34 +24,34 @@ def test_the_command_says_that_it_fits(job_file: Path) -> None:
     line: list[str | Path] = ["plan", job_file, "--capacity", "--model", "gpt3-xl", "--json"]
     code, output = invoke(*line)
     assert code == 0
-    said = json.loads(output[output.index("{\n") :])
-    assert said["fits"]
-    assert said["models"] == [
+    report = json.loads(output[output.index("{\n") :])
+    assert report["fits"]
+    assert report["models"] == [
         {"name": "GPT3-XL", "parameters": 1_315_723_264, "bytes": 2_631_446_528, "dtype": "bfloat16"}
     ]
-    assert sum(nic["bytes"] for nic in said["nics"]) == 2_631_446_528
-    assert (said["shadow_nics"], said["switch_ports"], said["transceivers"]) == (4, 4, 8)
-    assert said["ports_of_the_rule"] == 2
-    assert said["streams"] == said["switches"][0]["used"]["streams"] == 8
-    assert len(said["not_checked"]) == 2
-    assert [len(nic["rounds"]) for nic in said["nics"]] == [3] * 4
+    assert sum(nic["bytes"] for nic in report["nics"]) == 2_631_446_528
+    assert (report["shadow_nics"], report["switch_ports"], report["transceivers"]) == (4, 4, 8)
+    assert report["ports_of_the_rule"] == 2
+    assert report["streams"] == report["switches"][0]["used"]["streams"] == 8
+    assert len(report["not_checked"]) == 2
+    assert [len(nic["rounds"]) for nic in report["nics"]] == [3] * 4
 
 
 def test_the_command_ends_with_2_and_the_whole_plan_where_something_does_not_fit(job_file: Path) -> None:
     line: list[str | Path] = ["plan", job_file, "--capacity", "--model", "LLaMA2-7B"]
     code, output = invoke(*line, "--iteration-time", "100ms", "--node-memory", "16GB", "--json")
     assert code == 2
-    said = json.loads(next(text for text in output.splitlines() if text.startswith("{")))
-    assert not said["capacity"]["fits"]
-    assert [fault["message"] for fault in said["faults"]] == [
-        misfit["message"] for misfit in said["capacity"]["misfits"]
+    report = json.loads(next(text for text in output.splitlines() if text.startswith("{")))
+    assert not report["capacity"]["fits"]
+    assert [fault["message"] for fault in report["faults"]] == [
+        misfit["message"] for misfit in report["capacity"]["misfits"]
     ]
-    assert [fault["path"] for fault in said["faults"]] == [
+    assert [fault["path"] for fault in report["faults"]] == [
         "channels",
         "shadow_nodes[0].nics[0]",
         "shadow_nodes[0]",
     ]
-    assert all("more shadow node" in fault["message"] for fault in said["faults"])
+    assert all("more shadow node" in fault["message"] for fault in report["faults"])
     code, output = invoke(*line, "--iteration-time", "100ms", "--node-memory", "16GB")
     assert code == 2
     assert output.startswith(
@@ -65,10 +65,10 @@ def test_the_command_ends_with_2_and_the_whole_plan_where_something_does_not_fit
 def test_groups_on_the_same_hosts_have_shares_without_a_mesh(tmp_path: Path) -> None:
     """As DDP's replicas on a host have."""
     data = job_data(groups=1, ranks=2, nodes=2)
-    own = data["dp_groups"][0]["ranks"]
+    ranks = data["dp_groups"][0]["ranks"]
     data["hosts"] = [
         {"name": f"gpu{h}", "nics": [{key: rank[key] for key in ("ip", "mac", "switch", "port")}]}
-        for h, rank in enumerate(own)
+        for h, rank in enumerate(ranks)
     ]
     data["dp_groups"] = [
         {"ranks": [{"rank": 2 * h + i, "host": f"gpu{h}"} for h in range(2)], "shadow_nodes": [i]}
@@ -81,9 +81,9 @@ def test_groups_on_the_same_hosts_have_shares_without_a_mesh(tmp_path: Path) -> 
     assert code == 0
     assert "DP groups 0 to 1, together: ResNet50, float32" in " ".join(output.split())
     output = invoke(*line, "--json")[1]
-    said = json.loads(output[output.index("{\n") :])
-    assert [model["name"] for model in said["models"]] == ["ResNet50"] * 2
-    assert sum(shard["elements"] for shard in said["shards"]) == 25_557_032
+    report = json.loads(output[output.index("{\n") :])
+    assert [model["name"] for model in report["models"]] == ["ResNet50"] * 2
+    assert sum(shard["elements"] for shard in report["shards"]) == 25_557_032
     code, output = invoke(*line, "--model", "ResNet50")
     assert "DP group 1: ResNet50, float32" in " ".join(output.split()), "two models: a stage each"
 
@@ -124,18 +124,18 @@ def test_every_check_is_told_as_data_the_tightest_first(job_file: Path) -> None:
         "plan", job_file, "--capacity", "--model", "ResNet50", "--node-memory", "500MB", "--json"
     )
     assert code == 2
-    said = json.loads(next(text for text in output.splitlines() if text.startswith("{")))["capacity"]
-    first, *others = said["checks"]
-    total = max(node["memory"]["total"] for node in said["nodes"])
+    report = json.loads(next(text for text in output.splitlines() if text.startswith("{")))["capacity"]
+    first, *other_checks = report["checks"]
+    total = max(node["memory"]["total"] for node in report["nodes"])
     assert (first["what"], first["needed"], first["there"]) == ("memory", total, 500_000_000)
     assert not first["fits"]
-    assert all(one["fits"] == (one["share"] <= 1) for one in said["checks"])
-    used = said["switches"][0]["used"]
-    assert {one["what"]: one["needed"] for one in others if not one["unit"]} == used
+    assert all(check["fits"] == (check["share"] <= 1) for check in report["checks"])
+    use_of_switch = report["switches"][0]["used"]
+    assert {check["what"]: check["needed"] for check in other_checks if not check["unit"]} == use_of_switch
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "words"),
     [
         ([], "--capacity needs --model"),
         (["--model", "GPT9"], "no model GPT9"),
@@ -151,10 +151,10 @@ def test_every_check_is_told_as_data_the_tightest_first(job_file: Path) -> None:
         (["--model", "ResNet50", "--profile", "/etc/hostname"], "is not a profile; create one"),
     ],
 )
-def test_nonsense_is_refused_by_name(job_file: Path, line: list[str], said: str) -> None:
+def test_nonsense_is_refused_by_name(job_file: Path, line: list[str], words: str) -> None:
     code, output = invoke("plan", job_file, "--capacity", *line)
     assert code == 2
-    assert said in " ".join(output.split())
+    assert words in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

@@ -30,20 +30,20 @@ SAFE = ShadowNodes(128, 2, 0.0, 0.1, 1.0)
 
 
 @given(trainings, stalls, st.floats(1, 1e6))
-def test_the_best_interval_is_a_minimum(training: TrainingRun, stall_s: float, other: float) -> None:
+def test_the_best_interval_is_a_minimum(training: TrainingRun, stall_s: float, interval: float) -> None:
     least = model.least_waste(training, stall_s).gpu_hours
-    assert least <= model.conventional_waste(training, stall_s, other).gpu_hours * (1 + 1e-9)
+    assert least <= model.conventional_waste(training, stall_s, interval).gpu_hours * (1 + 1e-9)
 
 
 @given(trainings, stalls, st.integers(1, 100_000))
 def test_the_best_whole_interval_is_one_among_whole_ones(
-    training: TrainingRun, stall_s: float, other: int
+    training: TrainingRun, stall_s: float, interval: int
 ) -> None:
-    assume(other <= training.iterations)
+    assume(interval <= training.iterations)
     best = model.best_every_iterations(training, stall_s)
     least = model.conventional_waste(training, stall_s, best).gpu_hours
     assert 1 <= best <= max(1, training.iterations)
-    assert least <= model.conventional_waste(training, stall_s, other).gpu_hours * (1 + 1e-9)
+    assert least <= model.conventional_waste(training, stall_s, interval).gpu_hours * (1 + 1e-9)
 
 
 @given(trainings, stalls)
@@ -61,8 +61,8 @@ def test_longer_stalls_and_more_failures_waste_and_save_more(
         training.gpus, training.failures_per_gpu_hour * times, training.duration_hours, training.iteration_s
     )
     for worse, stall in ((training, stall_s * times), (more, stall_s)):
-        found = model.least_waste(worse, stall).gpu_hours
-        assert found >= model.least_waste(training, stall_s).gpu_hours * (1 - 1e-9)
+        least = model.least_waste(worse, stall).gpu_hours
+        assert least >= model.least_waste(training, stall_s).gpu_hours * (1 - 1e-9)
     longer = model.saved_gpu_hours(training, stall_s * times)
     assert longer >= model.saved_gpu_hours(training, stall_s) * (1 - 1e-9) >= 0
 
@@ -73,16 +73,18 @@ def test_both_cost_the_same_at_the_break_even_stall(
 ) -> None:
     stall_s = model.break_even_stall_s(training, paid, shadow_nodes, slowdown)
     nodes = model.node_hours(training.duration_hours * (1 + slowdown), shadow_nodes)
-    ours = sum(model.dollars(model.checkmate_waste(training, slowdown), paid, nodes))
+    checkmate_cost = sum(model.dollars(model.checkmate_waste(training, slowdown), paid, nodes))
     for stall, cheaper in ((stall_s * 1.01, True), (stall_s * 0.99, False)):
-        theirs = sum(model.dollars(model.least_waste(training, stall), paid))
-        assert theirs == pytest.approx(ours, rel=0.011)
-        assert (ours <= theirs * (1 + 1e-12)) is cheaper or theirs == pytest.approx(ours, rel=1e-9)
+        conventional_cost = sum(model.dollars(model.least_waste(training, stall), paid))
+        assert conventional_cost == pytest.approx(checkmate_cost, rel=0.011)
+        assert (
+            checkmate_cost <= conventional_cost * (1 + 1e-12)
+        ) is cheaper or conventional_cost == pytest.approx(checkmate_cost, rel=1e-9)
 
 
-def mean_is(found: Spread, expected_waste_hours: float) -> None:
+def mean_is(spread: Spread, expected_waste_hours: float) -> None:
     """Check the mean within four standard errors. Seeds are fixed, so the result is reproducible."""
-    wasted = found.wasted_hours
+    wasted = spread.wasted_hours
     error = wasted.std() / math.sqrt(len(wasted))
     assert abs(wasted.mean() - expected_waste_hours) < 4 * error + 1e-9 * expected_waste_hours
 
@@ -94,49 +96,53 @@ def expected_hours(training: TrainingRun, stall_s: float, every_iterations: int,
     """
     rate = training.failures_per_hour
     segment = (every_iterations * training.iteration_s + stall_s) / 3600
-    each = math.exp(rate * restart_s / 3600) * math.expm1(rate * segment) / rate
-    return training.iterations / every_iterations * each
+    segment_hours = math.exp(rate * restart_s / 3600) * math.expm1(rate * segment) / rate
+    return training.iterations / every_iterations * segment_hours
 
 
-@pytest.mark.parametrize("every", [1, 36, 393, 3_000])
+@pytest.mark.parametrize("interval", [1, 36, 393, 3_000])
 @pytest.mark.parametrize("restart_s", [0.0, 600.0])
-def test_conventional_runs_take_what_the_exact_form_says(every: int, restart_s: float) -> None:
+def test_conventional_runs_take_what_the_exact_form_says(interval: int, restart_s: float) -> None:
     """Iterations that divide into whole segments; failures in stalls and restarts count here as there."""
     iterations = 150 * 3_000 * 2
-    training = TrainingRun(16_384, 2e-5, iterations // every * every * 4.58 / 3600, 4.58)
-    found = failures.simulate_conventional(training, 1.2, every, restart_s, RUNS, seed=1)
-    mean_is(found, expected_hours(training, 1.2, every, restart_s) - training.duration_hours)
+    training = TrainingRun(16_384, 2e-5, iterations // interval * interval * 4.58 / 3600, 4.58)
+    spread = failures.simulate_conventional(training, 1.2, interval, restart_s, RUNS, seed=1)
+    mean_is(spread, expected_hours(training, 1.2, interval, restart_s) - training.duration_hours)
 
 
 def test_checkmate_runs_take_what_the_exact_form_says() -> None:
     for restart_s in (0.0, 600.0):
-        found = failures.simulate_checkmate(LLAMA3, SAFE, restart_s, RUNS, seed=2)
+        spread = failures.simulate_checkmate(LLAMA3, SAFE, restart_s, RUNS, seed=2)
         whole = TrainingRun(LLAMA3.gpus, 2e-5, round(LLAMA3.iterations) * 4.58 / 3600, 4.58)
-        mean_is(found, expected_hours(whole, 0.0, 1, restart_s) - whole.duration_hours)
-        assert not found.fallbacks.any()
+        mean_is(spread, expected_hours(whole, 0.0, 1, restart_s) - whole.duration_hours)
+        assert not spread.fallbacks.any()
 
 
-@pytest.mark.parametrize("every", [4, 36])
-def test_where_failures_are_rare_in_a_segment_all_agree_with_the_papers_form(every: int) -> None:
-    papers = model.conventional_waste(LLAMA3, 1.2, every).gpu_hours
-    exact = (expected_hours(LLAMA3, 1.2, every, 0.0) - LLAMA3.duration_hours) * LLAMA3.gpus
-    found = failures.simulate_conventional(LLAMA3, 1.2, every, 0.0, RUNS, seed=3).wasted_hours * LLAMA3.gpus
+@pytest.mark.parametrize("interval", [4, 36])
+def test_where_failures_are_rare_in_a_segment_all_agree_with_the_papers_form(interval: int) -> None:
+    papers = model.conventional_waste(LLAMA3, 1.2, interval).gpu_hours
+    exact = (expected_hours(LLAMA3, 1.2, interval, 0.0) - LLAMA3.duration_hours) * LLAMA3.gpus
+    simulated = (
+        failures.simulate_conventional(LLAMA3, 1.2, interval, 0.0, RUNS, seed=3).wasted_hours * LLAMA3.gpus
+    )
     assert exact == pytest.approx(papers, rel=0.02)
-    assert found.mean() == pytest.approx(papers, rel=0.02)
-    ours = failures.simulate_checkmate(LLAMA3, SAFE, 0.0, RUNS, seed=3).wasted_hours * LLAMA3.gpus
-    assert ours.mean() == pytest.approx(model.checkmate_waste(LLAMA3).gpu_hours, rel=0.01)
+    assert simulated.mean() == pytest.approx(papers, rel=0.02)
+    simulated_waste = failures.simulate_checkmate(LLAMA3, SAFE, 0.0, RUNS, seed=3).wasted_hours * LLAMA3.gpus
+    assert simulated_waste.mean() == pytest.approx(model.checkmate_waste(LLAMA3).gpu_hours, rel=0.01)
 
 
-def walk(training: TrainingRun, stall_s: float, every: int, restart_s: float, seed: int) -> tuple[float, int]:
+def walk(
+    training: TrainingRun, stall_s: float, interval: int, restart_s: float, seed: int
+) -> tuple[float, int]:
     """Simulate one run along a clock, as a reference. Return hours and failures."""
     generator = np.random.default_rng(seed)
-    now, done, failed = 0.0, 0, 0
+    now, completed, failed = 0.0, 0, 0
     next_failure = generator.exponential(1 / training.failures_per_hour)
-    while done < round(training.iterations):
-        step = min(every, round(training.iterations) - done)
-        took = (step * training.iteration_s + (stall_s if step == every else 0)) / 3600
+    while completed < round(training.iterations):
+        step = min(interval, round(training.iterations) - completed)
+        took = (step * training.iteration_s + (stall_s if step == interval else 0)) / 3600
         if now + took <= next_failure:
-            now, done = now + took, done + step
+            now, completed = now + took, completed + step
             continue
         while True:
             now, failed = next_failure, failed + 1
@@ -152,39 +158,39 @@ def test_the_simulation_spreads_as_a_run_along_a_clock_does() -> None:
     training = TrainingRun(1_000, 2e-4, 20.0, 3.0)
     walked = [walk(training, 3_600.0, 6_500, 1_200.0, seed) for seed in range(3_000)]
     hours, failed = np.array(walked).T
-    found = failures.simulate_conventional(training, 3_600.0, 6_500, 1_200.0, 50_000, seed=4)
-    total = found.wasted_hours + round(training.iterations) * 3.0 / 3600
-    for mine, reference in ((total, hours), (found.failures, failed)):
+    spread = failures.simulate_conventional(training, 3_600.0, 6_500, 1_200.0, 50_000, seed=4)
+    total = spread.wasted_hours + round(training.iterations) * 3.0 / 3600
+    for simulated, reference in ((total, hours), (spread.failures, failed)):
         error = reference.std() / math.sqrt(len(reference))
-        assert abs(mine.mean() - reference.mean()) < 4 * error
-        assert mine.std() == pytest.approx(reference.std(), rel=0.1)
+        assert abs(simulated.mean() - reference.mean()) < 4 * error
+        assert simulated.std() == pytest.approx(reference.std(), rel=0.1)
 
 
 def test_the_same_seed_gives_the_same_runs_and_another_gives_others() -> None:
-    one, again, other = (
+    first, again, different = (
         failures.simulate_conventional(LLAMA3, 1.2, 36, 60.0, 500, seed).wasted_hours for seed in (5, 5, 6)
     )
-    assert np.array_equal(one, again)
-    assert not np.array_equal(one, other)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, different)
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.floats(0, 1))
 def test_a_run_of_down_nodes_is_as_probable_as_counting_says(nodes: int, run: int, p: float) -> None:
-    counted = sum(
+    probability = sum(
         p ** sum(down) * (1 - p) ** (nodes - sum(down))
         for down in itertools.product((0, 1), repeat=nodes)
         if run <= nodes and any(all(down[(at + i) % nodes] for i in range(run)) for at in range(nodes))
     )
-    assert failures.run_probability(nodes, run, p) == pytest.approx(counted, abs=1e-12)
+    assert failures.run_probability(nodes, run, p) == pytest.approx(probability, abs=1e-12)
 
 
 @pytest.mark.parametrize(("run", "p"), [(64, 0.5), (65_535, 1e-4), (65_536, 0.999), (1, 1e-9)])
 def test_the_most_nodes_take_no_time(run: int, p: float) -> None:
-    begun = time.process_time()
-    found = failures.run_probability(65_536, run, p)
-    assert time.process_time() - begun < 2
+    start = time.process_time()
+    probability = failures.run_probability(65_536, run, p)
+    assert time.process_time() - start < 2
     line = 65_536 * (1 - p) * p**run  # of runs that begin at a node; few, so almost that of one
-    assert found == pytest.approx(min(1.0, line) if run < 65_536 else p**run, rel=1e-4, abs=1e-300)
+    assert probability == pytest.approx(min(1.0, line) if run < 65_536 else p**run, rel=1e-4, abs=1e-300)
 
 
 def test_a_small_probability_is_not_lost_in_rounding() -> None:
@@ -194,9 +200,9 @@ def test_a_small_probability_is_not_lost_in_rounding() -> None:
 def test_shadow_failures_cost_what_the_disk_lacks_and_replicas_spare_it() -> None:
     frail = ShadowNodes(16, 1, 1e-3, 0.5, 2.0)
     alone = failures.simulate_checkmate(LLAMA3, frail, 60.0, RUNS, seed=7)
-    gone = frail.gone_probability(60 / 3600)
-    assert gone == pytest.approx(16 * 1e-3 * 0.5, rel=0.1)
-    assert alone.fallbacks.mean() == pytest.approx(gone * alone.failures.mean(), rel=0.1)
+    gone_share = frail.gone_probability(60 / 3600)
+    assert gone_share == pytest.approx(16 * 1e-3 * 0.5, rel=0.1)
+    assert alone.fallbacks.mean() == pytest.approx(gone_share * alone.failures.mean(), rel=0.1)
     safe = failures.simulate_checkmate(LLAMA3, SAFE, 60.0, RUNS, seed=7)
     extra = alone.repeated_hours.mean() - safe.repeated_hours.mean()
     assert extra == pytest.approx(alone.fallbacks.mean() * 1.0, rel=0.1)  # half of two hours each

@@ -24,24 +24,24 @@ DOC = Path(__file__).parents[2] / "docs" / "planning.md"
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["cost", *map(str, arguments)])
-    if done.exception and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, " ".join(done.output.split())
+    result = CliRunner().invoke(app, ["cost", *map(str, arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, " ".join(result.output.split())
 
 
 def data(*arguments: str | Path) -> Any:
-    done = CliRunner().invoke(app, ["cost", *map(str, arguments), "--json"])
-    return json.loads(done.stdout)
+    result = CliRunner().invoke(app, ["cost", *map(str, arguments), "--json"])
+    return json.loads(result.stdout)
 
 
 def test_by_default_it_is_the_papers_llama3() -> None:
-    found = data("--runs", "0")
-    best, ours = found["schemes"]
-    assert round(ours["wasted_gpu_hours"]) == 4367
+    report = data("--runs", "0")
+    best, checkmate = report["schemes"]
+    assert round(checkmate["wasted_gpu_hours"]) == 4367
     assert best["every_iterations"] == 36
-    assert found["extra_ports"] == 256
-    assert round(ours["node_hours"]) == 165_888
+    assert report["extra_ports"] == 256
+    assert round(checkmate["node_hours"]) == 165_888
     assert best["simulated"] is None
 
 
@@ -56,12 +56,12 @@ def test_by_default_it_is_the_papers_llama3() -> None:
 )
 def test_a_closed_form_that_does_not_hold_is_said_to(arguments: list[str], beyond: list[str]) -> None:
     for more in ((), ("--json",)):
-        done = CliRunner().invoke(app, ["cost", *arguments, "--runs", "0", *more])
-        assert done.exit_code == 0
-        said = " ".join(done.stderr.split())
-        assert said.count("its figures, savings included, are wrong here") == len(beyond)
+        result = CliRunner().invoke(app, ["cost", *arguments, "--runs", "0", *more])
+        assert result.exit_code == 0
+        warning_text = " ".join(result.stderr.split())
+        assert warning_text.count("its figures, savings included, are wrong here") == len(beyond)
         for name in beyond:
-            assert f"are expected from one checkpoint to the next ({name})" in said
+            assert f"are expected from one checkpoint to the next ({name})" in warning_text
 
 
 def test_leaving_the_simulation_out_is_advised_where_the_closed_form_holds() -> None:
@@ -84,10 +84,12 @@ def test_the_table_has_both_and_yours_with_the_spread() -> None:
 
 
 def test_the_simulation_is_beside_the_closed_form_and_seeded() -> None:
-    one, again, other = (data("--runs", "300", "--seed", seed)["schemes"][0] for seed in ("1", "1", "2"))
-    assert one == again != other
-    assert one["simulated"]["wasted_gpu_hours_mean"] == pytest.approx(one["wasted_gpu_hours"], rel=0.03)
-    spread = one["simulated"]["wasted_gpu_hours"]
+    first, again, different = (
+        data("--runs", "300", "--seed", seed)["schemes"][0] for seed in ("1", "1", "2")
+    )
+    assert first == again != different
+    assert first["simulated"]["wasted_gpu_hours_mean"] == pytest.approx(first["wasted_gpu_hours"], rel=0.03)
+    spread = first["simulated"]["wasted_gpu_hours"]
     assert spread["p5"] < spread["p50"] < spread["p95"]
 
 
@@ -98,8 +100,8 @@ def test_what_nobody_gave_is_marked_as_assumed(tmp_path: Path) -> None:
     code, output = invoke(*line, "--runs", "10")
     assert code == 0
     marks = re.findall(r"(?<=[─nd] )([a-z-]+) [^─]*?(given|assumed)(?= )", output)
-    given = ["gpus", "duration", "stall", "price", "restart"]
-    assert [key for key, mark in marks if mark == "given"] == given
+    given_keys = ["gpus", "duration", "stall", "price", "restart"]
+    assert [key for key, mark in marks if mark == "given"] == given_keys
     assumed = [key.replace("-", "_") for key, mark in marks if mark == "assumed"]
     assert sorted(assumed) == sorted(data(*line, "--runs", "0")["assumed"])
     assert {"iteration", "failure_rate", "shadow_nodes", "seeding"} <= set(assumed)
@@ -113,9 +115,9 @@ def test_yours_is_held_against_checkmate_too() -> None:
         "Compared with yours, a checkpoint every 393 iterations, Checkmate wastes 1,725,956 GPU-hours less, "
         "and costs $18.88 million less." in output
     )
-    found = data("--every", "30min", "--runs", "0")
-    _, yours, ours = found["schemes"]
-    assert found["yours_saved_dollars"] == yours["dollars"] - ours["dollars"]
+    report = data("--every", "30min", "--runs", "0")
+    _, yours, checkmate = report["schemes"]
+    assert report["yours_saved_dollars"] == yours["dollars"] - checkmate["dollars"]
     without = data("--runs", "0")
     assert (without["yours_saved_gpu_hours"], without["yours_saved_dollars"]) == (None, None)
     assert "yours" not in invoke("--runs", "0")[1]
@@ -136,16 +138,16 @@ def test_a_slowdown_costs_checkmate_alone() -> None:
         zip(without["schemes"], with_["schemes"], strict=True), [0, 0.01 * 16_384 * 54 * 24], strict=True
     ):
         assert after["slowed_gpu_hours"] == pytest.approx(slowed)
-        more = [one["wasted_gpu_hours"] for one in (before, after)]
+        more = [scheme["wasted_gpu_hours"] for scheme in (before, after)]
         assert more[1] - more[0] == pytest.approx(slowed, rel=0.001)
-        means = [one["simulated"]["wasted_gpu_hours_mean"] for one in (before, after)]
+        means = [scheme["simulated"]["wasted_gpu_hours_mean"] for scheme in (before, after)]
         assert means[1] - means[0] == pytest.approx(slowed, rel=0.01)
     assert with_["break_even_stall_s"] > without["break_even_stall_s"]
 
 
 def test_restarts_cost_both() -> None:
-    found = data("--restart", "5min", "--runs", "100")
-    for scheme in found["schemes"]:
+    report = data("--restart", "5min", "--runs", "100")
+    for scheme in report["schemes"]:
         assert scheme["simulated"]["restarting_gpu_hours_mean"] > 400 * 300 / 3600 * 16_384
 
 
@@ -159,16 +161,16 @@ def test_the_example_of_the_page_works_and_options_go_over_it(tmp_path: Path) ->
     (example,) = re.findall(r"^```yaml\n(.*?)^```", DOC.read_text(), re.MULTILINE | re.DOTALL)
     file = tmp_path / "cost.yaml"
     file.write_text(example)
-    found = data(file, "--runs", "0")
-    assert found["gpus"] == 1024
-    assert [scheme["name"] for scheme in found["schemes"]] == [
+    report = data(file, "--runs", "0")
+    assert report["gpus"] == 1024
+    assert [scheme["name"] for scheme in report["schemes"]] == [
         "conventional, best",
         "conventional, yours",
         "Checkmate",
     ]
-    over = data(file, "--runs", "0", "--iteration", "1s", "--parameters", "8B", "--storage", "1GB/s")
-    assert over["iteration_s"] == 1.0 != found["iteration_s"]
-    assert over["stall_s"] == pytest.approx(48)
+    overridden = data(file, "--runs", "0", "--iteration", "1s", "--parameters", "8B", "--storage", "1GB/s")
+    assert overridden["iteration_s"] == 1.0 != report["iteration_s"]
+    assert overridden["stall_s"] == pytest.approx(48)
 
 
 @pytest.mark.parametrize("command", re.findall(r"^checkmate cost[^#\n]*", DOC.read_text(), re.MULTILINE))
@@ -181,8 +183,8 @@ def test_the_commands_of_the_page_work(command: str, tmp_path: Path, monkeypatch
 
 def test_every_value_is_on_the_page_and_an_option() -> None:
     cells = re.findall(r"^\| ([^|]*) \| ([^|]*) \| ([^|]*) \|", DOC.read_text(), re.MULTILINE)
-    written = {name for row in cells for cell in (row[0], row[2]) for name in re.findall(r"`(\w+)`", cell)}
-    assert {*CostInputs.model_fields, *ModelInputs.model_fields} <= written
+    words = {name for row in cells for cell in (row[0], row[2]) for name in re.findall(r"`(\w+)`", cell)}
+    assert {*CostInputs.model_fields, *ModelInputs.model_fields} <= words
     defaults = dict(
         pair
         for names, values, _ in cells
@@ -232,13 +234,13 @@ def test_nonsense_is_refused_by_name(arguments: list[str], says: str) -> None:
 def test_every_fault_of_file_and_options_is_told_with_its_place(tmp_path: Path) -> None:
     file = tmp_path / "cost.yaml"
     file.write_text("gpus: many\nstall: 3\nstal: 3s\nmodel: {layers: 2, hidden: wide}\nduration: 1d\n")
-    done = CliRunner().invoke(app, ["cost", str(file), "--price", "free", "--json"])
-    assert done.exit_code == 2
-    found = json.loads(done.stdout)
-    places = {(fault["line"], fault["path"]) for fault in found["faults"]}
+    result = CliRunner().invoke(app, ["cost", str(file), "--price", "free", "--json"])
+    assert result.exit_code == 2
+    report = json.loads(result.stdout)
+    places = {(fault["line"], fault["path"]) for fault in report["faults"]}
     assert {(1, "gpus"), (2, "stall"), (3, "stal"), (0, "--price")} <= places
     assert {(4, "model.hidden"), (4, "model.ffn")} <= places
-    assert found["error"] == f"{len(found['faults'])} faults in the values"
+    assert report["error"] == f"{len(report['faults'])} faults in the values"
 
 
 @pytest.mark.parametrize(
@@ -290,8 +292,8 @@ def test_the_figures_are_pictures(tmp_path: Path) -> None:
         ["--gpus", "1", "--failure-rate", "1e-12"],
         ["--gpus", "1", "--slowdown", "60%"],
         *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in (
+            pytest.param(option_line, marks=pytest.mark.slow)
+            for option_line in (
                 ["--stall", "0"],
                 ["--slowdown", "2%"],
                 ["--slowdown", "60%"],
@@ -324,8 +326,8 @@ def test_without_the_extra_only_the_figures_are_missing(
 def test_the_command_line_loads_the_planner_only_when_asked() -> None:
     program = "import sys, checkmate.cli.main{}; sys.exit('checkmate.planner' in sys.modules)"
     for more, loaded in (("", 0), ("; import checkmate.planner.cost", 1)):
-        done = subprocess.run([sys.executable, "-c", program.format(more)], check=False)
-        assert done.returncode == loaded, more
+        result = subprocess.run([sys.executable, "-c", program.format(more)], check=False)
+        assert result.returncode == loaded, more
 
 
 def test_inputs_can_be_read_without_a_file() -> None:

@@ -24,10 +24,10 @@ LLAMA3_405B_PHASES = ((15.6e12, 8_192), (0.8e12, 131_072), (40e6, 131_072))
 """Tokens and sequence length of pre-training: initial, long-context, annealing."""
 
 DAYS = 54
-SEEN = 419 / (DAYS * 24 * 16_384)
+OBSERVED_RATE = 419 / (DAYS * 24 * 16_384)
 ROUNDED = 2.0e-5
 """Meta's failure rate in the section on savings."""
-LLAMA3 = TrainingRun(16_384, SEEN, DAYS * 24, iteration_s=4.58)
+LLAMA3 = TrainingRun(16_384, OBSERVED_RATE, DAYS * 24, iteration_s=4.58)
 PRICES = Prices(11.06, 1.28)
 STALL_S = 1.2
 HALF_AN_HOUR = 1800 / 4.58
@@ -92,13 +92,15 @@ def test_cpu_node_hours() -> None:
 
 def test_the_best_frequency_is_every_32_iterations_of_the_powers_of_two_that_are_drawn() -> None:
     powers = [2**power for power in range(10)]
-    assert min(powers, key=lambda every: model.conventional_waste(LLAMA3, STALL_S, every).gpu_hours) == 32
+    assert (
+        min(powers, key=lambda interval: model.conventional_waste(LLAMA3, STALL_S, interval).gpu_hours) == 32
+    )
     assert model.best_every_iterations(LLAMA3, STALL_S) == 36
 
 
-@pytest.mark.parametrize("every", [32, 36])
-def test_over_300_000_gpu_hours_are_wasted_at_best(every: int) -> None:
-    wasted = model.conventional_waste(LLAMA3, STALL_S, every).gpu_hours
+@pytest.mark.parametrize("interval", [32, 36])
+def test_over_300_000_gpu_hours_are_wasted_at_best(interval: int) -> None:
+    wasted = model.conventional_waste(LLAMA3, STALL_S, interval).gpu_hours
     assert 300_000 < wasted < 350_000
 
 
@@ -109,15 +111,15 @@ def test_1_7_million_are_wasted_at_half_an_hour() -> None:
 
 
 def test_checkmate_wastes_4_367_over_98_percent_less() -> None:
-    ours = model.checkmate_waste(LLAMA3).gpu_hours
-    rounds_to(ours, 4367, 1)
-    assert 1 - ours / model.least_waste(LLAMA3, STALL_S).gpu_hours > 0.98
+    gpu_hours = model.checkmate_waste(LLAMA3).gpu_hours
+    rounds_to(gpu_hours, 4367, 1)
+    assert 1 - gpu_hours / model.least_waste(LLAMA3, STALL_S).gpu_hours > 0.98
 
 
 def test_448_gpu_hours_a_day_are_saved_at_10_ms() -> None:
-    saved = model.saved_gpu_hours(at_rate(ROUNDED), 0.01)
-    assert int(saved / DAYS) == 448  # cut off, not rounded: 448.58
-    assert 24_000 < saved < 24_500
+    gpu_hours = model.saved_gpu_hours(at_rate(ROUNDED), 0.01)
+    assert int(gpu_hours / DAYS) == 448  # cut off, not rounded: 448.58
+    assert 24_000 < gpu_hours < 24_500
     rounds_to(model.saved_gpu_hours(LLAMA3, 0.01) / DAYS, 446, 1)
 
 
@@ -129,8 +131,8 @@ class TestNotReproduced:
     """Numbers of the paper that its model does not give, with our values (listed in docs/planning.md)."""
 
     def test_3_3_million_dollars_at_best(self) -> None:
-        found = conventional_dollars(model.least_waste(LLAMA3, STALL_S))
-        rounds_to(found / 1e6, 3.45, 0.01)
+        dollars = conventional_dollars(model.least_waste(LLAMA3, STALL_S))
+        rounds_to(dollars / 1e6, 3.45, 0.01)
         rounds_to(300_000 * PRICES.dollars_per_gpu_hour / 1e6, 3.3, 0.1)
 
     def test_15_million_dollars_at_half_an_hour(self) -> None:
@@ -138,9 +140,11 @@ class TestNotReproduced:
         rounds_to(conventional_dollars(waste) / 1e6, 19.1, 0.1)
 
     def test_2_6_million_dollars_saved(self) -> None:
-        ours = sum(model.dollars(model.checkmate_waste(LLAMA3), PRICES, model.node_hours(DAYS * 24, 128)))
-        theirs = conventional_dollars(model.least_waste(LLAMA3, STALL_S))
-        rounds_to((theirs - ours) / 1e6, 3.19, 0.01)
+        checkmate_dollars = sum(
+            model.dollars(model.checkmate_waste(LLAMA3), PRICES, model.node_hours(DAYS * 24, 128))
+        )
+        conventional = conventional_dollars(model.least_waste(LLAMA3, STALL_S))
+        rounds_to((conventional - checkmate_dollars) / 1e6, 3.19, 0.01)
         rounds_to(((300_000 - 4367) * 11.06 - 166_000 * 1.28) / 1e6, 3.06, 0.01)
 
     @pytest.mark.parametrize(

@@ -89,11 +89,11 @@ def test_what_is_written_is_read(parse: Callable[[object], float], text: object,
 def test_what_is_wrong_is_quoted_with_what_would_be_right(
     parse: Callable[[object], float], text: object, says: str
 ) -> None:
-    with pytest.raises(UnitError) as caught:
+    with pytest.raises(UnitError) as excinfo:
         parse(text)
-    assert says in str(caught.value)
-    assert "must be" in str(caught.value)
-    assert len(str(caught.value)) < 250
+    assert says in str(excinfo.value)
+    assert "must be" in str(excinfo.value)
+    assert len(str(excinfo.value)) < 250
 
 
 @given(
@@ -107,11 +107,11 @@ def test_what_is_wrong_is_quoted_with_what_would_be_right(
 def test_anything_else_is_read_or_refused(value: object) -> None:
     for parse in PARSERS:
         try:
-            found = parse(value)
+            quantity = parse(value)
         except UnitError:
             continue
-        assert found >= 0
-        assert math.isfinite(found)
+        assert quantity >= 0
+        assert math.isfinite(quantity)
 
 
 @given(st.floats(1e-6, 1e10), st.sampled_from([("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("h", 3600.0)]))
@@ -127,7 +127,7 @@ def test_a_time_that_is_shown_can_be_read_again(value_s: float) -> None:
 
 
 def test_what_is_shown() -> None:
-    shown = [units.show_seconds(value) for value in (0, 1e-9, 0.01, 4.58, 164.9, 54 * 86_400)]
-    assert shown == ["0 s", "0.001 us", "10 ms", "4.58 s", "2.75 min", "54 d"]
+    texts = [units.show_seconds(value) for value in (0, 1e-9, 0.01, 4.58, 164.9, 54 * 86_400)]
+    assert texts == ["0 s", "0.001 us", "10 ms", "4.58 s", "2.75 min", "54 d"]
     dollars = [units.show_dollars(value) for value in (3_447_775, 48_297, -2_446, 999_499, 999_501)]
     assert dollars == ["$3.45 million", "$48,297", "-$2,446", "$999,499", "$1.00 million"]

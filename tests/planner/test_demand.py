@@ -23,60 +23,62 @@ from checkmate.wire.schedule import stream_layout
 from testbed.copies import local_job
 from testbed.jobs import job
 from testbed.measured_node import train_with_node
-from tests.support.jobs import some_jobs
+from tests.support.jobs import lists_of_jobs
 from tests.support.planner import LINE, SIZES, demand, model
 from tests.support.shadow.replicas import bytes_of_hold
 from tests.support.shadow.world import World
 
 
-@given(some_jobs(most=1), SIZES)
+@given(lists_of_jobs(most=1), SIZES)
 def test_every_byte_of_an_iteration_comes_once_to_each_holder(jobs: list[Job], sizes: list[int]) -> None:
-    (made,) = jobs
+    (demo_job,) = jobs
     whole = model(*sizes)
-    found = demand(made, whole)
-    assert sum(nic.nbytes for nic in found.nics) == whole.nbytes * len(made.dp_groups) * made.replicas
-    of_shards = Counter({one.node: sum(shard.nbytes for shard in one.shards) for one in found.nodes})
+    needs = demand(demo_job, whole)
+    assert sum(nic.nbytes for nic in needs.nics) == whole.nbytes * len(demo_job.dp_groups) * demo_job.replicas
+    of_shards = Counter(
+        {node_demand.node: sum(shard.nbytes for shard in node_demand.shards) for node_demand in needs.nodes}
+    )
     at_nics: Counter[int] = Counter()
-    for nic in found.nics:
+    for nic in needs.nics:
         at_nics[nic.node] += nic.nbytes
-        assert len(nic.round_bytes) == len(nic.peak_bits_per_s) == found.rounds
+        assert len(nic.round_bytes) == len(nic.peak_bits_per_s) == needs.rounds
         for nbytes, peak in zip(nic.round_bytes, nic.peak_bits_per_s, strict=True):
             assert (nbytes > 0) == (peak > 0)
-            assert peak <= 2 * LINE * len(made.dp_groups)
+            assert peak <= 2 * LINE * len(demo_job.dp_groups)
     assert at_nics == of_shards
 
 
-@given(some_jobs(most=1), SIZES)
+@given(lists_of_jobs(most=1), SIZES)
 def test_nccl_moves_as_many_bytes(jobs: list[Job], sizes: list[int]) -> None:
-    (made,) = jobs
+    (demo_job,) = jobs
     whole = model(*sizes)
-    found = demand(replace(made, collective="nccl"), whole)
-    assert sum(nic.nbytes for nic in found.nics) == whole.nbytes * len(made.dp_groups) * made.replicas
+    needs = demand(replace(demo_job, collective="nccl"), whole)
+    assert sum(nic.nbytes for nic in needs.nics) == whole.nbytes * len(demo_job.dp_groups) * demo_job.replicas
 
 
-@given(some_jobs(most=1), SIZES)
+@given(lists_of_jobs(most=1), SIZES)
 def test_streams_are_as_long_as_shadow_nodes_expect(jobs: list[Job], sizes: list[int]) -> None:
-    (made,) = jobs
-    found = demand(made, model(*sizes))
+    (demo_job,) = jobs
+    needs = demand(demo_job, model(*sizes))
     lengths = [
         stream_layout(
-            found.layouts[s.boundary.group].schedule,
-            made.channels,
+            needs.layouts[s.boundary.group].schedule,
+            demo_job.channels,
             s.channel,
-            len(made.dp_groups[s.boundary.group].ranks),
+            len(demo_job.dp_groups[s.boundary.group].ranks),
             side=s.boundary.side,
             shadow_id=s.shard,
         ).nbytes
-        for s in found.streams
+        for s in needs.streams
     ]
-    assert found.longest_stream == max(lengths)
-    assert sum(lengths) == sum(nic.nbytes for nic in found.nics)
+    assert needs.longest_stream == max(lengths)
+    assert sum(lengths) == sum(nic.nbytes for nic in needs.nics)
 
 
 def test_two_nics_are_full_in_round_0_and_half_full_after() -> None:
     """The paper's section "Reassembling Buckets on Shadow Nodes"."""
-    found = demand(job(ranks=6, nics=2, channels=4), load_model("GPT3-XL"))
-    for nic in found.nics:
+    needs = demand(job(ranks=6, nics=2, channels=4), load_model("GPT3-XL"))
+    for nic in needs.nics:
         assert nic.peak_bits_per_s == (LINE, LINE / 2, LINE / 2, LINE / 2, LINE / 2)
 
 
@@ -96,21 +98,21 @@ def test_one_nic_gets_two_lines_in_round_0() -> None:
 
 @given(SIZES, st.integers(1, 4), st.integers(1, 3))
 def test_memory_adds_up(sizes: list[int], nodes: int, replicas: int) -> None:
-    made = job(nodes=nodes, replicas=min(nodes, replicas), channels=2)
+    demo_job = job(nodes=nodes, replicas=min(nodes, replicas), channels=2)
     whole = model(*sizes)
-    memories = [one.memory for one in demand(made, whole).nodes]
-    held = made.replicas * whole.nbytes
-    assert sum(memory.parameters for memory in memories) == held
-    assert sum(memory.optimizer_state for memory in memories) == 2 * held
-    assert sum(memory.gradients for memory in memories) == 2 * held
-    streams = 2 * 2 * made.shards(0) * made.replicas
+    memories = [shadow_node.memory for shadow_node in demand(demo_job, whole).nodes]
+    parameter_bytes = demo_job.replicas * whole.nbytes
+    assert sum(memory.parameters for memory in memories) == parameter_bytes
+    assert sum(memory.optimizer_state for memory in memories) == 2 * parameter_bytes
+    assert sum(memory.gradients for memory in memories) == 2 * parameter_bytes
+    streams = 2 * 2 * demo_job.shards(0) * demo_job.replicas
     assert sum(memory.socket_buffers for memory in memories) == 2 * RECEIVE_BUFFER * streams
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
+    with ExitStack() as exit_stack:
+        yield exit_stack
 
 
 def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None:
@@ -125,8 +127,8 @@ def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None
     optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
     for planned in Demand(here.job, (whole,), optimizer, LINE, RECEIVE_BUFFER).nodes:
         real = here.nodes[planned.node].node
-        taken = sum(bytes_of_hold(resources) for resources in real.all_resources())
-        assert taken == pytest.approx(planned.memory.process, rel=0.01)
+        nbytes = sum(bytes_of_hold(resources) for resources in real.all_resources())
+        assert nbytes == pytest.approx(planned.memory.process, rel=0.01)
         assert sum(nic.streams for nic in planned.nics) == sum(
             len(resources.inlets) for resources in real.all_resources()
         )
@@ -137,7 +139,7 @@ def options(optimizer: torch.optim.Optimizer) -> str:
 
 
 @pytest.mark.parametrize(
-    ("said", "dtype", "nbytes"),
+    ("text", "dtype", "nbytes"),
     [
         ("adamw", "float32", 8),
         ("Adam,amsgrad=true", "float32", 12),
@@ -147,12 +149,12 @@ def options(optimizer: torch.optim.Optimizer) -> str:
         ("adagrad", "float32", 4),
     ],
 )
-def test_an_optimizer_keeps_so_much_state(said: str, dtype: str, nbytes: int) -> None:
-    assert NamedOptimizer(said).state_bytes(dtype) == nbytes
+def test_an_optimizer_keeps_so_much_state(text: str, dtype: str, nbytes: int) -> None:
+    assert NamedOptimizer(text).state_bytes(dtype) == nbytes
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("text", "why"),
     [
         ("lbfgs", "no optimizer lbfgs; shadow nodes support sgd, adam, adamw"),
         ("sgd,momentum", "option momentum has no value"),
@@ -166,24 +168,24 @@ def test_an_optimizer_keeps_so_much_state(said: str, dtype: str, nbytes: int) ->
         ("adamw,capturable=true", "capturable"),
     ],
 )
-def test_an_optimizer_that_cannot_be_followed_is_refused(said: str, why: str) -> None:
+def test_an_optimizer_that_cannot_be_followed_is_refused(text: str, why: str) -> None:
     with pytest.raises(OptimizerError, match=why):
-        NamedOptimizer(said)
+        NamedOptimizer(text)
 
 
 def test_nodes_are_in_order() -> None:
     nodes: tuple[NodeDemand, ...] = demand(job(nodes=3), model(5, 5, 5)).nodes
-    assert [one.node for one in nodes] == [0, 1, 2]
+    assert [shadow_node.node for shadow_node in nodes] == [0, 1, 2]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for receive buffers")
 def test_a_shadow_nodes_process_takes_what_was_planned() -> None:
     """Return resident memory beyond that of an empty node, over some iterations."""
-    made = local_job(nodes=1, ranks=2)
-    training, empty, peaks = train_with_node(made)
-    taken = [peak - empty for peak in peaks]
+    planned_job = local_job(nodes=1, ranks=2)
+    training, empty, peaks = train_with_node(planned_job)
+    process_bytes = [peak - empty for peak in peaks]
     optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
     model = Model("trained", training.layout.parameters)
-    (planned,) = Demand(made, (model,), optimizer, LINE, RECEIVE_BUFFER).nodes
-    assert statistics.median(taken) == pytest.approx(planned.memory.process, rel=0.15)
+    (planned,) = Demand(planned_job, (model,), optimizer, LINE, RECEIVE_BUFFER).nodes
+    assert statistics.median(process_bytes) == pytest.approx(planned.memory.process, rel=0.15)

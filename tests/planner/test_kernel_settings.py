@@ -30,17 +30,17 @@ def host(values: Mapping[str, str] | None = None) -> Present:
 
 
 def values(settings: list[Setting]) -> dict[str, str]:
-    return {one.key: one.value for one in settings}
+    return {setting.key: setting.value for setting in settings}
 
 
 def test_the_memory_of_a_shadow_node_is_what_it_checks_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made = job(nodes=1, channels=4, groups=2)  # 2 groups, 2 sides, 4 channels, and one for records
-    found = values(shadow_node_settings(made, BUFFER, host()))["net.ipv4.tcp_mem"]
-    assert int(found.split()[0]) * resource.getpagesize() == 17 * 2 * BUFFER
+    demo_job = job(nodes=1, channels=4, groups=2)  # 2 groups, 2 sides, 4 channels, and one for records
+    memory_setting = values(shadow_node_settings(demo_job, BUFFER, host()))["net.ipv4.tcp_mem"]
+    assert int(memory_setting.split()[0]) * resource.getpagesize() == 17 * 2 * BUFFER
     monkeypatch.setattr(connect, "_TCP_MEM", tmp_path / "tcp_mem")
-    (tmp_path / "tcp_mem").write_text(found)
+    (tmp_path / "tcp_mem").write_text(memory_setting)
     assert connect.tcp_memory_shortfall(17) is None
 
 
@@ -70,13 +70,13 @@ def test_no_value_is_below_the_hosts_own() -> None:
 
 
 def test_ranks_that_share_an_address_have_ports_of_their_own() -> None:
-    found = values(trainer_settings(job(groups=2, ranks=2, channels=2, shared=True), host()))
-    assert found[PORTS] == "46000-46003,47000-47001,47008-47009"
+    settings = values(trainer_settings(job(groups=2, ranks=2, channels=2, shared=True), host()))
+    assert settings[PORTS] == "46000-46003,47000-47001,47008-47009"
 
 
 def test_rules_for_several_nics_are_only_for_hosts_that_have_them() -> None:
     def names(settings: list[Setting]) -> set[str]:
-        return {one.key.rpartition(".")[2] for one in settings if ".conf." in one.key}
+        return {setting.key.rpartition(".")[2] for setting in settings if ".conf." in setting.key}
 
     rules = {"arp_ignore", "arp_announce", "rp_filter"}
     assert names(shadow_node_settings(job(nics=2), BUFFER, host())) == rules
@@ -89,15 +89,15 @@ def test_rules_for_several_nics_are_only_for_hosts_that_have_them() -> None:
     assert names(trainer_settings(of_data(Job, data), host())) == rules
 
 
-@pytest.mark.parametrize(("there", "wanted"), [("0", "1"), ("1", "1"), ("2", "2"), ("8", "8")])
-def test_a_host_that_answers_arp_for_less_still_does(there: str, wanted: str) -> None:
+@pytest.mark.parametrize(("there", "expected"), [("0", "1"), ("1", "1"), ("2", "2"), ("8", "8")])
+def test_a_host_that_answers_arp_for_less_still_does(there: str, expected: str) -> None:
     key = "net.ipv4.conf.all.arp_ignore"
-    for found in (
+    for settings in (
         shadow_node_settings(job(nics=2), BUFFER, host({key: there})),
         shadow_node_settings(job(nics=2), BUFFER, host({key: there, "net.ipv4.conf.all.rp_filter": "1"})),
     ):
-        assert values(found)[key] == wanted
-        assert values(found)["net.ipv4.conf.all.rp_filter"] == "2"
+        assert values(settings)[key] == expected
+        assert values(settings)["net.ipv4.conf.all.rp_filter"] == "2"
 
 
 @pytest.mark.parametrize("role", ["shadow", "trainer"])
@@ -120,18 +120,18 @@ def test_the_kernel_takes_every_line(tmp_path: Path, role: str) -> None:
             "print(json.dumps(found))",
         ]
     )
-    done = subprocess.run(
+    result = subprocess.run(
         ["unshare", "--net", sys.executable, "-c", script],
         input=json.dumps(lines),
         capture_output=True,
         text=True,
         check=True,
     )
-    taken = json.loads(done.stdout)
-    assert PORTS in taken
+    accepted_settings = json.loads(result.stdout)
+    assert PORTS in accepted_settings
     for key, value in lines:
-        if key in taken:
-            assert taken[key] == value.split()
+        if key in accepted_settings:
+            assert accepted_settings[key] == value.split()
         else:
             assert key in ("net.ipv4.tcp_mem", "net.core.rmem_max", "net.core.wmem_max")
             assert len(Path("/proc/sys", *key.split(".")).read_text().split()) == len(value.split())
@@ -149,7 +149,7 @@ def test_the_file_has_a_reason_for_each_value_and_bad_input_is_explained(tmp_pat
     assert (code, text) == (2, "error: --receive-buffer is of shadow nodes; use it with --role shadow\n")
     assert invoke("sysctl", tmp_path / "none.yaml", "--role", "shadow")[0] == 2
     code, text = invoke("sysctl", file, "--role", "reader")
-    wanted = "error: hosts of role reader need no kernel settings; --role is trainer or shadow\n"
-    assert (code, text) == (2, wanted)
-    wanted = "error: no role shdow; --role is trainer or shadow\n"
-    assert invoke("sysctl", file, "--role", "shdow") == (2, wanted)
+    expected = "error: hosts of role reader need no kernel settings; --role is trainer or shadow\n"
+    assert (code, text) == (2, expected)
+    expected = "error: no role shdow; --role is trainer or shadow\n"
+    assert invoke("sysctl", file, "--role", "shdow") == (2, expected)

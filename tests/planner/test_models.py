@@ -48,10 +48,10 @@ PAPER = {
 """The paper's table of models."""
 
 
-@pytest.mark.parametrize("named", NAMED_MODELS, ids=lambda named: named.name)
-def test_a_named_model_has_the_published_parameters(named: object) -> None:
-    model = load_model(getattr(named, "name", ""))
-    assert model.elements == getattr(named, "parameters", 0)
+@pytest.mark.parametrize("named_model", NAMED_MODELS, ids=lambda named_model: named_model.name)
+def test_a_named_model_has_the_published_parameters(named_model: object) -> None:
+    model = load_model(getattr(named_model, "name", ""))
+    assert model.elements == getattr(named_model, "parameters", 0)
     assert model.elements == pytest.approx(PAPER[model.name], rel=0.04)  # 1.56 is printed as 1.5, 6.74 as 7
     text = "\n".join(f"{p.name} {p.shape}" for p in model.parameters)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == DIGESTS[model.name]
@@ -81,10 +81,10 @@ def tiny() -> nn.Module:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_the_layout_is_the_one_that_training_makes(shards: int) -> None:
-    theirs = lay_out(DdpModel(DistributedDataParallel(tiny())), shards)
-    ours = make_layout(load_model("tests.planner.test_models:tiny").parameters, shards)
-    assert ours.fingerprint == theirs.fingerprint
-    assert ours.buckets == theirs.buckets
+    trained = lay_out(DdpModel(DistributedDataParallel(tiny())), shards)
+    planned = make_layout(load_model("tests.planner.test_models:tiny").parameters, shards)
+    assert planned.fingerprint == trained.fingerprint
+    assert planned.buckets == trained.buckets
 
 
 def not_a_model() -> int:
@@ -112,7 +112,7 @@ def doubled() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "words"),
     [
         ("GPT5", "no model GPT5; use ResNet50, .* or module:function"),
         ("no_such_module:build", "No module named 'no_such_module'"),
@@ -127,8 +127,8 @@ def doubled() -> nn.Module:
         (":", "Empty module name"),
     ],
 )
-def test_what_is_no_model_is_refused_by_name(name: str, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_what_is_no_model_is_refused_by_name(name: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
         load_model(name)
 
 
@@ -170,17 +170,17 @@ NAMES = st.lists(
 
 
 @given(NAMES, st.integers(1, 4))
-def test_stages_are_whole_layers_in_order(found: list[tuple[str, int]], stages: int) -> None:
-    parameters = [Parameter(f"{m}.w{i}", (n,), "float32") for i, (m, n) in enumerate(sorted(found))]
+def test_stages_are_whole_layers_in_order(sizes: list[tuple[str, int]], stages: int) -> None:
+    parameters = [Parameter(f"{m}.w{i}", (n,), "float32") for i, (m, n) in enumerate(sorted(sizes))]
     model = Model("x", tuple(parameters))
     try:
-        cut = stages_of(model, stages)
+        stage_models = stages_of(model, stages)
     except ModelError:
         assert stages > 1
         return
-    assert [p for stage in cut for p in stage.parameters] == parameters
+    assert [p for stage in stage_models for p in stage.parameters] == parameters
     for layer in layers_of(parameters):
-        assert sum(bool(set(layer) & set(stage.parameters)) for stage in cut) == 1
+        assert sum(bool(set(layer) & set(stage.parameters)) for stage in stage_models) == 1
 
 
 def test_the_papers_two_stages_are_balanced() -> None:
@@ -197,4 +197,4 @@ def test_too_many_stages_are_refused() -> None:
 
 
 def test_types_are_those_of_gradients() -> None:
-    assert all(named.dtype in ITEMSIZES for named in NAMED_MODELS)
+    assert all(named_model.dtype in ITEMSIZES for named_model in NAMED_MODELS)

@@ -33,7 +33,7 @@ from checkmate.planner.scaling import (
 from testbed.jobs import job_data
 from tests.support.cli import COMMAND, invoke
 from tests.support.documents import check_document
-from tests.support.planner import ADAMW, TINY, named, times
+from tests.support.planner import ADAMW, TINY, model_by_name, times
 
 
 def test_a_model_that_fits_is_stepped_whole() -> None:
@@ -45,7 +45,7 @@ def test_a_model_that_fits_is_stepped_whole() -> None:
 @settings(max_examples=40)
 @given(st.sampled_from(["ResNet50", "GPT3-XL", "LLaMA2-7B"]), st.integers(1 << 20, 20 << 30))
 def test_layers_stand_for_all_of_their_kind_and_fit(name: str, memory: int) -> None:
-    model = named(name)
+    model = model_by_name(name)
     samples = samples_of(model, ADAMW, memory)
     stepped = sum(sample.weight * sum(p.elements for p in sample.parameters) for sample in samples)
     assert stepped == pytest.approx(model.elements)
@@ -90,24 +90,24 @@ def open_files() -> Counter[str]:
 
 
 def children() -> set[int]:
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    return {int(pid) for pid in found.split()}
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return {int(pid) for pid in pids.split()}
 
 
 @pytest.mark.parametrize("memory", [1 << 30, 30_000])
 def test_a_step_is_measured_whole_and_by_layer(memory: int) -> None:
     model = load_model(TINY)
     threads = torch.get_num_threads()
-    said: list[tuple[str, float]] = []
-    found = profile_step.measure(
-        model, ADAMW, (1, 2), 0.01, memory, lambda text, part: said.append((text, part))
+    progress: list[tuple[str, float]] = []
+    times_measured = profile_step.measure(
+        model, ADAMW, (1, 2), 0.01, memory, lambda text, part: progress.append((text, part))
     )
-    assert list(found.seconds) == [1, 2]
-    assert min(found.seconds.values()) > 0
-    assert found.by_layer == (memory == 30_000)
-    assert sum(part for _, part in said) == pytest.approx(2)
+    assert list(times_measured.seconds) == [1, 2]
+    assert min(times_measured.seconds.values()) > 0
+    assert times_measured.by_layer == (memory == 30_000)
+    assert sum(part for _, part in progress) == pytest.approx(2)
     assert torch.get_num_threads() == threads
-    assert found.elements == model.elements
+    assert times_measured.elements == model.elements
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.svg"])
@@ -120,14 +120,14 @@ def test_the_figure_names_axes_models_and_nodes(tmp_path: Path, name: str) -> No
     file = tmp_path / name
     enough = sizing(model, ADAMW, lines[0][1], Machine(2, 1 << 40, 1e9), 3, 1.5)
     write_figure(file, lines, 2, 3, 1.5, {TINY: enough})
-    written = file.read_bytes()
+    content = file.read_bytes()
     write_figure(file, lines, 2, 3, 1.5, {TINY: enough})
-    assert file.read_bytes() == written
+    assert file.read_bytes() == content
     assert [f.name for f in tmp_path.iterdir()] == [name]
     if name.endswith("png"):
-        assert written.startswith(b"\x89PNG")
+        assert content.startswith(b"\x89PNG")
         return
-    text = written.decode()
+    text = content.decode()
     for words in ("cores, over all shadow nodes", "time of an optimizer step", TINY, "other (by layer)"):
         assert words in text
     assert all(
@@ -147,17 +147,19 @@ def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
     code, output = profile("--json", "--iteration-time", "10s", "--plot", str(picture), "--cores", "4", *RING)
     assert code == 0
     text = output[output.index("{\n") :]
-    check_document("profile", said := json.loads(text))
-    assert [step["model"] for step in said["steps"]] == [TINY]
-    assert said["sizes"][0]["nodes_needed"] == 1
-    assert [size["cores"] for size in said["sizes"][0]["nodes"]] == [4, 8, 12, 16]
-    assert set(said["receive_bytes_per_s"]) == {"1", "2"}
-    assert all(one["what"].startswith("receiving") for one in said["outliers"])  # one thread has no other
-    assert {size["socket_bytes"] for size in said["sizes"][0]["nodes"]} == {2 * 3 * 2 * (8 << 20)}
+    check_document("profile", document := json.loads(text))
+    assert [step["model"] for step in document["steps"]] == [TINY]
+    assert document["sizes"][0]["nodes_needed"] == 1
+    assert [size["cores"] for size in document["sizes"][0]["nodes"]] == [4, 8, 12, 16]
+    assert set(document["receive_bytes_per_s"]) == {"1", "2"}
+    assert all(
+        outlier["what"].startswith("receiving") for outlier in document["outliers"]
+    )  # one thread has no other
+    assert {size["socket_bytes"] for size in document["sizes"][0]["nodes"]} == {2 * 3 * 2 * (8 << 20)}
     assert picture.read_text().startswith("<?xml")
 
-    kept = tmp_path / "profile.json"
-    kept.write_text(text)
+    profile_file = tmp_path / "profile.json"
+    profile_file.write_text(text)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job_data(nodes=2, channels=2)))
     line: list[str | Path] = [
@@ -167,7 +169,7 @@ def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
         "--model",
         TINY,
         "--profile",
-        kept,
+        profile_file,
         "--iteration-time",
         "10s",
     ]
@@ -175,9 +177,9 @@ def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
     assert code == 0, output
     check_document("plan-capacity", plan := json.loads(output[output.index("{\n") :]))
     assert plan["not_checked"] == []
-    step = said["steps"][0]["seconds"]["1"]
+    step = document["steps"][0]["seconds"]["1"]
     assert [node["step_seconds"] for node in plan["nodes"]] == pytest.approx([step / 2] * 2)
-    rate = min(said["receive_bytes_per_s"]["2"] / 2, 100e9 / 8)
+    rate = min(document["receive_bytes_per_s"]["2"] / 2, 100e9 / 8)
     assert plan["nics"][0]["receive_seconds"] == pytest.approx(plan["nics"][0]["bytes"] / rate)
     code, output = invoke(*line, "--node-memory", "4GB", "--iteration-time", "1us")
     assert code == 2
@@ -200,11 +202,11 @@ def test_the_plot_has_the_number_of_nodes_that_the_table_names(tmp_path: Path) -
     line = ("--json", "--iteration-time", "10s", "--receive-buffer", "1", "--node-memory", "4.34MB")
     code, output = profile(*line, "--nodes", "2", "--plot", str(picture))
     assert code == 0
-    needed = json.loads(output[output.index("{\n") :])["sizes"][0]["nodes_needed"]
-    assert 4 < needed <= 8
-    drawn = picture.read_text()
-    assert f"<!-- {needed} nodes -->" in drawn and f"<!-- {needed + 1} nodes -->" not in drawn
-    assert "<!-- nodes that suffice -->" in drawn
+    nodes_needed = json.loads(output[output.index("{\n") :])["sizes"][0]["nodes_needed"]
+    assert 4 < nodes_needed <= 8
+    svg = picture.read_text()
+    assert f"<!-- {nodes_needed} nodes -->" in svg and f"<!-- {nodes_needed + 1} nodes -->" not in svg
+    assert "<!-- nodes that suffice -->" in svg
 
 
 def test_a_busy_machine_is_told_by_its_load_average(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +217,7 @@ def test_a_busy_machine_is_told_by_its_load_average(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "words"),
     [
         (["--threads", "0"], "--threads must be numbers from 1 to"),
         (["--threads", "1,x"], "--threads must be numbers from 1 to"),
@@ -227,18 +229,18 @@ def test_a_busy_machine_is_told_by_its_load_average(monkeypatch: pytest.MonkeyPa
         (["--model", "GPT9"], "no model GPT9"),
     ],
 )
-def test_nonsense_is_refused_before_anything_is_measured(line: Sequence[str], said: str) -> None:
+def test_nonsense_is_refused_before_anything_is_measured(line: Sequence[str], words: str) -> None:
     code, output = invoke("profile", *line)
     assert code == 2
-    assert said in " ".join(output.split())
+    assert words in " ".join(output.split())
 
 
 def test_too_little_memory_is_said_before_anything_is_measured() -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
     code, output = invoke("profile", "--model", "ResNet50", "--memory", "1B", "--seconds", "60")
     assert code == 1
     assert "1 byte of memory: too little to step even part of conv1.weight" in " ".join(output.split())
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - start < 30
 
 
 def test_this_machine_has_cores_and_memory() -> None:
@@ -253,8 +255,8 @@ def test_this_machine_has_cores_and_memory() -> None:
 def test_a_profile_that_is_interrupted_leaves_nothing_behind(number: signal.Signals) -> None:
     line = [*COMMAND, "profile", "--model", TINY, "--seconds", "60"]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not (sender := listed.read_text().split()):
+    children_file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (sender := children_file.read_text().split()):
         assert process.poll() is None
         time.sleep(0.05)
     time.sleep(0.2)

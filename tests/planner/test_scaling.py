@@ -32,7 +32,7 @@ from checkmate.planner.scaling import (
 from checkmate.planner.units import NODES_MAX
 from checkmate.wire.parameter import Parameter
 from testbed.jobs import job
-from tests.support.planner import ADAMW, TINY, named, times
+from tests.support.planner import ADAMW, TINY, model_by_name, times
 
 COUNTS = st.lists(st.integers(1, 64), min_size=2, max_size=6, unique=True).map(sorted)
 
@@ -41,19 +41,19 @@ COUNTS = st.lists(st.integers(1, 64), min_size=2, max_size=6, unique=True).map(s
 def test_amdahls_law_is_found_again(counts: list[int], fixed: float, shared: float) -> None:
     measured = {n: fixed + shared / n for n in counts}
     assert amdahl(measured) == pytest.approx((fixed, shared), rel=1e-3, abs=1e-4)
-    found = times(measured)
+    step_times = times(measured)
     for cores in (*counts, 0.5 * (counts[0] + counts[1]), counts[-1] + 1, 4 * counts[-1]):
-        assert found.on(cores) == pytest.approx(fixed + shared / cores, rel=1e-3)
+        assert step_times.on(cores) == pytest.approx(fixed + shared / cores, rel=1e-3)
 
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(1e-3, 10), min_size=1, max_size=6), st.floats(0.5, 200))
 def test_whatever_was_measured_more_cores_are_never_worse(seconds: dict[int, float], cores: float) -> None:
-    found = times(dict(sorted(seconds.items())))
+    step_times = times(dict(sorted(seconds.items())))
     for n in seconds:
-        assert found.on(n) == min(took for m, took in seconds.items() if m <= n)
-    assert found.on(2 * cores) <= found.on(cores) * (1 + 1e-9)
-    assert 0 < found.on(cores) <= max(seconds.values()) * max(1, min(seconds) / cores) * (1 + 1e-9)
-    assert min(amdahl(found.seconds)) >= 0
+        assert step_times.on(n) == min(took for m, took in seconds.items() if m <= n)
+    assert step_times.on(2 * cores) <= step_times.on(cores) * (1 + 1e-9)
+    assert 0 < step_times.on(cores) <= max(seconds.values()) * max(1, min(seconds) / cores) * (1 + 1e-9)
+    assert min(amdahl(step_times.seconds)) >= 0
 
 
 def test_one_measurement_promises_nothing_of_more_cores() -> None:
@@ -83,12 +83,12 @@ def test_the_papers_gpt3_needs_one_node() -> None:
     model = load_model("GPT3-6.7B")
     measured = StepTimes("GPT3-6.7B", "AdamW", "bfloat16", model.elements, {1: 6.0, 28: 0.5}, by_layer=False)
     node = Machine(28, 10**12, 25e9)
-    found, enough = sizings(model, ADAMW, measured, node, 2.0)
+    sized, enough = sizings(model, ADAMW, measured, node, 2.0)
     assert enough is not None
     assert enough.nodes == 1
-    assert [s.nodes for s in found] == [1, 2, 3, 4]
-    assert found[1].step_seconds == pytest.approx(0.25, rel=0.02)
-    assert found[3].step_seconds == pytest.approx(0.125, rel=0.04)
+    assert [s.nodes for s in sized] == [1, 2, 3, 4]
+    assert sized[1].step_seconds == pytest.approx(0.25, rel=0.02)
+    assert sized[3].step_seconds == pytest.approx(0.125, rel=0.04)
 
 
 @settings(max_examples=40)
@@ -96,16 +96,16 @@ def test_the_papers_gpt3_needs_one_node() -> None:
     st.floats(0.01, 20), st.floats(1e9, 1e12), st.floats(1e8, 1e12), st.sampled_from(["GPT3-XL", "ResNet50"])
 )
 def test_the_number_of_nodes_is_the_fewest(iteration: float, memory: float, rate: float, name: str) -> None:
-    model = named(name)
+    model = model_by_name(name)
     node = Machine(4, int(memory), rate)
-    found, enough = sizings(model, ADAMW, times({1: 6.0, 4: 2.0}, model.elements), node, iteration)
-    fitting = [s.nodes for s in found if not s.short_of]
+    sized, enough = sizings(model, ADAMW, times({1: 6.0, 4: 2.0}, model.elements), node, iteration)
+    fitting = [s.nodes for s in sized if not s.short_of]
     assert (enough.nodes if enough else None) == (fitting[0] if fitting else None)
     if enough is None:
-        assert len(found) == NODES_MAX
-    for one in found:
-        assert ("step" in one.short_of) == (one.step_seconds > iteration)
-        assert ("memory" in one.short_of) == (one.memory_bytes > int(memory))
+        assert len(sized) == NODES_MAX
+    for node_sizing in sized:
+        assert ("step" in node_sizing.short_of) == (node_sizing.step_seconds > iteration)
+        assert ("memory" in node_sizing.short_of) == (node_sizing.memory_bytes > int(memory))
 
 
 def test_memory_is_that_of_a_plan() -> None:
@@ -117,13 +117,13 @@ def test_memory_is_that_of_a_plan() -> None:
 @pytest.mark.parametrize("channels", [1, 2, 8])
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_each_nodes_memory_is_that_of_a_plan_sockets_too(nodes: int, channels: int) -> None:
-    model = named("ResNet50")
-    made = job(nodes=nodes, channels=channels)
-    planned = Demand(made, (model,), ADAMW, 1e11, 8 << 20).nodes
+    model = model_by_name("ResNet50")
+    planned_job = job(nodes=nodes, channels=channels)
+    planned = Demand(planned_job, (model,), ADAMW, 1e11, 8 << 20).nodes
     machine = Machine(4, 10**12, 1e9, channels, 8 << 20)
-    found = sizing(model, ADAMW, times({1: 1.0}), machine, nodes, None)
-    assert found.memory_bytes == max(node.memory.total for node in planned)
-    assert {node.memory.socket_buffers for node in planned} == {found.socket_bytes}
+    node_sizing = sizing(model, ADAMW, times({1: 1.0}), machine, nodes, None)
+    assert node_sizing.memory_bytes == max(node.memory.total for node in planned)
+    assert {node.memory.socket_buffers for node in planned} == {node_sizing.socket_bytes}
 
 
 @given(
@@ -153,12 +153,12 @@ def test_a_figure_that_the_others_contradict_is_an_outlier(
 
 def test_outliers_are_marked_where_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     step = StepTimes("a[red]:b", "AdamW", "float32", 1000, {1: 4.0, 2: 9.0, 4: 1.2}, by_layer=False)
-    found = figures(Profile(4, {1: 2e9, 2: 1e9}, (step,)))
-    assert [(one.parts, one.outlier) for one in found if one.outlier] == [
+    figures_shown = figures(Profile(4, {1: 2e9, 2: 1e9}, (step,)))
+    assert [(figure.parts, figure.outlier) for figure in figures_shown if figure.outlier] == [
         ("2 NICs", "slower than with 1"),
         ("2 threads", "slower than with 1"),
     ]
-    out.print(measured(found), markup=False)
+    out.print(measured(figures_shown), markup=False)
     rows = [row for row in capsys.readouterr().out.splitlines() if "slower than with 1" in row]
     assert len(rows) == 2
     assert "AdamW step of a[red]:b" in rows[1]
@@ -169,10 +169,10 @@ def test_outliers_are_marked_where_figures_are_shown(capsys: pytest.CaptureFixtu
 
 
 def test_a_profile_of_another_optimizer_is_refused() -> None:
-    kept = Profile(1, {1: 1e9}, (times({1: 1.0}),))
+    profile = Profile(1, {1: 1e9}, (times({1: 1.0}),))
     with pytest.raises(ProfileError, match="no step of SGD in float32; it has m, AdamW, float32"):
-        kept.steps_of(load_model(TINY), "SGD")
-    assert kept.steps_of(load_model(TINY), "AdamW").model == "m"
+        profile.steps_of(load_model(TINY), "SGD")
+    assert profile.steps_of(load_model(TINY), "AdamW").model == "m"
 
 
 WRONG: list[tuple[tuple[Any, ...], object]] = [
@@ -190,18 +190,18 @@ WRONG: list[tuple[tuple[Any, ...], object]] = [
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    kept = Profile(8, {1: 1.5e9, 2: 2e9}, (times({1: 1.0, 8: 0.25}),))
+    profile = Profile(8, {1: 1.5e9, 2: 2e9}, (times({1: 1.0, 8: 0.25}),))
     file = tmp_path / "profile.json"
-    file.write_text(json.dumps(asdict(kept)))
-    assert read_profile(file) == kept
+    file.write_text(json.dumps(asdict(profile)))
+    assert read_profile(file) == profile
     for path, wrong_value in WRONG:
-        said = json.loads(json.dumps(asdict(kept)))
+        document = json.loads(json.dumps(asdict(profile)))
         *way, last = path
-        at = said
+        at = document
         for key in way:
             at = at[key]
         at[last] = wrong_value
-        file.write_text(json.dumps(said))
+        file.write_text(json.dumps(document))
         with pytest.raises(ProfileError, match="is not a profile.*; create one"):
             read_profile(file)
     for wrong in ("[]", "{}", '{"steps": [], "cores": 1, "receive_bytes_per_s": {}}', "no"):

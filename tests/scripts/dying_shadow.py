@@ -29,20 +29,20 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def patch(where: object, **what: Callable[..., Any]) -> None:
+def patch(where: object, **replacements: Callable[..., Any]) -> None:
     """Replace functions."""
-    for name, function in what.items():
+    for name, function in replacements.items():
         setattr(where, name, function)
 
 
 def in_receive(when: int) -> None:
     room: Callable[..., memoryview] = BucketSets.room
-    seen = 0
+    calls_in_iteration = 0
 
     def stopping(sets: BucketSets, iteration: int, bucket: int, start: int, end: int) -> memoryview:
-        nonlocal seen
-        seen += iteration == when
-        if seen == 2:
+        nonlocal calls_in_iteration
+        calls_in_iteration += iteration == when
+        if calls_in_iteration == 2:
             stop()
         return room(sets, iteration, bucket, start, end)
 

@@ -35,12 +35,12 @@ def calls_in(groups: Iterable[str]) -> set[str]:
     text = subprocess.run(["systemd-analyze", "syscall-filter"], capture_output=True, text=True, check=True)
     blocks = re.findall(r"^(@[\w-]+)\n((?: .*\n)*)", text.stdout, re.MULTILINE)
     members = {name: [word for word in body.split("\n") if word.strip()] for name, body in blocks}
-    wanted, found = {"@default", *groups}, set[str]()
-    while wanted:
-        name = wanted.pop()
+    pending, calls = {"@default", *groups}, set[str]()
+    while pending:
+        name = pending.pop()
         for member in (line.strip() for line in members[name] if not line.strip().startswith("#")):
-            (wanted if member.startswith("@") else found).add(member)
-    return found
+            (pending if member.startswith("@") else calls).add(member)
+    return calls
 
 
 def program(families: Iterable[str], calls: Iterable[str]) -> bytes:
@@ -64,9 +64,11 @@ def main(words: Sequence[str]) -> None:
     """Install the filter, and execute the command."""
     families, groups, *command = words
     code = program(families.split(), calls_in(groups.split()))
-    kept = ctypes.create_string_buffer(code, len(code))
-    made = _Program(len(code) // 8, ctypes.addressof(kept))
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(made), 0, 0):
+    filter_bytes = ctypes.create_string_buffer(code, len(code))
+    filter_program = _Program(len(code) // 8, ctypes.addressof(filter_bytes))
+    if ctypes.CDLL(None, use_errno=True).prctl(
+        _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(filter_program), 0, 0
+    ):
         sys.exit(f"no filter: {os.strerror(ctypes.get_errno())}")
     os.execvp(command[0], command)
 

@@ -50,7 +50,7 @@ def that_takes_no_hook(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook = refuse  # type: ignore[method-assign]
 
 
-def left(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def leftovers(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return threads, hooks, the tagger's descriptors and the ring's sockets."""
     folder = Path("/proc/self/fd")
     links = []
@@ -101,11 +101,11 @@ def failing(prepare: Callable[[DistributedDataParallel], None], **more: Any) -> 
     error = ""
     try:
         checkmate.protect(ddp, optimizer, wait=5, **more)
-    except Exception as caught:  # noqa: BLE001 - whatever it is
-        error = f"{type(caught).__name__}: {caught}"
-    found = {"error": error, **left(ddp, optimizer)}
+    except Exception as failure:  # noqa: BLE001 - whatever it is
+        error = f"{type(failure).__name__}: {failure}"
+    report = {"error": error, **leftovers(ddp, optimizer)}
     ddp(torch.ones(2, 4)).sum().backward()  # the script continues without it
-    return found
+    return report
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found = {
+    report = {
         "hook": failing(with_a_hook_of_its_own),
         "late": failing(that_takes_no_hook),
         "scaler": failing(lambda ddp: None, scaler=NoScaler()),
@@ -124,12 +124,12 @@ def main() -> None:
         dist.barrier()
         try:
             checkmate.protect(ddp, optimizer, wait=5)
-        except Exception as caught:  # noqa: BLE001 - whatever it is
-            found["alone"] = {"error": type(caught).__name__, **left(ddp, optimizer)}
+        except Exception as failure:  # noqa: BLE001 - whatever it is
+            report["alone"] = {"error": type(failure).__name__, **leftovers(ddp, optimizer)}
     else:
         DistributedDataParallel(nn.Linear(4, 4))
         dist.barrier()
-    Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(found))
+    Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,10 @@ _SECONDS: Final = 90.0
 
 def recipes() -> dict[str, str]:
     """Return the guide's recipes by title: the code below its headings of the third level."""
-    found = re.findall(r"^### ([^\n]+)\n(?:(?!^#).)*?^```python\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
-    return dict(found)
+    sections = re.findall(
+        r"^### ([^\n]+)\n(?:(?!^#).)*?^```python\n(.*?)^```", GUIDE.read_text(), re.M | re.S
+    )
+    return dict(sections)
 
 
 class Undisturbed:
@@ -66,7 +68,7 @@ class Undisturbed:
         """Do nothing."""
 
 
-def given(code: str, phase: str, forwards: list[float], started: list[int]) -> dict[str, Any]:
+def recipe_names(code: str, phase: str, forwards: list[float], starts: list[int]) -> dict[str, Any]:
     """Return a recipe's names: model, optimizer and data, which differ between phases until restored."""
     torch.manual_seed({"undisturbed": 1, "killed": 1, "resumed": 77}[phase])
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
@@ -83,10 +85,10 @@ def given(code: str, phase: str, forwards: list[float], started: list[int]) -> d
 
         def restore(*arguments: Any, **options: Any) -> checkmate.Restored:
             if phase == "killed":  # `protect` alone begins with iteration 0
-                started.append(0)
+                starts.append(0)
                 return checkmate.Restored(0)
             restored = checkmate.restore(*arguments, **options)
-            started.append(restored.iteration)
+            starts.append(restored.iteration)
             return restored
 
         here = SimpleNamespace(restore=restore, protect=checkmate.protect, Batches=checkmate.Batches)
@@ -110,19 +112,19 @@ def given(code: str, phase: str, forwards: list[float], started: list[int]) -> d
 def run(title: str, code: str, phase: str, folder: Path) -> None:
     """Run one phase of a recipe in a separate process."""
     forwards: list[float] = []
-    started: list[int] = []
-    names = given(code, phase, forwards, started)
+    starts: list[int] = []
+    names = recipe_names(code, phase, forwards, starts)
     exec(compile(f"from __future__ import annotations\n{code}", title, "exec"), names)
-    kept = ("model", "ema", "optimizer", "scheduler")
-    found = {
-        "started": started,
+    stateful_names = ("model", "ema", "optimizer", "scheduler")
+    results = {
+        "started": starts,
         "forwards": forwards,
-        "state": {name: names[name].state_dict() for name in kept if name in names},
+        "state": {name: names[name].state_dict() for name in stateful_names if name in names},
         "optimizers": [optimizer.state_dict() for optimizer in names.get("optimizers", ())],
         "values": {name: names[name] for name in ("best", "epoch", "used") if name in names},
         "random": torch.rand(3),
     }
-    torch.save(found, folder / f"{title}.{phase}.rank{dist.get_rank()}.pt")
+    torch.save(results, folder / f"{title}.{phase}.rank{dist.get_rank()}.pt")
 
 
 def forked(title: str, code: str, phase: str, folder: Path, port: int) -> int:

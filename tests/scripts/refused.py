@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 
-ITERATIONS, CHANGED = 5, 2
+ITERATIONS, CHANGED_AT = 5, 2
 
 
 def main(mode: str) -> None:
@@ -24,16 +24,16 @@ def main(mode: str) -> None:
     dist.init_process_group("gloo")
     ddp = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    seen: dict[str, object] = {}
-    checkmate.protect(ddp, optimizer, extra=lambda: seen)
+    extra_state: dict[str, object] = {}
+    checkmate.protect(ddp, optimizer, extra=lambda: extra_state)
     for iteration in range(ITERATIONS):
         with contextlib.suppress(RuntimeError) if mode == "caught" else contextlib.nullcontext():
             ddp(torch.ones(3, 4)).sum().backward()
             if mode == "unstored" and iteration == ITERATIONS - 1:
-                seen["stream"] = sys.intern  # captured with the optimizer's step
+                extra_state["stream"] = sys.intern  # captured with the optimizer's step
             optimizer.step()
             optimizer.zero_grad()
-        if mode == "caught" and iteration == CHANGED:
+        if mode == "caught" and iteration == CHANGED_AT:
             ddp.module.weight.data.mul_(2)
     dist.barrier()
 

@@ -47,8 +47,8 @@ class OddShapes(nn.Module):
         formats.append(torch.channels_last_3d if "deep" in turned else torch.contiguous_format)
         flat, deep = nn.Conv2d(4, 6, 3), nn.Conv3d(2, 3, 2)
         self.flat, self.deep = (
-            module.to(memory_format=one)  # type: ignore[call-overload]
-            for module, one in zip((flat, deep), formats, strict=True)
+            module.to(memory_format=memory_format)  # type: ignore[call-overload]
+            for module, memory_format in zip((flat, deep), formats, strict=True)
         )
         weight = torch.randn(24, 5)
         self.empty = nn.Parameter(torch.zeros(0))
@@ -257,7 +257,7 @@ class ScriptRank:
         with self.folder.joinpath(f"rank{self.rank}.jsonl").open("a") as log:
             print(json.dumps({"event": event, **more}), file=log)
 
-    def save(self, what: str = "") -> None:
+    def save(self, suffix: str = "") -> None:
         """Save all state, for comparison; drawn random numbers are restored."""
         generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
         state = {
@@ -270,7 +270,7 @@ class ScriptRank:
             "numpy": float(np.random.rand()),
             "sampler": self.sampler,
         }
-        torch.save(state, self.folder / f"rank{self.rank}.{what}pt")
+        torch.save(state, self.folder / f"rank{self.rank}.{suffix}pt")
         torch.set_rng_state(generators[0])
         random.setstate(generators[1])
         np.random.set_state(generators[2])
@@ -329,18 +329,18 @@ class ScriptRank:
 
     def _groups(self) -> list[dict[str, Any]]:
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() <= 1]
-        return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        return [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
 
     def _dp_group(self) -> Any:
         """Return this rank's DP group; every rank has to create all of them."""
-        found = None
-        every = [list(range(dist.get_world_size()))]
-        for ranks in (not self.orders.together and self.orders.groups) or every:
+        own_group = None
+        single_group = [list(range(dist.get_world_size()))]
+        for ranks in (not self.orders.together and self.orders.groups) or single_group:
             group = dist.new_group(ranks)
             if self.rank in ranks:
-                found = group
-        return found
+                own_group = group
+        return own_group
 
 
 if __name__ == "__main__":

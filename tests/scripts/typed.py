@@ -22,9 +22,9 @@ def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> flo
     try:
         start, extra = checkmate.restore(ddp, optimizer, scheduler=scheduler, scaler=scaler, timeout=30)
         assert_type(start, int)
-        seen = 0 if extra is None else int(extra["seen"])
+        position = 0 if extra is None else int(extra["seen"])
         with checkmate.protect(
-            ddp, optimizer, scheduler=scheduler, scaler=scaler, extra=lambda: {"seen": seen}
+            ddp, optimizer, scheduler=scheduler, scaler=scaler, extra=lambda: {"seen": position}
         ) as protection:
             assert_type(protection, checkmate.Protection)
             for iteration in protection.steps(range(start, 10)):
@@ -43,7 +43,7 @@ def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> flo
     return loss.item()
 
 
-def others(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+def other_schedulers(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Use every kind of scheduler, and make mistakes that mypy finds."""
     warm = LambdaLR(optimizer, float)
     checkmate.restore(ddp, optimizer, scheduler=ReduceLROnPlateau(optimizer))

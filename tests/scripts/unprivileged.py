@@ -22,7 +22,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     ddp = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    before = sorted(one.name for one in effective())
+    before = sorted(capability.name for capability in effective())
     with checkmate.protect(ddp, optimizer) as protection:
         for _ in protection.steps(range(2)):
             ddp(torch.ones(1, 4)).sum().backward()
@@ -31,19 +31,19 @@ def main() -> None:
         child = subprocess.run(
             ["grep", "CapEff", "/proc/self/status"], capture_output=True, text=True, check=True
         )
-    again, other = "", DistributedDataParallel(nn.Linear(4, 1))
+    again, second_model = "", DistributedDataParallel(nn.Linear(4, 1))
     try:
-        checkmate.protect(other, torch.optim.SGD(other.parameters(), lr=0.1))
+        checkmate.protect(second_model, torch.optim.SGD(second_model.parameters(), lr=0.1))
     except checkmate.CheckmateError as error:
         again = str(error)
-    said = {
+    report = {
         "user": os.geteuid(),
         "before": before,
-        "after": sorted(one.name for one in effective()),
+        "after": sorted(capability.name for capability in effective()),
         "child": int(child.stdout.split()[1], 16),
         "again": again,
     }
-    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(said))
+    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 

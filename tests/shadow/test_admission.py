@@ -37,7 +37,7 @@ from testbed.copies import Copies, local_job
 from testbed.jobs import keys_of
 from testbed.record_line import RecordLine
 from testbed.small_training import SmallTraining, status
-from tests.shadow.test_service import refused, request_of
+from tests.shadow.test_service import expect_refusal, request_of
 from tests.support.keys import role_keys, secured, served_job
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.processes import NodeProcess
@@ -131,7 +131,9 @@ def test_a_stranger_owns_a_checkpoint_without_keys_and_gets_nothing_with_them(
 
 
 def denied(call: Callable[[], object], rpc_name: str, role: Role) -> None:
-    with refused(grpc.StatusCode.PERMISSION_DENIED, f"role {role} may not call {rpc_name}, which is for"):
+    with expect_refusal(
+        grpc.StatusCode.PERMISSION_DENIED, f"role {role} may not call {rpc_name}, which is for"
+    ):
         call()
 
 
@@ -181,7 +183,7 @@ def test_a_shadow_node_of_another_host_is_refused(tmp_path: Path) -> None:
     try:
         with grpc.secure_channel(f"127.0.0.1:{port}", channel_credentials(keys), options=OPTIONS) as channel:
             why = "Release came with a certificate of role shadow from 127.0.0.1, which is not a host"
-            with refused(grpc.StatusCode.PERMISSION_DENIED, why):
+            with expect_refusal(grpc.StatusCode.PERMISSION_DENIED, why):
                 ShadowStub(channel).Release(pb.ReleaseRequest(job="gpt"), timeout=5)
     finally:
         server.stop(0).wait()
@@ -262,13 +264,13 @@ def with_end(sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"neither TLS nor a greeting" * 100, b"\x16\x03\x01\x00\x04junk"], ids=["text", "junk"]
+    "payload", [b"neither TLS nor a greeting" * 100, b"\x16\x03\x01\x00\x04junk"], ids=["text", "junk"]
 )
-def test_a_stranger_leaves_bounded_lines(job: Job, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stranger_leaves_bounded_lines(job: Job, payload: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with Serving(job, 0), caplog.at_level(logging.INFO, "checkmate"):
         for number in range(40):
             with socket.create_connection(job.node(0).records_at, 5) as sock:
-                sock.sendall(sent)
+                sock.sendall(payload)
                 sock.settimeout(5)
                 with_end(sock)
             if number == 0:

@@ -34,7 +34,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = needs_buffers
 NAN = float("nan")
-OTHER = pb.JobRanks(groups=[pb.GroupRanks(ranks=[1, 0, 2])])
+OTHER_RANKS = pb.JobRanks(groups=[pb.GroupRanks(ranks=[1, 0, 2])])
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def stub(job: Job) -> Iterator[ShadowStub]:
         yield ShadowStub(channel)
 
 
-def request_of(job: Job, **other: Any) -> pb.BeginRequest:
+def request_of(job: Job, **changes: Any) -> pb.BeginRequest:
     layout = make_layout([Parameter("w", (4,), "float32")], job.shards(0))
     spec = pb.OptimizerSpec(name="torch.optim.SGD")
     spec.groups.add(parameters=[0], options='{"lr": 0.1}')
@@ -58,7 +58,7 @@ def request_of(job: Job, **other: Any) -> pb.BeginRequest:
         "start": START,
         "continues": START,
     }
-    return pb.BeginRequest(**{**fields, **other})
+    return pb.BeginRequest(**{**fields, **changes})
 
 
 def refusal(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
@@ -74,7 +74,7 @@ def laid(shape: object, shards: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("changes", "words"),
     [
         ({"layout": laid([1 << 45])}, "its shards have 141 TB of parameters"),
         ({"layout": laid([-4])}, "sizes must be a list of numbers"),
@@ -91,7 +91,7 @@ def laid(shape: object, shards: int = 1) -> str:
         ({"continues": b""}, "continues has 0 bytes"),
         ({"run": "r" * 1000}, "run has 1000 characters"),
         (
-            {"job_ranks": OTHER},
+            {"job_ranks": OTHER_RANKS},
             "job file has DP group 0 with ranks 1, 0, 2, but this node's has it with ranks 0, 1, 2",
         ),
         ({"protocol": 0}, "the caller has an older version of Checkmate"),
@@ -99,11 +99,11 @@ def laid(shape: object, shards: int = 1) -> str:
     ],
 )
 def test_a_begin_beyond_its_bounds_is_refused(
-    job: Job, stub: ShadowStub, other: dict[str, Any], words: str
+    job: Job, stub: ShadowStub, changes: dict[str, Any], words: str
 ) -> None:
-    code, details = refusal(lambda: stub.Begin(request_of(job, **other), timeout=5))
+    code, details = refusal(lambda: stub.Begin(request_of(job, **changes), timeout=5))
     assert words in details
-    assert code == grpc.StatusCode.FAILED_PRECONDITION or "protocol" not in other
+    assert code == grpc.StatusCode.FAILED_PRECONDITION or "protocol" not in changes
     assert not status(job, 0).holds
 
 
@@ -115,13 +115,13 @@ def test_no_generation_is_discarded_that_no_run_has_reached(job: Job, stub: Shad
     assert status(job, 0).discarded == 0
 
 
-def forged(job: Job, **other: Any) -> pb.RecordPart:
-    fields = {"job": job.job, "run": "one", "start": START, **other}
+def forged(job: Job, **changes: Any) -> pb.RecordPart:
+    fields = {"job": job.job, "run": "one", "start": START, **changes}
     return pb.RecordPart(**fields)
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("changes", "words"),
     [
         ({"iteration": 1 << 40}, "more than 1048576 beyond iteration"),
         ({"iteration": (1 << 62)}, "must be a number from 0 to"),
@@ -138,12 +138,12 @@ def forged(job: Job, **other: Any) -> pb.RecordPart:
     ],
 )
 def test_a_forged_record_is_refused_and_the_node_goes_on(
-    job: Job, stub: ShadowStub, other: dict[str, Any], words: str
+    job: Job, stub: ShadowStub, changes: dict[str, Any], words: str
 ) -> None:
     stub.Begin(request_of(job), timeout=5)
     line = RecordLine(job, 0)
     start = time.monotonic()
-    reply = line.answer(forged(job, **other))
+    reply = line.answer(forged(job, **changes))
     line.close()
     assert words in reply.refused
     assert status(job, 0).holds
@@ -361,9 +361,9 @@ def test_half_open_streams_between_nodes_leave_no_traceback(
     with open_channel(job, 0, None) as channel:
         call: Any = channel.stream_stream("/checkmate.v1.Shadow/Commit", None, None)
         calls = [call(nothing()) for _ in range(60)]
-        wait_until(lambda: sum(one.done() for one in calls) > 1, "refused", 10)
-        wait_until(lambda: "peer reports" not in {one.name for one in threading.enumerate()}, "ended", 10)
-        codes = {one.code() for one in calls if one.done()}
+        wait_until(lambda: sum(entry.done() for entry in calls) > 1, "refused", 10)
+        wait_until(lambda: "peer reports" not in {entry.name for entry in threading.enumerate()}, "ended", 10)
+        codes = {entry.code() for entry in calls if entry.done()}
         release.set()
     assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
     assert not failed

@@ -47,8 +47,8 @@ def test_the_command_serves_until_it_is_told_to_end(
     job = local_job(nodes=1)
     process = start(job, 0, "--no-view")
     assert process.line() == f"ready: shadow node 0 of job {job.job}; stop with Ctrl-C\n"
-    said = status(job, 0)
-    assert (said.node, said.holds_nothing, said.fenced) == (0, True, False)
+    node_status = status(job, 0)
+    assert (node_status.node, node_status.holds_nothing, node_status.fenced) == (0, True, False)
     with open_channel(job, 0, None) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         answer = health.Check(health_pb2.HealthCheckRequest(service="checkmate.v1.Shadow"), timeout=5)

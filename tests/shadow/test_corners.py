@@ -218,14 +218,14 @@ def test_buffers_that_cannot_be_read_stop_no_step(world: Callable[..., World]) -
     check_now(here, training)
 
 
-@pytest.mark.parametrize("what", ["due_steps", "forget", "tick"])
+@pytest.mark.parametrize("method", ["due_steps", "forget", "tick"])
 def test_threads_survive_what_should_not_happen(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     here = world(nodes=1, ranks=2)
     training = here.started()
     node = here.nodes[0].node.state
-    real = getattr(node, what)
+    real = getattr(node, method)
     failed: list[bool] = []
 
     def once(*arguments: Any) -> Any:
@@ -234,7 +234,7 @@ def test_threads_survive_what_should_not_happen(
             raise RuntimeError("a fault of ours")
         return real(*arguments)
 
-    monkeypatch.setattr(node, what, once)
+    monkeypatch.setattr(node, method, once)
     wait_until(
         lambda: any("a fault of ours" in trouble for trouble in here.status(0).trouble), "that it is said"
     )
@@ -321,9 +321,9 @@ def test_a_hold_that_would_step_otherwise_is_seeded_anew(
     assert not reusable(here.nodes[0].node.state.groups[0], request, training.layout)
 
 
-@pytest.mark.parametrize("other", [{"run": "second"}, {"start": b"the second start", "keep": True}])
+@pytest.mark.parametrize("start_changes", [{"run": "second"}, {"start": b"the second start", "keep": True}])
 def test_another_start_of_training_with_the_same_incarnation_is_told_apart(
-    world: Callable[..., World], other: dict[str, Any]
+    world: Callable[..., World], start_changes: dict[str, Any]
 ) -> None:
     """The node has missed the fence, and incarnations have wrapped."""
     here = world(nodes=2, ranks=2)
@@ -332,12 +332,12 @@ def test_another_start_of_training_with_the_same_incarnation_is_told_apart(
         before.iterate()
     here.stepped(3)
     after = here.training(seed=7)
-    after.begin([0, 1], **other)
+    after.begin([0, 1], **start_changes)
     after.seed_all()
     here.ready()
     assert {hold.stepped for node in (0, 1) for hold in here.status(node).holds} == {-1}
     check_now(here, after)
-    after.begin([0, 1], **other)  # said again
+    after.begin([0, 1], **start_changes)  # said again
     check_now(here, after)
 
 
@@ -458,7 +458,7 @@ def test_settling_ends_if_a_step_changes_nothing(
     here.stepped(0)
     fence(here, training)
     node = here.nodes[0].node
-    monkeypatch.setattr(node, "step", lambda due: None)
+    monkeypatch.setattr(node, "step", lambda steps: None)
     node.state.groups[0].holds[0].in_full = 2
     assert not settle(here, training, 2)[0].holds
 

@@ -30,7 +30,7 @@ from checkmate.shadow.process import Serving
 from testbed.copies import Copies, local_job
 from testbed.jobs import keys_of
 from testbed.small_training import SmallTraining, status
-from tests.shadow.test_service import refused
+from tests.shadow.test_service import expect_refusal
 from tests.support.cli import invoke
 from tests.support.documents import check_document
 from tests.support.keys import secured
@@ -43,7 +43,9 @@ pytestmark = needs_buffers
 
 @pytest.fixture(autouse=True)
 def keep_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkmate.cli.report.keep_only", lambda *kept: None)  # for good, in this process
+    monkeypatch.setattr(
+        "checkmate.cli.report.keep_only", lambda *capabilities: None
+    )  # for good, in this process
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def log() -> Iterator[EventLog]:
     event_log.close()
 
 
-def asked(job: Job, role: Role | None = None, **more: float) -> pb.EventsReply:
+def ask_events(job: Job, role: Role | None = None, **more: float) -> pb.EventsReply:
     keys = None if role is None else keys_of(job, role)
     with open_channel(job, 0, keys) as channel:
         reply: pb.EventsReply = ShadowStub(channel).Events(pb.EventsRequest(job=job.job, **more), timeout=5)
@@ -68,7 +70,7 @@ def names(reply: pb.EventsReply) -> list[str]:
     return [parse_event(line).name for line in reply.events]
 
 
-def written(job: Job, folder: Path) -> str:
+def write_job(job: Job, folder: Path) -> str:
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(data_of(job, exclude_none=True, exclude={"keys"})))
     return str(file)
@@ -83,8 +85,8 @@ def test_a_start_of_training_is_told(log: EventLog, tmp_path: Path) -> None:
         wait_until(lambda: status(job, 0).holds[0].live, "live")
         training.iterate()
         wait_until(lambda: status(job, 0).holds[0].stepped == 0, "committed")
-        wait_until(lambda: "stream.connected" in names(asked(job)), "streams")
-        kept_events = [parse_event(line) for line in asked(job).events]
+        wait_until(lambda: "stream.connected" in names(ask_events(job)), "streams")
+        kept_events = [parse_event(line) for line in ask_events(job).events]
         fields = {event.name: dict(event.fields) for event in kept_events}
         assert fields["training.begun"]["iteration"] == 0
         assert fields["shard.seeded"] == {"group": 0, "shard": 0, "iteration": -1}
@@ -92,8 +94,8 @@ def test_a_start_of_training_is_told(log: EventLog, tmp_path: Path) -> None:
         assert fields["stream.connected"]["count"] >= 1
         reached = serving.reached()
         assert reached is not None and reached.fields["iteration"] == 0
-        assert names(asked(job, since=kept_events[-1].time + 1)) == []
-        file = written(job, tmp_path)
+        assert names(ask_events(job, since=kept_events[-1].time + 1)) == []
+        file = write_job(job, tmp_path)
         code, page = invoke("report", file, "--insecure")
         assert code == 0
         assert "no events of ranks" in page and "shadow node 0" in page
@@ -113,26 +115,26 @@ def test_all_roles_may_ask_and_strangers_may_not(
 ) -> None:
     monkeypatch.delenv(INSECURE, raising=False)
     job = secured(local_job(nodes=1), tmp_path / "ours")
-    theirs = secured(replace(local_job(nodes=1), keys=None), tmp_path / "theirs")
+    foreign_job = secured(replace(local_job(nodes=1), keys=None), tmp_path / "theirs")
     log.keep(NODE_TROUBLE(why="x"), logging.ERROR, "x")
     with Serving(job, 0, events=log):
         for role in Role:
-            assert names(asked(job, role)) == ["node.trouble"]
-        at_ours = replace(theirs, shadow_nodes=job.shadow_nodes)
+            assert names(ask_events(job, role)) == ["node.trouble"]
+        at_ours = replace(foreign_job, shadow_nodes=job.shadow_nodes)
         for role in Role:
             with pytest.raises(grpc.RpcError):
-                asked(at_ours, role)
+                ask_events(at_ours, role)
         with pytest.raises(grpc.RpcError):
-            asked(job)
+            ask_events(job)
 
 
 def test_a_request_that_does_not_fit_is_refused(log: EventLog) -> None:
     job = local_job(nodes=1)
     with Serving(job, 0, events=log), open_channel(job, 0, None) as channel:
         stub = ShadowStub(channel)
-        with refused(grpc.StatusCode.INVALID_ARGUMENT, "`since` is not a time"):
+        with expect_refusal(grpc.StatusCode.INVALID_ARGUMENT, "`since` is not a time"):
             stub.Events(pb.EventsRequest(job=job.job, since=float("nan")), timeout=5)
-        with refused(grpc.StatusCode.INVALID_ARGUMENT, "other"):
+        with expect_refusal(grpc.StatusCode.INVALID_ARGUMENT, "other"):
             stub.Events(pb.EventsRequest(job="other"), timeout=5)
 
 
@@ -142,7 +144,7 @@ def test_an_answer_is_bounded_and_has_the_newest(log: EventLog, monkeypatch: pyt
     for number in range(100):
         log.keep(NODE_TROUBLE(why=str(number)), logging.ERROR, "")
     with Serving(job, 0, events=log):
-        reply = asked(job)
+        reply = ask_events(job)
     assert reply.older
     numbers = [int(parse_event(line).fields["why"]) for line in reply.events]
     assert 5 < len(numbers) < 50
@@ -200,7 +202,7 @@ def test_bad_input_is_one_clear_error(start: Callable[..., NodeProcess], tmp_pat
 def test_bad_input_of_a_report_says_what_would_be_right(
     tmp_path: Path, arguments: list[str], words: str
 ) -> None:
-    file = written(local_job(nodes=1), tmp_path)
+    file = write_job(local_job(nodes=1), tmp_path)
     (tmp_path / "empty").mkdir()
     texts = [str(tmp_path / "empty") if argument == "EMPTY" else argument for argument in arguments]
     code, output = invoke("report", file, "--insecure", *texts)

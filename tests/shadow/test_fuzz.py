@@ -37,7 +37,7 @@ JOB_OF_TWO: Final = local_job(nodes=2)
 LAYOUT: Final = make_layout([Parameter("w", (4,), "float32"), Parameter("e", (0,), "float32")], 1)
 OPTIONS: Final = '{"lr": 0.1}'
 REFUSALS: Final = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
-KNOWN: Final[dict[str, st.SearchStrategy[Any]]] = {
+STRATEGIES: Final[dict[str, st.SearchStrategy[Any]]] = {
     "job": st.just("local"),
     "protocol": st.just(PROTOCOL),
     "ranks": st.just(2),
@@ -94,8 +94,8 @@ def channel(job: Job) -> Iterator[grpc.Channel]:
 
 def blob_of(data: st.DataObject, job: Job, kind: type[Message]) -> bytes:
     """Return any message of a type, often with what the node expects, and often damaged."""
-    known = {**KNOWN, "job": st.just(job.job), "ranks": st.just(len(job.dp_groups[0].ranks))}
-    blob: bytes = data.draw(messages(kind, **known)).SerializeToString()
+    strategies = {**STRATEGIES, "job": st.just(job.job), "ranks": st.just(len(job.dp_groups[0].ranks))}
+    blob: bytes = data.draw(messages(kind, **strategies)).SerializeToString()
     return damaged(data, blob) if data.draw(st.booleans()) else blob
 
 
@@ -109,7 +109,7 @@ def test_any_request_is_answered_or_refused(job: Job, channel: grpc.Channel, dat
     calls: Any = channel.unary_stream if method in STREAMED else channel.unary_unary
     try:
         answer = calls(path, None, None)(blob, timeout=limit)
-        assert all(isinstance(one, bytes) for one in (answer if method in STREAMED else [answer]))
+        assert all(isinstance(message, bytes) for message in (answer if method in STREAMED else [answer]))
     except grpc.RpcError as error:
         assert isinstance(error, grpc.Call)
         assert error.code() in refusals, f"{method}: {error.code()} {error.details()}"
@@ -180,13 +180,13 @@ def test_any_seeds_are_read_or_refused(data: st.DataObject) -> None:
     seeds = state.to_seeds(
         pb.SeedHeader(parameters=[0]), [(0, torch.ones(4), {"step": torch.tensor(1.0), "lr": 0.1})]
     )
-    made = [pb.Seeds.FromString(one.SerializeToString()) for one in seeds]
-    at = data.draw(st.integers(0, len(made) - 1))
-    any_seeds = messages(pb.Seeds, **KNOWN).map(lambda one: one.SerializeToString())
-    whole = data.draw(st.just(made[at].SerializeToString()) | any_seeds)
+    read_seeds = [pb.Seeds.FromString(seed.SerializeToString()) for seed in seeds]
+    at = data.draw(st.integers(0, len(read_seeds) - 1))
+    any_seeds = messages(pb.Seeds, **STRATEGIES).map(lambda seed: seed.SerializeToString())
+    whole = data.draw(st.just(read_seeds[at].SerializeToString()) | any_seeds)
     try:
-        made[at] = pb.Seeds.FromString(damaged(data, whole))
-        state.SeedReader(made).read_all(LAYOUT.parameters)
+        read_seeds[at] = pb.Seeds.FromString(damaged(data, whole))
+        state.SeedReader(read_seeds).read_all(LAYOUT.parameters)
     except (state.StateError, DecodeError) as error:
         assert len(str(error)) < 1000
 

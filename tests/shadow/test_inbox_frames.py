@@ -30,7 +30,7 @@ class Records:
         self.inbox = Inbox(listener, self._take)
         self.inbox.start()
 
-    def _take(self, part: pb.RecordPart, wanted: bool, host: str) -> pb.RecordReply:
+    def _take(self, part: pb.RecordPart, has_answer: bool, host: str) -> pb.RecordReply:
         self.parts.append(part)
         return pb.RecordReply(iteration=part.iteration)
 
@@ -54,7 +54,7 @@ def frame(iteration: int, nbytes: int) -> bytes:
     return pack(part.SerializeToString(), ANSWER)
 
 
-def held(records: Records) -> int:
+def nbytes_held(records: Records) -> int:
     return sum(records.inbox._frames._bytes.values())
 
 
@@ -71,7 +71,7 @@ def test_a_frame_that_does_not_end_in_time_ends_its_connection(
                 time.sleep(0.05)
         assert time.monotonic() - start < 20
         wait_until(lambda: "a step record did not end within 0.5 s" in caplog.text)
-        assert held(records) == 0
+        assert nbytes_held(records) == 0
         calm.sendall(frame(2, 10))  # between frames, a connection may be silent
         wait_until(lambda: [part.iteration for part in records.parts] == [2])
         calm.sendall(frame(3, 10)[:-1])
@@ -95,17 +95,17 @@ def test_frames_that_are_not_complete_are_bounded_together(
     with ThreadPoolExecutor(6) as pool:
         for number in range(6):
             pool.submit(send, number)
-        wait_until(lambda: held(records) > 7 * MIB)
+        wait_until(lambda: nbytes_held(records) > 7 * MIB)
         most = 0
         for _ in range(100):
-            most = max(most, held(records))
+            most = max(most, nbytes_held(records))
             time.sleep(0.01)
         assert most <= 4 * MIB + 8 * MIB + 6 * module._READ_BYTES
         assert records.parts == []
         go_on.set()
         wait_until(lambda: len(records.parts) == 6)
     assert sorted(part.iteration for part in records.parts) == list(range(6))
-    wait_until(lambda: held(records) == 0)
+    wait_until(lambda: nbytes_held(records) == 0)
     for sock in trainers:
         sock.close()
 
@@ -116,8 +116,8 @@ def test_what_waits_for_room_ends_with_its_connection(
     monkeypatch.setattr(module, "HELD_BYTES", 100)
     with records.connected() as first, records.connected() as second:
         first.sendall(frame(0, 1000)[:-1])
-        wait_until(lambda: held(records) > 900)
+        wait_until(lambda: nbytes_held(records) > 900)
         second.sendall(frame(1, 1000)[:-1])
-        wait_until(lambda: held(records) > 1800)
+        wait_until(lambda: nbytes_held(records) > 1800)
         records.inbox.stop()  # although one of them waits
-        assert held(records) == 0
+        assert nbytes_held(records) == 0

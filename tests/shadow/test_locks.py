@@ -47,7 +47,7 @@ def test_what_another_thread_holds_does_not_count() -> None:
 
 
 def test_a_condition_waits_with_a_lock_of_the_order() -> None:
-    changed = threading.Condition(CheckedLock("node"))  # type: ignore[arg-type]
-    with changed:
-        assert not changed.wait(0.01)
-        changed.notify_all()
+    condition = threading.Condition(CheckedLock("node"))  # type: ignore[arg-type]
+    with condition:
+        assert not condition.wait(0.01)
+        condition.notify_all()

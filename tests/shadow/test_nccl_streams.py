@@ -31,26 +31,26 @@ from tests.support.nccl.ring import RingChannel
 Streams = dict[tuple[int, int, int], bytearray]
 """Tagged bytes, by side, channel and shadow id."""
 SMALL = NcclSlicing(buffer=64 << 10)
-OTHER = NcclSlicing(4096, 128 << 10, alignment=64, grain=256, steps=16, chunk_steps=6, slice_steps=2)
+OTHER_SLICING = NcclSlicing(4096, 128 << 10, alignment=64, grain=256, steps=16, chunk_steps=6, slice_steps=2)
 """With sizes and steps of no version yet."""
 """Several loops over the ring for buckets of some 100 KB."""
 
 
 def reduce_bucket(
-    slicing: NcclSlicing, channels: int, own: list[torch.Tensor]
+    slicing: NcclSlicing, channels: int, own_tensors: list[torch.Tensor]
 ) -> dict[tuple[int, int], bytearray]:
     """Sum a bucket over all ranks, in place. Return what boundary ranks tag, by side and channel."""
-    ranks, itemsize = len(own), own[0].element_size()
+    ranks, itemsize = len(own_tensors), own_tensors[0].element_size()
     tagged: dict[tuple[int, int], bytearray] = defaultdict(bytearray)
     for channel in range(channels):
-        part = slicing.part(len(own[0]), itemsize, channels, channel)
-        wires: list[deque[torch.Tensor]] = [deque() for _ in own]
+        part = slicing.part(len(own_tensors[0]), itemsize, channels, channel)
+        wires: list[deque[torch.Tensor]] = [deque() for _ in own_tensors]
         runs = [
             RingChannel(slicing, part, ranks, rank).run(
                 tensor,
                 lambda _, wire=wires[rank]: wire.popleft(),  # type: ignore[misc]
             )
-            for rank, tensor in enumerate(own)
+            for rank, tensor in enumerate(own_tensors)
         ]
         for step in zip(*runs, strict=True):
             for rank, (send, contents) in enumerate(step):
@@ -95,7 +95,7 @@ def drain(inlet: Inlet, data: bytes, pick: random.Random) -> None:
     ranks=st.integers(2, 5),
     channels=st.integers(1, 4),
     dtype=st.sampled_from(["float32", "bfloat16", "float64"]),
-    slicing=st.sampled_from([NcclSlicing(), SMALL, OTHER, NcclSlicing(cell=8192, buffer=128 << 10)]),
+    slicing=st.sampled_from([NcclSlicing(), SMALL, OTHER_SLICING, NcclSlicing(cell=8192, buffer=128 << 10)]),
     seed=st.integers(0, 1 << 32),
 )
 def test_a_node_assembles_what_nccl_sends(

@@ -39,13 +39,13 @@ from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import Bucket, StreamLayout, stream_layout
 from testbed.copies import local_job
 from testbed.jobs import job
-from tests.support.jobs import some_jobs
+from tests.support.jobs import lists_of_jobs
 from tests.support.waiting import wait_until
 
 PLAN = StreamPlan(0, 1, 1, 0, 0, "127.0.0.1", ("127.0.0.1", 7400), 1)
 
 
-@given(some_jobs(most=1))
+@given(lists_of_jobs(most=1))
 def test_nodes_connect_exactly_the_streams_that_switches_expect(jobs: list[Job]) -> None:
     (network,) = jobs
     expected = {
@@ -194,23 +194,23 @@ class Pipe:
         self.reader = Reader("nic", self.whole.set, self.broken.append)
         with socket.create_server(("127.0.0.1", 0)) as server:
             near = socket.create_connection(server.getsockname())
-            self.theirs, _ = server.accept()
+            self.peer, _ = server.accept()
         assert self.inlet.attach(near)
         self.reader.add(self.inlet)
 
     def send(self, iteration: int) -> bytes:
         buckets = {0: iteration_of(self.layout, 0, iteration)[0]}
         data = on_the_wire(self.stream, buckets)
-        self.theirs.sendall(data)
+        self.peer.sendall(data)
         return data
 
-    def received(self, iteration: int) -> bytes:
+    def content(self, iteration: int) -> bytes:
         return on_the_wire(self.stream, dict(self.sets.gradients(iteration)))
 
     def close(self) -> None:
         self.inlet.close()
         self.reader.stop()
-        self.theirs.close()
+        self.peer.close()
 
 
 @pytest.fixture
@@ -234,12 +234,12 @@ def test_a_stream_pauses_while_no_set_of_buckets_is_free(pipe: Callable[[], Pipe
     third = stream.send(2)
     wait_until(lambda: stream.inlet.paused, "the pause")
     time.sleep(0.1)
-    assert [stream.received(0), stream.received(1)] == iterations
+    assert [stream.content(0), stream.content(1)] == iterations
     assert stream.inlet.queued() == len(third)
     stream.sets.released = 0
     stream.reader.wake()
     wait_until(lambda: stream.inlet.whole == 2, "the third")
-    assert [stream.received(1), stream.received(2)] == [iterations[1], third]
+    assert [stream.content(1), stream.content(2)] == [iterations[1], third]
     assert stream.reader.bytes == 3 * len(third)
 
 
@@ -248,11 +248,11 @@ def test_an_iteration_is_timed_from_its_first_byte_to_its_last(pipe: Callable[[]
     buckets = {0: iteration_of(stream.layout, 0, 0)[0]}
     data = on_the_wire(stream.stream, buckets)
     before = time.monotonic()
-    stream.theirs.sendall(data[:10])
+    stream.peer.sendall(data[:10])
     wait_until(lambda: stream.inlet.received_bytes == 10, "ten bytes")
     between = time.monotonic()
     time.sleep(0.05)
-    stream.theirs.sendall(data[10:])
+    stream.peer.sendall(data[10:])
     wait_until(lambda: stream.inlet.whole == 0, "an iteration")
     ((iteration, begin, end),) = stream.inlet.pulls
     assert iteration == 0
@@ -268,8 +268,8 @@ def test_a_broken_connection_is_noticed_also_in_a_pause_and_what_came_is_read(
         stream.send(t)
     wait_until(lambda: stream.inlet.paused, "the pause")
     if reset:
-        stream.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    stream.theirs.close()
+        stream.peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.peer.close()
     time.sleep(0.1)
     assert not stream.broken
     stream.sets.released = 0
@@ -295,10 +295,10 @@ def test_a_stream_that_stands_below_its_end_is_timed() -> None:
 def test_nothing_is_written_once_an_inlet_is_closed(pipe: Callable[[], Pipe]) -> None:
     stream = pipe()
     stream.inlet.close()
-    before = stream.received(0)
-    stream.theirs.sendall(b"\1" * 1000)
+    before = stream.content(0)
+    stream.peer.sendall(b"\1" * 1000)
     wait_until(lambda: stream.inlet.socket is None, "the socket's end")
-    assert stream.received(0) == before
+    assert stream.content(0) == before
     assert not stream.broken
 
 

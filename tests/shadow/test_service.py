@@ -41,7 +41,7 @@ def test_an_address_that_is_taken_or_foreign_is_explained() -> None:
 
 
 @contextmanager
-def refused(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
+def expect_refusal(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
     """Expect a call to end with this status and message."""
     with pytest.raises(grpc.RpcError) as info:
         yield
@@ -57,7 +57,7 @@ def test_a_nic_that_is_not_this_machines_is_named() -> None:
         Serving(of_data(Job, data), 0)
 
 
-def request_of(of: Job, **other: Any) -> pb.BeginRequest:
+def request_of(of: Job, **changes: Any) -> pb.BeginRequest:
     layout = make_layout([Parameter("w", (4,), "float32")], of.shards(0))
     spec = pb.OptimizerSpec(name="torch.optim.SGD")
     spec.groups.add(parameters=[0], options='{"lr": 0.1}')
@@ -70,13 +70,13 @@ def request_of(of: Job, **other: Any) -> pb.BeginRequest:
         "job_ranks": job_ranks(of),
         "layout": layout.to_json(),
         "optimizer": spec,
-        **other,
+        **changes,
     }
     return pb.BeginRequest(**fields)
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("changes", "message"),
     [
         ({"job": "another"}, "job another: this node belongs to job demo"),
         ({"group": 1}, "no DP group 1: job demo has 1"),
@@ -91,11 +91,11 @@ def request_of(of: Job, **other: Any) -> pb.BeginRequest:
         ({"optimizer": pb.OptimizerSpec(name="torch.optim.LBFGS")}, "unsupported optimizer"),
     ],
 )
-def test_a_begin_that_does_not_fit_is_refused(other: dict[str, Any], message: str) -> None:
+def test_a_begin_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     job = local_job(nodes=1)
     with Serving(job, 0), open_channel(job, 0, None) as channel:
-        with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
-            ShadowStub(channel).Begin(request_of(job, **other), timeout=5)
+        with expect_refusal(grpc.StatusCode.INVALID_ARGUMENT, message):
+            ShadowStub(channel).Begin(request_of(job, **changes), timeout=5)
         assert not status(job, 0).holds
 
 
@@ -120,7 +120,7 @@ def test_calls_that_come_too_early_are_refused_and_changes_nothing() -> None:
             lambda: stub.Seed(iter([pb.Seeds(header=pb.SeedHeader(job=job.job))]), timeout=5),
         ]
         for call in calls:
-            with refused(grpc.StatusCode.FAILED_PRECONDITION, "has not begun"):
+            with expect_refusal(grpc.StatusCode.FAILED_PRECONDITION, "has not begun"):
                 call()
         assert "has not begun" in said_of(job, pb.RecordPart(job=job.job)).refused
         stub.Begin(request_of(job), timeout=5)
@@ -142,7 +142,7 @@ def test_seeds_and_records_of_another_run_are_refused() -> None:
             )
             part = pb.RecordPart(job=job.job, incarnation=7, run=run, start=START, iteration=0)
             words = f"run {run or '(unnamed)'}: DP group 0 is in run now here"
-            with refused(grpc.StatusCode.FAILED_PRECONDITION, words):
+            with expect_refusal(grpc.StatusCode.FAILED_PRECONDITION, words):
                 stub.Seed(state.to_seeds(header, ()), timeout=5)
             assert words in said_of(job, part).refused
             part.run = header.run = "now"
@@ -163,7 +163,7 @@ def test_seeds_and_records_of_another_start_are_refused() -> None:
             (b"", "another start of training"),
         ):
             header.start = part.start
-            with refused(grpc.StatusCode.FAILED_PRECONDITION, why):
+            with expect_refusal(grpc.StatusCode.FAILED_PRECONDITION, why):
                 stub.Seed(state.to_seeds(header, ()), timeout=5)
             assert why in said_of(job, part).refused
         assert not status(job, 0).holds[0].seeded
@@ -217,11 +217,11 @@ def test_why_a_script_was_refused_is_kept_until_another_start_begins(
     job = local_job(nodes=1)
     with Serving(job, 0), open_channel(job, 0, None) as channel:
         stub = ShadowStub(channel)
-        with refused(grpc.StatusCode.FAILED_PRECONDITION, "has not begun here"):
+        with expect_refusal(grpc.StatusCode.FAILED_PRECONDITION, "has not begun here"):
             stub.Refused(refusal_of(job), timeout=5)
         stub.Begin(request_of(job, incarnation=3, generation=2), timeout=5)
         assert not status(job, 0).HasField("refusal")
-        with refused(grpc.StatusCode.FAILED_PRECONDITION, "has not begun here"):
+        with expect_refusal(grpc.StatusCode.FAILED_PRECONDITION, "has not begun here"):
             stub.Refused(refusal_of(job, b"the other start."), timeout=5)
         caplog.set_level(logging.WARNING)
         stub.Refused(refusal_of(job), timeout=5)
@@ -239,7 +239,7 @@ def test_why_a_script_was_refused_is_kept_until_another_start_begins(
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("changes", "words"),
     [
         ({"job": "another"}, "job another: this node belongs to job demo"),
         ({"protocol": 1}, "the caller has an older version"),
@@ -249,13 +249,13 @@ def test_why_a_script_was_refused_is_kept_until_another_start_begins(
         ({"text": 5000 * "t"}, "text has 5000 characters"),
     ],
 )
-def test_a_refusal_beyond_its_bounds_is_not_kept(other: dict[str, Any], words: str) -> None:
+def test_a_refusal_beyond_its_bounds_is_not_kept(changes: dict[str, Any], words: str) -> None:
     job = local_job(nodes=1)
     with Serving(job, 0), open_channel(job, 0, None) as channel:
         stub = ShadowStub(channel)
         stub.Begin(request_of(job), timeout=5)
         request = refusal_of(job)
-        for name, value in other.items():
+        for name, value in changes.items():
             setattr(request, name, value)
         with pytest.raises(grpc.RpcError, match=words):
             stub.Refused(request, timeout=5)
@@ -277,29 +277,29 @@ def test_two_starts_that_run_at_the_same_time_are_told_of_each_other(
         stack.callback(older.close)
         stack.callback(newer.close)
 
-        def said(line: RecordLine, start: dict[str, Any], iteration: int) -> pb.RecordReply:
+        def reply_to(line: RecordLine, start: dict[str, Any], iteration: int) -> pb.RecordReply:
             return line.answer(pb.RecordPart(job=job.job, iteration=iteration, **start))
 
         stub.Begin(request_of(job, **first), timeout=5)
         drain = pb.FenceRequest(job=job.job, protocol=PROTOCOL, timeout=1, drain=True)
         stub.Fence(drain, timeout=5)
-        assert not said(older, first, 0).superseded, "a restart that only drains may end there"
+        assert not reply_to(older, first, 0).superseded, "a restart that only drains may end there"
         stub.Fence(pb.FenceRequest(job=job.job, protocol=PROTOCOL, timeout=1), timeout=5)
-        reply = said(older, first, 1)
+        reply = reply_to(older, first, 1)
         assert (reply.superseded, reply.by, reply.iteration) == (True, "127.0.0.1", 1)
-        with refused(SUPERSEDED, "incarnation 3 is fenced: start training in a new one"):
+        with expect_refusal(SUPERSEDED, "incarnation 3 is fenced: start training in a new one"):
             stub.Begin(request_of(job, **first), timeout=5)
         stub.Begin(request_of(job, **second), timeout=5)
-        assert said(older, first, 2).superseded
-        assert not said(newer, second, 0).also_training, "the older one may be dying"
+        assert reply_to(older, first, 2).superseded
+        assert not reply_to(newer, second, 0).also_training, "the older one may be dying"
         for iteration in range(3, 8):
             time.sleep(0.2)
-            assert (said(older, first, iteration).superseded, older.refusal) == (True, "")
-        reply = said(newer, second, 1)
+            assert (reply_to(older, first, iteration).superseded, older.refusal) == (True, "")
+        reply = reply_to(newer, second, 1)
         assert (reply.superseded, list(reply.also_training)) == (False, ["127.0.0.1"])
         (trouble,) = status(job, 0).trouble
         assert trouble.startswith("an older start of this job still trains: its step records come from 127.0")
-        assert not said(newer, {**second, "position": 1}, 2).also_training, "only the first rank reports"
+        assert not reply_to(newer, {**second, "position": 1}, 2).also_training, "only the first rank reports"
 
 
 def test_a_start_that_was_replaced_cannot_take_the_node_back() -> None:
@@ -309,6 +309,6 @@ def test_a_start_that_was_replaced_cannot_take_the_node_back() -> None:
         stub = ShadowStub(channel)
         stub.Begin(request_of(job, incarnation=3), timeout=5)
         stub.Begin(request_of(job, incarnation=4, start=b"the other start."), timeout=5)
-        with refused(SUPERSEDED):
+        with expect_refusal(SUPERSEDED):
             stub.Begin(request_of(job, incarnation=3), timeout=5)
         assert status(job, 0).incarnation == 4

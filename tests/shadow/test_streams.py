@@ -69,11 +69,11 @@ def test_a_stream_is_read_to_the_last_byte(pair: HostPair) -> None:
             starts = list(range(0, len(data), size))
             for at in (0, *starts[4:], *starts[1:4], *starts[2:9]):
                 stub.send(at, data[at : at + size])
-            received = bytearray()
+            read_bytes = bytearray()
             sock.settimeout(10)
-            while len(received) < len(data):
-                received += sock.recv(1 << 20)
-            assert received == data
+            while len(read_bytes) < len(data):
+                read_bytes += sock.recv(1 << 20)
+            assert read_bytes == data
             assert stub.window > 50 << 20
     finally:
         stub.stop()
@@ -113,9 +113,9 @@ def test_a_stub_that_resets_before_the_hello_is_explained(monkeypatch: pytest.Mo
 
         def reset(sock: socket.socket, *arguments: Any) -> None:
             really_open(sock, *arguments)
-            accepted, _ = listener.accept()
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            accepted.close()
+            connection, _ = listener.accept()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
 
         monkeypatch.setattr(connect, "_open", reset)
         with pytest.raises(StreamError, match="boundary 6.*the controller refused the hello"):

@@ -65,11 +65,11 @@ def test_a_stub_that_resets_what_it_has_acknowledged_is_not_tried_without_a_paus
     training.begin([0])
     training.seed_all()
 
-    def tried() -> list[int]:
+    def attempts() -> list[int]:
         return list(Counter((h.boundary, h.channel) for _, h in here.copies.hellos).values())
 
-    wait_until(lambda: len(tried()) == 2 * here.job.channels and min(tried()) >= 3, "attempts")
-    most = max(tried())
+    wait_until(lambda: len(attempts()) == 2 * here.job.channels and min(attempts()) >= 3, "attempts")
+    most = max(attempts())
     seconds = time.monotonic() - start
     pauses = itertools.accumulate([0, 0.1, 0.2, 0.4, 0.8, 1.6, *[2.0] * 10])
     assert most <= sum(after <= seconds for after in pauses)

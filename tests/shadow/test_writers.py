@@ -34,10 +34,10 @@ def fields_of(state: ast.ClassDef) -> set[str]:
         for node in state.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    return fields | {attribute.attr for attribute in written(state) if is_of("self", attribute)}
+    return fields | {attribute.attr for attribute in written_attributes(state) if is_of("self", attribute)}
 
 
-def written(tree: ast.AST) -> Iterator[ast.Attribute]:
+def written_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
     """Yield the attributes that code assigns, deletes, or changes as a container."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
@@ -55,7 +55,7 @@ def written(tree: ast.AST) -> Iterator[ast.Attribute]:
 def foreign_writes(tree: ast.AST, fields: set[str]) -> list[str]:
     return [
         f"{attribute.lineno}: {ast.unparse(attribute)}"
-        for attribute in written(tree)
+        for attribute in written_attributes(tree)
         if attribute.attr in fields and not (is_of("self", attribute) or is_of(MESSAGE, attribute))
     ]
 

@@ -12,18 +12,21 @@ _LINE = re.compile(r"^(Cap\w+|NoNewPrivs):\s+(\w+)$", re.MULTILINE)
 
 
 def mask_of(capabilities: Iterable[Capability]) -> int:
-    return sum(1 << one for one in capabilities)
+    return sum(1 << capability for capability in capabilities)
 
 
-def check_keeps(pid: int, *kept: Capability, bound: Iterable[Capability] | None = None) -> None:
+def check_keeps(pid: int, *capabilities: Capability, bounding: Iterable[Capability] | None = None) -> None:
     """Check that each thread of a process of root has exactly these capabilities and can get no others.
 
-    `bound`: those of the bounding set, on which no `execve` can draw any more.
+    `bounding`: those of the bounding set, on which no `execve` can draw any more.
     """
-    mask, most = (f"{mask_of(some):016x}" for some in (kept, kept if bound is None else bound))
-    wanted = {"CapPrm": mask, "CapEff": mask, "CapBnd": most, "CapInh": f"{0:016x}", "CapAmb": f"{0:016x}"}
+    mask, most = (
+        f"{mask_of(members):016x}"
+        for members in (capabilities, capabilities if bounding is None else bounding)
+    )
+    expected = {"CapPrm": mask, "CapEff": mask, "CapBnd": most, "CapInh": f"{0:016x}", "CapAmb": f"{0:016x}"}
     threads = list(Path(f"/proc/{pid}/task").iterdir())
     assert threads
     for thread in threads:
-        found = dict(_LINE.findall((thread / "status").read_text()))
-        assert found == {**wanted, "NoNewPrivs": "1"}, (thread / "comm").read_text()
+        sets = dict(_LINE.findall((thread / "status").read_text()))
+        assert sets == {**expected, "NoNewPrivs": "1"}, (thread / "comm").read_text()

@@ -40,8 +40,8 @@ class DiskModel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
-        found: torch.Tensor = self.head(self.norm(self.embedding(x)).relu()) * self.scale
-        return found
+        output: torch.Tensor = self.head(self.norm(self.embedding(x)).relu()) * self.scale
+        return output
 
 
 class DiskRun:
@@ -71,7 +71,7 @@ class DiskRun:
     def snapshot(self, groups: int = 1) -> Snapshot:
         """Return a snapshot like the shadow nodes'."""
         names = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        known = [Parameter(n, tuple(p.shape), "float32") for n, p in names.items()]
+        parameters = [Parameter(n, tuple(p.shape), "float32") for n, p in names.items()]
         beside = {"scale": self.model.scale, **dict(self.model.named_buffers())}
         record = pb.IterationRecord(
             iteration=self.iteration,
@@ -89,7 +89,7 @@ class DiskRun:
         step.next_options.extend(options_of(group) for group in self.optimizer.param_groups)
         ids = {id(t): n for n, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
         group = GroupState(
-            make_layout(known, 2),
+            make_layout(parameters, 2),
             spec_of(self.optimizer, {p: i for i, p in enumerate(names.values())}),
             record,
             {key: ids[id(tensor)] for key, tensor in self.model.state_dict(keep_vars=True).items()},
@@ -99,9 +99,9 @@ class DiskRun:
 
 
 @contextmanager
-def mounted(place: Path, *what: str) -> Iterator[None]:
+def mounted(place: Path, *mount_options: str) -> Iterator[None]:
     """Mount a disk of 1 MB, or something else, at a place that cannot be removed or renamed meanwhile."""
-    options = what or ("-t", "tmpfs", "-o", "size=1m", "checkmate-test")
+    options = mount_options or ("-t", "tmpfs", "-o", "size=1m", "checkmate-test")
     subprocess.run(["mount", *options, str(place)], check=True)
     try:
         yield
@@ -109,7 +109,7 @@ def mounted(place: Path, *what: str) -> Iterator[None]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def made(kilobytes: int) -> dict[str, Any]:
+def small_checkpoint(kilobytes: int) -> dict[str, Any]:
     return {
         "model": {"w": torch.full((kilobytes, 256), 1.0)},
         "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},

@@ -15,6 +15,6 @@ COMMAND = [sys.executable, "-m", "checkmate.cli.entry"]
 
 def invoke(*arguments: str | Path) -> tuple[int, str]:
     """Run a command in this process; return its exit status and its output."""
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.output
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output

@@ -17,5 +17,5 @@ def _validator(name: str) -> Draft202012Validator:
 
 def check_document(name: str, document: Any) -> None:
     """Assert that a document is as the schema of that name describes it."""
-    found = [f"{error.json_path}: {error.message}" for error in _validator(name).iter_errors(document)]
-    assert found == []
+    errors = [f"{error.json_path}: {error.message}" for error in _validator(name).iter_errors(document)]
+    assert errors == []

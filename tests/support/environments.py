@@ -51,31 +51,38 @@ PROJECT = Project()
 
 def required(extras: Iterable[str] = ()) -> set[str]:
     """Return the distributions that pip would install for the project with `extras`, by canonical name."""
-    wanted = [Requirement(f"{PROJECT.name}[{','.join(extras)}]")]
-    done: set[str] = set()
-    while wanted:
-        one = wanted.pop()
-        if str(one) not in done:
-            done.add(str(one))
-            wanted += _needs(one)
-    return {str(canonicalize_name(Requirement(one).name)) for one in done} - {PROJECT.name}
+    pending = [Requirement(f"{PROJECT.name}[{','.join(extras)}]")]
+    visited: set[str] = set()
+    while pending:
+        requirement = pending.pop()
+        if str(requirement) not in visited:
+            visited.add(str(requirement))
+            pending += _needs(requirement)
+    return {str(canonicalize_name(Requirement(requirement).name)) for requirement in visited} - {PROJECT.name}
 
 
-def _needs(one: Requirement) -> list[Requirement]:
-    if one.name == PROJECT.name:
-        lines = [*PROJECT.dependencies, *(line for extra in one.extras for line in PROJECT.extras[extra])]
+def _needs(requirement: Requirement) -> list[Requirement]:
+    if requirement.name == PROJECT.name:
+        lines = [
+            *PROJECT.dependencies,
+            *(line for extra in requirement.extras for line in PROJECT.extras[extra]),
+        ]
     else:
-        lines = metadata.requires(one.name) or []
-    found = [Requirement(line) for line in lines]
-    given = [{"extra": extra} for extra in ("", *one.extras)]
-    wanted = [each for each in found if not each.marker or any(map(each.marker.evaluate, given))]
-    return [each for each in wanted if _is_here(each)]
+        lines = metadata.requires(requirement.name) or []
+    candidates = [Requirement(line) for line in lines]
+    environments = [{"extra": extra} for extra in ("", *requirement.extras)]
+    applicable = [
+        candidate
+        for candidate in candidates
+        if not candidate.marker or any(map(candidate.marker.evaluate, environments))
+    ]
+    return [candidate for candidate in applicable if _is_here(candidate)]
 
 
-def _is_here(one: Requirement) -> bool:
+def _is_here(requirement: Requirement) -> bool:
     """CUDA's packages are not, if torch is a build for CPUs."""
     try:
-        metadata.distribution(one.name)
+        metadata.distribution(requirement.name)
     except metadata.PackageNotFoundError:
         return False
     return True
@@ -103,9 +110,17 @@ def run(
     place: Path, *arguments: str | Path, path: Path | None = ROOT, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the environment's Python in `folder`, with modules of `path` too, and return what it printed."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    given = {} if path is None else {"PYTHONPATH": str(path)}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
+    python_path = {} if path is None else {"PYTHONPATH": str(path)}
     command = [place / "bin" / "python", *arguments]
     return subprocess.run(
-        command, env=kept | given, cwd=folder, capture_output=True, text=True, check=False, timeout=60
+        command,
+        env=inherited | python_path,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )

@@ -24,7 +24,7 @@ ROUND: Final = 4
 DEADLINE_S: Final = 300
 
 Test = Callable[..., None]
-Known = dict[str, st.SearchStrategy[Any]]
+Strategies = dict[str, st.SearchStrategy[Any]]
 
 
 def positive(variable: str, default: int) -> int:
@@ -45,23 +45,23 @@ def fuzz(examples: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Test]
     )
 
     def decorate(test: Test) -> Test:
-        tried = 0
+        examples_run = 0
 
         @functools.wraps(test)
-        def counted(*args: Any, **kwargs: Any) -> None:
-            nonlocal tried
-            tried += 1
+        def count_examples(*args: Any, **kwargs: Any) -> None:
+            nonlocal examples_run
+            examples_run += 1
             test(*args, **kwargs)
 
-        checked = options(given(**strategies)(counted))
+        property_test = options(given(**strategies)(count_examples))
 
-        @functools.wraps(checked)
+        @functools.wraps(property_test)
         def rounds(*args: Any, **kwargs: Any) -> None:
-            begun = time.monotonic()
-            checked(*args, **kwargs)
-            while time.monotonic() - begun < seconds:
-                checked(*args, **kwargs)
-            print(f"{tried} examples in {time.monotonic() - begun:.0f} s")
+            start = time.monotonic()
+            property_test(*args, **kwargs)
+            while time.monotonic() - start < seconds:
+                property_test(*args, **kwargs)
+            print(f"{examples_run} examples in {time.monotonic() - start:.0f} s")
 
         timeout = pytest.mark.timeout(DEADLINE_S + 2 * seconds)
         marked: Test = pytest.mark.fuzz(timeout(rounds))
@@ -91,57 +91,57 @@ _SIGNED: Final = {FieldDescriptor.CPPTYPE_INT32: 32, FieldDescriptor.CPPTYPE_INT
 _UNSIGNED: Final = {FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_UINT64: 64}
 
 
-def messages(kind: type[Message], **known: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def messages(kind: type[Message], **strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Return a strategy for messages of a type with any fields, also nested ones, at edges of their types.
 
-    `known` has strategies for fields of these names, at any depth. Most messages have them. `Type_name` is a
-    field of one type only.
+    `strategies` has strategies for fields of these names, at any depth. Most messages have them. `Type_name`
+    is a field of one type only.
     """
-    return st.composite(lambda draw: _filled(draw, kind(), known, 4))()
+    return st.composite(lambda draw: _filled(draw, kind(), strategies, 4))()
 
 
-def _filled(draw: st.DrawFn, message: Message, known: Known, depth: int) -> Message:
+def _filled(draw: st.DrawFn, message: Message, strategies: Strategies, depth: int) -> Message:
     for field in message.DESCRIPTOR.fields:
-        odds = 9 if _known(field, known) is not None else 4
+        odds = 9 if _strategy_of(field, strategies) is not None else 4
         if draw(st.integers(0, 9)) < odds and (depth or field.message_type is None):
-            _fill(draw, message, field, known, depth)
+            _fill(draw, message, field, strategies, depth)
     return message
 
 
-def _known(field: Any, known: Known) -> st.SearchStrategy[Any] | None:
-    return known.get(f"{field.containing_type.name}_{field.name}", known.get(field.name))
+def _strategy_of(field: Any, strategies: Strategies) -> st.SearchStrategy[Any] | None:
+    return strategies.get(f"{field.containing_type.name}_{field.name}", strategies.get(field.name))
 
 
 def _fill(
     draw: st.DrawFn,
     message: Message,
     field: Any,
-    known: Known,
+    strategies: Strategies,
     depth: int,
 ) -> None:
-    held = getattr(message, field.name)
+    content = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         value = field.message_type.fields_by_name["value"]
         for key in draw(st.lists(st.text(max_size=5), max_size=3)):
             if value.message_type is not None:
-                _filled(draw, held[key], known, depth - 1)
+                _filled(draw, content[key], strategies, depth - 1)
             else:
-                held[key] = _value(draw, value, known)
+                content[key] = _value(draw, value, strategies)
     elif field.is_repeated:
         for _ in range(draw(st.integers(0, 3))):
             if field.message_type is None:
-                held.append(_value(draw, field, known))
+                content.append(_value(draw, field, strategies))
             else:
-                _filled(draw, held.add(), known, depth - 1)
+                _filled(draw, content.add(), strategies, depth - 1)
     elif field.message_type is not None:
-        held.SetInParent()
-        _filled(draw, held, known, depth - 1)
+        content.SetInParent()
+        _filled(draw, content, strategies, depth - 1)
     else:
-        setattr(message, field.name, _value(draw, field, known))
+        setattr(message, field.name, _value(draw, field, strategies))
 
 
-def _value(draw: st.DrawFn, field: Any, known: Known) -> Any:
-    usual = _known(field, known)
+def _value(draw: st.DrawFn, field: Any, strategies: Strategies) -> Any:
+    usual = _strategy_of(field, strategies)
     if usual is not None and draw(st.integers(0, 9)):
         return draw(usual)
     if bits := _SIGNED.get(field.cpp_type):
@@ -158,5 +158,5 @@ def _value(draw: st.DrawFn, field: Any, known: Known) -> Any:
         return draw(st.binary(max_size=20))
     else:
         return draw(st.text(max_size=20))
-    edges = [one for one in _EDGES if low <= one <= high] + [low, high]
+    edges = [edge for edge in _EDGES if low <= edge <= high] + [low, high]
     return draw(st.sampled_from(edges) | st.integers(low, high))

@@ -23,25 +23,25 @@ def write(folder: Path, data: Any, name: str = "job.yaml") -> Path:
 
 def faults(folder: Path, data: Any) -> dict[str, str]:
     """Return the faults of a job file by path, of which each has one."""
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError) as excinfo:
         read_job(write(folder, data))
-    told = [(fault.path, fault.message) for fault in caught.value.faults]
-    assert len({path for path, _ in told}) == len(told), "one fault for each place"
-    return dict(told)
+    places = [(fault.path, fault.message) for fault in excinfo.value.faults]
+    assert len({path for path, _ in places}) == len(places), "one fault for each place"
+    return dict(places)
 
 
 def edited(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """Return a copy with the value at a path such as `hosts.0.name` changed, or removed if it is `...`."""
-    made = copy.deepcopy(data)
+    document = copy.deepcopy(data)
     *way, last = [int(part) if part.isdigit() else part for part in re.split("[./]", path)]
-    at: Any = made
+    at: Any = document
     for part in way:
         at = at[part]
     if value is ...:
         del at[last]
     else:
         at[last] = value
-    return made
+    return document
 
 
 def meshed(

@@ -9,13 +9,13 @@ from testbed.jobs import job
 
 
 @st.composite
-def some_jobs(draw: st.DrawFn, most: int = 3) -> list[Job]:
+def lists_of_jobs(draw: st.DrawFn, most: int = 3) -> list[Job]:
     """Return one to `most` jobs that can share a fabric."""
     switches = draw(st.integers(1, 3))
-    made = []
+    jobs = []
     for number in range(draw(st.integers(1, most))):
         nodes = draw(st.integers(1, 3))
-        made.append(
+        jobs.append(
             job(
                 f"job{number}",
                 groups=draw(st.integers(1, 2)),
@@ -30,4 +30,4 @@ def some_jobs(draw: st.DrawFn, most: int = 3) -> list[Job]:
                 shared=draw(st.booleans()),
             )
         )
-    return made
+    return jobs

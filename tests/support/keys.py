@@ -35,22 +35,22 @@ def served_job(name: str = "gpt", *hosts: str) -> Job:
     return of_data(Job, data)
 
 
-def made(job: Job, keys: Path, now: dt.datetime = NOW) -> JobKeys:
+def keys_of(job: Job, keys: Path, now: dt.datetime = NOW) -> JobKeys:
     """Make a job's keys."""
-    (found,) = make_keys([(job, keys)], now)
-    return found
+    (job_keys,) = make_keys([(job, keys)], now)
+    return job_keys
 
 
 def role_keys(job: Job, keys: Path, role: Role, now: dt.datetime = NOW) -> RoleKeys:
     """Make a job's keys if necessary, and return those of a role."""
     if not (keys / job.job).exists():
-        made(job, keys, now)
+        keys_of(job, keys, now)
     return read_keys(role_folder(keys, job.job, role), job.job, role, now=now)
 
 
 def secured(job: Job, folder: Path) -> Job:
     """Make a job's keys in a folder, and return the job with that folder."""
-    made(job, folder)
+    keys_of(job, folder)
     return replace(job, keys=folder)
 
 

@@ -15,17 +15,17 @@ FOLDER: Final = Path(__file__).parents[2] / "deploy" / "kubernetes"
 def documents() -> list[dict[str, Any]]:
     """Return all manifests, those that kustomize does not apply too."""
     files = [FOLDER / name for name in (*kustomization()["resources"], "trainjob.yaml")]
-    return [one for file in files for one in yaml.safe_load_all(file.read_text())]
+    return [manifest for file in files for manifest in yaml.safe_load_all(file.read_text())]
 
 
 def kustomization() -> dict[str, Any]:
     return dict(yaml.safe_load((FOLDER / "kustomization.yaml").read_text()))
 
 
-def one(kind: str, name: str | None = None) -> dict[str, Any]:
+def find_manifest(kind: str, name: str | None = None) -> dict[str, Any]:
     """Return the only manifest of a kind, or that of a name."""
-    (found,) = (doc for doc in documents() if doc["kind"] == kind and name in (None, doc["metadata"]["name"]))
-    return found
+    (match,) = (doc for doc in documents() if doc["kind"] == kind and name in (None, doc["metadata"]["name"]))
+    return match
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Pods:
     @property
     def container(self) -> dict[str, Any]:
         """The container that is not for initialization."""
-        (found,) = self.spec["containers"]
-        return dict(found)
+        (spec,) = self.spec["containers"]
+        return dict(spec)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -54,8 +54,8 @@ class Pods:
         return {port["name"]: port["containerPort"] for port in self.container.get("ports", [])}
 
     def volume(self, name: str) -> dict[str, Any]:
-        (found,) = (volume for volume in self.spec["volumes"] if volume["name"] == name)
-        return dict(found)
+        (match,) = (volume for volume in self.spec["volumes"] if volume["name"] == name)
+        return dict(match)
 
     def all_containers(self) -> Iterator[dict[str, Any]]:
         yield from (*self.spec["initContainers"], *self.spec["containers"])
@@ -63,10 +63,10 @@ class Pods:
 
 def pods() -> dict[str, Pods]:
     """Return the pods of each role that has some."""
-    (replicated,) = one("TrainingRuntime")["spec"]["template"]["spec"]["replicatedJobs"]
+    (replicated,) = find_manifest("TrainingRuntime")["spec"]["template"]["spec"]["replicatedJobs"]
     templates = {
-        "controller": one("Deployment")["spec"]["template"],
-        "shadow": one("StatefulSet")["spec"]["template"],
+        "controller": find_manifest("Deployment")["spec"]["template"],
+        "shadow": find_manifest("StatefulSet")["spec"]["template"],
         "trainer": replicated["template"]["spec"]["template"],
     }
     return {role: Pods(role, template) for role, template in templates.items()}

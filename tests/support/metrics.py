@@ -31,7 +31,7 @@ STATUS = SwitchStatus(
     {},
     refused=(Refusal("tor", 3, "10.0.1.1", "rank 0 of gpt", 4, 240),),
 )
-SEEN = of_controller.SwitchSample("tor", 9, STATUS, {"WriteRefused": 3}, 2, 0.5)
+SAMPLE = of_controller.SwitchSample("tor", 9, STATUS, {"WriteRefused": 3}, 2, 0.5)
 STATISTICS = {
     "ports": {"7": {"interface": "veth7", "rx_dropped": 1} | asdict(PortStats(rx_bytes=12))},
     "unknown_port": 1,
@@ -44,7 +44,7 @@ def everything() -> list[Metric]:
     """Return all metrics of all processes."""
     return [
         *of_shadow.families(NODE, Tally(), 0),
-        *of_controller.families([SEEN], standby=False),
+        *of_controller.families([SAMPLE], standby=False),
         *of_softswitch.families(STATISTICS, 1, 1),
         *of_keeper.families(of_keeper.KeeperTally("gpt", 10)),
     ]

@@ -17,27 +17,27 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make a cache for this run: links to what is in the user's, but a folder of its own for checked jobs."""
     if hasattr(config, "workerinput"):
         return  # a worker of xdist has that of the process that started it
-    ours = Path(tempfile.mkdtemp(prefix="checkmate-cache-"))
-    (ours / "checkmate" / "jobs").mkdir(mode=0o700, parents=True)
+    session_cache = Path(tempfile.mkdtemp(prefix="checkmate-cache-"))
+    (session_cache / "checkmate" / "jobs").mkdir(mode=0o700, parents=True)
     with suppress(OSError):  # the user has no cache, or it can't be used
-        theirs = cache_folder()
-        _link(ours, theirs.parent)
-        _link(ours / "checkmate", theirs)
-        config.add_cleanup(lambda: _give_programs(ours / "checkmate", theirs))
-    config.add_cleanup(lambda: shutil.rmtree(ours, ignore_errors=True))
-    os.environ["XDG_CACHE_HOME"] = str(ours)
+        user_cache = cache_folder()
+        _link(session_cache, user_cache.parent)
+        _link(session_cache / "checkmate", user_cache)
+        config.add_cleanup(lambda: _give_programs(session_cache / "checkmate", user_cache))
+    config.add_cleanup(lambda: shutil.rmtree(session_cache, ignore_errors=True))
+    os.environ["XDG_CACHE_HOME"] = str(session_cache)
 
 
 def _link(folder: Path, to: Path) -> None:
-    for one in to.iterdir():
-        if not (folder / one.name).exists():
-            (folder / one.name).symlink_to(one)
+    for source in to.iterdir():
+        if not (folder / source.name).exists():
+            (folder / source.name).symlink_to(source)
 
 
-def _give_programs(ours: Path, theirs: Path) -> None:
+def _give_programs(session_cache: Path, user_cache: Path) -> None:
     """Move what was compiled in this run to the user's cache, so that the next run need not."""
     with suppress(OSError):
-        theirs.mkdir(parents=True, exist_ok=True)
-        for one in ours.iterdir():
-            if one.is_file() and not one.is_symlink():
-                shutil.move(one, theirs / one.name)
+        user_cache.mkdir(parents=True, exist_ok=True)
+        for program in session_cache.iterdir():
+            if program.is_file() and not program.is_symlink():
+                shutil.move(program, user_cache / program.name)

@@ -32,7 +32,7 @@ def oddly_named() -> nn.Module:
 
 
 @cache
-def named(name: str) -> Model:
+def model_by_name(name: str) -> Model:
     return load_model(name)
 
 
@@ -40,8 +40,8 @@ def model(*sizes: int, dtype: str = "float32") -> Model:
     return Model("sizes", tuple(Parameter(f"p{i}", (n,), dtype) for i, n in enumerate(sizes)))
 
 
-def demand(made: Job, *models: Model) -> Demand:
-    return Demand(made, models * (len(made.dp_groups) // len(models)), ADAMW, LINE, RECEIVE_BUFFER)
+def demand(job: Job, *models: Model) -> Demand:
+    return Demand(job, models * (len(job.dp_groups) // len(models)), ADAMW, LINE, RECEIVE_BUFFER)
 
 
 def times(seconds: dict[int, float], elements: int = 1000) -> StepTimes:

@@ -33,25 +33,30 @@ def play(
 ) -> None:
     """Simulate one channel's steps of all ranks; a send waits for its dependency, and wires are unbounded."""
     ranks = len(steps)
-    sent, received = [0] * ranks, [0] * ranks
+    send_counts, receive_counts = [0] * ranks, [0] * ranks
     wires: list[list[tuple[int, Data]]] = [[] for _ in range(ranks)]
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(steps):
-            if sent[rank] < len(own.sends) and own.sends[sent[rank]].after <= received[rank]:
-                going = own.sends[sent[rank]]
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, rank_steps in enumerate(steps):
+            if (
+                send_counts[rank] < len(rank_steps.sends)
+                and rank_steps.sends[send_counts[rank]].after <= receive_counts[rank]
+            ):
+                going = rank_steps.sends[send_counts[rank]]
                 wires[(rank + 1) % ranks].append((going.stop - going.start, send(rank, going)))
-                sent[rank] += 1
-                moved = True
+                send_counts[rank] += 1
+                has_moved = True
             if wires[rank]:
-                coming = own.receives[received[rank]]
+                coming = rank_steps.receives[receive_counts[rank]]
                 length, data = wires[rank].pop(0)
                 assert length == coming.stop - coming.start
                 receive(rank, coming, data)
-                received[rank] += 1
-                moved = True
-    assert [(len(own.sends), len(own.receives)) for own in steps] == list(zip(sent, received, strict=True))
+                receive_counts[rank] += 1
+                has_moved = True
+    assert [(len(rank_steps.sends), len(rank_steps.receives)) for rank_steps in steps] == list(
+        zip(send_counts, receive_counts, strict=True)
+    )
 
 
 def averaged(values: Sequence[torch.Tensor], channels: int, divisor: int | None = None) -> torch.Tensor:
@@ -76,5 +81,5 @@ def random_values(ranks: int, elements: int, dtype: torch.dtype, seed: int) -> l
     return list((torch.randn(ranks, elements, generator=generator) * scales).to(dtype))
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))

@@ -92,14 +92,14 @@ class Cluster:
     def run(self, *command: str, folder: Path | None = None, **environment: str) -> str:
         """Run one of Slurm's commands beside its controller; return its output."""
         words = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder or self._folder), *command]
-        given = {**self.environment, **environment}
+        variables = {**self.environment, **environment}
         process = self._lab.start(
-            CONTROLLER, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, environment=given
+            CONTROLLER, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, environment=variables
         )
         output, _ = process.communicate(timeout=60)
         return output.decode()
 
     def state(self, number: str) -> str:
         """Return a job's state, such as `RUNNING`."""
-        said = self.run("scontrol", "show", "job", number)
-        return said.partition("JobState=")[2].partition(" ")[0]
+        output = self.run("scontrol", "show", "job", number)
+        return output.partition("JobState=")[2].partition(" ")[0]

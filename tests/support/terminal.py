@@ -28,7 +28,7 @@ class Screen:
 
     def __init__(self, columns: int, rows: int) -> None:
         self.columns, self.rows = columns, rows
-        self._gone: list[str] = []
+        self._scrolled: list[str] = []
         self._lines = [[" "] * columns for _ in range(rows)]
         self._row = self._column = 0
         self._unread = ""
@@ -42,38 +42,38 @@ class Screen:
                 self._character(text[at])
                 at += 1
                 continue
-            found = _ESCAPE.match(text, at)
-            if found is None:
+            match = _ESCAPE.match(text, at)
+            if match is None:
                 if len(text) - at > 16:
                     raise ValueError(f"unknown control code: {text[at : at + 16]!r}")
                 self._unread = text[at:]
                 return
-            self._control(*found.groups())
-            at = found.end()
+            self._control(*match.groups())
+            at = match.end()
 
     def text(self) -> list[str]:
         """Return all lines since the beginning, without blanks at their ends."""
-        return [*self._gone, *("".join(line).rstrip() for line in self._lines)]
+        return [*self._scrolled, *("".join(line).rstrip() for line in self._lines)]
 
-    def _character(self, one: str) -> None:
-        if one == "\r":
+    def _character(self, character: str) -> None:
+        if character == "\r":
             self._column = 0
-        elif one == "\n":
+        elif character == "\n":
             self._down()
-        elif one.isprintable():
+        elif character.isprintable():
             if self._column == self.columns:  # wraps only now, as terminals do
                 self._column = 0
                 self._down()
-            self._lines[self._row][self._column] = one
+            self._lines[self._row][self._column] = character
             self._column += 1
         else:
-            raise ValueError(f"unknown control character: {one!r}")
+            raise ValueError(f"unknown control character: {character!r}")
 
     def _down(self) -> None:
         if self._row + 1 < self.rows:
             self._row += 1
             return
-        self._gone.append("".join(self._lines.pop(0)).rstrip())
+        self._scrolled.append("".join(self._lines.pop(0)).rstrip())
         self._lines.append([" "] * self.columns)
 
     def _control(self, private: str, numbers: str, letter: str) -> None:
@@ -107,15 +107,15 @@ class AtTerminal:
         self.screen = Screen(columns, rows)
         self.raw = b""
         self._fault: ValueError | None = None
-        self._main, its = pty.openpty()
-        ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        removed = ("COLUMNS", "LINES", "NO_COLOR", "LC_ALL", "LC_CTYPE")
-        kept = {key: value for key, value in os.environ.items() if key not in removed}
-        wanted = {**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8", **(environ or {})}
+        self._main, terminal = pty.openpty()
+        ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        unset = ("COLUMNS", "LINES", "NO_COLOR", "LC_ALL", "LC_CTYPE")
+        inherited = {key: value for key, value in os.environ.items() if key not in unset}
+        variables = {**inherited, "TERM": "xterm-256color", "LANG": "C.UTF-8", **(environ or {})}
         # Its controlling terminal, so that it ends with this process.
         line = ["setsid", "--ctty", *command]
-        self.process = subprocess.Popen(line, stdin=its, stdout=its, stderr=its, env=wanted)
-        os.close(its)
+        self.process = subprocess.Popen(line, stdin=terminal, stdout=terminal, stderr=terminal, env=variables)
+        os.close(terminal)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

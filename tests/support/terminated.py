@@ -36,7 +36,7 @@ def run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[s
     """
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            said = process.communicate(timeout=seconds)
+            outputs = process.communicate(timeout=seconds)
         except BaseException as error:
             process.send_signal(signal.SIGINT)
             try:
@@ -46,4 +46,4 @@ def run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[s
             finally:
                 process.kill()
             raise
-    return subprocess.CompletedProcess(command, process.returncode, *said)
+    return subprocess.CompletedProcess(command, process.returncode, *outputs)

@@ -59,9 +59,9 @@ class Unit:
         """
         assert self.keys["ProtectSystem"] == "strict"
         assert self.keys["PrivateTmp"] == self.keys["NoNewPrivileges"] == "yes"
-        held = self.capabilities if capabilities is None else capabilities
+        granted = self.capabilities if capabilities is None else capabilities
         assert self.keys["ProtectProc"] == "invisible"
-        return ["unshare", "--mount", "sh", "-c", _MOUNTS, "sh", *privileges(held), *self._filtered()]
+        return ["unshare", "--mount", "sh", "-c", _MOUNTS, "sh", *privileges(granted), *self._filtered()]
 
     def _filtered(self) -> list[str]:
         families = self.keys["RestrictAddressFamilies"]
@@ -71,7 +71,7 @@ class Unit:
 
 def privileges(capabilities: Collection[str]) -> list[str]:
     """Return the beginning of a command line of an ordinary user who has only these capabilities."""
-    sets = ",".join(["-all", *(f"+{one}" for one in capabilities)])
+    sets = ",".join(["-all", *(f"+{capability}" for capability in capabilities)])
     caps = [f"--{kind}={sets}" for kind in ("bounding-set", "inh-caps", "ambient-caps")]
     return [*USER[:-1], *caps, "--no-new-privs", "env"]
 

@@ -29,7 +29,7 @@ def process_group() -> Iterator[None]:
         yield
 
 
-def made() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def model_and_optimizer() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     ddp = DistributedDataParallel(nn.Linear(4, 2))
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
 
@@ -44,7 +44,7 @@ HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
 
 @pytest.mark.parametrize("name", list(HOOKS))
 def test_another_communication_hook_is_named(name: str) -> None:
-    ddp, _ = made()
+    ddp, _ = model_and_optimizer()
     check_ddp(DdpModel(ddp))
     HOOKS[name](ddp)
     with pytest.raises(
@@ -79,7 +79,7 @@ class Meter:
 def test_what_is_no_scheduler_and_no_scaler(
     option: str, make: Callable[[torch.optim.Optimizer], Any], words: str
 ) -> None:
-    ddp, optimizer = made()
+    ddp, optimizer = model_and_optimizer()
     with pytest.raises(RefusedError, match=f"^{option}= {words}"):
         check_script(Watched(DdpModel(ddp), optimizer, **{option: make(optimizer)}))
     check_script(Watched(DdpModel(ddp), optimizer, StepLR(optimizer, 1), torch.amp.GradScaler("cpu")))
@@ -87,7 +87,7 @@ def test_what_is_no_scheduler_and_no_scaler(
 
 def test_a_scheduler_that_was_not_given_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """Its schedule would begin again at each restart."""
-    ddp, optimizer = made()
+    ddp, optimizer = model_and_optimizer()
     check_schedulers(Watched(DdpModel(ddp), optimizer))
     scheduler = StepLR(optimizer, 1)
     with pytest.raises(RefusedError, match=r"not given.*restore\(model, optimizer, scheduler=scheduler\)"):
@@ -192,9 +192,9 @@ def test_parameters_may_be_swapped_for_others_until_the_next_step() -> None:
     for _ in range(3):
         loop.backward()
         loop.optimizer.step()
-        own = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
-        loop.model.load_state_dict({name: torch.full_like(tensor, 2) for name, tensor in own.items()})
-        loop.model.load_state_dict(own)
+        values = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+        loop.model.load_state_dict({name: torch.full_like(tensor, 2) for name, tensor in values.items()})
+        loop.model.load_state_dict(values)
     assert len(loop.close()) == 3
 
 
@@ -210,4 +210,4 @@ def test_a_change_since_the_last_step_is_seen_in_the_copies(on_host: bool) -> No
         with torch.no_grad():
             loop.parameters[2].add_(change)
         compared.append(watch.compare())
-    assert [{window.parameter for window in changed()} for changed in compared] == [set(), {2}, set(), set()]
+    assert [{window.parameter for window in windows()} for windows in compared] == [set(), {2}, set(), set()]

@@ -59,24 +59,24 @@ def follow_native(rank: int, count: int, ports: list[int]) -> list[int]:
     """Compare gradients with those of native HSDP; return the iterations that ended, in order."""
     torch.manual_seed(1)
     mesh, plain = replicated(2, SHARDS), HeadlessNet()
-    theirs, ours = sharded(copy.deepcopy(plain), hybrid(mesh)), sharded(plain, mesh["dp_shard"])
+    native_model, hooked_model = sharded(copy.deepcopy(plain), hybrid(mesh)), sharded(plain, mesh["dp_shard"])
     reduced: list[int] = []
-    with hooked(ours, rank, 2, ports) as (hooks, _):
+    with hooked(hooked_model, rank, 2, ports) as (hooks, _):
         hooks.on_reduced = reduced.append
         for iteration in range(3):
-            for model in (ours, theirs):
+            for model in (hooked_model, native_model):
                 backward_in_chunks(model, rows(rank, iteration))
             assert len(reduced) == iteration + 1
-            for mine, native in zip(ours.parameters(), theirs.parameters(), strict=True):
-                assert torch.equal(local_of(mine.grad), local_of(native.grad))
-            for model in (ours, theirs):
+            for parameter, native in zip(hooked_model.parameters(), native_model.parameters(), strict=True):
+                assert torch.equal(local_of(parameter.grad), local_of(native.grad))
+            for model in (hooked_model, native_model):
                 model.zero_grad()
     return reduced
 
 
 def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses) -> None:
-    told = ranks.run(4, follow_native, [free_port(), free_port()])
-    assert told == [[FIRST_ITERATION, FIRST_ITERATION + 1, FIRST_ITERATION + 2]] * 4
+    iterations = ranks.run(4, follow_native, [free_port(), free_port()])
+    assert iterations == [[FIRST_ITERATION, FIRST_ITERATION + 1, FIRST_ITERATION + 2]] * 4
 
 
 def leave_the_rest_out(rank: int, count: int, ports: list[int]) -> str:

@@ -18,18 +18,18 @@ for _ in range(2):
 {after}
 log.info("resumed")
 """
-OTHER = "logging.basicConfig(format='theirs: %(message)s', level=logging.INFO)"
-OWN = "log.addHandler(logging.StreamHandler()); log.setLevel(logging.INFO)"
+SCRIPT_CONFIG = "logging.basicConfig(format='theirs: %(message)s', level=logging.INFO)"
+SCRIPT_HANDLER = "log.addHandler(logging.StreamHandler()); log.setLevel(logging.INFO)"
 
 
-def shown(before: str = "", after: str = "") -> list[str]:
+def log_lines(before: str = "", after: str = "") -> list[str]:
     script = SCRIPT.format(before=before, after=after)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return done.stderr.splitlines()
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return result.stderr.splitlines()
 
 
 def test_it_shows_each_line_once_with_its_time() -> None:
-    (line,) = shown()
+    (line,) = log_lines()
     assert line.endswith(" checkmate: resumed")
     assert line[:4].isdigit() and line[10] == " "
 
@@ -37,27 +37,27 @@ def test_it_shows_each_line_once_with_its_time() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (OTHER, "", ["theirs: resumed"]),
-        ("", OTHER, ["theirs: resumed"]),
-        (OWN, "", ["resumed"]),
+        (SCRIPT_CONFIG, "", ["theirs: resumed"]),
+        ("", SCRIPT_CONFIG, ["theirs: resumed"]),
+        (SCRIPT_HANDLER, "", ["resumed"]),
         ("log.setLevel(logging.WARNING)", "", []),
     ],
 )
 def test_what_a_script_sets_up_counts(before: str, after: str, expected: list[str]) -> None:
-    assert shown(before, after) == expected
+    assert log_lines(before, after) == expected
 
 
 def test_its_lines_are_json_if_the_environment_asks_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKMATE_LOG_FORMAT", "json")
-    (line,) = shown()
+    (line,) = log_lines()
     assert json.loads(line)["message"] == "resumed"
-    assert shown(OTHER) == ["theirs: resumed"], "what a script sets up counts"
+    assert log_lines(SCRIPT_CONFIG) == ["theirs: resumed"], "what a script sets up counts"
 
 
 def test_a_folder_that_can_not_be_used_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKMATE_EVENTS", "/dev/null/events")
     before = "from checkmate.training.kept_events import keep_events; keep_events(2, 'gpt')"
-    warning, resumed = shown(f"{OTHER}; {before}")
+    warning, resumed = log_lines(f"{SCRIPT_CONFIG}; {before}")
     assert warning.startswith("theirs: events can't be kept in /dev/null/events/gpt.rank-2.jsonl: ")
     assert warning.endswith("; training goes on without its event log")
     assert resumed == "theirs: resumed"

@@ -12,10 +12,10 @@ from checkmate.examples import common
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:77"])
 def test_a_device_that_is_not_there_is_one_error(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    made = argparse.ArgumentParser()
-    common.add_device(made)
-    assert made.parse_args([]).device == torch.device("cpu")
-    with pytest.raises(SystemExit) as ended:
-        made.parse_args(["--device", device])
-    assert ended.value.code == 2
+    parser = argparse.ArgumentParser()
+    common.add_device(parser)
+    assert parser.parse_args([]).device == torch.device("cpu")
+    with pytest.raises(SystemExit) as excinfo:
+        parser.parse_args(["--device", device])
+    assert excinfo.value.code == 2
     assert f"{device} can't be used here" in capsys.readouterr().err

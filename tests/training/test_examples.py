@@ -24,9 +24,9 @@ PAIR = build("pair", on_one_switch(2, (1, 1)))
 
 def meshed(name: str, hosts: int, **mesh: int) -> Topology:
     """Return a lab of hosts with two ranks each, and two shadow nodes."""
-    made: dict[str, object] = {"title": "two ranks on each host", "switches": ["tor"], "mesh": mesh}
+    topology_data: dict[str, object] = {"title": "two ranks on each host", "switches": ["tor"], "mesh": mesh}
     nics = {"hosts": [["tor"]] * hosts, "gpus_per_host": 2, "shadow_nodes": [["tor"]] * 2}
-    return build(name, made | nics)
+    return build(name, topology_data | nics)
 
 
 THREE_REPLICAS = meshed("three_replicas", 3, dp_replicate=3, dp_shard=2)
@@ -95,6 +95,6 @@ def test_an_example_resumes(
     assert len(leaves(state)) > 3
     assert differences(state, expected) == []
     first, last = (
-        sum(record.curve[i] for i in some) for some in (range(5), range(ITERATIONS - 5, ITERATIONS))
+        sum(record.curve[i] for i in indices) for indices in (range(5), range(ITERATIONS - 5, ITERATIONS))
     )
     assert last < first  # it learns

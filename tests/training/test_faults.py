@@ -37,8 +37,8 @@ pytestmark = faulty.marks
 )
 def test_a_rank_is_killed(name: str, tmp_path: Path, kill: Kill) -> None:
     with faulty.job(name, tmp_path, kill) as run:
-        found = faulty.check(run, repeated=1)
-    (recovery,) = found.record.recoveries()
+        outcome = faulty.check(run, repeated=1)
+    (recovery,) = outcome.record.recoveries()
     assert (recovery.rank, recovery.iteration, recovery.phase) == (kill.rank, kill.iteration, kill.phase)
     # An iteration's record is sent in the next forward: the last one may have died with the rank.
     assert kill.iteration - 1 <= recovery.resumed_with <= kill.iteration + 1
@@ -52,8 +52,8 @@ def test_two_ranks_are_killed_within_two_seconds(name: str, tmp_path: Path, afte
         run.until(lambda: _killed(run), "the first to die")
         time.sleep(after)
         run.crew.kill_children(run.training.ranks["rank0"])
-        found = faulty.check(run, repeated=1)
-    assert [r.iteration for r in found.record.recoveries()] == [12]
+        outcome = faulty.check(run, repeated=1)
+    assert [r.iteration for r in outcome.record.recoveries()] == [12]
 
 
 @pytest.mark.slow
@@ -61,8 +61,8 @@ def test_two_ranks_are_killed_within_two_seconds(name: str, tmp_path: Path, afte
 def test_a_rank_is_killed_again_when_it_has_restored(name: str, tmp_path: Path, rank: int) -> None:
     kills = (Kill(2, 12, "reduce-scatter"), Kill(rank, 12, "restore", attempt=1))
     with faulty.job(name, tmp_path, *kills) as run:
-        found = faulty.check(run, repeated=1)
-    assert {e.more["phase"] for es in found.record.events.values() for e in es if e.name == "killed"} == {
+        outcome = faulty.check(run, repeated=1)
+    assert {e.more["phase"] for es in outcome.record.events.values() for e in es if e.name == "killed"} == {
         "reduce-scatter",
         "restore",
     }
@@ -72,9 +72,9 @@ def test_a_rank_is_killed_again_when_it_has_restored(name: str, tmp_path: Path, 
 def test_all_is_restored_every_second_iteration(name: str, tmp_path: Path) -> None:
     """Twenty times, from models filled with noise: the run equals the undisturbed one, bit for bit."""
     with faulty.job(name, tmp_path, script="tests.scripts.restoring") as run:
-        found = faulty.check(run)
-    assert found.record.repeated == {}
-    restored = [e.more["iteration"] for e in found.record.events[3] if e.name == "restored"]
+        outcome = faulty.check(run)
+    assert outcome.record.repeated == {}
+    restored = [e.more["iteration"] for e in outcome.record.events[3] if e.name == "restored"]
     assert restored == list(range(0, faulty.ITERATIONS, 2))
 
 

@@ -23,8 +23,8 @@ def test_the_controller_is_killed_and_comes_back(name: str, tmp_path: Path) -> N
         run.controller.kill()
         run.train(16)
         run.controller.restart()
-        found = faulty.check(run)
-    assert found.record.repeated == {}
+        outcome = faulty.check(run)
+    assert outcome.record.repeated == {}
 
 
 def test_a_rank_dies_while_there_is_no_controller(name: str, tmp_path: Path) -> None:
@@ -45,14 +45,14 @@ def test_the_switch_is_restarted(name: str, tmp_path: Path) -> None:
         run.training.let(faulty.ITERATIONS)
         run.await_iteration(8)
         run.lab.restart_switch("tor")
-        found = faulty.check(run)
-    assert found.record.repeated == {}
+        outcome = faulty.check(run)
+    assert outcome.record.repeated == {}
 
 
 def test_training_links_lose_and_delay(name: str, tmp_path: Path) -> None:
     with faulty.job(name, tmp_path, loss=0.01, jitter=0.005) as run:
-        found = faulty.check(run)
-    assert found.record.repeated == {}
+        outcome = faulty.check(run)
+    assert outcome.record.repeated == {}
 
 
 def test_a_shadow_stream_has_a_gap(name: str, tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_a_shadow_stream_has_a_gap(name: str, tmp_path: Path) -> None:
             assert at < faulty.ITERATIONS - 2, run.training.status(0)
             run.train(at)
             run.pause(1.2)
-        found = faulty.check(run)
-    assert found.record.repeated == {}
+        outcome = faulty.check(run)
+    assert outcome.record.repeated == {}
 
 
 def test_a_record_that_one_shadow_node_lacks_is_copied_from_another(name: str, tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_a_record_that_one_shadow_node_lacks_is_copied_from_another(name: str, t
         run.until(lambda: bool(run.training.status(1)["fenced"]), "shadow1 to be fenced")
         with namespaces.entered(run.lab.namespace("rank1")), IPRoute() as ip:
             ip.route("del", dst=shadow1, type="blackhole")
-        found = faulty.check(run)
-    restored = [e.more["iteration"] for e in found.record.events[0] if e.name == "restored"]
+        outcome = faulty.check(run)
+    restored = [e.more["iteration"] for e in outcome.record.events[0] if e.name == "restored"]
     assert restored == [0, 9]
 
 
@@ -104,5 +104,5 @@ def lose_nothing(namespace: str, interface: str) -> None:
     """Undo `loss.add`."""
     with namespaces.netlink(namespace) as ip:
         index = ip.link_lookup(ifname=interface)[0]
-        kinds = {dict(one["attrs"]).get("TCA_KIND") for one in ip.get_qdiscs(index)}
+        kinds = {dict(qdisc["attrs"]).get("TCA_KIND") for qdisc in ip.get_qdiscs(index)}
         ip.tc("del", "clsact" if "clsact" in kinds else "netem", index)

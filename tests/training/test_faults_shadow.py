@@ -56,8 +56,8 @@ def test_a_rank_dies_after_a_shadow_node_has_come_back(name: str, tmp_path: Path
         run.training.let(before + 4)
         run.await_iteration(before + 2)
         run.crew.kill_children(run.training.ranks["rank1"])
-        found = faulty.check(run, repeated=1)
-    restored = [e.more["iteration"] for e in found.record.events[0] if e.name == "restored"]
+        outcome = faulty.check(run, repeated=1)
+    restored = [e.more["iteration"] for e in outcome.record.events[0] if e.name == "restored"]
     assert len(restored) == 2
     assert restored[1] >= before + 1
 
@@ -67,9 +67,9 @@ def test_every_shadow_node_dies_and_training_goes_on(name: str, tmp_path: Path) 
         run.train(8)
         for member in run.training.shadows.values():
             run.crew.kill(member)
-        found = run.finish()
-    faulty.same(found)
-    assert found.record.repeated == {}
+        outcome = run.finish()
+    faulty.same(outcome)
+    assert outcome.record.repeated == {}
 
 
 def test_with_two_replicas_a_dead_shadow_node_costs_nothing(name: str, tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_with_two_replicas_a_dead_shadow_node_costs_nothing(name: str, tmp_path:
         run.training.let(14)
         run.await_iteration(11)
         run.crew.kill_children(run.training.ranks["rank2"])
-        found = run.finish()
-    faulty.same(found)
-    restored = [e.more["iteration"] for e in found.record.events[0] if e.name == "restored"]
+        outcome = run.finish()
+    faulty.same(outcome)
+    restored = [e.more["iteration"] for e in outcome.record.events[0] if e.name == "restored"]
     assert restored[1] >= 10
 
 
@@ -96,5 +96,5 @@ def test_a_shadow_node_dies_while_it_is_restored_from(name: str, tmp_path: Path)
         run.crew.kill_children(run.training.ranks["rank3"])
         run.await_stopped(0)
         run.crew.kill(run.training.shadows["shadow0"])
-        found = run.finish()
-    faulty.same(found)
+        outcome = run.finish()
+    faulty.same(outcome)

@@ -14,12 +14,12 @@ import checkmate.training.forks  # importing it is enough
 class Garbage:
     """Part of a reference cycle, like a finished call; its end is noted."""
 
-    def __init__(self, ended: list[int]) -> None:
+    def __init__(self, pids: list[int]) -> None:
         self.itself = self
-        self.ended = ended
+        self.pids = pids
 
     def __del__(self) -> None:
-        self.ended.append(os.getpid())
+        self.pids.append(os.getpid())
 
 
 @pytest.fixture
@@ -40,20 +40,20 @@ def in_child(work: Callable[[], bool]) -> bool:
 
 
 def test_a_child_leaves_its_parents_garbage_alone(by_hand: None) -> None:
-    ended: list[int] = []
-    Garbage(ended)
+    pids: list[int] = []
+    Garbage(pids)
 
     def collects_its_own_only() -> bool:
         gc.collect()
-        left = not ended
-        Garbage(ended)
+        is_inherited = not pids
+        Garbage(pids)
         gc.collect()
-        return left and ended == [os.getpid()]
+        return is_inherited and pids == [os.getpid()]
 
     assert in_child(collects_its_own_only)
-    assert not ended
+    assert not pids
     gc.collect()
-    assert ended == [os.getpid()]
+    assert pids == [os.getpid()]
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -76,24 +76,24 @@ def test_a_killed_training_goes_on_where_it_was(
 ) -> None:
     """A GPU's own sums differ in the last bits from run to run, and training makes such differences grow."""
     whole, expected = trained(name, lab, script, tmp_path / "whole", ())
-    resumed, found = trained(name, lab, script, tmp_path / "resumed", (Kill(1, 10, "before the step"),))
+    resumed, parameters = trained(name, lab, script, tmp_path / "resumed", (Kill(1, 10, "before the step"),))
     assert sorted(resumed.curve) == list(range(ITERATIONS))
     assert len(resumed.repeated) <= 1
     assert resumed.curve == pytest.approx(whole.curve, rel=1e-3)
     for parameter, tensor in expected.items():
-        torch.testing.assert_close(found[parameter], tensor, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(parameters[parameter], tensor, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("collective", ["ring", "nccl"])
 def test_a_loss_scaler_is_restored(collective: str, tmp_path: Path) -> None:
     """Iteration 3 overflows, so the scaler skips its step and halves the scale."""
-    wanted = {"device": "cuda", "amp": True, "autocast": True, "infinite": (3,), "accumulate": 2}
+    options = {"device": "cuda", "amp": True, "autocast": True, "infinite": (3,), "accumulate": 2}
     with training_labs.training_lab(PAIR) as lab:
         if collective == "nccl":
             lab.use_nccl()
 
         def train(name: str, kill_at: int | None = None, **more: Any) -> LabRun:
-            orders = ScriptOrders(str(tmp_path / name), iterations=8, pause=0.1, **{**wanted, **more})
+            orders = ScriptOrders(str(tmp_path / name), iterations=8, pause=0.1, **{**options, **more})
             return lab.train(orders, kill_at=kill_at)
 
         whole = train("whole", restore=False)
@@ -102,9 +102,9 @@ def test_a_loss_scaler_is_restored(collective: str, tmp_path: Path) -> None:
         assert resumed.resumed() >= completed
         for rank in range(2):
             assert resumed.losses(rank) == pytest.approx(whole.losses(rank), rel=1e-3, nan_ok=True)
-        found, expected = resumed.state(0), whole.state(0)
+        resumed_state, expected = resumed.state(0), whole.state(0)
         for part in ("scaler", "scheduler", "random", "python", "numpy", "sampler"):
-            assert equal(found[part], expected[part])
+            assert equal(resumed_state[part], expected[part])
         for name, tensor in expected["model"].items():
-            torch.testing.assert_close(found["model"][name], tensor, rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(resumed_state["model"][name], tensor, rtol=1e-2, atol=1e-3)
         assert all("not tagged" not in rank.error_text() for rank in lab.ranks)

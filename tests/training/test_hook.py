@@ -100,9 +100,9 @@ def batch(rank: int, iteration: int, part: int = 0, device: str = "cpu") -> torc
 def expected_gradients(model: nn.Module, layout: Layout, channels: int) -> dict[int, torch.Tensor]:
     """Return the defined average by parameter, from each rank's own gradients, gathered by gloo."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    found = {}
+    gradients_by_parameter = {}
     for bucket in layout.buckets:
-        own = torch.cat(
+        local = torch.cat(
             [
                 in_memory_order(
                     torch.zeros_like(p) if p.grad is None else p.grad, layout.parameters[number].dim_order
@@ -112,14 +112,14 @@ def expected_gradients(model: nn.Module, layout: Layout, channels: int) -> dict[
                 for number, p in ((place.parameter, parameters[place.parameter]) for place in bucket.places)
             ]
         )
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, own)
+        everyone = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, local)
         mean = averaged(everyone, channels)
         for place in bucket.places:
-            known = layout.parameters[place.parameter]
-            run = mean[place.start : place.stop].view(known.memory_shape)
-            found[place.parameter], _ = from_held(known, run, {})
-    return found
+            parameter = layout.parameters[place.parameter]
+            run = mean[place.start : place.stop].view(parameter.memory_shape)
+            gradients_by_parameter[place.parameter], _ = from_held(parameter, run, {})
+    return gradients_by_parameter
 
 
 def train(rank: int, count: int, port: int, case: HookCase) -> list[int]:
@@ -128,7 +128,7 @@ def train(rank: int, count: int, port: int, case: HookCase) -> list[int]:
     model = HookNet(case.dtype, case.unused).to(case.device)
     alone = copy.deepcopy(model)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, **case.ddp)
-    seen: list[int] = []
+    calls_seen: list[int] = []
     reduced: list[tuple[int, list[torch.Tensor | None]]] = []
     with hooked(ddp, case, rank, count, port) as (hook, _):
         layout, parameters = layout_of(model, case.shards)
@@ -147,7 +147,7 @@ def train(rank: int, count: int, port: int, case: HookCase) -> list[int]:
                 alone(batch(rank, iteration, 1, case.device)).backward()
             calls.clear()
             ddp(batch(rank, iteration, 0, case.device)).backward()
-            seen.append(len(calls))
+            calls_seen.append(len(calls))
             alone(batch(rank, iteration, 0, case.device)).backward()
             assert hook.buckets.iteration == FIRST_ITERATION + iteration
             assert hook.buckets.stream_ends(hook.buckets.iteration) == {} and hook.buckets.is_acknowledged({})
@@ -165,17 +165,17 @@ def train(rank: int, count: int, port: int, case: HookCase) -> list[int]:
                 else:
                     assert gradient is not None and torch.equal(parameter.grad, gradient)
         assert (model.unused is None) or model.unused.weight.grad is None
-    return seen
+    return calls_seen
 
 
 def count_calls(hook: GradientHook) -> list[int]:
     """Count the buckets that DDP passes to the hook."""
     calls: list[int] = []
-    taken = hook._gradients_of
+    original = hook._gradients_of
 
     def counting(bucket: Any) -> dict[int, torch.Tensor]:
         calls.append(bucket.index())
-        return taken(bucket)
+        return original(bucket)
 
     hook._gradients_of = counting  # type: ignore[method-assign]
     return calls
@@ -197,11 +197,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_defined_average(ranks: RankProcesses, name: str) -> None:
     count, case = CASES[name]
-    seen = ranks.run(count, train, free_port(), case)
-    assert all(one == seen[0] for one in seen)
-    assert seen[0][-1] == 3
+    counts_by_rank = ranks.run(count, train, free_port(), case)
+    assert all(counts == counts_by_rank[0] for counts in counts_by_rank)
+    assert counts_by_rank[0][-1] == 3
     if not case.unused and case.dtype == torch.float32:
-        assert seen[0][0] == 2, "DDP's buckets didn't change on the way"
+        assert counts_by_rank[0][0] == 2, "DDP's buckets didn't change on the way"
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4])
@@ -247,41 +247,45 @@ def close_under_way(rank: int, count: int, port: int) -> tuple[str, str]:
 
 
 def test_closing_ends_a_backward_under_way(ranks: RankProcesses) -> None:
-    error, raised = ranks.run(2, close_under_way, free_port())[0]
+    error, backward_error = ranks.run(2, close_under_way, free_port())[0]
     assert re.fullmatch(r"rank 0: closed with \d buckets? in progress", error)
-    assert raised == error
+    assert backward_error == error
 
 
-def change_format(rank: int, count: int, port: int, what: str, views: bool) -> str:
+def change_format(rank: int, count: int, port: int, changed_tensor: str, views: bool) -> str:
     """Return backward's error if a memory format differs from that of DDP's buckets."""
     convolution = nn.Conv2d(3, 4, 3)
     model = nn.Sequential(convolution, nn.Linear(2, 2))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
     weight = convolution.weight
-    if what == "parameter":
+    if changed_tensor == "parameter":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    elif what == "gradient":
+    elif changed_tensor == "gradient":
         weight.grad = torch.zeros_like(weight, memory_format=torch.channels_last)
     with hooked(ddp, HookCase(shards=1), rank, count, port):
-        said = ""
+        message = ""
         try:
             ddp(torch.randn(2, 3, 4, 4)).sum().backward()
         except RuntimeError as error:
-            said = str(error)
+            message = str(error)
     dist.barrier()
-    return said
+    return message
 
 
 @pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("what", ["parameter", "gradient", ""])
-def test_a_gradient_in_another_memory_format_is_refused(ranks: RankProcesses, what: str, views: bool) -> None:
+@pytest.mark.parametrize("changed_tensor", ["parameter", "gradient", ""])
+def test_a_gradient_in_another_memory_format_is_refused(
+    ranks: RankProcesses, changed_tensor: str, views: bool
+) -> None:
     """The format was changed after DDP was constructed, or the script's own .grad has another one."""
-    for said in ranks.run(2, change_format, free_port(), what, views):
-        if not what or (what == "gradient" and views):  # then DDP has replaced it by its own
-            assert said == ""
+    for message in ranks.run(2, change_format, free_port(), changed_tensor, views):
+        if not changed_tensor or (
+            changed_tensor == "gradient" and views
+        ):  # then DDP has replaced it by its own
+            assert message == ""
         else:
-            assert "the gradient of 0.weight has another memory format than the parameter" in said
-            assert "before DistributedDataParallel is constructed" in said
+            assert "the gradient of 0.weight has another memory format than the parameter" in message
+            assert "before DistributedDataParallel is constructed" in message
 
 
 def refuse(rank: int, count: int, port: int) -> list[str]:

@@ -37,12 +37,12 @@ BROKEN = re.compile("channel|on the same host, has ended")
 
 @given(st.lists(st.integers(1, 50), min_size=8, max_size=30), st.integers(1, 8), st.integers(1, 3))
 def test_merged_buckets_follow_backward(sizes: list[int], count: int, shards: int) -> None:
-    known = [Parameter(f"p{i}", (size,), "float32") for i, size in enumerate(sizes)]
-    shares = [make_layout(known, shards, 100, share=Share(i, count)) for i in range(count)]
+    parameters = [Parameter(f"p{i}", (size,), "float32") for i, size in enumerate(sizes)]
+    shares = [make_layout(parameters, shards, 100, share=Share(i, count)) for i in range(count)]
     merged = merge(shares)
     for share, layout in enumerate(shares):
-        own = [b for b, owner in zip(merged.layout.buckets, merged.owners, strict=True) if owner == share]
-        assert tuple(own) == layout.buckets
+        buckets = [b for b, owner in zip(merged.layout.buckets, merged.owners, strict=True) if owner == share]
+        assert tuple(buckets) == layout.buckets
     assert sorted(merged.layout.where) == [*range(len(sizes))]
     last = [min(place.parameter for place in bucket.places) for bucket in merged.layout.buckets]
     assert last == sorted(last, reverse=True)
@@ -53,8 +53,8 @@ class HostNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        made = [nn.Linear(17, 31), nn.Linear(31, 17), nn.Linear(17, 60), nn.Linear(60, 3)]
-        self.layers = nn.ModuleList(made)
+        layers = [nn.Linear(17, 31), nn.Linear(31, 17), nn.Linear(17, 60), nn.Linear(60, 3)]
+        self.layers = nn.ModuleList(layers)
         self.scale = nn.Parameter(torch.ones(7, dtype=torch.float64))
         self.short = nn.Parameter(torch.ones(33, dtype=torch.bfloat16))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -122,26 +122,26 @@ def rows(rank: int, iteration: int, part: int) -> torch.Tensor:
 def expected(alone: nn.Module, merged: MergedLayout, at: HostRank) -> list[torch.Tensor]:
     """Return the average of each bucket: hosts' sums begin with the rank after the owner."""
     trained = [parameter for parameter in alone.parameters() if parameter.requires_grad]
-    found = []
+    averages = []
     for bucket, owner in zip(merged.layout.buckets, merged.owners, strict=True):
         gradients = [trained[place.parameter].grad for place in bucket.places]
-        own = torch.cat(
+        local = torch.cat(
             [
-                torch.zeros_like(trained[place.parameter]).view(-1) if one is None else one.view(-1)
-                for place, one in zip(bucket.places, gradients, strict=True)
+                torch.zeros_like(trained[place.parameter]).view(-1) if gradient is None else gradient.view(-1)
+                for place, gradient in zip(bucket.places, gradients, strict=True)
             ]
         )
-        every = [torch.empty_like(own) for _ in range(at.count)]
-        dist.all_gather(every, own)
+        gathered = [torch.empty_like(local) for _ in range(at.count)]
+        dist.all_gather(gathered, local)
         sums = []
         for first in range(0, at.count, at.local):
             order = [first + (owner + 1 + i) % at.local for i in range(at.local)]
-            total = every[order[0]]
+            total = gathered[order[0]]
             for rank in order[1:]:
-                total = every[rank] + total
+                total = gathered[rank] + total
             sums.append(total)
-        found.append(averaged(sums, CHANNELS, at.count))
-    return found
+        averages.append(averaged(sums, CHANNELS, at.count))
+    return averages
 
 
 def train(rank: int, count: int, local: int, port: int) -> int:
@@ -183,17 +183,21 @@ def test_gradients_are_the_defined_average_of_all_ranks(ranks: RankProcesses, co
 def follow_ddp(rank: int, count: int, port: int) -> bool:
     """Train two models of float32, one with DDP's own reduction; return whether all gradients are equal."""
     torch.manual_seed(1)
-    ours, theirs = (nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    native = DistributedDataParallel(theirs)
-    ddp = DistributedDataParallel(ours)
+    hooked_model, native_model = (
+        nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2)
+    )
+    native_model.load_state_dict(hooked_model.state_dict())
+    native = DistributedDataParallel(native_model)
+    ddp = DistributedDataParallel(hooked_model)
     with hooked(ddp, HostRank(rank, count, 2, port)):
         for model in (ddp, native):
             model(rows(rank, 0, 0)[:, :9]).square().mean().backward()
     close = [
-        torch.allclose(one.grad, other.grad, rtol=1e-6, atol=1e-7)
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True)
-        if one.grad is not None and other.grad is not None
+        torch.allclose(parameter.grad, native_parameter.grad, rtol=1e-6, atol=1e-7)
+        for parameter, native_parameter in zip(
+            hooked_model.parameters(), native_model.parameters(), strict=True
+        )
+        if parameter.grad is not None and native_parameter.grad is not None
     ]
     return len(close) == 4 and all(close)
 
@@ -221,8 +225,8 @@ def lose_a_rank(rank: int, count: int, port: int) -> str:
 
 def test_backward_ends_on_all_hosts_when_a_rank_is_gone(ranks: RankProcesses) -> None:
     """Rank 3 shares a host with rank 2, and a DP group with rank 1; rank 0 has nothing to do with it."""
-    told = ranks.run(4, lose_a_rank, free_port())
-    assert all(BROKEN.search(one) for one in told[:3])
+    errors = ranks.run(4, lose_a_rank, free_port())
+    assert all(BROKEN.search(error) for error in errors[:3])
 
 
 def lose_a_rank_while_idle(rank: int, count: int, port: int) -> str:
@@ -242,8 +246,8 @@ def lose_a_rank_while_idle(rank: int, count: int, port: int) -> str:
 
 def test_a_rank_that_ends_is_noticed_by_an_idle_rank_of_its_host(ranks: RankProcesses) -> None:
     """Others of the host may wait for that one, and it breaks their connections in turn."""
-    told = ranks.run(4, lose_a_rank_while_idle, free_port())
-    assert "rank 1" in told[0] and "on the same host, has ended" in told[0]
+    errors = ranks.run(4, lose_a_rank_while_idle, free_port())
+    assert "rank 1" in errors[0] and "on the same host, has ended" in errors[0]
 
 
 def leave_by_an_error(rank: int, count: int, port: int) -> str:
@@ -264,23 +268,23 @@ def leave_by_an_error(rank: int, count: int, port: int) -> str:
 
 
 def test_a_script_that_fails_is_noticed_by_an_idle_rank_of_its_host(ranks: RankProcesses) -> None:
-    told = ranks.run(4, leave_by_an_error, free_port())
-    assert "rank 1" in told[0] and "on the same host, has ended" in told[0]
+    errors = ranks.run(4, leave_by_an_error, free_port())
+    assert "rank 1" in errors[0] and "on the same host, has ended" in errors[0]
 
 
 def leave_early(rank: int, count: int, port: int) -> str:
     """Rank 1 closes its hook and its rings while the others wait in backward; return their errors."""
-    told = ""
+    error_text = ""
     ddp = DistributedDataParallel(HostNet(), bucket_cap_mb=0.003)
     with hooked(ddp, HostRank(rank, count, 2, port)):
         if rank != 1:
             with pytest.raises(RingError) as excinfo:
                 ddp(rows(rank, 0, 0), more=True).backward()
-            told = str(excinfo.value)
+            error_text = str(excinfo.value)
     dist.barrier()
-    return told
+    return error_text
 
 
 def test_a_rank_that_leaves_ends_the_others(ranks: RankProcesses) -> None:
-    told = ranks.run(4, leave_early, free_port())
-    assert all(BROKEN.search(one) for rank, one in enumerate(told) if rank != 1)
+    errors = ranks.run(4, leave_early, free_port())
+    assert all(BROKEN.search(error) for rank, error in enumerate(errors) if rank != 1)

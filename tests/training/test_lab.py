@@ -50,10 +50,10 @@ TWO_HOSTS: dict[str, Any] = {
 }
 
 
-def same_training(one: LabRun, other: LabRun) -> bool:
+def same_training(run: LabRun, reference: LabRun) -> bool:
     """Return whether two runs had the same losses and final state on all ranks."""
-    losses = [one.losses(rank) == other.losses(rank) for rank in range(one.ranks)]
-    return all(losses) and equal(one.states(), other.states())
+    losses = [run.losses(rank) == reference.losses(rank) for rank in range(run.ranks)]
+    return all(losses) and equal(run.states(), reference.states())
 
 
 def without_buffers(state: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def check_restored(resumed: LabRun, reference: LabRun) -> None:
     iteration = resumed.resumed() - 1
     restored, expected = resumed.states("restored."), reference.states(f"after{iteration}.")
     assert equal(restored[0], expected[0])
-    for ours, theirs in zip(restored, expected, strict=True):
-        assert equal(without_buffers(ours), without_buffers(theirs))
+    for resumed_state, reference_state in zip(restored, expected, strict=True):
+        assert equal(without_buffers(resumed_state), without_buffers(reference_state))
 
 
 def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -> None:
@@ -131,9 +131,9 @@ def test_all_ranks_of_several_hosts_train_one_model(
             assert "differ" not in node.error_text()
         file = tmp_path / "checkpoint.pt"
         lab.consolidate("--format", "torch", "--out", file)
-    found, state = torch.load(file, weights_only=True), LabRun(tmp_path / "killed", hosts * local).state(0)
-    assert equal(found["model"], state["model"])
-    assert equal(found["optimizer"], state["optimizer"])
+    document, state = torch.load(file, weights_only=True), LabRun(tmp_path / "killed", hosts * local).state(0)
+    assert equal(document["model"], state["model"])
+    assert equal(document["optimizer"], state["optimizer"])
 
 
 @pytest.mark.slow
@@ -168,9 +168,9 @@ def test_a_memory_format_that_has_changed_since_is_taken(tmp_path: Path) -> None
 
 def optimizer(kind: str, implementation: str) -> dict[str, Any]:
     """Return an optimizer with foreach, fused or neither."""
-    chosen = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+    flags = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
     rate = {"lr": 0.05, "momentum": 0.9} if kind == "SGD" else {"lr": 0.01}
-    return {"optimizer": kind, "options": {**rate, **chosen}}
+    return {"optimizer": kind, "options": {**rate, **flags}}
 
 
 @dataclass(frozen=True)
@@ -219,16 +219,16 @@ def test_shadow_nodes_have_what_trainers_have(case: LabCase, tmp_path: Path) -> 
         lab.consolidate("--format", "torch", "--out", file)
         for number in range(case.nodes):
             assert "differ" not in lab.shadows[number].error_text()
-    found = torch.load(file, weights_only=True)
+    document = torch.load(file, weights_only=True)
     trained = run.state(0)
-    assert found["iteration"] == 6
+    assert document["iteration"] == 6
     assert (
         sum(tensor.nbytes for tensor in trained["model"].values()) < SLICE_BYTES
     )  # so everything was compared several times
     for name in ("model", "scheduler", "scaler"):
-        assert equal(found[name], trained[name]), name
-    assert equal(found["optimizer"]["state"], trained["optimizer"]["state"])
-    assert found["extra"] == {rank: run.state(rank)["sampler"] for rank in range(case.ranks)}
+        assert equal(document[name], trained[name]), name
+    assert equal(document["optimizer"]["state"], trained["optimizer"]["state"])
+    assert document["extra"] == {rank: run.state(rank)["sampler"] for rank in range(case.ranks)}
 
 
 @pytest.mark.slow
@@ -258,8 +258,11 @@ def test_a_finished_run_names_the_command_after_which_training_begins_again(tmp_
     with training_lab(TWO_RANKS) as lab:
         first = lab.train(ScriptOrders(str(tmp_path / "first"), iterations=4))
         assert lab.train(ScriptOrders(str(tmp_path / "second"), iterations=4)).resumed() == 4
-        said = lab.ranks[0].error_text()
-        assert "training had ended with iteration 3: `checkmate reset JOB` has the next start begin" in said
+        error_text = lab.ranks[0].error_text()
+        assert (
+            "training had ended with iteration 3: `checkmate reset JOB` has the next start begin"
+            in error_text
+        )
         discarded = checkmate(lab.crew, "reset", lab.lab.job_file, "--yes")
         assert "iteration 3 and all before it are discarded. The next start of training begins" in discarded
         third = lab.train(ScriptOrders(str(tmp_path / "third"), iterations=4))
@@ -277,19 +280,24 @@ def test_stages_of_a_pipeline_resume_at_one_iteration(tmp_path: Path) -> None:
 SHARDED = {**PIPELINE, "title": "two shards of two replicas"}
 
 
-def check_whole(found: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def check_whole(document: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     """Check that a checkpoint has the rows of ranks 0 and 2, which are one replica of a sharded model."""
     names = [name for name in ranks[0]["model"] if "running" not in name and "num_batches" not in name]
     for name in names:
-        assert equal(found["model"][name], torch.cat([ranks[rank]["model"][name] for rank in (0, 2)])), name
+        assert equal(document["model"][name], torch.cat([ranks[rank]["model"][name] for rank in (0, 2)])), (
+            name
+        )
     states = [ranks[rank]["optimizer"]["state"] for rank in (0, 2)]
-    assert found["optimizer"]["state"].keys() == states[0].keys()
-    for number, entries in found["optimizer"]["state"].items():
+    assert document["optimizer"]["state"].keys() == states[0].keys()
+    for number, entries in document["optimizer"]["state"].items():
         assert equal(entries["step"], states[0][number]["step"])
         for entry in ("exp_avg", "exp_avg_sq"):
-            assert equal(entries[entry], torch.cat([one[number][entry] for one in states])), (number, entry)
-    if found["extra"] is not None:
-        assert found["extra"] == {rank: state["sampler"] for rank, state in enumerate(ranks)}
+            assert equal(entries[entry], torch.cat([shard_state[number][entry] for shard_state in states])), (
+                number,
+                entry,
+            )
+    if document["extra"] is not None:
+        assert document["extra"] == {rank: state["sampler"] for rank, state in enumerate(ranks)}
 
 
 @pytest.mark.slow
@@ -382,11 +390,11 @@ def test_a_model_split_by_tensor_parallelism_resumes_with_all_its_parts(tmp_path
             assert "differ" not in node.error_text()
         file = tmp_path / "checkpoint.pt"
         lab.consolidate("--format", "torch", "--out", file)
-    found = torch.load(file, weights_only=True)["model"]
-    one, other = (LabRun(tmp_path / "killed", 4).state(rank)["model"] for rank in (0, 2))
-    for name in one:
-        together = torch.cat([one[name], other[name]], dim=1 if name == "head.weight" else 0)
-        assert equal(found[name], one[name] if name in ("head.bias", "unused") else together), name
+    model = torch.load(file, weights_only=True)["model"]
+    upper, lower = (LabRun(tmp_path / "killed", 4).state(rank)["model"] for rank in (0, 2))
+    for name in upper:
+        together = torch.cat([upper[name], lower[name]], dim=1 if name == "head.weight" else 0)
+        assert equal(model[name], upper[name] if name in ("head.bias", "unused") else together), name
 
 
 @pytest.mark.slow
@@ -397,11 +405,11 @@ def test_the_papers_testbed_resumes_and_is_consolidated_at_one_iteration(tmp_pat
         kill_and_resume(lab, tmp_path, 3, iterations=6)
         file = tmp_path / "checkpoint.pt"
         lab.consolidate("--format", "torch", "--out", file)
-    found = torch.load(file, weights_only=True)
-    assert {name: group["iteration"] for name, group in found.items()} == {"group0": 5, "group1": 5}
+    document = torch.load(file, weights_only=True)
+    assert {name: group["iteration"] for name, group in document.items()} == {"group0": 5, "group1": 5}
     states = LabRun(tmp_path / "killed", 12).states()
     for stage in range(2):
-        assert equal(found[f"group{stage}"]["model"], states[6 * stage]["model"])
+        assert equal(document[f"group{stage}"]["model"], states[6 * stage]["model"])
 
 
 @pytest.mark.slow

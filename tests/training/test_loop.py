@@ -96,10 +96,10 @@ def test_an_iterator_draws_its_random_number_when_it_is_made() -> None:
     batches = checkmate.Batches(loaders("a sampler"))
     before = torch.get_rng_state()
     iterator = iter(batches)
-    drawn = torch.get_rng_state()
-    assert not torch.equal(before, drawn)
+    after = torch.get_rng_state()
+    assert not torch.equal(before, after)
     next(iterator)
-    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_an_epoch_that_is_over_is_not_silently_empty() -> None:

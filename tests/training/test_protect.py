@@ -115,17 +115,17 @@ def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:
 
 def check_events(folder: Path) -> None:
     """Check the events that both ranks have kept, one after another, and what a report makes of them."""
-    found = read_paths([folder])
-    assert found.passed_over == {}
+    event_log = read_paths([folder])
+    assert event_log.passed_over == {}
     names = {
-        f"rank {n}": [event.name for event in found.events if event.source == f"rank {n}"] for n in (0, 1)
+        f"rank {n}": [event.name for event in event_log.events if event.source == f"rank {n}"] for n in (0, 1)
     }
     kinds = ("restore.started", "restore.agreed", "restore.ended", "protect.started", "protect.ended")
     expected = [f"trainer.{name}" for name in (*kinds, "first", "ended")]
     assert names["rank 1"] == expected
     assert names["rank 0"] == [expected[0], "trainer.restore.drained", *expected[1:]]
     (start,) = recoveries(
-        by_process.processes(by_process.merge_events(found.events, "demo")), found.events, []
+        by_process.processes(by_process.merge_events(event_log.events, "demo")), event_log.events, []
     )
     assert (start.source, start.next, start.why) == ("start", 0, "")
     assert all(step.seconds < SECONDS for step in start.steps) and len(start.steps) == 5
@@ -147,8 +147,8 @@ def test_from_start_to_exit(
     assert run.resumed() == 0
     check_events(tmp_path / "events")
     (begin,) = nodes[0].begins
-    said = (begin.incarnation, begin.run, begin.start)
-    assert [(b.incarnation, b.run, b.start) for b in nodes[1].begins] == [said]
+    begin_key = (begin.incarnation, begin.run, begin.start)
+    assert [(b.incarnation, b.run, b.start) for b in nodes[1].begins] == [begin_key]
     assert begin.start
     assert (begin.job, begin.group, begin.ranks, begin.device) == ("demo", 0, 2, "cpu")
     assert (begin.first_iteration, begin.next_iteration, begin.keep) == (0, 0, False)
@@ -156,26 +156,26 @@ def test_from_start_to_exit(
     assert begin.torch == torch.__version__
     layout = layouts.from_json(begin.layout)
     for shard, node in enumerate(nodes):
-        seeded = [number for header, found in node.seeds for number in found]
+        seeded = [number for header, numbers in node.seeds for number in numbers]
         assert sorted(seeded) == sorted(layout.of_shard(shard))
         seeds = {(header.iteration, header.run, header.start) for header, _ in node.seeds}
         assert seeds == {(-1, begin.run, begin.start)}
-        given = sorted(name for header, _ in node.seeds for name in header.record.buffers)
-        assert given == list(begin.buffers) == BUFFERS
+        buffers = sorted(name for header, _ in node.seeds for name in header.record.buffers)
+        assert buffers == list(begin.buffers) == BUFFERS
         for position in range(2):
-            sent = records(node, position)
-            assert [part.iteration for part in sent] == [0, 1, 2, 3]
-            assert {(part.incarnation, part.run, part.start) for part in sent} == {said}
-            assert [state.loads(part.extra) for part in sent] == [{"seen": n + 1} for n in range(4)]
-            check_ends(sent, layout, position)
+            parts = records(node, position)
+            assert [part.iteration for part in parts] == [0, 1, 2, 3]
+            assert {(part.incarnation, part.run, part.start) for part in parts} == {begin_key}
+            assert [state.loads(part.extra) for part in parts] == [{"seen": n + 1} for n in range(4)]
+            check_ends(parts, layout, position)
         assert [part.step.last for part in records(node, 0)] == [False, False, False, True]
         assert not any(part.HasField("step") for part in records(node, 1))
 
 
-def check_ends(sent: list[pb.RecordPart], layout: layouts.Layout, side: int) -> None:
+def check_ends(parts: list[pb.RecordPart], layout: layouts.Layout, side: int) -> None:
     """Check that each stream's end is that of the schedule."""
-    for part in sent:
-        found = {(end.side, end.channel, end.shard): end.end for end in part.ends}
+    for part in parts:
+        ends = {(end.side, end.channel, end.shard): end.end for end in part.ends}
         expected = {}
         for channel in range(2):
             for shard in range(2):
@@ -183,7 +183,7 @@ def check_ends(sent: list[pb.RecordPart], layout: layouts.Layout, side: int) -> 
                     layout.schedule, 2, channel, 2, side=side, shadow_id=shard, slicing=layout.slicing
                 )
                 expected[side, channel, shard] = stream.nbytes * (part.iteration + 1)
-        assert found == expected
+        assert ends == expected
 
 
 @pytest.mark.slow
@@ -196,9 +196,9 @@ def test_over_a_double_of_nccl(nodes: list[RecordingNode], tmp_path: Path) -> No
     layout = layouts.from_json(begin.layout)
     assert layout.slicing == NcclSlicing(cell=8 << 10)
     for position in range(2):
-        sent = records(nodes[1], position)
-        assert [part.iteration for part in sent] == [0, 1, 2, 3]
-        check_ends(sent, layout, position)
+        parts = records(nodes[1], position)
+        assert [part.iteration for part in parts] == [0, 1, 2, 3]
+        check_ends(parts, layout, position)
 
 
 @pytest.mark.slow
@@ -206,8 +206,8 @@ def test_training_goes_on_if_nccl_cannot_be_tagged(nodes: list[RecordingNode], t
     run, ends = train(tmp_path, nodes, iterations=4, nccl="2.25")
     assert [code for code, _ in ends] == [0, 0], ends
     assert list(run.losses(0)) == [0, 1, 2, 3]
-    told = "gradients are not tagged, so shadow nodes don't follow: rank 0 (192.168.0.0): NCCL 2.25.5 is not"
-    assert [errors.count(told) for _, errors in ends] == [1, 0], ends
+    error = "gradients are not tagged, so shadow nodes don't follow: rank 0 (192.168.0.0): NCCL 2.25.5 is not"
+    assert [errors.count(error) for _, errors in ends] == [1, 0], ends
     assert [errors.count("follow DP group") for _, errors in ends] == [0, 0]
     for node in nodes:
         assert not node.begins
@@ -217,9 +217,9 @@ def test_training_goes_on_if_nccl_cannot_be_tagged(nodes: list[RecordingNode], t
 def test_the_death_of_a_rank_is_a_ring_error_on_the_other(nodes: list[RecordingNode], tmp_path: Path) -> None:
     _, ends = train(tmp_path, nodes, iterations=6, kills=((1, 2),), batch_norm=False)
     assert [code for code, _ in ends] == [1, -signal.SIGKILL], ends
-    told = ends[0][1].strip().splitlines()[-1]
-    assert "checkmate.ring.place.RingError: " in told
-    assert "rank 0 (192.168.0.0), channel " in told and " rank 1 (192.168.0.1): " in told
+    error = ends[0][1].strip().splitlines()[-1]
+    assert "checkmate.ring.place.RingError: " in error
+    assert "rank 0 (192.168.0.0), channel " in error and " rank 1 (192.168.0.1): " in error
     assert "Unable to cast" not in ends[0][1]
 
 
@@ -277,13 +277,13 @@ def test_what_fails_half_way_leaves_nothing(nodes: list[RecordingNode], tmp_path
         "threads": [],
     }
     for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert "already has the communication hook allreduce_hook" in found["hook"].pop("error")
-        assert found["late"].pop("error") == "RuntimeError: no hook"
-        assert "NoScaler" in found["scaler"].pop("error")
-        found.get("alone", {}).pop("error", None)
-        assert found == dict.fromkeys(found, nothing)
-        assert ("alone" in found) == (rank == 0)
+        report = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert "already has the communication hook allreduce_hook" in report["hook"].pop("error")
+        assert report["late"].pop("error") == "RuntimeError: no hook"
+        assert "NoScaler" in report["scaler"].pop("error")
+        report.get("alone", {}).pop("error", None)
+        assert report == dict.fromkeys(report, nothing)
+        assert ("alone" in report) == (rank == 0)
 
 
 def test_a_script_that_catches_its_refusal_ends_with_an_error(
@@ -292,11 +292,13 @@ def test_a_script_that_catches_its_refusal_ends_with_an_error(
     """Each further call is refused, the nodes know why, and the exit status is not 0."""
     ends = run_ranks(tmp_path, nodes, "tests.scripts.refused", "caught")
     assert [code for code, _ in ends] == [1, 1], ends
-    text = f"iteration {refused.CHANGED}: parameter weight was changed, and not by the step of the optimizer"
+    text = (
+        f"iteration {refused.CHANGED_AT}: parameter weight was changed, and not by the step of the optimizer"
+    )
     assert all(f"RefusedError: {text}" in errors for _, errors in ends), ends
     for node in nodes:
         assert {part.iteration for part in node.records} == {0, 1}
-        assert {refusal.iteration for refusal in node.refusals} == {refused.CHANGED}
+        assert {refusal.iteration for refusal in node.refusals} == {refused.CHANGED_AT}
         assert {refusal.start for refusal in node.refusals} == {node.begins[0].start}
 
 

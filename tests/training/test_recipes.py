@@ -25,7 +25,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all recipes in one lab; return the folder of their results."""
     folder = tmp_path_factory.mktemp("recipes")
     with training_lab(on_one_switch(RANKS, (1, 1))) as lab:
@@ -34,7 +34,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def found(folder: Path, title: str, phase: str, rank: int) -> dict[str, Any]:
+def load_result(folder: Path, title: str, phase: str, rank: int) -> dict[str, Any]:
     return dict(torch.load(folder / f"{title}.{phase}.rank{rank}.pt", weights_only=False))
 
 
@@ -45,9 +45,11 @@ def test_there_are_the_recipes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", recipes())
-def test_a_resumed_run_is_the_undisturbed_one(left: Path, title: str) -> None:
+def test_a_resumed_run_is_the_undisturbed_one(results_folder: Path, title: str) -> None:
     for rank in range(RANKS):
-        reference, resumed = (found(left, title, phase, rank) for phase in ("undisturbed", "resumed"))
+        reference, resumed = (
+            load_result(results_folder, title, phase, rank) for phase in ("undisturbed", "resumed")
+        )
         (start,) = resumed["started"]
         assert start >= KILLED_AFTER - 2  # at most one completed iteration is repeated
         again = resumed["forwards"]

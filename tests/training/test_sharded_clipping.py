@@ -45,7 +45,9 @@ def listening(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def clip(
-    model: nn.Module, ours: Callable[[nn.Module], torch.Tensor], torchs: Callable[[nn.Module], torch.Tensor]
+    model: nn.Module,
+    function: Callable[[nn.Module], torch.Tensor],
+    torchs: Callable[[nn.Module], torch.Tensor],
 ) -> float:
     """Clip with torch's function and ours; return the factor, after a comparison of all results."""
     with contextlib.ExitStack() as undo:
@@ -58,11 +60,11 @@ def clip(
         ):
             assert parameter.grad is not None
             local_of(parameter.grad).copy_(gradient)
-        assert torch.equal(whole(ours(model)), whole(norm))
-    assert all(torch.equal(one, two) for one, two in zip(gradients(model), expected, strict=True))
+        assert torch.equal(whole(function(model)), whole(norm))
+    assert all(torch.equal(actual, two) for actual, two in zip(gradients(model), expected, strict=True))
     (factor,) = factors
     assert type(factor) is torch.Tensor and factor.dtype == torch.float32
-    assert all(torch.equal(one * factor, two) for one, two in zip(before, expected, strict=True))
+    assert all(torch.equal(actual * factor, two) for actual, two in zip(before, expected, strict=True))
     return float(factor)
 
 
@@ -80,8 +82,8 @@ def clip_shards(rank: int, count: int, ports: list[int], tensor: int, norm_type:
         model(rows(rank // tensor, 0)).square().mean().backward()
         return clip(
             model,
-            lambda one: checkmate.clip_grad_norm_(one.parameters(), MAX_NORM, norm_type),
-            lambda one: torch.nn.utils.clip_grad_norm_(one.parameters(), MAX_NORM, norm_type),
+            lambda module: checkmate.clip_grad_norm_(module.parameters(), MAX_NORM, norm_type),
+            lambda module: torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM, norm_type),
         )
 
 
@@ -91,8 +93,8 @@ def clip_shards(rank: int, count: int, ports: list[int], tensor: int, norm_type:
 )
 def test_clipping_has_one_factor_on_all_ranks(ranks: RankProcesses, tensor: int, norm_type: float) -> None:
     """That of the norm of the whole model, to the last bit. PyTorch has no maximum norm of empty shards."""
-    told = ranks.run(4, clip_shards, [free_port(), free_port()], tensor, norm_type)
-    assert len(set(told)) == 1 and 0 < told[0] < 1
+    factors = ranks.run(4, clip_shards, [free_port(), free_port()], tensor, norm_type)
+    assert len(set(factors)) == 1 and 0 < factors[0] < 1
 
 
 def clip_as_torchtitan(
@@ -116,7 +118,7 @@ def clip_stages(rank: int, count: int, norm_type: float) -> float:
     model(rows(rank, 0)).square().mean().backward()
 
     def combine(function: Callable[..., None]) -> Callable[[nn.Module], torch.Tensor]:
-        return lambda one: clip_as_torchtitan(one, mesh["pp"], norm_type, function)
+        return lambda module: clip_as_torchtitan(module, mesh["pp"], norm_type, function)
 
     return clip(
         model, combine(checkmate.clip_grads_with_norm_), combine(torch.nn.utils.clip_grads_with_norm_)
@@ -125,8 +127,8 @@ def clip_stages(rank: int, count: int, norm_type: float) -> float:
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0])
 def test_norms_that_a_script_combines_itself_have_one_factor(ranks: RankProcesses, norm_type: float) -> None:
-    told = ranks.run(4, clip_stages, norm_type)
-    assert len(set(told)) == 1 and 0 < told[0] < 1
+    factors = ranks.run(4, clip_stages, norm_type)
+    assert len(set(factors)) == 1 and 0 < factors[0] < 1
 
 
 def clip_with_torchs_own(rank: int, count: int) -> str:

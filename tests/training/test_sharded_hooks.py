@@ -49,8 +49,8 @@ SHARDS = 2
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     """Return this rank's part of each gradient that is there."""
-    found = [one.grad for one in model.parameters() if one.grad is not None]
-    return [one.to_local() if isinstance(one, DTensor) else one for one in found]
+    gradients = [gradient.grad for gradient in model.parameters() if gradient.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ShardedCase:
     factor: float | None = None
     compute: torch.dtype | None = None
     """In which gradients are reduced, too."""
-    kept: torch.dtype = torch.float32
+    stored_type: torch.dtype = torch.float32
     """The parameters' own type."""
     reduced: torch.dtype | None = None
     checkpointed: bool = False
@@ -95,7 +95,7 @@ def prepared(case: ShardedCase) -> ShardedNet | SplitNet:
     """Return the model before it is split and sharded."""
     if case.tensor > 1:
         return SplitNet()
-    model = (TwiceNet() if case.reused else ShardedNet()).to(case.kept)
+    model = (TwiceNet() if case.reused else ShardedNet()).to(case.stored_type)
     for number, block in enumerate(model.blocks):
         if case.checkpointed:
             model.blocks[number] = checkpoint_wrapper(block)
@@ -112,41 +112,45 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
     mesh = replicated(2, count // (2 * case.tensor), case.tensor, case.device)
     plain = [prepared(case)]
     plain.append(copy.deepcopy(plain[0]))
-    ours, theirs = (split(one, mesh["tp"]) if isinstance(one, SplitNet) else one for one in plain)
+    hooked_model, native_model = (
+        split(module, mesh["tp"]) if isinstance(module, SplitNet) else module for module in plain
+    )
     policy = MixedPrecisionPolicy(param_dtype=case.compute, reduce_dtype=case.reduced)
     offload = CPUOffloadPolicy(pin_memory=bool(case.store)) if case.offloaded else OffloadPolicy()
-    shard(theirs, hybrid(mesh), mp_policy=policy, offload_policy=offload)
-    shard(ours, mesh["dp_shard"], mp_policy=policy, offload_policy=offload)
-    for unit in (one for model in (ours, theirs) for one in model.modules()):
+    shard(native_model, hybrid(mesh), mp_policy=policy, offload_policy=offload)
+    shard(hooked_model, mesh["dp_shard"], mp_policy=policy, offload_policy=offload)
+    for unit in (module for model in (hooked_model, native_model) for module in model.modules()):
         if case.factor is not None and isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(case.factor)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (hooked_model, native_model)]
     compared = 0
     reduced: list[int] = []
-    with hooked(ours, rank, 2, ports) as (hooks, _):
+    with hooked(hooked_model, rank, 2, ports) as (hooks, _):
         hooks.on_reduced = reduced.append
         for iteration in range(4):
             for part in range(case.accumulate):
-                for model in (ours, theirs):
+                for model in (hooked_model, native_model):
                     assert isinstance(model, FSDPModule)
                     model.set_requires_gradient_sync(part == case.accumulate - 1)
                     batch = rows(rank // case.tensor, iteration, part).to(case.device)
                     model(batch, more=iteration == 2).square().mean().backward()
-            assert reduced == [FIRST_ITERATION + one for one in range(iteration + 1)]
-            assert [one.grad is None for one in ours.parameters()] == [
-                one.grad is None for one in theirs.parameters()
+            assert reduced == [FIRST_ITERATION + module for module in range(iteration + 1)]
+            assert [module.grad is None for module in hooked_model.parameters()] == [
+                module.grad is None for module in native_model.parameters()
             ]
-            for gradient, expected in zip(gradients_of(ours), gradients_of(theirs), strict=True):
+            for gradient, expected in zip(
+                gradients_of(hooked_model), gradients_of(native_model), strict=True
+            ):
                 assert torch.equal(gradient, expected)
                 compared += gradient.numel()
             del gradient, expected
-            held = [StorageWeakRef(one.untyped_storage()) for one in gradients_of(ours)]  # type: ignore[no-untyped-call]
-            for model in (ours, theirs) if case.store else ():
+            storages = [StorageWeakRef(module.untyped_storage()) for module in gradients_of(hooked_model)]  # type: ignore[no-untyped-call]
+            for model in (hooked_model, native_model) if case.store else ():
                 checkmate.clip_grad_norm_(model.parameters(), 0.5)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            assert held and all(one.expired() for one in held)  # type: ignore[no-untyped-call]
+            assert storages and all(module.expired() for module in storages)  # type: ignore[no-untyped-call]
     return compared
 
 
@@ -157,13 +161,13 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
         ShardedCase(accumulate=3),
         ShardedCase(factor=float(SHARDS)),
         ShardedCase(compute=torch.bfloat16),
-        ShardedCase(kept=torch.bfloat16, reduced=torch.float32),
-        ShardedCase(kept=torch.bfloat16),
+        ShardedCase(stored_type=torch.bfloat16, reduced=torch.float32),
+        ShardedCase(stored_type=torch.bfloat16),
         ShardedCase(checkpointed=True),
         pytest.param(ShardedCase(compiled=True), marks=pytest.mark.slow),
         ShardedCase(reused=True),
         ShardedCase(offloaded=True),
-        ShardedCase(offloaded=True, kept=torch.bfloat16, reduced=torch.float32),
+        ShardedCase(offloaded=True, stored_type=torch.bfloat16, reduced=torch.float32),
     ],
 )
 def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses, case: ShardedCase) -> None:
@@ -174,17 +178,17 @@ def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses, case: ShardedC
 
 def follow_with_staging_that_keeps(rank: int, count: int, ports: list[int]) -> int:
     """Train as above; what a staging calls when gradients are there stays alive, as in a waiting thread."""
-    kept: list[Callable[[], None]] = []
+    callbacks: list[Callable[[], None]] = []
     copy_in = Staging.copy_in
 
     def keep(self: Staging, gradients: Tensors, flats: Tensors, ready: Callable[[], None]) -> None:
-        kept.append(ready)
+        callbacks.append(ready)
         copy_in(self, gradients, flats, ready)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Staging, "copy_in", keep)
         compared = follow_native(rank, count, ports, ShardedCase())
-    assert kept
+    assert callbacks
     return compared
 
 
@@ -200,9 +204,9 @@ def test_a_staging_that_waits_holds_no_gradient(ranks: RankProcesses) -> None:
         ShardedCase(accumulate=3),
         ShardedCase(factor=float(SHARDS)),
         ShardedCase(compute=torch.bfloat16, reduced=torch.float32),
-        ShardedCase(kept=torch.bfloat16, reduced=torch.float32),
+        ShardedCase(stored_type=torch.bfloat16, reduced=torch.float32),
         ShardedCase(offloaded=True, accumulate=3),
-        ShardedCase(offloaded=True, kept=torch.bfloat16, reduced=torch.float32),
+        ShardedCase(offloaded=True, stored_type=torch.bfloat16, reduced=torch.float32),
     ],
 )
 def test_gradients_on_a_gpu_are_those_of_native_hsdp(
@@ -259,15 +263,15 @@ def offload_narrow(rank: int, count: int, port: int) -> bool:
             mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
             offload_policy=CPUOffloadPolicy(pin_memory=False),
         )
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (alone, model)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (alone, model)]
     same = []
     with pytest.MonkeyPatch.context() as patch, hooked(model, rank, count, [port]):
         patch.setattr(_fsdp_collectives, "torch", ElsewhereTorch())
         for _ in range(3):
-            for one in (alone, model):
-                (one(torch.ones(4, 6).bfloat16()) - 1).square().mean().backward()
+            for module in (alone, model):
+                (module(torch.ones(4, 6).bfloat16()) - 1).square().mean().backward()
             pairs = zip(gradients_of(alone), gradients_of(model), strict=True)
-            same += [torch.equal(one, other) for one, other in pairs]
+            same += [torch.equal(module, wide) for module, wide in pairs]
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -293,8 +297,8 @@ def lose_a_replica(rank: int, count: int, ports: list[int]) -> str:
 
 
 def test_backward_ends_when_a_replica_is_gone(ranks: RankProcesses) -> None:
-    told = ranks.run(4, lose_a_replica, [free_port(), free_port()])
-    assert "rank 1" in told[0] and "rank 1" in told[1]
+    errors = ranks.run(4, lose_a_replica, [free_port(), free_port()])
+    assert "rank 1" in errors[0] and "rank 1" in errors[1]
 
 
 def begin_with_nan(rank: int, count: int, ports: list[int]) -> bool:
@@ -303,8 +307,8 @@ def begin_with_nan(rank: int, count: int, ports: list[int]) -> bool:
     shard(model, replicated(2, 1)["dp_shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     with hooked(model, rank, 2, ports):
         (model(rows(rank, 0)).sum() * float("nan")).backward()
-        found = [local_of(p.grad) for p in model.parameters() if p.grad is not None]
-        return len(found) > 3 and all(bool(one.isnan().any()) for one in found)
+        gradients = [local_of(p.grad) for p in model.parameters() if p.grad is not None]
+        return len(gradients) > 3 and all(bool(gradient.isnan().any()) for gradient in gradients)
 
 
 def test_nan_in_the_first_iteration_is_a_gradient_like_others(ranks: RankProcesses) -> None:
@@ -351,55 +355,55 @@ class ReentrantNet(ShardedNet):
         return out
 
 
-def change(what: str, model: nn.Module) -> None:
+def change(change_name: str, model: nn.Module) -> None:
     """Change a setting of FSDP's between two iterations."""
-    if what == "unfrozen":
+    if change_name == "unfrozen":
         for parameter in model.parameters():
             parameter.requires_grad_(True)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            if what == "factor":
+            if change_name == "factor":
                 unit.set_gradient_divide_factor(2.0)
-            elif what == "forced":
+            elif change_name == "forced":
                 unit.set_force_sum_reduction_for_comms(True)
-            elif what == "hook":
+            elif change_name == "hook":
                 unit.set_all_reduce_hook(lambda flat: None)
                 return
 
 
 def refuse(rank: int, count: int, ports: list[int]) -> dict[str, str]:
     """Return the errors of backward, by what the script does."""
-    told: dict[str, str] = {}
+    errors: dict[str, str] = {}
     mesh = replicated(count // SHARDS, SHARDS)["dp_shard"]
-    for what in ("kept", "absent", "closed", "reentrant", "factor", "forced", "hook", "unfrozen"):
-        model = shard(ReentrantNet() if what == "reentrant" else ShardedNet(), mesh)
+    for change_name in ("kept", "absent", "closed", "reentrant", "factor", "forced", "hook", "unfrozen"):
+        model = shard(ReentrantNet() if change_name == "reentrant" else ShardedNet(), mesh)
         with hooked(model, rank, count // SHARDS, ports) as (hooks, _):
             try:
-                if what == "absent":
+                if change_name == "absent":
                     model(rows(rank, 0), more=rank >= SHARDS).sum().backward()
                 else:
                     model(rows(rank, 0)).sum().backward()
-                    if what != "kept":
+                    if change_name != "kept":
                         model.zero_grad()
-                    if what == "closed":
+                    if change_name == "closed":
                         hooks.close()
-                    change(what, model)
+                    change(change_name, model)
                     model(rows(rank, 0)).sum().backward()
             except (RefusedError, RingError) as error:
-                told[what] = str(error)
+                errors[change_name] = str(error)
             dist.barrier()
-    return told
+    return errors
 
 
 def test_what_shadow_nodes_could_not_follow_is_refused(ranks: RankProcesses) -> None:
-    told = ranks.run(4, refuse, [free_port(), free_port()])
-    assert "has a .grad from before this backward" in told[0]["kept"]
-    assert "set_requires_gradient_sync(False)" in told[3]["kept"]
-    assert "sometimes.weight has no gradient on this rank, but on another" in told[0]["absent"]
-    assert told[1]["reentrant"].startswith("blocks.1.0.weight has a .grad from before this backward")
-    assert told[1]["reentrant"].endswith("checkpoint activations with use_reentrant=False")
-    assert "Protection is closed" in told[2]["closed"]
-    assert told[0]["factor"].startswith("set_gradient_divide_factor was called after checkmate.protect")
-    assert "set_force_sum_reduction_for_comms(True), FSDP divides gradients after" in told[1]["forced"]
-    assert "got requires_grad=True after checkmate.protect" in told[3]["unfrozen"]
-    assert told[2]["hook"].startswith("FSDPShardedNet got another all-reduce hook after checkmate.protect")
+    errors = ranks.run(4, refuse, [free_port(), free_port()])
+    assert "has a .grad from before this backward" in errors[0]["kept"]
+    assert "set_requires_gradient_sync(False)" in errors[3]["kept"]
+    assert "sometimes.weight has no gradient on this rank, but on another" in errors[0]["absent"]
+    assert errors[1]["reentrant"].startswith("blocks.1.0.weight has a .grad from before this backward")
+    assert errors[1]["reentrant"].endswith("checkpoint activations with use_reentrant=False")
+    assert "Protection is closed" in errors[2]["closed"]
+    assert errors[0]["factor"].startswith("set_gradient_divide_factor was called after checkmate.protect")
+    assert "set_force_sum_reduction_for_comms(True), FSDP divides gradients after" in errors[1]["forced"]
+    assert "got requires_grad=True after checkmate.protect" in errors[3]["unfrozen"]
+    assert errors[2]["hook"].startswith("FSDPShardedNet got another all-reduce hook after checkmate.protect")

@@ -33,8 +33,8 @@ class Stage(nn.Module):
         return out
 
 
-def loss(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return (found - wanted).square().mean()
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
 
 
 def train(module: nn.Module, mesh: DeviceMesh, iterations: int) -> Iterator[list[torch.Tensor | None]]:
@@ -56,23 +56,23 @@ def follow_native(rank: int, count: int, ports: list[int]) -> int:
     names = ("pp", "dp_replicate", "dp_shard")
     mesh = DeviceMesh("cpu", torch.arange(count).view(STAGES, REPLICAS, 1), mesh_dim_names=names)
     torch.manual_seed(rank // REPLICAS)
-    ours = Stage()
-    theirs = copy.deepcopy(ours)
-    for module, part in ((ours, mesh["dp_shard"]), (theirs, mesh["dp_replicate", "dp_shard"])):
+    hooked_stage = Stage()
+    native_stage = copy.deepcopy(hooked_stage)
+    for module, part in ((hooked_stage, mesh["dp_shard"]), (native_stage, mesh["dp_replicate", "dp_shard"])):
         fully_shard(module.block, mesh=part)
         fully_shard(module, mesh=part)
     compared = 0
-    ended: list[int] = []
-    expected = list(train(theirs, mesh, 3))
-    with hooked(ours, rank % REPLICAS, REPLICAS, ports[rank // REPLICAS :]) as (hooks, _):
-        hooks.on_reduced = ended.append
-        for iteration, gradients in enumerate(train(ours, mesh, 3)):
-            assert ended == [FIRST_ITERATION + one for one in range(iteration + 1)]
-            for mine, native in zip(gradients, expected[iteration], strict=True):
-                assert (mine is None) == (native is None)
-                if mine is not None and native is not None:
-                    assert torch.equal(mine, native)
-                    compared += mine.numel()
+    iterations: list[int] = []
+    expected = list(train(native_stage, mesh, 3))
+    with hooked(hooked_stage, rank % REPLICAS, REPLICAS, ports[rank // REPLICAS :]) as (hooks, _):
+        hooks.on_reduced = iterations.append
+        for iteration, gradients in enumerate(train(hooked_stage, mesh, 3)):
+            assert iterations == [FIRST_ITERATION + offset for offset in range(iteration + 1)]
+            for actual, native in zip(gradients, expected[iteration], strict=True):
+                assert (actual is None) == (native is None)
+                if actual is not None and native is not None:
+                    assert torch.equal(actual, native)
+                    compared += actual.numel()
     return compared
 
 

@@ -23,7 +23,7 @@ from tests.support.training.rank_processes import RankProcesses
 from tests.support.training.sharded import ShardedNet, SplitNet, replicated, shard, split
 
 
-def cut(rank: int, count: int) -> tuple[int, int]:
+def shard_bounds(rank: int, count: int) -> tuple[int, int]:
     """Compare each chunk with its place in the whole parameter; return that of the embedding's rows."""
     torch.manual_seed(1)
     model = SplitNet()
@@ -41,7 +41,7 @@ def cut(rank: int, count: int) -> tuple[int, int]:
 
 def test_chunks_are_in_their_places_beside_tensor_parallelism(ranks: RankProcesses) -> None:
     """Of tensor parallelism's 6 and 5 rows, shard 0 has the first 3, and shard 1 the others."""
-    assert ranks.run(4, cut) == [(0, 3), (6, 3), (3, 3), (9, 2)]
+    assert ranks.run(4, shard_bounds) == [(0, 3), (6, 3), (3, 3), (9, 2)]
 
 
 def place_parts(rank: int, count: int, file: str) -> tuple[list[int], int, int]:
@@ -49,14 +49,14 @@ def place_parts(rank: int, count: int, file: str) -> tuple[list[int], int, int]:
     os.environ["CHECKMATE_JOB"] = file
     mesh = checkmate.job_mesh("cpu")
     model = FsdpModel(shard(split(SplitNet(), mesh["tp"]), mesh["dp_shard"]))
-    found = membership.join(model)
-    return model.shard_ranks, found.group, found.position
+    place = membership.join(model)
+    return model.shard_ranks, place.group, place.position
 
 
 def test_the_mesh_of_the_job_is_for_tensor_parallelism_too(ranks: RankProcesses, tmp_path: Path) -> None:
     file = write(tmp_path, meshed(replicate=2, tp=2, nodes=2))
-    told = ranks.run(4, place_parts, str(file))
-    assert told == [([0, 1], 0, 0), ([0, 1], 1, 0), ([2, 3], 0, 1), ([2, 3], 1, 1)]
+    places = ranks.run(4, place_parts, str(file))
+    assert places == [([0, 1], 0, 0), ([0, 1], 1, 0), ([2, 3], 0, 1), ([2, 3], 1, 1)]
 
 
 def place_shards(rank: int, count: int, file: str, groups: list[list[int]]) -> tuple[list[int], str]:
@@ -82,9 +82,9 @@ def place_shards(rank: int, count: int, file: str, groups: list[list[int]]) -> t
 
 
 def test_the_mesh_of_shards_follows_the_dp_groups(ranks: RankProcesses, tmp_path: Path) -> None:
-    told = ranks.run(4, place_shards, str(tmp_path / "job.yaml"), [[0, 1], [2, 3]])
-    assert [shards for shards, _ in told] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    for _, error in told:
+    places = ranks.run(4, place_shards, str(tmp_path / "job.yaml"), [[0, 1], [2, 3]])
+    assert [shards for shards, _ in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    for _, error in places:
         assert "DP group 0 has rank 0 (" in error and "with part 0 of 2 of the model and rank 1 (" in error
         assert "with part 1 of 2, but the ranks of a DP group have replicas of one part" in error
 

@@ -55,7 +55,7 @@ def torchrun(folder: Path, nodes: list[RecordingNode], starter: list[str]) -> st
     data = job_file(folder, nodes, RANKS)
     command = [python(), "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
     command += ["-m", "tests.scripts.unprivileged", str(folder)]
-    done = subprocess.run(
+    result = subprocess.run(
         [*USER, *starter, *command],
         env={**environment(folder), INSECURE: "1", "CHECKMATE_JOB": str(data)},
         cwd=ROOT,
@@ -64,7 +64,7 @@ def torchrun(folder: Path, nodes: list[RecordingNode], starter: list[str]) -> st
         timeout=150,
         check=False,
     )
-    return done.stdout + done.stderr
+    return result.stdout + result.stderr
 
 
 @pytest.mark.slow
@@ -73,16 +73,16 @@ def test_an_ordinary_user_trains_with_the_documented_starter(
 ) -> None:
     _, install, capabilities, use = documented()
     starter = folder / "tagging"
-    made = install.replace("/usr/local/bin/tagging", str(starter)).replace("-g trainers", f"-g {NOBODY}")
-    subprocess.run(made.split()[1:], check=True)
+    command = install.replace("/usr/local/bin/tagging", str(starter)).replace("-g trainers", f"-g {NOBODY}")
+    subprocess.run(command.split()[1:], check=True)
     subprocess.run([*capabilities.split()[1:-1], str(starter)], check=True)
     options = use.split()[1 : use.split().index("torchrun")]
     output = torchrun(folder, nodes, [str(starter), *options])
     for rank in range(RANKS):
-        said = json.loads((folder / f"rank{rank}.json").read_text())
-        again = said.pop("again")
+        report = json.loads((folder / f"rank{rank}.json").read_text())
+        again = report.pop("again")
         assert rank == 1 or "this process gave them up after it had protected a model" in again, output
-        assert said == {
+        assert report == {
             "user": NOBODY,
             "before": ["BPF", "NET_ADMIN", "PERFMON"],
             "after": [],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from checkmate.shadow.logic.commit import MAX_SILENCE, MIN_SILENCE, NEVER, Committee, KeptShard, Progress
 
 BUFFERS = 2
-Told = tuple[int, bool, tuple[KeptShard, ...]]
+ProgressReport = tuple[int, bool, tuple[KeptShard, ...]]
 
 
 class SimulatedCommittees:
@@ -22,11 +22,11 @@ class SimulatedCommittees:
         self.view = Committee(number, range(count), 0, 0.0)
         self.in_full = self.stepped = -1
         self.live, self.dead = live, False
-        self.kept = self.pressed = False
+        self.is_kept = self.pressed = False
         self.refresh()  # a hold goes live as it is reported, before any message leaves
 
     def refresh(self) -> None:
-        if not (self.live or self.kept) and self.stepped >= max(self.view.committed, 0):
+        if not (self.live or self.is_kept) and self.stepped >= max(self.view.committed, 0):
             self.live = True
         self.view.report(self.progress())
         self.view.decide(0.0)
@@ -39,7 +39,7 @@ class SimulatedCommittees:
             self.stepped if self.live else NEVER,
             self.live,
             shards=frozenset([shard]) if self.live else frozenset(),
-            kept_shards=() if self.live or not self.kept else ((shard, self.stepped),),
+            kept_shards=() if self.live or not self.is_kept else ((shard, self.stepped),),
             pressed=self.pressed,
         )
 
@@ -60,7 +60,7 @@ class SimulatedJob:
         self.count = count
         self.steady = [node for node in self.nodes if node.live]
         self.newest = -1
-        self.ways: dict[tuple[int, int], deque[Progress | Told]] = {
+        self.ways: dict[tuple[int, int], deque[Progress | ProgressReport]] = {
             (a, b): deque() for a in range(count) for b in range(count) if a != b
         }
 
@@ -171,19 +171,19 @@ def test_a_shard_with_a_gap_is_not_left_behind_while_there_is_room(
     for kind, a, b in doings[:when]:
         job.act(kind, a, b)
     job.settle()
-    lost = job.nodes[victim]
-    lost.live, lost.kept = False, True  # a gap: it is reported at once
-    lost.refresh()
+    gap_node = job.nodes[victim]
+    gap_node.live, gap_node.is_kept = False, True  # a gap: it is reported at once
+    gap_node.refresh()
     for number in range(3):
         if number != victim:
             job.tell(victim, number)
             job.deliver(victim, number)
-    at = lost.stepped
+    at = gap_node.stepped
     for kind, a, b in (*doings[when:], *[("train", 0, 0)] * 3):
         if a != victim:
             job.act(kind, a, b)
     job.settle(lost_node=victim)
-    rest = [node for node in job.nodes if node is not lost]
+    rest = [node for node in job.nodes if node is not gap_node]
     assert all(node.stepped <= at <= node.in_full for node in rest)
     for node in rest:
         node.pressed = True
@@ -257,7 +257,7 @@ def test_a_process_that_ended_is_not_waited_for_and_a_silent_one_for_a_quarter_o
     assert second_view.decide(100.0) == 5
 
 
-OURS, THEIRS = (0, 0), (0, 1)
+FIRST_SHARD, SECOND_SHARD = (0, 0), (0, 1)
 
 
 @pytest.mark.parametrize("lower", [False, True])
@@ -274,12 +274,12 @@ def test_a_silent_node_is_stepped_past_only_for_want_of_room_or_if_its_shards_ha
     *, lower: bool, covered: bool, pressed: bool, after: float, committed: int
 ) -> None:
     view = committee(me=1 if lower else 0, count=2)
-    shards = frozenset([OURS, THEIRS] if covered else [OURS])
+    shards = frozenset([FIRST_SHARD, SECOND_SHARD] if covered else [FIRST_SHARD])
     view.report(progress(6, 4, shards=shards, pressed=pressed))
     if lower:
-        view.hear_decision(0, 4, True, 100.0, (), frozenset([THEIRS]), 30.0)
+        view.hear_decision(0, 4, True, 100.0, (), frozenset([SECOND_SHARD]), 30.0)
     else:
-        view.hear_report(1, progress(4, 4, shards=frozenset([THEIRS]), patience=30.0), 100.0)
+        view.hear_report(1, progress(4, 4, shards=frozenset([SECOND_SHARD]), patience=30.0), 100.0)
     assert view.decide(100.1) == 4
     assert view.decide(100.0 + after) == committed
 
@@ -287,8 +287,8 @@ def test_a_silent_node_is_stepped_past_only_for_want_of_room_or_if_its_shards_ha
 def test_a_node_that_has_forgotten_the_start_is_not_waited_for() -> None:
     """Its process was restarted, and its state is lost."""
     view = committee(count=2)
-    view.report(progress(6, 4, shards=frozenset([OURS])))
-    view.hear_report(1, progress(4, 4, shards=frozenset([THEIRS])), 100.0)
+    view.report(progress(6, 4, shards=frozenset([FIRST_SHARD])))
+    view.hear_report(1, progress(4, 4, shards=frozenset([SECOND_SHARD])), 100.0)
     view.hear_report(1, Progress(-1 % 256, NEVER, NEVER, False), 100.1)
     assert view.decide(100.2) == 6
     late = committee(count=2)  # one that has not begun this start yet has lost nothing

@@ -154,17 +154,17 @@ def test_state_that_differs_is_found_and_named(entry: str, harm: Callable[[Repli
         assert len(replica.comparison.suspects) == remaining
 
 
-@pytest.mark.parametrize("ours", [0, 3.0, True, None])
-def test_state_that_is_no_tensor_is_compared_by_kind_and_value(ours: object) -> None:
+@pytest.mark.parametrize("node_value", [0, 3.0, True, None])
+def test_state_that_is_no_tensor_is_compared_by_kind_and_value(node_value: object) -> None:
     trainer = Trainer(lambda groups: torch.optim.Adam(groups[:1], lr=0.1), shards=1)
     replica = trainer.replica(0)
-    replica.load(1, trainer.state()[1][0], {"age": ours}, -1)  # which no optimizer steps
+    replica.load(1, trainer.state()[1][0], {"age": node_value}, -1)  # which no optimizer steps
     for trainer_value in (0, 3.0, True, None):
         gradients, step = trainer.backward(), trainer.update()
         del step.slices[:]
         step.slices.append(to_message(Window(1, "age", 0, 1), trainer_value))
         troubles = replica.step(trainer.iteration, buckets_of(gradients, replica), step)
-        assert bool(troubles) == ((type(ours), ours) != (type(trainer_value), trainer_value))
+        assert bool(troubles) == ((type(node_value), node_value) != (type(trainer_value), trainer_value))
 
 
 def test_only_what_was_found_wrong_need_be_found_right() -> None:

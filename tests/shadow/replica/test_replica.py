@@ -415,7 +415,7 @@ def test_readers_beside_steps_see_whole_iterations() -> None:
     replica = trainer.replica(0)
     right: dict[int, State] = {}
     wrong: list[str] = []
-    complete = Counted()
+    complete = SharedCounter()
     end = threading.Event()
 
     def reader() -> None:
@@ -454,7 +454,7 @@ def test_readers_beside_steps_see_whole_iterations() -> None:
     assert_same(read(replica, trainer.iteration), trainer.state(), replica.numbers)
 
 
-class Counted:
+class SharedCounter:
     """A counter that threads share."""
 
     def __init__(self) -> None:

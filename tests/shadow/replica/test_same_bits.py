@@ -11,9 +11,16 @@ from hypothesis import HealthCheck, example, given, settings
 from checkmate.shadow.replica import blocks
 from checkmate.shadow.replica.replica import Replica
 from checkmate.state import bytes_of
-from tests.support.training.any_training import AnyTraining, Iteration, One, State, TrainingPlan, plans
+from tests.support.training.any_training import (
+    AnyTraining,
+    Iteration,
+    ParameterPlan,
+    State,
+    TrainingPlan,
+    plans,
+)
 
-SCALAR, VECTOR = One((), "float32", (), 0), One((3,), "float64", (0,), 0)
+SCALAR, VECTOR = ParameterPlan((), "float32", (), 0), ParameterPlan((3,), "float64", (0,), 0)
 
 
 def follow(plan: TrainingPlan, seed: int = 0) -> None:
@@ -83,7 +90,11 @@ def scaled(
     name: str, options: dict[str, object], flags: dict[str, bool], *iterations: Iteration
 ) -> TrainingPlan:
     """Two parameters of 16 bits, one of them a scalar, and a wider one; on two shards."""
-    small_parameters = (One((), "bfloat16", (), 0), One((65,), "bfloat16", (0,), 0), VECTOR)
+    small_parameters = (
+        ParameterPlan((), "bfloat16", (), 0),
+        ParameterPlan((65,), "bfloat16", (0,), 0),
+        VECTOR,
+    )
     return TrainingPlan(small_parameters, f"torch.optim.{name}", (options,), flags, iterations, shards=2)
 
 

@@ -33,7 +33,7 @@ def _any(*names: str) -> dict[str, tuple[str, ...]]:
     return dict.fromkeys(names, ())
 
 
-def listed(chip: str) -> dict[str, TableSchema]:
+def schemas_of(chip: str) -> dict[str, TableSchema]:
     """Return the tables that Checkmate's script uses, for `tf1` or `tf2`."""
     speeds = tuple(f"BF_SPEED_{speed}G" for speed in (1, 10, 25, 40, 50, 100, 200, 400))
     fec = ("BF_FEC_TYP_NONE", "BF_FEC_TYP_FIRECODE", "BF_FEC_TYP_REED_SOLOMON")
@@ -69,12 +69,12 @@ def listed(chip: str) -> dict[str, TableSchema]:
 
 def of_sde(files: Iterable[Path]) -> dict[str, TableSchema]:
     """Return the tables of the SDE's own schemas."""
-    found = {}
+    schemas = {}
     for file in files:
         for table in json.loads(file.read_text())["tables"]:
             name = table["name"].replace("$", "").lower()
             path = name if "." in name else f"port.{name}"
-            found[path] = TableSchema(
+            schemas[path] = TableSchema(
                 tuple(_field(key)[0] for key in table["key"]),
                 dict(_field(data) for data in table.get("data", [])),
                 {
@@ -82,7 +82,7 @@ def of_sde(files: Iterable[Path]) -> dict[str, TableSchema]:
                     for action in table.get("action_specs", [])
                 },
             )
-    return found
+    return schemas
 
 
 def _field(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -109,21 +109,21 @@ class RecordedTable:
         self.name, self.schema = name, schema
         self.entries: dict[tuple[Any, ...], dict[bytes, Any]] = {}
 
-    def _checked(self, given: dict[str, Any], action: str = "") -> RecordedEntry:
+    def _checked_entry(self, named_values: dict[str, Any], action: str = "") -> RecordedEntry:
         fields = self.schema.data | (self.schema.actions[action] if action else {})
-        key = tuple(given.pop(name) for name in self.schema.keys)
-        for name, value in given.items():
+        key = tuple(named_values.pop(name) for name in self.schema.keys)
+        for name, value in named_values.items():
             assert name in fields, f"{self.name} has no field {name}"
             assert not fields[name] or value in fields[name], f"{self.name}.{name} can't be {value}"
-        return RecordedEntry(self, key, {name.encode(): value for name, value in given.items()})
+        return RecordedEntry(self, key, {name.encode(): value for name, value in named_values.items()})
 
     def __getattr__(self, method: str) -> Any:
         verb, _, action = method.partition("_with_")
         assert verb in ("entry", "add", "mod"), f"{self.name} has no method {method}"
         assert action in {*self.schema.actions, ""}, f"{self.name} has no action {action}"
 
-        def call(pipe: int | None = None, **given: Any) -> RecordedEntry | None:
-            entry = self._checked(given, action)
+        def call(pipe: int | None = None, **fields: Any) -> RecordedEntry | None:
+            entry = self._checked_entry(fields, action)
             if verb == "entry":
                 return entry
             if verb == "add":

@@ -32,9 +32,9 @@ _serial = itertools.count()
 
 def shell(command: str) -> str:
     """Run one command without a shell, and report its own error if it fails."""
-    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command}: {done.stderr or done.stdout}"
-    return done.stdout
+    result = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{command}: {result.stderr or result.stdout}"
+    return result.stdout
 
 
 @contextlib.contextmanager

@@ -95,8 +95,8 @@ class LiveSwitch:
         process = self.start("status", *(files or (self.job,)), "--json", stderr=subprocess.PIPE)
         output, words = process.communicate(timeout=30)
         assert process.returncode == 0, words.decode()
-        (one,) = json.loads(output)["switches"].values()
-        return dict(one)
+        (switch,) = json.loads(output)["switches"].values()
+        return dict(switch)
 
     def connected(self, *files: Path) -> set[tuple[Any, ...]]:
         """Return the connected streams: job, group, side, channel, shadow id, incarnation."""
@@ -129,34 +129,34 @@ class LiveSwitch:
         A hello gets the present time, plus `ahead` seconds, and a MAC by `key`, or by the job's own.
         """
         device = next(
-            own.name
+            interface.name
             for host in self.lab.topology.hosts
             if host.name == node
-            for own in host.interfaces
-            if own.mac == nic.mac
+            for interface in host.interfaces
+            if interface.mac == nic.mac
         )
         with namespaces.entered(self.lab.namespace(node)):
-            made = socket.socket()
-        made.setsockopt(socket.SOL_SOCKET, SO_BINDTODEVICE, device.encode())
-        made.bind((str(nic.ip), 0))
-        made.settimeout(timeout)
+            connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, SO_BINDTODEVICE, device.encode())
+        connection.bind((str(nic.ip), 0))
+        connection.settimeout(timeout)
         stub = self.stub_ip()
-        made.connect((stub, STUB_TCP_PORT))
+        connection.connect((stub, STUB_TCP_PORT))
         if isinstance(payload, Hello):
             now = replace(payload, time=node_time() + int(ahead * 1e6))
-            own = access(read_job(self.job), Role.SHADOW).secret(Secret.HELLO)
-            payload = signed(now, ends_of(made), key or own)
-        made.sendall(payload)
-        return made
+            interface = access(read_job(self.job), Role.SHADOW).secret(Secret.HELLO)
+            payload = signed(now, ends_of(connection), key or interface)
+        connection.sendall(payload)
+        return connection
 
     def stub_ip(self) -> str:
         return str(self.lab.switches[0].stub_ip)
 
     def hello(self, node: str, nic: Nic, hello: Hello) -> socket.socket:
         """Return a connected stream, whose hello is acknowledged."""
-        made = self.connect(node, nic, hello)
-        assert acknowledged(made)
-        return made
+        connection = self.connect(node, nic, hello)
+        assert acknowledged(connection)
+        return connection
 
     def restart_switch(self) -> None:
         """Kill the switch and start it without entries."""
@@ -187,12 +187,12 @@ def was_reset(sock: socket.socket, seconds: float = 3.0) -> bool:
 
 def alive(pids: Iterable[int]) -> list[int]:
     """Return the processes that still run, without zombies."""
-    found = []
+    living = []
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append(pid)
-    return found
+                living.append(pid)
+    return living
 
 
 @contextlib.contextmanager

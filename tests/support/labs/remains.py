@@ -34,10 +34,10 @@ class Remains:
 def remains(name: str, links_before: set[str]) -> Remains:
     present = namespaces.of_lab(name)
     cgroups = [str(path) for mount in _cgroup_mounts() for path in Path(mount).rglob(f"checkmate-lab-{name}")]
-    ours = {
+    lab_links = {
         link for link in set(os.listdir("/sys/class/net")) - links_before if link.startswith(("port", "data"))
     }
-    return Remains(present, namespaces.processes(present), state.folder(name).exists(), cgroups, ours)
+    return Remains(present, namespaces.processes(present), state.folder(name).exists(), cgroups, lab_links)
 
 
 def _cgroup_mounts() -> list[str]:

@@ -16,7 +16,7 @@ _SEND_REM_FIFO_WAIT: Final = 1
 _SEND_PEER_WAIT: Final = 20
 
 _LOGGER = ctypes.CFUNCTYPE(None, c_int, ctypes.c_ulong, c_char_p, c_int, c_char_p)
-_KEPT: Final[list[object]] = []
+_CALLBACKS: Final[list[object]] = []
 """Callbacks, which the plugin may call as long as it is loaded: for ever."""
 _PROFILE = ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int, c_void_p, c_int64, c_void_p)
 
@@ -75,7 +75,7 @@ class _Net(ctypes.Structure):
     _fields_ = (("plugin", c_int64), ("data", c_void_p))
 
 
-class _What(ctypes.Union):
+class _EventDetail(ctypes.Union):
     _fields_ = (
         ("coll", _Coll),
         ("named", _NamedColl),
@@ -88,11 +88,11 @@ class _What(ctypes.Union):
 
 
 class _OldEvent(ctypes.Structure):
-    _fields_ = (("type", c_uint8), ("parent", c_void_p), ("rank", c_int), ("what", _What))
+    _fields_ = (("type", c_uint8), ("parent", c_void_p), ("rank", c_int), ("what", _EventDetail))
 
 
 class _Event(ctypes.Structure):
-    _fields_ = (("type", c_uint64), ("parent", c_void_p), ("rank", c_int), ("what", _What))
+    _fields_ = (("type", c_uint64), ("parent", c_void_p), ("rank", c_int), ("what", _EventDetail))
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Caller:
         self._tuner = self._functions(f"ncclTunerPlugin_v{versions.tuner}", 5)
         self._profile_callback = _PROFILE(self._profiled)
         self._log_callback = _LOGGER(lambda *_: None)
-        _KEPT.extend((self._profile_callback, self._log_callback))
+        _CALLBACKS.extend((self._profile_callback, self._log_callback))
         self._net_context = c_void_p()
         self._profiler_context = c_void_p()
         self._phandles = itertools.count(1)
@@ -195,23 +195,23 @@ class Caller:
 
     def listen(self) -> tuple[bytes, int]:
         """Return a handle for the other rank, and the listening object."""
-        handle, made = ctypes.create_string_buffer(_HANDLE_BYTES), c_void_p()
-        assert self._call(self._net, 4, *self._context(), 0, handle, byref(made)) == 0
-        return handle.raw, made.value or 0
+        handle, comm = ctypes.create_string_buffer(_HANDLE_BYTES), c_void_p()
+        assert self._call(self._net, 4, *self._context(), 0, handle, byref(comm)) == 0
+        return handle.raw, comm.value or 0
 
     def connect(self, handle: ctypes.Array[ctypes.c_char]) -> int | None:
         """Connect to a handle, in memory that stays the same; return `None` if it is to be called again."""
-        made, device = c_void_p(), c_void_p()
+        comm, device = c_void_p(), c_void_p()
         config = (None,) if self.versions.net == 10 else ()
-        result = self._call(self._net, 5, *self._context(), 0, *config, handle, byref(made), byref(device))
+        result = self._call(self._net, 5, *self._context(), 0, *config, handle, byref(comm), byref(device))
         assert result == 0, result
-        return made.value
+        return comm.value
 
     def accept(self, listening: int) -> int | None:
         """Accept a connection; return `None` if it is to be called again."""
-        made, device = c_void_p(), c_void_p()
-        assert self._call(self._net, 6, c_void_p(listening), byref(made), byref(device)) == 0
-        return made.value
+        comm, device = c_void_p(), c_void_p()
+        assert self._call(self._net, 6, c_void_p(listening), byref(comm), byref(device)) == 0
+        return comm.value
 
     def _context(self) -> tuple[c_void_p, ...]:
         return () if self.versions.net == 10 else (self._net_context,)
@@ -239,17 +239,17 @@ class Caller:
     def irecv(self, comm: int, data: Any, room: int) -> tuple[int, int | None]:
         """Receive; return the result and the request."""
         request, pointers, sizes = c_void_p(), (c_void_p * 1)(ctypes.addressof(data)), (c_size_t * 1)(room)
-        tags, none = (c_int * 1)(0), (c_void_p * 1)(None)
+        tags, handles = (c_int * 1)(0), (c_void_p * 1)(None)
         result = self._call(
-            self._net, 11, c_void_p(comm), 1, pointers, sizes, tags, none, none, byref(request)
+            self._net, 11, c_void_p(comm), 1, pointers, sizes, tags, handles, handles, byref(request)
         )
         return result, request.value
 
     def test(self, request: int) -> tuple[int, int | None]:
         """Return the result, and the size of the request if it is done."""
-        done, size = c_int(), c_int()
-        result = self._call(self._net, 13, c_void_p(request), byref(done), byref(size))
-        return result, size.value if done.value else None
+        is_done, size = c_int(), c_int()
+        result = self._call(self._net, 13, c_void_p(request), byref(is_done), byref(size))
+        return result, size.value if is_done.value else None
 
     def close_send(self, comm: int) -> None:
         """Close a sending connection."""
@@ -267,11 +267,11 @@ class Caller:
 
     def group(self) -> int | None:
         """Begin the event of a group of collectives; return its handle."""
-        return self._start(_GROUP, None, _What())
+        return self._start(_GROUP, None, _EventDetail())
 
     def api(self, *, captured: bool) -> None:
         """Begin the event of a call of NCCL, which versions 5 and 6 have."""
-        self._start(_COLL_API, None, _What(api=_CollApi(b"AllReduce", graph_captured=captured)))
+        self._start(_COLL_API, None, _EventDetail(api=_CollApi(b"AllReduce", graph_captured=captured)))
 
     def coll(self, address: int, count: int, datatype: str, channels: int, **more: Any) -> int | None:
         """Begin and end a collective's event; return its handle."""
@@ -280,34 +280,34 @@ class Caller:
         coll = _Coll(
             send_buffer=address, count=count, datatype=datatype.encode(), channels=channels, **values
         )
-        what = (
-            _What(named=_NamedColl(None, comm_hash, coll))
+        detail = (
+            _EventDetail(named=_NamedColl(None, comm_hash, coll))
             if self.versions.profiler == 3
-            else _What(grouped=_GroupedColl(coll, group))
+            else _EventDetail(grouped=_GroupedColl(coll, group))
         )
-        handle = self._start(_COLL, group if self.versions.profiler < 5 else None, what)
+        handle = self._start(_COLL, group if self.versions.profiler < 5 else None, detail)
         self._call(self._profiler, 3, c_void_p(handle))
         return handle
 
     def proxy_op(self, coll: int | None, channel: int, peer: int, *, is_send: bool = True) -> int | None:
         """Begin a proxy operation's event; return its handle."""
-        return self._start(_PROXY_OP, coll, _What(op=_ProxyOp(0, channel, peer, 0, 0, is_send)))
+        return self._start(_PROXY_OP, coll, _EventDetail(op=_ProxyOp(0, channel, peer, 0, 0, is_send)))
 
     def proxy_step(self, op: int | None, step: int) -> int | None:
         """Begin a step's event; return its handle."""
-        handle = self._start(_PROXY_STEP, op, _What(step=step))
+        handle = self._start(_PROXY_STEP, op, _EventDetail(step=step))
         if handle is not None:
             self._place_of_step[handle] = op, step
         return handle
 
-    def _start(self, kind: int, parent: int | None, what: _What) -> int | None:
-        made = c_void_p()
-        event = (_OldEvent if self.versions.profiler < 5 else _Event)(kind, parent, 0, what)
-        assert self._call(self._profiler, 2, self._profiler_context, byref(made), byref(event)) == 0
-        return made.value
+    def _start(self, kind: int, parent: int | None, detail: _EventDetail) -> int | None:
+        event_handle = c_void_p()
+        event = (_OldEvent if self.versions.profiler < 5 else _Event)(kind, parent, 0, detail)
+        assert self._call(self._profiler, 2, self._profiler_context, byref(event_handle), byref(event)) == 0
+        return event_handle.value
 
     def _profiled(self, handle: Any, kind: int, phandle: int, plugin: int, data: int) -> int:
         """Do as NCCL's callback: tell the profiler of a net event, below the step of `phandle`."""
         if kind == 0 and (step := self._step_of_phandle.get(phandle)) is not None:
-            handle[0] = self._start(_NET, step, _What(net=_Net(plugin, data)))
+            handle[0] = self._start(_NET, step, _EventDetail(net=_Net(plugin, data)))
         return 0

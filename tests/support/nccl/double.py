@@ -69,10 +69,12 @@ class DoubleNccl:
         groups = [dist.new_group([rank.rank for rank in group.ranks]) for group in place.job.dp_groups]
         number = exchange.broadcast(secrets.randbits(32), 0) + place.group
         caller = Caller(shared_object(), RELEASES.get(self.release, RELEASES["2.30"]))
-        refused = bool(caller.init(number, place.ranks, place.ranks, place.position) or caller.properties())
-        if len(set(exchange.gather(refused))) > 1:
+        is_refused = bool(
+            caller.init(number, place.ranks, place.ranks, place.position) or caller.properties()
+        )
+        if len(set(exchange.gather(is_refused))) > 1:
             raise RuntimeError("some ranks have the plugin, and others another network")
-        if refused:
+        if is_refused:
             return GlooCommunicator(groups[place.group])
         slicing = self.slicing or slicing_of(self.version(), {})
         return PluginCommunicator(caller, number, slicing, place)
@@ -112,12 +114,12 @@ class PluginCommunicator:
     def __init__(self, caller: Caller, comm_hash: int, slicing: NcclSlicing, place: Membership) -> None:
         self._caller, self._hash, self._slicing, self._place = caller, comm_hash, slicing, place
         self._channels = range(place.job.channels)
-        made = [caller.listen() for _ in self._channels]
-        told = exchange.gather([handle.hex() for handle, _ in made])
+        listeners = [caller.listen() for _ in self._channels]
+        all_handles = exchange.gather([handle.hex() for handle, _ in listeners])
         ranks = place.job.dp_groups[place.group].ranks
         next_ = ranks[(place.position + 1) % place.ranks].rank
-        self._listening = [listening for _, listening in made]
-        handles = [ctypes.create_string_buffer(bytes.fromhex(text)) for text in told[next_]]
+        self._listening = [listening for _, listening in listeners]
+        handles = [ctypes.create_string_buffer(bytes.fromhex(text)) for text in all_handles[next_]]
         self._senders = [0] * len(handles)
         self._receivers = [0] * len(handles)
         deadline = time.monotonic() + _SECONDS
@@ -136,14 +138,16 @@ class PluginCommunicator:
         if average:  # as NCCL, which multiplies before it sums
             tensor /= self._place.ranks
         elements, itemsize = len(tensor), tensor.element_size()
-        used = self._slicing.used_channels(elements, itemsize, len(self._channels))
-        told = len(self._channels) if self._caller.versions.profiler == 3 else used  # 2.26 tells the maximum
+        used_channels = self._slicing.used_channels(elements, itemsize, len(self._channels))
+        announced = (
+            len(self._channels) if self._caller.versions.profiler == 3 else used_channels
+        )  # 2.26 tells the maximum
         coll = self._caller.coll(
-            tensor.data_ptr(), elements, _TYPES[tensor.dtype], told, comm_hash=self._hash
+            tensor.data_ptr(), elements, _TYPES[tensor.dtype], announced, comm_hash=self._hash
         )
-        running = [self._threads.submit(self._run, coll, channel, tensor) for channel in range(used)]
-        for one in running:
-            one.result()
+        running = [self._threads.submit(self._run, coll, channel, tensor) for channel in range(used_channels)]
+        for future in running:
+            future.result()
 
     def synchronize(self) -> None:
         """Return at once: `all_reduce` waits."""
@@ -167,14 +171,14 @@ class PluginCommunicator:
         part = self._slicing.part(len(tensor), tensor.element_size(), len(self._channels), channel)
         op = self._caller.proxy_op(coll, channel, (place.position + 1) % place.ranks)
         ring = RingChannel(self._slicing, part, place.ranks, place.position)
-        sent: deque[tuple[int, torch.Tensor]] = deque()
+        in_flight: deque[tuple[int, torch.Tensor]] = deque()
         for send, contents in ring.run(tensor, self._receiver(channel, tensor.dtype)):
             step = self._caller.proxy_step(op, send.step)
-            sent.append(self._send(channel, contents.clone(), step))
-            if len(sent) == _IN_FLIGHT:
-                self._finish(sent[0][0])
-                sent.popleft()  # its memory was sent
-        for request, _ in sent:
+            in_flight.append(self._send(channel, contents.clone(), step))
+            if len(in_flight) == _IN_FLIGHT:
+                self._finish(in_flight[0][0])
+                in_flight.popleft()  # its memory was sent
+        for request, _ in in_flight:
             self._finish(request)
 
     def _send(self, channel: int, contents: torch.Tensor, step: int | None) -> tuple[int, torch.Tensor]:

@@ -26,26 +26,26 @@ def main() -> int:
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--group", type=int, required=True, help="the DP group that reduces")
-    said = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    job = read_job(said.job)
+    job = read_job(options.job)
     ranks = {
-        one.rank: (group, position, one)
+        member.rank: (group, position, member)
         for group in job.groups
-        for position, one in enumerate(job.dp_groups[group].ranks)
+        for position, member in enumerate(job.dp_groups[group].ranks)
     }
-    group, position, own = ranks[said.rank]
+    group, position, rank = ranks[options.rank]
     os.environ["GLOO_SOCKET_IFNAME"] = MGMT_INTERFACE
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{ranks[0][2].mgmt}:46201",
-        rank=said.rank,
+        rank=options.rank,
         world_size=len(ranks),
         timeout=timedelta(seconds=40),
     )
-    place = Membership(job, own.rank, group, position)
+    place = Membership(job, rank.rank, group, position)
     library, slicing = NcclLibrary(shared_object()), NcclSlicing(buffer=64 << 10)
-    interface = interface_of(own.ip)
+    interface = interface_of(rank.ip)
     library.begin(
         nccl_place(place, interface),
         channels=job.channels,
@@ -57,7 +57,7 @@ def main() -> int:
     library.set_buckets([NcclBucket(tensor.data_ptr(), len(tensor), 4, 0)])
     with library.expected():
         communicator = DoubleNccl("2.29", slicing).open(place, torch.device("cpu"))
-        if group == said.group:
+        if group == options.group:
             communicator.all_reduce(tensor, average=False)
             assert torch.equal(tensor, torch.full((5000,), 3.0))
             print(f"reduced over {interface}", flush=True)

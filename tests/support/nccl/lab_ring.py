@@ -48,7 +48,7 @@ StreamKey = tuple[int, int, int]
 
 def layout_of(job: Job) -> Layout:
     """Return the layout of a model with parameters of all types, in many buckets."""
-    sizes = [(dtype, count) for dtype, some in _SIZES.items() for count in some]
+    sizes = [(dtype, count) for dtype, counts in _SIZES.items() for count in counts]
     parameters = [Parameter(f"p{i}", (count,), dtype) for i, (dtype, count) in enumerate(sizes)]
     return make_layout(parameters, job.shards(0), 200_000, SLICING)
 
@@ -64,24 +64,24 @@ def gradients(layout: Layout, iteration: int, rank: int) -> list[torch.Tensor]:
 
 def reduced(layout: Layout, iteration: int, ranks: int) -> list[torch.Tensor]:
     """Return the sums of all ranks' buckets."""
-    own = [gradients(layout, iteration, rank) for rank in range(ranks)]
-    return [torch.stack(same).sum(0) for same in zip(*own, strict=True)]
+    by_rank = [gradients(layout, iteration, rank) for rank in range(ranks)]
+    return [torch.stack(same).sum(0) for same in zip(*by_rank, strict=True)]
 
 
 def expected_streams(job: Job) -> dict[StreamKey, bytes]:
     """Return each stream's bytes: the reduced buckets, at the places that the layout has for them."""
     layout, ranks = layout_of(job), len(job.dp_groups[0].ranks)
-    found = {}
+    streams = {}
     for side, channel, shard in product((FIRST, LAST), range(job.channels), range(job.shards(0))):
         places = stream_layout(
             layout.schedule, job.channels, channel, ranks, side=side, shadow_id=shard, slicing=layout.slicing
         )
-        found[side, channel, shard] = b"".join(
+        streams[side, channel, shard] = b"".join(
             bytes(state.bytes_of(buckets[piece.bucket][piece.where.start : piece.where.stop]))
             for buckets in (reduced(layout, iteration, ranks) for iteration in range(ITERATIONS))
             for piece in places.pieces
         )
-    return found
+    return streams
 
 
 def run(place: Membership, interface: str, release: str, tagger: Tagger) -> None:
@@ -105,8 +105,8 @@ def run(place: Membership, interface: str, release: str, tagger: Tagger) -> None
     with library.expected():
         communicator = DoubleNccl(release, SLICING).open(place, torch.device("cpu"))
         for iteration in range(ITERATIONS):
-            for tensor, given in zip(tensors, gradients(layout, iteration, place.position), strict=True):
-                tensor.copy_(given)
+            for tensor, gradient in zip(tensors, gradients(layout, iteration, place.position), strict=True):
+                tensor.copy_(gradient)
                 communicator.all_reduce(tensor, average=False)
             for tensor, right in zip(tensors, reduced(layout, iteration, place.ranks), strict=True):
                 assert torch.equal(tensor, right)

@@ -42,8 +42,8 @@ class RingChannel:
 
     @staticmethod
     def _take(tensor: torch.Tensor, send: NcclSend, receive: Callable[[NcclSend], torch.Tensor]) -> None:
-        own = tensor[send.where.start : send.where.stop]
+        part = tensor[send.where.start : send.where.stop]
         if send.round < 0:  # a partial sum
-            own += receive(send)
+            part += receive(send)
         else:
-            own.copy_(receive(send))
+            part.copy_(receive(send))

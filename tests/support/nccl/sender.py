@@ -23,7 +23,7 @@ from tests.support.nccl.calls import RELEASES, Caller, Versions
 from tests.support.nccl.traces import ITEMSIZES, TracedCollective
 
 LOOPBACK: Final = IPv4Address("127.0.0.1")
-OURS: Final = 4711
+JOB_COMM_HASH: Final = 4711
 """The hash of the gradients' communicator."""
 ANOTHER: Final = 12
 """The hash of a communicator that is not ours."""
@@ -43,13 +43,13 @@ def buffer(data: bytes | bytearray | int) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(bytes(data), max(1, len(data)))
 
 
-def until(made: Callable[[], int | None], seconds: float = 20.0) -> int:
+def until(attempt: Callable[[], int | None], seconds: float = 20.0) -> int:
     """Return what is made once it is not `None`."""
     deadline = time.monotonic() + seconds
-    while (found := made()) is None:
+    while (handle := attempt()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    return found
+    return handle
 
 
 def joined(connect: Callable[[], int | None], accept: Callable[[], int | None]) -> tuple[int, int]:
@@ -73,12 +73,12 @@ class KeepingCaller(Caller):
     def __init__(self, path: Path, versions: Versions) -> None:
         """Load the plugin's file."""
         super().__init__(path, versions)
-        self._kept: dict[int | None, Any] = {}
+        self._data: dict[int | None, Any] = {}
 
     def isend(self, comm: int, data: Any, nbytes: int, step: int | None) -> tuple[int, int | None]:
         """Send, as `Caller` does. Requests are used again."""
         result, request = super().isend(comm, data, nbytes, step)
-        self._kept[request] = data
+        self._data[request] = data
         return result, request
 
 
@@ -91,11 +91,11 @@ class Settings:
     ranks: int
     channels: int
     slicing: NcclSlicing = _SLICING
-    own: tuple[str, IPv4Address] = ("", LOOPBACK)
+    here: tuple[str, IPv4Address] = ("", LOOPBACK)
     """Network namespace, "" for this one, and address."""
-    other: tuple[str, IPv4Address] = ("", LOOPBACK)
+    peer: tuple[str, IPv4Address] = ("", LOOPBACK)
     sockets_map: int = -1
-    refused: bool = False
+    has_second_communicator: bool = False
     """Whether another communicator is made before there is a job; the plugin refuses it."""
 
 
@@ -104,44 +104,48 @@ def _there(namespace: str) -> AbstractContextManager[None]:
 
 
 def _loaded(
-    path: Path, said: Settings, rank: int, where: tuple[str, IPv4Address], sockets_map: int
+    path: Path, settings: Settings, rank: int, where: tuple[str, IPv4Address], sockets_map: int
 ) -> tuple[NcclLibrary, Caller]:
     """Load a plugin of its own for a rank, begin with a job, and make the gradients' communicator."""
     shutil.copy(shared_object(), path)
-    if said.refused:
-        assert Caller(path, RELEASES[said.release]).init(ANOTHER, said.ranks, said.ranks, rank) != 0
+    if settings.has_second_communicator:
+        assert (
+            Caller(path, RELEASES[settings.release]).init(ANOTHER, settings.ranks, settings.ranks, rank) != 0
+        )
     library = NcclLibrary(path)
     namespace, address = where
     with _there(namespace):
         interface = interface_of(address)
     library.begin(
-        NcclPlace(rank, said.ranks, address, interface, peers=(said.own[1], said.other[1])),
-        channels=said.channels,
-        slicing=said.slicing,
+        NcclPlace(rank, settings.ranks, address, interface, peers=(settings.here[1], settings.peer[1])),
+        channels=settings.channels,
+        slicing=settings.slicing,
         incarnation=1,
         sockets_map=sockets_map,
     )
-    caller = KeepingCaller(path, RELEASES[said.release])
+    caller = KeepingCaller(path, RELEASES[settings.release])
     with library.expected():
-        assert caller.init(OURS, said.ranks, said.ranks, rank) == 0
+        assert caller.init(JOB_COMM_HASH, settings.ranks, settings.ranks, rank) == 0
     return library, caller
 
 
 class SendingRank:
     """One rank's NCCL, and a sink for its channels' connections."""
 
-    def __init__(self, folder: Path, said: Settings) -> None:
+    def __init__(self, folder: Path, settings: Settings) -> None:
         """Load two plugins in `folder`, and connect a connection for each channel."""
-        self.rank, self.ranks, self.slicing = said.rank, said.ranks, said.slicing
-        here, there = said.own[0], said.other[0]
-        self.library, self.caller = _loaded(folder / "rank.so", said, said.rank, said.own, said.sockets_map)
-        after = (said.rank + 1) % said.ranks
-        self.sink_library, self._sink = _loaded(folder / "sink.so", said, after, said.other, -1)
+        self.rank, self.ranks, self.slicing = settings.rank, settings.ranks, settings.slicing
+        here, there = settings.here[0], settings.peer[0]
+        self.library, self.caller = _loaded(
+            folder / "rank.so", settings, settings.rank, settings.here, settings.sockets_map
+        )
+        after = (settings.rank + 1) % settings.ranks
+        self.sink_library, self._sink = _loaded(folder / "sink.so", settings, after, settings.peer, -1)
         self._ends: list[int] = []
         self._listeners: list[int] = []
         self.connections: list[int] = []
         self.ports: list[int] = []
-        for _ in range(said.channels):
+        for _ in range(settings.channels):
             with _there(there):
                 handle, listening = self._sink.listen()
             place = buffer(handle)
@@ -154,7 +158,7 @@ class SendingRank:
             self.connections.append(connection)
             self._ends.append(end)
             self._listeners.append(listening)
-        self.received: list[int] = []
+        self.received_sizes: list[int] = []
         """Sizes of the messages that the sink has received, on all channels."""
         self._stopping = threading.Event()
         self._rooms = [buffer(_ROOM) for _ in self._ends]  # the plugin may write there until it has closed
@@ -175,7 +179,7 @@ class SendingRank:
             while request is not None and not self._stopping.is_set():
                 result, size = self._sink.test(request)
                 if size is not None:
-                    self.received.append(size)
+                    self.received_sizes.append(size)
                 if result or size is not None:
                     break
             if result:
@@ -193,25 +197,30 @@ class SendingRank:
         """Return the request of a send, once it is accepted."""
         place = data or buffer(nbytes or 1)
 
-        def accepted() -> int | None:
+        def request_of_send() -> int | None:
             result, request = self.caller.isend(self.connections[channel], place, nbytes, step)
             assert result == 0
             return request
 
-        return until(accepted)
+        return until(request_of_send)
 
     def finish(self, request: int) -> None:
         """Wait until a send is done."""
         until(lambda: None if self.caller.test(request)[1] is None else 1)
 
-    def collective(self, number: int, one: TracedCollective, **more: Any) -> list[int | None]:
+    def collective(self, number: int, collective: TracedCollective, **more: Any) -> list[int | None]:
         """Begin a collective; return the handles of its proxy operations, by channel."""
         coll = self.caller.coll(
-            address(number), one.count, one.datatype, one.channels, comm_hash=OURS, **more
+            address(number),
+            collective.count,
+            collective.datatype,
+            collective.channels,
+            comm_hash=JOB_COMM_HASH,
+            **more,
         )
         return [
             self.caller.proxy_op(coll, channel, (self.rank + 1) % self.ranks)
-            for channel in range(one.channels)
+            for channel in range(collective.channels)
         ]
 
     def reduce(
@@ -226,11 +235,11 @@ class SendingRank:
         `contents` are those of a send.
         """
         channels, datatype = len(self.connections), {2: "ncclFloat16", 4: "ncclFloat32", 8: "ncclFloat64"}
-        used = self.slicing.used_channels(bucket.elements, bucket.itemsize, channels)
-        shown = channels if self.caller.versions.profiler == 3 else used
-        one = TracedCollective(bucket.elements, datatype[bucket.itemsize], shown)
-        ops = self.collective(number, one)
-        for channel in range(used):
+        used_channels = self.slicing.used_channels(bucket.elements, bucket.itemsize, channels)
+        shown_channels = channels if self.caller.versions.profiler == 3 else used_channels
+        collective = TracedCollective(bucket.elements, datatype[bucket.itemsize], shown_channels)
+        ops = self.collective(number, collective)
+        for channel in range(used_channels):
             part = self.slicing.part(bucket.elements, bucket.itemsize, channels, channel)
             posted: deque[int] = deque()
             for send in self.slicing.sends(part, bucket.itemsize, self.ranks, self.rank):
@@ -262,6 +271,12 @@ class SendingRank:
 def buckets_of(alone: dict[int, TracedCollective], shadow_ids: int) -> list[NcclBucket]:
     """Return buckets for recorded collectives, by number."""
     return [
-        NcclBucket(address(number), one.count, ITEMSIZES[one.datatype], number % shadow_ids, one.channels)
-        for number, one in alone.items()
+        NcclBucket(
+            address(number),
+            collective.count,
+            ITEMSIZES[collective.datatype],
+            number % shadow_ids,
+            collective.channels,
+        )
+        for number, collective in alone.items()
     ]

@@ -83,11 +83,11 @@ class Trace:
 
     def alone(self, rank: int) -> dict[int, TracedCollective]:
         """Return the collectives that were launched alone, by the profiler's number."""
-        found = [event[2:] for event in self.events[rank] if event[0] == "Coll"]
-        groups = [one[2] for one in found]
+        collectives = [event[2:] for event in self.events[rank] if event[0] == "Coll"]
+        groups = [collective[2] for collective in collectives]
         return {
             number: TracedCollective(count, datatype, channels)
-            for number, _, group, _, _, count, datatype, _, _, channels, *_ in found
+            for number, _, group, _, _, count, datatype, _, _, channels, *_ in collectives
             if groups.count(group) == 1
         }
 
@@ -95,10 +95,10 @@ class Trace:
         """Return the accepted sends of a collective."""
         return [
             TracedSend(channel, step, size, words[0] if words else None)
-            for kind, _, _, size, _, _, coll, channel, step, refused, *words in (
+            for kind, _, _, size, _, _, coll, channel, step, was_refused, *words in (
                 event for event in self.events[rank] if event[0] == "isend"
             )
-            if coll == collective and not refused
+            if coll == collective and not was_refused
         ]
 
     def decode(self, word: int) -> tuple[int, list[int]]:

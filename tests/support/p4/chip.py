@@ -50,8 +50,8 @@ def parsed_bytes(frame: bytes) -> int:
 def on_the_wire(frame: bytes) -> bytes:
     """Return a frame as long as Ethernet's shortest, whose headers do not end inside the check sequence."""
     frame = frame.ljust(SHORTEST, b"\0")
-    needed = parsed_bytes(frame)
-    return frame.ljust(needed, b"\0") if len(frame) + CHECK_SEQUENCE >= needed else frame
+    least = parsed_bytes(frame)
+    return frame.ljust(least, b"\0") if len(frame) + CHECK_SEQUENCE >= least else frame
 
 
 def ends_in_header(frame: bytes) -> bool:
@@ -62,8 +62,8 @@ def ends_in_header(frame: bytes) -> bool:
 def entities(state: State) -> list[Entity]:
     """Return a state of the embedded target by names."""
     codec = Codec.for_target("bmv2")
-    found = [codec.decode(update.entity) for update in updates(state)]
-    return [entity for entity in found if entity is not None]
+    decoded = [codec.decode(update.entity) for update in updates(state)]
+    return [entity for entity in decoded if entity is not None]
 
 
 class Chip:
@@ -87,11 +87,11 @@ class Chip:
         for where, expected in last.items():
             waiting = Counter(expected)
             while waiting.total():
-                found = self._next(where, deadline - time.monotonic())
-                if found is None:
+                observed = self._next(where, deadline - time.monotonic())
+                if observed is None:
                     raise TimeoutError(f"port {where}: {len(came[where])} frames came, without {waiting}")
-                came[where].append(found)
-                waiting -= Counter([found])
+                came[where].append(observed)
+                waiting -= Counter([observed])
         for where in set(came) - set(last):
             while (more := self._next(where, 0)) is not None:
                 came[where].append(more)
@@ -116,14 +116,14 @@ class Chip:
 
 
 @contextmanager
-def running(file: Path, held: Sequence[Entity], ports: Sequence[int]) -> Iterator[Chip]:
+def running(file: Path, entities_held: Sequence[Entity], ports: Sequence[int]) -> Iterator[Chip]:
     """Yield the switch that a file describes, with these entries."""
     config = read_config(file)
     codec = Codec.for_target(config.target, config.p4runtime, config.cpu_port)
     switch = PtfSwitch(config.address, config.device_id, codec, config.device_ports)
     switch.connect(lambda: False)
     switch.take_over()
-    switch.reconcile(Holdings.from_entities(held))
+    switch.reconcile(Holdings.from_entities(entities_held))
     chip = Chip(switch, {port: config.ports[port].interface for port in ports})
     try:
         yield chip

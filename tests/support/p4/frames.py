@@ -46,13 +46,13 @@ class Frame:
     payload: bytes = b"reduced gradients"
     damage: int = 0
     """Added to the correct TCP checksum."""
-    cut: int | None = field(default=None)
+    length: int | None = field(default=None)
 
     def encode(self) -> bytes:
         ethernet = number(self.destination).to_bytes(6, "big") + number(A).to_bytes(6, "big")
         ethernet += self.ether_type.to_bytes(2, "big")
         body = self._arp() if self.ether_type == 0x0806 else self._ipv4()
-        return (ethernet + body)[: self.cut]
+        return (ethernet + body)[: self.length]
 
     def _arp(self) -> bytes:
         operation, target = self.arp
@@ -117,7 +117,7 @@ tagged = st.builds(
     damage=st.sampled_from([0, 0, 1, 0xFFFF]),
 )
 """Valid frames."""
-others = st.builds(
+other_frames = st.builds(
     lambda frame, changes: replace(frame, **changes),
     tagged,
     st.fixed_dictionaries(
@@ -130,7 +130,7 @@ others = st.builds(
             "fragment": st.sampled_from([0x2000, 1, 0x1FFF, 0x8000, 0xFFFF]),
             "protocol": st.sampled_from([17, 1, 0, 255]),
             "data_offset": st.integers(0, 15),
-            "cut": st.integers(0, 110),
+            "length": st.integers(0, 110),
         },
     ),
 )
@@ -138,12 +138,12 @@ others = st.builds(
 ports = st.sampled_from(PORTS)
 arrivals = st.one_of(
     st.tuples(ports, tagged),
-    st.tuples(ports, others),
+    st.tuples(ports, other_frames),
 ).map(lambda pair: (pair[0], pair[1].encode()))
 packet_outs = st.tuples(
     st.just(CPU_PORT),
     st.builds(
-        lambda port, frame, cut: (port.to_bytes(2, "big") + frame.encode())[:cut],
+        lambda port, frame, length: (port.to_bytes(2, "big") + frame.encode())[:length],
         st.sampled_from([*PORTS, CPU_PORT, 0, 0xFFFF]),
         tagged,
         st.sampled_from([None, None, 0, 1, 2]),

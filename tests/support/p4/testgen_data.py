@@ -145,24 +145,24 @@ def convert(folder: Path) -> Suite:
     if not tests or not progress:
         raise ValueError(f"{folder}: P4Testgen's *.stf and what it printed, as {LOG}, should be here")
     covered, nodes = map(int, progress[-1])
-    kept = thin([test.read_text() for test in tests])
-    return Suite(digest("tofino"), covered, nodes, len(tests), [parse(text) for text in kept])
+    chosen_texts = thin([test.read_text() for test in tests])
+    return Suite(digest("tofino"), covered, nodes, len(tests), [parse(text) for text in chosen_texts])
 
 
 def thin(tests: list[str]) -> list[str]:
     """Return the tests without those that differ from another only in a data offset without tag."""
     alike: dict[tuple[str, int], list[int]] = {}
-    seen: Counter[tuple[str, str]] = Counter()
+    visits: Counter[tuple[str, str]] = Counter()
     for at, text in enumerate(tests):
         if offset := re.search(r"^# \[State\] words_\d+$", text, re.MULTILINE):
             trace = "".join(re.findall(r"^# \[.*\n", text, re.MULTILINE))
             path = re.sub(r"0x[0-9A-F_]+|\d+", "#", trace)
             # Paths with the same trace, such as those of a saturated result, are apart by their order.
-            alike.setdefault((path, seen[path, offset[0]]), []).append(at)
-            seen[path, offset[0]] += 1
+            alike.setdefault((path, visits[path, offset[0]]), []).append(at)
+            visits[path, offset[0]] += 1
     groups = list(alike.values())
-    kept = {group[turn % len(group)] for turn, group in enumerate(groups)}
-    dropped = {at for group in groups for at in group} - kept
+    indices = {group[turn % len(group)] for turn, group in enumerate(groups)}
+    dropped = {at for group in groups for at in group} - indices
     return [text for at, text in enumerate(tests) if at not in dropped]
 
 

@@ -28,20 +28,22 @@ class Trace:
             [port, _hex(frames), {out: _hex(came) for out, came in sorted(output.items())}]
             for port, frames, output in self.batches
         ]
-        text = json.dumps({"on": self.on, "held": [_plain(one) for one in self.held], "batches": batches})
+        text = json.dumps(
+            {"on": self.on, "held": [_plain(entity) for entity in self.held], "batches": batches}
+        )
         file.write_bytes(gzip.compress(text.encode(), mtime=0))
 
     def program(self) -> Program:
         """Return the embedded target's program with the same entries."""
         program = load_program(CHECKMATE)
-        for one in self.held:
-            if isinstance(one, MulticastGroup):
-                copies = tuple(GroupReplica(port, instance) for port, instance in sorted(one.replicas))
-                program.state.groups[one.id] = copies
-            elif isinstance(one, TableEntry):
-                key, values = (tuple(value for _, value in pairs) for pairs in (one.match, one.params))
+        for entity in self.held:
+            if isinstance(entity, MulticastGroup):
+                copies = tuple(GroupReplica(port, instance) for port, instance in sorted(entity.replicas))
+                program.state.groups[entity.id] = copies
+            elif isinstance(entity, TableEntry):
+                key, values = (tuple(value for _, value in pairs) for pairs in (entity.match, entity.params))
                 numbers = [value for value in values if isinstance(value, int)]
-                add(program, one.table, key, one.action, *numbers, priority=one.priority)
+                add(program, entity.table, key, entity.action, *numbers, priority=entity.priority)
         return program
 
 
@@ -63,11 +65,11 @@ def _frames(texts: Sequence[str]) -> list[bytes]:
     return [bytes.fromhex(text) for text in texts]
 
 
-def _plain(one: Entity) -> list[object]:
-    if isinstance(one, MulticastGroup):
-        return [one.id, sorted(one.replicas)]
-    assert isinstance(one, TableEntry)
-    return [one.table, one.match, one.action, one.params, one.priority]
+def _plain(entity: Entity) -> list[object]:
+    if isinstance(entity, MulticastGroup):
+        return [entity.id, sorted(entity.replicas)]
+    assert isinstance(entity, TableEntry)
+    return [entity.table, entity.match, entity.action, entity.params, entity.priority]
 
 
 def _entities(rows: Iterable[list[object]]) -> Iterator[Entity]:

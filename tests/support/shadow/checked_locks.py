@@ -11,14 +11,14 @@ class LockOrderError(AssertionError):
     """A thread has acquired a lock that precedes one that it holds."""
 
 
-class _Held(threading.local):
+class _ThreadLocks(threading.local):
     """The locks that this thread holds."""
 
     def __init__(self) -> None:
         self.locks: list[CheckedLock] = []
 
 
-_held = _Held()
+_thread_locks = _ThreadLocks()
 
 
 class CheckedLock:
@@ -32,20 +32,20 @@ class CheckedLock:
 
     def acquire(self) -> None:
         """Acquire the lock. Raise `LockOrderError` if that violates the order."""
-        if any(lock._place >= self._place for lock in _held.locks):
-            held = ", ".join(lock.name for lock in _held.locks)
-            raise LockOrderError(f"lock {self.name!r} acquired while holding {held}; the order is {ORDER}")
+        if any(lock._place >= self._place for lock in _thread_locks.locks):
+            names = ", ".join(lock.name for lock in _thread_locks.locks)
+            raise LockOrderError(f"lock {self.name!r} acquired while holding {names}; the order is {ORDER}")
         self._lock.acquire()
-        _held.locks.append(self)
+        _thread_locks.locks.append(self)
 
     def release(self) -> None:
         """Release the lock, in the thread that has acquired it."""
-        _held.locks.remove(self)
+        _thread_locks.locks.remove(self)
         self._lock.release()
 
     def _is_owned(self) -> bool:
         """Return whether this thread holds it, for `threading.Condition`."""
-        return self in _held.locks
+        return self in _thread_locks.locks
 
     def __enter__(self) -> None:
         self.acquire()

@@ -36,15 +36,15 @@ class Trained(SmallTraining):
     def __init__(self, *args: Any, shards: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if shards:
-            known = [self._chunk(one, shards) for one in self.layout.parameters]
-            self.layout = make_layout(known, self.layout.shards, self.layout.bucket_bytes)
+            parameters = [self._chunk(parameter, shards) for parameter in self.layout.parameters]
+            self.layout = make_layout(parameters, self.layout.shards, self.layout.bucket_bytes)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.options: list[str] = []
 
-    def _chunk(self, known: Parameter, shards: int) -> Parameter:
-        rows, *others = known.shape
-        offset = (self.group * rows, *(0 for _ in others))
-        return replace(known, whole=(shards * rows, *others), offset=offset)
+    def _chunk(self, parameter: Parameter, shards: int) -> Parameter:
+        rows, *inner = parameter.shape
+        offset = (self.group * rows, *(0 for _ in inner))
+        return replace(parameter, whole=(shards * rows, *inner), offset=offset)
 
     def record(self, nodes: Any = None) -> None:
         self.options = [options_of(group) for group in self.optimizer.param_groups]
@@ -64,25 +64,31 @@ class Trained(SmallTraining):
             part.step.scheduler = state.dumps(self.scheduler.state_dict())
         return part
 
-    def check_group(self, found: dict[str, Any], iteration: int) -> None:
+    def check_group(self, document: dict[str, Any], iteration: int) -> None:
         """Check that a group of a checkpoint is the state of this training after an iteration."""
-        assert (found["job"], found["iteration"], found["group"]) == (self.job.job, iteration, self.group)
-        assert (found["run"], found["generation"]) == (self.run, 1)
+        assert (document["job"], document["iteration"], document["group"]) == (
+            self.job.job,
+            iteration,
+            self.group,
+        )
+        assert (document["run"], document["generation"]) == (self.run, 1)
         expected = self.states[iteration]
-        for number, held in expected.items():
-            tensor, values = state.from_held(self.layout.parameters[number], *held)
-            assert torch.equal(found["model"][f"p{number}"], tensor), f"p{number} after {iteration}"
-            theirs = found["optimizer"]["state"][number]
+        for number, state_held in expected.items():
+            tensor, values = state.from_held(self.layout.parameters[number], *state_held)
+            assert torch.equal(document["model"][f"p{number}"], tensor), f"p{number} after {iteration}"
+            stored = document["optimizer"]["state"][number]
             for name, value in values.items():
-                assert torch.equal(theirs[name], torch.as_tensor(value)), f"{name} of p{number}"
+                assert torch.equal(stored[name], torch.as_tensor(value)), f"{name} of p{number}"
         ranks = [rank.rank for rank in self.job.dp_groups[self.group].ranks]
-        assert {r: v["torch"].tolist() for r, v in found["rng"].items()} == {
+        assert {r: v["torch"].tolist() for r, v in document["rng"].items()} == {
             rank: [iteration % 256, position] for position, rank in enumerate(ranks)
         }
-        assert [v["at"] for v in found["extra"].values()] == [10 * iteration + i for i in range(len(ranks))]
-        assert found["buffers"]["seen"].item() == iteration
-        assert found["scheduler"]["last_epoch"] == iteration + 1
-        assert found["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.01 * 0.9 ** (iteration + 1))
+        assert [v["at"] for v in document["extra"].values()] == [
+            10 * iteration + i for i in range(len(ranks))
+        ]
+        assert document["buffers"]["seen"].item() == iteration
+        assert document["scheduler"]["last_epoch"] == iteration + 1
+        assert document["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.01 * 0.9 ** (iteration + 1))
 
 
 class ConsolidatePlace:
@@ -124,27 +130,29 @@ class ConsolidatePlace:
                 training.iterate()
         self.world.stepped(self.trainings[0].iteration)
 
-    def check(self, found: dict[str, Any], iteration: int) -> None:
+    def check(self, document: dict[str, Any], iteration: int) -> None:
         if self._sharded:
-            self._check_whole(found, iteration)
+            self._check_whole(document, iteration)
             return
         for index, training in enumerate(self.trainings):
-            training.check_group(disk.stage_in(found, index), iteration)
+            training.check_group(disk.stage_in(document, index), iteration)
 
-    def _check_whole(self, found: dict[str, Any], iteration: int) -> None:
+    def _check_whole(self, document: dict[str, Any], iteration: int) -> None:
         """Check that a checkpoint has the rows of all groups, one after another."""
-        assert (found["job"], found["iteration"], found["group"]) == (self.job.job, iteration, 0)
-        held = [one.states[iteration] for one in self.trainings]
-        for number, known in enumerate(self.trainings[0].layout.parameters):
-            chunks = [state.from_held(known, *states[number]) for states in held]
-            assert torch.equal(found["model"][known.name], torch.cat([tensor for tensor, _ in chunks]))
-            theirs = found["optimizer"]["state"][number]
+        assert (document["job"], document["iteration"], document["group"]) == (self.job.job, iteration, 0)
+        states_held = [training.states[iteration] for training in self.trainings]
+        for number, parameter in enumerate(self.trainings[0].layout.parameters):
+            chunks = [state.from_held(parameter, *states[number]) for states in states_held]
+            assert torch.equal(document["model"][parameter.name], torch.cat([tensor for tensor, _ in chunks]))
+            stored = document["optimizer"]["state"][number]
             for name in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(theirs[name], torch.cat([values[name] for _, values in chunks]))  # type: ignore[misc]
-            assert torch.equal(theirs["step"], torch.as_tensor(chunks[0][1]["step"]))
+                assert torch.equal(stored[name], torch.cat([values[name] for _, values in chunks]))  # type: ignore[misc]
+            assert torch.equal(stored["step"], torch.as_tensor(chunks[0][1]["step"]))
         ranks = {rank.rank: position for g in self.job.dp_groups for position, rank in enumerate(g.ranks)}
-        assert {rank: one["at"] - 10 * iteration for rank, one in found["extra"].items()} == ranks
-        assert found["buffers"]["seen"].item() == iteration and "rank_buffers" not in found
+        assert {
+            rank: training["at"] - 10 * iteration for rank, training in document["extra"].items()
+        } == ranks
+        assert document["buffers"]["seen"].item() == iteration and "rank_buffers" not in document
 
     def read(self, timeout: float = 20, at_least: int = 0) -> Snapshot:
         with SnapshotReader(self.job) as nodes:
@@ -153,11 +161,11 @@ class ConsolidatePlace:
     @contextmanager
     def going_on(self, most: int = 2000) -> Iterator[None]:
         """Train in the background, as fast as the nodes follow."""
-        done = threading.Event()
+        is_over = threading.Event()
 
         def train() -> None:
             for _ in range(most):
-                if done.is_set():
+                if is_over.is_set():
                     return
                 self.iterate()
 
@@ -166,7 +174,7 @@ class ConsolidatePlace:
             try:
                 yield
             finally:
-                done.set()
+                is_over.set()
                 training.result()
 
     def file(self, folder: Path) -> Path:
@@ -178,4 +186,4 @@ class ConsolidatePlace:
 
 def kept_in(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, the newest first."""
-    return [one.path for one in checkpoint_folder.list_complete(folder)]
+    return [checkpoint.path for checkpoint in checkpoint_folder.list_complete(folder)]

@@ -25,10 +25,10 @@ class HeldBack:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for one in self._sockets:
+        for connection in self._sockets:
             with contextlib.suppress(OSError):  # it is not connected any more
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def go_on(self) -> None:
         """Relay connections, those that wait first."""

@@ -37,13 +37,13 @@ class NodeProcess:
         return self.process.returncode, err
 
 
-def start_in(folder: Path, made: list[NodeProcess]) -> Start:
-    """Return a function that starts nodes with job files in a folder, and adds them to `made`."""
+def start_in(folder: Path, processes: list[NodeProcess]) -> Start:
+    """Return a function that starts nodes with job files in a folder, and adds them to `processes`."""
 
     def start(job: Job, node: int | None, *arguments: str) -> NodeProcess:
         file = folder / "job.yaml"
         file.write_text(yaml.safe_dump(data_of(job, exclude_none=True)))
-        made.append(NodeProcess(file, node, *arguments))
-        return made[-1]
+        processes.append(NodeProcess(file, node, *arguments))
+        return processes[-1]
 
     return start

@@ -22,10 +22,10 @@ SECONDS = 20.0
 """Longer than any wait in tests."""
 
 
-def current(said: pb.NodeStatus) -> pb.NodeStatus:
+def current(status: pb.NodeStatus) -> pb.NodeStatus:
     """Return an answer as a node of this version gives it."""
     answer = pb.NodeStatus(protocol=PROTOCOL)
-    answer.MergeFrom(said)
+    answer.MergeFrom(status)
     return answer
 
 
@@ -47,7 +47,7 @@ class RecordingNode(rpc.ShadowServicer):
         """Returns what replies to records have beside what is wanted."""
         self.refusals: list[pb.RefusedRequest] = []
         self.seeds: list[tuple[pb.SeedHeader, dict[int, object]]] = []
-        self.wanted: list[pb.SeedWanted] = []
+        self.wanted_seeds: list[pb.SeedWanted] = []
         self.again: Callable[[pb.SeedHeader], list[int]] = lambda header: []
         self.status = pb.NodeStatus(holds_nothing=True)
         self.settled = pb.NodeStatus(holds_nothing=True)
@@ -98,8 +98,8 @@ class RecordingNode(rpc.ShadowServicer):
                 return None
         if not answer:
             return None
-        wanted, self.wanted = self.wanted, []
-        reply = pb.RecordReply(iteration=part.iteration, wanted=wanted)
+        seeds, self.wanted_seeds = self.wanted_seeds, []
+        reply = pb.RecordReply(iteration=part.iteration, wanted=seeds)
         reply.MergeFrom(self.reply(part))
         return reply
 

@@ -10,16 +10,16 @@ from checkmate.shadow.resources import HoldResources
 
 def iteration_of(replica: Replica) -> int | None:
     """Return the iteration of all parameters, or `None` if they differ or some are not seeded."""
-    found = {replica.at.get(number) for number in replica.numbers}
-    return found.pop() if len(found) == 1 else None
+    iterations = {replica.at.get(number) for number in replica.numbers}
+    return iterations.pop() if len(iterations) == 1 else None
 
 
 def bytes_of_replica(replica: Replica) -> int:
     """Return the bytes of parameters and optimizer state, without scalars, copies for readers included."""
-    stored = [tensor for p in replica._parameters.values() for tensor in (p.tensor, *p.whole.values())]
+    tensors = [tensor for p in replica._parameters.values() for tensor in (p.tensor, *p.whole.values())]
     copies = [copy for reservation in replica._reservations.values() for copy in reservation.copies.values()]
     values = [value for tensor, state in copies for value in (tensor, *state.values())]
-    return sum(tensor.nbytes for tensor in (*stored, *values) if isinstance(tensor, torch.Tensor))
+    return sum(tensor.nbytes for tensor in (*tensors, *values) if isinstance(tensor, torch.Tensor))
 
 
 def bytes_of_hold(resources: HoldResources) -> int:

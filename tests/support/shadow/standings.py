@@ -61,8 +61,8 @@ def node(number: int, *holds: pb.HoldStatus) -> pb.NodeStatus:
         node=number,
         holds=holds,
         holds_nothing=not holds,
-        incarnation=max((one.incarnation for one in holds), default=0),
-        generation=max((one.generation for one in holds), default=0),
+        incarnation=max((hold.incarnation for hold in holds), default=0),
+        generation=max((hold.generation for hold in holds), default=0),
     )
 
 
@@ -110,36 +110,40 @@ def holds(draw: st.DrawFn, shard: Shard, starts: list[Start], around: int) -> pb
 
 
 @st.composite
-def answers(draw: st.DrawFn, made: Job = JOB) -> Answers:
+def answers(draw: st.DrawFn, job: Job = JOB) -> Answers:
     """Return the answers of all nodes of a job, with few starts, so that shards are often available."""
     starts = draw(st.lists(st.sampled_from(STARTS), min_size=1, max_size=2))
     around = draw(st.integers(-1, 7))
-    found: dict[int, pb.NodeStatus | str] = {}
-    for one in made.shadow_nodes:
+    answer_by_node: dict[int, pb.NodeStatus | str] = {}
+    for shadow_node in job.shadow_nodes:
         if not draw(st.sampled_from(_USUALLY)):
-            found[one.id] = "can't be reached"
+            answer_by_node[shadow_node.id] = "can't be reached"
             continue
-        has = [shard for shard in holders_of(made) if draw(st.sampled_from(_USUALLY))]
-        said = node(one.id, *(draw(holds(shard, starts, around)) for shard in has))
-        said.fenced = draw(st.booleans())
-        found[one.id] = said
-    return found
+        has = [shard for shard in holders_of(job) if draw(st.sampled_from(_USUALLY))]
+        status = node(shadow_node.id, *(draw(holds(shard, starts, around)) for shard in has))
+        status.fenced = draw(st.booleans())
+        answer_by_node[shadow_node.id] = status
+    return answer_by_node
 
 
-def held(said: Answers, number: int, shard: Shard) -> pb.HoldStatus:
+def hold_of(answers_by_node: Answers, number: int, shard: Shard) -> pb.HoldStatus:
     """Return a node's status of a shard."""
-    answer = said[number]
+    answer = answers_by_node[number]
     assert isinstance(answer, pb.NodeStatus)
-    (found,) = [one for one in answer.holds if (one.shard.group, one.shard.shard) == shard]
-    return found
+    (hold,) = [
+        candidate for candidate in answer.holds if (candidate.shard.group, candidate.shard.shard) == shard
+    ]
+    return hold
 
 
-def newest(said: Answers) -> tuple[int, int | None]:
+def newest(answers_by_node: Answers) -> tuple[int, int | None]:
     """Return the generation and incarnation that count."""
-    generation = max((one.generation for one in all_holds(said)), default=0)
-    incarnations = [one.incarnation for one in all_holds(said) if one.generation == generation]
+    generation = max((hold.generation for hold in all_holds(answers_by_node)), default=0)
+    incarnations = [hold.incarnation for hold in all_holds(answers_by_node) if hold.generation == generation]
     return generation, newest_incarnation(incarnations)
 
 
-def all_holds(said: Answers) -> list[pb.HoldStatus]:
-    return [one for answer in said.values() if not isinstance(answer, str) for one in answer.holds]
+def all_holds(answers_by_node: Answers) -> list[pb.HoldStatus]:
+    return [
+        hold for answer in answers_by_node.values() if not isinstance(answer, str) for hold in answer.holds
+    ]

@@ -41,17 +41,17 @@ class World:
             serving.__exit__()
 
     def training(self, **kwargs: Any) -> SmallTraining:
-        made = SmallTraining(self.job, self.copies, **kwargs)
-        self._stack.callback(made.close)
-        return made
+        training = SmallTraining(self.job, self.copies, **kwargs)
+        self._stack.callback(training.close)
+        return training
 
     def started(self, **kwargs: Any) -> SmallTraining:
         """Return a training whose nodes are connected and seeded."""
-        made = self.training(**kwargs)
-        made.begin(list(self.nodes))
-        made.seed_all()
+        training = self.training(**kwargs)
+        training.begin(list(self.nodes))
+        training.seed_all()
         self.ready()
-        return made
+        return training
 
     def status(self, node: int) -> pb.NodeStatus:
         return node_status(self.nodes[node].node, self.job.job)

@@ -33,7 +33,7 @@ FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW", "torch.opti
 
 
 @dataclass(frozen=True)
-class One:
+class ParameterPlan:
     """A parameter: its shape and type, and the order of its dimensions in memory, the outermost first."""
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Iteration:
 class TrainingPlan:
     """A model, an optimizer, and its iterations."""
 
-    parameters: tuple[One, ...]
+    parameters: tuple[ParameterPlan, ...]
     optimizer: str
     options: tuple[dict[str, Any], ...]
     """Options of each parameter group."""
@@ -94,12 +94,12 @@ class AnyTraining:
     def __init__(self, plan: TrainingPlan, seed: int = 0) -> None:
         self.plan = plan
         self._random = torch.Generator().manual_seed(seed)
-        self.parameters = [nn.Parameter(self._noise(one)) for one in plan.parameters]
-        known = [
+        self.parameters = [nn.Parameter(self._noise(parameter_plan)) for parameter_plan in plan.parameters]
+        parameters = [
             Parameter.of(f"p{i}", p.shape, p.stride(), dtype_name(p.dtype))
             for i, p in enumerate(self.parameters)
         ]
-        self.layout: Layout = make_layout(known, plan.shards, plan.bucket_bytes)
+        self.layout: Layout = make_layout(parameters, plan.shards, plan.bucket_bytes)
         groups: list[dict[str, Any]] = [
             {
                 **options,
@@ -141,15 +141,17 @@ class AnyTraining:
             for number, parameter in enumerate(self.parameters)
         }
 
-    def _noise(self, one: One) -> torch.Tensor:
-        values = torch.randn(one.shape, generator=self._random).to(DTYPES[one.dtype])
-        back = [one.order.index(d) for d in range(len(one.shape))]
-        return values.permute(one.order).contiguous().permute(back)
+    def _noise(self, parameter_plan: ParameterPlan) -> torch.Tensor:
+        values = torch.randn(parameter_plan.shape, generator=self._random).to(DTYPES[parameter_plan.dtype])
+        back = [parameter_plan.order.index(d) for d in range(len(parameter_plan.shape))]
+        return values.permute(parameter_plan.order).contiguous().permute(back)
 
     def _backward(self, doing: Iteration) -> dict[int, torch.Tensor]:
         flat = {}
-        for number, (parameter, one) in enumerate(zip(self.parameters, self.plan.parameters, strict=True)):
-            gradient = self._noise(one)
+        for number, (parameter, parameter_plan) in enumerate(
+            zip(self.parameters, self.plan.parameters, strict=True)
+        ):
+            gradient = self._noise(parameter_plan)
             if doing.infinite and number == 0 and gradient.numel():
                 gradient.view(-1)[0] = torch.inf if gradient.is_contiguous() else 0
             parameter.grad = None if number in doing.without else gradient.clone()
@@ -178,25 +180,25 @@ class AnyTraining:
         scaler.step(self.optimizer)  # which is only the optimizer's if the scaler is disabled
         noted.remove()
         if self.plan.scaled:
-            found = scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
-            step.skipped = any(bool(one) for one in found.values())
+            infinities = scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+            step.skipped = any(bool(tensor) for tensor in infinities.values())
             if fused and not doing.unscaled:
                 step.scalings.add(kind=pb.Scaling.FUSED, factor=scale.item())
             scaler.update(scale.item())
 
     def _clip(self, doing: Iteration, step: pb.Step) -> None:
         assert doing.clipped is not None
-        chosen = [self.parameters[number] for number in doing.clipped]
-        norm = torch.nn.utils.clip_grad_norm_(chosen, 0.5, doing.norm)
-        if all(p.grad is None for p in chosen):
+        clipped = [self.parameters[number] for number in doing.clipped]
+        norm = torch.nn.utils.clip_grad_norm_(clipped, 0.5, doing.norm)
+        if all(p.grad is None for p in clipped):
             return
         factor = torch.clamp(0.5 / (norm + 1e-6), max=1.0)
-        every = sorted(doing.clipped) == [*range(len(self.parameters))]
+        is_whole = sorted(doing.clipped) == [*range(len(self.parameters))]
         step.scalings.add(
             kind=pb.Scaling.CLIP,
             factor=factor.item(),
             dtype=dtype_name(factor.dtype),
-            parameters=() if every else sorted(doing.clipped),
+            parameters=() if is_whole else sorted(doing.clipped),
         )
 
 
@@ -216,24 +218,28 @@ def plans(draw: st.DrawFn) -> TrainingPlan:
     fused = "fused" in flags
     momentum = draw(st.sampled_from([0.0, 0.9])) if name in MOMENTUM else None
     scaled = draw(st.booleans())
-    types = [one for one in TYPES if not (scaled and one == "float16")]
+    types = [parameter_plan for parameter_plan in TYPES if not (scaled and parameter_plan == "float16")]
     if fused and momentum and name == "torch.optim.SGD":
         types = ["float32", "float64"]
     types = draw(st.lists(st.sampled_from(types), min_size=1, max_size=3))
     groups = draw(st.integers(1, 3))
-    ones = []
+    parameter_plans = []
     for shape in [(2,), *draw(st.lists(st.sampled_from(SHAPES), max_size=7))]:
         order = tuple(draw(st.permutations(range(len(shape)))))
-        ones.append(One(shape, draw(st.sampled_from(types)), order, draw(st.integers(0, groups - 1))))
-    numbers = st.integers(0, len(ones) - 1)
-    empty = any(0 in one.shape for one in ones)  # PyTorch has no maximum norm without gradients
+        parameter_plans.append(
+            ParameterPlan(shape, draw(st.sampled_from(types)), order, draw(st.integers(0, groups - 1)))
+        )
+    numbers = st.integers(0, len(parameter_plans) - 1)
+    empty = any(
+        0 in parameter_plan.shape for parameter_plan in parameter_plans
+    )  # PyTorch has no maximum norm without gradients
     several = fused and momentum is not None  # PyTorch fails if some lack momentum
     iterations = tuple(
         Iteration(
             without=frozenset() if several else draw(st.frozensets(numbers, max_size=2)) - {0},
             clipped=draw(
                 st.none()
-                | st.just(tuple(range(len(ones))))
+                | st.just(tuple(range(len(parameter_plans))))
                 | st.lists(numbers, min_size=1, max_size=4).map(tuple)
             ),
             norm=draw(st.sampled_from([2.0, 1.0] if empty else [2.0, torch.inf])),
@@ -246,7 +252,7 @@ def plans(draw: st.DrawFn) -> TrainingPlan:
     tensor = draw(st.sampled_from([None, torch.float32, torch.float64])) if not flags.get("foreach") else None
     options = tuple(dict(_options(draw, name, momentum, tensor)) for _ in range(groups))
     return TrainingPlan(
-        tuple(ones),
+        tuple(parameter_plans),
         name,
         options,
         dict(flags),

@@ -62,9 +62,9 @@ class Faulty:
         self.training = training
         self.shape = shape
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+    def until(self, condition: Callable[[], bool], event: str, seconds: float = SECONDS) -> None:
         """Wait for a condition; failures meanwhile are quoted."""
-        self.crew.wait(condition, what, seconds)
+        self.crew.wait(condition, event, seconds)
 
     def train(self, iterations: int) -> None:
         """Let the ranks train up to this iteration, and wait until they are there."""
@@ -92,8 +92,8 @@ class Faulty:
     def hold(self, node: int) -> dict[str, Any]:
         """Return a shadow node's status of its only hold, once it has told of it: it does so each second."""
         self.until(lambda: bool(self.training.status(node).get("holds")), f"a hold of shadow{node}")
-        (one,) = self.training.status(node)["holds"]
-        return dict(one)
+        (hold_status,) = self.training.status(node)["holds"]
+        return dict(hold_status)
 
     def stepped(self, node: int) -> int:
         """Return the last iteration that a shadow node has stepped in all of its holds; -1 without any."""
@@ -165,15 +165,15 @@ def undisturbed(shape: tuple[str, ...] = SMALL) -> Finished:
         return run.finish()
 
 
-def same(found: Finished, shape: tuple[str, ...] = SMALL) -> None:
+def same(outcome: Finished, shape: tuple[str, ...] = SMALL) -> None:
     """Check that all losses and the final state equal the undisturbed job's."""
     reference = undisturbed(shape)
-    assert found.record.losses == reference.record.losses
-    assert not found.record.changed_when_repeated
-    assert set(found.record.digests.values()) == set(reference.record.digests.values())
-    assert sorted(found.record.digests) == [0, 1, 2, 3]
-    assert len(leaves(found.state)) > 20
-    assert differences(found.state, reference.state) == []
+    assert outcome.record.losses == reference.record.losses
+    assert not outcome.record.changed_when_repeated
+    assert set(outcome.record.digests.values()) == set(reference.record.digests.values())
+    assert sorted(outcome.record.digests) == [0, 1, 2, 3]
+    assert len(leaves(outcome.state)) > 20
+    assert differences(outcome.state, reference.state) == []
 
 
 def check(run: Faulty, repeated: int = 0) -> Finished:
@@ -181,11 +181,11 @@ def check(run: Faulty, repeated: int = 0) -> Finished:
 
     At most `repeated` completed iterations were repeated.
     """
-    found = run.finish()
-    same(found, run.shape)
-    assert sum(count - 1 for count in found.record.repeated.values()) <= repeated
+    outcome = run.finish()
+    same(outcome, run.shape)
+    assert sum(count - 1 for count in outcome.record.repeated.values()) <= repeated
     nodes = range(len(run.lab.topology.shadow_nodes))
     last = ITERATIONS - 1
     run.until(lambda: all(run.stepped(node) == last for node in nodes), "shadow nodes at the end", 20)
-    assert differences(run.training.consolidated(last), found.state) == []
-    return found
+    assert differences(run.training.consolidated(last), outcome.state) == []
+    return outcome

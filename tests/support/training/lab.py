@@ -42,8 +42,8 @@ class LabRun:
     def lines(self, rank: int, event: str) -> list[dict[str, Any]]:
         """Return a rank's records of an event, in all of its starts."""
         file = self.folder / f"rank{rank}.jsonl"
-        said = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        return [line for line in said if line["event"] == event]
+        entries = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [line for line in entries if line["event"] == event]
 
     def losses(self, rank: int) -> dict[int, float]:
         """Return the last loss of each iteration."""
@@ -53,13 +53,13 @@ class LabRun:
         """Return the first iteration of its last start."""
         return int(self.lines(rank, "resumed")[-1]["iteration"])
 
-    def state(self, rank: int, what: str = "") -> dict[str, Any]:
+    def state(self, rank: int, suffix: str = "") -> dict[str, Any]:
         """Return a rank's final state; with `keep_each`, also `after{iteration}.` or `restored.`"""
-        return dict(torch.load(self.folder / f"rank{rank}.{what}pt", weights_only=False))
+        return dict(torch.load(self.folder / f"rank{rank}.{suffix}pt", weights_only=False))
 
-    def states(self, what: str = "") -> list[dict[str, Any]]:
+    def states(self, suffix: str = "") -> list[dict[str, Any]]:
         """Return this state of all ranks."""
-        return [self.state(rank, what) for rank in range(self.ranks)]
+        return [self.state(rank, suffix) for rank in range(self.ranks)]
 
 
 class TrainingLab:
@@ -82,7 +82,7 @@ class TrainingLab:
 
     def start_shadow_nodes(self, numbers: Sequence[int] | None = None, *options: str) -> None:
         """Start these shadow nodes (default: all), and wait until they serve."""
-        started = []
+        members = []
         for host in self.topology.shadow_nodes:
             if numbers is None or host.number in numbers:
                 argv: list[str | Path] = [
@@ -97,8 +97,8 @@ class TrainingLab:
                 environment = {"OMP_NUM_THREADS": "1"}
                 member = self.crew.start(host.name, host.name, argv, environment=environment)
                 self.shadows[host.number] = member
-                started.append(member)
-        self.await_ready(started)
+                members.append(member)
+        self.await_ready(members)
 
     def await_ready(self, members: Sequence[Member]) -> None:
         """Wait until these shadow nodes serve."""
@@ -203,30 +203,30 @@ def training_lab(
     described = describe.load(topology) if isinstance(topology, str) else describe.build(name, dict(topology))
     try:
         with Lab(described, name=name, **options) as lab, Crew(lab) as crew, serving(crew) as controller:
-            found = TrainingLab(lab, crew, controller)
+            started_lab = TrainingLab(lab, crew, controller)
             if shadow_nodes:
-                found.start_shadow_nodes()
-            yield found
+                started_lab.start_shadow_nodes()
+            yield started_lab
     finally:
         labs.down(name)  # left by a failed test
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(first: Any, second: Any) -> bool:
     """Return whether states have the same bits."""
-    if isinstance(one, torch.Tensor):
+    if isinstance(first, torch.Tensor):
         return (
-            isinstance(other, torch.Tensor)
-            and one.dtype == other.dtype
-            and one.shape == other.shape
-            and bytes(one.contiguous().view(-1).view(torch.uint8).numpy())
-            == bytes(other.contiguous().view(-1).view(torch.uint8).numpy())
+            isinstance(second, torch.Tensor)
+            and first.dtype == second.dtype
+            and first.shape == second.shape
+            and bytes(first.contiguous().view(-1).view(torch.uint8).numpy())
+            == bytes(second.contiguous().view(-1).view(torch.uint8).numpy())
         )
-    if isinstance(one, Mapping):
+    if isinstance(first, Mapping):
         return (
-            isinstance(other, Mapping)
-            and one.keys() == other.keys()
-            and all(equal(one[k], other[k]) for k in one)
+            isinstance(second, Mapping)
+            and first.keys() == second.keys()
+            and all(equal(first[k], second[k]) for k in first)
         )
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(first, list | tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(equal, first, second))
+    return type(first) is type(second) and bool(first == second)

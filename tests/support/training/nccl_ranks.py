@@ -39,17 +39,17 @@ OTHER_CELLS = DoubleNccl("2.29", NcclSlicing(cell=8192))
 def place_of(rank: int, count: int, channels: int) -> Membership:
     """Return the place of a rank of a job with one DP group."""
     data = job_data(ranks=count, nodes=2, channels=channels)
-    for number, one in enumerate(data["dp_groups"][0]["ranks"]):
-        one["ip"] = f"127.0.0.{number + 1}"
-    made = of_data(Job, {**data, "collective": "nccl"})
-    return membership.place(made, rank, count, range(count))
+    for number, rank_data in enumerate(data["dp_groups"][0]["ranks"]):
+        rank_data["ip"] = f"127.0.0.{number + 1}"
+    job = of_data(Job, {**data, "collective": "nccl"})
+    return membership.place(job, rank, count, range(count))
 
 
 def layout_of(runtime: NcclRuntime) -> Layout:
     """Return a layout of several types and two shards, with the slicing of this release of NCCL."""
     sizes = [(70_001, "float32"), (33_333, "bfloat16"), (5, "float32"), (40_000, "float64"), (1, "bfloat16")]
-    known = [Parameter(f"p{i}", (size,), dtype) for i, (size, dtype) in enumerate(sizes)]
-    return make_layout(known, 2, 200_000, slicing_of(runtime.version(), {}))
+    parameters = [Parameter(f"p{i}", (size,), dtype) for i, (size, dtype) in enumerate(sizes)]
+    return make_layout(parameters, 2, 200_000, slicing_of(runtime.version(), {}))
 
 
 def prepare(
@@ -73,8 +73,8 @@ def reduce(rank: int, count: int, channels: int, runtime: NcclRuntime) -> dict[s
     with ExitStack() as undo:
         maker = prepare(rank, count, channels, runtime, undo)
         reducer = maker.make()
-        done: list[int] = []
-        reducer.open(done.append, lambda error: None)
+        reduced: list[int] = []
+        reducer.open(reduced.append, lambda error: None)
         undo.callback(reducer.close)
         for iteration in range(ITERATIONS):
             for index, tensor in enumerate(reducer.tensors):
@@ -85,25 +85,27 @@ def reduce(rank: int, count: int, channels: int, runtime: NcclRuntime) -> dict[s
                 reducer.communicator.synchronize()
                 expected = averaged.sum(0).to(tensor)  # NCCL multiplies by 1/3, which is not exact
                 torch.testing.assert_close(tensor, expected, rtol=0, atol=0.2 if tensor.is_cuda else 0)
-        assert done == [*range(len(reducer.tensors))] * ITERATIONS
+        assert reduced == [*range(len(reducer.tensors))] * ITERATIONS
         ends = reducer.ends()
         deadline = time.monotonic() + 10
-        while not (passed := reducer.is_acknowledged(ends)) and time.monotonic() < deadline:
+        while not (is_acknowledged := reducer.is_acknowledged(ends)) and time.monotonic() < deadline:
             time.sleep(0.01)
         dist.barrier()
         library = maker.library
         assert library is not None, maker.troubles
         counts = {stream: library.count(*stream) for stream in ends}
-        return {"troubles": maker.troubles, "ends": ends, "counts": counts, "passed": passed}
+        return {"troubles": maker.troubles, "ends": ends, "counts": counts, "passed": is_acknowledged}
 
 
-def check_reduced(found: Sequence[dict[str, Any]], runtime: NcclRuntime) -> None:
+def check_reduced(reports: Sequence[dict[str, Any]], runtime: NcclRuntime) -> None:
     """Check what `reduce` returned on all ranks: every byte was tagged once, and acknowledged."""
-    assert [one["troubles"] for one in found] == [[]] * len(found)
-    assert all(one["passed"] for one in found)
+    assert [report["troubles"] for report in reports] == [[]] * len(reports)
+    assert all(report["passed"] for report in reports)
     total = 0
-    for one in found:
-        assert {stream: tagged for stream, (tagged, _) in one["counts"].items()} == one["ends"]
-        assert {stream: seen for stream, (_, seen) in one["counts"].items()} == one["ends"]
-        total += sum(one["ends"].values())
+    for report in reports:
+        assert {stream: tagged for stream, (tagged, _) in report["counts"].items()} == report["ends"]
+        assert {stream: counted_bytes for stream, (_, counted_bytes) in report["counts"].items()} == report[
+            "ends"
+        ]
+        total += sum(report["ends"].values())
     assert total == ITERATIONS * sum(bucket.nbytes for bucket in layout_of(runtime).schedule)

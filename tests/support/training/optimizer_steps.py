@@ -44,11 +44,11 @@ class Trainer:
             nn.Parameter(turn(self.noise(shape, next(kinds)), turned and bool(i % 2)))
             for i, shape in enumerate(shapes)
         ]
-        known = [
+        parameters = [
             Parameter.of(f"layer{i}.weight", p.shape, p.stride(), dtype_name(p.dtype))
             for i, p in enumerate(self.parameters)
         ]
-        self.layout = make_layout(known, shards, bucket_bytes)
+        self.layout = make_layout(parameters, shards, bucket_bytes)
         runs = [self.parameters[i::groups] for i in range(groups)]
         self.optimizer = make([{"params": run} for run in runs])
         self.number = {parameter: i for i, parameter in enumerate(self.parameters)}
@@ -61,17 +61,17 @@ class Trainer:
     def backward(self, without: set[int] = frozenset()) -> dict[int, torch.Tensor]:  # type: ignore[assignment]
         """Set random gradients in `.grad`, and return them in buckets."""
         self.iteration += 1
-        flat, found = {}, {}
+        flat, by_bucket = {}, {}
         for number, parameter in enumerate(self.parameters):
             gradient = torch.empty_like(parameter, requires_grad=False)
             gradient.copy_(self.noise(tuple(parameter.shape), parameter.dtype))
             parameter.grad = None if number in without else gradient
-            held, _ = to_held(self.layout.parameters[number], gradient, {})
-            flat[number] = held.reshape(-1)
+            layout_tensor, _ = to_held(self.layout.parameters[number], gradient, {})
+            flat[number] = layout_tensor.reshape(-1)
         for index, bucket in enumerate(self.layout.buckets):
-            found[index] = torch.cat([flat[place.parameter] for place in bucket.places])
+            by_bucket[index] = torch.cat([flat[place.parameter] for place in bucket.places])
         self.step = pb.Step(without_gradient=without)
-        return found
+        return by_bucket
 
     def update(self) -> pb.Step:
         """Step the optimizer; return the record with a slice of each parameter and all of its state."""
@@ -97,10 +97,10 @@ class Trainer:
         }
 
     def replica(self, shard: int, *, exact: bool = True, seeded: bool = True) -> Replica:
-        made = Replica(self.layout, shard, self.spec, exact=exact)
+        replica = Replica(self.layout, shard, self.spec, exact=exact)
         if seeded:
-            self.seed(made, made.numbers)
-        return made
+            self.seed(replica, replica.numbers)
+        return replica
 
     def seed(self, replica: Replica, numbers: Any) -> None:
         state = self.state()
@@ -121,24 +121,24 @@ def read(replica: Replica, iteration: int, parameters: tuple[int, ...] = ()) -> 
     return {n: (t.clone(), copied(s)) for n, t, s in replica.read(iteration, parameters)}
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether tensors are bit-identical, including NaNs."""
-    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return alike and bytes(bytes_of(one)) == bytes(bytes_of(other.contiguous()))
+    alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return alike and bytes(bytes_of(first)) == bytes(bytes_of(second.contiguous()))
 
 
-def assert_same(found: State, expected: State, numbers: Any) -> None:
-    assert set(found) == set(numbers)
-    for number, (tensor, state) in found.items():
-        theirs, their_state = expected[number]
-        assert same(tensor, theirs), f"parameter {number}"
+def assert_same(actual: State, expected: State, numbers: Any) -> None:
+    assert set(actual) == set(numbers)
+    for number, (tensor, state) in actual.items():
+        expected_tensor, their_state = expected[number]
+        assert same(tensor, expected_tensor), f"parameter {number}"
         assert set(state) == set(their_state), f"parameter {number}"
         for name, value in state.items():
-            other = their_state[name]
-            if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-                assert same(value, other), f"{name} of parameter {number}"
+            expected_value = their_state[name]
+            if isinstance(value, torch.Tensor) and isinstance(expected_value, torch.Tensor):
+                assert same(value, expected_value), f"{name} of parameter {number}"
             else:
-                assert value == other
+                assert value == expected_value
 
 
 def buckets_of(gradients: Mapping[int, torch.Tensor], replica: Replica) -> dict[int, torch.Tensor]:

@@ -48,11 +48,11 @@ class RankProcesses:
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run `function(rank, ranks, *arguments)` in `ranks` processes; return their results by rank."""
         while len(self._ends) < ranks:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            parent_end, child_end = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(child_end,), daemon=True)
             process.start()
-            theirs.close()
-            self._ends.append(ours)
+            child_end.close()
+            self._ends.append(parent_end)
             self._processes.append(process)
         self._runs += 1
         store = str(Path(self._folder.name, f"store{self._runs}"))
@@ -144,7 +144,7 @@ def join_nccl(
 
 def failing_backward(loss: torch.Tensor) -> str:
     """Run a backward that has to fail because of a ring; return the error once all ranks are here."""
-    with pytest.raises(RingError) as raised:
+    with pytest.raises(RingError) as excinfo:
         torch.autograd.backward(loss)
     dist.barrier()
-    return str(raised.value)
+    return str(excinfo.value)

@@ -127,20 +127,20 @@ class RecordedLoop:
             part = to_part(AUTHOR, self.emitted.pop(0))
             parts.append(part)
             for replica in self.replicas:
-                own = {
+                own_gradients = {
                     i: g.clone()
                     for i, g in self.gradients[part.iteration].items()
                     if self.layout.buckets[i].shard == replica.shard
                 }
-                assert replica.step(part.iteration, own, part.step) == []
+                assert replica.step(part.iteration, own_gradients, part.step) == []
         for replica in self.replicas:
             for number, tensor, values in replica.read(self.iteration):
                 parameter = self.parameters[number]
                 assert torch.equal(tensor, parameter), self.layout.parameters[number].name
-                theirs = self.optimizer.state.get(parameter, {})
-                assert values.keys() == theirs.keys()
+                optimizer_state = self.optimizer.state.get(parameter, {})
+                assert values.keys() == optimizer_state.keys()
                 for name, value in values.items():
-                    assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+                    assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizer_state[name])), name
         return parts
 
     def close(self, *, last: bool = True) -> list[pb.RecordPart]:

@@ -90,10 +90,10 @@ def group_state(watched: Watched, record: pb.IterationRecord) -> GroupState:
         for p, number in numbers.items()
     }
     beside = model.kept_beside() | frozen_state(watched.optimizer, set(numbers), model.parameters)
-    made = pb.IterationRecord(iteration=ITERATION, parts=record.parts)
+    part_record = pb.IterationRecord(iteration=ITERATION, parts=record.parts)
     for name, tensor in beside.items():
-        made.buffers[name] = state.dumps(state.local_of(tensor).detach())
-    return GroupState(layout, spec_of(watched.optimizer, numbers), made, model.state_names(), states)
+        part_record.buffers[name] = state.dumps(state.local_of(tensor).detach())
+    return GroupState(layout, spec_of(watched.optimizer, numbers), part_record, model.state_names(), states)
 
 
 def local(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def unpacked(layout: str, spec: bytes, record: bytes, names: dict[str, str], sta
 def full(value: Any) -> Any:
     """Return state with whole tensors."""
     if isinstance(value, Mapping):
-        return {key: full(one) for key, one in value.items()}
+        return {key: full(element) for key, element in value.items()}
     return value.full_tensor().detach().clone() if isinstance(value, DTensor) else value
 
 
@@ -130,12 +130,12 @@ def resume(rank: int, count: int, case: MeshCase, path: str) -> tuple[Any, Any, 
     watched = Watched(model_of(sharded), optimizer)
     place = membership.place(case.job(), rank, count, watched.model.replicas)
     resumed = from_disk.install_checkpoint(Path(path), place, watched, [[*range(case.shards)]])
-    made = packed(group_state(watched, resumed.record))
-    found = full(model.state_dict()), full(optimizer.state_dict()["state"])
-    return *found, made, resumed.other_ranks
+    group = packed(group_state(watched, resumed.record))
+    states = full(model.state_dict()), full(optimizer.state_dict()["state"])
+    return *states, group, resumed.other_ranks
 
 
-def saved(path: Path, kind: on_disk.Format) -> tuple[Any, Any]:
+def save_and_load(path: Path, kind: on_disk.Format) -> tuple[Any, Any]:
     """Save a checkpoint of a model without shards, of two ranks; return its model's and optimizer's state."""
     model, optimizer = trained()
     record = pb.IterationRecord(iteration=ITERATION)
@@ -150,6 +150,6 @@ def saved(path: Path, kind: on_disk.Format) -> tuple[Any, Any]:
     return dict(model.state_dict()), optimizer.state_dict()["state"]
 
 
-def by_number(found: Mapping[int, Any]) -> dict[int, Any]:
+def by_number(states: Mapping[int, Any]) -> dict[int, Any]:
     """Sort optimizer state, because state of frozen parameters may be in another order."""
-    return {number: dict(sorted(entries.items())) for number, entries in sorted(found.items())}
+    return {number: dict(sorted(entries.items())) for number, entries in sorted(states.items())}

@@ -79,10 +79,10 @@ class ShardedNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
-        made = [nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 6)) for _ in range(2)]
-        for bias in made[0][0].parameters():
+        blocks = [nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 6)) for _ in range(2)]
+        for bias in blocks[0][0].parameters():
             bias.requires_grad_(bias.dim() > 1)
-        self.blocks = nn.ModuleList(made)
+        self.blocks = nn.ModuleList(blocks)
         self.sometimes = nn.Linear(6, 6)
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(6, 11, bias=False)

@@ -47,10 +47,10 @@ def test_records_arrive_in_order_and_are_answered(node: RecordingNode, stub: Sha
     line.close()
     assert node.begins == [begin]
     assert [record.iteration for record in node.records] == list(range(50))
-    asked = [
+    iterations = [
         iteration for iteration in range(50) if iteration < ATTENTIVE or (iteration + 1) % ANSWERED_EVERY == 0
     ]
-    assert answers == [(0, iteration) for iteration in [*asked, 49]]  # and at the end
+    assert answers == [(0, iteration) for iteration in [*iterations, 49]]  # and at the end
 
 
 def test_a_node_that_wants_something_is_asked_more_often(node: RecordingNode, stub: ShadowStub) -> None:
@@ -60,7 +60,7 @@ def test_a_node_that_wants_something_is_asked_more_often(node: RecordingNode, st
     for iteration in range(100):
         line.send(*part(iteration))
     wait_until(lambda: len(node.records) == 100 and answers[-1] == 99)
-    node.wanted = [pb.SeedWanted(shard=0)]
+    node.wanted_seeds = [pb.SeedWanted(shard=0)]
     answers.clear()
     for iteration in range(100, 120):
         line.send(*part(iteration))
@@ -74,11 +74,11 @@ def test_a_node_that_wants_something_is_asked_more_often(node: RecordingNode, st
 def test_what_a_broken_connection_left_unanswered_is_sent_again(
     node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answered = threading.Event()
-    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: answered.set())
+    is_answered = threading.Event()
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: is_answered.set())
     line.start()
     line.send(*part(0))
-    assert answered.wait(SECONDS)
+    assert is_answered.wait(SECONDS)
     node.answering.clear()
     line.send(*part(1))
     line.send(*part(2))
@@ -98,11 +98,11 @@ def test_what_a_broken_connection_left_unanswered_is_sent_again(
 
 def test_what_comes_after_a_break_reaches_the_node_in_the_end(node: RecordingNode, stub: ShadowStub) -> None:
     """Even if nothing was sent between the break and the last record."""
-    answered = threading.Event()
-    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: answered.set())
+    is_answered = threading.Event()
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: is_answered.set())
     line.start()
     line.send(*part(0))
-    assert answered.wait(SECONDS)
+    assert is_answered.wait(SECONDS)
     node.stop()
     node.start()
     line.send(*part(1))
@@ -136,15 +136,15 @@ def send_and_wait(node: ShadowNode, count: int) -> None:
 
 
 def test_a_reconnect_is_told_once_the_node_has_accepted_it(node: RecordingNode, stub: ShadowStub) -> None:
-    begun: list[pb.BeginRequest] = []
-    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None, begun.append)
+    requests: list[pb.BeginRequest] = []
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None, requests.append)
     line.start()
-    wait_until(lambda: len(begun) == 1)
+    wait_until(lambda: len(requests) == 1)
     node.stop()
     time.sleep(0.3)
-    assert len(begun) == 1
+    assert len(requests) == 1
     node.start()
-    wait_until(lambda: len(begun) == 2)
+    wait_until(lambda: len(requests) == 2)
     line.close()
     assert len(node.begins) == 2
 
@@ -282,12 +282,12 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     wait_until(lambda: len(node.records) == 2)
     publisher.close(SECONDS)
     line.close()
-    sent = node.records[1]
-    assert (sent.job, sent.incarnation, sent.group, sent.position) == ("demo", 7, 1, 3)
-    assert (sent.run, sent.start) == ("first", b"start")
-    assert [(e.side, e.channel, e.shard, e.end) for e in sent.ends] == [(1, 0, 0, 100)]
-    assert state.loads(sent.extra) == {"at": 4}
-    assert not sent.HasField("step")  # it isn't the group's first rank
+    part = node.records[1]
+    assert (part.job, part.incarnation, part.group, part.position) == ("demo", 7, 1, 3)
+    assert (part.run, part.start) == ("first", b"start")
+    assert [(e.side, e.channel, e.shard, e.end) for e in part.ends] == [(1, 0, 0, 100)]
+    assert state.loads(part.extra) == {"at": 4}
+    assert not part.HasField("step")  # it isn't the group's first rank
 
 
 class Carrier:
@@ -295,16 +295,16 @@ class Carrier:
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
-        self.gone = -1
+        self.newest_departed = -1
 
     def send(self, iteration: int, data: bytes) -> None:
         self.waiting.append(iteration)
 
     def departed(self, iteration: int) -> bool:
-        return self.gone >= iteration
+        return self.newest_departed >= iteration
 
     def leave(self) -> None:
-        self.gone = max(self.waiting, default=-1)
+        self.newest_departed = max(self.waiting, default=-1)
 
 
 def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_that_takes_nothing() -> None:
@@ -360,12 +360,12 @@ def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: objec
 
 def test_a_step_waits_for_one_copy_at_most() -> None:
     steps = StepExclusion(0)
-    ended = threading.Event()
+    cancelled = threading.Event()
     copies: list[float] = []
 
     def copy_all() -> None:
         for _ in range(200):
-            with steps.still(ended) as iteration:
+            with steps.still(cancelled) as iteration:
                 assert iteration is not None
                 time.sleep(0.01)
                 copies.append(time.monotonic())
@@ -380,7 +380,7 @@ def test_a_step_waits_for_one_copy_at_most() -> None:
         waits.append(len(copies) - had)
         assert time.monotonic() - before < 1
         steps.end(iteration)
-    ended.set()
+    cancelled.set()
     copier.join()
     assert max(waits) <= 2  # the one in progress; rarely one more that began meanwhile
     assert steps.stepped == 19
@@ -394,9 +394,9 @@ def test_a_step_that_failed_does_not_block_the_next() -> None:
     with steps.still(threading.Event()) as iteration:
         assert iteration == 0
     steps.begin()
-    ended = threading.Event()
-    ended.set()
-    with steps.still(ended) as iteration:
+    cancelled = threading.Event()
+    cancelled.set()
+    with steps.still(cancelled) as iteration:
         assert iteration is None
 
 
@@ -439,9 +439,9 @@ def test_a_node_that_sends_for_ever_does_not_keep_a_line_from_closing(stub: Shad
     line.start()
     line.send(*part(0))
     assert flooded.wait(SECONDS)
-    begun = time.monotonic()
+    start = time.monotonic()
     line.close()
-    assert time.monotonic() - begun < SECONDS / 2
+    assert time.monotonic() - start < SECONDS / 2
     stopped.set()
     thread.join()
     server.close()

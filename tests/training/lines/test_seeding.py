@@ -41,8 +41,10 @@ class SeedingTraining:
 
     @property
     def source(self) -> SeedSource:
-        known = [Parameter.of(f"p{i}", p.shape, p.stride(), "float32") for i, p in enumerate(self.parameters)]
-        return SeedSource(make_layout(known, 1), self.parameters, self.optimizer, self.steps)
+        parameters = [
+            Parameter.of(f"p{i}", p.shape, p.stride(), "float32") for i, p in enumerate(self.parameters)
+        ]
+        return SeedSource(make_layout(parameters, 1), self.parameters, self.optimizer, self.steps)
 
     def note(self, iteration: int) -> None:
         averages = [self.optimizer.state.get(p, {}).get("exp_avg") for p in self.parameters]
@@ -59,9 +61,9 @@ class SeedingTraining:
         self.note(iteration)
         self.steps.end(iteration)
 
-    def check(self, header: pb.SeedHeader, found: dict[int, object]) -> None:
-        assert sorted(header.parameters) == sorted(found)
-        for number, seeds in found.items():
+    def check(self, header: pb.SeedHeader, seeds_by_parameter: dict[int, object]) -> None:
+        assert sorted(header.parameters) == sorted(seeds_by_parameter)
+        for number, seeds in seeds_by_parameter.items():
             assert isinstance(seeds, tuple)
             tensor, values = state.from_held(self.source.layout.parameters[number], *seeds)
             expected, average = self.history[header.iteration][number]
@@ -92,10 +94,10 @@ def test_seeds_are_of_the_iteration_that_they_name_while_training_goes_on(
         time.sleep(0.002)
         assert iteration < 5000
     seeder.close()
-    for head, found in node.seeds:
-        training.check(head, found)
+    for head, seeds in node.seeds:
+        training.check(head, seeds)
     assert {head.iteration for head, _ in node.seeds} > {head.iteration for head, _ in node.seeds[:1]}
-    last = {number: head.iteration for head, found in node.seeds for number in found}
+    last = {number: head.iteration for head, seeds in node.seeds for number in seeds}
     assert sorted(last) == list(range(8))
 
 
@@ -105,9 +107,9 @@ def test_seeds_before_the_first_step(node: RecordingNode, stub: ShadowStub) -> N
     seeder.want(1, [3, 4])
     wait_until(lambda: seeder.idle)
     seeder.close()
-    ((head, found),) = node.seeds
+    ((head, seeds),) = node.seeds
     assert (head.iteration, head.shard.shard, list(head.parameters)) == (-1, 1, [3, 4])
-    training.check(head, found)
+    training.check(head, seeds)
 
 
 def records(*names: str) -> list[pb.IterationRecord]:
@@ -134,7 +136,7 @@ def test_records_are_given_after_parameters(
     seeder.give(1, [])
     assert seeder.records_done.wait(SECONDS)
     seeder.close()
-    came = [[*found, *head.record.buffers] for head, found in node.seeds]
+    came = [[*seeds, *head.record.buffers] for head, seeds in node.seeds]
     assert came == [[3], [4], ["a"], [5], ["b"]]
     assert {(head.iteration, head.shard.shard) for head, _ in node.seeds} == {(-1, 1)}
     assert not seeder.given_up
@@ -195,8 +197,8 @@ def test_nodes_that_are_not_given_all_buffers_are_named(
     """One node accepts them, one is away, one is slow."""
     away, slow = RecordingNode(), RecordingNode()
     away.stop()
-    done = threading.Event()
-    slow.again = lambda head: list(range(not done.wait(SECONDS)))
+    over_deadline = threading.Event()
+    slow.again = lambda head: list(range(not over_deadline.wait(SECONDS)))
     training = SeedingTraining()
     source = training.source
     buffers, start = one_buffer(), start_with()
@@ -206,39 +208,43 @@ def test_nodes_that_are_not_given_all_buffers_are_named(
         grpc.insecure_channel(slow.address, options=OPTIONS) as to_slow,
     ):
         stubs = [stub, ShadowStub(to_away), ShadowStub(to_slow)]
-        seeders = {number: Seeder(number, one, source, header) for number, one in enumerate(stubs)}
+        seeders = {
+            number: Seeder(number, node_stub, source, header) for number, node_stub in enumerate(stubs)
+        }
         try:
             with caplog.at_level(logging.WARNING, "checkmate"):
                 give_buffers(place, buffers, start, {0: seeders[0]}, time.monotonic() + SECONDS)
                 assert not caplog.messages
                 give_buffers(place, buffers, start, seeders, time.monotonic() + 2)
         finally:
-            done.set()
+            over_deadline.set()
             for seeder in seeders.values():
                 seeder.close()
             slow.stop()
-    (said,) = caplog.messages
-    assert said.startswith(
+    (message,) = caplog.messages
+    assert message.startswith(
         "buffers and frozen parameters have not all reached shadow node 1 (can't be reached"
     )
-    assert ", shadow node 2 (not in time): step records carry 4 MiB each" in said
-    assert "shadow node 0" not in said
+    assert ", shadow node 2 (not in time): step records carry 4 MiB each" in message
+    assert "shadow node 0" not in message
     assert len(node.seeds) == 2
-    for head, found in node.seeds:
-        assert (head.iteration, head.record.iteration, found) == (4, 4, {})
+    for head, seeds in node.seeds:
+        assert (head.iteration, head.record.iteration, seeds) == (4, 4, {})
         assert torch.equal(state.loads(head.record.buffers["mean"]), torch.ones(3))
 
 
-@pytest.mark.parametrize(("restored", "given"), [((), True), (("other",), True), (("mean", "other"), False)])
+@pytest.mark.parametrize(
+    ("restored", "is_sent"), [((), True), (("other",), True), (("mean", "other"), False)]
+)
 def test_buffers_that_a_checkpoint_lacks_are_given(
-    node: RecordingNode, stub: ShadowStub, restored: tuple[str, ...], given: bool
+    node: RecordingNode, stub: ShadowStub, restored: tuple[str, ...], is_sent: bool
 ) -> None:
     training = SeedingTraining()
     seeder = Seeder(0, stub, training.source, header)
     deadline = time.monotonic() + SECONDS
     give_buffers(Membership(job(), 0, 0, 0), one_buffer(), start_with(*restored), {0: seeder}, deadline)
     seeder.close()
-    assert [list(head.record.buffers) for head, _ in node.seeds] == [["mean"]] * given
+    assert [list(head.record.buffers) for head, _ in node.seeds] == [["mean"]] * is_sent
 
 
 def test_seeds_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: ShadowStub) -> None:

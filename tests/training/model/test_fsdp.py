@@ -57,10 +57,12 @@ def test_parameters_are_in_the_order_in_which_backward_ends_reversed() -> None:
     assert names[-2:] == ["sometimes.weight", "sometimes.bias"]
     assert sorted(model.kept_beside()) == ["blocks.0.0.bias", "seen"]
     assert model.state_names()["head.weight"] == "embedding.weight"
-    described = {one.name: one for one in model.describe()}
+    described = {parameter.name: parameter for parameter in model.describe()}
     assert described["embedding.weight"].whole == (11, 6)
     assert described["embedding.weight"].offset == (0, 0)
-    assert [(one.name, one.whole) for one in model.describe_frozen()] == [("blocks.0.0.bias", (13,))]
+    assert [(parameter.name, parameter.whole) for parameter in model.describe_frozen()] == [
+        ("blocks.0.0.bias", (13,))
+    ]
 
 
 def test_whole_parameters_during_evaluation_are_not_taken_for_the_trained_ones() -> None:
@@ -68,8 +70,8 @@ def test_whole_parameters_during_evaluation_are_not_taken_for_the_trained_ones()
     before = list(module.parameters())
     with torch.no_grad():
         module(torch.tensor([1, 2]))
-    found = model_of(module)
-    assert {id(p) for p in found.parameters().values()} == {id(p) for p in before}
+    wrapped = model_of(module)
+    assert {id(p) for p in wrapped.parameters().values()} == {id(p) for p in before}
 
 
 def two_dimensions() -> nn.Module:
@@ -116,8 +118,8 @@ def with_setting(name: str, value: object) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = sharded()
         getattr(model, name)(value)
-        found: nn.Module = model
-        return found
+        configured: nn.Module = model
+        return configured
 
     return make
 
@@ -225,20 +227,20 @@ def test_a_frozen_chunk_that_changes_is_recorded_as_it_is_here() -> None:
     assert set(buffers.take()) == {"seen"}
     with torch.no_grad():
         frozen.add_(1)
-    taken = buffers.take()
-    assert set(taken) == {"seen", "blocks.0.0.bias"}
-    assert torch.equal(taken["blocks.0.0.bias"](), frozen.to_local())
-    assert type(taken["blocks.0.0.bias"]()) is torch.Tensor
+    changes = buffers.take()
+    assert set(changes) == {"seen", "blocks.0.0.bias"}
+    assert torch.equal(changes["blocks.0.0.bias"](), frozen.to_local())
+    assert type(changes["blocks.0.0.bias"]()) is torch.Tensor
 
 
 def test_installed_state_is_sharded_like_its_parameters() -> None:
     """As the optimizer itself would create it; its steps would fail otherwise."""
-    one, other = sharded(), sharded()
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (one, other)]
-    for parameter in one.parameters():
+    origin, target = sharded(), sharded()
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (origin, target)]
+    for parameter in origin.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizers[0].step()
-    names = model_of(one).trained()
+    names = model_of(origin).trained()
     states = {
         number: (
             local_of(parameter).clone(),
@@ -246,17 +248,17 @@ def test_installed_state_is_sharded_like_its_parameters() -> None:
         )
         for number, parameter in enumerate(names.values())
     }
-    theirs = list(model_of(other).trained().values())
-    install_parameters(theirs, states)
-    numbers = {parameter: number for number, parameter in enumerate(theirs)}
+    installed = list(model_of(target).trained().values())
+    install_parameters(installed, states)
+    numbers = {parameter: number for number, parameter in enumerate(installed)}
     install_optimizer(optimizers[1], numbers, states, [], pb.IterationRecord())
-    for module, optimizer in zip((one, other), optimizers, strict=True):
+    for module, optimizer in zip((origin, target), optimizers, strict=True):
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
         optimizer.step()
-    for mine, their in zip(names.values(), theirs, strict=True):
-        assert torch.equal(local_of(mine), local_of(their))
-        for name, value in optimizers[0].state[mine].items():
+    for source, their in zip(names.values(), installed, strict=True):
+        assert torch.equal(local_of(source), local_of(their))
+        for name, value in optimizers[0].state[source].items():
             assert torch.equal(local_of(value), local_of(optimizers[1].state[their][name]))
             assert type(value) is type(optimizers[1].state[their][name])
 
@@ -264,11 +266,11 @@ def test_installed_state_is_sharded_like_its_parameters() -> None:
 def test_installed_state_stays_on_the_cpu_with_an_offloaded_parameter() -> None:
     """Its mesh is of GPUs, to which `from_local` would move it. A mesh of `meta` devices stands for them."""
     mesh = DeviceMesh("meta", [0])
-    own, kept = torch.zeros(4, 3), torch.arange(12.0, dtype=torch.float64).view(4, 3)
-    described = TensorMeta(own.shape, own.stride(), own.dtype)
-    made: Any = DTensor
-    parameter = made(own, DTensorSpec(mesh, (Shard(0),), described), requires_grad=False)
-    installed = sharded_like(parameter, kept)
+    local, stored = torch.zeros(4, 3), torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    described = TensorMeta(local.shape, local.stride(), local.dtype)
+    construct: Any = DTensor
+    parameter = construct(local, DTensorSpec(mesh, (Shard(0),), described), requires_grad=False)
+    installed = sharded_like(parameter, stored)
     assert isinstance(installed, DTensor)
     assert (installed.device_mesh, installed.placements) == (mesh, (Shard(0),))
-    assert torch.equal(local_of(installed), kept)
+    assert torch.equal(local_of(installed), stored)

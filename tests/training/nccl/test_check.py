@@ -49,9 +49,11 @@ def test_the_check_prints_what_each_rank_has_compared(
         ("rank 1 (192.168.0.1)", "2.30.5", ""),
     ]
     layout = nccl_check.sample_layout(2, NcclSlicing(), SIZES)
-    compared = [seen.nbytes for verdict in verdicts for seen in verdict.channels]
+    compared = [channel.nbytes for verdict in verdicts for channel in verdict.channels]
     assert sum(compared) == sum(bucket.nbytes for bucket in layout.schedule)  # each of 2 ranks sends half
-    assert all(seen.mismatches == 0 and seen.sends for verdict in verdicts for seen in verdict.channels)
+    assert all(
+        channel.mismatches == 0 and channel.sends for verdict in verdicts for channel in verdict.channels
+    )
     show(verdicts)
     printed = capsys.readouterr().out
     assert printed.count("gradients can be tagged") == 2
@@ -62,5 +64,5 @@ def test_the_check_prints_what_each_rank_has_compared(
 def test_the_check_names_what_is_wrong(ranks: RankProcesses) -> None:
     (verdicts, _) = ranks.run(2, examined, OTHER_CELLS, "nccl")
     assert all("NCCL sends" in verdict.trouble for verdict in verdicts)
-    told = ranks.run(2, examined, DoubleNccl("2.30"), "ring")
-    assert told == ["the job demo has collective: ring: set it to nccl"] * 2
+    errors = ranks.run(2, examined, DoubleNccl("2.30"), "ring")
+    assert errors == ["the job demo has collective: ring: set it to nccl"] * 2

@@ -37,14 +37,14 @@ def reduce(traffic: Traffic, release: str) -> None:
 
 def read(traffic: Traffic) -> Digests:
     """Stop the shadow nodes, and return what they have read."""
-    found: Digests = {}
+    digests: Digests = {}
     for shadow in traffic.shadows:
         traffic.crew.stop(shadow)
         for stream in traffic.result(shadow)["streams"]:
             assert stream["error"] is None
             key = stream["side"], stream["channel"], stream["shadow_id"]
-            found[key] = stream["bytes"], stream["sha256"]
-    return found
+            digests[key] = stream["bytes"], stream["sha256"]
+    return digests
 
 
 def check(topology: dict[str, Any], name: str, release: str) -> None:

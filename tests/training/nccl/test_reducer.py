@@ -74,11 +74,11 @@ def test_averages_are_exact_and_every_byte_is_tagged_once(
 
 def reduce_after_another(rank: int, count: int, double: DoubleNccl) -> dict[str, Any]:
     """Have the plugin refuse a communicator before there is a job, as DDP's, and reduce then."""
-    other = Caller(shared_object(), RELEASES[double.release])
-    assert other.init(1, count, count, rank) != 0
-    found = reduce(rank, count, 1, double)
-    assert other.init(2, count, count, rank) != 0
-    return found
+    caller = Caller(shared_object(), RELEASES[double.release])
+    assert caller.init(1, count, count, rank) != 0
+    reduced = reduce(rank, count, 1, double)
+    assert caller.init(2, count, count, rank) != 0
+    return reduced
 
 
 @TAGGING
@@ -133,18 +133,18 @@ def test_what_cannot_be_tagged_is_reduced_nevertheless(
     words: str,
     required: bool,
 ) -> None:
-    found = ranks.run(2, untagged, doubles, environ, required)
-    assert found[0] == found[1]
-    assert words in found[0][0]
-    assert found[0][0].startswith("SessionError: gradients can't be tagged: rank ") == required
+    troubles = ranks.run(2, untagged, doubles, environ, required)
+    assert troubles[0] == troubles[1]
+    assert words in troubles[0][0]
+    assert troubles[0][0].startswith("SessionError: gradients can't be tagged: rank ") == required
 
 
-def with_another_plugin(rank: int, count: int, other: Path) -> list[str]:
+def with_another_plugin(rank: int, count: int, library: Path) -> list[str]:
     """Return the troubles if rank 1's plugin was compiled from other sources."""
     with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
         maker = prepare(rank, count, 2, DoubleNccl(), undo)
         if rank == 1:
-            patch.setattr(nccl_setup, "shared_object", lambda: other)
+            patch.setattr(nccl_setup, "shared_object", lambda: library)
         maker.make()
         return maker.troubles
 
@@ -178,11 +178,11 @@ def lose(rank: int, count: int) -> str:
 
 @TAGGING
 def test_a_rank_that_ends_is_an_error_on_the_other(ranks: RankProcesses) -> None:
-    told, _ = ranks.run(2, lose)
-    assert told.startswith("rank 0 (192.168.0.0): ")
+    error, _ = ranks.run(2, lose)
+    assert error.startswith("rank 0 (192.168.0.0): ")
 
 
-def refused(rank: int, count: int) -> str:
+def reduce_on_a_cpu(rank: int, count: int) -> str:
     """Return why a job with `collective: nccl` has no slicing on this machine's CPU."""
     ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
     with pytest.raises(SessionError) as excinfo:
@@ -192,9 +192,9 @@ def refused(rank: int, count: int) -> str:
 
 
 def test_models_on_a_cpu_are_refused(ranks: RankProcesses) -> None:
-    told = ranks.run(2, refused)
+    errors = ranks.run(2, reduce_on_a_cpu)
     for rank in range(2):
-        assert told[rank] == (
+        assert errors[rank] == (
             f"rank {rank} (192.168.0.{rank}): the model is on cpu, and collective: nccl needs it on a GPU: "
             "move it there before DDP, or set collective: ring in the job file"
         )
@@ -239,10 +239,10 @@ def double_gradients(rank: int, count: int) -> None:
         for model in (alone, ddp):
             model.zero_grad()
             model(batch).square().sum().backward()
-        for ours, theirs in zip(alone.parameters(), ddp.parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(ours.grad * 2, theirs.grad)
+        for single, replicated in zip(alone.parameters(), ddp.parameters(), strict=True):
+            assert single.grad is not None
+            assert replicated.grad is not None
+            assert torch.equal(single.grad * 2, replicated.grad)
     hook.close()
 
 

@@ -49,31 +49,31 @@ def test_averages_are_exact_and_every_byte_is_tagged_once(
 
 
 def after_another(
-    rank: int, count: int, folder: str, backend: str, bound: bool, named: bool
+    rank: int, count: int, folder: str, backend: str, is_bound: bool, is_named: bool
 ) -> dict[str, Any]:
-    """Reduce as above, in a script that has a communicator already, `bound` to its GPU or not.
+    """Reduce as above, in a script that has a communicator already, bound to its GPU if `is_bound`.
 
-    NCCL is told of the plugin before that if it is `named`.
+    NCCL is told of the plugin before that if `is_named`.
     """
-    if named:
+    if is_named:
         os.environ |= variables(shared_object())
-    join_nccl(rank, count, f"{folder}/store", backend, torch.device("cuda", 0) if bound else None)
-    ours = torch.full((1000,), float(rank), device="cuda")
-    dist.all_reduce(ours)
-    assert (ours == sum(range(count))).all()
-    found = reduce(rank, count, 2, TorchNccl())
-    dist.all_reduce(ours)
-    assert (ours == count * sum(range(count))).all()
-    return found
+    join_nccl(rank, count, f"{folder}/store", backend, torch.device("cuda", 0) if is_bound else None)
+    values = torch.full((1000,), float(rank), device="cuda")
+    dist.all_reduce(values)
+    assert (values == sum(range(count))).all()
+    reduced = reduce(rank, count, 2, TorchNccl())
+    dist.all_reduce(values)
+    assert (values == count * sum(range(count))).all()
+    return reduced
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("is_bound", [False, True])
 def test_a_script_may_have_a_communicator_of_its_own(
-    ranks: RankProcesses, tmp_path: Path, backend: str, bound: bool
+    ranks: RankProcesses, tmp_path: Path, backend: str, is_bound: bool
 ) -> None:
-    found = ranks.run(2, after_another, str(tmp_path), backend, bound, True)
-    check_reduced(found, TorchNccl())
+    reduced = ranks.run(2, after_another, str(tmp_path), backend, is_bound, True)
+    check_reduced(reduced, TorchNccl())
 
 
 def test_a_communicator_made_without_the_plugin_is_named_as_the_trouble(
@@ -93,12 +93,12 @@ def examined(rank: int, count: int) -> list[RankVerdict]:
 def test_the_check_compares_every_byte(ranks: RankProcesses) -> None:
     both = ranks.run(2, examined)
     assert both[0] == both[1]
-    assert [one.trouble for one in both[0]] == ["", ""]
+    assert [verdict.trouble for verdict in both[0]] == ["", ""]
     slicing = prepare(0, 2, 2, TorchNccl(), ExitStack()).layout.slicing
     layout = nccl_check.sample_layout(2, slicing, nccl_check.SIZES)
-    compared = sum(seen.nbytes for one in both[0] for seen in one.channels)
+    compared = sum(channel.nbytes for verdict in both[0] for channel in verdict.channels)
     assert compared == sum(bucket.nbytes for bucket in layout.schedule)
-    assert all(seen.mismatches == 0 for one in both[0] for seen in one.channels)
+    assert all(channel.mismatches == 0 for verdict in both[0] for channel in verdict.channels)
 
 
 def backward_of(rank: int, count: int) -> list[float]:
@@ -129,10 +129,12 @@ def backward_of(rank: int, count: int) -> list[float]:
             torch.cuda.set_sync_debug_mode("default")
             assert not iteration or not torch.cuda.current_stream().query()
             torch.cuda.synchronize()
-        gradients = torch.cat([one.grad.flatten().cpu() for one in ddp.parameters() if one.grad is not None])
+        gradients = torch.cat(
+            [parameter.grad.flatten().cpu() for parameter in ddp.parameters() if parameter.grad is not None]
+        )
         everyone = [torch.empty_like(gradients) for _ in range(count)]
         dist.all_gather(everyone, gradients)
-        assert all(torch.equal(gradients, one) for one in everyone)
+        assert all(torch.equal(gradients, gathered) for gathered in everyone)
         return took
 
 

@@ -59,17 +59,17 @@ def layout_of() -> Layout:
     return make_layout([Parameter(f"p{i}", (size,), "float32") for i, size in enumerate((3, 7))], 1, 4)
 
 
-class Opened:
+class OpenReducer:
     """A reducer in use."""
 
     def __init__(self, *, required: bool = False) -> None:
         self.tags, self.communicator = ToldTags(), CountingCommunicator()
-        self.done: list[int] = []
+        self.reduced: list[int] = []
         self.errors: list[RingError] = []
         self.reducer = NcclReducer(
             layout_of(), self.communicator, self.tags, STREAMS, "rank 3 (gpu3)", required=required
         )
-        self.reducer.open(self.done.append, self.errors.append)
+        self.reducer.open(self.reduced.append, self.errors.append)
 
     def iterate(self) -> None:
         for index in range(2):
@@ -77,62 +77,62 @@ class Opened:
 
 
 def test_each_bucket_is_launched_once_and_ends_follow_from_launches() -> None:
-    opened = Opened()
-    assert opened.reducer.ends() == {(0, 0): 0, (1, 0): 0}
-    opened.iterate()
-    opened.iterate()
-    assert opened.communicator.calls == ["7 True", "3 True"] * 2
-    assert opened.done == [0, 1] * 2
-    assert opened.reducer.ends() == {(0, 0): 48, (1, 0): 32}
-    opened.tags.acknowledged = 47
-    assert not opened.reducer.is_acknowledged(opened.reducer.ends())
-    opened.tags.acknowledged = 48
-    assert opened.reducer.is_acknowledged(opened.reducer.ends())
+    session = OpenReducer()
+    assert session.reducer.ends() == {(0, 0): 0, (1, 0): 0}
+    session.iterate()
+    session.iterate()
+    assert session.communicator.calls == ["7 True", "3 True"] * 2
+    assert session.reduced == [0, 1] * 2
+    assert session.reducer.ends() == {(0, 0): 48, (1, 0): 32}
+    session.tags.acknowledged = 47
+    assert not session.reducer.is_acknowledged(session.reducer.ends())
+    session.tags.acknowledged = 48
+    assert session.reducer.is_acknowledged(session.reducer.ends())
 
 
 def test_training_continues_when_tagging_ends(caplog: pytest.LogCaptureFixture) -> None:
-    opened = Opened()
-    opened.iterate()
-    opened.tags.trouble = "step 3: NCCL sends 8 bytes, and not 16"
+    session = OpenReducer()
+    session.iterate()
+    session.tags.trouble = "step 3: NCCL sends 8 bytes, and not 16"
     with caplog.at_level(logging.WARNING, "checkmate"):
-        assert opened.reducer.is_acknowledged(opened.reducer.ends())
-        opened.iterate()
-        assert opened.reducer.is_acknowledged(opened.reducer.ends())
-    (told,) = caplog.messages
-    assert told.startswith("rank 3 (gpu3): gradients are not tagged any more: step 3: NCCL sends 8 bytes")
-    assert not opened.errors
+        assert session.reducer.is_acknowledged(session.reducer.ends())
+        session.iterate()
+        assert session.reducer.is_acknowledged(session.reducer.ends())
+    (message,) = caplog.messages
+    assert message.startswith("rank 3 (gpu3): gradients are not tagged any more: step 3: NCCL sends 8 bytes")
+    assert not session.errors
 
 
 def test_the_end_of_tagging_is_an_error_if_tags_are_required() -> None:
-    opened = Opened(required=True)
-    opened.iterate()
-    opened.tags.trouble = "step 3"
+    session = OpenReducer(required=True)
+    session.iterate()
+    session.tags.trouble = "step 3"
     with pytest.raises(RingError, match=r"rank 3 \(gpu3\): gradients are not tagged any more: step 3"):
-        opened.reducer.submit(0)
+        session.reducer.submit(0)
 
 
 def test_no_record_follows_a_broken_connection() -> None:
-    opened = Opened()
-    opened.iterate()
-    opened.tags.trouble = opened.tags.broken = "the connection to 10.0.0.2 broke"
-    opened.tags.acknowledged = 1000
+    session = OpenReducer()
+    session.iterate()
+    session.tags.trouble = session.tags.broken = "the connection to 10.0.0.2 broke"
+    session.tags.acknowledged = 1000
     for _ in range(2):
-        assert not opened.reducer.is_acknowledged(opened.reducer.ends())
-    assert opened.communicator.calls[2:] == ["abort"]
-    assert [str(error) for error in opened.errors] == ["rank 3 (gpu3): the connection to 10.0.0.2 broke"]
+        assert not session.reducer.is_acknowledged(session.reducer.ends())
+    assert session.communicator.calls[2:] == ["abort"]
+    assert [str(error) for error in session.errors] == ["rank 3 (gpu3): the connection to 10.0.0.2 broke"]
     with pytest.raises(RingError, match="the connection to 10"):
-        opened.reducer.submit(0)
+        session.reducer.submit(0)
 
 
 def test_an_error_of_nccl_is_one_for_good() -> None:
-    opened = Opened()
-    opened.communicator.fails = True
+    session = OpenReducer()
+    session.communicator.fails = True
     with pytest.raises(RingError, match=r"rank 3 \(gpu3\): NCCL: NCCL error 6"):
-        opened.reducer.submit(0)
-    opened.communicator.fails = False
+        session.reducer.submit(0)
+    session.communicator.fails = False
     with pytest.raises(RingError, match="NCCL has failed before"):
-        opened.reducer.submit(0)
-    assert opened.reducer.failed
+        session.reducer.submit(0)
+    assert session.reducer.failed
 
 
 def test_without_a_plugin_nothing_is_awaited() -> None:

@@ -48,13 +48,13 @@ def test_a_connection_that_broke_is_an_error_without_tags_too() -> None:
 
 def test_the_check_reads_what_was_compared_for_a_group_that_shares_its_addresses() -> None:
     """Its shadow ids begin with `first_id`, under which the plugin counts."""
-    made = {(0, 1): (7, 700, 1)}
+    comparisons = {(0, 1): (7, 700, 1)}
 
     def calibrated(channel: int, shadow_id: int) -> Any:
-        sends, nbytes, mismatches = made.get((channel, shadow_id), (0, 0, 0))
+        sends, nbytes, mismatches = comparisons.get((channel, shadow_id), (0, 0, 0))
         return SimpleNamespace(sends=sends, nbytes=nbytes, mismatches=mismatches)
 
     place = SimpleNamespace(first_id=1, job=SimpleNamespace(channels=1))
     maker: Any = SimpleNamespace(place=place, library=SimpleNamespace(calibrated=calibrated))
-    (seen,) = _compared_channels(maker, LAYOUT)
-    assert (seen.sends, seen.nbytes, seen.mismatches) == (7, 700, 1)
+    (compared,) = _compared_channels(maker, LAYOUT)
+    assert (compared.sends, compared.nbytes, compared.mismatches) == (7, 700, 1)

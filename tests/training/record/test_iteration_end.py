@@ -39,8 +39,10 @@ class EndScript:
     """A loop whose `work` changes everything that is captured, and notes the result."""
 
     def __init__(self, **watched: Any) -> None:
-        self.seen = {"at": 0}
-        self.loop = RecordedLoop(adamw, scheduler=lambda o: StepLR(o, 2), extra=lambda: self.seen, **watched)
+        self.position = {"at": 0}
+        self.loop = RecordedLoop(
+            adamw, scheduler=lambda o: StepLR(o, 2), extra=lambda: self.position, **watched
+        )
         self.loop.model.register_buffer("average", torch.zeros(3))
         self.loop.model.register_parameter("teacher", nn.Parameter(torch.zeros(3), requires_grad=False))
         self.expected: dict[int, dict[str, Any]] = {}
@@ -48,7 +50,7 @@ class EndScript:
     def work(self) -> None:
         """Do the work of an iteration; `note` its result."""
         torch.rand(3)
-        self.seen["at"] += 1
+        self.position["at"] += 1
         with torch.no_grad():
             self.loop.model.get_buffer("average").add_(1)
             self.loop.model.get_parameter("teacher").data.add_(1)
@@ -59,7 +61,7 @@ class EndScript:
         buffers = {name: tensor.clone() for name, tensor in loop.model.named_buffers()}
         self.expected[loop.iteration] = {
             "torch": torch.get_rng_state(),
-            "extra": dict(self.seen),
+            "extra": dict(self.position),
             "scheduler": copy.deepcopy(loop.scheduler.state_dict()),
             "scaler": None if loop.scaler is None else loop.scaler.state_dict(),
             "buffers": buffers,
@@ -68,7 +70,7 @@ class EndScript:
     def draw(self) -> None:
         """Draw the next batch."""
         torch.rand(5)
-        self.seen["at"] += 100
+        self.position["at"] += 100
 
     def check(self, parts: list[pb.RecordPart]) -> None:
         """Check that the parts have the state noted."""
@@ -207,17 +209,17 @@ def test_an_iteration_without_a_step_whose_mark_is_missed_ends_at_the_next_forwa
     expected = []
     for iteration in range(6):
         loop.backward()
-        before = script.seen["at"]
+        before = script.position["at"]
         if iteration not in (2, 4):
             loop.optimizer.step()
         loop.optimizer.zero_grad()
         script.work()
-        expected.append({"at": before if iteration == 4 else script.seen["at"]})
+        expected.append({"at": before if iteration == 4 else script.position["at"]})
         if iteration not in (2, 4):
             loop.recorder.mark()
     assert [state.loads(part.extra) for part in loop.close()] == expected
-    (said,) = caplog.messages
-    assert said.startswith("iteration 2 ended without protection.mark()")
+    (message,) = caplog.messages
+    assert message.startswith("iteration 2 ended without protection.mark()")
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -231,16 +233,16 @@ def test_a_mark_that_fails_is_none(last: bool) -> None:
         if not iteration:
             loop.recorder.mark()
     generator: Any = (number for number in range(1))
-    script.seen["at"] = generator
+    script.position["at"] = generator
     with pytest.raises(TypeError, match="generator"):
         loop.recorder.mark()
-    script.seen = {"at": 7}
+    script.position = {"at": 7}
     loop.recorder.close(last=last)
     assert [noted.end.extra for noted in loop.emitted][1:] == [{"at": 7}] * last
 
 
 CHANGES: dict[str, Callable[[EndScript], object]] = {
-    "extra()": lambda script: script.seen.update(at=7),
+    "extra()": lambda script: script.position.update(at=7),
     "the scheduler": lambda script: setattr(script.loop.scheduler, "last_epoch", 9),
     "the scaler": lambda script: script.loop.scaler._scale.mul_(2),
     "average": lambda script: script.loop.model.get_buffer("average").data.add_(1),
@@ -248,10 +250,10 @@ CHANGES: dict[str, Callable[[EndScript], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", list(CHANGES))
+@pytest.mark.parametrize("part", list(CHANGES))
 @pytest.mark.parametrize("at", [0, MAX_CHECKS - 1])
 def test_what_changes_after_the_capture_is_said_once(
-    what: str, at: int, caplog: pytest.LogCaptureFixture
+    part: str, at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = EndScript(scaler=lambda _: torch.amp.GradScaler("cpu"))
     loop = script.loop
@@ -263,11 +265,11 @@ def test_what_changes_after_the_capture_is_said_once(
         loop.optimizer.zero_grad()
         torch.rand(3)
         if iteration >= at:
-            CHANGES[what](script)
+            CHANGES[part](script)
     loop.close()
-    (said,) = caplog.messages
-    assert said.startswith(f"iteration {at}: {what} changed between the optimizer's or scheduler's step")
-    assert "protection.steps(loader)" in said
+    (message,) = caplog.messages
+    assert message.startswith(f"iteration {at}: {part} changed between the optimizer's or scheduler's step")
+    assert "protection.steps(loader)" in message
 
 
 def test_later_iterations_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
@@ -277,7 +279,7 @@ def test_later_iterations_are_not_looked_at(caplog: pytest.LogCaptureFixture) ->
         script.loop.optimizer.step()
         script.loop.optimizer.zero_grad()
         if iteration >= MAX_CHECKS:
-            script.seen["at"] += 1
+            script.position["at"] += 1
     script.loop.close()
     assert not caplog.records
 
@@ -332,16 +334,16 @@ def test_a_loop_marks_after_each_batch_and_before_the_next_is_drawn() -> None:
             script.draw()
             yield number
 
-    seen = []
+    turns = []
     for epoch in range(2):
         for index, number in enumerate(batches.steps(drawing())):
             iterate(loop)
             script.work()
             script.note()
-            seen.append((epoch, index, number))
+            turns.append((epoch, index, number))
     parts = loop.close()
     script.check(parts)
-    assert seen == [(epoch, i, i) for epoch in range(2) for i in range(3)]
+    assert turns == [(epoch, i, i) for epoch in range(2) for i in range(3)]
     assert all(state.load_generators(part.rng)["in_loop"] for part in parts)
 
 
@@ -406,21 +408,21 @@ def test_entering_the_loop_again_leaves_the_generators_as_they_were() -> None:
     torch.manual_seed(3)
     there = state.load_generators(state.dump_generators(capture_generators() | {"in_loop": True}))
     torch.rand(4)
-    begun = False
-    batches = Batches(loop.recorder, there, lambda: begun)
-    for left in (0, 2):
+    has_begun = False
+    batches = Batches(loop.recorder, there, lambda: has_begun)
+    for remaining in (0, 2):
         torch.manual_seed(8)
-        drawn: list[torch.Tensor] = []
-        for _ in batches.steps(Loader(left)):
-            drawn.append(torch.rand(1))
-        if not left:
+        numbers: list[torch.Tensor] = []
+        for _ in batches.steps(Loader(remaining)):
+            numbers.append(torch.rand(1))
+        if not remaining:
             assert torch.equal(torch.get_rng_state(), there["torch"])
             continue
         torch.manual_seed(8)
         torch.rand(1)
-        assert drawn == [torch.rand(1), torch.rand(1)]
-    begun = True
-    batches = Batches(loop.recorder, there, lambda: begun)
+        assert numbers == [torch.rand(1), torch.rand(1)]
+    has_begun = True
+    batches = Batches(loop.recorder, there, lambda: has_begun)
     torch.manual_seed(8)
     list(batches.steps(Loader(1)))
     assert not torch.equal(torch.get_rng_state(), there["torch"])
@@ -433,9 +435,9 @@ def test_generators_are_those_of_this_ranks_part() -> None:
         torch.manual_seed(position)
         in_loop = state.dump_generators(capture_generators() | {"in_loop": True})
         record.parts.add(position=position, rng=in_loop)
-    found = generators_of(here, Start(plan_new_run(1, ""), record=record))
-    assert found["in_loop"]
-    assert torch.equal(found["torch"], torch.get_rng_state())
+    generators = generators_of(here, Start(plan_new_run(1, ""), record=record))
+    assert generators["in_loop"]
+    assert torch.equal(generators["torch"], torch.get_rng_state())
     record.parts[1].rng = state.dump_generators(capture_generators())
     assert "in_loop" not in generators_of(here, Start(plan_new_run(1, ""), record=record))
     assert generators_of(here, Start(plan_new_run(1, ""))) == {}
@@ -464,10 +466,10 @@ def test_a_batch_that_was_fetched_ahead_and_is_drawn_again_is_named(
     before = FetchingLoop(adamw)
     before.turn(MAX_CHECKS + 2)
     *_, last = before.close()
-    kept = state.load_generators(last.rng)
-    assert kept["still"]
-    resumed = FetchingLoop(adamw, resumed=kept)
-    torch.set_rng_state(kept["torch"])  # as `restore` leaves it
+    generators = state.load_generators(last.rng)
+    assert generators["still"]
+    resumed = FetchingLoop(adamw, resumed=generators)
+    torch.set_rng_state(generators["torch"])  # as `restore` leaves it
     if again:
         resumed.batch = torch.randn(4, 8)
     resumed.turn(2)
@@ -476,7 +478,7 @@ def test_a_batch_that_was_fetched_ahead_and_is_drawn_again_is_named(
 
 
 @pytest.mark.parametrize(
-    "drawn",
+    "order",
     [
         "before",
         "before, restored",
@@ -487,30 +489,30 @@ def test_a_batch_that_was_fetched_ahead_and_is_drawn_again_is_named(
     ],
 )
 def test_a_first_batch_that_was_drawn_before_is_named_unless_it_is_restored(
-    drawn: str, caplog: pytest.LogCaptureFixture
+    order: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(3, 2)
     batch: dict[str, Any] = {"rows": torch.randn(4, 3), "length": 4}
-    if "no number" in drawn:
+    if "no number" in order:
         batch["rows"][0, 0] = float("nan")
     globals()["named_batch"] = batch  # as a script's own module has it
     iterations = 0
-    extra = {"ahead": (batch["rows"].clone() if "restored" in drawn else torch.randn(4, 3), 1)}
+    extra = {"ahead": (batch["rows"].clone() if "restored" in order else torch.randn(4, 3), 1)}
     first = FirstBatch(model, RestoredTensors(extra), lambda: iterations)
     with torch.no_grad():
         model(torch.randn(1, 3))  # an evaluation
-    if "warmed up" in drawn:
+    if "warmed up" in order:
         model(input=batch["rows"])
     for _ in range(3):
-        if "in each turn" in drawn:
+        if "in each turn" in order:
             batch = {"rows": torch.randn(4, 3), "length": 4}
         model(input=batch["rows"]).sum().backward()
         iterations += 1
         model.zero_grad()
-        if "before" in drawn:
+        if "before" in order:
             batch = {"rows": torch.randn(4, 3), "length": 4}
     first.remove()
-    assert ("the first batch was drawn before checkmate.protect" in caplog.text) == (drawn == "before")
+    assert ("the first batch was drawn before checkmate.protect" in caplog.text) == (order == "before")
 
 
 def test_what_a_script_names_otherwise_does_not_disturb() -> None:
@@ -528,14 +530,14 @@ def test_what_a_script_names_otherwise_does_not_disturb() -> None:
 
     itself: list[Any] = []
     itself.append(itself)
-    named = [Closed(), itself, {"a": Closed()}, torch.eye(2).to_sparse()]
+    objects = [Closed(), itself, {"a": Closed()}, torch.eye(2).to_sparse()]
     model = nn.Linear(3, 2)
     batch = torch.ones(4, 3)
     first = FirstBatch(model, RestoredTensors([batch.double(), batch.to_sparse(), Closed()]), lambda: 0)
     model(batch).sum().backward()
     model(batch + 1)
     first.remove()
-    assert len(named) == 4
+    assert len(objects) == 4
 
 
 def test_generators_that_move_between_iterations_name_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -544,9 +546,9 @@ def test_generators_that_move_between_iterations_name_nothing(caplog: pytest.Log
     torch.rand(1)
     loop.turn(MAX_CHECKS + 2)
     *_, last = loop.close()
-    kept = state.load_generators(last.rng)
-    assert "still" not in kept
-    FetchingLoop(adamw, resumed=kept).turn(2)
+    generators = state.load_generators(last.rng)
+    assert "still" not in generators
+    FetchingLoop(adamw, resumed=generators).turn(2)
     assert "random generators" not in caplog.text
 
 
@@ -581,27 +583,29 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("kind", list(SCHEDULERS))
 def test_a_scheduler_that_is_followed_is_as_it_was(kind: str) -> None:
     """Its state, its class except for identity, its copies and its behaviour."""
-    made, alike = (SCHEDULERS[kind](torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)) for _ in range(2))
-    before = type(made)
-    told: list[int] = []
-    watch = SchedulerWatch(made, lambda: told.append(len(told)))
-    assert isinstance(made, before)
-    assert (type(made).__name__, type(made).__module__) == (before.__name__, before.__module__)
+    scheduler, alike = (
+        SCHEDULERS[kind](torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)) for _ in range(2)
+    )
+    before = type(scheduler)
+    steps: list[int] = []
+    watch = SchedulerWatch(scheduler, lambda: steps.append(len(steps)))
+    assert isinstance(scheduler, before)
+    assert (type(scheduler).__name__, type(scheduler).__module__) == (before.__name__, before.__module__)
     arguments = [1.0] if kind == "ReduceLROnPlateau" else []
     for count in range(5):
-        for one in (made, alike):
-            one.optimizer.step()
-            one.step(*arguments)
-        assert len(told) == count + 1
-        assert made.state_dict() == alike.state_dict()
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert type(other) is before
-        other.step(*arguments)
-    assert len(told) == 5
+        for follower in (scheduler, alike):
+            follower.optimizer.step()
+            follower.step(*arguments)
+        assert len(steps) == count + 1
+        assert scheduler.state_dict() == alike.state_dict()
+    for duplicate in (copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))):
+        assert type(duplicate) is before
+        duplicate.step(*arguments)
+    assert len(steps) == 5
     watch.remove()
-    assert type(made) is before
-    made.step(*arguments)
-    assert len(told) == 5
+    assert type(scheduler) is before
+    scheduler.step(*arguments)
+    assert len(steps) == 5
 
 
 def test_the_log_says_it_is_checkmate(caplog: pytest.LogCaptureFixture) -> None:

@@ -60,19 +60,19 @@ def test_several_groups_a_schedule_clipping_and_missing_gradients(options: dict[
 
 def test_the_next_iteration_begins_with_what_schedulers_have_left() -> None:
     loop = RecordedLoop(adamw, scheduler=lambda o: OneCycleLR(o, max_lr=[0.1, 0.05], total_steps=20))
-    used, left = [], []
+    starts, ends = [], []
     for _ in range(4):
         loop.backward()
-        used.append([dict(group) for group in loop.optimizer.param_groups])
+        starts.append([dict(group) for group in loop.optimizer.param_groups])
         loop.optimizer.step()
         loop.scheduler.step()
-        left.append(([dict(g) for g in loop.optimizer.param_groups], loop.scheduler.state_dict()))
-    for part, before, (after, scheduler) in zip(loop.close(), used, left, strict=True):
+        ends.append(([dict(g) for g in loop.optimizer.param_groups], loop.scheduler.state_dict()))
+    for part, before, (after, scheduler) in zip(loop.close(), starts, ends, strict=True):
         for group, texts in ((before, part.step.options), (after, part.step.next_options)):
             for options, text in zip(group, texts, strict=True):
-                found: dict[str, Any] = {}
-                apply_options(found, text)
-                assert found == {key: value for key, value in options.items() if key != "params"}
+                restored: dict[str, Any] = {}
+                apply_options(restored, text)
+                assert restored == {key: value for key, value in options.items() if key != "params"}
         assert state.loads(part.step.scheduler) == scheduler
 
 
@@ -192,10 +192,10 @@ def test_an_iteration_after_an_error_is_not_resumed_from() -> None:
 
 def test_a_scaler_of_two_optimizers_says_what_ours_did() -> None:
     loop = RecordedLoop(adamw, scaler=lambda _: torch.amp.GradScaler("cpu"))
-    other = nn.Parameter(torch.ones(3))
-    second = torch.optim.SGD([other], lr=0.1)
+    parameter = nn.Parameter(torch.ones(3))
+    second = torch.optim.SGD([parameter], lr=0.1)
     loop.backward()
-    other.grad = torch.full((3,), math.inf)
+    parameter.grad = torch.full((3,), math.inf)
     loop.scaler.step(loop.optimizer)
     loop.scaler.step(second)
     loop.scaler.update()
@@ -205,18 +205,18 @@ def test_a_scaler_of_two_optimizers_says_what_ours_did() -> None:
 
 def test_buffers_are_sent_as_they_change() -> None:
     loop = RecordedLoop(adamw)
-    seen = {}
+    buffers = {}
     for iteration in range(3):
         loop.backward()
         loop.optimizer.step()
         if iteration == 1:
             loop.model.norm.eval()  # its statistics do not change
-        seen[iteration] = {name: tensor.clone() for name, tensor in loop.model.named_buffers()}
+        buffers[iteration] = {name: tensor.clone() for name, tensor in loop.model.named_buffers()}
     parts = loop.close()
     for part in parts[:2]:
-        found = state.loads(part.buffers)
-        assert found.keys() == seen[0].keys()
-        assert all(torch.equal(found[name], seen[part.iteration][name]) for name in found)
+        changes = state.loads(part.buffers)
+        assert changes.keys() == buffers[0].keys()
+        assert all(torch.equal(changes[name], buffers[part.iteration][name]) for name in changes)
     assert parts[2].buffers == b""
 
 
@@ -271,11 +271,11 @@ def test_gradients_changed_behind_our_back_are_refused(change: Callable[[Recorde
 @pytest.mark.parametrize(
     "clip",
     [
-        lambda given: torch.nn.utils.clip_grad_norm_(given, 1e-3),
-        lambda given: torch.nn.utils.clip_grad.clip_grad_norm_(given, 1e-3),
-        lambda given: imported(given, 1e-3),
-        lambda given: torch.nn.utils.clip_grads_with_norm_(given, 1e-3, torch.tensor(2.0)),
-        lambda given: also_imported(given, 1e-3, torch.tensor(2.0)),
+        lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1e-3),
+        lambda parameters: torch.nn.utils.clip_grad.clip_grad_norm_(parameters, 1e-3),
+        lambda parameters: imported(parameters, 1e-3),
+        lambda parameters: torch.nn.utils.clip_grads_with_norm_(parameters, 1e-3, torch.tensor(2.0)),
+        lambda parameters: also_imported(parameters, 1e-3, torch.tensor(2.0)),
     ],
 )
 def test_torchs_own_clipping_is_followed(clip: Callable[..., object]) -> None:
@@ -500,29 +500,31 @@ def test_windows_go_round_every_element_once(
     sizes: list[list[tuple[int, int]]], nbytes: int, least: int
 ) -> None:
     """Every element of each parameter, and of each entry of its state."""
-    entries = [[(f"entry{i}", *size) for i, size in enumerate(known)] for known in sizes]
-    every = [
-        (number, name, i) for number, known in enumerate(entries) for name, n, _ in known for i in range(n)
+    entries = [[(f"entry{i}", *size) for i, size in enumerate(states)] for states in sizes]
+    elements = [
+        (number, name, i) for number, states in enumerate(entries) for name, n, _ in states for i in range(n)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "WINDOW_BYTES", least)
         rotation = Rotation(range(len(sizes)), entries.__getitem__, nbytes)
-        seen: list[tuple[int, str, int]] = []
-        while len(seen) < len(every):
-            found = rotation.next()
-            width = {(number, name): size for number, known in enumerate(entries) for name, _, size in known}
-            sent = [(w.stop - w.start) * width[w.parameter, w.state] for w in found]
-            assert 0 < sum(sent) <= nbytes
-            assert sum(max(n, least) for n in sent[:-1]) < nbytes
-            seen += [(w.parameter, w.state, i) for w in found for i in range(w.start, w.stop)]
-        assert seen == every
+        visited: list[tuple[int, str, int]] = []
+        while len(visited) < len(elements):
+            chunk = rotation.next()
+            width = {
+                (number, name): size for number, states in enumerate(entries) for name, _, size in states
+            }
+            sizes_sent = [(w.stop - w.start) * width[w.parameter, w.state] for w in chunk]
+            assert 0 < sum(sizes_sent) <= nbytes
+            assert sum(max(n, least) for n in sizes_sent[:-1]) < nbytes
+            visited += [(w.parameter, w.state, i) for w in chunk for i in range(w.start, w.stop)]
+        assert visited == elements
         again = rotation.next()  # the rest is empty, or it has begun again
-        assert not every or (again or rotation.next())[0].start == 0
+        assert not elements or (again or rotation.next())[0].start == 0
 
 
 def test_suspects_come_first_and_leave_the_others_their_turn() -> None:
-    known = {0: [("", 10_000, 4)], 1: [("", 10_000, 4), ("step", 1, 1)]}
-    rotation = Rotation([0, 1], known.__getitem__, 16_384)
+    entries = {0: [("", 10_000, 4)], 1: [("", 10_000, 4), ("step", 1, 1)]}
+    rotation = Rotation([0, 1], entries.__getitem__, 16_384)
     rotation.next()
     rotation.look_first(
         [
@@ -546,12 +548,12 @@ def test_suspects_of_other_shards_replace_none_of_these() -> None:
 
 
 def test_windows_follow_state_that_comes_and_goes() -> None:
-    known = {0: [("", 10, 4)], 1: [("", 1, 4)]}
-    rotation = Rotation([0, 1], known.__getitem__, 32)
+    entries = {0: [("", 10, 4)], 1: [("", 1, 4)]}
+    rotation = Rotation([0, 1], entries.__getitem__, 32)
     assert rotation.next() == [Window(0, "", 0, 8)]
-    known[0] = [("", 10, 4), ("step", 1, 1)]
+    entries[0] = [("", 10, 4), ("step", 1, 1)]
     assert rotation.next() == [Window(0, "", 8, 10)]  # it counts as all bytes of a record
     assert rotation.next() == [Window(0, "step", 0, 1)]
-    known[0] = [("", 10, 4)]
+    entries[0] = [("", 10, 4)]
     assert rotation.next() == [Window(1, "", 0, 1)]
     assert rotation.next() == [Window(0, "", 0, 8)]

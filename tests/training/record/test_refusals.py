@@ -98,17 +98,17 @@ def test_weights_that_are_clamped_now_and_then(place: str, marked: bool) -> None
 
 def test_another_optimizer_of_the_same_parameters_is_refused_before_it_steps() -> None:
     loop = RecordedLoop(adamw)
-    other = torch.optim.SGD(loop.model.last.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(loop.model.last.parameters(), lr=0.1)
     loop.backward()
     before = loop.model.last.weight.detach().clone()
     with pytest.raises(
         RefusedError,
         match=r"^an SGD is about to step last\.weight \(.*test_refusals\.py:\d+\), but .* an AdamW",
     ):
-        other.step()
+        optimizer.step()
     assert torch.equal(loop.model.last.weight, before)
     loop.recorder.close(last=False)
-    other.step()
+    optimizer.step()
     assert not torch.equal(loop.model.last.weight, before)
 
 
@@ -118,12 +118,12 @@ def test_other_optimizers_of_other_parameters_are_the_scripts_business(
 ) -> None:
     """A second model is not restored. If `extra()` keeps nothing, a warning says so."""
     loop = RecordedLoop(adamw, extra=extra)
-    other = nn.Linear(2, 2)
-    mine = torch.optim.SGD(other.parameters(), lr=0.1)
-    other(torch.ones(2)).sum().backward()
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(torch.ones(2)).sum().backward()
     for _ in range(2):
         iterate(loop)
-        mine.step()
+        optimizer.step()
     assert len(loop.close()) == 2
     assert loop.recorder._checks._named_foreign == (extra is None)
     assert extra or "an SGD steps parameters that are not of the protected model" in caplog.text
@@ -148,12 +148,12 @@ def test_a_change_on_another_rank_alone_is_refused_there() -> None:
     assert emitted(loop) == []
 
 
-@pytest.mark.parametrize("what", list(CHANGES))
-def test_optimizer_state_changed_by_hand_is_refused(what: str) -> None:
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_optimizer_state_changed_by_hand_is_refused(change: str) -> None:
     loop = RecordedLoop(adamw)
     for _ in range(2):
         iterate(loop)
-    CHANGES[what](loop)
+    CHANGES[change](loop)
     with pytest.raises(RefusedError, match=r"^iteration 1: \w+ of parameter \S+ was changed"):
         loop.backward()
     assert emitted(loop) == [0]
@@ -262,10 +262,10 @@ def test_without_marks_two_places_of_a_step_are_named(caplog: pytest.LogCaptureF
         loop.backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-    named = [text for text in caplog.messages if "optimizer.step() is called at" in text]
-    assert len(named) == 1
-    assert named[0].startswith("iteration 1: ")
-    assert named[0].count("test_refusals.py:") == 2
+    warnings = [text for text in caplog.messages if "optimizer.step() is called at" in text]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("iteration 1: ")
+    assert warnings[0].count("test_refusals.py:") == 2
     assert len(loop.close()) == 6
 
 
@@ -327,18 +327,18 @@ DEVICE_CHANGES: dict[str, tuple[Callable[[RecordedLoop], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", list(DEVICE_CHANGES))
-def test_an_answer_of_a_device_holds_its_record_back(what: str) -> None:
+@pytest.mark.parametrize("kind", list(DEVICE_CHANGES))
+def test_an_answer_of_a_device_holds_its_record_back(kind: str) -> None:
     """It is known when its copies have arrived, in the publisher's thread; the next step has the error."""
-    change, words = DEVICE_CHANGES[what]
+    change, words = DEVICE_CHANGES[kind]
     loop = as_on_a_device(RecordedLoop(adamw))
     for turn in range(3):
         loop.backward()
-        if turn == 1 and what == "gradient":
+        if turn == 1 and kind == "gradient":
             change(loop)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        if turn == 1 and what != "gradient":
+        if turn == 1 and kind != "gradient":
             change(loop)
         loop.recorder.mark()
     loop.recorder.close(last=True)
@@ -358,8 +358,8 @@ def test_on_a_device_too_optimizers_in_turns_clear_what_they_do_not_step() -> No
     loop = as_on_a_device(RecordedLoop(two))
     for turn in range(4):
         loop.backward()
-        stepping, other = members_of(loop.optimizer)[:: 1 if turn % 2 else -1]
-        other.zero_grad()
+        stepping, waiting = members_of(loop.optimizer)[:: 1 if turn % 2 else -1]
+        waiting.zero_grad()
         stepping.step()
         stepping.zero_grad()
         loop.recorder.mark()
@@ -419,9 +419,11 @@ def test_gradients_of_a_skipped_step_may_be_cleared_as_late_as_before_the_backwa
     assert ends == ["iteration 2 ended without protection.mark()"] * (boundary == "missed")
 
 
-@pytest.mark.parametrize(("stepped", "named"), [(False, "a backward without"), (True, "gradients are added")])
+@pytest.mark.parametrize(
+    ("stepped", "warning"), [(False, "a backward without"), (True, "gradients are added")]
+)
 def test_a_sharded_parameter_has_no_hook_that_sees_a_backward_begin(
-    stepped: bool, named: str, caplog: pytest.LogCaptureFixture
+    stepped: bool, warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model: Any = fully_shard(nn.Linear(8, 4), mesh=DeviceMesh("cpu", [0]))
     optimizer = torch.optim.SGD(model.parameters())
@@ -435,7 +437,7 @@ def test_a_sharded_parameter_has_no_hook_that_sees_a_backward_begin(
         loss.backward()
         watch.watch(RecordDraft(iteration, {}, stepped_by=[optimizer] * stepped))
     (text,) = [text for text in caplog.messages if text.startswith("iteration")]
-    assert text.startswith(f"iteration {3 if stepped else 2}: {named}")
+    assert text.startswith(f"iteration {3 if stepped else 2}: {warning}")
 
 
 def test_a_parameter_frozen_in_mid_training_is_named_and_one_unfrozen_is_refused(
@@ -495,11 +497,11 @@ def test_what_is_restored_of_a_buffer_has_its_type_and_bits() -> None:
     for part, value in zip(parts, expected, strict=True):
         recorded = state.loads(part.buffers)["count"]
         assert same(recorded, value), part.iteration
-        other = RecordedLoop(adamw)
-        other.model.register_buffer("count", torch.ones(3, dtype=torch.int32))
-        install_buffers(other.wrapped, {"count": recorded})
-        assert same(other.model.get_buffer("count"), value)
-        other.recorder.close(last=False)
+        resumed = RecordedLoop(adamw)
+        resumed.model.register_buffer("count", torch.ones(3, dtype=torch.int32))
+        install_buffers(resumed.wrapped, {"count": recorded})
+        assert same(resumed.model.get_buffer("count"), value)
+        resumed.recorder.close(last=False)
 
 
 class Scaled(nn.Linear):
@@ -537,17 +539,17 @@ def test_extra_state_of_modules_is_recorded_as_it_changes_and_installed(
         loop.recorder.mark()
     name = "scaled._extra_state"
     recorded = [state.loads(part.buffers) for part in loop.close()]
-    assert [state.unpacked(found[name]) if name in found else None for found in recorded] == [
+    assert [state.unpacked(changes[name]) if name in changes else None for changes in recorded] == [
         {"amax": 0.0},
         None,
         {"amax": 1.0},
         None,
     ]
     assert loop.wrapped.state_names()[name] == name
-    other, layer = model()
-    install_buffers(other.wrapped, {name: recorded[2][name]})
+    resumed, layer = model()
+    install_buffers(resumed.wrapped, {name: recorded[2][name]})
     assert layer.amax == 1.0
-    other.recorder.close(last=False)
+    resumed.recorder.close(last=False)
     with pytest.raises(InstallError, match="no such module"):
         install_buffers(RecordedLoop(adamw).wrapped, {name: recorded[2][name]})
 
@@ -574,9 +576,9 @@ def test_gradients_of_the_iteration_before_are_named(
         loop.recorder.mark()
         if how in ("after", "in place", "accumulated"):
             loop.optimizer.zero_grad(set_to_none=how != "in place")
-    named = [text for text in caplog.messages if "which no zero_grad() has cleared" in text]
-    assert len(named) == (how == "never")
-    assert not named or named[0].startswith("iteration 1: ")
+    warnings = [text for text in caplog.messages if "which no zero_grad() has cleared" in text]
+    assert len(warnings) == (how == "never")
+    assert not warnings or warnings[0].startswith("iteration 1: ")
     loop.recorder.close(last=True)
 
 
@@ -598,7 +600,7 @@ def test_several_optimizers_step_in_turns_or_together() -> None:
     for turn in range(9):
         loop.backward(more=bool(turn % 2))
         stepping = {0: [body], 1: [head], 2: [body, head]}[turn % 3]
-        checkmate.clip_grad_norm_([p for one in stepping for p in one.param_groups[0]["params"]], 0.1)
+        checkmate.clip_grad_norm_([p for stepped in stepping for p in stepped.param_groups[0]["params"]], 0.1)
         for optimizer in stepping:
             optimizer.param_groups[0]["lr"] *= 0.9
             optimizer.step()
@@ -639,7 +641,7 @@ def test_with_several_optimizers_nodes_compare_everything_in_time() -> None:
             places = range(piece.offset, piece.offset + max(len(piece.data), 1))
             compared |= {(piece.parameter, piece.state, place) for place in places}
     whole = sum(p.nbytes for p in loop.parameters)
-    assert len({one for one in compared if not one[1]}) == whole
+    assert len({window for window in compared if not window[1]}) == whole
 
 
 def test_a_turn_that_a_break_ends_is_checked() -> None:
@@ -713,9 +715,9 @@ def test_hooks_after_a_step_come_after_ours() -> None:
         def shift(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
             model.get_parameter("last.bias").data.add_(1)
 
-        made = adamw(model)
-        made.register_step_post_hook(shift)
-        return made
+        hooked = adamw(model)
+        hooked.register_step_post_hook(shift)
+        return hooked
 
     loop = RecordedLoop(make)
     loop.backward()
@@ -779,19 +781,19 @@ def test_one_of_several_optimizers_steps_twice() -> None:
 def test_between_steps_of_several_optimizers_seeds_wait() -> None:
     """Otherwise, they would have half of an iteration."""
     loop = RecordedLoop(two)
-    ended = threading.Event()
-    ended.set()
+    cancelled = threading.Event()
+    cancelled.set()
     for number, optimizer in enumerate(members_of(loop.optimizer)):
         if not number:
             loop.backward()
         optimizer.step()
-        with loop.steps.still(ended) as iteration:
+        with loop.steps.still(cancelled) as iteration:
             assert iteration is None
         optimizer.zero_grad()
     loop.recorder.mark()
     loop.backward()  # which begins the next iteration
-    ended.clear()
-    with loop.steps.still(ended) as iteration:
+    cancelled.clear()
+    with loop.steps.still(cancelled) as iteration:
         assert iteration == 0
     loop.recorder.close(last=False)
 
@@ -813,17 +815,18 @@ def test_the_state_of_several_optimizers_is_that_of_one_with_all_groups() -> Non
         for optimizer in members_of(loop.optimizer):
             optimizer.step()
     several = loop.optimizer
-    stored = copy.deepcopy(several.state_dict())
+    saved_state = copy.deepcopy(several.state_dict())
     count = len(list(loop.model.parameters()))
-    assert sorted(n for group in stored["param_groups"] for n in group["params"]) == [*range(count)]
-    other = two(copy.deepcopy(loop.model))
-    other.load_state_dict(stored)
-    assert same(other.state_dict(), stored)
+    assert sorted(n for group in saved_state["param_groups"] for n in group["params"]) == [*range(count)]
+    restored = two(copy.deepcopy(loop.model))
+    restored.load_state_dict(saved_state)
+    assert same(restored.state_dict(), saved_state)
     assert same(
-        [one.state_dict() for one in other.members], [one.state_dict() for one in members_of(several)]
+        [member.state_dict() for member in restored.members],
+        [member.state_dict() for member in members_of(several)],
     )
     with pytest.raises(ValueError, match="2 parameter groups, not 3"):
-        other.load_state_dict({**stored, "param_groups": stored["param_groups"][:2]})
+        restored.load_state_dict({**saved_state, "param_groups": saved_state["param_groups"][:2]})
     loop.recorder.close(last=False)
 
 
@@ -847,13 +850,13 @@ def test_what_several_optimizers_must_be() -> None:
     watched = watched_of(model, [first, second], schedulers, None)
     check_schedulers(watched)
     assert class_of(watched.scheduler) == "SeveralSchedulers(StepLR, StepLR)"
-    stored = copy.deepcopy(watched.scheduler.state_dict())
+    saved_state = copy.deepcopy(watched.scheduler.state_dict())
     for optimizer, scheduler in zip((first, second), schedulers, strict=True):
         optimizer.step()
         scheduler.step()
-    assert not same(watched.scheduler.state_dict(), stored)
-    watched.scheduler.load_state_dict(stored)
-    assert same(watched.scheduler.state_dict(), stored)
+    assert not same(watched.scheduler.state_dict(), saved_state)
+    watched.scheduler.load_state_dict(saved_state)
+    assert same(watched.scheduler.state_dict(), saved_state)
     spec = spec_of(watched.optimizer, {p: n for n, p in enumerate(parameters)})
     assert [kind_of(spec, group) for group in spec.groups] == ["torch.optim.SGD", "torch.optim.Adam"]
 
@@ -900,16 +903,16 @@ def test_a_backward_that_does_not_reach_all_parameters_is_explained() -> None:
         loop.optimizer.step()
 
 
-@pytest.mark.parametrize("what", ["a parameter", "state", "a group"])
-def test_a_change_after_the_mark_holds_that_record_back(what: str) -> None:
+@pytest.mark.parametrize("part", ["a parameter", "state", "a group"])
+def test_a_change_after_the_mark_holds_that_record_back(part: str) -> None:
     """A restart would go on without it."""
     loop = RecordedLoop(adamw)
     for _ in range(2):
         iterate(loop)
         loop.recorder.mark()
-    if what == "a parameter":
+    if part == "a parameter":
         loop.model.first.weight.data.mul_(2)
-    elif what == "state":
+    elif part == "state":
         loop.optimizer.state.clear()
     else:
         loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
@@ -930,12 +933,12 @@ def test_a_buffer_that_the_first_forward_makes_is_installed() -> None:
 def test_what_changes_after_an_unmarked_backward_without_a_step_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    seen = {"at": 0}
-    loop = RecordedLoop(adamw, extra=lambda: seen)
+    position = {"at": 0}
+    loop = RecordedLoop(adamw, extra=lambda: position)
     loop.model.norm.eval()
     loop.backward()
     loop.optimizer.zero_grad()
-    seen["at"] = 1
+    position["at"] = 1
     loop.backward()
     (text,) = caplog.messages
     assert text.startswith("iteration 0: extra() changed between")
@@ -998,9 +1001,9 @@ def test_gradients_of_zeros_are_recorded_because_optimizers_step_them(marked: bo
         loop.optimizer.zero_grad(set_to_none=turn == 2)
         if marked:
             loop.recorder.mark()
-    every = [*range(len(loop.parameters))]
+    numbers = [*range(len(loop.parameters))]
     parts = loop.close()
-    assert [list(part.step.with_gradient) for part in parts[:3]] == [every, every, []]
+    assert [list(part.step.with_gradient) for part in parts[:3]] == [numbers, numbers, []]
     install_gradients(loop.parameters, {0})
     gradient = loop.parameters[0].grad
     assert gradient is not None and not gradient.any()

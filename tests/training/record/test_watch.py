@@ -58,7 +58,7 @@ def test_a_gradient_that_is_turned_round_in_place_is_seen(sums: bool) -> None:
 def test_in_time_all_parts_of_all_parameters_are_looked_at(count: int) -> None:
     parameters = [nn.Parameter(torch.zeros(SAMPLE_BYTES // 2)) for _ in range(count)]
     watch = GradientWatch([(str(number), parameter) for number, parameter in enumerate(parameters)])
-    seen = set()
+    halves = set()
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(4 * len(parameters)):
@@ -71,20 +71,20 @@ def test_in_time_all_parts_of_all_parameters_are_looked_at(count: int) -> None:
                 gradient[at] = 1
                 if watch.compare()():
                     assert watch.compare()() == [str(number)]
-                    seen.add((number, half))
+                    halves.add((number, half))
                 gradient[at] = 0
-    assert seen == {(number, half) for number in range(len(parameters)) for half in range(2)}
+    assert halves == {(number, half) for number in range(len(parameters)) for half in range(2)}
 
 
 def test_a_gradient_that_is_let_go_is_not_kept() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.zeros(3)
-    kept = weakref.ref(parameter.grad)
+    reference = weakref.ref(parameter.grad)
     watch = GradientWatch([("one", parameter)])
     watch.start()
     watch.forget()
     parameter.grad = None
-    assert kept() is None
+    assert reference() is None
 
 
 def test_no_gradient_and_an_empty_one() -> None:

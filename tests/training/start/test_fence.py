@@ -84,7 +84,7 @@ def test_state_of_other_ranks_is_refused_with_the_way_over_the_disk(
     served: list[RecordingNode], job: Job, stubs: Stubs
 ) -> None:
     """At once, and without fencing: a checkpoint can still be read. A node that holds nothing may be used."""
-    two, one = (pb.JobRanks(groups=[pb.GroupRanks(ranks=[0, 1])] * count) for count in (2, 1))
+    two, single = (pb.JobRanks(groups=[pb.GroupRanks(ranks=[0, 1])] * count) for count in (2, 1))
     served[0].status = pb.NodeStatus(node=0, holds_nothing=True, job_ranks=two)
     served[1].status = node(1, hold((0, 1), 6, 8))
     served[1].status.job_ranks.CopyFrom(two)
@@ -94,7 +94,7 @@ def test_state_of_other_ranks_is_refused_with_the_way_over_the_disk(
         f"shadow node 1 ({served[1].address}) holds a state at iteration 6, and its job file has 2 DP groups "
         "of 2 ranks, but the job now has 1 DP group of 2 ranks. To continue with other ranks, save the state "
     )
-    served[1].status.job_ranks.CopyFrom(one)
+    served[1].status.job_ranks.CopyFrom(single)
     assert fence.plan_restore(job, stubs, 0.5).kind == "none"
 
 
@@ -148,9 +148,9 @@ def test_a_stopped_node_that_goes_on_is_not_fenced_in_the_training_that_follows(
         job = job_at([served[0].address, stopped.address])
         with Stubs(job, None) as stubs:
             assert fence.plan_restore(job, stubs, 60).kind == "nodes"
-            begun = stubs.to(1).Begin.future(pb.BeginRequest(incarnation=4), timeout=20)
+            future = stubs.to(1).Begin.future(pb.BeginRequest(incarnation=4), timeout=20)
             stopped.go_on()
-            begun.result()
+            future.result()
             time.sleep(0.2)
     assert len(served[1].begins) == 1
     assert served[1].fences == []
@@ -219,9 +219,9 @@ def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
         stack.callback(stubs.close)
         node = here.nodes[0].node
         fenced(here, training)
-        (held,) = node.state.groups[0].holds
-        held.doubt.begin(0, -1)
-        held.trouble = "parameter p3 differs"
+        (hold,) = node.state.groups[0].holds
+        hold.doubt.begin(0, -1)
+        hold.trouble = "parameter p3 differs"
         assert not settle(here, training, 0)[0].holds
         for _ in range(2):
             plan = fence.plan_restore(here.job, stubs, TIMEOUT)
@@ -261,11 +261,11 @@ def test_a_run_that_goes_on_keeps_its_generation_and_a_new_one_has_a_greater_one
 
 def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job) -> None:
     """Real nodes refuse requests for another job."""
-    other = local_job(ranks=2, nodes=1)
-    theirs = replace(other, job="another")
-    with Serving(theirs, 0, receive_buffer=1 << 16):
-        stubs = Stubs(other, None)
-        plan = fence.plan_restore(other, stubs, 1.0)
+    changed_job = local_job(ranks=2, nodes=1)
+    foreign_job = replace(changed_job, job="another")
+    with Serving(foreign_job, 0, receive_buffer=1 << 16):
+        stubs = Stubs(changed_job, None)
+        plan = fence.plan_restore(changed_job, stubs, 1.0)
         stubs.close()
     assert isinstance(plan, WithoutState)
     assert "job another" in plan.trouble
@@ -276,9 +276,9 @@ def test_why_the_last_start_was_refused_is_the_first_line(
     served: list[RecordingNode], job: Job, stubs: Stubs, caplog: pytest.LogCaptureFixture, fresh: bool
 ) -> None:
     """Once, although both nodes have it, and before a warning about what they lack."""
-    for number, one in enumerate(served):
-        one.status = node(number, hold((0, number), 6, 7))
-        one.status.refusal.CopyFrom(
+    for number, recording in enumerate(served):
+        recording.status = node(number, hold((0, number), 6, 7))
+        recording.status.refusal.CopyFrom(
             pb.Refusal(incarnation=3, iteration=7, rank="rank 0 (host-a)", text="a hook\nchanges p0")
         )
     served[0].status.holds.add(
@@ -289,6 +289,6 @@ def test_why_the_last_start_was_refused_is_the_first_line(
         fence.plan_fresh(job, stubs, TIMEOUT)
     else:
         fence.plan_restore(job, stubs, TIMEOUT)
-    told = "the last start was refused in iteration 7 on rank 0 (host-a): a hook changes p0"
-    assert caplog.messages[0] == told
-    assert caplog.messages.count(told) == 1
+    reason = "the last start was refused in iteration 7 on rank 0 (host-a): a hook changes p0"
+    assert caplog.messages[0] == reason
+    assert caplog.messages.count(reason) == 1

@@ -36,15 +36,15 @@ some_parts = st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 6)))
 def test_each_node_gets_what_it_lacks_and_somebody_of_its_start_has(
     nodes: list[tuple[int, Parts, int]],
 ) -> None:
-    requests = missing_parts(answer(number, *one) for number, one in enumerate(nodes))
+    requests = missing_parts(answer(number, *copy) for number, copy in enumerate(nodes))
     for number, (start, parts, stepped) in enumerate(nodes):
         copies: set[tuple[int, int]] = set()
-        for one in requests.get(number, pb.CopyRequest()).wanted:
-            from_start, there, _ = nodes[one.node]
-            assert (one.parts.incarnation, one.parts.run, one.parts.start) == STARTS[start]
+        for copy in requests.get(number, pb.CopyRequest()).wanted:
+            from_start, there, _ = nodes[copy.node]
+            assert (copy.parts.incarnation, copy.parts.run, copy.parts.start) == STARTS[start]
             assert from_start == start
-            assert of(one.parts.ranges) <= there
-            copies |= of(one.parts.ranges)
+            assert of(copy.parts.ranges) <= there
+            copies |= of(copy.parts.ranges)
         everywhere = frozenset[tuple[int, int]]().union(*(p for s, p, _ in nodes if s == start))
         assert copies == {part for part in everywhere - parts if part[1] > stepped}
 

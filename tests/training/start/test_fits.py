@@ -60,7 +60,7 @@ def record(loop: RecordedLoop, ranks: int = 2) -> pb.IterationRecord:
     return pb.IterationRecord(iteration=2, parts=[part, *other_parts])
 
 
-def stored(ranks: int = 2, **watched: Make) -> pb.IterationRecord:
+def record_of(ranks: int = 2, **watched: Make) -> pb.IterationRecord:
     return record(RecordedLoop(adamw, **watched), ranks)
 
 
@@ -99,7 +99,7 @@ def test_the_same_scheduler_fits(kind: str) -> None:
     assert resumed.scheduler.state_dict() == loop.scheduler.state_dict()
 
 
-OTHER: list[tuple[Make | None, Make | None, str]] = [
+MISFITS: list[tuple[Make | None, Make | None, str]] = [
     (
         lambda o: StepLR(o, 2),
         lambda o: ExponentialLR(o, 0.9),
@@ -124,7 +124,7 @@ OTHER: list[tuple[Make | None, Make | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "words"), OTHER)
+@pytest.mark.parametrize(("before", "after", "words"), MISFITS)
 def test_another_scheduler_is_named(before: Make | None, after: Make | None, words: str) -> None:
     saved_record = record(RecordedLoop(adamw, **({"scheduler": before} if before else {})))
     resumed = script(**({"scheduler": after} if after else {}))
@@ -134,7 +134,7 @@ def test_another_scheduler_is_named(before: Make | None, after: Make | None, wor
 
 def test_of_a_scheduler_whose_class_is_not_known_the_keys_are_compared() -> None:
     """For example in an old checkpoint on disk."""
-    saved_record = stored(scheduler=SAME["StepLR"])
+    saved_record = record_of(scheduler=SAME["StepLR"])
     saved_record.parts[0].step.scheduler_class = ""
     check_record(saved_record, script(scheduler=SAME["StepLR"]), PLACE)
     with pytest.raises(InstallError, match="the state's scheduler has .*step_size, and the script's"):
@@ -146,25 +146,25 @@ def scaler(**options: Any) -> Make:
 
 
 def test_another_scaler_is_named() -> None:
-    check_record(stored(scaler=scaler()), script(scaler=scaler()), PLACE)
-    check_record(stored(), script(scaler=scaler(enabled=False)), PLACE)
-    check_record(stored(scaler=scaler(enabled=False)), script(), PLACE)
+    check_record(record_of(scaler=scaler()), script(scaler=scaler()), PLACE)
+    check_record(record_of(), script(scaler=scaler(enabled=False)), PLACE)
+    check_record(record_of(scaler=scaler(enabled=False)), script(), PLACE)
     with pytest.raises(InstallError, match="has no enabled scaler, but the script has one"):
-        check_record(stored(), script(scaler=scaler()), PLACE)
+        check_record(record_of(), script(scaler=scaler()), PLACE)
     with pytest.raises(InstallError, match="has no enabled scaler, but the script has one"):
-        check_record(stored(scaler=scaler(enabled=False)), script(scaler=scaler()), PLACE)
+        check_record(record_of(scaler=scaler(enabled=False)), script(scaler=scaler()), PLACE)
     for less in (script(), script(scaler=scaler(enabled=False))):
         with pytest.raises(
             InstallError, match="has an enabled scaler: pass an enabled scaler= to checkmate.restore"
         ):
-            check_record(stored(scaler=scaler()), less, PLACE)
+            check_record(record_of(scaler=scaler()), less, PLACE)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_is_told(ranks: int) -> None:
     words = f"has {ranks} rank.* in DP group 0, but the job now has 2"
     with pytest.raises(OtherRanks, match=words):
-        check_record(stored(ranks), script(), PLACE)
+        check_record(record_of(ranks), script(), PLACE)
 
 
 def test_before_the_first_iteration_anything_fits() -> None:
@@ -173,7 +173,7 @@ def test_before_the_first_iteration_anything_fits() -> None:
 
 def test_what_is_missing_is_told_of_a_record_only() -> None:
     """Before the first iteration there is nothing to restore yet."""
-    assert restored_parts(stored()).endswith("; no scheduler, no scaler, no extra()")
+    assert restored_parts(record_of()).endswith("; no scheduler, no scaler, no extra()")
     assert restored_parts(pb.IterationRecord(iteration=-1)) == "with parameters, optimizer"
 
 

@@ -262,18 +262,18 @@ def test_two_starts_on_a_real_node(caplog: pytest.LogCaptureFixture) -> None:
                 first.train(iteration)
             wait_until(lambda: "another start of this job has begun, on 127.0.0.1" in caplog.text)
             assert first.lines[0].connected
-    said = [line for line in caplog.messages if "shadow node 0" in line or "another start" in line]
-    assert [line.partition(",")[0] for line in said] == ["another start of this job has begun"]
+    messages = [line for line in caplog.messages if "shadow node 0" in line or "another start" in line]
+    assert [line.partition(",")[0] for line in messages] == ["another start of this job has begun"]
 
 
 def test_parameters_that_a_shard_does_not_have_are_not_sent(nodes: list[RecordingNode], job: Job) -> None:
     """A shard or number that no layout has ended the thread that sends seeds."""
     with followed(job, 1) as followers:
-        nodes[0].wanted = [
+        nodes[0].wanted_seeds = [
             pb.SeedWanted(shard=(1 << 20) + 1),
             pb.SeedWanted(shard=1, parameters=[0, 77, 1 << 31]),
         ]
         followers.train(0)
         wait_until(lambda: bool(nodes[0].seeds))
-        nodes[0].wanted = []
+        nodes[0].wanted_seeds = []
         assert {tuple(header.parameters) for header, _ in nodes[0].seeds} == {(0,)}

@@ -48,7 +48,7 @@ from topologies.training.verdict import digest
 
 JOB = job(ranks=2)
 PLACE = membership.place(JOB, 0, 2, [0, 1])
-ONE = [[0]]
+ONE_STAGE = [[0]]
 """The DP groups of each stage, if there is one."""
 
 
@@ -128,8 +128,8 @@ class DiskScript:
         parts = [to_part(pb.RecordPart(job=JOB.job, incarnation=1), noted) for noted in emitted]
         for part in parts:
             if part.buffers:
-                changed = state.loads(part.buffers)
-                buffers |= {name: state.dumps(tensor) for name, tensor in changed.items()}
+                changes = state.loads(part.buffers)
+                buffers |= {name: state.dumps(tensor) for name, tensor in changes.items()}
         second = pb.RecordPart(position=1, iteration=iterations - 1, rng=parts[-1].rng)
         return pb.IterationRecord(iteration=iterations - 1, parts=[parts[-1], second], buffers=buffers)
 
@@ -184,12 +184,12 @@ def test_a_new_process_goes_on_from_the_newest(
     (path,) = there.paths
     assert (there.generation, there.unused_names) == (2, "")
     resumed_script = DiskScript(2)
-    resumed = from_disk.install_checkpoint(path, PLACE, resumed_script.watched, ONE)
+    resumed = from_disk.install_checkpoint(path, PLACE, resumed_script.watched, ONE_STAGE)
     again = resumed.record
     assert (resumed.extra, resumed.other_ranks) == ({"seen": 7}, "")
-    found = resumed_script.everything()
+    state_parts = resumed_script.everything()
     for name in expected:
-        assert digest(found[name]) == digest(expected[name]), name
+        assert digest(state_parts[name]) == digest(expected[name]), name
     assert again.iteration == 4
     assert generators_of(PLACE, Start(plan_new_run(1, ""), record=again))["in_loop"]
     first = again.parts[0].step
@@ -209,34 +209,36 @@ def test_state_gets_the_memory_format_of_the_parameter_that_is_there(
     script = DiskScript(1)
     record = script.train(3)
     on_disk.save(checkpoint(script.snapshot(record), by_name=kind == "dcp"), tmp_path / "c.pt", kind)
-    other = DiskScript(2, turned=turned)
-    from_disk.install_checkpoint(tmp_path / "c.pt", PLACE, other.watched, ONE)
-    ours, theirs = (next(iter(one.model.parameters())) for one in (other, script))
-    assert ours.stride() == ((1, 5) if turned else (6, 1))
+    resumed = DiskScript(2, turned=turned)
+    from_disk.install_checkpoint(tmp_path / "c.pt", PLACE, resumed.watched, ONE_STAGE)
+    target, source = (next(iter(some_script.model.parameters())) for some_script in (resumed, script))
+    assert target.stride() == ((1, 5) if turned else (6, 1))
     for name in ("exp_avg", "exp_avg_sq"):
-        found = other.optimizer.state[ours][name]
-        assert torch.equal(found, script.optimizer.state[theirs][name])
-        assert found.stride() == ours.stride()
+        moment = resumed.optimizer.state[target][name]
+        assert torch.equal(moment, script.optimizer.state[source][name])
+        assert moment.stride() == target.stride()
 
 
 def test_a_checkpoint_file_keeps_memory_formats(tmp_path: Path) -> None:
     """So plain PyTorch, which keeps the formats of loaded state, steps correctly."""
     script = DiskScript(1)
     on_disk.save(checkpoint(script.snapshot(script.train(2))), tmp_path / "c.pt", "torch")
-    found = torch.load(tmp_path / "c.pt", weights_only=True)
-    lies = [found["model"]["0.weight"], found["optimizer"]["state"][0]["exp_avg"]]
+    document = torch.load(tmp_path / "c.pt", weights_only=True)
+    lies = [document["model"]["0.weight"], document["optimizer"]["state"][0]["exp_avg"]]
     assert [tensor.stride() for tensor in lies] == [(1, 5), (1, 5)]
 
 
-def split_on_save(module: nn.Module, stored: dict[str, Any], prefix: str, metadata: object) -> None:
+def split_on_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
     """Store a weight's halves under names of their own, as torchtitan's FusedQKVLinear does its thirds."""
-    stored[f"{prefix}upper"], stored[f"{prefix}lower"] = stored.pop(f"{prefix}weight").split([2, 3])
+    state_dict[f"{prefix}upper"], state_dict[f"{prefix}lower"] = state_dict.pop(f"{prefix}weight").split(
+        [2, 3]
+    )
 
 
-def merge_on_load(module: nn.Module, stored: dict[str, Any], prefix: str, *_: object) -> None:
-    if f"{prefix}upper" in stored:
-        halves = [stored.pop(f"{prefix}{name}") for name in ("upper", "lower")]
-        stored[f"{prefix}weight"] = torch.cat(halves)
+def merge_on_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    if f"{prefix}upper" in state_dict:
+        halves = [state_dict.pop(f"{prefix}{name}") for name in ("upper", "lower")]
+        state_dict[f"{prefix}weight"] = torch.cat(halves)
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
@@ -249,13 +251,13 @@ def test_a_checkpoint_has_parameters_that_the_models_hooks_store_otherwise(
         linear.register_state_dict_post_hook(split_on_save)
         linear.register_load_state_dict_pre_hook(merge_on_load)
     first, second = scripts
-    weight, other = (dict(script.model.named_parameters())["0.weight"] for script in scripts)
+    weight, restored_weight = (dict(script.model.named_parameters())["0.weight"] for script in scripts)
     assert "0.weight" not in first.model.state_dict()
-    made = checkpoint(first.snapshot(first.train(3)), by_name=kind == "dcp")
-    assert torch.equal(made["model"]["0.weight"], weight)
-    on_disk.save(made, tmp_path / "c.pt", kind)
-    from_disk.install_checkpoint(tmp_path / "c.pt", PLACE, second.watched, ONE)
-    assert torch.equal(other, weight)
+    document = checkpoint(first.snapshot(first.train(3)), by_name=kind == "dcp")
+    assert torch.equal(document["model"]["0.weight"], weight)
+    on_disk.save(document, tmp_path / "c.pt", kind)
+    from_disk.install_checkpoint(tmp_path / "c.pt", PLACE, second.watched, ONE_STAGE)
+    assert torch.equal(restored_weight, weight)
     assert digest(second.everything()["optimizer"]) == digest(first.everything()["optimizer"])
 
 
@@ -264,7 +266,7 @@ def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list_checkpoints(None) == list_checkpoints(tmp_path / "none") == OnDisk()
 
 
-def saved(script: DiskScript, folder: Path, *numbers: tuple[int, int]) -> list[Path]:
+def save_all(script: DiskScript, folder: Path, *numbers: tuple[int, int]) -> list[Path]:
     """Save checkpoints of a script, with the names of these generations and iterations."""
     saved_checkpoint = checkpoint(script.snapshot(script.train(2)))
     paths = [checkpoint_path(folder, generation, iteration, "torch") for generation, iteration in numbers]
@@ -278,13 +280,13 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
 ) -> None:
     script = DiskScript(1)
     numbers = [(2, 1), (1, 900), (1, 800), (1, 700), (0, 5000)]
-    newest, *older = saved(script, tmp_path, *numbers)
+    newest, *older = save_all(script, tmp_path, *numbers)
     os.utime(newest, (0, 0))
-    found = list_checkpoints(tmp_path)
-    assert list(found.paths) == [newest, *older]
-    assert plans.after_disk(plans.plan_new_run(7, ""), found.generation).generation == 3
+    checkpoints = list_checkpoints(tmp_path)
+    assert list(checkpoints.paths) == [newest, *older]
+    assert plans.after_disk(plans.plan_new_run(7, ""), checkpoints.generation).generation == 3
     with caplog.at_level(logging.INFO, "checkmate"):
-        start, extra = from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), found)
+        start, extra = from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), checkpoints)
     assert (start.next_iteration, extra) == (2, {"seen": 7})
     names = ", ".join(path.name for path in older[:3])
     assert caplog.messages == [
@@ -299,7 +301,7 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
 def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path) -> None:
     """The error names both; the older one can be selected, and later checkpoints are newer than all."""
     script = DiskScript(1)
-    newest, older = saved(script, tmp_path, (1, 900), (1, 800))
+    newest, older = save_all(script, tmp_path, (1, 900), (1, 800))
     if damage == "cut short":
         newest.write_bytes(newest.read_bytes()[:1000])
     else:  # the result of an interrupted `cp -r`
@@ -320,47 +322,47 @@ def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     script = DiskScript(1)
-    made = checkpoint(script.snapshot(script.train(2)))
+    document = checkpoint(script.snapshot(script.train(2)))
     path = checkpoint_path(tmp_path, 0, 1, "torch")
-    on_disk.save({**made, "job": "another"}, path, "torch")
+    on_disk.save({**document, "job": "another"}, path, "torch")
     with pytest.raises(InstallError, match="belongs to the job another, not to demo"):
-        from_disk.install_checkpoint(path, PLACE, script.watched, ONE)
-    on_disk.save(made, path, "torch", replace=True)
+        from_disk.install_checkpoint(path, PLACE, script.watched, ONE_STAGE)
+    on_disk.save(document, path, "torch", replace=True)
     with pytest.raises(InstallError, match="doesn't fit the script: .*size mismatch for 0.weight"):
-        from_disk.install_checkpoint(path, PLACE, DiskScript(1, width=7).watched, ONE)
+        from_disk.install_checkpoint(path, PLACE, DiskScript(1, width=7).watched, ONE_STAGE)
     bare = Watched(script.wrapped, script.optimizer)
     with pytest.raises(
         InstallError, match="has a scheduler, a OneCycleLR: pass scheduler= to checkmate.restore"
     ):
-        from_disk.install_checkpoint(path, PLACE, bare, ONE)
-    other = DiskScript(2)
-    other.scheduler = ExponentialLR(other.optimizer, 0.9)  # type: ignore[assignment]
-    expected = other.everything()
+        from_disk.install_checkpoint(path, PLACE, bare, ONE_STAGE)
+    resumed = DiskScript(2)
+    resumed.scheduler = ExponentialLR(resumed.optimizer, 0.9)  # type: ignore[assignment]
+    expected = resumed.everything()
     with pytest.raises(InstallError, match="scheduler is a OneCycleLR, but the script's is an ExponentialLR"):
-        from_disk.install_checkpoint(path, PLACE, other.watched, ONE)
-    older = {name: value for name, value in made.items() if name != "scheduler_class"}
+        from_disk.install_checkpoint(path, PLACE, resumed.watched, ONE_STAGE)
+    older = {name: value for name, value in document.items() if name != "scheduler_class"}
     on_disk.save(older, path, "torch", replace=True)
     with pytest.raises(
         InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR has gamma"
     ):
-        from_disk.install_checkpoint(path, PLACE, other.watched, ONE)
+        from_disk.install_checkpoint(path, PLACE, resumed.watched, ONE_STAGE)
     for name in ("model", "optimizer", "scheduler"):
-        assert digest(other.everything()[name]) == digest(expected[name]), name
+        assert digest(resumed.everything()[name]) == digest(expected[name]), name
 
 
 def test_ranks_that_the_checkpoint_does_not_know_go_on_with_generators_of_their_own(tmp_path: Path) -> None:
     """They get the `extra` of the lowest rank; ranks that are there get their own."""
     script = DiskScript(1)
-    made = checkpoint(script.snapshot(script.train(2)))
-    made["extra"] = {0: "first", 1: "second"}
-    on_disk.save(made, tmp_path / "c.pt", "torch")
+    document = checkpoint(script.snapshot(script.train(2)))
+    document["extra"] = {0: "first", 1: "second"}
+    on_disk.save(document, tmp_path / "c.pt", "torch")
     four = job(ranks=4)
-    other = DiskScript(2)
+    fresh = DiskScript(2)
     torch.manual_seed(77)
     expected = torch.rand(2)
     torch.manual_seed(77)
     resumed = from_disk.install_checkpoint(
-        tmp_path / "c.pt", membership.place(four, 3, 4, None), other.watched, ONE
+        tmp_path / "c.pt", membership.place(four, 3, 4, None), fresh.watched, ONE_STAGE
     )
     assert torch.equal(torch.rand(2), expected)
     assert resumed.extra == "first"
@@ -369,11 +371,11 @@ def test_ranks_that_the_checkpoint_does_not_know_go_on_with_generators_of_their_
     assert [bool(part.rng) for part in resumed.record.parts] == [True, True, False, False]
     torch.manual_seed(77)
     resumed = from_disk.install_checkpoint(
-        tmp_path / "c.pt", membership.place(four, 1, 4, None), other.watched, ONE
+        tmp_path / "c.pt", membership.place(four, 1, 4, None), fresh.watched, ONE_STAGE
     )
     assert not torch.equal(torch.rand(2), expected) and resumed.extra == "second" and not resumed.other_ranks
     resumed = from_disk.install_checkpoint(
-        tmp_path / "c.pt", membership.place(four, 0, 4, None), other.watched, ONE
+        tmp_path / "c.pt", membership.place(four, 0, 4, None), fresh.watched, ONE_STAGE
     )
     assert resumed.other_ranks == (
         "it is of 2 ranks, and there are 4 now: ranks 2, 3 keep the script's random generators, and get "
@@ -389,7 +391,9 @@ def staged(path: Path) -> None:
     mesh = read_job(write(path.parent, data))
     groups = []
     for first in (0, 2):
-        (group,) = (replace(one, record=pb.IterationRecord()) for one in snapshot.groups)
+        (group,) = (
+            replace(snapshot_group, record=pb.IterationRecord()) for snapshot_group in snapshot.groups
+        )
         group.record.CopyFrom(snapshot.groups[0].record)
         for part in group.record.parts:
             rank = first + part.position
@@ -397,8 +401,8 @@ def staged(path: Path) -> None:
             part.rng = state.dump_generators({"torch": torch.get_rng_state(), **PLAIN})
             part.extra = state.dumps(f"of rank {rank}")
         groups.append(group)
-    made = replace(snapshot, job=mesh, groups=tuple(groups))
-    on_disk.save(checkpoint(made, by_name=path.suffix == ""), path, "torch" if path.suffix else "dcp")
+    whole = replace(snapshot, job=mesh, groups=tuple(groups))
+    on_disk.save(checkpoint(whole, by_name=path.suffix == ""), path, "torch" if path.suffix else "dcp")
 
 
 @pytest.mark.parametrize("name", ["c.pt", "c"])
@@ -406,33 +410,33 @@ def test_ranks_are_matched_by_place_within_their_stage(name: str, tmp_path: Path
     """With four replicas instead of two, stage 1 has the ranks 4 to 7, and had 2 and 3."""
     staged(tmp_path / name)
     job_now = read_job(write(tmp_path, meshed(pp=2, replicate=4)))
-    found: dict[int, tuple[Any, int, str]] = {}
+    resumptions: dict[int, tuple[Any, int, str]] = {}
     for rank in range(8):
-        other = DiskScript(2)
+        fresh = DiskScript(2)
         place = membership.place(job_now, rank, 8, None)
         torch.manual_seed(100 + rank)
-        resumed = from_disk.install_checkpoint(tmp_path / name, place, other.watched, [[0], [1]])
-        found[rank] = resumed.extra, torch.initial_seed(), resumed.other_ranks
+        resumed = from_disk.install_checkpoint(tmp_path / name, place, fresh.watched, [[0], [1]])
+        resumptions[rank] = resumed.extra, torch.initial_seed(), resumed.other_ranks
     of = {0: 0, 1: 1, 4: 2, 5: 3}
-    assert {rank: seed for rank, (_, seed, _) in found.items()} == {
+    assert {rank: seed for rank, (_, seed, _) in resumptions.items()} == {
         rank: of.get(rank, 100 + rank) for rank in range(8)
     }
-    assert {rank: extra for rank, (extra, _, _) in found.items()} == {
+    assert {rank: extra for rank, (extra, _, _) in resumptions.items()} == {
         rank: f"of rank {of.get(rank, 0 if rank < 4 else 2)}" for rank in range(8)
     }
-    assert {rank for rank, (_, _, warned) in found.items() if warned} == {0, 2, 3, 4, 6, 7}
-    assert found[4][2] == (
+    assert {rank for rank, (_, _, warned) in resumptions.items() if warned} == {0, 2, 3, 4, 6, 7}
+    assert resumptions[4][2] == (
         "stage 1 of it is of 2 ranks, and there are 4 now: ranks 6, 7 keep the script's random generators, "
         "and get extra() of the checkpoint's rank 2"
     )
-    assert found[7][2] == (
+    assert resumptions[7][2] == (
         "rank 7 keeps the script's random generators, and gets extra() of the checkpoint's rank 2, because "
         "the checkpoint has no rank in its place"
     )
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "expected"),
+    ("saved_ranks", "current_ranks", "expected"),
     [
         (StageRanks((4, 5, 6, 7)), StageRanks((0, 1, 2, 3)), {0: 4, 1: 5, 2: 6, 3: 7}),
         (StageRanks((0, 1, 2, 3), tp=2), StageRanks((0, 1)), {0: 0, 1: 2}),
@@ -441,11 +445,13 @@ def test_ranks_are_matched_by_place_within_their_stage(name: str, tmp_path: Path
     ids=["another stage's ranks", "without tensor parallelism", "with tensor parallelism"],
 )
 def test_ranks_that_share_a_sample_stay_together(
-    theirs: StageRanks, ours: StageRanks, expected: dict[int, int]
+    saved_ranks: StageRanks, current_ranks: StageRanks, expected: dict[int, int]
 ) -> None:
-    found = Counterparts(theirs, ours)
-    assert found.of_rank == expected
-    assert bool(found.warning(ours.ranks[0], "it")) == (len(theirs.ranks) != len(ours.ranks))
+    counterparts = Counterparts(saved_ranks, current_ranks)
+    assert counterparts.of_rank == expected
+    assert bool(counterparts.warning(current_ranks.ranks[0], "it")) == (
+        len(saved_ranks.ranks) != len(current_ranks.ranks)
+    )
 
 
 def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> None:

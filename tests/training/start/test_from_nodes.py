@@ -85,7 +85,7 @@ def test_another_number_of_shards_or_another_shard_is_another_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "moved"),
+    ("foreign", "is_moved"),
     [
         (Parameter("w", (3, 2), "float32", whole=(7, 2), offset=(4, 0)), True),
         (Parameter("w", (7, 2), "float32"), True),
@@ -94,12 +94,14 @@ def test_another_number_of_shards_or_another_shard_is_another_model() -> None:
     ],
     ids=["another chunk", "not sharded", "another shape", "another name"],
 )
-def test_other_parts_of_the_same_model_are_told_from_another_model(theirs: Parameter, moved: bool) -> None:
+def test_other_parts_of_the_same_model_are_told_from_another_model(
+    foreign: Parameter, is_moved: bool
+) -> None:
     layout = make_layout([Parameter("w", (4, 2), "float32", whole=(7, 2), offset=(0, 0))], 1)
-    assert in_other_parts(make_layout([theirs], 1), layout) == moved
-    assert different(make_layout([theirs], 1), layout)
+    assert in_other_parts(make_layout([foreign], 1), layout) == is_moved
+    assert different(make_layout([foreign], 1), layout)
     header = pb.SeedHeader(shard=pb.Shard(group=0))
     with pytest.raises(
-        OtherRanks if moved else FetchError, match="other parts" if moved else "another model"
+        OtherRanks if is_moved else FetchError, match="other parts" if is_moved else "another model"
     ):
-        _check_model({0: layout}, header, make_layout([theirs], 1))
+        _check_model({0: layout}, header, make_layout([foreign], 1))

@@ -33,93 +33,93 @@ def ddp() -> Iterator[DistributedDataParallel]:
 
 @given(st.integers(1, 3), st.integers(2, 5), st.data())
 def test_every_rank_finds_its_place(groups: int, ranks: int, data: st.DataObject) -> None:
-    made = job(groups=groups, ranks=ranks, nodes=2)
+    demo_job = job(groups=groups, ranks=ranks, nodes=2)
     group, position = data.draw(st.integers(0, groups - 1)), data.draw(st.integers(0, ranks - 1))
     together = data.draw(st.permutations([group * ranks + i for i in range(ranks)]))
-    place = membership.place(made, group * ranks + position, groups * ranks, together)
+    place = membership.place(demo_job, group * ranks + position, groups * ranks, together)
     assert (place.group, place.position, place.ranks) == (group, position, ranks)
     assert place.first == (position == 0)
     assert place.spokesman == group * ranks
     assert place.side == {0: 0, ranks - 1: 1}.get(position)
-    assert place.ips[position] == str(made.dp_groups[group].ranks[position].ip)
+    assert place.ips[position] == str(demo_job.dp_groups[group].ranks[position].ip)
     assert [node.id for node in place.nodes] == [0, 1]
 
 
 def test_faults_are_told() -> None:
-    made = job(groups=2, ranks=2)
+    demo_job = job(groups=2, ranks=2)
     with pytest.raises(SessionError, match=r"has 4 ranks, but the process group has 3 \(WORLD_SIZE\)"):
-        membership.place(made, 0, 3, [0, 1])
+        membership.place(demo_job, 0, 3, [0, 1])
     with pytest.raises(SessionError, match=r"rank 7 is not in the job demo; its dp_groups have 0, 1, 2, 3"):
-        membership.place(made, 7, 4, [7])
+        membership.place(demo_job, 7, 4, [7])
     with pytest.raises(SessionError, match=r"DDP averages over ranks \[0, 1, 2\], but .*\[0\] has \[0, 1\]"):
-        membership.place(made, 0, 4, [0, 1, 2])
+        membership.place(demo_job, 0, 4, [0, 1, 2])
 
 
 def on_hosts(*groups: Sequence[int]) -> Job:
     """Return a job with these ranks in each DP group, in order of the hosts h0, h1 and so on."""
-    made = job(groups=len(groups), ranks=len(groups[0]), nodes=2)
+    demo_job = job(groups=len(groups), ranks=len(groups[0]), nodes=2)
     members = [
         [
             replace(rank, rank=number, host=f"h{at}")
             for at, (number, rank) in enumerate(zip(numbers, group.ranks, strict=True))
         ]
-        for numbers, group in zip(groups, made.dp_groups, strict=True)
+        for numbers, group in zip(groups, demo_job.dp_groups, strict=True)
     ]
-    changed = [
-        replace(group, ranks=tuple(ranks)) for group, ranks in zip(made.dp_groups, members, strict=True)
+    dp_groups = [
+        replace(group, ranks=tuple(ranks)) for group, ranks in zip(demo_job.dp_groups, members, strict=True)
     ]
-    return replace(made, dp_groups=tuple(changed))
+    return replace(demo_job, dp_groups=tuple(dp_groups))
 
 
 def test_groups_on_the_same_hosts_train_one_model_if_ddp_spans_them() -> None:
-    made = on_hosts([0, 3, 6], [1, 4, 7], [2, 5, 8])
-    place = membership.place(made, 7, 9, range(9))
+    demo_job = on_hosts([0, 3, 6], [1, 4, 7], [2, 5, 8])
+    place = membership.place(demo_job, 7, 9, range(9))
     assert (place.group, place.position, place.together) == (1, 2, (0, 1, 2))
     assert (place.share, place.replicas) == (Share(1, 3), 9)
     assert [rank.rank for rank in place.host_ranks] == [6, 7, 8]
-    alone = membership.place(made, 7, 9, [1, 4, 7])
+    alone = membership.place(demo_job, 7, 9, [1, 4, 7])
     assert (alone.together, alone.share, alone.replicas) == ((), Share(0, 1), 3)
     assert [rank.rank for rank in alone.host_ranks] == [7]
-    stage = membership.place(made, 7, 9, [1, 4, 7, 2, 5, 8])
+    stage = membership.place(demo_job, 7, 9, [1, 4, 7, 2, 5, 8])
     assert (stage.together, stage.share) == ((1, 2), Share(0, 2))
     with pytest.raises(
         SessionError, match=r"over ranks \[1, 2, 4, 7\], but .* dp_groups\[1\] has \[1, 4, 7\]"
     ):
-        membership.place(made, 7, 9, [1, 4, 7, 2])
+        membership.place(demo_job, 7, 9, [1, 4, 7, 2])
 
 
 def test_groups_of_a_model_that_are_not_on_the_same_hosts_are_refused() -> None:
     elsewhere = on_hosts([0, 2], [1, 3])
-    moved = [replace(rank, host=f"x{rank.rank}") for rank in elsewhere.dp_groups[1].ranks]
-    groups = (elsewhere.dp_groups[0], replace(elsewhere.dp_groups[1], ranks=tuple(moved)))
-    for made in (job(groups=2, ranks=2), replace(elsewhere, dp_groups=groups)):
+    ranks = [replace(rank, host=f"x{rank.rank}") for rank in elsewhere.dp_groups[1].ranks]
+    groups = (elsewhere.dp_groups[0], replace(elsewhere.dp_groups[1], ranks=tuple(ranks)))
+    for demo_job in (job(groups=2, ranks=2), replace(elsewhere, dp_groups=groups)):
         with pytest.raises(
             SessionError, match=r"\[0\] and dp_groups\[1\], which are not on the same hosts: "
         ):
-            membership.place(made, 0, 4, range(4))
+            membership.place(demo_job, 0, 4, range(4))
     with pytest.raises(SessionError, match=r"several on each host, which collective: nccl can't do yet"):
         membership.place(replace(on_hosts([0, 2], [1, 3]), collective="nccl"), 0, 4, range(4))
 
 
 def test_a_mesh_determines_which_groups_train_a_model() -> None:
-    made = replace(on_hosts([0, 2], [1, 3]), mesh=Mesh(dp_replicate=4), gpus_per_host=2)
-    assert membership.place(made, 3, 4, range(4)).together == (0, 1)
+    demo_job = replace(on_hosts([0, 2], [1, 3]), mesh=Mesh(dp_replicate=4), gpus_per_host=2)
+    assert membership.place(demo_job, 3, 4, range(4)).together == (0, 1)
     with pytest.raises(SessionError, match=r"\[1, 3\], but the job's mesh has \[0, 1, 2, 3\]: give DDP a"):
-        membership.place(made, 3, 4, [1, 3])
-    sharded = replace(made, mesh=Mesh(dp_replicate=2, dp_shard=2))
+        membership.place(demo_job, 3, 4, [1, 3])
+    sharded = replace(demo_job, mesh=Mesh(dp_replicate=2, dp_shard=2))
     with pytest.raises(
         SessionError, match=r"has \[1, 3\]: for plain DDP, write mesh: {dp_replicate: 4}; else"
     ):
         membership.place(sharded, 3, 4, range(4))
-    for other, over in (
+    for variant, world in (
         (sharded, [2, 3]),
         (replace(sharded, collective="nccl"), range(4)),
         (replace(sharded, gpus_per_host=4), range(4)),
     ):
         with pytest.raises(SessionError, match=r"has \[1, 3\]: give DDP a process_group of these"):
-            membership.place(other, 3, 4, over)
+            membership.place(variant, 3, 4, world)
     with pytest.raises(SessionError, match="several replicas on a host, which only DDP can train"):
-        membership.place(made, 3, 4, None)
+        membership.place(demo_job, 3, 4, None)
 
 
 def test_holders_and_shards() -> None:

@@ -80,9 +80,9 @@ def test_a_change_while_it_is_read_is_seen_next_time(file: Path, monkeypatch: py
         return text.replace("9559", "9558")
 
     def read(*arguments: object) -> object:
-        found = read_set(*arguments)  # type: ignore[arg-type]
+        contents = read_set(*arguments)  # type: ignore[arg-type]
         edit(fabric, late)
-        return found
+        return contents
 
     with monkeypatch.context() as patch:
         patch.setattr("checkmate.job.files.read_set", read)
@@ -141,8 +141,8 @@ def test_the_next_start_does_not_read_it_and_needs_nothing_that_checks_jobs(file
         "from checkmate.training.start.named_job import named_job;"
         "print(named_job().job, *sorted({'pydantic', 'yaml'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == [first.job]
+    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert result.stdout.split() == [first.job]
 
 
 @pytest.mark.parametrize(("rank", "writes"), [("0", True), ("1", False)])

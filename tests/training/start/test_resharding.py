@@ -35,7 +35,7 @@ from tests.support.training.resharded import (
     full,
     group_state,
     resume,
-    saved,
+    save_and_load,
     script,
     unpacked,
 )
@@ -56,10 +56,10 @@ def test_to_shards_and_back(
     ranks: RankProcesses, case: MeshCase, kind: on_disk.Format, tmp_path: Path
 ) -> None:
     """A DDP's checkpoint is loaded into shards; their checkpoint has the same tensors, and a DDP loads it."""
-    model, states = saved(tmp_path / "one", kind)
+    model, states = save_and_load(tmp_path / "one", kind)
     resumptions = ranks.run(case.ranks, resume, case, str(tmp_path / "one"))
-    for found, optimizer, _, _ in resumptions:
-        assert equal(found, model)
+    for resumed, optimizer, _, _ in resumptions:
+        assert equal(resumed, model)
         assert equal(by_number(optimizer), by_number(states))
     first, second, *new = (warned for _, _, _, warned in resumptions)
     assert first.startswith(f"it is of 2 ranks, and there are {case.ranks} now: ranks 2, 3") and not second
@@ -67,19 +67,19 @@ def test_to_shards_and_back(
     groups = tuple(unpacked(*resumptions[number][2]) for number in range(case.shards))
     snapshot = Snapshot(case.job(), "run", ITERATION, groups)
     on_disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "two", kind)
-    one, two = (on_disk.load(tmp_path / name) for name in ("one", "two"))
-    assert equal(two["model"], one["model"]) and equal(two["buffers"], one["buffers"])
-    assert equal(by_number(two["optimizer"]["state"]), by_number(one["optimizer"]["state"]))
+    before, two = (on_disk.load(tmp_path / name) for name in ("one", "two"))
+    assert equal(two["model"], before["model"]) and equal(two["buffers"], before["buffers"])
+    assert equal(by_number(two["optimizer"]["state"]), by_number(before["optimizer"]["state"]))
     back = ranks.run(2, resume, MeshCase(2, 1), str(tmp_path / "two"))
-    for found, optimizer, _, _ in back:
-        assert equal(found, model)
+    for resumed, optimizer, _, _ in back:
+        assert equal(resumed, model)
         assert equal(by_number(optimizer), by_number(states))
     assert [warned for _, _, _, warned in back] == [f"it is of {case.ranks} ranks, and there are 2 now", ""]
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_another_model_is_refused_before_anything_is_changed(kind: on_disk.Format, tmp_path: Path) -> None:
-    saved(tmp_path / "c", kind)
+    save_and_load(tmp_path / "c", kind)
     with alone():
         model, optimizer = script(2)
         model.blocks[0][2] = nn.Linear(13, 5)  # type: ignore[assignment, index]
@@ -98,24 +98,24 @@ def test_another_model_is_refused_before_anything_is_changed(kind: on_disk.Forma
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_sharded_stages_without_a_mesh_are_read_back(kind: on_disk.Format, tmp_path: Path) -> None:
     """The DP groups of a stage are found by their parameters, in writing and in reading."""
-    made = of_data(Job, job_data(groups=2, ranks=2))
+    demo_job = of_data(Job, job_data(groups=2, ranks=2))
     with alone():
         stages = [stage_of(seed) for seed in (1, 2)]
         groups = [group_state(watched, pb.IterationRecord(iteration=ITERATION)) for watched in stages]
-        snapshot = Snapshot(made, "run", ITERATION, tuple(groups))
+        snapshot = Snapshot(demo_job, "run", ITERATION, tuple(groups))
         on_disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "c", kind)
         expected = [full(watched.model.inner.state_dict()) for watched in stages]
-        places = [membership.place(made, group.ranks[0].rank, 4, None) for group in made.dp_groups]
-        trained = [from_disk.trained_by(*one) for one in zip(places, stages, strict=True)]
+        places = [membership.place(demo_job, group.ranks[0].rank, 4, None) for group in demo_job.dp_groups]
+        trained = [from_disk.trained_by(*stage) for stage in zip(places, stages, strict=True)]
         assert trained == [Trained.from_layout(group.layout) for group in groups]
-        found = find_stages(made, [Trained.of_message(one.message()) for one in trained])
-        assert found == [[0], [1]]
-        for place, watched, one in zip(places, stages, expected, strict=True):
+        numbers = find_stages(demo_job, [Trained.of_message(stage.message()) for stage in trained])
+        assert numbers == [[0], [1]]
+        for place, watched, stage in zip(places, stages, expected, strict=True):
             with torch.no_grad():
                 for parameter in watched.model.trained().values():
                     state.local_of(parameter).zero_()
-            from_disk.install_checkpoint(tmp_path / "c", place, watched, found)
-            assert equal(full(watched.model.inner.state_dict()), one)
+            from_disk.install_checkpoint(tmp_path / "c", place, watched, numbers)
+            assert equal(full(watched.model.inner.state_dict()), stage)
 
 
 def stage_of(seed: int) -> Watched:
@@ -127,7 +127,7 @@ def stage_of(seed: int) -> Watched:
 
 
 @pytest.mark.parametrize(
-    ("case", "own", "expected"),
+    ("case", "values", "expected"),
     [
         (MeshCase(4, 2), {1: 1.0, 2: 2.0, 3: 3.0}, {0: 0.0, 1: 1.0, 3: 3.0, 5: 0.0, 7: 0.0}),
         (MeshCase(4, 2), {1: 1.0}, {0: 0.0, 1: 1.0, 2: 0.0, 3: 0.0}),
@@ -135,10 +135,10 @@ def stage_of(seed: int) -> Watched:
     ids=["new ranks", "a rank that had those of its stage's first"],
 )
 def test_ranks_in_other_groups_get_their_own_buffers(
-    case: MeshCase, own: dict[int, float], expected: dict[int, float]
+    case: MeshCase, values: dict[int, float], expected: dict[int, float]
 ) -> None:
     """A checkpoint has what differs from the stage's first rank; a group may begin with another."""
-    found = {
+    document = {
         "iteration": 8,
         "ranks": [*range(8)],
         "rng": {},
@@ -146,11 +146,11 @@ def test_ranks_in_other_groups_get_their_own_buffers(
         "scheduler": None,
         "scaler": None,
         "buffers": {"mean": torch.zeros(1)},
-        "rank_buffers": {rank: {"mean": torch.full((1,), value)} for rank, value in own.items()},
+        "rank_buffers": {rank: {"mean": torch.full((1,), value)} for rank, value in values.items()},
     }
     for rank, value in expected.items():
         place = membership.place(case.job(), rank, case.ranks, None)
-        ranks = Counterparts.from_checkpoint(found, StageRanks.of_stage(case.job(), case.job().groups))
-        record = from_disk._record_of(found, place, ranks.of_rank)
+        ranks = Counterparts.from_checkpoint(document, StageRanks.of_stage(case.job(), case.job().groups))
+        record = from_disk._record_of(document, place, ranks.of_rank)
         shared = {name: state.loads(data) for name, data in record.buffers.items()}
         assert (shared | own_buffers(record, place.position))["mean"].item() == value

@@ -45,11 +45,11 @@ def test_readers_read_everything_once_and_about_as_much_each(
 ) -> None:
     parameters = [Parameter.of(f"p{at}", (size,), (1,), "float32") for at, size in enumerate(sizes)]
     layout = make_layout(parameters, shards, 1000)
-    asked = [ShardRequest("job", "run", 3, 0, shard) for shard in range(shards)]
-    parts = divide(asked, {0: layout}, readers)
-    for at, one in enumerate(asked):
+    requests = [ShardRequest("job", "run", 3, 0, shard) for shard in range(shards)]
+    parts = divide(requests, {0: layout}, readers)
+    for at, request in enumerate(requests):
         read = chain.from_iterable(part.get(at, ()) for part in parts)
-        assert sorted(read) == sorted(layout.of_shard(one.shard))
+        assert sorted(read) == sorted(layout.of_shard(request.shard))
     loads = [sum(sizes[number] for numbers in part.values() for number in numbers) for part in parts]
     assert max(loads) <= sum(sizes) / readers + max(sizes)
 
@@ -69,16 +69,16 @@ PARTS = [[4, 0, 1], [3, 2], []]
 """Rank 2 has nothing to read; parameter 0 has no elements."""
 
 
-NAMED = "rank {}".format
+rank_name = "rank {}".format
 
 
-def _told(states: States) -> Any:
+def _table_of(states: States) -> Any:
     return json.loads(json.dumps(table(states)))
 
 
 def _share(states: States, readers: Readers | None) -> States:
     tables = exchange.gather(table(states) if readers else None)
-    return share(states, prepare(states, tables, readers, NAMED), NAMED)
+    return share(states, prepare(states, tables, readers, rank_name), rank_name)
 
 
 def _shared(rank: int, _: int, piece: int, packed_below: int) -> States:
@@ -94,17 +94,17 @@ def _shared(rank: int, _: int, piece: int, packed_below: int) -> States:
 @pytest.mark.parametrize("piece", [16, 37, 1 << 20])
 @pytest.mark.parametrize("packed_below", [0, 10, 1 << 20])
 def test_all_readers_have_what_each_has_read(ranks: RankProcesses, piece: int, packed_below: int) -> None:
-    for found in ranks.run(3, _shared, piece, packed_below):
-        assert sorted(found) == [0, 1, 2, 3, 4]
-        for number, (tensor, values) in found.items():
-            own, expected = _state(number)
-            assert tensor.dtype == own.dtype
-            assert torch.equal(tensor, own)
+    for received in ranks.run(3, _shared, piece, packed_below):
+        assert sorted(received) == [0, 1, 2, 3, 4]
+        for number, (tensor, values) in received.items():
+            written_tensor, expected = _state(number)
+            assert tensor.dtype == written_tensor.dtype
+            assert torch.equal(tensor, written_tensor)
             assert list(values) == list(expected)
             assert torch.equal(values["exp_avg"], expected["exp_avg"])  # type: ignore[arg-type]
             assert values["step"].shape == ()
             rest = ["lr", "nan", "whole", "yes", "none"]
-            assert repr([values[one] for one in rest]) == repr([expected[one] for one in rest])
+            assert repr([values[index] for index in rest]) == repr([expected[index] for index in rest])
 
 
 def _apart(rank: int, _: int) -> States:
@@ -115,26 +115,26 @@ def _apart(rank: int, _: int) -> States:
 
 
 def test_ranks_without_others_keep_what_they_have_read(ranks: RankProcesses) -> None:
-    assert [sorted(found) for found in ranks.run(3, _apart)] == [[0], [1, 2], [1, 2]]
+    assert [sorted(received) for received in ranks.run(3, _apart)] == [[0], [1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize(
-    "told",
+    "table",
     [None, 3, [3], [[1, "", "float32"]], [[1, "", "object", [2], None]], [[1, "step", "float32", [2], None]]],
     ids=["none", "number", "no-list", "short", "type", "no-tensor"],
 )
-def test_a_table_that_is_not_one_is_refused(told: object) -> None:
+def test_a_table_that_is_not_one_is_refused(table: object) -> None:
     readers = Readers([0, 1], 0, cast("dist.ProcessGroup", None), CPU)
-    said = "rank 1 does not say what it has read from the shadow nodes"
-    with pytest.raises(ExchangeError, match=said):
-        prepare({0: _state(2)}, [_told({0: _state(2)}), told], readers, NAMED)
+    message = "rank 1 does not say what it has read from the shadow nodes"
+    with pytest.raises(ExchangeError, match=message):
+        prepare({0: _state(2)}, [_table_of({0: _state(2)}), table], readers, rank_name)
 
 
 def test_what_two_ranks_have_read_is_refused() -> None:
     """Each of many ranks would send and keep a large embedding."""
     readers = Readers([0, 1], 0, cast("dist.ProcessGroup", None), CPU)
     with pytest.raises(ExchangeError, match="rank 1 has read parameter 7, as another rank has"):
-        prepare({7: _state(2)}, [_told({7: _state(2)})] * 2, readers, NAMED)
+        prepare({7: _state(2)}, [_table_of({7: _state(2)})] * 2, readers, rank_name)
 
 
 def _damaged(rank: int, _: int, damaged: int) -> str:
@@ -151,11 +151,11 @@ def _damaged(rank: int, _: int, damaged: int) -> str:
 
 
 def test_all_ranks_learn_that_one_has_received_something_else(ranks: RankProcesses) -> None:
-    said = (
+    message = (
         "rank 1 has received other state than rank 0 has read from the shadow nodes: the network or the "
         "memory of one of them is at fault"
     )
-    assert ranks.run(2, _damaged, 1) == [said, said]
+    assert ranks.run(2, _damaged, 1) == [message, message]
 
 
 def _fails(rank: int, ranks: int) -> tuple[str, bool]:
@@ -168,8 +168,8 @@ def _fails(rank: int, ranks: int) -> tuple[str, bool]:
 
 
 def test_no_rank_waits_for_one_without_memory(ranks: RankProcesses) -> None:
-    (trouble, unread), other = ranks.run(2, _fails)
-    assert (trouble, unread) == other
+    (trouble, unread), peer_result = ranks.run(2, _fails)
+    assert (trouble, unread) == peer_result
     assert "MemoryError: 4 GiB" in trouble
     assert not unread
 
@@ -178,19 +178,19 @@ def test_all_memory_of_an_exchange_is_there_before_it(monkeypatch: pytest.Monkey
     """A rank without memory for it would keep the others waiting."""
     states = {0: _state(2)}, {1: _state(3)}
     readers = Readers([0, 1], 0, cast("dist.ProcessGroup", None), CPU)
-    parts = prepare(states[0], [_told(one) for one in states], readers, NAMED)
+    parts = prepare(states[0], [_table_of(rank_states) for rank_states in states], readers, rank_name)
     assert parts is not None
 
-    def none(*_: object, **__: object) -> torch.Tensor:
+    def fail_allocation(*_: object, **__: object) -> torch.Tensor:
         raise MemoryError
 
-    class Done:
+    class Work:
         def wait(self) -> None:
             """Return at once."""
 
     for name in ("empty", "zeros"):
-        monkeypatch.setattr(torch, name, none)
-    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: Done())
+        monkeypatch.setattr(torch, name, fail_allocation)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: Work())
     parts.exchange()
 
 
@@ -201,10 +201,10 @@ def test_what_no_rank_has_read_is_an_error() -> None:
     start = Start(plan)
     parameters = [Parameter.of(f"p{number}", (3,), (1,), "float32") for number in range(3)]
     states = {number: _state(number) for number in (0, 1)}
-    got = Fetched(parameters, states, pb.IterationRecord(), pb.OptimizerSpec(), True, frozenset(range(3)))
+    fetched = Fetched(parameters, states, pb.IterationRecord(), pb.OptimizerSpec(), True, frozenset(range(3)))
     watched = cast("Watched", None)  # nothing of it is touched
     with pytest.raises(FetchError, match="the ranks have read 2 of 3 parameters, and not p2"):
-        from_nodes.install(place, watched, start, got)
+        from_nodes.install(place, watched, start, fetched)
 
 
 def _restored(
@@ -233,17 +233,17 @@ def _restored(
     return with_readers, result, trouble
 
 
-@pytest.mark.parametrize(("bad", "asked"), [(9, [True]), (1, [True, False])], ids=["parts", "refused"])
+@pytest.mark.parametrize(("bad", "requests"), [(9, [True]), (1, [True, False])], ids=["parts", "refused"])
 def test_each_rank_reads_all_if_the_part_of_one_is_refused(
-    ranks: RankProcesses, bad: int, asked: list[bool]
+    ranks: RankProcesses, bad: int, requests: list[bool]
 ) -> None:
-    assert ranks.run(3, _restored, bad, FetchError) == [(asked, [0, 1, 2], "")] * 3
+    assert ranks.run(3, _restored, bad, FetchError) == [(requests, [0, 1, 2], "")] * 3
 
 
 def test_state_that_does_not_fit_is_not_read_again(ranks: RankProcesses) -> None:
-    for asked, found, trouble in ranks.run(3, _restored, 1, InstallError):
-        assert asked == [True]
-        assert found is None
+    for requests, extra, trouble in ranks.run(3, _restored, 1, InstallError):
+        assert requests == [True]
+        assert extra is None
         assert "parameter 2 is not of shard 0" in trouble
 
 

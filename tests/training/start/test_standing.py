@@ -41,7 +41,7 @@ def ddp() -> Iterator[DistributedDataParallel]:
 
 
 @pytest.fixture
-def held(ddp: DistributedDataParallel) -> Iterator[ModelStanding]:
+def protected_standing(ddp: DistributedDataParallel) -> Iterator[ModelStanding]:
     standing = ModelStanding.of(DdpModel(ddp))
     standing.hold()
     yield standing
@@ -59,29 +59,29 @@ def test_what_was_restored_is_kept_for_its_own_model_and_taken_once(ddp: Distrib
 
 def test_connections_to_nodes_are_kept_on_the_first_rank(ddp: DistributedDataParallel) -> None:
     standing, start = ModelStanding.of(DdpModel(ddp)), Start(plan_new_run(3, ""))
-    kept = Stubs(job(), None)
-    standing.restored(start, kept, first=True)
-    assert standing.take_stubs(job(), None) is kept
-    assert standing.take_stubs(job(), None) is not kept
-    standing.restored(start, kept, first=False)
-    assert standing.take_stubs(job(), None) is not kept
-    assert_closed(kept)
+    stubs = Stubs(job(), None)
+    standing.restored(start, stubs, first=True)
+    assert standing.take_stubs(job(), None) is stubs
+    assert standing.take_stubs(job(), None) is not stubs
+    standing.restored(start, stubs, first=False)
+    assert standing.take_stubs(job(), None) is not stubs
+    assert_closed(stubs)
 
 
 def test_connections_are_not_kept_for_another_job(ddp: DistributedDataParallel) -> None:
-    standing, kept = ModelStanding.of(DdpModel(ddp)), Stubs(job(), None)
-    standing.restored(Start(plan_new_run(3, "")), kept, first=True)
+    standing, stubs = ModelStanding.of(DdpModel(ddp)), Stubs(job(), None)
+    standing.restored(Start(plan_new_run(3, "")), stubs, first=True)
     assert standing.take_stubs(job(nodes=3), None).job == job(nodes=3)
-    assert_closed(kept)
+    assert_closed(stubs)
 
 
 def test_connections_are_not_kept_for_other_keys(ddp: DistributedDataParallel, tmp_path: Path) -> None:
     standing = ModelStanding.of(DdpModel(ddp))
     keys = role_keys(job(), tmp_path / "keys", Role.TRAINER)
-    kept = Stubs(job(), None)
-    standing.restored(Start(plan_new_run(3, "")), kept, first=True)
+    stubs = Stubs(job(), None)
+    standing.restored(Start(plan_new_run(3, "")), stubs, first=True)
     assert standing.take_stubs(job(), keys).keys == keys
-    assert_closed(kept)
+    assert_closed(stubs)
 
 
 class _Assembled(Exception):
@@ -119,45 +119,49 @@ def assert_closed(stubs: Stubs) -> None:
         stubs.to(0).Status(pb.StatusRequest())
 
 
-def test_one_model_is_protected_at_a_time(ddp: DistributedDataParallel, held: ModelStanding) -> None:
+def test_one_model_is_protected_at_a_time(
+    ddp: DistributedDataParallel, protected_standing: ModelStanding
+) -> None:
     with pytest.raises(SessionError, match="this model is already protected"):
         ModelStanding.of(DdpModel(ddp))
     with pytest.raises(SessionError, match="this model is already protected"):
         ModelStanding.of(DdpModel(DistributedDataParallel(ddp.module)))
     with pytest.raises(SessionError, match="another model of this process is already protected"):
         ModelStanding.of(DdpModel(DistributedDataParallel(nn.Linear(4, 2))))
-    held.release()
-    assert ModelStanding.of(DdpModel(ddp)) is held
+    protected_standing.release()
+    assert ModelStanding.of(DdpModel(ddp)) is protected_standing
 
 
 def test_copies_of_a_protected_model_are_not_protected(
-    ddp: DistributedDataParallel, held: ModelStanding
+    ddp: DistributedDataParallel, protected_standing: ModelStanding
 ) -> None:
-    told: list[str] = []
+    calls: list[str] = []
     parameters = list(ddp.module.parameters())
-    listener = ClipListener(parameters, lambda: told.append("before"), lambda _, factor: told.append("after"))
+    listener = ClipListener(
+        parameters, lambda: calls.append("before"), lambda _, factor: calls.append("after")
+    )
     model = ddp.module
-    written = io.BytesIO()
-    torch.save([model, parameters], written)
-    written.seek(0)
-    read, _ = torch.load(written, weights_only=False)
-    for other in (copy.deepcopy(model), read):
-        assert attached(other, ModelStanding) is None
-        for parameter in other.parameters():
+    buffer = io.BytesIO()
+    torch.save([model, parameters], buffer)
+    buffer.seek(0)
+    read, _ = torch.load(buffer, weights_only=False)
+    for duplicate in (copy.deepcopy(model), read):
+        assert attached(duplicate, ModelStanding) is None
+        for parameter in duplicate.parameters():
             parameter.grad = torch.ones_like(parameter)
-        checkmate.clip_grad_norm_(other.parameters(), 1.0)
-    assert told == []
-    written = io.BytesIO()
-    torch.save(parameters, written)
-    written.seek(0)
-    torch.load(written, weights_only=True)
+        checkmate.clip_grad_norm_(duplicate.parameters(), 1.0)
+    assert calls == []
+    buffer = io.BytesIO()
+    torch.save(parameters, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     checkmate.clip_grad_norm_(parameters, 1.0)
-    assert told == ["before", "after"]
+    assert calls == ["before", "after"]
     listener.close()
     checkmate.clip_grad_norm_(parameters, 1.0)
-    assert told == ["before", "after"]
+    assert calls == ["before", "after"]
 
 
 @pytest.mark.parametrize("protected", [False, True])
