@@ -32,8 +32,8 @@ def test_no_command_needs_scapy() -> None:
         "from checkmate.cli.main import COMMANDS; "
         "[import_module(f'checkmate.cli.{module}') for module in COMMANDS.values()]"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr.decode()
 
 
 def test_validate_counts_what_a_job_has(job_file: Path) -> None:
@@ -77,8 +77,10 @@ def test_tls_files_that_do_not_exist_are_faults(tmp_path: Path, shared: bool) ->
     line = 1 + next(n for n, text in enumerate(place.read_text().splitlines()) if "ca.pem" in text)
     code, output = invoke("validate", file)
     assert code == 2
-    told = f"{place}:{line}: fabric.switches[0].tls.ca: {tmp_path / 'ca.pem'} cannot be read: No such file"
-    assert told in output
+    fault_text = (
+        f"{place}:{line}: fabric.switches[0].tls.ca: {tmp_path / 'ca.pem'} cannot be read: No such file"
+    )
+    assert fault_text in output
     assert invoke("plan", file)[0] == 0
 
 
@@ -86,24 +88,24 @@ def test_tls_files_that_do_not_exist_are_faults(tmp_path: Path, shared: bool) ->
 def test_faults_as_data(tmp_path: Path, command: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump({**job_data(), "channels": 0, "colour": 1}, sort_keys=False))
-    done = CliRunner().invoke(app, [command, str(file), "--json"])
-    found = json.loads(done.stdout)
-    assert done.exit_code == found["exit"] == 2
-    assert len(done.stdout.splitlines()) == 1
-    assert found["error"] == "2 faults in the job files"
-    assert [fault["path"] for fault in found["faults"]] == ["channels", "colour"]
-    line = found["faults"][0]["line"]
+    result = CliRunner().invoke(app, [command, str(file), "--json"])
+    document = json.loads(result.stdout)
+    assert result.exit_code == document["exit"] == 2
+    assert len(result.stdout.splitlines()) == 1
+    assert document["error"] == "2 faults in the job files"
+    assert [fault["path"] for fault in document["faults"]] == ["channels", "colour"]
+    line = document["faults"][0]["line"]
     assert file.read_text().splitlines()[line - 1] == "channels: 0"
-    assert found["faults"][0]["file"] == str(file)
-    assert found.get("valid") is (False if command == "validate" else None)
-    assert "channels: must be" in done.stderr
+    assert document["faults"][0]["file"] == str(file)
+    assert document.get("valid") is (False if command == "validate" else None)
+    assert "channels: must be" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["validate", "plan", "status", "remove"])
 def test_other_errors_as_data(tmp_path: Path, command: str) -> None:
-    done = CliRunner().invoke(app, [command, str(tmp_path), "--json"])
-    assert done.exit_code == 2
-    assert json.loads(done.stdout) == {
+    result = CliRunner().invoke(app, [command, str(tmp_path), "--json"])
+    assert result.exit_code == 2
+    assert json.loads(result.stdout) == {
         "version": 1,
         "error": f"no job file (*.yaml) in {tmp_path}",
         "exit": 2,
@@ -112,10 +114,10 @@ def test_other_errors_as_data(tmp_path: Path, command: str) -> None:
 
 
 def test_the_errors_of_labs_as_data() -> None:
-    done = CliRunner().invoke(app, ["lab", "run", "nowhere", "--json"])
-    found = json.loads(done.stdout)
-    assert (done.exit_code, found["exit"], found["faults"]) == (2, 2, [])
-    assert "no lab 'nowhere'" in found["error"]
+    result = CliRunner().invoke(app, ["lab", "run", "nowhere", "--json"])
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["exit"], document["faults"]) == (2, 2, [])
+    assert "no lab 'nowhere'" in document["error"]
 
 
 @pytest.mark.parametrize("command", ["validate", "plan", "consolidate", "doctor", "reset", "drain"])
@@ -124,8 +126,8 @@ def test_the_job_of_scripts_is_that_of_commands_by_default(
 ) -> None:
     monkeypatch.setenv(JOB_VARIABLE, str(tmp_path / "none.yaml"))
     more = {"consolidate": ["--out", str(tmp_path / "out")], "drain": ["--id", "0"]}.get(command, [])
-    done = CliRunner().invoke(app, [command, *more])
-    assert done.exit_code == 2 and "none.yaml" in done.output
+    result = CliRunner().invoke(app, [command, *more])
+    assert result.exit_code == 2 and "none.yaml" in result.output
 
 
 @pytest.mark.parametrize(
@@ -138,11 +140,11 @@ def test_the_job_of_scripts_is_that_of_commands_by_default(
     ],
 )
 def test_a_wrong_command_line_as_data(arguments: list[str], words: str) -> None:
-    done = entry(*arguments)
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["exit"], found["faults"]) == (2, 2, [])
-    assert words in found["error"]
-    assert "Usage: " in done.stderr
+    result = entry(*arguments)
+    document = json.loads(result.stdout)
+    assert (result.returncode, document["exit"], document["faults"]) == (2, 2, [])
+    assert words in document["error"]
+    assert "Usage: " in result.stderr
 
 
 def test_a_result_with_another_status_is_not_reported_as_an_error(
@@ -154,9 +156,9 @@ def test_a_result_with_another_status_is_not_reported_as_an_error(
     def command(as_json: bool) -> None:
         raise typer.Exit(9)
 
-    with pytest.raises(typer.Exit) as caught:
+    with pytest.raises(typer.Exit) as excinfo:
         command(as_json=True)
-    assert caught.value.exit_code == 9
+    assert excinfo.value.exit_code == 9
     assert tuple(capsys.readouterr()) == ("", "")
 
 
@@ -175,8 +177,8 @@ def entry(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_capacity_is_checked_where_another_file_is_faulty(tmp_path: Path) -> None:
     write_large(tmp_path / "large.yaml")
     (tmp_path / "wrong.yaml").write_text("job: wrong\n")
-    done = CliRunner().invoke(app, ["validate", str(tmp_path), "--json"])
-    faults = json.loads(done.stdout)["faults"]
+    result = CliRunner().invoke(app, ["validate", str(tmp_path), "--json"])
+    faults = json.loads(result.stdout)["faults"]
     assert [(Path(fault["file"]).name, fault["path"]) for fault in faults] == [
         ("large.yaml", "dp_groups"),  # boundaries
         ("large.yaml", "dp_groups"),  # incarnations
@@ -204,9 +206,9 @@ def test_more_than_a_table_holds_is_bad_input(tmp_path: Path) -> None:
     assert "280 incarnations entries needed, it holds 256" in " ".join(output.split())
     assert ": dp_groups: switch tor0" in " ".join(output.split())
     for command in ("validate", "plan"):
-        done = CliRunner().invoke(app, [command, str(file), "--json"])
-        assert done.exit_code == 2
-        faults = json.loads(done.stdout)["faults"]
+        result = CliRunner().invoke(app, [command, str(file), "--json"])
+        assert result.exit_code == 2
+        faults = json.loads(result.stdout)["faults"]
         assert [fault["message"].split(" entries")[0][-14:] for fault in faults] == [
             "280 boundaries",
             "0 incarnations",
@@ -247,10 +249,10 @@ def test_an_unreachable_switch_ends_with_3(job_file: Path, monkeypatch: pytest.M
     assert code == 3
     assert "127.0.0.1:1 doesn't answer" in " ".join(output.split())
     for command in ("status", "remove"):
-        done = CliRunner().invoke(app, [command, str(job_file), "--json"])
-        found = json.loads(done.stdout)
-        assert (done.exit_code, found["exit"], found["faults"]) == (3, 3, [])
-        assert "127.0.0.1:1 doesn't answer" in found["error"]
+        result = CliRunner().invoke(app, [command, str(job_file), "--json"])
+        document = json.loads(result.stdout)
+        assert (result.exit_code, document["exit"], document["faults"]) == (3, 3, [])
+        assert "127.0.0.1:1 doesn't answer" in document["error"]
 
 
 def test_shell_says_what_is_missing(job_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -277,14 +279,14 @@ def test_the_shell_warns_before_it_displaces_a_controller(
         "shell.ENVIRONMENT = pathlib.Path(sys.argv.pop()); main.app()"
     )
     command = [sys.executable, "-c", code, "shell", str(job_file), *options, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("started with -P -m p4runtime_sh --grpc-addr 127.0.0.1:9559")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("started with -P -m p4runtime_sh --grpc-addr 127.0.0.1:9559")
     warning = (
         "displaces any other controller of tor0: a `checkmate run` that serves it ends with exit status 5"
     )
-    assert (warning in done.stderr) == warns
-    assert len(done.stderr.splitlines()) == warns
+    assert (warning in result.stderr) == warns
+    assert len(result.stderr.splitlines()) == warns
 
 
 def test_lab_list_names_what_comes_with_checkmate() -> None:

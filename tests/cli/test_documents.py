@@ -43,8 +43,10 @@ def test_schemas_are_schemas(name: str) -> None:
 def test_each_command_with_json_has_a_schema() -> None:
     group: Any = typer.main.get_command(app)
     commands = {name: group.get_command(None, name) for name in COMMANDS}
-    commands |= {f"lab-{name}": one for name, one in commands.pop("lab").commands.items()}
-    with_json = {name for name, one in commands.items() if any("--json" in p.opts for p in one.params)}
+    commands |= {f"lab-{name}": subcommand for name, subcommand in commands.pop("lab").commands.items()}
+    with_json = {
+        name for name, subcommand in commands.items() if any("--json" in p.opts for p in subcommand.params)
+    }
     variants = {"error", "plan-capacity", "plan-pfc", "plan-bfrt"}
     assert with_json == DOCUMENTS.keys() - variants
 
@@ -68,7 +70,7 @@ def test_each_command_with_json_has_a_schema() -> None:
     ],
 )
 def test_documents_fit_their_schemas(job: Path, name: str, arguments: list[str]) -> None:
-    document = printed(*(job if one == "JOB" else one for one in arguments))
+    document = printed(*(job if argument == "JOB" else argument for argument in arguments))
     assert document["version"] == JSON_VERSION
     check_document(name, document)
 

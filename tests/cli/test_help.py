@@ -44,11 +44,11 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 @pytest.mark.parametrize("group", ["", "lab", "nccl"])
 def test_lists_of_commands_have_whole_summaries(group: str) -> None:
-    listed = " ".join(invoke(*group.split(), "--help")[1].partition("Options:")[2].split())
+    summaries = " ".join(invoke(*group.split(), "--help")[1].partition("Options:")[2].split())
     for command in COMMANDS:
         if command.partition(" ")[0] == group or not (group or " " in command):
             summary, *_ = " ".join(invoke(*command.split(), "--help")[1].split("\n\n")[1].split()).split(". ")
-            assert f" {command.split()[-1]} {summary}" in f" {listed}"
+            assert f" {command.split()[-1]} {summary}" in f" {summaries}"
 
 
 def test_commands_are_in_groups_that_say_what_they_are_for() -> None:
@@ -70,7 +70,7 @@ def test_arguments_are_called_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "meant"),
+    ("line", "suggestion"),
     [
         ("valdate job.yaml", "validate"),
         ("consolodate job.yaml", "consolidate"),
@@ -79,9 +79,9 @@ def test_arguments_are_called_the_same_everywhere() -> None:
         ("plan --capcity job.yaml", "--capacity"),
     ],
 )
-def test_what_was_mistyped_is_suggested(line: str, meant: str) -> None:
+def test_what_was_mistyped_is_suggested(line: str, suggestion: str) -> None:
     code, output = invoke(*line.split())
-    assert (code, meant in output.partition("No such")[2]) == (2, True), output
+    assert (code, suggestion in output.partition("No such")[2]) == (2, True), output
 
 
 @pytest.fixture
@@ -98,10 +98,10 @@ def folder(tmp_path: Path) -> Path:
 def shell(folder: Path, *command: str, **more: str) -> str:
     environment = {**os.environ, **more, "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder)}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60
     )
-    return done.stdout
+    return result.stdout
 
 
 @pytest.mark.parametrize(
@@ -120,17 +120,19 @@ def shell(folder: Path, *command: str, **more: str) -> str:
     ],
 )
 def test_bash_completes(folder: Path, words: list[str], offered: list[str]) -> None:
-    asked = "checkmate --show-completion; true"  # a further command, so that bash stays and is found
-    (folder / "script").write_text(shell(folder, "bash", "-c", asked))
-    found = shell(folder, "bash", "--norc", "-c", COMPLETED, "bash", "checkmate", *words)
-    assert found.splitlines() == offered
+    completion_command = (
+        "checkmate --show-completion; true"  # a further command, so that bash stays and is found
+    )
+    (folder / "script").write_text(shell(folder, "bash", "-c", completion_command))
+    completions = shell(folder, "bash", "--norc", "-c", COMPLETED, "bash", "checkmate", *words)
+    assert completions.splitlines() == offered
 
 
 def test_zsh_and_fish_complete(folder: Path) -> None:
     """As their scripts ask for it; `checkmate` is a command of this folder."""
     line = {"_TYPER_COMPLETE_ARGS": "checkmate validate jobs/"}
-    found = shell(folder, "checkmate", _CHECKMATE_COMPLETE="complete_zsh", **line)
-    assert '"jobs/gpt.yaml"\n"jobs/llama.yml"' in found
+    completions = shell(folder, "checkmate", _CHECKMATE_COMPLETE="complete_zsh", **line)
+    assert '"jobs/gpt.yaml"\n"jobs/llama.yml"' in completions
     fish = {"_CHECKMATE_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     assert shell(folder, "checkmate", **fish, **line).splitlines() == ["jobs/gpt.yaml", "jobs/llama.yml"]
 

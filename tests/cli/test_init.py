@@ -116,19 +116,19 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_at_a_question_ends_with_130(tmp_path: Path) -> None:
-    with AtTerminal([*COMMAND, "init", str(tmp_path / "gpt.yaml")]) as shown:
-        wait_until(lambda: "name of the job" in shown.words, "a question", 60)
-        shown.process.send_signal(signal.SIGINT)
-        assert shown.process.wait(60) == 130
+    with AtTerminal([*COMMAND, "init", str(tmp_path / "gpt.yaml")]) as terminal:
+        wait_until(lambda: "name of the job" in terminal.words, "a question", 60)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(60) == 130
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_d_at_a_question_is_an_error(tmp_path: Path) -> None:
-    with AtTerminal([*COMMAND, "init", str(tmp_path / "gpt.yaml")]) as shown:
-        wait_until(lambda: "name of the job" in shown.words, "a question", 60)
-        shown.type_keys("\x04")
-        assert shown.process.wait(60) == 1
-    assert "error: the answers ended before the last question" in shown.words
+    with AtTerminal([*COMMAND, "init", str(tmp_path / "gpt.yaml")]) as terminal:
+        wait_until(lambda: "name of the job" in terminal.words, "a question", 60)
+        terminal.type_keys("\x04")
+        assert terminal.process.wait(60) == 1
+    assert "error: the answers ended before the last question" in terminal.words
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,10 +141,10 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, pages: int, name: 
     try:
         (disk / "other").write_text("x")
         status, output = invoke("init", disk / "gpt.yaml")
-        left = [one.name for one in disk.iterdir()]
+        names = [entry.name for entry in disk.iterdir()]
     finally:
         mounts.unmount_below(tmp_path)
-    assert (status, left) == (2, ["other"])
+    assert (status, names) == (2, ["other"])
     assert f"{name} cannot be written: No space left on device" in output
 
 
@@ -159,18 +159,18 @@ def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
         os.close(side)
         # Ctrl-D at the end: no question waits.
         os.write(terminal, b"m\xc3\xa9\nllama\n0\n1\ngpu0,gpu1\n\n\n4\nbmv2\n\n\x04")
-        said = b""
+        output = b""
         try:
             while piece := os.read(terminal, 4096):
-                said += piece
+                output += piece
         except OSError:  # the terminal's end, once the process has closed it
-            assert process.wait(timeout=60) == 0, said
+            assert process.wait(timeout=60) == 0, output
     os.close(terminal)
     job = read_job(tmp_path / "gpt.yaml")
     assert (job.job, job.channels, job.fabric.switches[0].target) == ("llama", 4, "bmv2")
     assert [rank.mgmt for rank in job.dp_groups[0].ranks] == ["gpu0", "gpu1"]
     assert [len(node.nics) for node in job.shadow_nodes] == [2]
-    assert said.count(b"hosts of ranks (their number") == 3
-    assert said.count(b"name of the job") == 2
-    assert said.count(b"must be a number from 2 to 500") == 2
-    assert b"NICs of" not in said
+    assert output.count(b"hosts of ranks (their number") == 3
+    assert output.count(b"name of the job") == 2
+    assert output.count(b"must be a number from 2 to 500") == 2
+    assert b"NICs of" not in output

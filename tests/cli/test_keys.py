@@ -56,16 +56,16 @@ def test_keys_are_made_where_the_job_has_them(tmp_path: Path) -> None:
 
 
 def test_the_keys_as_data(jobs: Path) -> None:
-    found = []
+    documents = []
     for _ in range(2):
         code, output = invoke("keys", jobs / "gpt.yaml", "--out", jobs / "elsewhere", "--json")
         assert code == 0
-        found.append(json.loads(output))
-    first, again = found
-    ((keys,), (kept,)) = first["keys"], again["keys"]
+        documents.append(json.loads(output))
+    first, again = documents
+    ((keys,), (kept_keys,)) = first["keys"], again["keys"]
     assert (keys["job"], keys["folder"]) == ("gpt", str(jobs / "elsewhere/gpt"))
     assert keys["authority"]["folder"] == str(jobs / "elsewhere/gpt/authority")
-    assert keys["authority"]["made"] == kept["authority"]["kept"] == ["ca.pem", "ca.key"]
+    assert keys["authority"]["made"] == kept_keys["authority"]["kept"] == ["ca.pem", "ca.key"]
     hosts = {role["role"]: role["hosts"] for role in keys["roles"]}
     assert hosts == {
         "controller": [],
@@ -73,11 +73,11 @@ def test_the_keys_as_data(jobs: Path) -> None:
         "shadow": ["192.168.100.0", "192.168.100.1"],
         "reader": [],
     }
-    for one, other in zip(keys["roles"], kept["roles"], strict=True):
-        assert one["made"] == other["kept"] == [Path(file).name for file in one["made"]]
-        assert one["kept"] == other["made"] == []
-        assert one["valid_until"] == other["valid_until"]
-        assert contents(Path(one["folder"])).keys() == set(one["made"])
+    for made_role, kept_role in zip(keys["roles"], kept_keys["roles"], strict=True):
+        assert made_role["made"] == kept_role["kept"] == [Path(file).name for file in made_role["made"]]
+        assert made_role["kept"] == kept_role["made"] == []
+        assert made_role["valid_until"] == kept_role["valid_until"]
+        assert contents(Path(made_role["folder"])).keys() == set(made_role["made"])
     assert not (jobs / "keys").exists()
 
 
@@ -106,11 +106,11 @@ def test_jobs_with_a_fault_get_no_keys(jobs: Path) -> None:
 def test_an_error_of_keys_is_data_too(jobs: Path) -> None:
     invoke("keys", jobs / "gpt.yaml")
     (jobs / "keys/gpt/authority/ca.key").unlink()
-    done = CliRunner().invoke(app, ["keys", "--json", str(jobs)])
+    result = CliRunner().invoke(app, ["keys", "--json", str(jobs)])
     error = f"{jobs}/keys/gpt/authority/ca.key is missing; put the authority's own file back"
-    assert done.exit_code == 2
-    assert json.loads(done.stdout) == {"version": 1, "error": error, "exit": 2, "faults": []}
-    assert error in plain(done.stderr)
+    assert result.exit_code == 2
+    assert json.loads(result.stdout) == {"version": 1, "error": error, "exit": 2, "faults": []}
+    assert error in plain(result.stderr)
     assert not (jobs / "keys/llama").exists()
 
 
@@ -131,7 +131,7 @@ def test_an_interrupted_command_leaves_nothing(jobs: Path, number: int, status: 
         "main()\n"
     )
     command = [sys.executable, "-c", code, "keys", str(jobs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, "Traceback" in result.stderr) == (status, False), result.stderr
     assert {path.name for path in jobs.iterdir()} == {"gpt.yaml", "llama.yaml"}
     assert invoke("keys", jobs)[0] == 0

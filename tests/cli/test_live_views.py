@@ -42,22 +42,22 @@ def switch(port: int) -> Iterator[None]:
 
 def log_lines(lines: list[str]) -> list[str]:
     """Return each log line, put together from its rows: the further ones begin below the message."""
-    found: list[str] = []
+    log: list[str] = []
     open_ = False
     for line in lines:
         if re.match(TIME, line):
-            found.append(line)
+            log.append(line)
             open_ = True
         elif open_ and line.startswith(" " * 20):
-            found[-1] += f" {line.strip()}"
+            log[-1] += f" {line.strip()}"
         else:
             open_ = False
-    return found
+    return log
 
 
-def has(shown: AtTerminal, words: str, times: int) -> bool:
+def has(terminal: AtTerminal, words: str, times: int) -> bool:
     """Return whether some words are at the terminal so often, however they are wrapped."""
-    return shown.words.count(words) == times
+    return terminal.words.count(words) == times
 
 
 def below(lines: list[str], title: str) -> list[str]:
@@ -75,26 +75,26 @@ def test_restarts_of_a_switch_leave_log_and_view_whole(tmp_path: Path, columns: 
     with ExitStack() as stack:
         up = stack.enter_context(ExitStack())
         up.enter_context(switch(port))
-        shown = stack.enter_context(AtTerminal([*COMMAND, "run", str(file)], columns=columns))
-        wait_until(lambda: "copies lost" in shown.words, "the view")
+        terminal = stack.enter_context(AtTerminal([*COMMAND, "run", str(file)], columns=columns))
+        wait_until(lambda: "copies lost" in terminal.words, "the view")
         for number in range(1, restarts + 1):
             up.close()
-            wait_until(partial(has, shown, "trying again", number))
+            wait_until(partial(has, terminal, "trying again", number))
             up.enter_context(switch(port))
-            wait_until(partial(has, shown, "is back: ", number))
+            wait_until(partial(has, terminal, "is back: ", number))
             time.sleep(2.5)  # the view is drawn again, and again
-        assert shown.end() == 0
-        lines = shown.lines
-    said = [line for line in log_lines(lines) if "without keys" not in line]
-    assert len(said) == 2 * restarts, said
-    for gone, back in zip(said[::2], said[1::2], strict=True):
-        assert re.fullmatch(rf"{TIME} .*switch tor0.*; trying again until it is back", gone), gone
+        assert terminal.end() == 0
+        lines = terminal.lines
+    messages = [line for line in log_lines(lines) if "without keys" not in line]
+    assert len(messages) == 2 * restarts, messages
+    for loss, back in zip(messages[::2], messages[1::2], strict=True):
+        assert re.fullmatch(rf"{TIME} .*switch tor0.*; trying again until it is back", loss), loss
         assert re.fullmatch(rf"{TIME} switch tor0 is back: \d+ updates written", back), back
     view = below(lines, "switch tor0: copies lost: ")
     assert below(view, "switch tor0 (softswitch), job demo")
     assert not re.search(TIME, "\n".join(view))
     assert sum("NIC" in line for line in lines) == sum("NIC" in line for line in view) == heads
-    assert has(shown, "copies lost", 1)
+    assert has(terminal, "copies lost", 1)
 
 
 @pytest.mark.slow
@@ -105,9 +105,9 @@ def test_restarts_of_training_leave_log_and_view_whole(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(data_of(job, exclude_none=True)))
     restarts = 3
     with ExitStack() as stack:
-        shown = stack.enter_context(AtTerminal([*COMMAND, "shadow", str(file), "--id", "0"], columns=80))
-        wait_until(lambda: "waiting for training" in shown.words, "the view")
-        assert "shard" not in shown.words
+        terminal = stack.enter_context(AtTerminal([*COMMAND, "shadow", str(file), "--id", "0"], columns=80))
+        wait_until(lambda: "waiting for training" in terminal.words, "the view")
+        assert "shard" not in terminal.words
         copies = Copies(job)
         stack.callback(copies.close)
         for number in range(restarts):
@@ -116,17 +116,17 @@ def test_restarts_of_training_leave_log_and_view_whole(tmp_path: Path) -> None:
             training.begin([0], run=f"run {number}", generation=number)
             training.seed_all()
             wait_until(lambda: status(job, 0).holds[0].live, "live")
-            assert "iteration -1" not in shown.words
+            assert "iteration -1" not in terminal.words
             training.iterate()
             wait_until(lambda: status(job, 0).holds[0].stepped == 0, "stepped")
             time.sleep(1.5)
             training.close()
-        assert shown.end() == 0
-        lines = shown.lines
-    said = [line[20:] for line in log_lines(lines) if "without keys" not in line]
+        assert terminal.end() == 0
+        lines = terminal.lines
+    messages = [line[20:] for line in log_lines(lines) if "without keys" not in line]
     for number in range(restarts):
-        assert said.count(f"DP group 0: incarnation {number} begins at iteration 0") == 1, said
-    assert said.count("DP group 0, shard 0: live before iteration 0") == restarts, said
+        assert messages.count(f"DP group 0: incarnation {number} begins at iteration 0") == 1, messages
+    assert messages.count("DP group 0, shard 0: live before iteration 0") == restarts, messages
     view = below(lines, f"shadow node 0, job {job.job}")
     assert sum("received" in line for line in lines) == 1
     assert not re.search(TIME, "\n".join(view))

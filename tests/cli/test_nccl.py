@@ -17,10 +17,10 @@ def test_the_shell_gets_the_variables_of_the_plugin(tmp_path: Path) -> None:
     code, output = invoke("nccl", "build", "--cache", tmp_path / "my cache")
     assert code == 0, output
     exports = [line.removeprefix("export ") for line in output.splitlines() if line.startswith("export ")]
-    found = dict(shlex.split(line)[0].split("=", 1) for line in exports)
+    variables = dict(shlex.split(line)[0].split("=", 1) for line in exports)
     (plugin,) = (tmp_path / "my cache").iterdir()
-    assert found["NCCL_NET_PLUGIN"] == found["NCCL_PROFILER_PLUGIN"] == str(plugin)
-    assert list(environment_troubles(found, plugin, 1)) == []
+    assert variables["NCCL_NET_PLUGIN"] == variables["NCCL_PROFILER_PLUGIN"] == str(plugin)
+    assert list(environment_troubles(variables, plugin, 1)) == []
 
 
 def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

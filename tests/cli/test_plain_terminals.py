@@ -70,14 +70,14 @@ def environ(**changes: str) -> dict[str, str]:
 
 
 def piped(lines: Sequence[Sequence[str]], **changes: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", ALL, json.dumps(lines)],
         capture_output=True,
         env=environ(**changes),
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.decode("ascii" if changes else "utf-8")
+    assert result.returncode == 0, result.stderr
+    return result.stdout.decode("ascii" if changes else "utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +109,17 @@ def test_no_figure_is_cut_and_no_character_garbled(
     lines: Sequence[Sequence[str]], whole: str, columns: int, changes: Mapping[str, str]
 ) -> None:
     line = [sys.executable, "-c", ALL, json.dumps(lines)]
-    with AtTerminal(line, columns=columns, rows=50, environ=changes) as shown:
-        assert shown.process.wait(100) == 0, shown.words
-        shown.end()
-        raw, words = shown.raw, shown.words
+    with AtTerminal(line, columns=columns, rows=50, environ=changes) as terminal:
+        assert terminal.process.wait(100) == 0, terminal.words
+        terminal.end()
+        raw, words = terminal.raw, terminal.words
     text = raw.decode("ascii" if changes else "utf-8")
     assert "Traceback" not in text and "…" not in text
     tight = "".join(words.split())
-    cut = [
+    broken = [
         word for word in whole.split() if word.isascii() and any(map(str.isdigit, word)) and word not in tight
     ]
-    assert not cut
+    assert not broken
     if changes:
         assert "+" + "-" * 5 in text and "\\u2" not in text
         assert r"j\xf6b.yaml" in tight or "demo: valid" in words
@@ -129,25 +129,25 @@ def test_status_is_whole_on_any_terminal(tmp_path: Path) -> None:
     port = free_port()
     file = write_job(tmp_path, f"127.0.0.1:{port}")
     with switch(port):
-        with AtTerminal([*COMMAND, "run", "--once", str(file)], environ={"TERM": "dumb"}) as shown:
-            assert shown.process.wait(60) == 0
-            shown.end()
-            assert b"\x1b" not in shown.raw and b"\r\n\r\n" not in shown.raw
-            assert any(line.startswith("switch tor0: program loaded, ") for line in shown.lines)
+        with AtTerminal([*COMMAND, "run", "--once", str(file)], environ={"TERM": "dumb"}) as terminal:
+            assert terminal.process.wait(60) == 0
+            terminal.end()
+            assert b"\x1b" not in terminal.raw and b"\r\n\r\n" not in terminal.raw
+            assert any(line.startswith("switch tor0: program loaded, ") for line in terminal.lines)
         line = [*COMMAND, "status", str(file)]
-        found = {}
+        words_by_width = {}
         for columns in (20, 60, 76, 100):
-            with AtTerminal(line, columns=columns, environ={"LANG": "C"}) as shown:
-                assert shown.process.wait(60) == 0
-                shown.end()
-                found[columns] = shown.words
-        done = subprocess.run(line, capture_output=True, env=environ(COLUMNS="40"), text=True, check=False)
-    for words in (*found.values(), done.stdout):
-        assert words.isascii() or words is done.stdout
-        for named in ("lost", "bytes", "packets", "connected", "10.0.64.1", "10.0.64.2"):
-            assert named in "".join(words.split()), (named, words)
-    assert "side: first" in found[60] and "side: first" not in found[76]
-    assert max(map(len, done.stdout.splitlines())) <= 40
+            with AtTerminal(line, columns=columns, environ={"LANG": "C"}) as terminal:
+                assert terminal.process.wait(60) == 0
+                terminal.end()
+                words_by_width[columns] = terminal.words
+        result = subprocess.run(line, capture_output=True, env=environ(COLUMNS="40"), text=True, check=False)
+    for words in (*words_by_width.values(), result.stdout):
+        assert words.isascii() or words is result.stdout
+        for figure in ("lost", "bytes", "packets", "connected", "10.0.64.1", "10.0.64.2"):
+            assert figure in "".join(words.split()), (figure, words)
+    assert "side: first" in words_by_width[60] and "side: first" not in words_by_width[76]
+    assert max(map(len, result.stdout.splitlines())) <= 40
 
 
 def test_the_locale_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,11 +167,11 @@ def test_drawings_have_similar_characters() -> None:
 
 
 def test_a_name_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
-    line = [*(one.encode() for one in COMMAND), b"validate", bytes(tmp_path) + b"/\xe9.yaml"]
-    done = subprocess.run(line, capture_output=True, env=environ(), check=False)
-    assert done.returncode == 2
-    assert b"Traceback" not in done.stderr
-    assert rb"\udce9.yaml" in done.stderr
+    line = [*(argument.encode() for argument in COMMAND), b"validate", bytes(tmp_path) + b"/\xe9.yaml"]
+    result = subprocess.run(line, capture_output=True, env=environ(), check=False)
+    assert result.returncode == 2
+    assert b"Traceback" not in result.stderr
+    assert rb"\udce9.yaml" in result.stderr
 
 
 @pytest.mark.parametrize("late", [0.05, 60.0])
@@ -179,33 +179,33 @@ def test_a_long_wait_is_named_where_nothing_can_be_replaced(
     late: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consoles, "LATE_SECONDS", late)
-    written = io.StringIO()
-    with consoles.spinner_or_line(Console(file=written), "asking the nodes") as wait:
+    output = io.StringIO()
+    with consoles.spinner_or_line(Console(file=output), "asking the nodes") as wait:
         wait.update("asking node 1")
         if late < 1:
-            wait_until(lambda: bool(written.getvalue()), "a line")
-    assert written.getvalue() == ("asking node 1 ...\n" if late < 1 else "")
+            wait_until(lambda: bool(output.getvalue()), "a line")
+    assert output.getvalue() == ("asking node 1 ...\n" if late < 1 else "")
 
 
 def test_no_text_of_others_steers_a_terminal() -> None:
-    written = io.StringIO()
-    console = consoles.text_console(file=written, force_terminal=True, width=60)
+    output = io.StringIO()
+    console = consoles.text_console(file=output, force_terminal=True, width=60)
     table = Table("file")
     table.add_row("a\x1b[2J\u202eb")
     console.print(table, Text("c\x1b]0;title\x07d"), "e\x9bf", markup=False)
-    shown = written.getvalue()
-    assert "\x1b[2J" not in shown
-    assert "\x1b]" not in shown
-    assert all(one.isprintable() or one in "\n\x1b" for one in shown)
-    assert r"a\x1b" in shown
-    assert r"c\x1b]0;title" in shown
+    text = output.getvalue()
+    assert "\x1b[2J" not in text
+    assert "\x1b]" not in text
+    assert all(character.isprintable() or character in "\n\x1b" for character in text)
+    assert r"a\x1b" in text
+    assert r"c\x1b]0;title" in text
 
 
 def test_a_file_whose_name_steers_a_terminal_is_shown_with_escapes(tmp_path: Path) -> None:
     (tmp_path / "a\x1b[2J\nforged: line.yaml").write_text("job: [")
-    done = subprocess.run(
+    result = subprocess.run(
         [*COMMAND, "validate", str(tmp_path)], capture_output=True, text=True, env=environ(), check=False
     )
-    assert done.returncode == 2
-    assert "\x1b" not in done.stdout + done.stderr
-    assert not any(line.startswith("forged") for line in done.stderr.splitlines())
+    assert result.returncode == 2
+    assert "\x1b" not in result.stdout + result.stderr
+    assert not any(line.startswith("forged") for line in result.stderr.splitlines())

@@ -27,8 +27,8 @@ SECONDS = 30.0
 
 @pytest.mark.parametrize("command", [["validate"], ["plan"], ["status"], ["remove"], ["run", "--once"]])
 def test_commands_refuse_what_is_not_granted(tmp_path: Path, command: list[str]) -> None:
-    one, two = job_data("one"), job_data("two", number=1)
-    fabric = write(tmp_path, fabric_of(one, two), "fabric.yaml")
+    first, two = job_data("one"), job_data("two", number=1)
+    fabric = write(tmp_path, fabric_of(first, two), "fabric.yaml")
     job = write(tmp_path, edited(two, PORT, 1))
     status, output = invoke(*command, job, "--fabric", fabric)
     assert status == 2
@@ -50,7 +50,7 @@ def test_validate_accepts_what_is_granted(tmp_path: Path) -> None:
     assert (status, "no job file" in output) == (2, True)
 
 
-def held(switch: Switch) -> Holdings:
+def holdings_of(switch: Switch) -> Holdings:
     async def read() -> Holdings:
         async with SwitchSession(switch, Codec.for_switch(switch)) as session:
             return await session.read()
@@ -74,24 +74,24 @@ def test_a_job_that_claims_too_much_while_it_runs_changes_nothing(tmp_path: Path
     folder.mkdir()
     log = tmp_path / "log"
     with softswitch("--no-p4") as switch:
-        one, two = on(switch, job_data("one")), on(switch, job_data("two", number=1))
-        fabric = write(tmp_path, fabric_of(one, two), "fabric.yaml")
-        write(folder, one, "1.yaml")
+        first, two = on(switch, job_data("one")), on(switch, job_data("two", number=1))
+        fabric = write(tmp_path, fabric_of(first, two), "fabric.yaml")
+        write(folder, first, "1.yaml")
         write(folder, two, "2.yaml")
         command = [*COMMAND, "run", "--insecure", "--no-view", "--fabric", str(fabric), str(folder)]
         with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
             try:
                 until(lambda: "serving" in log.read_text())
-                before = held(switch)
+                before = holdings_of(switch)
                 write(folder, edited(two, PORT, 1), "2.yaml")
                 until(lambda: "is granted to job 'one'" in log.read_text())
                 until(lambda: "job files or keys changed: 0 updates written" in log.read_text())
-                assert held(switch).entries == before.entries
-                assert held(switch).groups == before.groups
-                write(folder, {**one, "channels": 2}, "1.yaml")
-                until(lambda: held(switch).entries != before.entries)
-                ours = {entry for entry in before.entries.values() if entry.table == "sources"}
-                assert ours <= set(held(switch).entries.values())
+                assert holdings_of(switch).entries == before.entries
+                assert holdings_of(switch).groups == before.groups
+                write(folder, {**first, "channels": 2}, "1.yaml")
+                until(lambda: holdings_of(switch).entries != before.entries)
+                own_sources = {entry for entry in before.entries.values() if entry.table == "sources"}
+                assert own_sources <= set(holdings_of(switch).entries.values())
             finally:
                 process.terminate()
     assert "Traceback" not in log.read_text()

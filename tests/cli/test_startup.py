@@ -35,12 +35,12 @@ def test_an_output_that_cannot_be_written_is_one_line(
     job = str(write(tmp_path, job_data()))
     command = [*COMMAND, *(job if word == "JOB" else word for word in arguments.split())]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
+        result = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment
         )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: the output can't be written: No space left on device"
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "error: the output can't be written: No space left on device"
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -48,11 +48,11 @@ def test_a_closed_pipe_is_no_error_to_tell(unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(
+    result = subprocess.run(
         [*COMMAND, "schema", "job"], stdout=writer, stderr=subprocess.PIPE, check=False, env=environment
     )
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (result.returncode, result.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_a_closed_pipe_is_no_error_to_tell(unbuffered: str) -> None:
 def test_a_command_needs_no_output(arguments: str, status: int, tmp_path: Path) -> None:
     """A supervisor may give it none."""
     line = shlex.join([*COMMAND, *arguments.replace("JOB", str(write(tmp_path, job_data()))).split()])
-    done = subprocess.run(["sh", "-c", f"{line} >&-"], stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == status, done.stderr
-    assert "Traceback" not in done.stderr
+    result = subprocess.run(["sh", "-c", f"{line} >&-"], stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == status, result.stderr
+    assert "Traceback" not in result.stderr
 
 
 _ENDS = """
@@ -81,13 +81,13 @@ entry.main()
 @pytest.mark.parametrize(("output", "status"), [("/dev/full", 1), ("/dev/null", 143)])
 def test_what_a_signal_leaves_is_written_before_the_end(output: str, status: int) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
-    with Path(output).open("w") as opened:
+    with Path(output).open("w") as file:
         command = [sys.executable, "-c", _ENDS]
-        done = subprocess.run(
-            command, stdout=opened, stderr=subprocess.PIPE, text=True, check=False, env=environment
+        result = subprocess.run(
+            command, stdout=file, stderr=subprocess.PIPE, text=True, check=False, env=environment
         )
-    told = ["error: the output can't be written: No space left on device"] * (status == 1)
-    assert (done.returncode, done.stderr.splitlines()) == (status, told)
+    errors = ["error: the output can't be written: No space left on device"] * (status == 1)
+    assert (result.returncode, result.stderr.splitlines()) == (status, errors)
 
 
 _FULL_DISK = """
@@ -109,14 +109,14 @@ entry.main()
 
 def test_a_disk_that_is_full_is_not_taken_for_the_output() -> None:
     command = [sys.executable, "-c", _FULL_DISK, "/run/labs/demo", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     message = "/run/labs/demo can't be written: No space left on device"
-    assert (done.returncode, done.stderr) == (1, f"error: {message}\n")
-    assert json.loads(done.stdout)["error"] == message
+    assert (result.returncode, result.stderr) == (1, f"error: {message}\n")
+    assert json.loads(result.stdout)["error"] == message
     with Path("/dev/full").open("w") as full:
         command[-1] = "print"
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.stderr == f"error: {message}\n"
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.stderr == f"error: {message}\n"
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_a_disk_that_is_full_is_not_taken_for_the_output() -> None:
 def test_a_command_starts_without_torch(arguments: str, tmp_path: Path) -> None:
     job = str(write(tmp_path, job_data()))
     command = [sys.executable, "-c", _SCRIPT, *(job if word == "JOB" else word for word in arguments.split())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("False\n"), done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.endswith("False\n"), result.stderr

@@ -15,9 +15,9 @@ from testbed.jobs import job_data, tofino_job_data
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "120"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "120"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
 
 
 def write(folder: Path, name: str = "job", **kwargs: Any) -> Path:
@@ -37,12 +37,12 @@ def test_limits_are_the_chips(tmp_path: Path, target: str) -> None:
         switch = {"front_panel": None, "ports": {f"{n}/0": 8 * n for n in range(1, 6)}}
     code, output, _ = invoke(write(tmp_path, target=target, switch=switch), "--json")
     assert code == 0
-    found = json.loads(output)["switches"]["tor0"]
-    assert found["target"] == target
-    assert found["limits"]["multicast groups"] == 65535
-    assert found["limits"]["multicast nodes"] == {"tofino": 20889, "tofino2": 26214}[target]
-    assert found["limits"]["replication"] == 8192
-    ports = {replica["port"] for group in found["groups"] for replica in group["replicas"]}
+    switch_report = json.loads(output)["switches"]["tor0"]
+    assert switch_report["target"] == target
+    assert switch_report["limits"]["multicast groups"] == 65535
+    assert switch_report["limits"]["multicast nodes"] == {"tofino": 20889, "tofino2": 26214}[target]
+    assert switch_report["limits"]["replication"] == 8192
+    ports = {replica["port"] for group in switch_report["groups"] for replica in group["replicas"]}
     assert ports == {"tofino": {128, 136, 144, 152, 160}, "tofino2": {8, 16, 24, 32, 40}}[target]
 
 
@@ -59,15 +59,15 @@ def test_pfc_as_text_is_for_people_and_for_a_shell(tmp_path: Path) -> None:
 
 def test_pfc_as_data(tmp_path: Path) -> None:
     code, output, _ = invoke(write(tmp_path, tag={"priority": 4}), "--pfc", "--json")
-    found = json.loads(output)
+    report = json.loads(output)
     assert code == 0
-    (switch,) = found["switches"].values()
+    (switch,) = report["switches"].values()
     assert (switch["priority"], switch["watchdog"], len(switch["senders"])) == (4, 200, 3)
     for sender in switch["senders"]:
         room = sender["headroom"]
         assert room["bytes"] == sum(v for k, v in room.items() if k not in ("bytes", "cells"))
         assert sender["admitted"] == switch["threshold"] + room["cells"]
-    assert [host["host"] for host in found["hosts"]] == [
+    assert [host["host"] for host in report["hosts"]] == [
         *(f"rank {number} of job" for number in range(3)),
         "shadow node 0 of job",
         "shadow node 0 of job",
@@ -121,10 +121,10 @@ def test_no_headroom_is_bad_input_at_its_place(tmp_path: Path) -> None:
 
 def test_two_priorities_on_one_dscp_are_bad_input(tmp_path: Path) -> None:
     write(tmp_path, "a")
-    other = write(tmp_path, "b", number=1, tag={"priority": 5})
+    second = write(tmp_path, "b", number=1, tag={"priority": 5})
     code, output, _ = invoke(tmp_path, "--pfc", "--json")
     (fault,) = json.loads(output)["faults"]
-    assert (code, fault["file"], fault["path"]) == (2, str(other), "tag.priority")
+    assert (code, fault["file"], fault["path"]) == (2, str(second), "tag.priority")
     assert "DSCP 0 would have priority 5 here and 3 in job 'a'" in fault["message"]
     assert invoke(tmp_path)[0] == 0  # without PFC they may
 

@@ -43,13 +43,13 @@ def first_cells(page: str) -> set[str]:
 
 def keys_of(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> set[str]:
     """Every key of a JSON schema: `dp_groups[].ranks`."""
-    found = set()
+    keys = set()
     for name, value in schema["properties"].items():
-        found.add(prefix + name)
+        keys.add(prefix + name)
         item = value.get("items", {}).get("$ref", "")
         if item:
-            found |= keys_of(definitions[item.rpartition("/")[2]], definitions, f"{prefix}{name}[].")
-    return found
+            keys |= keys_of(definitions[item.rpartition("/")[2]], definitions, f"{prefix}{name}[].")
+    return keys
 
 
 def test_the_example_of_a_topology_works() -> None:
@@ -87,8 +87,8 @@ def test_the_example_of_a_job_works(tmp_path: Path) -> None:
     for port in range(1, 5):
         job = job.replace(f"port: {port}}}", f"port: {port}/0}}")
     (tmp_path / "job.yaml").write_text(job)
-    found = read_job(tmp_path / "job.yaml")
-    assert [rank.port for rank in found.dp_groups[0].ranks] == [128, 60]
+    example = read_job(tmp_path / "job.yaml")
+    assert [rank.port for rank in example.dp_groups[0].ranks] == [128, 60]
 
 
 def test_the_example_of_grants_fits_the_example_of_a_job(tmp_path: Path) -> None:
@@ -97,15 +97,15 @@ def test_the_example_of_grants_fits_the_example_of_a_job(tmp_path: Path) -> None
     (tmp_path / "alice").mkdir()
     file = tmp_path / "alice/gpt.yaml"
     file.write_text(job.replace("fabric: fabric.yaml", "fabric: ../fabric.yaml"))
-    assert [one.job for one in JobFiles([file], tmp_path / "fabric.yaml").read().require()] == ["gpt"]
-    assert {one.name for one in fields(Grant)} == set(yaml.safe_load(fabric)["grants"]["gpt"])
+    assert [element.job for element in JobFiles([file], tmp_path / "fabric.yaml").read().require()] == ["gpt"]
+    assert {element.name for element in fields(Grant)} == set(yaml.safe_load(fabric)["grants"]["gpt"])
 
 
 def test_every_key_of_a_tofino_is_there() -> None:
     keys = {*SWITCH_KEYS, "tag.priority"}
     assert keys - first_cells("job.md") <= {"name", "target", "address", "device_id", "tls"}
     text = (DOCS / "job.md").read_text()
-    assert all(f"`{one.name}`" in text for model in (PanelPort, Pfc) for one in fields(model))
+    assert all(f"`{field.name}`" in text for model in (PanelPort, Pfc) for field in fields(model))
     assert all(board in text for board in FRONT_PANELS)
 
 
@@ -113,7 +113,9 @@ def test_every_command_is_there_and_whether_it_gives_data() -> None:
     group: Any = typer.main.get_command(app)
     commands = {name: group.get_command(None, name) for name in COMMANDS}
     for within in ("lab", "nccl"):
-        commands |= {f"{within} {name}": one for name, one in commands.pop(within).commands.items()}
+        commands |= {
+            f"{within} {name}": subcommand for name, subcommand in commands.pop(within).commands.items()
+        }
     rows = [line for line in (DOCS / "cli.md").read_text().splitlines() if line.startswith("| `")]
     for name, command in commands.items():
         row = next((row for row in rows if re.search(rf"`{name}(`| )", row.split("|")[1])), None)
@@ -136,26 +138,26 @@ def test_the_glossary_has_what_a_plan_counts_and_the_states_of_a_hold() -> None:
     words = first_cells("glossary.md")
     assert set(planning.limits("softswitch")) <= words
     rows = re.findall(r"^\| ([^|]*) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)
-    told = {word for row in rows for word in row.split(", ")}
+    glossary_words = {word for row in rows for word in row.split(", ")}
     holds = [(pb.HoldStatus(doubtful=True), False), (pb.HoldStatus(live=True), True)]
     holds += [(pb.HoldStatus(live=True), False), (pb.HoldStatus(), False)]
     states = {state_of(hold, fenced).plain for hold, fenced in holds}
     assert len(states) == 4
-    assert states <= told
+    assert states <= glossary_words
 
 
 def test_restarts_are_the_same_number_everywhere() -> None:
     files = [*DOCS.rglob("*.md"), DOCS.parent / "checkmate" / "examples" / "gpt" / "train.py"]
-    found = {n for file in files for n in re.findall(r"--max-restarts[= ](\d+)", file.read_text())}
+    numbers = {n for file in files for n in re.findall(r"--max-restarts[= ](\d+)", file.read_text())}
     printed = re.findall(r"--max-restarts[= ](\d+)", loop(load("single_tor"), "lab exec try", ["train.py"]))
-    assert found == set(printed) == {str(RESTARTS)}
+    assert numbers == set(printed) == {str(RESTARTS)}
 
 
 def test_the_promises_of_the_security_page_name_tests_that_there_are() -> None:
     page = (DOCS / "security.md").read_text().partition("## The tests of these promises")[2]
-    named = re.findall(r"\]\(\.\./([\w/.]+)\): ((?:`\w+`(?:, )?)+)", page)
-    assert len(named) > 30
-    for file, names in named:
+    promises = re.findall(r"\]\(\.\./([\w/.]+)\): ((?:`\w+`(?:, )?)+)", page)
+    assert len(promises) > 30
+    for file, names in promises:
         text = (DOCS.parent / file).read_text()
         for name in re.findall(r"`(\w+)`", names):
             assert re.search(rf"^\s*(?:async )?(?:def|class) {name}\b", text, re.MULTILINE), f"{file}: {name}"

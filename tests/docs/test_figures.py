@@ -23,12 +23,12 @@ COMMIT = r"[0-9a-f]{7,}"
 
 def median(benchmark: str, name: str) -> float:
     """Return the median of a figure."""
-    (found,) = (one for one in FIGURES[benchmark]["results"] if one["name"] == name)
-    return float(statistics.median(found["samples"]))
+    (measurement,) = (result for result in FIGURES[benchmark]["results"] if result["name"] == name)
+    return float(statistics.median(measurement["samples"]))
 
 
 def test_each_measurement_names_its_commit() -> None:
-    assert all(re.fullmatch(rf"{COMMIT}\+?", one["commit"]) for one in FIGURES.values())
+    assert all(re.fullmatch(rf"{COMMIT}\+?", measurement["commit"]) for measurement in FIGURES.values())
 
 
 def test_the_figures_are_what_their_data_say() -> None:
@@ -40,7 +40,7 @@ RING = "Checkmate / the same ring untagged"
 
 
 @pytest.mark.parametrize(
-    ("row", "shown"),
+    ("row", "figures"),
     [
         ("iteration time, Checkmate", [("iteration", RING), ("sharded", RING)]),
         (
@@ -56,27 +56,27 @@ RING = "Checkmate / the same ring untagged"
         ("2,048 streams planned", [("control_plane", "planned and written")]),
     ],
 )
-def test_the_readme_has_figures_of_the_page(row: str, shown: list[tuple[str, str]]) -> None:
+def test_the_readme_has_figures_of_the_page(row: str, figures: list[tuple[str, str]]) -> None:
     (line,) = (line for line in text_of("README.md").splitlines() if line.startswith(f"| {row}"))
     numbers = re.findall(r"\d+\.\d+", line)
-    assert len(numbers) == len(shown)
-    for number, (benchmark, name) in zip(numbers, shown, strict=True):
+    assert len(numbers) == len(figures)
+    for number, (benchmark, name) in zip(numbers, figures, strict=True):
         digits = len(number.partition(".")[2])
         assert number == f"{median(benchmark, name):.{digits}f}", line
 
 
 def test_the_evaluation_is_what_its_data_say(tmp_path: Path) -> None:
     page = ROOT / "docs" / "evaluation.md"
-    made = Path(shutil.copy(page, tmp_path))
+    page_copy = Path(shutil.copy(page, tmp_path))
     shutil.copy(ROOT / "docs" / "figures.json", tmp_path)
     records = Cache(page.with_suffix(".jsonl"), WHOLE).records(matrix(WHOLE))
     assert all(re.fullmatch(COMMIT, record.commit) for record in records.values())
-    write(made, records, WHOLE)
+    write(page_copy, records, WHOLE)
     remedy = (
         "python -m benchmarks.evaluation --page-only --raw docs/evaluation.jsonl --page docs/evaluation.md"
     )
-    assert made.read_text() == page.read_text(), remedy
-    assert made.with_suffix(".csv").read_text() == page.with_suffix(".csv").read_text()
-    drawn = {file.name: file.read_text() for file in (tmp_path / "pictures").glob("*")}
+    assert page_copy.read_text() == page.read_text(), remedy
+    assert page_copy.with_suffix(".csv").read_text() == page.with_suffix(".csv").read_text()
+    pictures_drawn = {file.name: file.read_text() for file in (tmp_path / "pictures").glob("*")}
     pictures = (ROOT / "docs" / "pictures").glob("evaluation-*")
-    assert drawn == {file.name: file.read_text() for file in pictures}, remedy
+    assert pictures_drawn == {file.name: file.read_text() for file in pictures}, remedy

@@ -54,11 +54,11 @@ def read_by_the_code() -> set[str]:
     constants: dict[str, str] = {}
     for source in sources:
         constants |= dict(re.findall(r"^([A-Z_]+)(?:: Final)? = \"([A-Z0-9_]+)\"$", source, re.MULTILINE))
-    named = {name for source in sources for name in variables_in(source)}
+    variables = {name for source in sources for name in variables_in(source)}
     shell = set(re.findall(r"\$\{(\w+):-", (ROOT / "tools" / "setup.sh").read_text()))
     nccl = (ROOT / "checkmate" / "nccl").glob("*.py")
     shell |= {name for file in nccl for name in re.findall(r'"(NCCL_\w+)"', file.read_text())}
-    return shell | {name.strip("'") if "'" in name else constants[name] for name in named}
+    return shell | {name.strip("'") if "'" in name else constants[name] for name in variables}
 
 
 def test_every_variable_that_the_code_reads_is_in_the_table() -> None:
@@ -67,7 +67,7 @@ def test_every_variable_that_the_code_reads_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "variables"),
     [
         ('x = os.environ.get("A", "")', ["'A'"]),
         ("x = os.environ[NAME]", ["NAME"]),
@@ -76,8 +76,8 @@ def test_every_variable_that_the_code_reads_is_in_the_table() -> None:
         ('x = {"D": 1}', []),
     ],
 )
-def test_a_variable_is_found_however_it_is_read(line: str, found: list[str]) -> None:
-    assert list(variables_in(line)) == found
+def test_a_variable_is_found_however_it_is_read(line: str, variables: list[str]) -> None:
+    assert list(variables_in(line)) == variables
 
 
 def test_what_labs_set_for_torch_is_in_the_table() -> None:
@@ -104,6 +104,6 @@ def test_the_line_for_torchrun_is_that_of_labs() -> None:
     environment = (f"{name}=" for name in ("CHECKMATE_JOB", *torchrun.ENVIRONMENT))
     lab = " ".join([*environment, *map(str, words)])
     (line,) = re.findall(r"```sh\n(CHECKMATE_JOB=.*?)```", PAGE, re.DOTALL)
-    theirs, ours = (set(re.findall(r"--[a-z-]+|[A-Z_]{6,}(?==)", text)) for text in (lab, line))
-    assert theirs - ours == {"--rdzv-conf", "--monitor-interval"}
-    assert ours <= theirs
+    lab_words, page_words = (set(re.findall(r"--[a-z-]+|[A-Z_]{6,}(?==)", text)) for text in (lab, line))
+    assert lab_words - page_words == {"--rdzv-conf", "--monitor-interval"}
+    assert page_words <= lab_words

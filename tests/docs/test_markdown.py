@@ -105,15 +105,15 @@ def _check_checkmate(words: list[str]) -> None:
     command: Any = typer.main.get_command(app)
     rest = list(words)
     while rest and hasattr(command, "commands") and re.fullmatch("[a-z]+", rest[0]):
-        found = command.get_command(None, rest[0])
-        assert found is not None, f"unknown command {' '.join(words)}"
-        command, rest = found, rest[1:]
-    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+        subcommand = command.get_command(None, rest[0])
+        assert subcommand is not None, f"unknown command {' '.join(words)}"
+        command, rest = subcommand, rest[1:]
+    options = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
     for word in rest:
         if word in ("|", ">", ">>", "&", "&&", ";", "--"):
             break
         if word.startswith("--"):
-            assert word.partition("=")[0] in known | {"--help", "--version"}, f"{word} in {' '.join(words)}"
+            assert word.partition("=")[0] in options | {"--help", "--version"}, f"{word} in {' '.join(words)}"
 
 
 def test_the_readme_is_short() -> None:
@@ -122,31 +122,31 @@ def test_the_readme_is_short() -> None:
 
 def test_figures_that_are_plotted_stand_on_the_page() -> None:
     page = text_of("docs/figures.md")
-    for one in json.loads(text_of("docs/figures.json")).values():
-        for result in one["results"]:
+    for measurement in json.loads(text_of("docs/figures.json")).values():
+        for result in measurement["results"]:
             if result["kind"] == "Summary":
                 assert re.search(rf"(?<![\d.]){result['median']}0*(?!\d)", page), result
 
 
 def test_the_citation_has_what_the_format_requires() -> None:
-    found = yaml.safe_load(text_of("CITATION.cff"))
-    assert {"cff-version", "message", "title", "authors"} <= found.keys()
+    citation = yaml.safe_load(text_of("CITATION.cff"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
 @pytest.mark.parametrize("name", ["overview", "layers"])
 def test_pictures_are_what_their_sources_draw(name: str, tmp_path: Path) -> None:
     source = ROOT / "docs" / "pictures" / f"{name}.py"
     subprocess.run([sys.executable, source, tmp_path], check=True)
-    drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert drawn == {file.name: file.read_text() for file in source.parent.glob(f"{name}*.svg")}
+    drawn_files = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert drawn_files == {file.name: file.read_text() for file in source.parent.glob(f"{name}*.svg")}
 
 
 @pytest.mark.parametrize("name", ["overview", "overview-tall", "layers"])
 def test_names_fit_into_their_boxes(name: str) -> None:
     """A letter of DejaVu Sans Bold of 14 pixels is 9.8 pixels wide, on average."""
-    drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
+    svg = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
     boxes = re.findall(
-        r'<rect [^>]*width="([\d.]+)"[^>]*class="box"/>\n<text [^>]*"title"[^>]*>([^<]*)<', drawn
+        r'<rect [^>]*width="([\d.]+)"[^>]*class="box"/>\n<text [^>]*"title"[^>]*>([^<]*)<', svg
     )
     assert boxes
     for width, title in boxes:

@@ -18,9 +18,9 @@ from tools.prose import check, files
     ],
 )
 def test_what_breaks_a_rule_is_found_with_its_line(line: str, words: str) -> None:
-    (found,) = check("page.md", f"# Title\n\n{line}\n")
-    assert (found.file, found.line, found.words) == ("page.md", 3, words)
-    assert str(found).startswith("page.md:3: ")
+    (fault,) = check("page.md", f"# Title\n\n{line}\n")
+    assert (fault.file, fault.line, fault.words) == ("page.md", 3, words)
+    assert str(fault).startswith("page.md:3: ")
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def test_what_breaks_no_rule_is_not_found(line: str) -> None:
 
 def test_of_code_only_words_are_looked_at() -> None:
     text = 'anew = 1  # begun anew\nprint("in vain")\nf"{x} so many"\n'
-    assert [(one.line, one.words) for one in check("a.py", text)] == [
+    assert [(fault.line, fault.words) for fault in check("a.py", text)] == [
         (1, "anew"),
         (2, "in vain"),
         (3, "so many"),
     ]
-    assert [one.words for one in check("a.p4", "anew = 1; // anew\n")] == ["anew"]
+    assert [fault.words for fault in check("a.p4", "anew = 1; // anew\n")] == ["anew"]
 
 
 def test_every_kind_of_source_is_looked_at() -> None:

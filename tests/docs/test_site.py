@@ -51,14 +51,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     (source / "conf.py").write_text(site.CONFIGURATION)
     (source / "index.md").write_text(PAGE)
-    built = tmp_path_factory.mktemp("site")
-    assert site.build(source, built) == 0
-    return built
+    site_folder = tmp_path_factory.mktemp("site")
+    assert site.build(source, site_folder) == 0
+    return site_folder
 
 
-def found(built: Path, word: str) -> dict[str, str]:
+def index_entries(site_folder: Path, word: str) -> dict[str, str]:
     """The index's entries that have a word, and the title of each."""
-    text = (built / "searchindex.js").read_text()
+    text = (site_folder / "searchindex.js").read_text()
     index: dict[str, Any] = json.loads(text[text.index("{") : text.rindex("}") + 1])
     places = index["terms"].get(word, index["titleterms"].get(word, []))
     return {
@@ -76,9 +76,9 @@ def test_links_of_the_site_are_to_its_pages() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    named = {name for names in site.TREE.values() for name in names}
+    names_in_tree = {name for names in site.TREE.values() for name in names}
     pages = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (ROOT / "docs").rglob("*.md")}
-    assert pages <= named
+    assert pages <= names_in_tree
 
 
 def test_each_page_has_a_title_of_its_own() -> None:
@@ -89,10 +89,10 @@ def test_each_page_has_a_title_of_its_own() -> None:
 
 
 def test_the_search_finds_sections(small: Path) -> None:
-    assert found(small, "ship") == {"index#by-sea": "Trips > By sea"}
-    assert found(small, "lantern") == {"index#at-night": "Trips > By sea > At night"}
-    assert found(small, "go") == {"index": "Trips"}
-    assert found(small, "air") == {"index#by-air": "Trips > By air"}
+    assert index_entries(small, "ship") == {"index#by-sea": "Trips > By sea"}
+    assert index_entries(small, "lantern") == {"index#at-night": "Trips > By sea > At night"}
+    assert index_entries(small, "go") == {"index": "Trips"}
+    assert index_entries(small, "air") == {"index#by-air": "Trips > By air"}
     page = (small / "index.html").read_text()
     assert all(f'id="{anchor}"' in page for anchor in ("by-sea", "at-night", "by-air"))
 
@@ -149,8 +149,10 @@ def rules(css: str) -> dict[str, str]:
 
 def block(condition: str) -> dict[str, str]:
     """The rules of the last `@media` block with a condition."""
-    (*_, found) = re.findall(rf"^@media {re.escape(condition)} \{{\n(.*?)^\}}", CSS, re.MULTILINE | re.DOTALL)
-    return rules(found)
+    (*_, rule_text) = re.findall(
+        rf"^@media {re.escape(condition)} \{{\n(.*?)^\}}", CSS, re.MULTILINE | re.DOTALL
+    )
+    return rules(rule_text)
 
 
 def test_lines_of_120_columns_fit() -> None:
@@ -181,8 +183,8 @@ def test_pictures_are_legible_on_phones() -> None:
     assert "none" in phones['article[role="main"] img.wide']
     assert "inline" in phones['article[role="main"] img.tall']
     assert "min-width" in phones['article[role="main"] img']
-    drawn = (ROOT / "docs/pictures/overview-tall.svg").read_text()
-    (width,) = re.findall(r'<svg [^>]*width="(\d+)"', drawn)
+    svg = (ROOT / "docs/pictures/overview-tall.svg").read_text()
+    (width,) = re.findall(r'<svg [^>]*width="(\d+)"', svg)
     assert int(width) <= 390
 
 
@@ -197,4 +199,4 @@ def test_nothing_is_cut_on_paper() -> None:
 def test_the_site_builds(small: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "tools.site", tmp_path], cwd=ROOT, check=True)
     assert "clip_grad_norm_" in (tmp_path / "api.html").read_text()
-    assert "training#what-is-restored" in found(tmp_path, "buffer")
+    assert "training#what-is-restored" in index_entries(tmp_path, "buffer")

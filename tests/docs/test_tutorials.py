@@ -42,8 +42,8 @@ def test_a_tutorial_works(page: str, lab: str) -> None:
     script = re.sub(rf"\b{LABS[page]}\b", lab, "\n".join(_BLOCK.findall(text)))
     begin = "set -eux -o pipefail\nranks=() shadows=()\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
     script = begin + script
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
 @needs_root
@@ -58,8 +58,8 @@ def test_switches_are_connected_as_the_third_tutorial_says(target: str, tmp_path
     (start,) = re.findall(rf"\| `({target} [^`]*)` \|", text)
     blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
     lines = [line.partition("#")[0].strip() for line in blocks if line.startswith("checkmate ")]
-    shown = [line for line in lines if "--bfrt" not in line and "--wait" not in line]
-    assert [line.split()[1] for line in shown] == ["validate", "plan", "keys", "run"]
+    commands = [line for line in lines if "--bfrt" not in line and "--wait" not in line]
+    assert [line.split()[1] for line in commands] == ["validate", "plan", "keys", "run"]
     (init,) = re.findall(r"`(checkmate init [^`]*)`", text)
     script = f"""
         set -eux -o pipefail
@@ -72,12 +72,12 @@ def test_switches_are_connected_as_the_third_tutorial_says(target: str, tmp_path
         mkdir jobs
         {init} --target {"bmv2" if target == "simple_switch_grpc" else "softswitch"}
         {start} >switch.log 2>&1 &
-        {" && ".join(shown[:-1])}
-        {shown[-1]} >run.log 2>&1 &
+        {" && ".join(commands[:-1])}
+        {commands[-1]} >run.log 2>&1 &
         until grep -q 'serving' run.log; do kill -0 $!; sleep 0.1; done
         checkmate status jobs/ || test $? = 1
     """
-    done = subprocess.run(
+    result = subprocess.run(
         ["unshare", "-n", "bash", "-c", script],
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
@@ -88,5 +88,5 @@ def test_switches_are_connected_as_the_third_tutorial_says(target: str, tmp_path
         env=environment,
     )
     logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:] + logs
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:] + logs
     assert "without keys" not in logs

@@ -49,10 +49,10 @@ def test_steps_gather_everything_and_never_wait_for_one_another(
     for byte in range(whole.start * bucket.itemsize, whole.stop * bucket.itemsize):
         expected[byte] = 1 + byte % 251
     holds = [bytearray(bucket.nbytes) for _ in range(ranks)]
-    for rank, held in enumerate(holds):
-        own = chunk_slice(bucket.elements, channels, channel, ranks, (rank + 1) % ranks)
-        where = slice(own.start * bucket.itemsize, own.stop * bucket.itemsize)
-        held[where] = expected[where]
+    for rank, buffer_held in enumerate(holds):
+        own_chunk = chunk_slice(bucket.elements, channels, channel, ranks, (rank + 1) % ranks)
+        where = slice(own_chunk.start * bucket.itemsize, own_chunk.stop * bucket.itemsize)
+        buffer_held[where] = expected[where]
 
     def send(rank: int, step: Send) -> bytes:
         assert 0 not in holds[rank][step.start : step.stop], "sent before it was there"
@@ -124,12 +124,12 @@ def gathering(
 ) -> list[Result]:
     port = free_port()
 
-    def one(rank: int) -> Result:
+    def gather_on(rank: int) -> Result:
         place = RingPlace(rank, loopback(ranks), 2, port=port)
         with connect_ring(place, timeout=20) as ring, AllGather(ring, buckets, 4096) as gather:
             return work(ring, gather)
 
-    return on_all_ranks(ranks, one)
+    return on_all_ranks(ranks, gather_on)
 
 
 def test_tensors_may_be_overwritten_right_after_completion() -> None:
@@ -141,8 +141,8 @@ def test_tensors_may_be_overwritten_right_after_completion() -> None:
         for value in range(1, 5):
             tensor = torch.zeros(buckets[0].elements)
             for channel in range(2):
-                own = chunk_slice(buckets[0].elements, 2, channel, ranks, (ring.place.rank + 1) % ranks)
-                tensor[own.start : own.stop] = value
+                own_chunk = chunk_slice(buckets[0].elements, 2, channel, ranks, (ring.place.rank + 1) % ranks)
+                tensor[own_chunk.start : own_chunk.stop] = value
             gather.run([tensor])
             good = good and bool((tensor == value).all())
             tensor.fill_(-1)
@@ -181,11 +181,11 @@ def test_a_forked_child_does_not_keep_the_ring_open() -> None:
     """DataLoader workers outlive a killed rank by some seconds."""
     port = free_port()
     rings = on_all_ranks(2, lambda rank: connect_ring(RingPlace(rank, loopback(2), 1, port=port), timeout=20))
-    held, end = os.pipe()
+    read_end, end = os.pipe()
     child = os.fork()
     if not child:
         os.close(end)
-        os.read(held, 1)  # until the parent closes its end
+        os.read(read_end, 1)  # until the parent closes its end
         os._exit(0)
     try:
         with rings[0]:
@@ -194,7 +194,7 @@ def test_a_forked_child_does_not_keep_the_ring_open() -> None:
             assert rings[0].receivers[0].recv(1) == b""
     finally:
         os.close(end)
-        os.close(held)
+        os.close(read_end)
         os.waitpid(child, 0)
 
 
@@ -246,14 +246,14 @@ def test_a_taken_port_is_named() -> None:
 )
 def test_a_rank_of_another_ring_is_refused(change: dict[str, Any], words: str) -> None:
     port = free_port()
-    ours = RingPlace(0, loopback(2), 1, port=port, incarnation=3)
-    stranger = replace(ours, rank=1, **change)
+    place_0 = RingPlace(0, loopback(2), 1, port=port, incarnation=3)
+    stranger = replace(place_0, rank=1, **change)
 
     def work(rank: int) -> str:
-        place = stranger if rank else ours
-        with pytest.raises(RingError) as refused:
+        place = stranger if rank else place_0
+        with pytest.raises(RingError) as excinfo:
             connect_ring(place, timeout=1)
-        return str(refused.value)
+        return str(excinfo.value)
 
     assert words in on_all_ranks(2, work)[0]
 

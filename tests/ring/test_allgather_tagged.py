@@ -31,12 +31,12 @@ def run_captured(job: RingJob) -> tuple[list[RankResult], list[CapturedSegment]]
     with lone_namespace() as name:
         capture = PacketCapture(name, "lo")
 
-        def one(rank: int) -> RankResult:
+        def gather_on(rank: int) -> RankResult:
             with inside(name):
                 return run_rank(job, rank)
 
         try:
-            results = on_all_ranks(len(job.ips), one)
+            results = on_all_ranks(len(job.ips), gather_on)
         finally:
             segments = capture.stop()
     return results, segments
@@ -68,15 +68,20 @@ def test_streams_are_byte_for_byte_what_was_tagged(ranks: int, channels: int, op
     reported = 0
     for rank, result in enumerate(results):
         assert not any(result.faults.values())
-        for said in result.streams:
+        for stream_report in result.streams:
             layout = stream_layout(
-                buckets, channels, said.channel, ranks, side=said.side, shadow_id=said.shadow_id
+                buckets,
+                channels,
+                stream_report.channel,
+                ranks,
+                side=stream_report.side,
+                shadow_id=stream_report.shadow_id,
             )
-            stream = streams.get((job.ips[rank], said.channel, said.shadow_id), b"")
-            assert (said.side, said.boundary) == (int(rank > 0), 6 + int(rank > 0))
-            assert said.bytes == len(stream) == 2 * layout.nbytes
-            assert said.sha256 == hashlib.sha256(stream).hexdigest()
-            reported += bool(said.bytes)
+            stream = streams.get((job.ips[rank], stream_report.channel, stream_report.shadow_id), b"")
+            assert (stream_report.side, stream_report.boundary) == (int(rank > 0), 6 + int(rank > 0))
+            assert stream_report.bytes == len(stream) == 2 * layout.nbytes
+            assert stream_report.sha256 == hashlib.sha256(stream).hexdigest()
+            reported += bool(stream_report.bytes)
     assert reported == len(streams)
     assert sum(map(len, streams.values())) == 2 * results[0].bytes_per_iteration
 

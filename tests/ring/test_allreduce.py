@@ -62,7 +62,7 @@ def test_steps_sum_in_the_defined_order(
         steps = [allreduce_steps(bucket, place, size) for place in places]
         play(steps, lambda rank, step: part(rank, step).clone(), receive)
     expected = averaged(values, channels)
-    assert all(same_bits(held, expected) for held in holds)
+    assert all(same_bits(tensor_held, expected) for tensor_held in holds)
 
 
 @given(
@@ -73,10 +73,13 @@ def test_steps_sum_in_the_defined_order(
 def test_each_rank_sends_what_is_left_of_a_bucket_twice(bucket: Bucket, ranks: int, size: int) -> None:
     """Each rank sends 2 (n - 1) / n of the bucket: the minimum of a ring AllReduce."""
     steps = [allreduce_steps(bucket, Position(rank, ranks, 0, 1), size) for rank in range(ranks)]
-    sent = sum(send.stop - send.start for own in steps for send in own.sends)
-    assert sent == 2 * (ranks - 1) * bucket.nbytes
-    owned = [{(r.start, r.stop) for r in own.receives if r.arrival is Arrival.AVERAGE} for own in steps]
-    averaged_bytes = sum(stop - start for own in owned for start, stop in own)
+    nbytes_sent = sum(send.stop - send.start for rank_steps in steps for send in rank_steps.sends)
+    assert nbytes_sent == 2 * (ranks - 1) * bucket.nbytes
+    owned = [
+        {(r.start, r.stop) for r in rank_steps.receives if r.arrival is Arrival.AVERAGE}
+        for rank_steps in steps
+    ]
+    averaged_bytes = sum(stop - start for rank_steps in owned for start, stop in rank_steps)
     whole = channel_slice(bucket.elements, 1, 0)
     assert averaged_bytes == len(whole) * bucket.itemsize
 
@@ -100,19 +103,19 @@ class Reducing:
     """One rank's AllReduce, with a blocking call."""
 
     def __init__(self, ring: Ring, tensors: Sequence[torch.Tensor], slice_bytes: int = 1 << 16) -> None:
-        self.done: queue.SimpleQueue[int | RingError] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[int | RingError] = queue.SimpleQueue()
         self.tensors = tensors
         buckets = [Bucket(tensor.numel(), tensor.element_size(), 0) for tensor in tensors]
-        self.engine = engine_of(ring, buckets, tensors, self.done.put, self.done.put, slice_bytes)
+        self.engine = engine_of(ring, buckets, tensors, self.outcomes.put, self.outcomes.put, slice_bytes)
 
     def run(self) -> None:
         for index in range(len(self.tensors)):
             self.engine.submit(index)
         for index in range(len(self.tensors)):
-            done = self.done.get(timeout=20)
-            if isinstance(done, RingError):
-                raise done
-            assert done == index
+            outcome = self.outcomes.get(timeout=20)
+            if isinstance(outcome, RingError):
+                raise outcome
+            assert outcome == index
 
 
 def with_rings(ranks: int, channels: int, work: Callable[[Ring], Result]) -> list[Result]:
@@ -229,7 +232,7 @@ def test_a_peer_that_goes_while_all_wait_for_it_wakes_them() -> None:
                 reducing.run()
             with pytest.raises(RingError):
                 reducing.run()
-            assert reducing.done.empty(), "the error was told twice"
+            assert reducing.outcomes.empty(), "the error was told twice"
         return str(broken.value)
 
     assert "rank 1" in with_rings(2, 2, work)[0]
@@ -249,7 +252,7 @@ def test_closing_under_way_is_reported_and_does_not_hang() -> None:
         closed.set()
         with pytest.raises(RingError, match="closed"):
             reducing.engine.submit(1)
-        return str(reducing.done.get(timeout=5))
+        return str(reducing.outcomes.get(timeout=5))
 
     assert with_rings(2, 1, work)[0] == "rank 0: closed with 1 bucket in progress"
 
@@ -261,7 +264,7 @@ def test_an_idle_one_closes_and_leaves_the_ring_alone() -> None:
             reducing.run()
             reducing.engine.close()
         ring.barrier()
-        return reducing.done.empty()
+        return reducing.outcomes.empty()
 
     assert with_rings(3, 2, work) == [True] * 3
 
@@ -294,6 +297,6 @@ def test_a_bucket_that_is_under_way_is_not_taken_again() -> None:
             else:
                 assert release.wait(20)
                 reducing.engine.submit(0)
-            assert reducing.done.get(timeout=20) == 0
+            assert reducing.outcomes.get(timeout=20) == 0
 
     with_rings(2, 1, work)

@@ -94,4 +94,4 @@ def test_streams_are_the_reduced_gradients(ranks: int, channels: int) -> None:
                     data = reduced[span.iteration][span.bucket][span.start : span.stop]
                     expected[loopback(ranks)[rank], channel, shard] += data
     assert streams == expected
-    assert all(not one for one in ends[1:-1])
+    assert all(not rank_ends for rank_ends in ends[1:-1])

@@ -33,35 +33,35 @@ class Port(NamedTuple):
 @pytest.fixture
 def port() -> Iterator[Port]:
     with socket.create_server((HOST, 0)) as listener, Acceptor([listener], [GREETING], HOST, KEY) as acceptor:
-        made = Port(acceptor, listener.getsockname())
-        yield made
-        with socket.create_connection(made.address, 5) as sock:
+        open_port = Port(acceptor, listener.getsockname())
+        yield open_port
+        with socket.create_connection(open_port.address, 5) as sock:
             sock.sendall(OPENING)
-            answer = received(sock, greetings.ANSWER_BYTES)
+            answer = read_up_to(sock, greetings.ANSWER_BYTES)
             proof = RingProof(KEY, GREETING.pack(), NONCE, answer[greetings.HEADER_BYTES : -MAC_BYTES])
             sock.sendall(proof.mac(RingSide.CONNECTS))
-            assert received(sock, 1) == greetings.ACCEPTANCE
-        accepted = acceptor.wait(0, time.monotonic() + 5)
-        assert isinstance(accepted, socket.socket)
-        accepted.close()
+            assert read_up_to(sock, 1) == greetings.ACCEPTANCE
+        connection = acceptor.wait(0, time.monotonic() + 5)
+        assert isinstance(connection, socket.socket)
+        connection.close()
 
 
-def received(sock: socket.socket, count: int) -> bytes:
+def read_up_to(sock: socket.socket, count: int) -> bytes:
     """Return the next bytes, fewer if the connection ends."""
-    found = b""
-    while len(found) < count and (data := sock.recv(count - len(found))):
-        found += data
-    return found
+    content = b""
+    while len(content) < count and (data := sock.recv(count - len(content))):
+        content += data
+    return content
 
 
 @fuzz(100, blob=st.binary(max_size=90), data=st.data())
 def test_any_bytes_are_refused(port: Port, blob: bytes, data: st.DataObject) -> None:
-    sent = damaged(data, OPENING + bytes(MAC_BYTES)) if data.draw(st.booleans()) else blob
+    payload = damaged(data, OPENING + bytes(MAC_BYTES)) if data.draw(st.booleans()) else blob
     with socket.create_connection(port.address, 5) as sock, contextlib.suppress(ConnectionError):
-        sock.sendall(sent)
+        sock.sendall(payload)
         with contextlib.suppress(OSError):  # refused already
             sock.shutdown(socket.SHUT_WR)
-        assert len(received(sock, 1000)) <= greetings.ANSWER_BYTES
-    refused = port.acceptor.wait(0, time.monotonic())
-    assert isinstance(refused, str)
-    assert len(refused) < 300
+        assert len(read_up_to(sock, 1000)) <= greetings.ANSWER_BYTES
+    refusal = port.acceptor.wait(0, time.monotonic())
+    assert isinstance(refusal, str)
+    assert len(refusal) < 300

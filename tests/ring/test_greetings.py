@@ -28,49 +28,49 @@ def strangers(
     port: int, count: int, behave: Callable[[socket.socket, threading.Event], None]
 ) -> Iterator[Callable[[], int]]:
     """Keep `count` connections to rank 0 open while the block runs; yield a count of those made so far."""
-    ended, made = threading.Event(), [0]
+    stop, counts = threading.Event(), [0]
 
-    def one() -> None:
-        while not ended.is_set():
+    def connect_repeatedly() -> None:
+        while not stop.is_set():
             with contextlib.suppress(OSError), socket.socket() as sock:
                 sock.bind((PEER_IP, 0))
                 sock.settimeout(5)
                 sock.connect(("127.0.0.1", port))
-                made[0] += 1
-                behave(sock, ended)
-            ended.wait(0.05)
+                counts[0] += 1
+                behave(sock, stop)
+            stop.wait(0.05)
 
-    threads = [threading.Thread(target=one) for _ in range(count)]
+    threads = [threading.Thread(target=connect_repeatedly) for _ in range(count)]
     for thread in threads:
         thread.start()
     try:
-        yield lambda: made[0]
+        yield lambda: counts[0]
     finally:
-        ended.set()
+        stop.set()
         for thread in threads:
             thread.join()
 
 
-def silent(sock: socket.socket, ended: threading.Event) -> None:
-    while not ended.wait(0.05) and sock.recv(1):
+def silent(sock: socket.socket, stop: threading.Event) -> None:
+    while not stop.wait(0.05) and sock.recv(1):
         pass
 
 
-def dribbling(sock: socket.socket, ended: threading.Event) -> None:
+def dribbling(sock: socket.socket, stop: threading.Event) -> None:
     for byte in RingPlace(1, loopback(2), 1).greeting(1, 0).pack():
         sock.sendall(bytes([byte]))
-        if ended.wait(0.3):
+        if stop.wait(0.3):
             return
 
 
-def brief(sock: socket.socket, ended: threading.Event) -> None:
+def brief(sock: socket.socket, stop: threading.Event) -> None:
     """Close at once."""
 
 
-def replaying(sock: socket.socket, ended: threading.Event) -> None:
+def replaying(sock: socket.socket, stop: threading.Event) -> None:
     """Send a right greeting, but no proof."""
     sock.sendall(RingPlace(1, loopback(2), 1, key=KEY).greeting(1, 0).pack() + bytes(NONCE_BYTES))
-    silent(sock, ended)
+    silent(sock, stop)
 
 
 @pytest.mark.parametrize(
@@ -82,18 +82,18 @@ def test_strangers_do_not_delay_a_start(behave: Callable[..., None], count: int)
     def work(rank: int) -> float:
         if rank == 1:
             listening.wait()
-        started = time.monotonic()
+        start = time.monotonic()
         place = RingPlace(rank, loopback(2), 1, port=port, key=KEY)
         with connect_ring(place, timeout=20) as ring:
-            took = time.monotonic() - started
+            took = time.monotonic() - start
             ring.barrier()
         return took
 
-    with strangers(port, count, behave) as made:
+    with strangers(port, count, behave) as count_made:
 
         def when_there() -> None:
             deadline = time.monotonic() + 10
-            while made() < count and time.monotonic() < deadline:
+            while count_made() < count and time.monotonic() < deadline:
                 time.sleep(0.02)
             listening.set()
 
@@ -101,11 +101,11 @@ def test_strangers_do_not_delay_a_start(behave: Callable[..., None], count: int)
         watch.start()
         took = on_all_ranks(2, work)[1]
         watch.join()
-        assert made() >= count
+        assert count_made() >= count
     assert took < 2
 
 
-def refused(place: RingPlace, peer_place: RingPlace) -> list[str]:
+def refusals(place: RingPlace, peer_place: RingPlace) -> list[str]:
     def work(rank: int) -> str:
         with pytest.raises(RingError) as error, connect_ring(peer_place if rank else place, timeout=1):
             pass
@@ -115,21 +115,21 @@ def refused(place: RingPlace, peer_place: RingPlace) -> list[str]:
 
 
 def test_a_rank_with_another_key_is_refused_on_both_sides() -> None:
-    mine = RingPlace(0, loopback(2), 1, port=free_port(), key=KEY)
-    for words in refused(mine, replace(mine, rank=1, key=bytes(32))):
+    own_place = RingPlace(0, loopback(2), 1, port=free_port(), key=KEY)
+    for words in refusals(own_place, replace(own_place, rank=1, key=bytes(32))):
         assert "it has another ring.key: copy the folder of role trainer" in words
 
 
 def answer(
-    sent: bytes, port: int, after: Callable[[RingProof, bytes], bytes] | None = None
+    greeting: bytes, port: int, after: Callable[[RingProof, bytes], bytes] | None = None
 ) -> tuple[bytes, str]:
     """Talk to rank 0 as rank 1 would: return what it answers, and its error."""
     listener = socket.create_server((PEER_IP, port))
     place = RingPlace(0, loopback(2), 1, port=port, key=KEY)
-    got = b""
+    answered_bytes = b""
 
     def work(rank: int) -> str:
-        nonlocal got
+        nonlocal answered_bytes
         if rank == 0:
             with pytest.raises(RingError) as error, connect_ring(place, timeout=1):
                 pass
@@ -139,17 +139,19 @@ def answer(
             while sock.connect_ex(("127.0.0.1", port)):
                 time.sleep(0.01)
             sock.settimeout(5)
-            sock.sendall(sent)
+            sock.sendall(greeting)
             with contextlib.suppress(OSError):
                 while data := sock.recv(100):
-                    got += data
-                    if after is not None and len(got) == greetings.ANSWER_BYTES:
-                        nonce = got[greetings.HEADER_BYTES :][:NONCE_BYTES]
-                        proof = RingProof(KEY, sent[: greetings.GREETING_BYTES], sent[-NONCE_BYTES:], nonce)
-                        sock.sendall(after(proof, got))
+                    answered_bytes += data
+                    if after is not None and len(answered_bytes) == greetings.ANSWER_BYTES:
+                        nonce = answered_bytes[greetings.HEADER_BYTES :][:NONCE_BYTES]
+                        proof = RingProof(
+                            KEY, greeting[: greetings.GREETING_BYTES], greeting[-NONCE_BYTES:], nonce
+                        )
+                        sock.sendall(after(proof, answered_bytes))
         return ""
 
-    return got, on_all_ranks(2, work)[0] or got.decode()
+    return answered_bytes, on_all_ranks(2, work)[0] or answered_bytes.decode()
 
 
 def opening() -> bytes:
@@ -157,15 +159,15 @@ def opening() -> bytes:
 
 
 def test_the_accepting_ranks_own_proof_is_not_accepted_back() -> None:
-    _, words = answer(opening(), free_port(), lambda _, got: got[-16:])
+    _, words = answer(opening(), free_port(), lambda _, reply_bytes: reply_bytes[-16:])
     assert "has another ring.key" in words
 
 
 def test_a_proof_of_another_greeting_is_not_accepted() -> None:
-    def other(proof: RingProof, _: bytes) -> bytes:
+    def proof_of_another(proof: RingProof, _: bytes) -> bytes:
         return replace(proof, greeting=bytes(len(proof.greeting))).mac(RingSide.CONNECTS)
 
-    assert "has another ring.key" in answer(opening(), free_port(), other)[1]
+    assert "has another ring.key" in answer(opening(), free_port(), proof_of_another)[1]
 
 
 @pytest.mark.parametrize(
@@ -202,12 +204,12 @@ def test_a_rank_that_answers_with_another_version_is_named() -> None:
 
 
 def test_an_answer_that_comes_byte_by_byte_has_one_deadline() -> None:
-    port, ended = free_port(), threading.Event()
+    port, stop = free_port(), threading.Event()
 
     def serve() -> None:
         connections = []
         listener.settimeout(0.5)
-        while not ended.is_set():
+        while not stop.is_set():
             with contextlib.suppress(TimeoutError):
                 connections.append(listener.accept()[0])
                 connections[-1].sendall(greetings.header())
@@ -224,7 +226,7 @@ def test_an_answer_that_comes_byte_by_byte_has_one_deadline() -> None:
         with pytest.raises(RingError, match="can't join rank 1"):
             connect_ring(RingPlace(0, loopback(2), 1, port=port), timeout=1)
         assert time.monotonic() - began < 5  # 65 bytes more, 0.5 s each
-        ended.set()
+        stop.set()
         thread.join()
 
 

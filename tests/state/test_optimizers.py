@@ -57,9 +57,9 @@ def same(first: Any, second: Any) -> bool:
 
 @given(st.dictionaries(st.text(max_size=8).filter(lambda k: k not in ("params", "param_names")), VALUES))
 def test_options_come_back_with_type_and_bits(group: dict[str, Any]) -> None:
-    found = parse_options(options_of({**group, "params": [1, 2], "param_names": ["a"]}))
-    assert list(found) == list(group)
-    assert all(same(group[key], found[key]) for key in group)
+    parsed = parse_options(options_of({**group, "params": [1, 2], "param_names": ["a"]}))
+    assert list(parsed) == list(group)
+    assert all(same(group[key], parsed[key]) for key in group)
 
 
 def test_options_are_put_into_a_group_that_keeps_its_parameters() -> None:
@@ -71,8 +71,8 @@ def test_options_are_put_into_a_group_that_keeps_its_parameters() -> None:
         "own": 1,
     }
     before = group["params"]
-    changed = {"params": [], "lr": torch.tensor(0.25, dtype=torch.float64), "betas": (0.5, 0.75)}
-    apply_options(group, options_of(changed))
+    stored_group = {"params": [], "lr": torch.tensor(0.25, dtype=torch.float64), "betas": (0.5, 0.75)}
+    apply_options(group, options_of(stored_group))
     assert group["params"] is before
     assert group["lr"] is lr  # a compiled step or a scheduler refers to this tensor
     assert (lr.item(), group["betas"], group["own"]) == (0.25, (0.5, 0.75), 1)
@@ -105,13 +105,13 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 @pytest.mark.parametrize(
-    ("name", "which"),
-    [(name, which) for name in SUPPORTED for which in ("foreach", "neither")]
+    ("name", "implementation"),
+    [(name, implementation) for name in SUPPORTED for implementation in ("foreach", "neither")]
     + [(f"torch.optim.{name}", "fused") for name in FUSED],
 )
-def test_the_same_optimizer_is_built_again(name: str, which: str) -> None:
+def test_the_same_optimizer_is_built_again(name: str, implementation: str) -> None:
     kind = SUPPORTED[name]
-    flags = {"fused": True} if which == "fused" else {"foreach": which == "foreach"}
+    flags = {"fused": True} if implementation == "fused" else {"foreach": implementation == "foreach"}
     parameters, optimizer = two_groups(kind, **flags)
     spec = pb.OptimizerSpec.FromString(
         spec_of(optimizer, {p: i + 10 for i, p in enumerate(parameters)}).SerializeToString()
@@ -120,9 +120,11 @@ def test_the_same_optimizer_is_built_again(name: str, which: str) -> None:
     tensors = {10: torch.ones(3, 2), 13: torch.zeros(6)}
     copy = build(spec, tensors)
     assert type(copy) is kind
-    for group, theirs, numbers in zip(copy.param_groups, optimizer.param_groups, ([10], [13]), strict=True):
+    for group, group_before, numbers in zip(
+        copy.param_groups, optimizer.param_groups, ([10], [13]), strict=True
+    ):
         assert [id(p) for p in group["params"]] == [id(tensors[i]) for i in numbers]
-        assert {**group, "params": 0} == {**theirs, "params": 0}
+        assert {**group, "params": 0} == {**group_before, "params": 0}
 
 
 def test_groups_without_a_parameter_of_the_shard_are_left_out() -> None:
@@ -204,21 +206,21 @@ def test_no_step_reads_another_parameter(name: str, foreach: bool) -> None:
     alone = [nn.Parameter(t.clone()) for t in start]
     halves = [[nn.Parameter(t[:32].clone()), nn.Parameter(t[32:].clone())] for t in start]
     kind: Any = SUPPORTED[name]
-    ours = kind(together, foreach=foreach)
-    each = [kind([p], foreach=foreach) for p in alone]
-    cut = [kind(pair, foreach=foreach) for pair in halves]
+    joint = kind(together, foreach=foreach)
+    alone_optimizers = [kind([p], foreach=foreach) for p in alone]
+    halves_optimizers = [kind(pair, foreach=foreach) for pair in halves]
     for step in gradients:
         for i, gradient in enumerate(step):
             together[i].grad = gradient.clone()
             alone[i].grad = gradient.clone()
             halves[i][0].grad, halves[i][1].grad = gradient[:32].clone(), gradient[32:].clone()
-        for optimizer in (ours, *each, *cut):
+        for optimizer in (joint, *alone_optimizers, *halves_optimizers):
             optimizer.step()
-    for one, other, pair in zip(together, alone, halves, strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, torch.cat([*pair]))
+    for whole_tensor, alone_tensor, pair in zip(together, alone, halves, strict=True):
+        assert torch.equal(whole_tensor, alone_tensor)
+        assert torch.equal(whole_tensor, torch.cat([*pair]))
     assert not torch.equal(together[0], start[0])
-    assert copy.deepcopy(ours.state_dict()["param_groups"])[0]["params"] == [0, 1, 2]
+    assert copy.deepcopy(joint.state_dict()["param_groups"])[0]["params"] == [0, 1, 2]
 
 
 def test_the_default_type_is_told() -> None:

@@ -50,9 +50,9 @@ PLAIN = st.recursive(
 @settings(max_examples=200)
 @given(PLAIN)
 def test_it_comes_back(obj: object) -> None:
-    found = loads(dumps(obj))
-    assert same(found, obj)
-    assert str(found) == str(obj)  # the order of keys, too
+    restored = loads(dumps(obj))
+    assert same(restored, obj)
+    assert str(restored) == str(obj)  # the order of keys, too
 
 
 def test_long_lists_and_numbers_come_back_or_are_refused_at_once() -> None:
@@ -118,7 +118,7 @@ def test_every_type_of_tensor_comes_back(dtype: torch.dtype) -> None:
 def test_tensors_keep_order_in_memory_sharing_and_gradients() -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     weight = nn.Parameter(torch.randn(3, 3))
-    kept = {
+    document = {
         "image": image,
         "turned": torch.randn(3, 5).t(),
         "some": torch.arange(10)[::3],
@@ -131,24 +131,24 @@ def test_tensors_keep_order_in_memory_sharing_and_gradients() -> None:
         "leaf": torch.ones(2, requires_grad=True),
         "imaginary": torch.randn(3, dtype=torch.complex64).conj(),
     }
-    found = loads(data := dumps(kept))
-    assert same({**found}, kept)
-    assert found["image"].stride() == image.stride()
-    assert found["turned"].stride() == kept["turned"].stride()
-    found["image"].zero_()
+    restored = loads(data := dumps(document))
+    assert same({**restored}, document)
+    assert restored["image"].stride() == image.stride()
+    assert restored["turned"].stride() == document["turned"].stride()
+    restored["image"].zero_()
     with torch.no_grad():
-        found["embedding"].fill_(7)
-    assert bool((found["head"] == 7).all()), "tied weights stay tied"
-    assert [type(found[name]) for name in ("embedding", "frozen", "leaf")] == [nn.Parameter] * 2 + [
+        restored["embedding"].fill_(7)
+    assert bool((restored["head"] == 7).all()), "tied weights stay tied"
+    assert [type(restored[name]) for name in ("embedding", "frozen", "leaf")] == [nn.Parameter] * 2 + [
         torch.Tensor
     ]
-    assert [found[name].requires_grad for name in ("embedding", "frozen", "leaf")] == [True, False, True]
+    assert [restored[name].requires_grad for name in ("embedding", "frozen", "leaf")] == [True, False, True]
     assert len(data) < 2000  # what is shared is there once
     assert float(loads(data)["image"].abs().sum()) > 0  # nothing shares memory with the bytes
 
 
 def test_numpy_values_come_back() -> None:
-    kept = {
+    document = {
         "lr": np.float64(0.1),
         "truth": np.bool_(True),
         "counts": np.arange(3, dtype=np.uint32),
@@ -157,11 +157,11 @@ def test_numpy_values_come_back() -> None:
         "nothing": np.zeros((0, 2)),
         "one": np.array(1 + 2j),
     }
-    found = loads(dumps(kept))
-    assert same(found, kept)
-    assert type(found["lr"]) is np.float64
-    assert found["turned"].flags.f_contiguous
-    found["counts"][0] = 5
+    restored = loads(dumps(document))
+    assert same(restored, document)
+    assert type(restored["lr"]) is np.float64
+    assert restored["turned"].flags.f_contiguous
+    restored["counts"][0] = 5
 
 
 @given(st.binary(max_size=200))
@@ -180,9 +180,9 @@ def test_damaged_state_never_crashes() -> None:
                 loads(bytes(damaged))
             except StateError as error:
                 assert str(error).startswith("unreadable state")
-        for cut in (whole[:at], whole[at:] if at else b""):
+        for part in (whole[:at], whole[at:] if at else b""):
             with pytest.raises(StateError):
-                loads(cut)
+                loads(part)
 
 
 def crafted(value: object, *blobs: bytes, sizes: object = None) -> bytes:
@@ -208,11 +208,11 @@ JSON = st.recursive(
 @given(JSON)
 def test_no_text_builds_anything_else(value: object) -> None:
     try:
-        found = loads(crafted(value, b"\0" * 8, b"12345678"))
+        restored = loads(crafted(value, b"\0" * 8, b"12345678"))
     except StateError as error:
         assert str(error).startswith("unreadable state")
     else:
-        dumps(found)  # plain, all of it
+        dumps(restored)  # plain, all of it
 
 
 def nested(kind: str, times: int) -> Any:
@@ -251,9 +251,11 @@ def test_crafted_state_is_refused(data: bytes, words: str) -> None:
 
 def test_one_blob_is_in_memory_once() -> None:
     """Else a message of 1 MB could take as much memory as it likes."""
-    found = loads(crafted([{"bytes": 0}, {"bytes": 0}, *[{"tensor": ["uint8", [4], [], 0, 0]}] * 3], b"1234"))
-    assert found[0] is found[1]
-    assert len({tensor.data_ptr() for tensor in found[2:]}) == 1
+    restored = loads(
+        crafted([{"bytes": 0}, {"bytes": 0}, *[{"tensor": ["uint8", [4], [], 0, 0]}] * 3], b"1234")
+    )
+    assert restored[0] is restored[1]
+    assert len({tensor.data_ptr() for tensor in restored[2:]}) == 1
 
 
 def test_an_archive_of_torch_is_refused_unread() -> None:

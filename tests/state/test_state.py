@@ -80,11 +80,11 @@ def test_everything_comes_back_bit_for_bit(
 ) -> None:
     reader = SeedReader(send(parameters))
     assert reader.header == header_of(parameters)
-    found = reader.read_all(None)
-    assert list(found) == list(parameters)
+    states_read = reader.read_all(None)
+    assert list(states_read) == list(parameters)
     for number, (tensor, state) in parameters.items():
-        got, got_state = found[number]
-        assert same(tensor, got)
+        tensor_read, got_state = states_read[number]
+        assert same(tensor, tensor_read)
         assert list(got_state) == list(state)
         assert all(same(state[name], got_state[name]) for name in state)
 
@@ -102,8 +102,8 @@ def test_a_message_that_is_lost_doubled_moved_or_changed_is_noticed(
     elif damage == "double":
         damaged.insert(at, damaged[at])
     elif damage == "swap":
-        other = data.draw(st.integers(0, len(messages) - 1).filter(lambda i: i != at))
-        damaged[at], damaged[other] = damaged[other], damaged[at]
+        swapped = data.draw(st.integers(0, len(messages) - 1).filter(lambda i: i != at))
+        damaged[at], damaged[swapped] = damaged[swapped], damaged[at]
         if damaged == messages:
             return
     else:
@@ -132,9 +132,9 @@ def test_pieces_are_small_and_in_order() -> None:
 def test_views_and_parameters_are_read_as_they_look() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     parameter = torch.nn.Parameter(base.t())
-    ((_, got, _),) = SeedReader(send({0: (parameter, {})})).read(None)
-    assert torch.equal(got, base.t())
-    assert got.is_contiguous()
+    ((_, tensor_read, _),) = SeedReader(send({0: (parameter, {})})).read(None)
+    assert torch.equal(tensor_read, base.t())
+    assert tensor_read.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -178,26 +178,26 @@ def test_random_states_come_back() -> None:
     """States of used generators, from the message and from its earlier result."""
     random.gauss(0, 1)  # keeps a second value
     np.random.normal()
-    kept = capture_generators()
+    captured = capture_generators()
     expected = torch.rand(3), [random.gauss(0, 1), random.random()], np.random.normal(size=3)
-    data = dump_generators(kept | {"cuda": torch.arange(16, dtype=torch.uint8)})
+    data = dump_generators(captured | {"cuda": torch.arange(16, dtype=torch.uint8)})
     for _ in range(2):
-        found = load_generators(data)
-        assert found["cuda"].tolist() == list(range(16))
-        install_generators(found | {"cuda": None})
+        generators = load_generators(data)
+        assert generators["cuda"].tolist() == list(range(16))
+        install_generators(generators | {"cuda": None})
         assert torch.equal(torch.rand(3), expected[0])
         assert [random.gauss(0, 1), random.random()] == expected[1]
         assert (np.random.normal(size=3) == expected[2]).all(None)
-        data = dump_generators(found)
+        data = dump_generators(generators)
 
 
 @given(st.binary(max_size=40), st.booleans())
-def test_random_states_that_are_not_there_are_not_made_up(words: bytes, known: bool) -> None:
-    found = load_generators(
-        dump_generators({"torch": torch.tensor(list(words), dtype=torch.uint8)} if known else {})
+def test_random_states_that_are_not_there_are_not_made_up(words: bytes, has_torch: bool) -> None:
+    generators = load_generators(
+        dump_generators({"torch": torch.tensor(list(words), dtype=torch.uint8)} if has_torch else {})
     )
-    assert found.keys() == {"cuda"} | ({"torch"} if known and words else set())
-    assert found["cuda"] is None
+    assert generators.keys() == {"cuda"} | ({"torch"} if has_torch and words else set())
+    assert generators["cuda"] is None
     with pytest.raises(StateError, match="unreadable states of random generators"):
         load_generators(b"\xff" + words)
 
@@ -213,18 +213,18 @@ def test_every_gradient_type_is_there() -> None:
 def test_state_of_frozen_parameters_comes_back_from_among_the_buffers(
     states: dict[int, dict[str, object]], parameter: str
 ) -> None:
-    found = {
+    buffers = {
         "body.0.running_mean": torch.ones(3),
         "optimizer": torch.ones(2),
         "optimizer.state": torch.ones(1),
     }
-    assert not any(map(is_frozen_state, found))
+    assert not any(map(is_frozen_state, buffers))
     for index, entries in states.items():
-        named = dict(name_frozen(index, entries, parameter))
-        assert {frozen_parameter(name) for name in named} == {parameter}
-        found.update((name, loads(dumps(tensor))) for name, tensor in named.items())
-    assert sum(map(is_frozen_state, found)) == sum(map(len, states.values()))
-    back = frozen_states(dict(reversed(found.items())))
+        state_by_name = dict(name_frozen(index, entries, parameter))
+        assert {frozen_parameter(name) for name in state_by_name} == {parameter}
+        buffers.update((name, loads(dumps(tensor))) for name, tensor in state_by_name.items())
+    assert sum(map(is_frozen_state, buffers)) == sum(map(len, states.values()))
+    back = frozen_states(dict(reversed(buffers.items())))
     assert back.keys() == states.keys()
     for index, entries in states.items():
         assert [*back[index]] == [*entries]

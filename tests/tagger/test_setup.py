@@ -20,11 +20,11 @@ pytestmark = needs_root
 def live_programs() -> set[int]:
     """Return the ids of all BPF programs in this kernel."""
     library = ctypes.CDLL("libbpf.so.1")
-    found: set[int] = set()
+    numbers: set[int] = set()
     number = ctypes.c_uint32(0)
     while library.bpf_prog_get_next_id(number, ctypes.byref(number)) == 0:
-        found.add(number.value)
-    return found
+        numbers.add(number.value)
+    return numbers
 
 
 def test_closing_leaves_nothing() -> None:
@@ -55,9 +55,9 @@ def test_it_attaches_where_no_cgroup2_is_to_be_seen() -> None:
         if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
             pytest.skip("`ip netns exec` doesn't work here: the root directory is not a mount point")
         command = [*enter, sys.executable, "-m", "checkmate.tagger"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "detached again" in done.stdout
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "detached again" in result.stdout
 
 
 def test_missing_clang_is_said_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_missing_libbpf_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None
         Tagger.attach()
 
 
-NEEDED = ("bpf", "perfmon", "net_admin")
+CAPABILITIES = ("bpf", "perfmon", "net_admin")
 
 
 def limited_to(*names: str) -> subprocess.CompletedProcess[str]:
@@ -84,15 +84,15 @@ def limited_to(*names: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_documented_capabilities_suffice() -> None:
-    done = limited_to(*NEEDED)
-    assert done.returncode == 0, done.stderr
-    assert "detached again" in done.stdout
+    result = limited_to(*CAPABILITIES)
+    assert result.returncode == 0, result.stderr
+    assert "detached again" in result.stdout
 
 
-@pytest.mark.parametrize("lacking", [[name] for name in NEEDED] + [[*NEEDED]], ids="+".join)
+@pytest.mark.parametrize("lacking", [[name] for name in CAPABILITIES] + [[*CAPABILITIES]], ids="+".join)
 def test_missing_capabilities_are_named(lacking: list[str]) -> None:
-    done = limited_to(*(name for name in NEEDED if name not in lacking))
-    assert done.returncode == 1
+    result = limited_to(*(name for name in CAPABILITIES if name not in lacking))
+    assert result.returncode == 1
     missing = ", ".join(f"CAP_{name.upper()}" for name in lacking)
-    assert f"an eBPF program: {missing} missing; start the script, or torchrun, by setpriv" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert f"an eBPF program: {missing} missing; start the script, or torchrun, by setpriv" in result.stderr
+    assert "Traceback" not in result.stderr

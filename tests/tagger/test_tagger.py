@@ -40,7 +40,7 @@ OFFLOADS = {
 
 
 @dataclass(frozen=True)
-class Sent:
+class Chunk:
     """A chunk: its place in the connection, its data, and its stream position if it is tagged."""
 
     start: int
@@ -56,41 +56,41 @@ def tagger() -> Iterator[Tagger]:
         assert attached.faults() == {"reserve": 0, "store": 0, "tos": 0, "flags": 0}
 
 
-def chunks_of(seed: int, sizes: list[int], untagged_share: float = 0.4) -> list[Sent]:
+def chunks_of(seed: int, sizes: list[int], untagged_share: float = 0.4) -> list[Chunk]:
     """Return chunks of random content: some untagged, the others with two shadow ids."""
     pick = random.Random(seed)
     positions = {0: 0, 0xABCD: 0}
-    chunks: list[Sent] = []
+    chunks: list[Chunk] = []
     start = 0
     for size in sizes:
         shadow_id = None if pick.random() < untagged_share else pick.choice(list(positions))
         position = 0 if shadow_id is None else positions[shadow_id]
-        chunks.append(Sent(start, pick.randbytes(size), shadow_id, position))
+        chunks.append(Chunk(start, pick.randbytes(size), shadow_id, position))
         if shadow_id is not None:
             positions[shadow_id] += size
         start += size
     return chunks
 
 
-def send_all(sender: TaggedSocket, chunks: list[Sent], *, planned: bool = False) -> None:
+def send_all(sender: TaggedSocket, chunks: list[Chunk], *, planned: bool = False) -> None:
     if planned:
         sender.plan((len(chunk.data), chunk.shadow_id) for chunk in chunks)
     for chunk in chunks:
         sender.send_chunk(chunk.data, chunk.shadow_id)
 
 
-def check_segments(segments: list[CapturedSegment], first: int, chunks: list[Sent], timestamps: bool) -> int:
+def check_segments(segments: list[CapturedSegment], first: int, chunks: list[Chunk], timestamps: bool) -> int:
     """Check that every data segment lies in one chunk and has exactly its tag; return their number."""
     starts = {}
     for chunk in chunks:
         starts[chunk.start] = chunk
     ordered = sorted(starts)
-    seen = 0
+    count = 0
     for segment in segments:
         if not segment.payload:
             assert not segment.dscp and not segment.tagged
             continue
-        seen += 1
+        count += 1
         offset = (segment.sequence - first) % wire.MODULUS
         chunk = starts[max(start for start in ordered if start <= offset)]
         within = offset - chunk.start
@@ -106,7 +106,7 @@ def check_segments(segments: list[CapturedSegment], first: int, chunks: list[Sen
         anchor = (first + chunk.start) % wire.MODULUS
         assert parsed == wire.Tag(chunk.position, anchor, chunk.shadow_id, CHANNEL, INCARNATION)
         assert copy_sequence(parsed, segment.sequence) == (chunk.position + within) % wire.MODULUS
-    return seen
+    return count
 
 
 def first_sequence(segments: list[CapturedSegment]) -> int:
@@ -115,7 +115,7 @@ def first_sequence(segments: list[CapturedSegment]) -> int:
     return (syn + 1) % wire.MODULUS
 
 
-def assert_covered(segments: list[CapturedSegment], first: int, chunks: list[Sent]) -> None:
+def assert_covered(segments: list[CapturedSegment], first: int, chunks: list[Chunk]) -> None:
     """Check that the capture has every byte."""
     end = 0
     for start, stop in sorted(
@@ -136,8 +136,8 @@ def test_every_segment_has_its_chunks_tag(tagger: Tagger, mode: str, timestamps:
     chunks = chunks_of(1, sizes)
     with veth_pair(OFFLOADS[mode]) as pair:
         pair.in_each(f"sysctl -qw net.ipv4.tcp_timestamps={int(timestamps)}")
-        segments, received, _ = run_transfer(tagger, pair, chunks, planned=planned)
-    assert received == b"".join(chunk.data for chunk in chunks)
+        segments, sink_bytes, _ = run_transfer(tagger, pair, chunks, planned=planned)
+    assert sink_bytes == b"".join(chunk.data for chunk in chunks)
     first = first_sequence(segments)
     assert check_segments(segments, first, chunks, timestamps) >= len(chunks)
     assert_covered(segments, first, chunks)
@@ -147,7 +147,7 @@ def test_every_segment_has_its_chunks_tag(tagger: Tagger, mode: str, timestamps:
 
 
 def run_transfer(
-    tagger: Tagger, pair: HostPair, chunks: list[Sent], *, planned: bool = False
+    tagger: Tagger, pair: HostPair, chunks: list[Chunk], *, planned: bool = False
 ) -> tuple[list[CapturedSegment], bytes, int]:
     """Send the chunks over a fresh tagged connection from `a` to `b`.
 
@@ -169,8 +169,8 @@ def run_transfer(
         reader.join(30)
     finally:
         segments = capture.stop()
-    mine = [segment for segment in segments if segment.source_port != reader.address[1]]
-    return mine, bytes(reader.received), retransmitted
+    own_segments = [segment for segment in segments if segment.source_port != reader.address[1]]
+    return own_segments, bytes(reader.received), retransmitted
 
 
 @pytest.mark.parametrize(("mode", "per_mille"), [("tso", 80), ("packet_by_packet", 30)])
@@ -180,8 +180,8 @@ def test_retransmissions_carry_the_same_mapping(
     chunks = chunks_of(2, [200_000, 5, 1433, 40_000, 9] * 20)
     with veth_pair(OFFLOADS[mode]) as pair:
         pair.lose(per_mille, tmp_path)
-        segments, received, retransmitted = run_transfer(tagger, pair, chunks)
-    assert received == b"".join(chunk.data for chunk in chunks)
+        segments, sink_bytes, retransmitted = run_transfer(tagger, pair, chunks)
+    assert sink_bytes == b"".join(chunk.data for chunk in chunks)
     first = first_sequence(segments)
     check_segments(segments, first, chunks, timestamps=True)
     assert_covered(segments, first, chunks)
@@ -192,8 +192,8 @@ def test_retransmissions_carry_the_same_mapping(
 def test_more_chunks_than_ranges_wait_for_acknowledgements(tagger: Tagger, planned: bool) -> None:
     chunks = chunks_of(3, [1, 2, 3, 4] * RANGES, untagged_share=0)
     with veth_pair() as pair:
-        segments, received, _ = run_transfer(tagger, pair, chunks, planned=planned)
-    assert received == b"".join(chunk.data for chunk in chunks)
+        segments, sink_bytes, _ = run_transfer(tagger, pair, chunks, planned=planned)
+    assert sink_bytes == b"".join(chunk.data for chunk in chunks)
     assert check_segments(segments, first_sequence(segments), chunks, timestamps=True) >= len(chunks)
 
 
@@ -225,18 +225,18 @@ def test_sequence_numbers_wrap_at_32_bits(tagger: Tagger, mode: str) -> None:
         sender, sink, first = connect_near_the_wrap(tagger, pair, most=4 << 20)
         chunks = chunks_of(4, [(wire.MODULUS - first) // 10 + 1] * 20)
         capture = PacketCapture(pair.b)
-        received = bytearray()
+        sink_bytes = bytearray()
         try:
             for chunk in chunks:
                 sender.send_chunk(chunk.data, chunk.shadow_id)
-                while len(received) < sender.written_bytes:
-                    received += sink.recv(1 << 20)
+                while len(sink_bytes) < sender.written_bytes:
+                    sink_bytes += sink.recv(1 << 20)
             tcp.drain(sender.socket, 10)
         finally:
             segments = [segment for segment in capture.stop() if segment.source_port != sink.getsockname()[1]]
             sender.socket.close()
             sink.close()
-    assert bytes(received) == b"".join(chunk.data for chunk in chunks)
+    assert bytes(sink_bytes) == b"".join(chunk.data for chunk in chunks)
     assert check_segments(segments, first, chunks, timestamps=True) >= len(chunks)
     assert_covered(segments, first, chunks)
     assert {segment.sequence < 1 << 31 for segment in segments if segment.payload} == {True, False}
@@ -309,15 +309,15 @@ def test_the_kernel_gets_the_ranges_of_planned_chunks_at_once(
     tagger: Tagger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("checkmate.tagger.sockets.LOT_BYTES", 10)
-    known = SocketState()
+    socket_state = SocketState()
     chunks: list[tuple[int, int | None]] = [(2, 5), (3, None), (4, 5), (5, 6), (11, 5), (1, 5)]
     with connected(tagger) as (sender, reader):
         sender.plan(chunks)
         tails = []
         for length, shadow_id in chunks:
             sender.begin_chunk(length, shadow_id)
-            tagger.fetch(sender.socket, known)
-            tails.append(known.tail)
+            tagger.fetch(sender.socket, socket_state)
+            tails.append(socket_state.tail)
             sender.write(bytes(length))
         assert tails == [2, 2, 2, 3, 4, 5]
         assert (sender.position(5), sender.position(6)) == (18, 5)
@@ -340,18 +340,18 @@ def test_a_range_is_retired_before_its_sequence_numbers_come_again(
     tagger: Tagger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("checkmate.tagger.sockets.RETIRE_AFTER", 100)
-    known = SocketState()
+    socket_state = SocketState()
     with connected(tagger) as (sender, reader):
         sender.send_chunk(b"123", 5)
         sender.send_chunk(bytes(90))
-        tagger.fetch(sender.socket, known)
-        assert (known.head, known.tail) == (0, 1)
+        tagger.fetch(sender.socket, socket_state)
+        assert (socket_state.head, socket_state.tail) == (0, 1)
         sender.send_chunk(bytes(20))
-        tagger.fetch(sender.socket, known)
-        assert (known.head, known.tail) == (1, 1)
+        tagger.fetch(sender.socket, socket_state)
+        assert (socket_state.head, socket_state.tail) == (1, 1)
         sender.send_chunk(b"456", 5)
-        tagger.fetch(sender.socket, known)
-        assert (known.head, known.tail, known.ranges[1].sequence) == (1, 2, 3)
+        tagger.fetch(sender.socket, socket_state)
+        assert (socket_state.head, socket_state.tail, socket_state.ranges[1].sequence) == (1, 2, 3)
     assert len(reader.received) == 116
 
 
@@ -360,16 +360,21 @@ def test_no_range_outlives_its_sequence_numbers_between_tagged_chunks(
 ) -> None:
     """Few ranges are not dropped at each chunk, but none is left when its numbers may come again."""
     monkeypatch.setattr("checkmate.tagger.sockets.RETIRE_AFTER", 100)
-    known = SocketState()
+    socket_state = SocketState()
     with connected(tagger) as (sender, _):
         for number in range(12):
             sender.send_chunk(bytes(10), 5 if number % 3 == 0 else None)
             sender.send_chunk(bytes(15))
-            tagger.fetch(sender.socket, known)
-            live = [known.ranges[one % RANGES] for one in range(known.head, known.tail)]
-            ends = [(one.anchor + one.length - known.first_sequence) % wire.MODULUS for one in live]
+            tagger.fetch(sender.socket, socket_state)
+            live = [
+                socket_state.ranges[range_ % RANGES] for range_ in range(socket_state.head, socket_state.tail)
+            ]
+            ends = [
+                (range_.anchor + range_.length - socket_state.first_sequence) % wire.MODULUS
+                for range_ in live
+            ]
             assert all(sender.written_bytes - end <= 100 for end in ends), (number, ends)
-        assert known.head and known.tail == 4
+        assert socket_state.head and socket_state.tail == 4
 
 
 def test_a_connection_made_before_is_refused(tagger: Tagger) -> None:

@@ -30,12 +30,12 @@ pytestmark = needs_root
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with Lab(load("single_tor"), name=f"a{os.getpid()}_{random.randrange(10**6)}") as made:
-        yield made
+    with Lab(load("single_tor"), name=f"a{os.getpid()}_{random.randrange(10**6)}") as attached_lab:
+        yield attached_lab
 
 
 @contextlib.contextmanager
-def started(*arguments: str, folder: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+def lab_process(*arguments: str, folder: Path | None = None) -> Iterator[subprocess.Popen[str]]:
     """Start `checkmate lab` in any folder; kill it at the end."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "200"}
     process = subprocess.Popen(
@@ -56,12 +56,12 @@ def started(*arguments: str, folder: Path | None = None) -> Iterator[subprocess.
 def until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     """Return the match in the first line of its output that has one."""
     assert process.stdout is not None
-    seen = []
+    lines = []
     for line in process.stdout:
-        seen.append(line)
+        lines.append(line)
         if match := re.search(pattern, line):
             return match
-    raise AssertionError(f"no {pattern!r} in {''.join(seen)}")
+    raise AssertionError(f"no {pattern!r} in {''.join(lines)}")
 
 
 def test_a_command_runs_on_a_node(lab: Lab) -> None:
@@ -69,9 +69,9 @@ def test_a_command_runs_on_a_node(lab: Lab) -> None:
         "import os, socket; print([name for _, name in socket.if_nameindex()]); "
         "print(*(os.environ[name] for name in ('CHECKMATE_JOB', 'GLOO_SOCKET_IFNAME', 'PATH'))); exit(7)"
     )
-    done = lab_command("exec", lab.name, "rank2", "--", "python", "-c", code)
-    assert done.returncode == 7, done.stderr
-    interfaces, environment = done.stdout.splitlines()
+    result = lab_command("exec", lab.name, "rank2", "--", "python", "-c", code)
+    assert result.returncode == 7, result.stderr
+    interfaces, environment = result.stdout.splitlines()
     assert interfaces == "['lo', 'mgmt0', 'data0']"
     job, gloo, path = environment.split(maxsplit=2)
     assert (job, gloo) == (str(lab.job_file), "mgmt0")
@@ -102,14 +102,14 @@ def test_a_command_runs_on_a_node(lab: Lab) -> None:
 def test_what_does_not_exist_is_one_message(
     lab: Lab, arguments: tuple[str, ...], status: int, words: str
 ) -> None:
-    done = lab_command(*(one.replace("LAB", lab.name) for one in arguments))
-    assert done.returncode == status
-    assert words.replace("LAB", lab.name) in done.stderr
-    assert "Traceback" not in done.stderr
+    result = lab_command(*(argument.replace("LAB", lab.name) for argument in arguments))
+    assert result.returncode == status
+    assert words.replace("LAB", lab.name) in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_command_gets_the_signals_itself_and_ends_with_the_lab(lab: Lab) -> None:
-    with started("exec", lab.name, "rank0", "--", "sh", "-c", "echo up; exec sleep 60") as process:
+    with lab_process("exec", lab.name, "rank0", "--", "sh", "-c", "echo up; exec sleep 60") as process:
         until(process, "up")
         assert process.pid in namespaces.processes([lab.namespace("rank0")])
         process.send_signal(signal.SIGINT)
@@ -119,12 +119,12 @@ def test_a_command_gets_the_signals_itself_and_ends_with_the_lab(lab: Lab) -> No
 def test_logs_of_one_node_of_all_and_as_they_come(lab: Lab) -> None:
     with Crew(lab) as crew:
         crew.run("shadow0", "shadow0", ["sh", "-c", "echo said; printf 'a\\rcomplained' >&2"], 20)
-        one = lab_command("logs", lab.name, "shadow0")
-        assert sorted(one.stdout.splitlines()) == ["complained", "said"]
-        every = lab_command("logs", lab.name).stdout.splitlines()
-        assert "shadow0 | said" in every
-        assert any(line.startswith("tor     | softswitch: P4Runtime on") for line in every)
-        with started("logs", lab.name, "shadow0", "--follow") as process:
+        log = lab_command("logs", lab.name, "shadow0")
+        assert sorted(log.stdout.splitlines()) == ["complained", "said"]
+        all_lines = lab_command("logs", lab.name).stdout.splitlines()
+        assert "shadow0 | said" in all_lines
+        assert any(line.startswith("tor     | softswitch: P4Runtime on") for line in all_lines)
+        with lab_process("logs", lab.name, "shadow0", "--follow") as process:
             until(process, "^said$")
             crew.run("shadow0", "shadow0", ["echo", "more"], 20)
             until(process, "^more$")
@@ -137,7 +137,7 @@ def test_logs_follow_until_the_lab_is_removed(name: str) -> None:
     lab = Lab(load("single_tor"), name=name)
     lab.up()
     lab.release()
-    with started("logs", name, "--follow") as process:
+    with lab_process("logs", name, "--follow") as process:
         until(process, "P4Runtime on")
         assert lab_command("down", name).returncode == 0
         assert process.wait(10) == 0
@@ -153,10 +153,10 @@ def test_training_resumes_after_a_kill_with_a_controller_that_serves_already(
     script = ("-m", "checkmate.examples.gpt.train", "--iterations", "25", "--layers", "1", "--width", "64")
     with ExitStack() as stack:
         command = ("exec", lab.name, "ctl", "--", "checkmate", "run", str(lab.job_file))
-        controller = stack.enter_context(started(*command))
+        controller = stack.enter_context(lab_process(*command))
         until(controller, "^serving; stop with Ctrl-C")
         process = stack.enter_context(
-            started("train", lab.name, "--", *script, "--heads", "2", folder=tmp_path)
+            lab_process("train", lab.name, "--", *script, "--heads", "2", folder=tmp_path)
         )
         worker = int(until(process, r"kill -9 (\d+), training resumes")[1])
         until(process, "^iteration 8: loss")
@@ -179,7 +179,7 @@ def test_training_with_any_script_fails_or_is_interrupted(lab: Lab, tmp_path: Pa
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('waits', flush=True)\ntime.sleep(60)\n")
     before = namespaces.processes(namespaces.of_lab(lab.name))
-    with started("train", lab.name, "--", "script.py", folder=tmp_path) as process:
+    with lab_process("train", lab.name, "--", "script.py", folder=tmp_path) as process:
         until(process, "^waits$")
         busy = lab_command("down", lab.name)
         assert (busy.returncode, f"in use by process {process.pid}" in busy.stderr) == (1, True)
@@ -188,12 +188,12 @@ def test_training_with_any_script_fails_or_is_interrupted(lab: Lab, tmp_path: Pa
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
         assert not alive(running)
-    with started("train", lab.name, "--", "script.py", folder=tmp_path) as process:
+    with lab_process("train", lab.name, "--", "script.py", folder=tmp_path) as process:
         until(process, "^waits$")
         process.kill()  # its processes go on
     with (
-        started("exec", lab.name, "rank1", "--", "sh", "-c", "echo up; exec sleep 300") as users,
-        started("train", lab.name, "--", "script.py", folder=tmp_path) as process,
+        lab_process("exec", lab.name, "rank1", "--", "sh", "-c", "echo up; exec sleep 300") as users,
+        lab_process("train", lab.name, "--", "script.py", folder=tmp_path) as process,
     ):
         until(users, "^up$")
         until(process, "^waits$")
@@ -202,10 +202,10 @@ def test_training_with_any_script_fails_or_is_interrupted(lab: Lab, tmp_path: Pa
         assert process.wait(30) == 130
     assert set(namespaces.processes(namespaces.of_lab(lab.name))) <= {*before, users.pid}
     script.write_text("raise ValueError('the cat sleeps')\n")
-    with started("train", lab.name, "--max-restarts", "0", "--", "script.py", folder=tmp_path) as process:
+    with lab_process("train", lab.name, "--max-restarts", "0", "--", "script.py", folder=tmp_path) as process:
         until(process, "^error: rank0, rank1, rank2, rank3 failed with: ValueError: the cat sleeps$")
         assert process.wait(30) == 1
-    with started("train", lab.name, "--", "script.py", folder=tmp_path) as process:
+    with lab_process("train", lab.name, "--", "script.py", folder=tmp_path) as process:
         until(
             process,
             "^error: the script has failed twice in the same way: ValueError: the cat sleeps; rank0, ",
@@ -215,7 +215,7 @@ def test_training_with_any_script_fails_or_is_interrupted(lab: Lab, tmp_path: Pa
         "import os, time, checkmate\nprint('waits', flush=True)\ntime.sleep(5)\n"
         "if os.environ['RANK'] == '2':\n    raise checkmate.RefusedError('no cats')\ntime.sleep(60)\n"
     )
-    with started("train", lab.name, "--max-restarts", "0", "--", "script.py", folder=tmp_path) as process:
+    with lab_process("train", lab.name, "--max-restarts", "0", "--", "script.py", folder=tmp_path) as process:
         until(process, "^rank 2: RefusedError: no cats$")
         until(process, "^error: rank2 failed with: checkmate.training.errors.RefusedError: no cats$")
         assert process.wait(30) == 1
@@ -245,16 +245,16 @@ def test_what_up_prints_works_in_any_folder_by_hand(name: str, tmp_path: Path) -
                 ["bash", "-c", command], stdout=file, stderr=file, start_new_session=True, **here
             )
 
-    def said(words: str, count: int = 1) -> None:
+    def wait_for_words(words: str, count: int = 1) -> None:
         wait_until(lambda: log.read_text().count(words) >= count, words, 100)
 
     for command in (controller, *shadows):
         start(command)
-    said("ready: shadow node", len(shadows))
+    wait_for_words("ready: shadow node", len(shadows))
     start(loop)
-    said("iteration 8: loss")
+    wait_for_words("iteration 8: loss")
     subprocess.run(["bash", "-c", kill], check=True, **here)
-    said("resumed from the shadow nodes: iteration")
+    wait_for_words("resumed from the shadow nodes: iteration")
     for command in (status, consolidate):
         subprocess.run(["bash", "-c", command], check=True, capture_output=True, **here)
     assert any((folder / "checkpoint").iterdir())
@@ -273,34 +273,36 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "answer", "left"),
+    ("arguments", "answer", "labs_left"),
     [((), b"n\n", ["one", "two"]), ((), b"y\n", []), (("--yes",), b"", [])],
 )
 def test_on_a_terminal_down_lists_all_labs_and_asks(
-    tmp_path: Path, arguments: tuple[str, ...], answer: bytes, left: list[str]
+    tmp_path: Path, arguments: tuple[str, ...], answer: bytes, labs_left: list[str]
 ) -> None:
     """In a folder of labs of its own, because other labs of this machine are not the test's."""
     for name in ("one", "two"):
         (tmp_path / "labs" / name).mkdir(parents=True)
-    ours, its = pty.openpty()
+    control, terminal = pty.openpty()
     command = [sys.executable, "-c", _PATCHED, str(tmp_path / "labs"), "lab", "down", "--all", *arguments]
-    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=os.environ | {"TERM": "xterm"})
-    os.close(its)
-    os.write(ours, answer)
-    shown = b""
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=os.environ | {"TERM": "xterm"}
+    )
+    os.close(terminal)
+    os.write(control, answer)
+    output = b""
     with contextlib.suppress(OSError):  # the other end is closed
-        while piece := os.read(ours, 4096):
-            shown += piece
-    os.close(ours)
-    assert process.wait(30) == bool(left)
-    assert (b"Remove 2 labs" in shown) == (not arguments)
-    assert sorted(path.name for path in tmp_path.glob("labs/*")) == left
-    assert b"two" in shown
+        while piece := os.read(control, 4096):
+            output += piece
+    os.close(control)
+    assert process.wait(30) == bool(labs_left)
+    assert (b"Remove 2 labs" in output) == (not arguments)
+    assert sorted(path.name for path in tmp_path.glob("labs/*")) == labs_left
+    assert b"two" in output
 
 
 def test_down_does_not_ask_on_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "labs" / "one").mkdir(parents=True)
     command = [sys.executable, "-c", _PATCHED, str(tmp_path / "labs"), "lab", "down", "--all"]
-    done = subprocess.run(command, input="", capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "lab one removed\n"), done.stderr
+    result = subprocess.run(command, input="", capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "lab one removed\n"), result.stderr
     assert not (tmp_path / "labs").exists()

@@ -32,14 +32,14 @@ SUPERVISOR = "while :; do setsid sh -c 'echo up; sleep 60' & wait $!; done"
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     name = f"c{os.getpid()}_{random.randrange(10**6)}"
-    with Lab(load("single_tor"), name=name, switch_cpus={max(os.sched_getaffinity(0))}) as made:
-        yield made
+    with Lab(load("single_tor"), name=name, switch_cpus={max(os.sched_getaffinity(0))}) as crew_lab:
+        yield crew_lab
 
 
 @pytest.fixture
 def crew(lab: Lab) -> Iterator[Crew]:
-    with Crew(lab) as made:
-        yield made
+    with Crew(lab) as lab_crew:
+        yield lab_crew
 
 
 def await_end(pids: list[int]) -> None:
@@ -53,21 +53,21 @@ def test_a_process_is_pinned_and_finds_the_job(lab: Lab, crew: Crew) -> None:
         "import os; print(sorted(os.sched_getaffinity(0)), os.environ['CHECKMATE_JOB'], os.environ['MINE'])"
     )
     for cpu in sorted(before):
-        one = crew.start(
+        process = crew.start(
             "one", "rank0", [sys.executable, "-c", code], cpus={cpu}, environment={"MINE": "yes"}
         )
-        crew.finish([one], 20)
-        assert one.output_text().split() == [f"[{cpu}]", str(lab.job_file), "yes"]
+        crew.finish([process], 20)
+        assert process.output_text().split() == [f"[{cpu}]", str(lab.job_file), "yes"]
     assert os.sched_getaffinity(0) == before
     with pytest.raises(BadDescription, match=r"CPUs \[9999\]: only"):
         crew.start("two", "rank0", ["true"], cpus={9999})
 
 
 def test_what_a_process_leaves_in_its_temporary_folder_goes_with_the_lab(lab: Lab, crew: Crew) -> None:
-    one = crew.start("one", "rank0", [sys.executable, "-c", "import tempfile; print(tempfile.mkdtemp())"])
-    crew.finish([one], 20)
-    left = Path(one.output_text().strip())
-    assert left.is_dir() and left.is_relative_to(lab.directory)
+    process = crew.start("one", "rank0", [sys.executable, "-c", "import tempfile; print(tempfile.mkdtemp())"])
+    crew.finish([process], 20)
+    temporary_folder = Path(process.output_text().strip())
+    assert temporary_folder.is_dir() and temporary_folder.is_relative_to(lab.directory)
 
 
 def test_switches_are_pinned_and_others_are_not(lab: Lab, crew: Crew) -> None:
@@ -273,5 +273,5 @@ def test_what_root_starts_imports_nothing_from_where_it_is_started(
     """A lab may be started in a folder that belongs to somebody else."""
     for module in ("copy", "random", "logging", "ipaddress"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('a stranger has run')")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -45,14 +45,14 @@ def test_training_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     process = demo(tmp_path, "--iterations", "25", "--kill", "1:12:reduce-scatter")
     output, words = process.communicate()
     assert process.returncode == 0, words
-    told = json.loads(output)
-    assert told["good"] is True
-    assert [promise["kept"] for promise in told["promises"]] == [True] * 5
-    assert told["losses"]["protected"] == told["losses"]["uninterrupted"]
-    assert len(told["losses"]["protected"]) == 25
-    (recovery,) = told["recoveries"]
+    report = json.loads(output)
+    assert report["good"] is True
+    assert [promise["kept"] for promise in report["promises"]] == [True] * 5
+    assert report["losses"]["protected"] == report["losses"]["uninterrupted"]
+    assert len(report["losses"]["protected"]) == 25
+    (recovery,) = report["recoveries"]
     assert (recovery["rank"], recovery["iteration"]) == (1, 12)
-    assert Path(told["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert Path(report["picture"]).read_bytes().startswith(b"\x89PNG")
     assert nothing_stays()
 
 

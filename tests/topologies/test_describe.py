@@ -42,19 +42,21 @@ def lab_files(draw: st.DrawFn) -> dict[str, Any]:
     names = [f"sw{i}" for i in range(draw(st.integers(1, 5)))]
     switch = st.sampled_from(names)
     nodes = draw(st.lists(st.lists(switch, min_size=1, max_size=2), min_size=1, max_size=6))
-    chosen = st.lists(st.sampled_from(range(len(nodes))), min_size=1, unique=True)
+    node_lists = st.lists(st.sampled_from(range(len(nodes))), min_size=1, unique=True)
     group = st.fixed_dictionaries(
-        {"ranks": st.lists(switch, min_size=2, max_size=8)}, optional={"shadow_nodes": chosen}
+        {"ranks": st.lists(switch, min_size=2, max_size=8)}, optional={"shadow_nodes": node_lists}
     )
     groups = draw(st.lists(group, min_size=1, max_size=4))
     hosts = draw(st.lists(st.lists(switch, min_size=1, max_size=2), max_size=5))
     if len(hosts) > 1:  # each group has a rank on every host
-        groups = [{key: value for key, value in one.items() if key != "ranks"} for one in groups]
-        groups = [one | {"hosts": draw(st.permutations(range(len(hosts))))} for one in groups]
+        groups = [{key: value for key, value in dp_group.items() if key != "ranks"} for dp_group in groups]
+        groups = [dp_group | {"hosts": draw(st.permutations(range(len(hosts))))} for dp_group in groups]
     return {
         "title": "drawn",
         "channels": draw(st.integers(1, 8)),
-        "replicas": draw(st.integers(1, min(len(one.get("shadow_nodes", nodes)) for one in groups))),
+        "replicas": draw(
+            st.integers(1, min(len(dp_group.get("shadow_nodes", nodes)) for dp_group in groups))
+        ),
         "switches": names,
         "links": [[names[draw(st.integers(0, i - 1))], names[i]] for i in range(1, len(names))],
         **({"hosts": hosts} if len(hosts) > 1 else {}),
@@ -70,7 +72,7 @@ def meshed_labs(draw: st.DrawFn) -> dict[str, Any]:
     mesh = {name: draw(st.integers(1, 2)) for name in ("pp", "dp_shard", "tp")}
     mesh["dp_replicate"] = draw(st.integers(2, 3))
     inner = mesh["dp_shard"] * mesh["tp"]
-    gpus = draw(st.sampled_from([one for one in (1, 2, 4) if inner % one == 0]))
+    gpus = draw(st.sampled_from([count for count in (1, 2, 4) if inner % count == 0]))
     hosts = mesh["pp"] * mesh["dp_replicate"] * inner // gpus
     nics = st.lists(st.just("tor"), min_size=1, max_size=2)
     nodes = draw(st.lists(nics, min_size=1, max_size=5))
@@ -209,8 +211,8 @@ def test_each_torchrun_meets_the_others_at_the_first_rank() -> None:
 @given(data=lab_files())
 def test_the_picture_shows_each_host_and_each_port(data: dict[str, Any]) -> None:
     topology = build("drawn", data)
-    drawn = picture.picture(topology)
-    blocks = drawn.split("\n\n")
+    text = picture.picture(topology)
+    blocks = text.split("\n\n")
     assert len(blocks) == len(topology.switches)
     for switch, block in zip(topology.switches, blocks, strict=True):
         here = [nic for host in topology.hosts for nic in host.interfaces if nic.switch == switch.name]
@@ -260,8 +262,8 @@ def test_what_to_try_leads_to_a_protected_training(name: str) -> None:
 
 
 def test_many_shadow_nodes_do_not_make_the_list_long() -> None:
-    one = load("single_tor")
-    topology = replace(one, shadow_nodes=one.shadow_nodes * 20)
+    single = load("single_tor")
+    topology = replace(single, shadow_nodes=single.shadow_nodes * 20)
     lines = picture.next_steps(topology, "mine", "/jobs/job.yaml").splitlines()
     assert len(lines) < 20
     assert lines[11].endswith("--id 39")
@@ -299,9 +301,9 @@ def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None
     topology = load(name)
     script = ["train.py", "--title", "two words"]
     line = torchrun.loop(topology, "lab exec mine", script)
-    said = line.replace("lab exec", "printf '%s\\0'").replace(" & ", "; echo; ")
-    done = subprocess.run(["sh", "-c", said], capture_output=True, text=True, check=True)
-    rows = [row.split("\0")[:-1] for row in done.stdout.splitlines()]
+    shell_script = line.replace("lab exec", "printf '%s\\0'").replace(" & ", "; echo; ")
+    result = subprocess.run(["sh", "-c", shell_script], capture_output=True, text=True, check=True)
+    rows = [row.split("\0")[:-1] for row in result.stdout.splitlines()]
     for host, row in zip(topology.trainers, rows, strict=True):
         expected = [str(word) for word in torchrun.command(topology, host, script)]
         assert row == ["mine", host.name, "--", *expected]

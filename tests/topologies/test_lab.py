@@ -37,17 +37,17 @@ def loss_programs() -> int:
     """Return the number of this module's loss programs in the kernel (bpf(2): BPF_PROG_GET_NEXT_ID)."""
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     number = loss.SYSCALLS[os.uname().machine]
-    tag, found, attributes = _tag(), 0, ctypes.create_string_buffer(128)
+    tag, count, attributes = _tag(), 0, ctypes.create_string_buffer(128)
     struct.pack_into("=I", attributes, 0, 0)
     while syscall(number, 11, ctypes.byref(attributes), 128) == 0:
         (program,) = struct.unpack_from("=I", attributes, 4)
         struct.pack_into("=III", attributes, 0, program, 0, 0)
         descriptor = syscall(number, 13, ctypes.byref(attributes), 128)
         if descriptor >= 0:
-            found += tag in Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+            count += tag in Path(f"/proc/self/fdinfo/{descriptor}").read_text()
             os.close(descriptor)
         struct.pack_into("=II", attributes, 0, program, 0)
-    return found
+    return count
 
 
 def _tag() -> str:
@@ -70,14 +70,14 @@ def ping(lab: Lab, source: str, destination: str) -> bool:
 def test_up_and_down_leave_nothing(name: str, target: Target) -> None:
     before = set(os.listdir("/sys/class/net"))
     with Lab(load("two_tor"), target, name=name) as lab:
-        held = remains(name, before)
-        assert len(held.namespaces) == len(lab.topology.nodes)
-        assert len(held.processes) >= 2
-        assert not held.stray_links
+        lab_remains = remains(name, before)
+        assert len(lab_remains.namespaces) == len(lab.topology.nodes)
+        assert len(lab_remains.processes) >= 2
+        assert not lab_remains.stray_links
         assert ping(lab, "rank0", str(lab.topology.host("shadow1").mgmt))
         assert json.loads(lab.directory.joinpath("lab.json").read_text())["target"] == target
     assert not remains(name, before)
-    assert not alive(held.processes)
+    assert not alive(lab_remains.processes)
 
 
 def test_a_switch_that_does_not_start_is_quoted(
@@ -107,18 +107,18 @@ def test_hosts_are_set_up_for_their_target(name: str) -> None:
         sysfs = lab.start(
             "shadow0", ["sh", "-c", "cat /proc/net/dev /proc/net/if_inet6"], stdout=subprocess.PIPE
         )
-        listed = sysfs.communicate()[0].decode()
-        assert "data1:" in listed
-        assert "fe80" not in listed
+        sysfs_text = sysfs.communicate()[0].decode()
+        assert "data1:" in sysfs_text
+        assert "fe80" not in sysfs_text
         assert lab.stats()["shadow0"]["data0"]["tx_bytes"] >= 0
 
 
 def test_training_links_lose_their_share_and_others_none(name: str) -> None:
     with Lab(load("single_tor"), any_target(), name=name, loss=0.2) as lab:
         assert lab.loss_by in ("netem", "bpf")
-        sent = 5000
-        assert 0.75 * sent < _arrived(lab, "rank0", "data0", "port1", sent) < 0.85 * sent
-        assert _arrived(lab, "shadow0", "data0", "port5", sent) == sent
+        frames = 5000
+        assert 0.75 * frames < _arrived(lab, "rank0", "data0", "port1", frames) < 0.85 * frames
+        assert _arrived(lab, "shadow0", "data0", "port5", frames) == frames
 
 
 def _arrived(lab: Lab, host: str, interface: str, port: str, frames: int) -> int:
@@ -169,10 +169,10 @@ def test_command_line_up_and_down(name: str) -> None:
     assert f"cm-{name}-cables" in remains(name, before).namespaces
     if "(bpf)" in up.stdout:
         assert loss_programs() - programs == 8
-    held = remains(name, before)
-    assert held.processes
-    listed = {lab["name"]: lab for lab in json.loads(lab_command("list", "--json").stdout)["labs"]}
-    assert listed[name] == {
+    lab_remains = remains(name, before)
+    assert lab_remains.processes
+    labs = {lab["name"]: lab for lab in json.loads(lab_command("list", "--json").stdout)["labs"]}
+    assert labs[name] == {
         "name": name,
         "topology": "single_tor",
         "target": any_target(),
@@ -184,17 +184,17 @@ def test_command_line_up_and_down(name: str) -> None:
     unnamed = lab_command("down")
     assert unnamed.returncode == 2
     assert name in unnamed.stderr.partition("--all; labs that are up: ")[2].strip().split(", ")
-    assert remains(name, before) == held
+    assert remains(name, before) == lab_remains
     typo = lab_command("down", name, f"{name}_typo")
     assert typo.returncode == 2
     assert f"no lab '{name}_typo' is up (labs that are up: " in typo.stderr
     assert f"); did you mean {name}?" in typo.stderr
     assert name in typo.stderr.partition("labs that are up: ")[2].partition(")")[0].split(", ")
-    assert remains(name, before) == held
+    assert remains(name, before) == lab_remains
     down = lab_command("down", name)
     assert (down.returncode, down.stdout) == (0, f"lab {name} removed\n")
     assert not remains(name, before)
-    assert not alive(held.processes)
+    assert not alive(lab_remains.processes)
     wait_until(lambda: loss_programs() == programs)  # the kernel removes namespaces later
     again = lab_command("down", name, "--if-up")
     assert (again.returncode, again.stdout) == (0, f"lab {name} does not exist; nothing to remove\n")
@@ -220,21 +220,21 @@ def test_command_line_up_and_down(name: str) -> None:
     ],
 )
 def test_a_bad_command_line_is_one_message(arguments: list[str], words: str) -> None:
-    done = CliRunner().invoke(app, ["lab", *arguments])
-    assert done.exit_code == 2
-    assert words in done.stderr
-    assert isinstance(done.exception, SystemExit)
+    result = CliRunner().invoke(app, ["lab", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert isinstance(result.exception, SystemExit)
 
 
 def test_down_spares_processes_of_other_labs_and_of_none(name: str) -> None:
     stranger = subprocess.Popen(["sleep", "60"])
     try:
-        with Lab(load("single_tor"), any_target(), name=f"{name}_b") as other:
+        with Lab(load("single_tor"), any_target(), name=f"{name}_b") as second_lab:
             with Lab(load("single_tor"), any_target(), name=name):
                 pass
             assert stranger.poll() is None
-            assert ping(other, "rank0", "172.31.3.1")
-            assert links.counters(other.namespace("tor"))["port1"]
+            assert ping(second_lab, "rank0", "172.31.3.1")
+            assert links.counters(second_lab.namespace("tor"))["port1"]
     finally:
         stranger.kill()
         stranger.wait()

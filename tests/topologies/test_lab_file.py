@@ -21,12 +21,12 @@ SHARED = {"hosts": [["tor0"], ["tor1"]], "dp_groups": [{"hosts": [0, 1]}]}
 MESH = {"hosts": [["tor0"], ["tor1"]], "mesh": {"dp_replicate": 2, "dp_shard": 2}, "gpus_per_host": 2}
 
 
-def told(change: dict[str, Any]) -> list[tuple[str, str]]:
+def faults_of(change: dict[str, Any]) -> list[tuple[str, str]]:
     """Return location and message of the faults of a valid lab after a change; a mesh replaces groups."""
     good = {key: value for key, value in GOOD.items() if not (key == "dp_groups" and "mesh" in change)}
-    with pytest.raises(BadTopology) as caught:
+    with pytest.raises(BadTopology) as excinfo:
         build("bad", good | change)
-    return [(fault.path, fault.message) for fault in caught.value.faults]
+    return [(fault.path, fault.message) for fault in excinfo.value.faults]
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
     ],
 )
 def test_a_fault_is_told_alone_with_its_place(change: dict[str, Any], path: str, words: str) -> None:
-    ((where, said),) = told(change)
+    ((where, message),) = faults_of(change)
     assert where == path
-    assert words in said
+    assert words in message
 
 
 @pytest.mark.parametrize("name", ["ctl", "cables", "rank1", "shadow"])
 def test_names_that_the_lab_needs_are_no_switch(name: str) -> None:
-    faults = told({"switches": ["tor0", "tor1", name], "links": [RING, ["tor0", name]]})
+    faults = faults_of({"switches": ["tor0", "tor1", name], "links": [RING, ["tor0", name]]})
     assert faults == [
         ("switches[2]", f"{name!r} is a name that the lab gives itself; use another, such as tor")
     ]
@@ -148,9 +148,9 @@ def test_one_fault_hides_no_other(tmp_path: Path) -> None:
         "dp_groups:\n- ranks: [a]\n- {ranks: [tor, b], shadow_nodes: [0, 0]}\n"
         "shadow_nodes: [[tor]]\nmore: 1\n"
     )
-    with pytest.raises(BadTopology) as caught:
+    with pytest.raises(BadTopology) as excinfo:
         load(str(file))
-    assert [(fault.file, fault.line, fault.path) for fault in caught.value.faults] == [
+    assert [(fault.file, fault.line, fault.path) for fault in excinfo.value.faults] == [
         (file, 3, "links[0][1]"),
         (file, 4, "replicas"),
         (file, 6, "dp_groups[0].ranks"),
@@ -176,7 +176,7 @@ def test_a_file_that_is_no_lab_is_one_message_without_a_traceback(
 ) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    done = CliRunner().invoke(app, ["lab", "up", str(file)])
-    assert done.exit_code == 2
-    assert f"error: {file}{words}" in done.stderr
-    assert "Traceback" not in done.output
+    result = CliRunner().invoke(app, ["lab", "up", str(file)])
+    assert result.exit_code == 2
+    assert f"error: {file}{words}" in result.stderr
+    assert "Traceback" not in result.output

@@ -49,15 +49,15 @@ def round_trips(lab: Lab, source: str, destination: str, count: int) -> list[flo
         near.bind((ips[0], 9))
         near.settimeout(5)
         far.settimeout(5)
-        found = []
+        times = []
         for _ in range(count):
             start = time.monotonic()
             near.sendto(b"there", (ips[1], 9))
             far.recv(16)
             far.sendto(b"back", (ips[0], 9))
             near.recv(16)
-            found.append(time.monotonic() - start)
-    return found
+            times.append(time.monotonic() - start)
+    return times
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +100,9 @@ def test_no_frame_overtakes_another(late: Lab) -> None:
 def test_jitter_costs_no_stream_a_byte_and_nothing_of_it_stays(name: str) -> None:
     with Lab(load("single_tor"), name=name, jitter=JITTER) as lab:
         assert gather(lab, 10_000_000).seconds
-        held = namespaces.processes([lab.namespace(CABLES)])
-        assert len(held) == 1
-        os.kill(held[0], signal.SIGKILL)
+        pids = namespaces.processes([lab.namespace(CABLES)])
+        assert len(pids) == 1
+        os.kill(pids[0], signal.SIGKILL)
     assert not namespaces.of_lab(name)
 
 

@@ -13,14 +13,14 @@ def error(text: str, node: str = "host0") -> LogLine:
 
 
 NCCL = "[rank0]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94,"
-REFUSED = "checkmate.training.errors.RefusedError: no cats over NCCL"
+REFUSAL = "checkmate.training.errors.RefusedError: no cats over NCCL"
 
 
 @pytest.mark.parametrize(
     ("text", "notice"),
     [
-        (f"[rank2]: {REFUSED}", "rank 2: RefusedError: no cats over NCCL"),
-        (REFUSED, "host 0: RefusedError: no cats over NCCL"),
+        (f"[rank2]: {REFUSAL}", "rank 2: RefusedError: no cats over NCCL"),
+        (REFUSAL, "host 0: RefusedError: no cats over NCCL"),
         ("[rank0]: ValueError: the cat sleeps", "rank 0: ValueError: the cat sleeps"),
         ("KeyError: 'cat'", "host 0: KeyError: 'cat'"),
         ("[rank0]: AssertionError", "rank 0: AssertionError"),
@@ -58,8 +58,8 @@ def test_errors_and_deaths_are_told(text: str, notice: str | None) -> None:
 def test_an_error_is_told_once_in_a_start_of_training() -> None:
     notices = Notices()
     lines = [f"[rank{rank}]: ValueError: no" for _ in range(2) for rank in range(3)]
-    said = [notices.of(error(line)) for line in lines]
-    assert said == ["rank 0: ValueError: no", "", "", "rank 0: ValueError as above, 2 times so far", "", ""]
+    texts = [notices.of(error(line)) for line in lines]
+    assert texts == ["rank 0: ValueError: no", "", "", "rank 0: ValueError as above, 2 times so far", "", ""]
 
 
 def begin(notices: Notices, iteration: int) -> None:
@@ -80,7 +80,7 @@ FAILED = "failed (exitcode: 1) local_rank: 0 (pid: 71) of binary: python"
 BOOM = "[rank0]: RuntimeError: CUDA error: unspecified launch failure"
 
 
-@pytest.mark.parametrize("text", [f"[rank0]: {REFUSED}", "[rank0]: ValueError: no"])
+@pytest.mark.parametrize("text", [f"[rank0]: {REFUSAL}", "[rank0]: ValueError: no"])
 def test_the_same_error_twice_ends_training(text: str) -> None:
     notices = Notices()
     begin(notices, 4)
@@ -91,9 +91,9 @@ def test_the_same_error_twice_ends_training(text: str) -> None:
 
 def test_a_refusal_ends_training_wherever_it_comes_again() -> None:
     notices = Notices()
-    assert not fail(notices, f"[rank0]: {REFUSED}")
+    assert not fail(notices, f"[rank0]: {REFUSAL}")
     begin(notices, 9)
-    assert fail(notices, f"[rank0]: {REFUSED}")
+    assert fail(notices, f"[rank0]: {REFUSAL}")
 
 
 def test_an_error_after_more_iterations_is_not_the_same() -> None:
@@ -115,8 +115,8 @@ def test_nodes_that_are_away_may_come_back() -> None:
 
 def test_errors_that_a_script_survives_end_nothing() -> None:
     notices = Notices()
-    said = [notices.of(error("ValueError: a bad row")) for _ in range(50)]
-    assert len([one for one in said if one]) == 3
+    texts = [notices.of(error("ValueError: a bad row")) for _ in range(50)]
+    assert len([text for text in texts if text]) == 3
     assert not notices.repeated
 
 
@@ -130,7 +130,7 @@ def test_checkmate_is_heard() -> None:
 
 def test_a_script_that_does_not_fit_the_state_ends_the_second_time() -> None:
     """Nodes that are away may be back later; another model stays another model."""
-    ended = "failed (exitcode: 1) local_rank: 0 (pid: 71) of binary: python"
+    failure = "failed (exitcode: 1) local_rank: 0 (pid: 71) of binary: python"
     for text, final in (
         ("the shadow nodes hold another model: it has w [2] float32 in place of w [4] float32", True),
         ("rank 0: the state has a scheduler, a StepLR: pass scheduler= to checkmate.restore", True),
@@ -141,6 +141,6 @@ def test_a_script_that_does_not_fit_the_state_ends_the_second_time() -> None:
             assert not notices.repeated
             notices.of(error(f"[rank0]: checkmate.training.start.all_ranks.RestoreError: {text}"))
             notices.of(error("[rank0]: x"))
-            notices.of(error(ended))
+            notices.of(error(failure))
         assert bool(notices.repeated) is final, text
         assert notices.has_checkmates_lines  # an error of Checkmate's is a line of Checkmate's

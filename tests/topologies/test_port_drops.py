@@ -31,12 +31,12 @@ def test_ports_that_dropped_are_told_with_their_neighbours() -> None:
     nic = topology.host("shadow0").interfaces[1]
     ports[str(nic.port)] = counts(disconnected=1)
     ports[str(link.a[1])] = counts(disconnected=2000, unsendable=3)
-    found = dropped(topology, tor0, {"ports": ports})
-    assert found == [
+    drops = dropped(topology, tor0, {"ports": ports})
+    assert drops == [
         PortDrops("tor0", nic.port, "shadow0 data1", 1, 0),
         PortDrops("tor0", link.a[1], f"tor1 port{link.b[1]}", 2000, 3),
     ]
-    assert [str(one) for one in found] == [
+    assert [str(drop) for drop in drops] == [
         f"switch tor0 dropped at port {nic.port} (shadow0 data1): 1 frame while it was not connected",
         f"switch tor0 dropped at port {link.a[1]} (tor1 port{link.b[1]}): "
         "2,000 frames while it was not connected and 3 frames that could not be sent",

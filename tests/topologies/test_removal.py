@@ -36,7 +36,7 @@ def test_an_error_inside_removes_the_lab(name: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("number", "made"),
+    ("number", "namespaces_made"),
     [
         pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
         (signal.SIGINT, 9),
@@ -46,10 +46,10 @@ def test_an_error_inside_removes_the_lab(name: str, monkeypatch: pytest.MonkeyPa
         (signal.SIGTERM, 17),
     ],
 )
-def test_a_signal_half_way_leaves_nothing(name: str, number: signal.Signals, made: int) -> None:
+def test_a_signal_half_way_leaves_nothing(name: str, number: signal.Signals, namespaces_made: int) -> None:
     before = set(os.listdir("/sys/class/net"))
     process = _start_up(name)
-    wait_until(lambda: len(namespaces.of_lab(name)) >= made or process.poll() is not None)
+    wait_until(lambda: len(namespaces.of_lab(name)) >= namespaces_made or process.poll() is not None)
     process.send_signal(number)
     _, words = process.communicate(timeout=60)
     assert process.returncode == 128 + number, words
@@ -81,20 +81,20 @@ def test_a_signal_right_after_a_fork_is_not_lost(name: str, number: signal.Signa
     """Python ignores exceptions in hooks after a fork, and creating a namespace forks."""
     before = set(os.listdir("/sys/class/net"))
     arguments = ["lab", "up", "paper_testbed", "--name", name, "--target", any_target(), str(int(number))]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _SIGNAL_AFTER_FORK, *arguments],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
     )
-    assert done.returncode == 128 + number, done.stderr
-    assert "Exception ignored" not in done.stderr
+    assert result.returncode == 128 + number, result.stderr
+    assert "Exception ignored" not in result.stderr
     assert not remains(name, before)
 
 
 @pytest.mark.parametrize(
-    "made",
+    "namespaces_made",
     [
         pytest.param(0, marks=pytest.mark.slow),
         pytest.param(1, marks=pytest.mark.slow),
@@ -102,18 +102,18 @@ def test_a_signal_right_after_a_fork_is_not_lost(name: str, number: signal.Signa
         17,
     ],
 )
-def test_down_clears_up_after_kill_9(name: str, made: int) -> None:
+def test_down_clears_up_after_kill_9(name: str, namespaces_made: int) -> None:
     before = set(os.listdir("/sys/class/net"))
     process = _start_up(name)
-    wait_until(lambda: state.folder(name).exists() and len(namespaces.of_lab(name)) >= made)
+    wait_until(lambda: state.folder(name).exists() and len(namespaces.of_lab(name)) >= namespaces_made)
     process.kill()
     process.communicate(timeout=60)
-    held = remains(name, before)
-    assert held
+    lab_remains = remains(name, before)
+    assert lab_remains
     assert name in [lab["name"] for lab in json.loads(lab_command("list", "--json").stdout)["labs"]]
     assert lab_command("down", name).returncode == 0
     assert not remains(name, before)
-    assert not alive(held.processes)
+    assert not alive(lab_remains.processes)
 
 
 def _start_up(name: str) -> subprocess.Popen[str]:

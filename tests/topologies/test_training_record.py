@@ -66,20 +66,20 @@ def test_losses_keep_every_bit_and_half_a_line_is_left_out(losses: list[float]) 
 
 
 def test_events_are_read() -> None:
-    said = {"event": "killed", "attempt": 1, "pid": 7, "at": 2.5, "phase": "forward"}
-    assert read_events([json.dumps(said) + "\n", "{"]) == [
+    entry = {"event": "killed", "attempt": 1, "pid": 7, "at": 2.5, "phase": "forward"}
+    assert read_events([json.dumps(entry) + "\n", "{"]) == [
         RankEvent("killed", 1, 7, 2.5, {"phase": "forward"})
     ]
 
 
 def test_repeated_iterations_are_counted_and_compared() -> None:
     first = [(0, 1.0), (1, 0.5), (2, 0.25)]
-    found = JobRecord({0: [], 1: []}, {0: [*first, (2, 0.25)], 1: [*first[:2], (2, 0.25)]})
-    assert found.repeated == {2: 2}
-    assert found.changed_when_repeated == []
-    changed = JobRecord({0: []}, {0: [*first, (2, 0.125)]})
-    assert changed.changed_when_repeated == [(0, 2)]
-    assert changed.losses == {0: {0: 1.0, 1: 0.5, 2: 0.125}}
+    job_record = JobRecord({0: [], 1: []}, {0: [*first, (2, 0.25)], 1: [*first[:2], (2, 0.25)]})
+    assert job_record.repeated == {2: 2}
+    assert job_record.changed_when_repeated == []
+    changed_record = JobRecord({0: []}, {0: [*first, (2, 0.125)]})
+    assert changed_record.changed_when_repeated == [(0, 2)]
+    assert changed_record.losses == {0: {0: 1.0, 1: 0.5, 2: 0.125}}
 
 
 def test_a_recovery_is_split_into_its_parts() -> None:
@@ -102,26 +102,26 @@ def test_a_recovery_is_split_into_its_parts() -> None:
 
 
 def test_a_kill_from_which_nothing_has_resumed_is_no_recovery() -> None:
-    found = JobRecord({0: [event("killed", 1.0, iteration=3, phase="forward")], 1: []}, {})
-    assert found.recoveries() == []
+    job_record = JobRecord({0: [event("killed", 1.0, iteration=3, phase="forward")], 1: []}, {})
+    assert job_record.recoveries() == []
 
 
 @given(st.floats(0.01, 10), st.floats(0.5, 2), st.floats(0, 5))
 def test_the_cost_is_the_difference_without_what_blocks_wait(
     seconds: float, factor: float, waits: float
 ) -> None:
-    found = cost(run(30, seconds, waits=waits), run(30, seconds * factor, 1e3), 30, 5)
-    assert len(found.seconds.reference) == 4  # all of six blocks except the first and the last
-    assert found.seconds.ratio.mean == pytest.approx(factor)
-    assert found.seconds.difference.mean == pytest.approx(seconds * (factor - 1), abs=1e-9)
-    assert found.processor.difference.mean == pytest.approx(RANKS / 4 * seconds * (factor - 1), abs=1e-9)
+    extra_cost = cost(run(30, seconds, waits=waits), run(30, seconds * factor, 1e3), 30, 5)
+    assert len(extra_cost.seconds.reference) == 4  # all of six blocks except the first and the last
+    assert extra_cost.seconds.ratio.mean == pytest.approx(factor)
+    assert extra_cost.seconds.difference.mean == pytest.approx(seconds * (factor - 1), abs=1e-9)
+    assert extra_cost.processor.difference.mean == pytest.approx(RANKS / 4 * seconds * (factor - 1), abs=1e-9)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=40))
 def test_an_interval_is_round_the_mean(samples: list[float]) -> None:
-    found = interval(samples)
-    assert found.low <= statistics.fmean(samples) + 1e-9
-    assert found.high >= statistics.fmean(samples) - 1e-9
+    confidence = interval(samples)
+    assert confidence.low <= statistics.fmean(samples) + 1e-9
+    assert confidence.high >= statistics.fmean(samples) - 1e-9
 
 
 @pytest.mark.parametrize(
@@ -141,40 +141,40 @@ def test_one_sample_has_no_interval() -> None:
 
 def test_promises_are_kept_by_equal_runs() -> None:
     state = {"model": {"w": torch.ones(3)}}
-    found = promises(
+    verdicts = promises(
         run(10, 1.0), run(10, 1.0), 10, 0, {"one": state, "other": {"model": {"w": torch.ones(3)}}}
     )
-    assert [promise.is_kept for promise in found] == [True] * 5
+    assert [promise.is_kept for promise in verdicts] == [True] * 5
 
 
 def test_promises_that_are_broken_are_told() -> None:
-    other = run(10, 1.0)
+    reference = run(10, 1.0)
     broken = JobRecord(
-        {**other.events, 1: [event("ended", 1.0, digest="e")]},
-        {**other.completed, 1: [(i, 1 / (i + 1) + (i == 7) * 1e-16) for i in range(10)] + [(9, 0.1)]},
+        {**reference.events, 1: [event("ended", 1.0, digest="e")]},
+        {**reference.completed, 1: [(i, 1 / (i + 1) + (i == 7) * 1e-16) for i in range(10)] + [(9, 0.1)]},
     )
     states = {"one": {"w": torch.zeros(2)}, "other": {"w": torch.tensor([0.0, 1e-30])}}
-    found = promises(other, broken, 10, 0, states)
-    assert [promise.is_kept for promise in found] == [False] * 4 + [True]
-    assert found[0].observation.startswith("19 of 20")
-    assert found[2].observation == "other differs at w"
-    assert found[3].observation == "repeated: 9, in 0 crashes"
+    verdicts = promises(reference, broken, 10, 0, states)
+    assert [promise.is_kept for promise in verdicts] == [False] * 4 + [True]
+    assert verdicts[0].observation.startswith("19 of 20")
+    assert verdicts[2].observation == "other differs at w"
+    assert verdicts[3].observation == "repeated: 9, in 0 crashes"
 
 
 def test_differences_names_what_differs() -> None:
-    one = {"a": [torch.ones(2), 1.0], "b": {"c": torch.zeros(1)}}
-    assert differences(one, one) == []
-    other = {"a": [torch.ones(2).double(), 1], "b": {"d": torch.zeros(1)}}
-    assert differences(one, other) == ["a.0", "a.1", "b.c", "b.d"]
+    first = {"a": [torch.ones(2), 1.0], "b": {"c": torch.zeros(1)}}
+    assert differences(first, first) == []
+    second = {"a": [torch.ones(2).double(), 1], "b": {"d": torch.zeros(1)}}
+    assert differences(first, second) == ["a.0", "a.1", "b.c", "b.d"]
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=8))
 def test_a_digest_tells_bits_apart(values: list[float]) -> None:
     tensor = torch.tensor(values)
     assert digest({"w": tensor}) == digest({"w": tensor.clone()})
-    changed = tensor.clone()
-    changed.view(torch.int32)[0] ^= 1
-    assert digest({"w": changed}) != digest({"w": tensor})
+    flipped = tensor.clone()
+    flipped.view(torch.int32)[0] ^= 1
+    assert digest({"w": flipped}) != digest({"w": tensor})
     assert digest({"v": tensor}) != digest({"w": tensor})
     assert digest([tensor, tensor]) != digest([tensor])
 

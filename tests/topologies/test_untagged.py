@@ -21,8 +21,8 @@ from topologies.training.unprotected import Untagged
 def two_hosts(folder: Path) -> Path:
     """Write a job of two hosts with two ranks each, on loopback."""
     data = job_data(ranks=2)
-    own = data["dp_groups"][0]["ranks"]
-    data["hosts"] = [{"name": f"h{h}", "nics": [nic(h, rank)]} for h, rank in enumerate(own)]
+    group_ranks = data["dp_groups"][0]["ranks"]
+    data["hosts"] = [{"name": f"h{h}", "nics": [nic(h, rank)]} for h, rank in enumerate(group_ranks)]
     groups = [[{"rank": 2 * h + i, "host": f"h{h}"} for h in range(2)] for i in range(2)]
     data["dp_groups"] = [{"ranks": ranks} for ranks in groups]
     file = folder / "job.yaml"
@@ -44,13 +44,13 @@ def average(rank: int, count: int, job_file: str) -> bool:
     alone, ddp = copy.deepcopy(model), DistributedDataParallel(model)
     rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
     with Untagged(ddp):
-        for one in (ddp, alone):
-            one(rows).square().mean().backward()
+        for trained_model in (ddp, alone):
+            trained_model(rows).square().mean().backward()
     same = []
-    for ours, own in zip(model.parameters(), alone.parameters(), strict=True):
-        assert ours.grad is not None and own.grad is not None
-        dist.all_reduce(own.grad)
-        same.append(torch.allclose(ours.grad, own.grad / count, rtol=1e-6, atol=1e-7))
+    for averaged, single in zip(model.parameters(), alone.parameters(), strict=True):
+        assert averaged.grad is not None and single.grad is not None
+        dist.all_reduce(single.grad)
+        same.append(torch.allclose(averaged.grad, single.grad / count, rtol=1e-6, atol=1e-7))
     return all(same)
 
 

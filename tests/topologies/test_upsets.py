@@ -43,8 +43,8 @@ def load_program(controller: LabController) -> None:
 
 @pytest.fixture
 def lab(target: Target, name: str) -> Iterator[Lab]:
-    with Lab(build("pair", _TOPOLOGY), target, name=name) as made:
-        yield made
+    with Lab(build("pair", _TOPOLOGY), target, name=name) as pair:
+        yield pair
 
 
 @pytest.mark.slow
@@ -65,9 +65,9 @@ def test_every_stream_is_complete(lab: Lab, upset: Callable[[LabController], Non
         # Pauses prevent that the last byte is sent before a tenth of the copies is read.
         run = Traffic(crew, Load(_NBYTES, iterations=8, pause=0.3))
 
-        def tick(received: int) -> None:
+        def tick(nbytes: int) -> None:
             nonlocal happened
-            if not happened and received > run.copies // 10:
+            if not happened and nbytes > run.copies // 10:
                 happened = True
                 upset(controller)
 

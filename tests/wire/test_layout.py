@@ -17,9 +17,9 @@ from checkmate.wire.shares import Share
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 ORDERED = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape)))))
 MODELS = st.lists(st.tuples(ORDERED, st.sampled_from(sorted(ITEMSIZES))), min_size=1, max_size=30).map(
-    lambda found: [
+    lambda drawn_shapes: [
         Parameter.of(f"p{i}", shape, in_memory(shape, order).stride(), dtype)
-        for i, ((shape, order), dtype) in enumerate(found)
+        for i, ((shape, order), dtype) in enumerate(drawn_shapes)
     ]
 )
 
@@ -117,9 +117,9 @@ SMALL = st.lists(st.integers(1, 4), max_size=5).map(tuple)
 
 @given(SMALL.flatmap(lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))))
 def test_a_dense_tensor_is_contiguous_in_the_order_of_its_dimensions(
-    found: tuple[tuple[int, ...], list[int]],
+    shape_and_order: tuple[tuple[int, ...], list[int]],
 ) -> None:
-    shape, order = found
+    shape, order = shape_and_order
     tensor = in_memory(shape, order)
     says = dim_order(shape, tensor.stride())
     assert tensor.is_contiguous() == (not says)

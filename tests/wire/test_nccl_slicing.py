@@ -15,10 +15,10 @@ from tests.support.nccl.traces import ITEMSIZES, NAMES, Trace, TracedCollective
 SLICING = NcclSlicing()
 
 
-def sends(trace: Trace, rank: int, one: TracedCollective) -> list[list[NcclSend]]:
-    slicing, itemsize = trace.slicing, ITEMSIZES[one.datatype]
+def sends(trace: Trace, rank: int, collective: TracedCollective) -> list[list[NcclSend]]:
+    slicing, itemsize = trace.slicing, ITEMSIZES[collective.datatype]
     parts = [
-        slicing.part(one.count, itemsize, trace.channels, channel, one.channels)
+        slicing.part(collective.count, itemsize, trace.channels, channel, collective.channels)
         for channel in range(trace.channels)
     ]
     return [list(slicing.sends(part, itemsize, trace.ranks, rank)) for part in parts]
@@ -36,16 +36,16 @@ def test_every_recorded_send_is_foreseen(name: str) -> None:
             recorded = trace.sends(rank, number)
             if trace.whole:
                 expected = {
-                    (channel, one.step)
+                    (channel, recorded_send.step)
                     for channel, channel_sends in enumerate(foreseen)
-                    for one in channel_sends
+                    for recorded_send in channel_sends
                 }
-                assert {(one.channel, one.step) for one in recorded} == expected
-            for one in recorded:
-                send = foreseen[one.channel][one.step]
-                assert len(send.where) * itemsize == one.nbytes
-                if one.first_word is not None and collective.datatype == "ncclUint32":
-                    first, ranks = trace.decode(one.first_word)
+                assert {(recorded_send.channel, recorded_send.step) for recorded_send in recorded} == expected
+            for recorded_send in recorded:
+                send = foreseen[recorded_send.channel][recorded_send.step]
+                assert len(send.where) * itemsize == recorded_send.nbytes
+                if recorded_send.first_word is not None and collective.datatype == "ncclUint32":
+                    first, ranks = trace.decode(recorded_send.first_word)
                     assert first == send.where.start
                     assert (len(ranks) == trace.ranks) == (send.round >= 0)
                 count += 1
@@ -56,17 +56,17 @@ def test_every_recorded_send_is_foreseen(name: str) -> None:
     elements=st.integers(1, 1_000_000),
     itemsize=st.sampled_from([2, 4, 8]),
     ranks=st.integers(2, 6),
-    used=st.integers(1, 8),
+    used_channels=st.integers(1, 8),
     buffer=st.sampled_from([1 << 16, 1 << 18, 4 << 20]),
 )
 def test_the_tagged_sends_of_both_sides_carry_each_element_once(
-    elements: int, itemsize: int, ranks: int, used: int, buffer: int
+    elements: int, itemsize: int, ranks: int, used_channels: int, buffer: int
 ) -> None:
     slicing = NcclSlicing(buffer=buffer)
     carried: Counter[int] = Counter()
     total = 0
-    for channel in range(used):
-        part = slicing.part(elements, itemsize, used, channel)
+    for channel in range(used_channels):
+        part = slicing.part(elements, itemsize, used_channels, channel)
         for side in (FIRST, LAST):
             for send in slicing.tagged(part, itemsize, ranks, side):
                 carried[send.where.start] += 1

@@ -67,9 +67,9 @@ def test_a_hello_comes_back(hello: wire.Hello, mac: bytes) -> None:
 
 @given(st.tuples(HELLOS, ENDS), st.tuples(HELLOS, ENDS))
 def test_a_mac_covers_every_field_and_both_ends(
-    one: tuple[wire.Hello, wire.Ends], other: tuple[wire.Hello, wire.Ends]
+    first: tuple[wire.Hello, wire.Ends], second: tuple[wire.Hello, wire.Ends]
 ) -> None:
-    assert (one[0].covered(one[1]) == other[0].covered(other[1])) == (one == other)
+    assert (first[0].covered(first[1]) == second[0].covered(second[1])) == (first == second)
 
 
 @fuzz(200, payload=st.binary(max_size=60), hello=HELLOS, data=st.data())
@@ -89,11 +89,11 @@ def test_any_option_is_a_tag_or_refused(option: bytes, tag: wire.Tag, data: st.D
     if data.draw(st.booleans()):
         option = damaged(data, tag.pack())
     try:
-        found = wire.Tag.unpack(option)
+        unpacked = wire.Tag.unpack(option)
     except ValueError as error:
         assert str(error)
     else:
-        assert found.pack() == option
+        assert unpacked.pack() == option
 
 
 @pytest.mark.parametrize(("version", "old"), [(0, "the node"), (1, "the node"), (3, "the controller")])

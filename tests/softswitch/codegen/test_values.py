@@ -144,13 +144,13 @@ def test_fit_cuts_to_the_type(tree: Tree, width: int, signed: bool) -> None:
 
 @pytest.mark.parametrize("amount", [0, 1, 31, 32, 33, 4096, 2**31])
 def test_shifts_by_a_variable_are_bounded(amount: int) -> None:
-    left, by = variable("x", 32), variable("by", 32)
-    shifted = fit(OPERATORS["<<"](left, by), 32)
+    operand, by = variable("x", 32), variable("by", 32)
+    shifted = fit(OPERATORS["<<"](operand, by), 32)
     assert (
         eval(shifted.code, {"min": min}, {"x": 0x80000001, "by": amount})
         == 0x80000001 << min(amount, 64) & 0xFFFFFFFF
     )
-    right = OPERATORS[">>"](left, by)
+    right = OPERATORS[">>"](operand, by)
     assert eval(right.code, {}, {"x": 0x80000001, "by": amount}) == 0x80000001 >> amount
     assert str(MAX_SHIFT) in shifted.code
 

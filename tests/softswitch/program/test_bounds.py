@@ -19,7 +19,7 @@ from softswitch.program.bmv2 import MAX_JSON
 from softswitch.program.state import StatusError
 
 EXAMPLES = Path(__file__).parent.parent.parent.parent / "softswitch" / "examples"
-ONES = {"type": "hexstr", "value": "0x" + "f" * 512}
+ALL_ONES = {"type": "hexstr", "value": "0x" + "f" * 512}
 
 
 def program(name: str = "counter") -> tuple[Any, p4i.P4Info]:
@@ -48,14 +48,14 @@ def assigned(value: Any) -> Callable[[Any, p4i.P4Info], None]:
 
 
 def shifted(times: int) -> Any:
-    value: Any = ONES
+    value: Any = ALL_ONES
     for _ in range(times):
-        value = {"type": "expression", "value": {"op": "<<", "left": value, "right": ONES}}
+        value = {"type": "expression", "value": {"op": "<<", "left": value, "right": ALL_ONES}}
     return value
 
 
 def chain(depth: int) -> Any:
-    value: Any = ONES
+    value: Any = ALL_ONES
     for _ in range(depth):
         value = {"type": "expression", "value": {"op": "~", "left": None, "right": value}}
     return value
@@ -93,7 +93,7 @@ def looping_tables(raw: Any, _: p4i.P4Info) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (assigned(tree("*", 12, ONES)), r"operator \*: a value of more than 16,384 bits"),
+        (assigned(tree("*", 12, ALL_ONES)), r"operator \*: a value of more than 16,384 bits"),
         (assigned(shifted(6)), "operator <<: a value of more than 16,384 bits"),
         (assigned(chain(300)), "nested too deep|recursion"),
         (wide_key, "has 2147483647 bits in the P4Info"),
@@ -123,7 +123,11 @@ def test_a_large_program_is_refused_unread() -> None:
 
 
 def test_sums_and_shifts_of_usual_widths_are_supported() -> None:
-    for value in (tree("+", 8, ONES), tree("*", 2, ONES), {"op": "<<", "left": ONES, "right": ONES}):
+    for value in (
+        tree("+", 8, ALL_ONES),
+        tree("*", 2, ALL_ONES),
+        {"op": "<<", "left": ALL_ONES, "right": ALL_ONES},
+    ):
         raw, info = program()
         assigned(value if "op" in value else value["value"])(raw, info)
         load(json.dumps(raw).encode(), info).process(1, bytes(60))

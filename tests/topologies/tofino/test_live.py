@@ -37,8 +37,8 @@ pytestmark = [
 
 @pytest.fixture
 def lab(name: str) -> Iterator[Lab]:
-    with Lab(load("single_tor"), "tofino", name=name) as made:
-        yield made
+    with Lab(load("single_tor"), "tofino", name=name) as tofino_lab:
+        yield tofino_lab
 
 
 def test_streams_are_complete(lab: Lab) -> None:
@@ -47,9 +47,9 @@ def test_streams_are_complete(lab: Lab) -> None:
     with Crew(lab) as crew, serving(crew) as controller:
         run = Traffic(crew, Load(400_000, iterations=8, pause=0.3))
 
-        def tick(received: int) -> None:
+        def tick(nbytes: int) -> None:
             nonlocal restarted
-            if not restarted and received > run.copies // 10:
+            if not restarted and nbytes > run.copies // 10:
                 restarted = True
                 controller.restart()
 
@@ -76,8 +76,8 @@ def test_training_is_that_of_an_undisturbed_run(name: str, tmp_path: Path) -> No
             assert at < faulty.ITERATIONS - 2, [run.training.status(node) for node in (0, 1)]
             run.train(at)
             run.pause(1.2)
-        found = faulty.check(run, repeated=1)
-    (recovery,) = found.record.recoveries()
+        outcome = faulty.check(run, repeated=1)
+    (recovery,) = outcome.record.recoveries()
     assert (recovery.rank, recovery.iteration) == (2, 12)
     assert recovery.resumed_with >= 11
 
@@ -86,8 +86,8 @@ def test_a_signal_leaves_nothing(name: str) -> None:
     before = set(os.listdir("/sys/class/net"))
     process = subprocess.Popen([*LAB_COMMAND, "up", "single_tor", "--target", "tofino", "--name", name])
     wait_until(lambda: len(remains(name, before).processes) == 3)
-    held = remains(name, before)
+    lab_remains = remains(name, before)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert not remains(name, before)
-    assert not alive(held.processes)
+    assert not alive(lab_remains.processes)

@@ -35,16 +35,16 @@ time.sleep(600)'"""
 @pytest.fixture
 def sde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An SDE's installation on PATH, with a program that is compiled for the model."""
-    made = tmp_path / "sde"
-    script(made, tofino_model.MODEL, SLEEPS)
-    script(made, tofino_model.DRIVERS, SLEEPS)
-    (made / "share" / "bf_rt_shared").mkdir(parents=True)
-    conf = write_compiled(made, "tofino", b"binary", b"{}")
-    noted = made / json.loads(conf.read_text())["p4_devices"][0]["p4_programs"][0]["bfrt-config"]
+    folder = tmp_path / "sde"
+    script(folder, tofino_model.MODEL, SLEEPS)
+    script(folder, tofino_model.DRIVERS, SLEEPS)
+    (folder / "share" / "bf_rt_shared").mkdir(parents=True)
+    conf = write_compiled(folder, "tofino", b"binary", b"{}")
+    noted = folder / json.loads(conf.read_text())["p4_devices"][0]["p4_programs"][0]["bfrt-config"]
     noted.with_name(CPU_PORT_NOTE).write_text("320\n")
-    monkeypatch.setenv("PATH", f"{made / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("SDE_INSTALL", str(made))
-    return made
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SDE_INSTALL", str(folder))
+    return folder
 
 
 def script(sde: Path, name: str, text: str) -> None:
@@ -56,9 +56,9 @@ def script(sde: Path, name: str, text: str) -> None:
 
 def test_its_files_and_commands(tmp_path: Path) -> None:
     switch = load("single_tor").switches[0]
-    started = switches.command(switch, "tofino", tmp_path)
-    assert started[1:4] == ["-P", "-m", "topologies.tofino_model"]
-    assert started[4:] == ["--folder", f"{tmp_path}/tor", "--ports", "8", "--address", "172.31.3.1:9559"]
+    command = switches.command(switch, "tofino", tmp_path)
+    assert command[1:4] == ["-P", "-m", "topologies.tofino_model"]
+    assert command[4:] == ["--folder", f"{tmp_path}/tor", "--ports", "8", "--address", "172.31.3.1:9559"]
     assert tofino_model.ports_file(2) == {
         "PortToIf": [{"device_port": 1, "if": "port1"}, {"device_port": 2, "if": "port2"}]
     }
@@ -162,8 +162,8 @@ def test_a_port_in_use_is_named(
     sde: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tofino_model, "_FREE_SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(tofino_model, "_MODEL_PORT", taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(tofino_model, "_MODEL_PORT", server.getsockname()[1])
         options = ["--folder", str(tmp_path / "tor"), "--ports", "2", "--address", "127.0.0.1:1"]
         assert tofino_model.main(options) == 1
     assert "is in use in the switch's namespace" in capsys.readouterr().out

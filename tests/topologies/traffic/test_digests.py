@@ -28,8 +28,8 @@ def test_a_tail_is_the_rest_of_its_stream(iterations: list[list[bytes]], tails: 
     (result,) = digests.results()
     assert (result.boundary, result.channel, result.shadow_id) == (5, 0, 3)
     assert (result.bytes, result.sha256) == (len(whole), hashlib.sha256(whole).hexdigest())
-    begun = sorted((tail for tail in tails if tail.iteration < len(iterations)), key=lambda t: t.iteration)
-    expected = [starts[tail.iteration] + tail.offset for tail in begun]
+    in_order = sorted((tail for tail in tails if tail.iteration < len(iterations)), key=lambda t: t.iteration)
+    expected = [starts[tail.iteration] + tail.offset for tail in in_order]
     assert sorted(tail.base for tail in result.tails) == sorted(expected)
     for tail in result.tails:
         assert tail.bytes == len(whole[tail.base :])

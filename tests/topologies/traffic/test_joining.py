@@ -44,16 +44,16 @@ class Brake(threading.Thread):
         super().__init__()
         self._run = run
         self._after: float = after
-        self._ended = threading.Event()
+        self._end_event = threading.Event()
         keys = [
             (s["boundary"], s["channel"], s["shadow_id"])
             for s in orders.sinks(run.job, run.lab.topology, run.load)[STAYER]["streams"]
         ]
-        self._each = sum(orders.base(run.job, run.load, *key, Tail(1)) for key in keys)
+        self._share = sum(orders.base(run.job, run.load, *key, Tail(1)) for key in keys)
 
     def iteration(self) -> float:
         (stayer,) = (member for member in self._run.shadows if member.name == STAYER)
-        return received_by(stayer) / self._each
+        return received_by(stayer) / self._share
 
     def go(self, after: float = math.inf) -> None:
         """Let the ranks continue to another iteration."""
@@ -61,7 +61,7 @@ class Brake(threading.Thread):
         self._signal(signal.SIGCONT)
 
     def run(self) -> None:
-        while not self._ended.wait(0.02):
+        while not self._end_event.wait(0.02):
             if self.iteration() > self._after:
                 self._signal(signal.SIGSTOP)
 
@@ -74,25 +74,25 @@ class Brake(threading.Thread):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._end_event.set()
         self.join()
         self.go()
 
 
 def gather_and(run: Traffic, change: Callable[[Member, Brake], None]) -> TrafficOutcome:
     """Run the rings, and change the leaving node after the third iteration."""
-    changed = False
+    has_changed = False
     with Brake(run, 8) as brake:
 
         def tick(_: int) -> None:
-            nonlocal changed
-            if not changed and brake.iteration() > 3:
-                changed = True
+            nonlocal has_changed
+            if not has_changed and brake.iteration() > 3:
+                has_changed = True
                 change(next(member for member in run.shadows if member.name == LEAVER), brake)
                 brake.go()
 
         run.gather(tick)
-    assert changed
+    assert has_changed
     return run.finish()
 
 
@@ -113,7 +113,7 @@ def check_joined(run: Traffic, outcome: TrafficOutcome) -> None:
         assert read["sha256"] == tail["sha256"]
 
 
-def lost(crew: Crew) -> int:
+def copies_not_connected(crew: Crew) -> int:
     """Return the number of copies without a connected stream."""
     (switch,) = status(crew)
     return int(switch["losses"]["not_connected"]["packets"])
@@ -149,7 +149,7 @@ def test_what_is_read_from_the_base_on_is_what_was_tagged(
         def change(leaver: Member, brake: Brake) -> None:
             crew.kill(leaver) if killed else crew.stop(leaver)
             brake.go(14)
-            crew.wait(lambda: lost(crew) > 0, "copies to find no stream", 20)
+            crew.wait(lambda: copies_not_connected(crew) > 0, "copies to find no stream", 20)
             brake.go(20)
             run.join(leaver, AHEAD)
 
@@ -173,7 +173,7 @@ def test_no_byte_is_read_behind_a_gap(name: str) -> None:
             copies = run.copies
             late = run.join(leaver, Tail(1, 99))
             brake.go(14)
-            crew.wait(lambda: counted(crew) > 2, "copies to be sent to the late node", 20)
+            crew.wait(lambda: fewest_copies(crew) > 2, "copies to be sent to the late node", 20)
             brake.go(20)
             crew.stop(late)
             behind.append(run.result(late))
@@ -186,7 +186,7 @@ def test_no_byte_is_read_behind_a_gap(name: str) -> None:
     assert [(stream["bytes"], stream["error"]) for stream in behind[0]["streams"]] == [(0, None)] * 4
 
 
-def counted(crew: Crew) -> int:
+def fewest_copies(crew: Crew) -> int:
     """Return the smallest number of copies sent to one of the leaving node's connected streams."""
     (switch,) = status(crew)
     return int(min(s["packets"] for s in switch["streams"] if s["shadow_node"] == 0))

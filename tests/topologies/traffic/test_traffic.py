@@ -33,15 +33,15 @@ from topologies.traffic.run import Traffic
 SMALL = on_one_switch(2, (1,))
 
 pytestmark = [needs_root, needs_clang, pytest.mark.timeout(300)]  # a lab's start is slow on a busy machine
-_started: list[subprocess.Popen[str]] = []
+_processes: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture(autouse=True)
-def started(name: str) -> Iterator[None]:
+def process_cleanup(name: str) -> Iterator[None]:
     """End the processes of a failed test before its lab is removed."""
     yield
-    while _started:
-        process = _started.pop()
+    while _processes:
+        process = _processes.pop()
         process.kill()
         process.wait()
 
@@ -62,21 +62,21 @@ def check(data: dict[str, Any], nbytes: int, share: float) -> None:
     for switch in data["switches"]:
         assert [count["packets"] for count in switch["losses"].values()] == [0, 0]
     assert data["port_drops"] == []
-    sent = sum(stream["bytes"] for switch in data["switches"] for stream in switch["streams"])
-    assert sent > data["tagged_bytes"]
+    nbytes_sent = sum(stream["bytes"] for switch in data["switches"] for stream in switch["streams"])
+    assert nbytes_sent > data["tagged_bytes"]
     assert (sum(rank["retransmitted_segments"] for rank in data["ranks"]) > 0) or not share
 
 
 @pytest.mark.slow
 def test_loss_from_the_first_segment_on_costs_no_stream_a_byte(name: str) -> None:
     command = [*LAB_COMMAND, "run", "two_tor", "--name", name, "--megabytes", "10", "--loss", "2%", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    check_document("lab-run", data := json.loads(done.stdout))
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    check_document("lab-run", data := json.loads(result.stdout))
     check(data, 10_000_000, 0.02)
     assert {len(stream["read"]["sha256"]) for stream in data["streams"]} == {64}
     assert [switch["switch"] for switch in data["switches"]] == ["tor0", "tor1"]
-    assert "rings gather 10 MB" in done.stderr
+    assert "rings gather 10 MB" in result.stderr
     assert not namespaces.of_lab(name)
     assert not state.folder(name).exists()
 
@@ -120,10 +120,11 @@ def test_a_stream_with_a_gap_is_found_and_what_a_port_dropped_is_told(name: str)
     ((dropped),) = outcome.data()["port_drops"]
     assert (dropped["switch"], dropped["port"], dropped["neighbour"]) == ("tor", 4, "shadow1 data0")
     assert dropped["disconnected"] > 0
-    said = io.StringIO()
-    show(outcome, lab, Console(file=said, width=200))
+    output = io.StringIO()
+    show(outcome, lab, Console(file=output, width=200))
     assert (
-        f"switch tor dropped at port 4 (shadow1 data0): {dropped['disconnected']:,} frames" in said.getvalue()
+        f"switch tor dropped at port 4 (shadow1 data0): {dropped['disconnected']:,} frames"
+        in output.getvalue()
     )
 
 
@@ -155,13 +156,13 @@ def test_a_signal_during_traffic_leaves_nothing(name: str, small: Path, number: 
     object_file()
     process = _start_run(name, small)
     _wait_for_traffic(name, process)
-    held = namespaces.processes(namespaces.of_lab(name))
+    pids = namespaces.processes(namespaces.of_lab(name))
     cgroup = cgroups.place(name)
     process.send_signal(number)
     _, words = process.communicate(timeout=60)
     assert process.returncode == 128 + number, words
     assert "Traceback" not in words
-    _nothing_stays(name, held, cgroup)
+    _nothing_stays(name, pids, cgroup)
 
 
 @pytest.mark.slow
@@ -169,28 +170,28 @@ def test_a_closed_terminal_leaves_nothing(name: str, small: Path) -> None:
     """It gets SIGHUP, and its output is not read."""
     process = _start_run(name, small)
     _wait_for_traffic(name, process)
-    held = namespaces.processes(namespaces.of_lab(name))
+    pids = namespaces.processes(namespaces.of_lab(name))
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
     process.stderr.close()
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=60)
-    _nothing_stays(name, held, cgroups.place(name))
+    _nothing_stays(name, pids, cgroups.place(name))
 
 
 @pytest.mark.slow
 def test_down_clears_up_after_kill_9_during_traffic(name: str, small: Path) -> None:
     process = _start_run(name, small)
     _wait_for_traffic(name, process)
-    held = namespaces.processes(namespaces.of_lab(name))
-    assert len(held) >= 5  # switch, controller, two ranks, a sink
+    pids = namespaces.processes(namespaces.of_lab(name))
+    assert len(pids) >= 5  # switch, controller, two ranks, a sink
     cgroup = cgroups.place(name)
     process.kill()
     process.communicate(timeout=60)
     down = subprocess.run([*LAB_COMMAND, "down", name], capture_output=True, text=True, check=False, cwd=ROOT)
     assert down.returncode == 0, down.stderr
-    _nothing_stays(name, held, cgroup)
+    _nothing_stays(name, pids, cgroup)
 
 
 @pytest.fixture
@@ -208,7 +209,7 @@ def _start_run(name: str, topology: Path) -> subprocess.Popen[str]:
         text=True,
         cwd=ROOT,
     )
-    _started.append(process)
+    _processes.append(process)
     return process
 
 
@@ -222,8 +223,8 @@ def _wait_for_traffic(name: str, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def _nothing_stays(name: str, held: list[int], cgroup: str | None) -> None:
+def _nothing_stays(name: str, pids: list[int], cgroup: str | None) -> None:
     assert not namespaces.of_lab(name)
     assert not state.folder(name).exists()
     assert cgroup is None or not Path(cgroup).exists()
-    assert not alive(held)
+    assert not alive(pids)

@@ -40,7 +40,7 @@ def job(topology: Topology, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return read_job(file)
 
 
-def seen(job: Job) -> tuple[dict[StreamKey, Digest], dict[ReadKey, Digest]]:
+def ends_of_run(job: Job) -> tuple[dict[StreamKey, Digest], dict[ReadKey, Digest]]:
     """Return both ends of a successful run."""
     tagged, read = {}, {}
     for stream in streams(job):
@@ -57,14 +57,14 @@ def judged(job: Job, tagged: dict[StreamKey, Digest], read: dict[ReadKey, Digest
 @settings(max_examples=50)
 @given(nbytes=st.integers(1, 10**9), iterations=st.integers(1, 9))
 def test_the_rings_gather_what_was_asked_for(job: Job, nbytes: int, iterations: int) -> None:
-    wanted = Load(nbytes, iterations)
+    load = Load(nbytes, iterations)
     for group in range(len(job.dp_groups)):
-        buckets = orders.buckets(job, group, wanted)
+        buckets = orders.buckets(job, group, load)
         assert {bucket.shadow_id for bucket in buckets} == set(range(job.shards(group)))
         assert max(bucket.nbytes for bucket in buckets) < orders.BUCKET_BYTES + 1000
     # At least this many; rounding up adds less than a thousand bytes to each bucket.
     most = nbytes + 1000 * iterations * (nbytes // orders.BUCKET_BYTES + 100)
-    assert nbytes <= orders.gathered(job, wanted) < most
+    assert nbytes <= orders.gathered(job, load) < most
 
 
 def test_the_ring_understands_its_configuration(job: Job) -> None:
@@ -75,9 +75,9 @@ def test_the_ring_understands_its_configuration(job: Job) -> None:
 
 
 def test_the_sinks_understand_their_configuration(job: Job, topology: Topology) -> None:
-    wanted = Load(incarnation=7)
+    load = Load(incarnation=7)
     specs = []
-    for host, config in orders.sinks(job, topology, wanted).items():
+    for host, config in orders.sinks(job, topology, load).items():
         sink = SinkJob.model_validate(config)
         nics = {str(nic.ip): nic.name for nic in topology.host(host).interfaces}
         assert all(spec.device == nics[spec.nic_ip] for spec in sink.streams)
@@ -89,7 +89,7 @@ def test_the_sinks_understand_their_configuration(job: Job, topology: Topology) 
 
 
 def test_equal_ends_are_a_success(job: Job) -> None:
-    tagged, read = seen(job)
+    tagged, read = ends_of_run(job)
     result = judged(job, tagged, read)
     assert result.equal
     assert len(result.rows) == len(list(streams(job)))
@@ -97,37 +97,37 @@ def test_equal_ends_are_a_success(job: Job) -> None:
 
 
 def test_any_difference_is_a_failure(job: Job) -> None:
-    tagged, read = seen(job)
-    key, some = next(iter(read.items()))
+    tagged, read = ends_of_run(job)
+    key, digest_read = next(iter(read.items()))
     for wrong in (
-        read | {key: replace(some, nbytes=some.nbytes - 1)},
-        read | {key: replace(some, sha256="0" * 64)},
-        {other: digest for other, digest in read.items() if other != key},
+        read | {key: replace(digest_read, nbytes=digest_read.nbytes - 1)},
+        read | {key: replace(digest_read, sha256="0" * 64)},
+        {other_key: digest for other_key, digest in read.items() if other_key != key},
         {},
     ):
         result = judged(job, tagged, wrong)
         assert not result.equal
         assert next(row for row in result.rows if not row.equal).boundary == key[0]
-        assert "NO" in _shown(result)
+        assert "NO" in _table_text(result)
     assert not judged(job, {}, read).equal
 
 
 def test_a_stream_without_bytes_proves_nothing(job: Job) -> None:
-    tagged, read = seen(job)
+    tagged, read = ends_of_run(job)
     nothing = Digest(0, hashlib.sha256().hexdigest())
     assert not judged(job, dict.fromkeys(tagged, nothing), dict.fromkeys(read, nothing)).equal
 
 
 def test_a_stream_that_the_job_has_not_is_shown(job: Job) -> None:
-    tagged, read = seen(job)
+    tagged, read = ends_of_run(job)
     result = judged(job, tagged, read | {(99, 0, 0, 0): Digest(1, "ab")})
     assert not result.equal
-    assert "not of this job" in _shown(result)
+    assert "not of this job" in _table_text(result)
 
 
 def test_the_table_shows_both_digests(job: Job) -> None:
-    result = judged(job, *seen(job))
-    text = _shown(result)
+    result = judged(job, *ends_of_run(job))
+    text = _table_text(result)
     for row in result.rows:
         assert row.tagged is not None
         assert text.count(row.tagged.sha256[:10]) >= 2
@@ -135,7 +135,7 @@ def test_the_table_shows_both_digests(job: Job) -> None:
 
 
 def test_the_data_has_every_stream(job: Job) -> None:
-    result = judged(job, *seen(job))
+    result = judged(job, *ends_of_run(job))
     data = result.data()
     assert data["equal"] is True
     assert [row["tagged"] == row["read"] for row in data["streams"]] == [True] * len(result.rows)
@@ -152,7 +152,7 @@ def test_steps_are_told_with_their_times() -> None:
     assert all(line.endswith("0.0 s") for line in lines)
 
 
-def _shown(result: StreamsVerdict) -> str:
+def _table_text(result: StreamsVerdict) -> str:
     text = io.StringIO()
     Console(file=text, width=200).print(verdict.table(result))
     return text.getvalue()
