@@ -19,14 +19,14 @@ EXAMPLE = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the requested scenarios; return 1 if a promise was broken."""
-    asked = _parse(arguments)
+    options = _parse(arguments)
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"  # before torch, whose threads a fork would lose
     from tests.chaos import campaign  # noqa: PLC0415 - it imports torch
     from topologies.signals import unwinding  # noqa: PLC0415
 
     with unwinding():
-        return campaign.main(asked)
+        return campaign.main(options)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -36,13 +36,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seed", type=int, help="run this scenario")
-    what.add_argument("--seeds", type=_range, help="run these scenarios: 1-20, or 3,5,8")
-    what.add_argument("--minutes", type=float, help="run random seeds for this time")
-    what.add_argument("--shrink", type=int, metavar="SEED", help="find the smallest part of it that fails")
-    what.add_argument("--scenario", type=Path, metavar="FILE", help="run a scenario from its JSON")
-    what.add_argument("--features", action="store_true", help="list the features for --without")
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--seed", type=int, help="run this scenario")
+    choice.add_argument("--seeds", type=_range, help="run these scenarios: 1-20, or 3,5,8")
+    choice.add_argument("--minutes", type=float, help="run random seeds for this time")
+    choice.add_argument("--shrink", type=int, metavar="SEED", help="find the smallest part of it that fails")
+    choice.add_argument("--scenario", type=Path, metavar="FILE", help="run a scenario from its JSON")
+    choice.add_argument("--features", action="store_true", help="list the features for --without")
     parser.add_argument("--first", type=int, default=None, help="with --minutes: seeds count up from here")
     parser.add_argument("--without", default="", help="features to leave out, with commas between")
     parser.add_argument("--show", action="store_true", help="say what is generated; run nothing")

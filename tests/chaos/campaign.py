@@ -19,13 +19,13 @@ from tests.chaos.shrink import shrink
 from topologies.describe.topology import LabError
 
 
-def main(asked: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the command line; return 1 for a broken promise, 2 without a verdict."""
-    if asked.features:
-        print("\n".join(f"{name:17} {what}" for name, what in FEATURES.items()))
+    if options.features:
+        print("\n".join(f"{name:17} {description}" for name, description in FEATURES.items()))
         return 0
     try:
-        return _run(asked)
+        return _run(options)
     except (UnknownFeature, HarnessError, LabError, OSError) as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 2
@@ -34,59 +34,63 @@ def main(asked: argparse.Namespace) -> int:
         return 130
 
 
-def _run(asked: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     ForkedLab.serve()
-    if asked.shrink is not None:
-        smallest = shrink(generate(asked.shrink, _without(asked)), lambda one: _one(one, asked), _say)
+    if options.shrink is not None:
+        smallest = shrink(
+            generate(options.shrink, _without(options)),
+            lambda candidate: _run_trial(candidate, options),
+            _say,
+        )
         print(report.table(smallest) if smallest else "it passes")
         print(smallest.scenario.to_json() if smallest else "")
         return 1 if smallest else 0
     outcomes = []
-    for scenario in _scenarios(asked):
-        if asked.show:
+    for scenario in _scenarios(options):
+        if options.show:
             print("\n".join(f"{name:10} {text}" for name, text in report.describe(scenario)))
             print(scenario.to_json())
             continue
-        outcome = _one(scenario, asked)
+        outcome = _run_trial(scenario, options)
         outcomes.append(outcome)
         _say(report.line(outcome))
-        if not asked.json and (not outcome.passed or asked.seed is not None or asked.scenario):
+        if not options.json and (not outcome.has_passed or options.seed is not None or options.scenario):
             print(report.table(outcome), flush=True)
-    if asked.json:
+    if options.json:
         print(json.dumps(report.as_data(outcomes)))
-    _say(f"{len(outcomes)} scenarios, {sum(not outcome.passed for outcome in outcomes)} failed")
-    return int(any(not outcome.passed for outcome in outcomes))
+    _say(f"{len(outcomes)} scenarios, {sum(not outcome.has_passed for outcome in outcomes)} failed")
+    return int(any(not outcome.has_passed for outcome in outcomes))
 
 
-def _scenarios(asked: argparse.Namespace) -> Iterator[Scenario]:
-    without = _without(asked)
-    if asked.scenario is not None:
-        yield Scenario.from_json(asked.scenario.read_text())
+def _scenarios(options: argparse.Namespace) -> Iterator[Scenario]:
+    without = _without(options)
+    if options.scenario is not None:
+        yield Scenario.from_json(options.scenario.read_text())
         return
-    if asked.minutes is None:
-        yield from (generate(seed, without) for seed in asked.seeds or [asked.seed])
+    if options.minutes is None:
+        yield from (generate(seed, without) for seed in options.seeds or [options.seed])
         return
-    end, seed = time.monotonic() + 60 * asked.minutes, asked.first
+    end, seed = time.monotonic() + 60 * options.minutes, options.first
     while time.monotonic() < end:
         yield generate(random.randrange(10**6) if seed is None else seed, without)
         seed = None if seed is None else seed + 1
 
 
-def _without(asked: argparse.Namespace) -> list[str]:
-    return [name for name in asked.without.split(",") if name]
+def _without(options: argparse.Namespace) -> list[str]:
+    return [name for name in options.without.split(",") if name]
 
 
-def _one(scenario: Scenario, asked: argparse.Namespace) -> TrialOutcome:
+def _run_trial(scenario: Scenario, options: argparse.Namespace) -> TrialOutcome:
     try:
-        return run(scenario, keep=asked.keep, progress=lambda what: _progress(scenario.seed, what))
+        return run(scenario, keep=options.keep, progress=lambda phase: _progress(scenario.seed, phase))
     except HarnessError as error:
         return replace(TrialOutcome(scenario), problems=[f"no verdict: {error}"])
 
 
-def _progress(seed: int, what: str) -> None:
+def _progress(seed: int, phase: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\033[Kseed {seed}: {what} ", end="", file=sys.stderr, flush=True)
+        print(f"\r\033[Kseed {seed}: {phase} ", end="", file=sys.stderr, flush=True)
 
 
-def _say(what: str) -> None:
-    print(("\r\033[K" if sys.stderr.isatty() else "") + what, file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(("\r\033[K" if sys.stderr.isatty() else "") + text, file=sys.stderr, flush=True)

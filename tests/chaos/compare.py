@@ -21,26 +21,32 @@ def differences(
     `broadcast`: whether all ranks get the first one's buffers, as under DDP.
     """
     reference = {line["iteration"]: line for line in expected if line["event"] == "iteration"}
-    found: dict[int, str] = {}
+    problems: dict[int, str] = {}
     for line in lines:
         attempt, iteration = line["attempt"], line.get("iteration")
-        if attempt in found:
+        if attempt in problems:
             continue
         if line["event"] == "iteration":
             if reference[iteration]["loss"] != line["loss"]:
-                found[attempt] = f"rank{rank}, start {attempt}: the loss of iteration {iteration} differs"
+                problems[attempt] = f"rank{rank}, start {attempt}: the loss of iteration {iteration} differs"
             elif parts := _parts(line["digest"], reference[iteration]["digest"]):
-                found[attempt] = f"rank{rank}, start {attempt}: after iteration {iteration} differ {parts}"
+                problems[attempt] = f"rank{rank}, start {attempt}: after iteration {iteration} differ {parts}"
         elif line["event"] == "resumed" and iteration:
             but = _FROM_FIRST if broadcast and rank else ()
             if parts := _parts(line["digest"], reference[iteration - 1]["digest"], but):
-                found[attempt] = (
+                problems[attempt] = (
                     f"rank{rank}, start {attempt}: as restored (iteration {iteration}) differ {parts}"
                 )
-    return list(found.values())
+    return list(problems.values())
 
 
-def _parts(one: str, other: str, but: Sequence[str] = ()) -> str:
+def _parts(actual: str, expected: str, but: Sequence[str] = ()) -> str:
     """Return the names of the parts whose digests differ, if one of them is not in `but`."""
-    ours, theirs = (dict(part.split("=") for part in text.split()) for text in (one, other))
-    return ", ".join(name for name in ours if ours[name] != theirs.get(name) and name not in but)
+    actual_digests, expected_digests = (
+        dict(part.split("=") for part in text.split()) for text in (actual, expected)
+    )
+    return ", ".join(
+        name
+        for name in actual_digests
+        if actual_digests[name] != expected_digests.get(name) and name not in but
+    )

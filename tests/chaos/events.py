@@ -21,75 +21,77 @@ class Schedule:
     def __init__(self, world: ChaosWorld) -> None:
         self._world = world
         self._waiting = [event for event in world.scenario.events if event.kind not in BY_SCRIPT]
-        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._schedule: list[tuple[float, Callable[[], None]]] = []
         self._again: set[str] = set()
         self.watch = SoundnessWatch(world.shadows, world.is_live)
-        self.done: list[str] = []
+        self.begun_events: list[str] = []
         self.struck = False
         """Whether an event ends this start of the ranks."""
 
     @property
     def idle(self) -> bool:
         """Return whether no event is in progress, and everything that was killed has been restarted."""
-        return not self._due and not self._again
+        return not self._schedule and not self._again
 
     def tick(self, completed: int) -> None:
         """Trigger the events that are due; `completed` is the newest iteration that rank 0 ever completed."""
         now = time.monotonic()
         for event in [event for event in self._waiting if event.at <= completed]:
             self._waiting.remove(event)
-            self._due.append((now + event.delay, lambda event=event: self._begin(event)))  # type: ignore[misc]
-        for one in sorted((one for one in self._due if one[0] <= now), key=lambda one: one[0]):
-            self._due.remove(one)
-            one[1]()
+            self._schedule.append((now + event.delay, lambda event=event: self._begin(event)))  # type: ignore[misc]
+        for entry in sorted(
+            (entry for entry in self._schedule if entry[0] <= now), key=lambda entry: entry[0]
+        ):
+            self._schedule.remove(entry)
+            entry[1]()
         self._look()
 
     def _begin(self, event: Event) -> None:
-        world, who, now = self._world, event.who, time.monotonic()
-        if who in self._again:
+        world, target, now = self._world, event.who, time.monotonic()
+        if target in self._again:
             return  # it has already ended
-        self.done.append(f"{event} (start {world.attempt})")
+        self.begun_events.append(f"{event} (start {world.attempt})")
         for node in loses(event, world.scenario.network, world.controller_is_down):
             self.watch.lose(node, now + event.seconds + settles(event))
         if event.kind == "stall":
-            process = world.process(who)
+            process = world.process(target)
             process.send_signal(signal.SIGSTOP)
             self._after(event.seconds, lambda: process.send_signal(signal.SIGCONT))
         elif event.kind == "down":
-            world.set_link(who, up=False)
-            self._after(event.seconds, lambda: world.set_link(who, up=True))
-        elif who.startswith("rank"):
+            world.set_link(target, up=False)
+            self._after(event.seconds, lambda: world.set_link(target, up=True))
+        elif target.startswith("rank"):
             self.struck = True
-            world.signal(who, signal.SIGTERM if event.kind == "terminate" else signal.SIGKILL)
+            world.signal(target, signal.SIGTERM if event.kind == "terminate" else signal.SIGKILL)
         else:
             self._kill(event)
 
     def _kill(self, event: Event) -> None:
         """Kill a process that its supervisor restarts."""
-        world, who = self._world, event.who
-        self._again.add(who)
-        if who == "ctl":
+        world, target = self._world, event.who
+        self._again.add(target)
+        if target == "ctl":
             world.controller_is_down = True
             world.controller.kill()
             self._after(event.seconds, lambda: world.crew.restart(world.controller.member))
-        elif who.startswith("tor"):
-            world.lab.stop_switch(who)
-            self._after(event.seconds, lambda: self._restart_switch(who))
+        elif target.startswith("tor"):
+            world.lab.stop_switch(target)
+            self._after(event.seconds, lambda: self._restart_switch(target))
         else:
-            number = int(who.removeprefix("shadow"))
+            number = int(target.removeprefix("shadow"))
             world.crew.kill(world.shadows[number])
             self._after(event.seconds, lambda: self._restart_shadow_node(number))
 
-    def _restart_switch(self, who: str) -> None:
-        self._world.lab.restart_switch(who)
-        self._again.discard(who)
+    def _restart_switch(self, switch: str) -> None:
+        self._world.lab.restart_switch(switch)
+        self._again.discard(switch)
 
     def _restart_shadow_node(self, number: int) -> None:
         self._world.start_shadow_node(number)
         self._again.discard(f"shadow{number}")
 
     def _after(self, seconds: float, do: Callable[[], None]) -> None:
-        self._due.append((time.monotonic() + seconds, do))
+        self._schedule.append((time.monotonic() + seconds, do))
 
     def _look(self) -> None:
         """Check for shadow nodes that are live again, and for a controller that serves again."""

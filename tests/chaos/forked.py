@@ -132,9 +132,9 @@ def _become(
         Path(group).write_text(str(os.getpid()))
     netns.setns(str(namespaces.FOLDER / namespace), flags=0)
     for number, file in zip((1, 2), files, strict=True):
-        opened = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(opened, number)
-        os.close(opened)
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.environ.update(variables)
     sys.argv = list(words)
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)

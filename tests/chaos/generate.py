@@ -88,8 +88,8 @@ class _Draw:
 
     def has(self, feature: str, share: float) -> bool:
         """Return whether this scenario has a feature, given its share of all scenarios."""
-        chosen = self.of(feature).random() < share
-        return chosen and self.allows(feature)
+        is_drawn = self.of(feature).random() < share
+        return is_drawn and self.allows(feature)
 
 
 def _network(draw: _Draw) -> NetworkSpec:
@@ -113,7 +113,7 @@ def _model(draw: _Draw) -> ModelSpec:
     parts = tuple(name for name, share in _PARTS.items() if draw.has(name, share))
     if "scaler" in parts:  # a GradScaler refuses to unscale gradients of float16
         parts = tuple(name for name in parts if name != "float16")
-    turned = [one for one in ("flat", "deep", "weight") if draw.of(f"turned {one}").random() < 0.6]
+    turned = [part for part in ("flat", "deep", "weight") if draw.of(f"turned {part}").random() < 0.6]
     iterations = draw.of("iterations").choice((30, 40, 50))
     accumulate = draw.of("micro-batches").choice((2, 3)) if draw.has("accumulate", 0.25) else 1
     fast = draw.has("fast", 0.3)
@@ -198,16 +198,16 @@ def _optimizer(draw: random.Random, *, half: bool) -> tuple[str, dict[str, Any]]
 
 def _events(draw: _Draw, network: NetworkSpec, iterations: int) -> tuple[Event, ...]:
     """Return one to four incidents in order; some consist of two events."""
-    chosen = draw.of("events")
-    found: list[Event] = []
-    for index in range(chosen.choice((1, 2, 2, 3, 4))):
-        kind = chosen.choice(_DENSE_EVENTS if chosen.random() < 0.7 else _RARE_EVENTS)
-        made = _happening(kind, draw.of(f"event {index}"), network, iterations)
-        if any(one.kind in ("close", "error") and one.at == made[0].at for one in found):
+    choices = draw.of("events")
+    events: list[Event] = []
+    for index in range(choices.choice((1, 2, 2, 3, 4))):
+        kind = choices.choice(_DENSE_EVENTS if choices.random() < 0.7 else _RARE_EVENTS)
+        incident = _happening(kind, draw.of(f"event {index}"), network, iterations)
+        if any(event.kind in ("close", "error") and event.at == incident[0].at for event in events):
             continue  # each rank carries these out by itself: of two at once, some ranks would do but one
         if draw.allows(kind) and (kind != "stalled-kills" or draw.allows("stalls")):
-            found += made
-    return tuple(found)
+            events += incident
+    return tuple(events)
 
 
 def _lost_shards(draw: random.Random, network: NetworkSpec, iterations: int) -> tuple[Event, ...]:
@@ -220,14 +220,14 @@ def _lost_shards(draw: random.Random, network: NetworkSpec, iterations: int) -> 
 def _happening(kind: str, draw: random.Random, network: NetworkSpec, iterations: int) -> list[Event]:
     at = draw.randrange(1, iterations - 4) if draw.random() < 0.9 else 0
     delay = round(draw.choice((0.0, 0.0, draw.uniform(0, 0.1))), 3)
-    rank, other = (f"rank{draw.randrange(network.world)}" for _ in range(2))
+    rank, second_rank = (f"rank{draw.randrange(network.world)}" for _ in range(2))
     node = f"shadow{draw.randrange(len(network.nodes))}"
     switch = f"tor{draw.randrange(network.switches)}"
     seconds = round(draw.choice((0.2, 0.5, draw.uniform(0.5, 2), draw.uniform(2, 6))), 2)
     if kind == "rank-kills":
         return [Event(at, "kill", rank, delay)]
     if kind == "double-kills":
-        return [Event(at, "kill", rank, delay), Event(at, "kill", other, delay + min(seconds, 2.5))]
+        return [Event(at, "kill", rank, delay), Event(at, "kill", second_rank, delay + min(seconds, 2.5))]
     if kind == "terminations":
         return [Event(at, "terminate", rank, delay)]
     if kind == "errors":
@@ -235,8 +235,8 @@ def _happening(kind: str, draw: random.Random, network: NetworkSpec, iterations:
     if kind == "closes":
         return [Event(at, "close", "job")]
     if kind == "stalls":
-        who = draw.choice((node, node, rank, switch))
-        return [Event(at, "stall", who, delay, seconds)]
+        target = draw.choice((node, node, rank, switch))
+        return [Event(at, "stall", target, delay, seconds)]
     if kind == "stalled-kills":
         after = round(delay + draw.uniform(0, seconds), 3)
         return [Event(at, "stall", node, delay, seconds), Event(at, "kill", rank, after)]
@@ -246,5 +246,5 @@ def _happening(kind: str, draw: random.Random, network: NetworkSpec, iterations:
         return [Event(at, "kill", switch, delay, min(seconds, 2.0))]
     if kind == "controller-kills":
         return [Event(at, "kill", "ctl", delay, seconds)]
-    who = draw.choice((rank, node))
-    return [Event(at, "down", who, delay, min(seconds, 3.0))]
+    target = draw.choice((rank, node))
+    return [Event(at, "down", target, delay, min(seconds, 3.0))]

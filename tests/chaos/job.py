@@ -82,9 +82,9 @@ class JobWorld:
 
     def start_keeper(self) -> None:
         """Start `consolidate --every` if the scenario has it."""
-        if every := self.scenario.network.every:
+        if interval := self.scenario.network.every:
             argv: list[str | Path] = [*CHECKMATE, "consolidate", self.job_file, "--out", self.checkpoints]
-            argv += ["--every", str(every), "--keep", "3", *self.keeper_options()]
+            argv += ["--every", str(interval), "--keep", "3", *self.keeper_options()]
             self.keeper = self.crew.start(f"{self.prefix}keeper", CONTROLLER, argv)
 
     def await_shadow_nodes(self) -> None:
@@ -116,9 +116,9 @@ class JobWorld:
     def is_live(self, node: int) -> tuple[int, bool]:
         """Return the number of a node's statuses since its start, and whether all holds are live now."""
         text = self.shadows[node].output_text()
-        said = [line for line in text[: text.rfind("\n") + 1].splitlines() if '"holds"' in line]
-        holds = json.loads(said[-1])["holds"] if said else []
-        return len(said), bool(holds) and all(hold["live"] for hold in holds)
+        statuses = [line for line in text[: text.rfind("\n") + 1].splitlines() if '"holds"' in line]
+        holds = json.loads(statuses[-1])["holds"] if statuses else []
+        return len(statuses), bool(holds) and all(hold["live"] for hold in holds)
 
     def end_ranks(self) -> None:
         """End remaining ranks like torchrun: by SIGTERM, then by SIGKILL."""
@@ -135,8 +135,8 @@ class JobWorld:
         """Return the end of a rank's standard error in this start."""
         text = self.lab.log(self._log(rank)).read_text(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
-        told = [line for line in lines if "Error" in line]
-        return (told or lines or ["it said nothing"])[-1]
+        error_lines = [line for line in lines if "Error" in line]
+        return (error_lines or lines or ["it said nothing"])[-1]
 
     def _log(self, rank: int) -> str:
         return f"{self.prefix}rank{rank}.{self.attempt}"
@@ -158,7 +158,7 @@ class JobWorld:
     def _rank(
         self, rank: int, node: str, orders: Path, environment: dict[str, str], log: str = ""
     ) -> subprocess.Popen[bytes]:
-        given = {
+        variables = {
             **environment,
             "RANK": str(rank),
             "WORLD_SIZE": str(self.scenario.network.world),
@@ -168,4 +168,4 @@ class JobWorld:
         }
         argv: list[str | Path] = [sys.executable, "-m", "tests.chaos.script", orders]
         with self.lab.log(log or self._log(rank)).open("ab") as file:
-            return self.lab.start(node, argv, stdout=file, stderr=subprocess.STDOUT, environment=given)
+            return self.lab.start(node, argv, stdout=file, stderr=subprocess.STDOUT, environment=variables)

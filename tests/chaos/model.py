@@ -114,8 +114,8 @@ def make_optimizer(model: RandomNet, orders: Orders) -> torch.optim.Optimizer:
     parameters: list[Any] = list(model.parameters())
     if orders.has("groups"):
         matrices = [p for p in parameters if p.dim() > 1]
-        others = [p for p in parameters if p.dim() <= 1]
-        parameters = [{"params": matrices}, {"params": others, "lr": orders.options["lr"] / 2}]
+        vectors = [p for p in parameters if p.dim() <= 1]
+        parameters = [{"params": matrices}, {"params": vectors, "lr": orders.options["lr"] / 2}]
     optimizer: torch.optim.Optimizer = kind(parameters, **orders.options)
     if orders.has("frozen"):
         model.frozen.grad = torch.ones_like(model.frozen)

@@ -85,17 +85,17 @@ def promise(
 ) -> ResumePromise:
     """Return the promise for the start at time `until`, after the start `before`."""
     unsound = {node for node in range(len(network.nodes)) if not _sound(facts, node, before.over, until)}
-    lost = [number for number, nodes in enumerate(network.holders()) if unsound.issuperset(nodes)]
+    lost_shards = [number for number, nodes in enumerate(network.holders()) if unsound.issuperset(nodes)]
     repeats = 0 if before.clean else CRASH
     reached = before.resumed if before.completed is None else before.completed + 1 - repeats
     at_least = max(before.resumed, reached)
-    return ResumePromise(at_least, tuple(lost), len(unsound) == len(network.nodes), on_disk)
+    return ResumePromise(at_least, tuple(lost_shards), len(unsound) == len(network.nodes), on_disk)
 
 
 def _sound(facts: Sequence[Fact], node: int, since: float, until: float) -> bool:
     """Return whether a node was sound during the whole interval."""
     sound = False
-    for fact in sorted(facts, key=lambda one: one.at):
+    for fact in sorted(facts, key=lambda candidate: candidate.at):
         if fact.node != node or fact.at > until:
             continue
         if fact.kind == "lost":

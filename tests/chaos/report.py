@@ -38,7 +38,7 @@ def describe(scenario: Scenario) -> list[tuple[str, str]]:
 
 def table(outcome: TrialOutcome) -> str:
     """Return a table of one scenario."""
-    verdict = "pass" if outcome.passed else "FAIL"
+    verdict = "pass" if outcome.has_passed else "FAIL"
     rows = [("seed", str(outcome.scenario.seed)), *describe(outcome.scenario)]
     rows += [("happened", line) for line in outcome.happened]
     rows += [("promised", line) for line in outcome.promises]
@@ -53,11 +53,11 @@ def table(outcome: TrialOutcome) -> str:
 def line(outcome: TrialOutcome) -> str:
     """Return one scenario in a line."""
     events = "; ".join(map(str, outcome.scenario.events)) or "no events"
-    verdict = "pass" if outcome.passed else "FAIL"
-    seen = f"{verdict}  {outcome.seconds:5.1f} s  repeated {outcome.repeated}"
-    return f"seed {outcome.scenario.seed:>6}  {seen}  {events}"
+    verdict = "pass" if outcome.has_passed else "FAIL"
+    figures = f"{verdict}  {outcome.seconds:5.1f} s  repeated {outcome.repeated}"
+    return f"seed {outcome.scenario.seed:>6}  {figures}  {events}"
 
 
 def as_data(outcomes: Sequence[TrialOutcome]) -> list[dict[str, Any]]:
     """Return data for JSON."""
-    return [{"passed": outcome.passed, **asdict(outcome)} for outcome in outcomes]
+    return [{"passed": outcome.has_passed, **asdict(outcome)} for outcome in outcomes]

@@ -48,7 +48,7 @@ class TrialOutcome:
     logs: str = ""
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether all promises were kept."""
         return not self.problems
 
@@ -128,7 +128,7 @@ class Trial:
         world.await_shadow_nodes()
         self._schedule = Schedule(world)
         world.start_keeper()
-        self._outcome.happened = self._schedule.done
+        self._outcome.happened = self._schedule.begun_events
         last = False
         while not self._outcome.problems:
             self._start()
@@ -154,44 +154,46 @@ class Trial:
         ranks = self._world.ranks
         while True:
             self._tick()
-            ended = [process.poll() for process in ranks]
+            statuses = [process.poll() for process in ranks]
             if self._outcome.problems:
                 self._world.end_ranks()
                 return False
-            if all(status == 0 for status in ended):
+            if all(status == 0 for status in statuses):
                 self._tick()
                 return True
-            if any(ended):
-                self._over = time.monotonic()
-                self._failed(ended)
+            if any(statuses):
+                self._end_time = time.monotonic()
+                self._failed(statuses)
                 self._world.end_ranks()
                 self._tick()
                 return False
             self._check_crew()
             time.sleep(_POLL_SECONDS)
 
-    def _failed(self, ended: list[int | None]) -> None:
+    def _failed(self, statuses: list[int | None]) -> None:
         """Handle a failed rank: by an event, because it could not resume, or by a defect."""
         time.sleep(0.2)  # others may have more output
-        rank = next(rank for rank, status in enumerate(ended) if status)
-        words = [self._world.last_words(r) for r in range(len(ended))]
+        rank = next(rank for rank, status in enumerate(statuses) if status)
+        words = [self._world.last_words(r) for r in range(len(statuses))]
         self._fresh = False
         nothing = [word for word in words if "RestoreError" in word]
         if nothing and self._log.resumed is None:
             self._check(None)
             self._outcome.seen.append(nothing[0][:_QUOTED])
             self._fresh = True
-        elif ended[rank] == ANEW:
+        elif statuses[rank] == ANEW:
             self._fresh = True
         elif not self._schedule.struck and not any("as ordered" in word for word in words):
-            told = "; ".join(f"rank{r} said last: {word}" for r, word in enumerate(words))
-            self._outcome.problems.append(f"rank{rank} ended with status {ended[rank]} by itself; {told}")
+            last_words = "; ".join(f"rank{r} said last: {word}" for r, word in enumerate(words))
+            self._outcome.problems.append(
+                f"rank{rank} ended with status {statuses[rank]} by itself; {last_words}"
+            )
 
     def _note(self, clean: bool) -> None:
         """Record a start that has ended, if it resumed."""
         if self._log.resumed is not None and not (self._fresh and not clean):
-            over = time.monotonic() if clean else self._over
-            self._before = PastStart(self._log.resumed, self._log.completed, over, clean)
+            end = time.monotonic() if clean else self._end_time
+            self._before = PastStart(self._log.resumed, self._log.completed, end, clean)
         if clean:
             self._fresh = False
 
@@ -210,16 +212,16 @@ class Trial:
         """Check a start against its promise."""
         if self._before is None or self._fresh:
             return
-        made: ResumePromise = promise(
+        promised: ResumePromise = promise(
             self._scenario.network,
             self._schedule.watch.facts,
             self._before,
             time.monotonic(),
             on_disk=self._world.on_disk,
         )
-        self._outcome.promises.append(f"start {self._world.attempt}: {made}")
+        self._outcome.promises.append(f"start {self._world.attempt}: {promised}")
         self._outcome.seen.append(f"start {self._world.attempt}: resumed with {resumed}")
-        if wrong := made.broken_by(resumed, silent=resumed == 0):
+        if wrong := promised.broken_by(resumed, silent=resumed == 0):
             self._outcome.problems.append(f"start {self._world.attempt}: {wrong}")
 
     def _check_crew(self) -> None:
@@ -231,15 +233,17 @@ class Trial:
         if time.monotonic() > self._deadline:
             words = [world.last_words(rank) for rank in range(len(world.ranks))]
             states = [p.poll() for p in world.ranks]
-            told = "; ".join(f"rank{r} ({states[r]}) said last: {word}" for r, word in enumerate(words))
-            self._outcome.problems.append(f"not through after {SECONDS:g} s, at {self._log.newest}; {told}")
+            last_words = "; ".join(f"rank{r} ({states[r]}) said last: {word}" for r, word in enumerate(words))
+            self._outcome.problems.append(
+                f"not through after {SECONDS:g} s, at {self._log.newest}; {last_words}"
+            )
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
+    def _until(self, condition: Callable[[], bool], event: str) -> None:
         deadline = time.monotonic() + 30
         while not condition():
             self._schedule.tick(self._log.newest)
             if time.monotonic() > deadline:
-                self._outcome.problems.append(f"{what}: not within 30 s")
+                self._outcome.problems.append(f"{event}: not within 30 s")
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -250,8 +254,8 @@ class Trial:
                 for process in ranks:
                     process.kill()
                 logs = sorted(self._world.lab.directory.glob("reference*.log"))
-                told = "\n".join(file.read_text()[-2000:] for file in logs)
-                raise HarnessError(f"seed {self._scenario.seed}: the undisturbed run failed:\n{told}")
+                log_text = "\n".join(file.read_text()[-2000:] for file in logs)
+                raise HarnessError(f"seed {self._scenario.seed}: the undisturbed run failed:\n{log_text}")
             time.sleep(_POLL_SECONDS)
 
     def _compare(self) -> None:

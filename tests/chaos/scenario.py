@@ -185,12 +185,12 @@ class Scenario:
     @classmethod
     def from_json(cls, text: str) -> Scenario:
         """Return the scenario that `to_json` wrote."""
-        found = json.loads(text)
-        model, network = found["model"], found["network"]
+        document = json.loads(text)
+        model, network = document["model"], document["network"]
         for name in ("parts", "turned", "infinite"):
             model[name] = tuple(model[name])
         if "betas" in model["options"]:
             model["options"]["betas"] = tuple(model["options"]["betas"])
         network["nodes"] = tuple(network["nodes"])
-        events = tuple(Event(**event) for event in found["events"])
-        return cls(found["seed"], ModelSpec(**model), NetworkSpec(**network), events)
+        events = tuple(Event(**event) for event in document["events"])
+        return cls(document["seed"], ModelSpec(**model), NetworkSpec(**network), events)

@@ -86,8 +86,8 @@ class ChaosRank:
                 time.sleep(self.training.pause)
         began = time.monotonic()
         protection.close()
-        ended = iteration + 1 >= self.training.iterations or not self._goes_on(iteration + 1)
-        self.say("ended" if ended else "closed", iteration=iteration, seconds=time.monotonic() - began)
+        is_last = iteration + 1 >= self.training.iterations or not self._goes_on(iteration + 1)
+        self.say("ended" if is_last else "closed", iteration=iteration, seconds=time.monotonic() - began)
 
     def _loop(self, first: int, protection: Any) -> Iterator[int]:
         """Yield iterations from a range, or epoch by epoch from a loader."""
@@ -212,9 +212,9 @@ class ChaosRank:
 
     def say(self, event: str, **more: Any) -> None:
         """Write a line to this rank's log."""
-        said = {"event": event, "attempt": self.attempt, "at": time.monotonic(), **more}
+        entry = {"event": event, "attempt": self.attempt, "at": time.monotonic(), **more}
         with self.folder.joinpath(f"rank{self.rank}.jsonl").open("a") as log:
-            print(json.dumps(said), file=log)
+            print(json.dumps(entry), file=log)
 
 
 class _Rows(Dataset[torch.Tensor]):
@@ -233,7 +233,7 @@ class _Rows(Dataset[torch.Tensor]):
 def _sorted(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _sorted(value[key]) for key in sorted(value, key=repr)}
-    return [_sorted(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_sorted(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def main() -> None:

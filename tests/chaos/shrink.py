@@ -19,14 +19,14 @@ def shrink(
 ) -> TrialOutcome | None:
     """Return the outcome of the smallest failing scenario; `None` if the original one passes."""
     smallest = _fails(scenario, attempt)
-    found = smallest
-    while found is not None:
-        found = None
-        for what, smaller in smaller_ones(smallest.scenario if smallest else scenario):
-            found = _fails(smaller, attempt)
-            say(f"without {what}: {'still fails' if found else 'passes'}")
-            if found is not None:
-                smallest = found
+    failing = smallest
+    while failing is not None:
+        failing = None
+        for feature, smaller in smaller_ones(smallest.scenario if smallest else scenario):
+            failing = _fails(smaller, attempt)
+            say(f"without {feature}: {'still fails' if failing else 'passes'}")
+            if failing is not None:
+                smallest = failing
                 break
     return smallest
 
@@ -37,7 +37,7 @@ def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     for number, event in enumerate(events):
         yield f"event {event}", replace(scenario, events=events[:number] + events[number + 1 :])
     for part in model.parts:
-        fewer = tuple(one for one in model.parts if one != part)
+        fewer = tuple(kept_part for kept_part in model.parts if kept_part != part)
         infinite = () if part == "scaler" else model.infinite
         yield part, replace(scenario, model=replace(model, parts=fewer, infinite=infinite))
     plain = ModelSpec(optimizer=model.optimizer, options=model.options)
@@ -50,22 +50,24 @@ def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
             yield name, replace(scenario, network=smaller)
     if network.together:
         yield "one model of all", replace(scenario, network=replace(network, together=False))
-    used = {event.who for event in events}
-    needed = 1 + max((int(who.removeprefix("rank")) for who in used if who.startswith("rank")), default=0)
-    if network.shards > 1 and needed <= network.ranks * (network.shards - 1):
+    targets = {event.who for event in events}
+    least_ranks = 1 + max(
+        (int(target.removeprefix("rank")) for target in targets if target.startswith("rank")), default=0
+    )
+    if network.shards > 1 and least_ranks <= network.ranks * (network.shards - 1):
         yield "a shard", replace(scenario, network=replace(network, shards=network.shards - 1))
-    if network.ranks > 2 and needed <= (network.ranks - 1) * network.shards:
+    if network.ranks > 2 and least_ranks <= (network.ranks - 1) * network.shards:
         yield "a rank", replace(scenario, network=replace(network, ranks=network.ranks - 1))
-    if network.switches > 1 and f"tor{network.switches - 1}" not in used:
+    if network.switches > 1 and f"tor{network.switches - 1}" not in targets:
         yield "a switch", replace(scenario, network=replace(network, switches=network.switches - 1))
     last = len(network.nodes) - 1
-    if last >= network.replicas and f"shadow{last}" not in used:
+    if last >= network.replicas and f"shadow{last}" not in targets:
         yield "a shadow node", replace(scenario, network=replace(network, nodes=network.nodes[:-1]))
 
 
 def _fails(scenario: Scenario, attempt: Callable[[Scenario], TrialOutcome]) -> TrialOutcome | None:
     for _ in range(_TRIES):
         outcome = attempt(scenario)
-        if not outcome.passed:
+        if not outcome.has_passed:
             return outcome
     return None

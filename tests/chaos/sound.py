@@ -44,7 +44,7 @@ class SoundnessWatch:
     def protected(self) -> None:
         """Note that training has begun: nodes without events since their start are live."""
         now = time.monotonic()
-        lost = {fact.node for fact in self.facts if fact.kind == "lost"}
-        for node in set(self._unsure) - lost:
+        lost_nodes = {fact.node for fact in self.facts if fact.kind == "lost"}
+        for node in set(self._unsure) - lost_nodes:
             del self._unsure[node]
             self.facts.append(Fact(now, "live", node))

@@ -41,15 +41,15 @@ ONE_SEED, SEEDS, RANDOM = 190, 390, 990
 def chaos(*arguments: str, seconds: float) -> None:
     """Run the harness, and show its output if it fails."""
     command = [sys.executable, "-m", "tests.chaos", *arguments, "--without", ",".join(OFF)]
-    done = terminated.run(command, seconds)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = terminated.run(command, seconds)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_root
 @needs_clang
 @terminated.time_limit(ONE_SEED)
 @pytest.mark.parametrize(
-    "seed", [CORPUS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in CORPUS[1:])]
+    "seed", [CORPUS[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in CORPUS[1:])]
 )
 def test_a_fixed_corpus(seed: str) -> None:
     chaos("--seeds", seed, seconds=ONE_SEED)
@@ -61,8 +61,8 @@ def test_a_fixed_corpus(seed: str) -> None:
 @terminated.time_limit(SEEDS)
 def test_a_fixed_corpus_of_hosts_with_several_ranks() -> None:
     networks = [generate(int(seed)).network for seed in HOSTS_CORPUS.split(",")]
-    assert [(one.sharded, one.together) for one in networks].count((True, False)) == 2
-    assert [(one.sharded, one.together) for one in networks].count((False, True)) == 2
+    assert [(network.sharded, network.together) for network in networks].count((True, False)) == 2
+    assert [(network.sharded, network.together) for network in networks].count((False, True)) == 2
     chaos("--seeds", HOSTS_CORPUS, seconds=SEEDS)
 
 
@@ -76,41 +76,54 @@ def test_ten_minutes_of_random_seeds() -> None:
 
 @given(st.integers(0, 10**6))
 def test_a_seed_gives_one_scenario_that_a_lab_can_have(seed: int) -> None:
-    made = generate(seed)
-    assert made == generate(seed)
-    assert Scenario.from_json(made.to_json()) == made
-    topology = build("chaos", made.network.topology())
-    assert len(topology.ranks) == made.network.world
-    names = {"ctl", "job", *(one.name for one in topology.switches), *(one.name for one in topology.ranks)}
-    names |= {one.name for one in topology.shadow_nodes}
-    assert {event.who for event in made.events} <= names
-    nodes = range(len(made.network.nodes))
+    scenario = generate(seed)
+    assert scenario == generate(seed)
+    assert Scenario.from_json(scenario.to_json()) == scenario
+    topology = build("chaos", scenario.network.topology())
+    assert len(topology.ranks) == scenario.network.world
+    names = {
+        "ctl",
+        "job",
+        *(shard_group.name for shard_group in topology.switches),
+        *(shard_group.name for shard_group in topology.ranks),
+    }
+    names |= {shard_group.name for shard_group in topology.shadow_nodes}
+    assert {event.who for event in scenario.events} <= names
+    nodes = range(len(scenario.network.nodes))
     groups = [group.shadow_nodes or tuple(nodes) for group in topology.groups]
-    assert [holders[0] for holders in made.network.holders()] == [one for group in groups for one in group]
-    assert all(0 <= event.at < made.model.iterations - 4 for event in made.events)
+    assert [holders[0] for holders in scenario.network.holders()] == [
+        shard_group for group in groups for shard_group in group
+    ]
+    assert all(0 <= event.at < scenario.model.iterations - 4 for event in scenario.events)
 
 
 def test_seeds_have_every_kind_of_event_and_every_part() -> None:
-    made = [generate(seed) for seed in range(400)]
-    kinds = {(event.kind, event.who.rstrip("0123456789")) for one in made for event in one.events}
+    scenarios = [generate(seed) for seed in range(400)]
+    kinds = {
+        (event.kind, event.who.rstrip("0123456789")) for scenario in scenarios for event in scenario.events
+    }
     hosts = ("rank", "shadow")
     assert kinds == {
-        *(("kill", who) for who in (*hosts, "tor", "ctl")),
-        *(("stall", who) for who in (*hosts, "tor")),
-        *(("down", who) for who in hosts),
+        *(("kill", target) for target in (*hosts, "tor", "ctl")),
+        *(("stall", target) for target in (*hosts, "tor")),
+        *(("down", target) for target in hosts),
         *(("terminate", "rank"), ("error", "rank"), ("close", "job")),
     }
-    assert {part for one in made for part in one.model.parts} <= set(FEATURES)
-    assert {one.network.ranks for one in made} == {2, 3, 4, 5}
-    assert {one.network.switches for one in made} == {1, 2, 3}
-    assert {(one.network.shards > 1, one.network.together) for one in made} == {
+    assert {part for scenario in scenarios for part in scenario.model.parts} <= set(FEATURES)
+    assert {scenario.network.ranks for scenario in scenarios} == {2, 3, 4, 5}
+    assert {scenario.network.switches for scenario in scenarios} == {1, 2, 3}
+    assert {(scenario.network.shards > 1, scenario.network.together) for scenario in scenarios} == {
         (False, False),
         (True, False),
         (True, True),
     }
-    sharded = [one for one in made if one.network.sharded]
-    assert {(one.network.ranks, one.network.shards) for one in sharded} == {(2, 2), (3, 2), (2, 3)}
-    assert {one.model.precision for one in sharded} == {"fp32", "bf16", "bf16-gradients"}
+    sharded = [scenario for scenario in scenarios if scenario.network.sharded]
+    assert {(scenario.network.ranks, scenario.network.shards) for scenario in sharded} == {
+        (2, 2),
+        (3, 2),
+        (2, 3),
+    }
+    assert {scenario.model.precision for scenario in sharded} == {"fp32", "bf16", "bf16-gradients"}
 
 
 def test_a_feature_that_is_left_out_changes_no_other() -> None:
@@ -129,33 +142,33 @@ def test_a_feature_that_there_is_not_is_named() -> None:
         generate(1, ["stall"])
 
 
-def made(facts: list[Fact], network: NetworkSpec = TWO, before: PastStart = CRASHED) -> ResumePromise:
+def promise_of(facts: list[Fact], network: NetworkSpec = TWO, before: PastStart = CRASHED) -> ResumePromise:
     return promise(network, [*LIVE, *facts], before, 12.0, on_disk=False)
 
 
 def test_a_crash_repeats_one_iteration_and_a_clean_stop_none() -> None:
-    assert made([]) == ResumePromise(20)
-    assert made([], before=replace(CRASHED, clean=True)) == ResumePromise(21)
+    assert promise_of([]) == ResumePromise(20)
+    assert promise_of([], before=replace(CRASHED, clean=True)) == ResumePromise(21)
 
 
 def test_a_start_that_completed_nothing_loses_nothing() -> None:
-    assert made([], before=PastStart(20, None, 10.0, clean=False)) == ResumePromise(20)
-    assert made([], before=PastStart(20, 20, 10.0, clean=False)) == ResumePromise(20)
+    assert promise_of([], before=PastStart(20, None, 10.0, clean=False)) == ResumePromise(20)
+    assert promise_of([], before=PastStart(20, 20, 10.0, clean=False)) == ResumePromise(20)
 
 
 @pytest.mark.parametrize("at", [9.0, 11.0])
 def test_a_shard_without_a_sound_holder_may_be_lost(at: float) -> None:
     """Its node was killed before the crash, or before the next start."""
-    assert made([Fact(at, "lost", 1)]) == ResumePromise(20, lost=(1,))
-    assert made([Fact(at, "lost", 1)], TWICE) == ResumePromise(20)
+    assert promise_of([Fact(at, "lost", 1)]) == ResumePromise(20, lost=(1,))
+    assert promise_of([Fact(at, "lost", 1)], TWICE) == ResumePromise(20)
     both = [Fact(at, "lost", 0), Fact(at, "lost", 1)]
-    assert made(both, TWICE) == ResumePromise(20, lost=(0, 1), unknown=True)
+    assert promise_of(both, TWICE) == ResumePromise(20, lost=(0, 1), unknown=True)
 
 
 def test_a_node_that_is_live_again_before_the_crash_is_sound() -> None:
-    assert made([Fact(5.0, "lost", 1), Fact(9.0, "live", 1)]) == ResumePromise(20)
-    assert made([Fact(5.0, "lost", 1), Fact(11.0, "live", 1)]).lost == (1,)
-    assert made([Fact(9.0, "lost", 1), Fact(8.0, "live", 1)]).lost == (1,)
+    assert promise_of([Fact(5.0, "lost", 1), Fact(9.0, "live", 1)]) == ResumePromise(20)
+    assert promise_of([Fact(5.0, "lost", 1), Fact(11.0, "live", 1)]).lost == (1,)
+    assert promise_of([Fact(9.0, "lost", 1), Fact(8.0, "live", 1)]).lost == (1,)
 
 
 def test_each_shard_of_a_sharded_model_has_holders_of_its_own() -> None:
@@ -164,10 +177,10 @@ def test_each_shard_of_a_sharded_model_has_holders_of_its_own() -> None:
     assert network.holders() == [[0], [1], [2]]
     assert replace(network, replicas=2).holders() == [[0, 1], [1, 0], [1, 2], [2, 1]]
     alone = replace(network, nodes=(1,))
-    assert made([Fact(9.0, "lost", 0)], alone) == ResumePromise(20, lost=(0, 1), unknown=True)
+    assert promise_of([Fact(9.0, "lost", 0)], alone) == ResumePromise(20, lost=(0, 1), unknown=True)
     live = [*LIVE, Fact(1.0, "live", 2)]
-    lost = promise(network, [*live, Fact(9.0, "lost", 1)], CRASHED, 12.0, on_disk=False)
-    assert lost == ResumePromise(20, lost=(1,))
+    promised = promise(network, [*live, Fact(9.0, "lost", 1)], CRASHED, 12.0, on_disk=False)
+    assert promised == ResumePromise(20, lost=(1,))
 
 
 def test_nodes_that_were_never_live_promise_nothing() -> None:
@@ -178,11 +191,11 @@ def test_a_promise_is_broken_by_what_is_earlier_and_by_errors() -> None:
     assert ResumePromise(20).broken_by(20) == ResumePromise(20).broken_by(21) == ""
     assert ResumePromise(20).broken_by(19) == "resumed with 19, 1 earlier than promised"
     assert ResumePromise(20).broken_by(None) == "RestoreError, promised was 20 or later"
-    lost = ResumePromise(20, lost=(1,))
-    assert lost.broken_by(3) == lost.broken_by(None) == ""
-    assert "without an error" in lost.broken_by(0, silent=True)
-    assert replace(lost, unknown=True).broken_by(0, silent=True) == ""
-    assert "on disk" in replace(lost, on_disk=True).broken_by(None)
+    promised = ResumePromise(20, lost=(1,))
+    assert promised.broken_by(3) == promised.broken_by(None) == ""
+    assert "without an error" in promised.broken_by(0, silent=True)
+    assert replace(promised, unknown=True).broken_by(0, silent=True) == ""
+    assert "on disk" in replace(promised, on_disk=True).broken_by(None)
 
 
 def test_what_loses_something() -> None:
@@ -198,9 +211,9 @@ def test_what_loses_something() -> None:
 
 def test_a_signal_to_a_process_that_has_just_ended_is_nothing() -> None:
     """The server of forked processes reaps them, and tells their status a moment later."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    Forked(SimpleNamespace(pid=ended.pid, exitcode=None)).kill()  # type: ignore[arg-type]
+    finished = subprocess.Popen(["true"])
+    finished.wait()
+    Forked(SimpleNamespace(pid=finished.pid, exitcode=None)).kill()  # type: ignore[arg-type]
 
 
 def line(
@@ -214,8 +227,8 @@ def test_differences_are_told_once_a_start() -> None:
     expected = [line("iteration", i, model="a", torch="b") for i in range(4)]
     same = [line("resumed", 0), *expected[:2], line("resumed", 2, 1, model="a", torch="b")]
     assert differences(0, same, expected) == []
-    other = [line("iteration", 2, 1, model="a", torch="c"), line("iteration", 3, 1, "2.0")]
-    assert differences(0, other, expected) == ["rank0, start 1: after iteration 2 differ torch"]
+    differing = [line("iteration", 2, 1, model="a", torch="c"), line("iteration", 3, 1, "2.0")]
+    assert differences(0, differing, expected) == ["rank0, start 1: after iteration 2 differ torch"]
     restored = [line("resumed", 2, 1, model="x", torch="b")]
     assert differences(0, restored, expected) == ["rank0, start 1: as restored (iteration 2) differ model"]
     assert differences(1, restored, expected) == []
@@ -232,14 +245,14 @@ def test_shrinking_leaves_what_it_takes_to_fail() -> None:
         (Event(3, "kill", "rank0"), Event(5, "stall", "shadow0", 0.0, 1.0)),
     )
 
-    def attempt(one: Scenario) -> TrialOutcome:
-        fails = one.model.has("scalar") and any(event.kind == "stall" for event in one.events)
-        return TrialOutcome(one, problems=["it failed"] if fails else [])
+    def attempt(scenario: Scenario) -> TrialOutcome:
+        fails = scenario.model.has("scalar") and any(event.kind == "stall" for event in scenario.events)
+        return TrialOutcome(scenario, problems=["it failed"] if fails else [])
 
-    found = shrink(whole, attempt)
-    assert found is not None
-    assert found.scenario.model.parts == ("scalar",)
-    assert [event.kind for event in found.scenario.events] == ["stall"]
-    assert found.scenario.network == NetworkSpec()
-    assert shrink(found.scenario, TrialOutcome) is None
-    assert all(smaller != found.scenario for _, smaller in smaller_ones(found.scenario))
+    smallest = shrink(whole, attempt)
+    assert smallest is not None
+    assert smallest.scenario.model.parts == ("scalar",)
+    assert [event.kind for event in smallest.scenario.events] == ["stall"]
+    assert smallest.scenario.network == NetworkSpec()
+    assert shrink(smallest.scenario, TrialOutcome) is None
+    assert all(smaller != smallest.scenario for _, smaller in smaller_ones(smallest.scenario))

@@ -73,9 +73,9 @@ class TrainingLog:
 
     def differences(self, *, broadcast: bool) -> list[str]:
         """Return how iterations differ from those of the undisturbed run, in `folder/reference`."""
-        found: list[str] = []
+        problems: list[str] = []
         for rank, log in enumerate(self._logs):
             expected = RankLog(self._folder / "reference" / log.file.name)
             expected.look()
-            found += differences(rank, log.lines, expected.lines, broadcast=broadcast)
-        return found
+            problems += differences(rank, log.lines, expected.lines, broadcast=broadcast)
+        return problems

@@ -24,22 +24,24 @@ class ChaosWorld(JobWorld):
         self.controller = controller
         self.controller_is_down = False
 
-    def signal(self, who: str, number: signal.Signals) -> None:
+    def signal(self, process_name: str, number: signal.Signals) -> None:
         """Send a signal to the current process of a name, unless it has ended."""
-        self.process(who).send_signal(number)
+        self.process(process_name).send_signal(number)
 
-    def process(self, who: str) -> subprocess.Popen[bytes]:
+    def process(self, process_name: str) -> subprocess.Popen[bytes]:
         """Return the process of a name."""
-        if who.startswith("rank"):
-            return self.ranks[int(who.removeprefix("rank"))]
-        if who.startswith("shadow"):
-            return self.shadows[int(who.removeprefix("shadow"))].process
-        return self.controller.member.process if who == "ctl" else self.lab.switch_process(who)
+        if process_name.startswith("rank"):
+            return self.ranks[int(process_name.removeprefix("rank"))]
+        if process_name.startswith("shadow"):
+            return self.shadows[int(process_name.removeprefix("shadow"))].process
+        return (
+            self.controller.member.process if process_name == "ctl" else self.lab.switch_process(process_name)
+        )
 
-    def set_link(self, who: str, *, up: bool) -> None:
+    def set_link(self, host_name: str, *, up: bool) -> None:
         """Set the switch's end of a rank's or a shadow node's first training link up or down."""
         hosts = {rank.name: rank.host for rank in self.lab.topology.ranks}
-        nic = (hosts.get(who) or self.lab.topology.host(who)).interfaces[0]
+        nic = (hosts.get(host_name) or self.lab.topology.host(host_name)).interfaces[0]
         set_port(self.lab, nic.switch, nic.port, up=up)
 
 

@@ -34,7 +34,7 @@ def wrap(model: RandomNet, scenario: Scenario) -> nn.Module:
     FsdpModel.bucket_bytes = int(mib * _MIB)
     mesh, policy = checkmate.shard_mesh("cpu"), _POLICIES[scenario.model.precision]
     units = _UNITS if scenario.model.precision == "fp32" else _ALWAYS
-    for unit in (*(one for name, one in model.named_children() if name in units), model):
+    for unit in (*(child for name, child in model.named_children() if name in units), model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model
 

@@ -17,23 +17,23 @@ EXAMPLE = """examples:
 
 Alerts are checked if prometheus is on PATH. Needs root.
 """
-_SHOWN = 20
+_INCIDENTS_SHOWN = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a game day; return 1 if something was not as it should be, 2 for bad input."""
-    asked = _parse(arguments)
+    options = _parse(arguments)
     from tests.gameday.draw import OF_A_JOB, OF_THE_FABRIC, schedule  # noqa: PLC0415 - after --help
 
-    kinds = tuple(kind for kind in asked.only.split(",") if kind)
-    known = [*OF_A_JOB, *OF_THE_FABRIC]
-    if unknown := [kind for kind in kinds if kind not in known]:
-        print(f"gameday: --only {unknown[0]}: there are {', '.join(known)}", file=sys.stderr)
+    kinds = tuple(kind for kind in options.only.split(",") if kind)
+    known_kinds = [*OF_A_JOB, *OF_THE_FABRIC]
+    if unknown := [kind for kind in kinds if kind not in known_kinds]:
+        print(f"gameday: --only {unknown[0]}: there are {', '.join(known_kinds)}", file=sys.stderr)
         return 2
-    if asked.show:
+    if options.show:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads may have seen enough
-        incidents = schedule(asked.seed, kinds=kinds)
-        print("\n".join(str(next(incidents)) for _ in range(_SHOWN)))
+        incidents = schedule(options.seed, kinds=kinds)
+        print("\n".join(str(next(incidents)) for _ in range(_INCIDENTS_SHOWN)))
         return 0
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"  # before torch, whose threads a fork would lose
@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     began = time.monotonic()
 
-    def say(who: str, what: str) -> None:
-        print(f"{time.monotonic() - began:7.1f}  {who:8}  {what}", file=sys.stderr, flush=True)
+    def say(subject: str, text: str) -> None:
+        print(f"{time.monotonic() - began:7.1f}  {subject:8}  {text}", file=sys.stderr, flush=True)
 
     try:
         with unwinding():
             outcome = run.run(
-                asked.seed, asked.minutes, name=asked.name, kinds=kinds, keep=asked.keep, say=say
+                options.seed, options.minutes, name=options.name, kinds=kinds, keep=options.keep, say=say
             )
     except (LabError, OSError) as error:
         print(f"gameday: {error}", file=sys.stderr)

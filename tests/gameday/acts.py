@@ -88,20 +88,20 @@ def unsound(acts: Sequence[Act], job: str) -> set[int]:
     A switch that dies, or a cable between two, may lose copies for all nodes, because the switches forward
     copies to each other.
     """
-    found: set[int] = set()
+    nodes: set[int] = set()
     for act in acts:
         if act.job == job and act.node is not None and act.kind in ("kill", "down"):
-            found.add(act.node)
+            nodes.add(act.node)
         if (act.kind == "kill" and act.who in SWITCHES) or (act.kind == "down" and "-" in act.who):
-            found.update(PARTIES[job].nodes)
-    return found
+            nodes.update(PARTIES[job].nodes)
+    return nodes
 
 
 def together_down(acts: Sequence[Act], names: frozenset[str]) -> Iterator[tuple[float, float]]:
     """Yield the times from and to which all of these were killed at once."""
     spans = {name: [(a.at, a.end) for a in acts if a.kind == "kill" and a.who == name] for name in names}
-    starts = sorted({start for each in spans.values() for start, _ in each})
+    starts = sorted({start for periods in spans.values() for start, _ in periods})
     for start in starts:
-        ends = [[end for begin, end in each if begin <= start < end] for each in spans.values()]
+        ends = [[end for begin, end in periods if begin <= start < end] for periods in spans.values()]
         if all(ends):
-            yield start, min(max(one) for one in ends)
+            yield start, min(max(ends_of_name) for ends_of_name in ends)

@@ -15,13 +15,13 @@ RECOVERY: Final = 40.0
 """Seconds for everything to be well again after the last act is undone, and to be seen as well."""
 SURE: Final = 6.0
 """Seconds by which a condition must outlast the delay of its alert, so that it fires in any case."""
-_LOST: Final = 4.0
+_LOSS_SECONDS: Final = 4.0
 """Seconds in which a node that is away misses copies in any case, if its job trains."""
 
 
 _BEHIND: Final = 25.0
 """Seconds in which a job trains more than three intervals of checkpoints in any case."""
-_SHOWN: Final = ("job", "dp_group", "shard", "node", "switch", "error")
+_LABELS_SHOWN: Final = ("job", "dp_group", "shard", "node", "switch", "error")
 
 
 def _text(name: str, labels: Mapping[str, str]) -> str:
@@ -40,7 +40,7 @@ class Alarm:
     @property
     def short(self) -> str:
         """The alert without the labels that tell streams and controllers apart."""
-        return _text(self.name, {key: self.labels[key] for key in _SHOWN if key in self.labels})
+        return _text(self.name, {key: self.labels[key] for key in _LABELS_SHOWN if key in self.labels})
 
     def __str__(self) -> str:
         return _text(self.name, self.labels)
@@ -71,11 +71,15 @@ class Expectation:
         return _text(self.name, self.labels)
 
 
-def judge(expected: Sequence[Expectation], seen: Sequence[Alarm]) -> list[str]:
+def judge(expected: Sequence[Expectation], alarms: Sequence[Alarm]) -> list[str]:
     """Return a problem for each alert that should have fired and did not, and for each other one that did."""
-    missing = [one for one in expected if one.must and not any(one.met_by(alarm) for alarm in seen)]
-    extra = [alarm for alarm in seen if not any(one.explains(alarm) for one in expected)]
-    return [f"did not fire, after {one.since:.0f} s: {one}" for one in missing] + [
+    missing = [
+        expectation
+        for expectation in expected
+        if expectation.must and not any(expectation.met_by(alarm) for alarm in alarms)
+    ]
+    extra = [alarm for alarm in alarms if not any(expectation.explains(alarm) for expectation in expected)]
+    return [f"did not fire, after {expectation.since:.0f} s: {expectation}" for expectation in missing] + [
         f"fired without a cause, at {alarm.at:.0f} s: {alarm}" for alarm in extra
     ]
 
@@ -98,7 +102,7 @@ class _Reasons:
 
     def __init__(self, acts: Sequence[Act], delays: Mapping[str, Delays], names: Mapping[str, str]) -> None:
         self._acts, self._delays, self._names = acts, delays, names
-        self._over = max((act.end for act in acts), default=0.0) + RECOVERY
+        self._end_time = max((act.end for act in acts), default=0.0) + RECOVERY
 
     def all(self) -> Iterator[Expectation]:
         for act in self._acts:
@@ -128,8 +132,8 @@ class _Reasons:
         stops = [
             a for a in self._acts if a.job in (act.job, "") and a.node is None and a.who not in CONTROLLERS
         ]
-        must = act.seconds > _LOST and not stops
-        return self._made("CheckmateCopiesLost", act.at, self._of_node(act), must=must)
+        must = act.seconds > _LOSS_SECONDS and not stops
+        return self._expectation("CheckmateCopiesLost", act.at, self._of_node(act), must=must)
 
     def _switch(self, act: Act) -> Iterator[Expectation]:
         """A switch was away: copies that others forwarded to it are lost, and nodes join again."""
@@ -170,11 +174,11 @@ class _Reasons:
         """
         waits, since = self._delays[name].waits, start if since is None else since
         if end - since >= waits - SURE:
-            yield self._made(name, since, labels, must=end - start >= waits + SURE)
+            yield self._expectation(name, since, labels, must=end - start >= waits + SURE)
 
     def _may(self, name: str, act: Act, labels: Mapping[str, str] = MappingProxyType({})) -> Expectation:
-        return self._made(name, act.at, labels, must=False)
+        return self._expectation(name, act.at, labels, must=False)
 
-    def _made(self, name: str, since: float, labels: Mapping[str, str], *, must: bool) -> Expectation:
+    def _expectation(self, name: str, since: float, labels: Mapping[str, str], *, must: bool) -> Expectation:
         times = self._delays[name]
-        return Expectation(name, labels, since, self._over + times.waits + times.remembers, must)
+        return Expectation(name, labels, since, self._end_time + times.waits + times.remembers, must)

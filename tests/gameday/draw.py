@@ -20,9 +20,9 @@ _TOGETHER: Final = 0.35
 def schedule(seed: int, *, kinds: tuple[str, ...] = ()) -> Iterator[Incident]:
     """Yield incidents without end, of these kinds only if any are given."""
     draw = random.Random(seed)
-    chosen = kinds or (*OF_A_JOB, *OF_THE_FABRIC)
+    kinds_drawn = kinds or (*OF_A_JOB, *OF_THE_FABRIC)
     while True:
-        deck = list(chosen)
+        deck = list(kinds_drawn)
         draw.shuffle(deck)
         while deck:
             kind = deck.pop()
@@ -31,12 +31,12 @@ def schedule(seed: int, *, kinds: tuple[str, ...] = ()) -> Iterator[Incident]:
                 continue
             first, second = draw.sample([*PARTIES.values()], 2)
             acts, name = OF_A_JOB[kind](draw, first), f"{first.name}: {kind}"
-            others = [other for other in deck if other in OF_A_JOB]
-            if others and draw.random() < _TOGETHER:
-                other = others[-1]
-                deck.remove(other)
-                acts += _later(OF_A_JOB[other](draw, second), round(draw.uniform(0, 2), 2))
-                name += f", {second.name}: {other}"
+            candidates = [second_kind for second_kind in deck if second_kind in OF_A_JOB]
+            if candidates and draw.random() < _TOGETHER:
+                second_kind = candidates[-1]
+                deck.remove(second_kind)
+                acts += _later(OF_A_JOB[second_kind](draw, second), round(draw.uniform(0, 2), 2))
+                name += f", {second.name}: {second_kind}"
             yield Incident(name, _in_order(acts))
 
 
@@ -123,7 +123,7 @@ def _primary(draw: random.Random, job: Party) -> list[Act]:
 
 def _no_controller(draw: random.Random, job: Party) -> list[Act]:
     """Nobody serves; a rank that dies meanwhile is restarted, but its streams wait."""
-    return [Act(0, "kill", who, 16.0) for who in CONTROLLERS]
+    return [Act(0, "kill", controller, 16.0) for controller in CONTROLLERS]
 
 
 def _short_switch(draw: random.Random, job: Party) -> list[Act]:

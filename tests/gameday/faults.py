@@ -73,11 +73,11 @@ class Acting:
         self._undo: list[tuple[float, Act, Callable[[], None]]] = []
         self.down: set[str] = set()
         """Who was killed and is not back."""
-        self.done: list[Act] = []
+        self.acts: list[Act] = []
         """Acts with the times at which they were done and undone, since the incident began."""
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether all acts are undone."""
         return not self._waiting and not self._undo
 
@@ -85,13 +85,13 @@ class Acting:
         """Do and undo what is due."""
         while self._waiting and self._waiting[0].at <= self._now():
             self._do(self._waiting.pop(0))
-        for due in sorted(self._undo, key=lambda one: one[0]):
-            if due[0] <= self._now():
-                self._undo.remove(due)
-                due[2]()
-                self.down.discard(due[1].who)
-                self.done = [self._ended(act) if act is due[1] else act for act in self.done]
-                self._say(due[1].job or "fabric", f"end of {due[1]}")
+        for undo in sorted(self._undo, key=lambda entry: entry[0]):
+            if undo[0] <= self._now():
+                self._undo.remove(undo)
+                undo[2]()
+                self.down.discard(undo[1].who)
+                self.acts = [self._with_end(act) if act is undo[1] else act for act in self.acts]
+                self._say(undo[1].job or "fabric", f"end of {undo[1]}")
 
     def undo_all(self) -> None:
         """Undo what is not undone yet, whatever the reason to end."""
@@ -102,14 +102,14 @@ class Acting:
     def _now(self) -> float:
         return time.monotonic() - self._began
 
-    def _ended(self, act: Act) -> Act:
+    def _with_end(self, act: Act) -> Act:
         return Act(act.at, act.kind, act.who, self._now() - act.at)
 
     def _do(self, planned: Act) -> None:
-        who = planned.who if planned.who != "primary" else self._ground.primary() or CONTROLLERS[0]
-        act = Act(self._now(), planned.kind, who, planned.seconds)
+        target = planned.who if planned.who != "primary" else self._ground.primary() or CONTROLLERS[0]
+        act = Act(self._now(), planned.kind, target, planned.seconds)
         self._say(act.job or "fabric", str(act))
-        self.done.append(act)
+        self.acts.append(act)
         for name, job in self._ground.jobs.items():
             for node in unsound([act], name):
                 job.watch.lose(node, time.monotonic() + act.seconds + (_SETTLES if act.node is None else 0.0))
@@ -154,7 +154,9 @@ class Acting:
             switch, port = nic.switch, nic.port
         else:
             near, far = act.who.split("-")
-            switch, port = next((near, own) for own, other, _ in lab.topology.links_at(near) if other == far)
+            switch, port = next(
+                (near, own_port) for own_port, far_end, _ in lab.topology.links_at(near) if far_end == far
+            )
         set_port(lab, switch, port, up=False)
         return lambda: set_port(lab, switch, port, up=True)
 

@@ -63,8 +63,8 @@ class GamedayWorld(JobWorld):
 
     def newest(self) -> tuple[int, int]:
         """Return generation and iteration of the newest checkpoint on disk; (-1, -1) without one."""
-        found = [_NAME.fullmatch(path.name) for path in self.checkpoints.glob("generation-*")]
-        return max(((int(one[1]), int(one[2])) for one in found if one), default=(-1, -1))
+        matches = [_NAME.fullmatch(path.name) for path in self.checkpoints.glob("generation-*")]
+        return max(((int(match[1]), int(match[2])) for match in matches if match), default=(-1, -1))
 
 
 class JobRun:
@@ -76,7 +76,7 @@ class JobRun:
         self.watch = SoundnessWatch(party.nodes, world.is_live)
         self.problems: list[str] = []
         self.resumes: list[str] = []
-        self.over = False
+        self.is_over = False
         self.struck = False
         """Whether an act ends this start of the ranks."""
         self.expects_disk = False
@@ -106,18 +106,18 @@ class JobRun:
         """Read what ranks have written, and start them again if one has ended; `down` knows who is down."""
         self._look()
         self.watch.look(lambda node: down(f"{self.party.name}.shadow{node}"))
-        ended = [process.poll() for process in self.world.ranks]
-        if self.over or (None in ended and not any(ended)):
+        statuses = [process.poll() for process in self.world.ranks]
+        if self.is_over or (None in statuses and not any(statuses)):
             return
-        if not any(ended):
-            self.over = True
+        if not any(statuses):
+            self.is_over = True
             return
-        over = time.monotonic()
-        self._explain(ended)
+        end = time.monotonic()
+        self._explain(statuses)
         self.world.end_ranks()
         self._look()
         if self.log.resumed is not None:
-            self._before = PastStart(self.log.resumed, self.log.completed, over, clean=False)
+            self._before = PastStart(self.log.resumed, self.log.completed, end, clean=False)
         if not self.problems:
             self.start()
 
@@ -144,27 +144,29 @@ class JobRun:
         """Check where a start resumes."""
         if self._before is None:
             return
-        made = promise(
+        promised = promise(
             self.party.network, self.watch.facts, self._before, time.monotonic(), on_disk=self.world.on_disk
         )
         generation, on_disk = self.world.newest()
-        told = f"resumed with {resumed}, promised was {made}; on disk {on_disk} of generation {generation}"
-        self.resumes.append(f"start {self.world.attempt}: {told}")
-        self._say(self.party.name, told)
-        if wrong := made.broken_by(resumed, silent=resumed == 0):
+        text = (
+            f"resumed with {resumed}, promised was {promised}; on disk {on_disk} of generation {generation}"
+        )
+        self.resumes.append(f"start {self.world.attempt}: {text}")
+        self._say(self.party.name, text)
+        if wrong := promised.broken_by(resumed, silent=resumed == 0):
             self._fail(wrong)
         if self.expects_disk and resumed != on_disk + 1:
             self._fail(f"resumed with {resumed} instead of from disk, which has {on_disk}")
-        if made.lost and resumed < min(made.at_least, on_disk + 1):
+        if promised.lost and resumed < min(promised.at_least, on_disk + 1):
             self._fail(f"resumed with {resumed}, and the disk has {on_disk}")
         self.expects_disk = False
 
-    def _explain(self, ended: list[int | None]) -> None:
+    def _explain(self, statuses: list[int | None]) -> None:
         """Note a problem if no act is the reason why ranks have ended."""
-        words = [self.world.last_words(rank) for rank in range(len(ended))]
-        told = "; ".join(f"rank{rank} ({ended[rank]}): {word}" for rank, word in enumerate(words))
+        words = [self.world.last_words(rank) for rank in range(len(statuses))]
+        last_words = "; ".join(f"rank{rank} ({statuses[rank]}): {word}" for rank, word in enumerate(words))
         if any("RestoreError" in word for word in words) or not self.struck:
-            self._fail(f"ranks ended by themselves: {told}")
+            self._fail(f"ranks ended by themselves: {last_words}")
 
-    def _fail(self, what: str) -> None:
-        self.problems.append(f"{self.party.name}, start {self.world.attempt}: {what}")
+    def _fail(self, problem: str) -> None:
+        self.problems.append(f"{self.party.name}, start {self.world.attempt}: {problem}")

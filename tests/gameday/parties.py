@@ -12,7 +12,7 @@ from topologies.describe.topology import Topology, together
 
 ENDLESS: Final = 10**7
 """Iterations: a job trains until it is told to end."""
-EVERY: Final = 15
+CHECKPOINT_INTERVAL: Final = 15
 """Iterations between two checkpoints on disk."""
 PAUSE: Final = 0.15
 """Seconds between two iterations, so that two cores suffice."""
@@ -55,14 +55,14 @@ DDP: Final = Party(
         iterations=ENDLESS,
         pause=PAUSE,
     ),
-    NetworkSpec(switches=3, nodes=(1, 1, 1), replicas=2, every=EVERY),
+    NetworkSpec(switches=3, nodes=(1, 1, 1), replicas=2, every=CHECKPOINT_INTERVAL),
 )
 HSDP: Final = Party(
     "hsdp",
     ModelSpec(parts=("dropout", "embedding"), schedule="lambda", iterations=ENDLESS, pause=PAUSE),
-    NetworkSpec(shards=2, switches=3, nodes=(1, 1), replicas=2, every=EVERY),
+    NetworkSpec(shards=2, switches=3, nodes=(1, 1), replicas=2, every=CHECKPOINT_INTERVAL),
 )
-PARTIES: Final[Mapping[str, Party]] = MappingProxyType({one.name: one for one in (DDP, HSDP)})
+PARTIES: Final[Mapping[str, Party]] = MappingProxyType({party.name: party for party in (DDP, HSDP)})
 SWITCHES: Final = ("tor0", "tor1", "tor2")
 CABLES: Final = ("tor0-tor1", "tor1-tor2")
 CONTROLLERS: Final = ("ctl0", "ctl1")
@@ -71,4 +71,4 @@ CONTROLLERS: Final = ("ctl0", "ctl1")
 def lab(name: str) -> Topology:
     """Return the lab, whose first job has the lab's name."""
     names = {DDP.name: name, HSDP.name: HSDP.name}
-    return together({names[one.name]: one.network.topology() for one in PARTIES.values()})
+    return together({names[party.name]: party.network.topology() for party in PARTIES.values()})

@@ -25,7 +25,7 @@ _DEPLOY: Final = Path(__file__).parents[2] / "deploy/prometheus"
 _ADDRESS: Final = "127.0.0.1:9090"
 _GAP: Final = 1.5
 """Seconds without a value after which an alert has ended; there is one each second."""
-_OWN: Final = ("__name__", "alertname", "alertstate", "severity")
+_OWN_LABELS: Final = ("__name__", "alertname", "alertstate", "severity")
 
 
 def rules() -> dict[str, Any]:
@@ -71,9 +71,9 @@ class LabPrometheus:
     def alarms(self, begin: float, end: float) -> list[Alarm]:
         """Return the alerts that fired between two times by the clock, in seconds after `begin`."""
         query = {"query": 'ALERTS{alertstate="firing"}', "start": begin, "end": end, "step": "1"}
-        found = json.loads(self._get("/api/v1/query_range?" + urllib.parse.urlencode(query)))
-        alarms = [one for series in found["data"]["result"] for one in spans(series, begin)]
-        return sorted(alarms, key=lambda one: one.at)
+        answer = json.loads(self._get("/api/v1/query_range?" + urllib.parse.urlencode(query)))
+        alarms = [alarm for series in answer["data"]["result"] for alarm in spans(series, begin)]
+        return sorted(alarms, key=lambda alarm: alarm.at)
 
     def _ready(self) -> bool:
         try:
@@ -91,7 +91,7 @@ class LabPrometheus:
 def spans(series: dict[str, Any], begin: float) -> Iterator[Alarm]:
     """Yield the alerts of a series: it may have ended and begun again."""
     metric, times = series["metric"], [at for at, _ in series["values"]]
-    labels = {key: value for key, value in metric.items() if key not in _OWN}
+    labels = {key: value for key, value in metric.items() if key not in _OWN_LABELS}
     starts = [at for before, at in pairwise([float("-inf"), *times]) if at - before > _GAP]
     ends = [at for at, after in pairwise([*times, float("inf")]) if after - at > _GAP]
     for start, end in zip(starts, ends, strict=True):

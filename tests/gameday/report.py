@@ -23,8 +23,8 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     yield ""
     for job, count in outcome.iterations.items():
         yield f"{job}: {count} iterations, {outcome.repeated[job]} repeated"
-        yield from (f"  {one}" for one in outcome.resumes[job])
-    must = sum(one.must for one in outcome.expected)
+        yield from (f"  {text}" for text in outcome.resumes[job])
+    must = sum(text.must for text in outcome.expected)
     if outcome.without_alerts:
         yield f"alerts were not checked: {outcome.without_alerts}"
     else:
@@ -45,6 +45,6 @@ def _timeline(outcome: Outcome) -> Iterator[str]:
             rows.append((act.at, f"{act.kind:6} {act.who:14} {bar}"))
         rows.append((past.well, "all is well"))
     alarms = Counter((alarm.at, alarm.short) for alarm in outcome.alarms)
-    rows += [(at, f"ALERT  {what}" + f" x {n}" * (n > 1)) for (at, what), n in alarms.items()]
-    for at, what in sorted(rows):
-        yield f"{int(at) // 60:3}:{at % 60:04.1f}  {what}"
+    rows += [(at, f"ALERT  {event}" + f" x {n}" * (n > 1)) for (at, event), n in alarms.items()]
+    for at, event in sorted(rows):
+        yield f"{int(at) // 60:3}:{at % 60:04.1f}  {event}"

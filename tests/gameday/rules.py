@@ -36,17 +36,17 @@ def faster(rules: Mapping[str, Any], by: float = FASTER) -> dict[str, Any]:
 
 def delays(rules: Mapping[str, Any]) -> dict[str, Delays]:
     """Return the delays of each alert."""
-    found = {}
+    delays_by_alert = {}
     for group in rules["groups"]:
         for rule in group["rules"]:
-            ranges = [seconds(one) for one in _INCREASE.findall(rule["expr"])]
-            found[rule["alert"]] = Delays(seconds(rule.get("for", "0s")), max(ranges, default=0.0))
-    return found
+            ranges = [seconds(match) for match in _INCREASE.findall(rule["expr"])]
+            delays_by_alert[rule["alert"]] = Delays(seconds(rule.get("for", "0s")), max(ranges, default=0.0))
+    return delays_by_alert
 
 
 def _faster(rule: Mapping[str, Any], by: float) -> dict[str, Any]:
-    made = {**rule, "expr": _RANGE.sub(lambda one: f"[{_shorter(one[1], by)}]", rule["expr"])}
-    return made | ({"for": _shorter(rule["for"], by)} if "for" in rule else {})
+    changed_rule = {**rule, "expr": _RANGE.sub(lambda match: f"[{_shorter(match[1], by)}]", rule["expr"])}
+    return changed_rule | ({"for": _shorter(rule["for"], by)} if "for" in rule else {})
 
 
 def _shorter(text: str, by: float) -> str:

@@ -71,14 +71,14 @@ def run(
     name = name or f"gameday{os.getpid()}"
     ForkedLab.serve()
     try:
-        with ForkedLab(lab(name), name=name) as made, Crew(made) as crew:
-            day = GameDay(outcome, made, crew, say)
+        with ForkedLab(lab(name), name=name) as forked_lab, Crew(forked_lab) as crew:
+            day = GameDay(outcome, forked_lab, crew, say)
             try:
                 day.run(schedule(seed, kinds=kinds), minutes)
             finally:
                 if keep is not None:
                     shutil.rmtree(keep, ignore_errors=True)
-                    shutil.copytree(made.directory, keep, ignore=shutil.ignore_patterns("tmp", "lock"))
+                    shutil.copytree(forked_lab.directory, keep, ignore=shutil.ignore_patterns("tmp", "lock"))
                 day.end_processes()
     except LabError as error:
         outcome.problems.append(str(error))
@@ -91,9 +91,9 @@ def run(
 class GameDay:
     """The day in its lab."""
 
-    def __init__(self, outcome: Outcome, made: ForkedLab, crew: Crew, say: Say) -> None:
-        self._outcome, self._lab, self._crew, self._say = outcome, made, crew, say
-        self._ground = Ground(made, crew)
+    def __init__(self, outcome: Outcome, forked_lab: ForkedLab, crew: Crew, say: Say) -> None:
+        self._outcome, self._lab, self._crew, self._say = outcome, forked_lab, crew, say
+        self._ground = Ground(forked_lab, crew)
         self._jobs: dict[str, JobRun] = {}
         self._acting: Acting | None = None
         self._prometheus: prometheus.LabPrometheus | None = None
@@ -141,25 +141,27 @@ class GameDay:
         if not self._outcome.without_alerts:
             controllers = [self._ground.metrics_of(name) for name in CONTROLLERS]
             worlds = [job.world for job in self._jobs.values()]
-            others = [one for world in worlds for one in (*world.node_metrics, world.keeper_metrics)]
-            self._prometheus = prometheus.LabPrometheus(self._lab, self._crew, [*controllers, *others])
+            other_targets = [
+                target for world in worlds for target in (*world.node_metrics, world.keeper_metrics)
+            ]
+            self._prometheus = prometheus.LabPrometheus(self._lab, self._crew, [*controllers, *other_targets])
 
     def _run_incident(self, incident: Incident) -> None:
         self._say("incident", str(incident))
-        began, seen = self._now(), {name: job.world.newest() for name, job in self._jobs.items()}
+        began, newest_before = self._now(), {name: job.world.newest() for name, job in self._jobs.items()}
         self._acting = acting = Acting(self._ground, incident, self._say)
         lasts = max(act.end for act in incident.acts)
-        self._until(lambda: acting.over, f"{incident} to be over", seconds=lasts + _WELL_SECONDS)
+        self._until(lambda: acting.is_over, f"{incident} to be over", seconds=lasts + _WELL_SECONDS)
         news = {name: job.log.newest for name, job in self._jobs.items()}
 
         def well() -> bool:
             """Return whether both jobs are well, and have trained and been saved since."""
-            saved = all(job.world.newest() > seen[name] for name, job in self._jobs.items())
+            has_saved = all(job.world.newest() > newest_before[name] for name, job in self._jobs.items())
             trained = all(job.log.newest > news[name] for name, job in self._jobs.items())
-            return saved and trained and self._is_well()
+            return has_saved and trained and self._is_well()
 
         self._until(well, f"everything to be well after {incident.name}")
-        acts = [Act(began + act.at, act.kind, act.who, act.seconds) for act in acting.done]
+        acts = [Act(began + act.at, act.kind, act.who, act.seconds) for act in acting.acts]
         self._outcome.past.append(Past(incident, acts, self._now()))
         self._say("incident", f"all is well, {self._now() - began:.1f} s after it began")
         calm = self._now() + _CALM_SECONDS
@@ -168,7 +170,7 @@ class GameDay:
     def _end_training(self) -> None:
         for job in self._jobs.values():
             job.finish()
-        self._until(lambda: all(job.over for job in self._jobs.values()), "both jobs to end")
+        self._until(lambda: all(job.is_over for job in self._jobs.values()), "both jobs to end")
         for name, job in self._jobs.items():
             self._outcome.resumes[name] = job.resumes
             self._outcome.iterations[name] = job.log.newest + 1
@@ -210,7 +212,7 @@ class GameDay:
         primary = self._ground.primary() is not None
         return primary and all(job.on_its_way and job.world.on_disk for job in self._jobs.values())
 
-    def _until(self, condition: Callable[[], bool], what: str, seconds: float = _WELL_SECONDS) -> None:
+    def _until(self, condition: Callable[[], bool], event: str, seconds: float = _WELL_SECONDS) -> None:
         """Drive everything until a condition holds; it is looked at four times a second."""
         deadline, look = time.monotonic() + seconds, 0.0
         while not self._problems():
@@ -225,7 +227,7 @@ class GameDay:
                     return
                 look = time.monotonic() + 0.25
             if time.monotonic() > deadline:
-                self._outcome.problems.append(f"{what}: not within {seconds:g} s")
+                self._outcome.problems.append(f"{event}: not within {seconds:g} s")
             time.sleep(_POLL_SECONDS)
 
     def _check_crew(self) -> None:

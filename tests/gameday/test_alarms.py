@@ -16,10 +16,12 @@ DELAYS = delays(faster(shipped()))
 NAMES = {"ddp": "lab", "hsdp": "hsdp"}
 
 
-def told(*acts: Act) -> tuple[set[str], set[str]]:
+def alert_texts(*acts: Act) -> tuple[set[str], set[str]]:
     """Return what must fire, and what may."""
-    found = expectations(acts, DELAYS, NAMES)
-    return {str(one) for one in found if one.must}, {str(one) for one in found if not one.must}
+    expected = expectations(acts, DELAYS, NAMES)
+    return {str(expectation) for expectation in expected if expectation.must}, {
+        str(expectation) for expectation in expected if not expectation.must
+    }
 
 
 def test_times_of_the_rules_are_a_quarter() -> None:
@@ -27,19 +29,19 @@ def test_times_of_the_rules_are_a_quarter() -> None:
     assert DELAYS["CheckmateNoPrimaryController"] == Delays(7.5, 0)
     assert DELAYS["CheckmateCopiesLost"] == Delays(0, 75)
     assert seconds("1m30s500ms") == 90.5
-    kept: dict[str, Any] = {"groups": [{"name": "x", "rules": [{"alert": "A", "expr": "a[1h] > 0"}]}]}
-    assert faster(kept)["groups"][0]["rules"] == [{"alert": "A", "expr": "a[900000ms] > 0"}]
+    rules: dict[str, Any] = {"groups": [{"name": "x", "rules": [{"alert": "A", "expr": "a[1h] > 0"}]}]}
+    assert faster(rules)["groups"][0]["rules"] == [{"alert": "A", "expr": "a[900000ms] > 0"}]
 
 
 def test_everything_that_is_expected_has_a_rule() -> None:
-    every = [Act(0, "kill", "tor0", 60), Act(0, "kill", "ddp.shadow0", 60), Act(0, "kill", "ddp.shadow1", 60)]
-    every += [
+    acts = [Act(0, "kill", "tor0", 60), Act(0, "kill", "ddp.shadow0", 60), Act(0, "kill", "ddp.shadow1", 60)]
+    acts += [
         Act(0, "fill", "ddp.disk", 200),
         Act(0, "kill", "ctl0", 60),
         Act(0, "kill", "ctl1", 60),
         Act(0, "down", "ddp.shadow2", 60),
     ]
-    assert {one.name for one in expectations(every, DELAYS, NAMES)} <= DELAYS.keys()
+    assert {expectation.name for expectation in expectations(acts, DELAYS, NAMES)} <= DELAYS.keys()
 
 
 @pytest.mark.parametrize(
@@ -53,44 +55,47 @@ def test_everything_that_is_expected_has_a_rule() -> None:
     ],
 )
 def test_what_fires_no_alert(act: Act) -> None:
-    assert told(act) == (set(), set())
+    assert alert_texts(act) == (set(), set())
 
 
 def test_a_node_that_is_away_misses_copies_if_its_job_trains() -> None:
-    lost = "CheckmateCopiesLost(job lab, node 2)"
-    assert told(Act(0, "kill", "ddp.shadow2", 12)) == ({lost}, set())
-    assert told(Act(0, "kill", "ddp.shadow2", 2)) == (set(), {lost})
-    assert told(Act(0, "kill", "ddp.shadow2", 12), Act(1, "kill", "ddp.rank0")) == (set(), {lost})
-    assert told(Act(0, "kill", "ddp.shadow2", 12), Act(1, "kill", "hsdp.rank0"))[0] == {lost}
+    copies_lost = "CheckmateCopiesLost(job lab, node 2)"
+    assert alert_texts(Act(0, "kill", "ddp.shadow2", 12)) == ({copies_lost}, set())
+    assert alert_texts(Act(0, "kill", "ddp.shadow2", 2)) == (set(), {copies_lost})
+    assert alert_texts(Act(0, "kill", "ddp.shadow2", 12), Act(1, "kill", "ddp.rank0")) == (
+        set(),
+        {copies_lost},
+    )
+    assert alert_texts(Act(0, "kill", "ddp.shadow2", 12), Act(1, "kill", "hsdp.rank0"))[0] == {copies_lost}
 
 
 def test_a_shard_without_holder() -> None:
     both = [Act(at, "kill", f"ddp.shadow{at}", 26) for at in (0, 1)]
-    must, may = told(*both)
+    must, may = alert_texts(*both)
     assert "CheckmateShardWithoutHolder(dp_group 0, job lab, shard 0)" in must
-    assert not [one for one in (*must, *may) if "shard 1" in one or "shard 2" in one]
+    assert not [alert for alert in (*must, *may) if "shard 1" in alert or "shard 2" in alert]
     short = [Act(0, "kill", f"ddp.shadow{node}", 2) for node in (0, 1)]
-    assert not [one for group in told(*short) for one in group if "Holder" in one]
-    resumes = told(*short, Act(0.4, "kill", "ddp.rank0"))[1]
+    assert not [alert for group in alert_texts(*short) for alert in group if "Holder" in alert]
+    resumes = alert_texts(*short, Act(0.4, "kill", "ddp.rank0"))[1]
     assert "CheckmateShardWithoutHolder(dp_group 0, job lab, shard 0)" in resumes
 
 
 def test_a_disk_that_is_full_for_long() -> None:
     behind = "CheckmateCheckpointsBehind(job hsdp)"
-    assert told(Act(0, "fill", "hsdp.disk", 110)) == ({behind}, set())
-    assert told(Act(0, "fill", "hsdp.disk", 80)) == (set(), {behind})
+    assert alert_texts(Act(0, "fill", "hsdp.disk", 110)) == ({behind}, set())
+    assert alert_texts(Act(0, "fill", "hsdp.disk", 80)) == (set(), {behind})
 
 
 def test_no_controller_and_a_switch_that_is_away() -> None:
-    must, _ = told(Act(0, "kill", "ctl0", 16), Act(0, "kill", "ctl1", 16))
+    must, _ = alert_texts(Act(0, "kill", "ctl0", 16), Act(0, "kill", "ctl1", 16))
     assert must == {
         "CheckmateNoPrimaryController()",
         *(f"CheckmateNoPrimaryController(switch tor{number})" for number in range(3)),
     }
-    must, _ = told(Act(0, "kill", "tor1", 26))
+    must, _ = alert_texts(Act(0, "kill", "tor1", 26))
     assert must == {"CheckmateNoPrimaryController(switch tor1)", "CheckmateSwitchDown(switch tor1)"}
-    must, may = told(Act(0, "kill", "tor1", 1))
-    assert not [one for one in (*must, *may) if "Primary" in one or "Down" in one]
+    must, may = alert_texts(Act(0, "kill", "tor1", 1))
+    assert not [alert for alert in (*must, *may) if "Primary" in alert or "Down" in alert]
 
 
 def test_alerts_are_judged_by_name_labels_and_time() -> None:
@@ -100,10 +105,12 @@ def test_alerts_are_judged_by_name_labels_and_time() -> None:
     assert judge([must, may], [fired]) == []
     assert judge([may], []) == []
     assert judge([must], []) == ["did not fire, after 10 s: A(job x)"]
-    others = [Alarm(at, at + 1, "A", {"job": job}) for at, job in ((8, "x"), (31, "x"), (12, "y"))]
-    for other in others:
-        assert judge([must], [other])[0] == "did not fire, after 10 s: A(job x)"
-        assert judge([must], [fired, other]) == [f"fired without a cause, at {other.at} s: {other}"]
+    unfitting_alarms = [Alarm(at, at + 1, "A", {"job": job}) for at, job in ((8, "x"), (31, "x"), (12, "y"))]
+    for unfitting in unfitting_alarms:
+        assert judge([must], [unfitting])[0] == "did not fire, after 10 s: A(job x)"
+        assert judge([must], [fired, unfitting]) == [
+            f"fired without a cause, at {unfitting.at} s: {unfitting}"
+        ]
 
 
 def test_an_alert_that_still_fires_need_not_begin_again() -> None:
@@ -120,5 +127,5 @@ def test_the_times_of_an_alert_are_those_of_its_values() -> None:
 
 
 def test_a_window_ends_when_an_alert_cannot_begin_any_more() -> None:
-    (one,) = expectations([Act(100, "kill", "hsdp.shadow1", 12)], DELAYS, NAMES)
-    assert (one.since, one.until) == (100, 112 + RECOVERY + 75)
+    (expectation,) = expectations([Act(100, "kill", "hsdp.shadow1", 12)], DELAYS, NAMES)
+    assert (expectation.since, expectation.until) == (100, 112 + RECOVERY + 75)

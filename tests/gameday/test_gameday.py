@@ -30,25 +30,25 @@ def gameday(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess
 @pytest.mark.slow
 @terminated.time_limit(60 * MINUTES + AFTER)
 def test_a_game_day() -> None:
-    done = gameday("--seed", str(SEED), "--minutes", f"{MINUTES:g}", timeout=60 * MINUTES + AFTER)
-    print(done.stdout)  # which says if alerts were not checked
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = gameday("--seed", str(SEED), "--minutes", f"{MINUTES:g}", timeout=60 * MINUTES + AFTER)
+    print(result.stdout)  # which says if alerts were not checked
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_the_schedule_can_be_read() -> None:
-    shown = gameday("--seed", "3", "--show")
-    assert shown.returncode == 0
-    assert "lost shard" in shown.stdout and "expects the disk" in shown.stdout
+    result = gameday("--seed", "3", "--show")
+    assert result.returncode == 0
+    assert "lost shard" in result.stdout and "expects the disk" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "words"),
     [(("--only", "flood"), "--only flood: there are killed rank"), (("--minutes", "0"), "minutes above 0")],
 )
-def test_bad_input_gets_one_line(arguments: tuple[str, ...], told: str) -> None:
-    done = gameday(*arguments)
-    assert done.returncode == 2
-    assert told in done.stderr and "Traceback" not in done.stderr
+def test_bad_input_gets_one_line(arguments: tuple[str, ...], words: str) -> None:
+    result = gameday(*arguments)
+    assert result.returncode == 2
+    assert words in result.stderr and "Traceback" not in result.stderr
 
 
 @needs_root

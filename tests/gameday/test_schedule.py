@@ -17,9 +17,9 @@ KINDS = len(OF_A_JOB) + len(OF_THE_FABRIC)
 
 def parts() -> set[str]:
     """Return all that an act may be about."""
-    made = lab("gameday")
+    topology_of_both = lab("gameday")
     names = {*SWITCHES, *CABLES, *CONTROLLERS, "primary"}
-    for party, topology in zip(PARTIES.values(), made.jobs, strict=True):
+    for party, topology in zip(PARTIES.values(), topology_of_both.jobs, strict=True):
         names |= {f"{party.name}.{rank.name}" for rank in topology.ranks}
         names |= {f"{party.name}.shadow{node.number}" for node in topology.shadow_nodes}
         names |= {f"{party.name}.disk", f"{party.name}.events"}
@@ -28,11 +28,11 @@ def parts() -> set[str]:
 
 @given(st.integers(0, 10**6))
 def test_a_seed_gives_one_schedule_of_things_that_the_lab_has(seed: int) -> None:
-    known = parts()
+    known_parts = parts()
     first = [*islice(schedule(seed), 2 * KINDS)]
     assert first == [*islice(schedule(seed), 2 * KINDS)]
     for incident in first:
-        assert {act.who for act in incident.acts} <= known
+        assert {act.who for act in incident.acts} <= known_parts
         assert [act.at for act in incident.acts] == sorted(act.at for act in incident.acts)
         names = [act.who for act in incident.acts]
         assert len(names) == len(set(names)), "nobody is struck twice at once"
@@ -40,19 +40,21 @@ def test_a_seed_gives_one_schedule_of_things_that_the_lab_has(seed: int) -> None
 
 @given(st.integers(0, 10**6))
 def test_every_kind_comes_once_before_any_comes_again(seed: int) -> None:
-    seen: list[str] = []
+    kinds_seen: list[str] = []
     for incident in schedule(seed):
-        seen += [name.rpartition(": ")[2] for name in incident.name.split(", ")]
-        if len(seen) >= KINDS:
+        kinds_seen += [name.rpartition(": ")[2] for name in incident.name.split(", ")]
+        if len(kinds_seen) >= KINDS:
             break
-    assert sorted(seen) == sorted((*OF_A_JOB, *OF_THE_FABRIC))
+    assert sorted(kinds_seen) == sorted((*OF_A_JOB, *OF_THE_FABRIC))
 
 
 @given(st.integers(0, 10**6))
 def test_the_disk_is_expected_of_lost_shards_and_of_nothing_else(seed: int) -> None:
     for incident in islice(schedule(seed), KINDS):
-        lost = {part.partition(":")[0] for part in incident.name.split(", ") if part.endswith(": lost shard")}
-        assert incident.disk == lost
+        parties = {
+            part.partition(":")[0] for part in incident.name.split(", ") if part.endswith(": lost shard")
+        }
+        assert incident.disk == parties
 
 
 def test_a_shard_is_lost_from_the_death_of_its_last_holder_until_one_is_seeded() -> None:
