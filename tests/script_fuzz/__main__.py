@@ -17,12 +17,12 @@ EXAMPLE = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the requested plans; return 1 if one shows a defect."""
-    asked = _parse(arguments)
+    options = _parse(arguments)
     from tests.script_fuzz import campaign  # noqa: PLC0415 - for a quick --help
     from topologies.signals import unwinding  # noqa: PLC0415
 
     with unwinding():
-        return campaign.main(asked)
+        return campaign.main(options)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -32,12 +32,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seed", type=int, help="run the plan of this seed")
-    what.add_argument("--cases", type=int, help="run this number of plans")
-    what.add_argument("--minutes", type=float, help="run plans for this time")
-    what.add_argument("--plan", help="run a plan from its JSON, or those in the lines of a file")
-    what.add_argument("--elements", action="store_true", help="list what models have and scripts do by hand")
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--seed", type=int, help="run the plan of this seed")
+    choice.add_argument("--cases", type=int, help="run this number of plans")
+    choice.add_argument("--minutes", type=float, help="run plans for this time")
+    choice.add_argument("--plan", help="run a plan from its JSON, or those in the lines of a file")
+    choice.add_argument(
+        "--elements", action="store_true", help="list what models have and scripts do by hand"
+    )
     parser.add_argument("--first", type=int, help="seeds count up from here; by default from a random one")
     parser.add_argument("--without", default="", help="leave out plans with these elements or places")
     parser.add_argument("--show", action="store_true", help="print plans; run nothing")

@@ -23,7 +23,7 @@ from tests.script_fuzz.shrink import shrink
 _SHRINK_SECONDS: Final = 120.0
 _SEEDS: Final = 8
 """Seeds that are shown of each kind."""
-_SHOWN: Final = 40
+_MAX_SHOWN: Final = 40
 """Lines of output that are shown of an attempt that fails."""
 
 
@@ -43,8 +43,8 @@ class CaseResult:
         if self.history is None:
             return "none"
         end = self.history.last.outcome
-        named = any(warnings(attempt) for attempt in self.history.attempts)
-        return "named" if named and end == "ended" else end
+        has_warned = any(warnings(attempt) for attempt in self.history.attempts)
+        return "named" if has_warned and end == "ended" else end
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -54,21 +54,23 @@ class CaseResult:
         return self._key(self.plan, harmless=False)
 
     def _key(self, plan: ScriptPlan, *, harmless: bool) -> tuple[str, ...]:
-        every = elements(plan)
-        names = sorted({element.name for element in every if element.fate is not Fate.KEEP or harmless})
+        all_elements = elements(plan)
+        names = sorted(
+            {element.name for element in all_elements if element.fate is not Fate.KEEP or harmless}
+        )
         first = self.problems[0]
         parts = first.text.rpartition(": ")[2] if first.kind == "silent difference" and not names else ""
         return (first.kind, *names, parts)
 
 
-def main(asked: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the command line; return 1 for a defect."""
-    if asked.elements:
+    if options.elements:
         print("\n".join(f"{name:18} {words}" for name, words in {**PARTS, **DEEDS}.items()))
         return 0
     try:
-        with Cases(asked.keep) as cases:
-            return Campaign(cases, asked).run()
+        with Cases(options.keep) as cases:
+            return Campaign(cases, options).run()
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
@@ -77,14 +79,14 @@ def main(asked: argparse.Namespace) -> int:
 class Campaign:
     """The plans of a command line, and their results."""
 
-    def __init__(self, cases: Cases, asked: argparse.Namespace) -> None:
-        """Prepare to run what is `asked` for."""
-        self._cases, self._asked = cases, asked
+    def __init__(self, cases: Cases, options: argparse.Namespace) -> None:
+        """Prepare to run what the `options` ask for."""
+        self._cases, self._options = cases, options
         self._failures: dict[tuple[str, ...], list[CaseResult]] = defaultdict(list)
-        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._smallest: dict[tuple[str, ...], tuple[str, ...]] = {}
         """The key of the smallest plan, by that of the first one."""
         self._cases_data: list[dict[str, Any]] = []
-        self._accepted: dict[str, list[int]] = defaultdict(list)
+        self._accepted_seeds: dict[str, list[int]] = defaultdict(list)
         """Seeds whose elements that may be refused were not, by element."""
         self._ends: dict[str, Counter[str]] = defaultdict(Counter)
         """How cases with an element that may be refused ended, by element."""
@@ -94,7 +96,7 @@ class Campaign:
         began, count = time.monotonic(), 0
         try:
             for plan in self._plans():
-                if self._asked.show:
+                if self._options.show:
                     print(plan.to_json(), plan.describe(), sep="\n")
                     continue
                 self._take(self.try_plan(plan))
@@ -107,17 +109,17 @@ class Campaign:
         return int(bool(self._failures))
 
     def _plans(self) -> Iterator[ScriptPlan]:
-        asked = self._asked
-        if asked.plan is not None:
-            yield from _read(asked.plan)
+        options = self._options
+        if options.plan is not None:
+            yield from _read(options.plan)
             return
-        if asked.seed is not None:
-            yield generate(asked.seed)
+        if options.seed is not None:
+            yield generate(options.seed)
             return
-        end = None if asked.minutes is None else time.monotonic() + 60 * asked.minutes
-        first = random.randrange(10**6) if asked.first is None else asked.first
-        without, number = set(asked.without.split(",")), 0
-        while (end is None or time.monotonic() < end) and (asked.cases is None or number < asked.cases):
+        end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+        first = random.randrange(10**6) if options.first is None else options.first
+        without, number = set(options.without.split(",")), 0
+        while (end is None or time.monotonic() < end) and (options.cases is None or number < options.cases):
             plan = generate(first + number)
             number += 1
             if not without.intersection(_names(plan)):
@@ -143,13 +145,13 @@ class Campaign:
         )
         self._count(result)
         if not result.problems:
-            if self._asked.seed is not None or self._asked.plan is not None:
+            if self._options.seed is not None or self._options.plan is not None:
                 _say(_text(result))
             return
         rough = result.key
-        if rough not in self._known and not self._asked.no_shrink:
+        if rough not in self._smallest and not self._options.no_shrink:
             result = self._shrunk(result)
-        key = self._known.setdefault(rough, result.key)
+        key = self._smallest.setdefault(rough, result.key)
         new = key not in self._failures
         self._failures[key].append(result)
         _say(_text(result) if new else f"seed {result.plan.seed}: again {_words(key)}")
@@ -159,7 +161,7 @@ class Campaign:
             if element.fate is not Fate.KEEP:
                 self._ends[element.name][result.end] += 1
             if element.fate is Fate.REFUSE and result.end == "ended":
-                self._accepted[element.name].append(result.plan.seed)
+                self._accepted_seeds[element.name].append(result.plan.seed)
 
     def _shrunk(self, result: CaseResult) -> CaseResult:
         deadline = time.monotonic() + _SHRINK_SECONDS
@@ -170,12 +172,14 @@ class Campaign:
             again = self.try_plan(plan)
             return bool(again.problems) and again.problems[0].kind == result.problems[0].kind
 
-        smallest = shrink(result.plan, fails, lambda what: _progress(f"seed {result.plan.seed}: {what}"))
+        smallest = shrink(
+            result.plan, fails, lambda feature: _progress(f"seed {result.plan.seed}: {feature}")
+        )
         return replace(result, smallest=smallest)
 
     def _report(self, count: int, seconds: float) -> None:
         failed = [result for results in self._failures.values() for result in results]
-        if self._asked.json:
+        if self._options.json:
             data = [
                 {
                     "key": key,
@@ -191,13 +195,13 @@ class Campaign:
         elif count > 1:
             for name, ends in sorted(self._ends.items()):
                 _say(f"{name:20} {', '.join(f'{end} {n}' for end, n in ends.most_common())}")
-            for name, seeds in sorted(self._accepted.items()):
+            for name, seeds in sorted(self._accepted_seeds.items()):
                 _say(f"{name} went unnoticed: seeds {', '.join(map(str, seeds[:_SEEDS]))}")
             for key, results in self._failures.items():
                 _say(f"{len(results):4} {_words(key)}: seeds {_seeds(results)}")
         if count:
-            each = sum(data["seconds"] for data in self._cases_data) / count
-            _say(f"{count} cases, {len(failed)} failed, {each:.2f} s each, {seconds / 60:.1f} minutes")
+            mean = sum(data["seconds"] for data in self._cases_data) / count
+            _say(f"{count} cases, {len(failed)} failed, {mean:.2f} s each, {seconds / 60:.1f} minutes")
 
 
 def _names(plan: ScriptPlan) -> set[str]:
@@ -228,17 +232,17 @@ def _text(result: CaseResult) -> str:
         lines.append(f"  start {number} at {attempt.resumed}, turns {turns}: {attempt.outcome} {attempt.why}")
         lines += [f"    warns: {text}" for text in warnings(attempt)]
         if attempt.outcome in ("failed", "hung", "died"):
-            lines += [f"    | {line}" for line in attempt.output.splitlines()[-_SHOWN:]]
+            lines += [f"    | {line}" for line in attempt.output.splitlines()[-_MAX_SHOWN:]]
     lines += [f"  {problem}" for problem in result.problems]
     if result.smallest is not None:
         lines += [f"  smallest: {result.smallest.describe()}", f"  {result.smallest.to_json()}"]
     return "\n".join(lines)
 
 
-def _progress(what: str) -> None:
+def _progress(text: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\033[K{what} ", end="", file=sys.stderr, flush=True)
+        print(f"\r\033[K{text} ", end="", file=sys.stderr, flush=True)
 
 
-def _say(what: str) -> None:
-    print(("\r\033[K" if sys.stderr.isatty() else "") + what, file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(("\r\033[K" if sys.stderr.isatty() else "") + text, file=sys.stderr, flush=True)

@@ -82,15 +82,15 @@ class Cases:
         job = local_job(ranks=2, nodes=plan.nodes, nics=1)
         file = folder / "job.yaml"
         file.write_text(yaml.safe_dump(data_of(job, exclude_none=True)))
-        ours, theirs = self._context.Pipe(duplex=False)
-        arguments = (job, str(folder / "switch"), str(folder / "nodes.out"), theirs)
+        reader, writer = self._context.Pipe(duplex=False)
+        arguments = (job, str(folder / "switch"), str(folder / "nodes.out"), writer)
         process = self._context.Process(target=_serve, args=arguments)
         process.start()
-        theirs.close()
+        writer.close()
 
         def await_nodes() -> None:
             try:
-                if ours.poll(_NODES_SECONDS) and ours.recv():
+                if reader.poll(_NODES_SECONDS) and reader.recv():
                     return
             except EOFError:
                 pass
@@ -100,7 +100,7 @@ class Cases:
             yield str(file), await_nodes
         finally:
             _end(process)
-            ours.close()
+            reader.close()
 
     def _attempts(self, plan: ScriptPlan, folder: Path, job: str) -> Iterator[Attempt]:
         """Start the ranks until they end well, or have failed too often."""
@@ -150,8 +150,9 @@ def _run_rank(*orders: Any) -> None:
 def _repeats(attempt: Attempt, before: Attempt | None) -> bool:
     """Return whether an attempt was refused like the one before, in the same turn, as the next would be."""
     return before is not None and all(
-        (one.outcome, one.why, one.reached) == ("refused", attempt.why, attempt.reached)
-        for one in (before, attempt)
+        (repeated_attempt.outcome, repeated_attempt.why, repeated_attempt.reached)
+        == ("refused", attempt.why, attempt.reached)
+        for repeated_attempt in (before, attempt)
     )
 
 
@@ -163,12 +164,12 @@ def _await_end(processes: Sequence[Any], kill: Kill | None) -> bool:
         if alone is None and any(codes):
             lone = kill is None or kill.lone or -signal.SIGKILL not in codes
             alone = time.monotonic() + (_ALONE_SECONDS if lone else 0.0)
-        left = min(deadline, alone or deadline) - time.monotonic()
-        if left <= 0:
+        remaining = min(deadline, alone or deadline) - time.monotonic()
+        if remaining <= 0:
             if alone is None:
                 _show_stacks(living)
             return alone is not None
-        multiprocessing.connection.wait([process.sentinel for process in living], left)
+        multiprocessing.connection.wait([process.sentinel for process in living], remaining)
     return True
 
 

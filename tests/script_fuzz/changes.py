@@ -13,7 +13,7 @@ from tests.script_fuzz.plan import Deed
 if TYPE_CHECKING:
     from tests.script_fuzz.script import Script
 
-_BOUND: Final = 0.05
+_CLAMP: Final = 0.05
 """What parameters are clamped to; most initial values are larger."""
 
 
@@ -59,7 +59,7 @@ def _trained(script: Script) -> list[nn.Parameter]:
     return [p for p in script.model.parameters() if p.requires_grad and p.numel()]
 
 
-def _chosen(script: Script, deed: Deed) -> nn.Parameter:
+def _parameter_of(script: Script, deed: Deed) -> nn.Parameter:
     """Return the parameter that a deed selects."""
     trained = _trained(script)
     return trained[deed.target % len(trained)]
@@ -79,20 +79,20 @@ def _step_by_hand(script: Script, deed: Deed) -> None:
 
 def _clamp(script: Script, deed: Deed) -> None:
     for parameter in _trained(script):
-        parameter.clamp_(-_BOUND, _BOUND)
+        parameter.clamp_(-_CLAMP, _CLAMP)
 
 
 def _draw_again(script: Script, deed: Deed) -> None:
-    parameter = _chosen(script, deed)
+    parameter = _parameter_of(script, deed)
     parameter.copy_(_random(deed, parameter))
 
 
 def _change_element(script: Script, deed: Deed) -> None:
-    _chosen(script, deed).view(-1)[-1] += 0.5
+    _parameter_of(script, deed).view(-1)[-1] += 0.5
 
 
 def _change_data(script: Script, deed: Deed) -> None:
-    _chosen(script, deed).data.mul_(0.9)
+    _parameter_of(script, deed).data.mul_(0.9)
 
 
 def _load_smaller(script: Script, deed: Deed) -> None:
@@ -105,21 +105,21 @@ def _load_smaller(script: Script, deed: Deed) -> None:
 
 def _swap(script: Script, deed: Deed) -> None:
     """Validate with other parameters, and bring the same bits back."""
-    own = [parameter.detach().clone() for parameter in _trained(script)]
+    values = [parameter.detach().clone() for parameter in _trained(script)]
     for parameter in _trained(script):
         parameter.mul_(0.5)
     script.evaluate(deed.turn)
-    for parameter, value in zip(_trained(script), own, strict=True):
+    for parameter, value in zip(_trained(script), values, strict=True):
         parameter.copy_(value)
 
 
 def _exchange(script: Script, deed: Deed) -> None:
     """Validate with other tensors as the parameters' data, and bring the same tensors back."""
-    own = [parameter.data for parameter in _trained(script)]
+    values = [parameter.data for parameter in _trained(script)]
     for parameter in _trained(script):
         parameter.data = parameter.data * 0.5
     script.evaluate(deed.turn)
-    for parameter, value in zip(_trained(script), own, strict=True):
+    for parameter, value in zip(_trained(script), values, strict=True):
         parameter.data = value
 
 
@@ -128,7 +128,7 @@ def _replace(script: Script, deed: Deed) -> None:
 
 
 def _move(script: Script, deed: Deed) -> None:
-    parameter = _chosen(script, deed)
+    parameter = _parameter_of(script, deed)
     parameter.data = parameter.data.clone()
 
 
@@ -153,13 +153,13 @@ def _add_noise(script: Script, deed: Deed) -> None:
 
 
 def _change_gradient(script: Script, deed: Deed) -> None:
-    gradient = _chosen(script, deed).grad
+    gradient = _parameter_of(script, deed).grad
     if gradient is not None and not gradient.is_sparse:
         gradient.view(-1)[0] += 0.5
 
 
 def _drop_gradient(script: Script, deed: Deed) -> None:
-    _chosen(script, deed).grad = None
+    _parameter_of(script, deed).grad = None
 
 
 def _write_buffer(script: Script, deed: Deed) -> None:
@@ -169,7 +169,7 @@ def _write_buffer(script: Script, deed: Deed) -> None:
 
 
 def _freeze(script: Script, deed: Deed) -> None:
-    _chosen(script, deed).requires_grad_(False)
+    _parameter_of(script, deed).requires_grad_(False)
 
 
 def _unfreeze(script: Script, deed: Deed) -> None:
@@ -211,7 +211,7 @@ def _clear_state(script: Script, deed: Deed) -> None:
 
 
 def _change_state(script: Script, deed: Deed) -> None:
-    entries = script.optimizer.state.get(_chosen(script, deed), {})
+    entries = script.optimizer.state.get(_parameter_of(script, deed), {})
     for name in ("momentum_buffer", "exp_avg"):
         if entries.get(name) is not None:
             entries[name].mul_(0.5)

@@ -21,14 +21,14 @@ def digests(script: Script, loss: float) -> dict[str, str]:
 
 def _parts(script: Script, loss: float) -> dict[str, Any]:
     model = script.model
-    optimizers = [one for one in (script.optimizer, script.second) if one is not None]
+    optimizers = [optimizer for optimizer in (script.optimizer, script.second) if optimizer is not None]
     return {
         "parameters": dict(model.named_parameters()),
         "flags": [p.requires_grad for p in model.parameters()],
         "buffers": dict(model.named_buffers()),
         "modules": {name: m.get_extra_state() for name, m in model.named_modules() if _has_extra_state(m)},
-        "optimizer": [list(_states(one)) for one in optimizers],
-        "groups": [[_options(group) for group in one.param_groups] for one in optimizers],
+        "optimizer": [list(_states(optimizer)) for optimizer in optimizers],
+        "groups": [[_options(group) for group in optimizer.param_groups] for optimizer in optimizers],
         "scheduler": script.scheduler and script.scheduler.state_dict(),
         "scaler": script.scaler and script.scaler.state_dict(),
         "generators": [torch.get_rng_state(), random.getstate(), np.random.get_state()],

@@ -132,26 +132,26 @@ def _optimizer(draw: random.Random) -> OptimizerPlan:
 
 
 def _loop(draw: _Draw) -> LoopPlan:
-    chosen = draw.of("loop")
-    boundary = chosen.choice(("steps", "steps", "mark", "none"))
-    micro = chosen.choice((1, 1, 1, 2, 3))
+    choices = draw.of("loop")
+    boundary = choices.choice(("steps", "steps", "mark", "none"))
+    micro = choices.choice((1, 1, 1, 2, 3))
     marked = boundary != "none"
-    scaler = chosen.choice(("none", "none", "none", "given"))
+    scaler = choices.choice(("none", "none", "none", "given"))
     return LoopPlan(
         boundary=boundary,
         micro=micro,
-        drawn=micro > 1 and chosen.random() < 0.5,
-        epoch=chosen.choice((0, 0, 0, 2, 3)),
-        breaks=chosen.random() < 0.15,
-        zero=chosen.choice(("end", "end", "top", "backward", "zeros")),
-        skipped=tuple(sorted(chosen.sample(range(5), chosen.choice((0, 0, 0, 1, 2))))),
-        overflows=tuple(chosen.sample(range(1, 5), chosen.choice((0, 1)) if scaler == "given" else 0)),
-        scheduler=chosen.choice(("none", "none", "step", "lambda", "cosine", "cycle")),
+        drawn=micro > 1 and choices.random() < 0.5,
+        epoch=choices.choice((0, 0, 0, 2, 3)),
+        breaks=choices.random() < 0.15,
+        zero=choices.choice(("end", "end", "top", "backward", "zeros")),
+        skipped=tuple(sorted(choices.sample(range(5), choices.choice((0, 0, 0, 1, 2))))),
+        overflows=tuple(choices.sample(range(1, 5), choices.choice((0, 1)) if scaler == "given" else 0)),
+        scheduler=choices.choice(("none", "none", "step", "lambda", "cosine", "cycle")),
         scaler=scaler,
-        extra=chosen.choice(("none", "none", "counter", "ema")) if marked else "none",
-        clip=chosen.choice(("none", "none", "ours", "torch")),
-        validation=marked and chosen.random() < 0.25,
-        end=chosen.choice(("close", "with", "exit")),
+        extra=choices.choice(("none", "none", "counter", "ema")) if marked else "none",
+        clip=choices.choice(("none", "none", "ours", "torch")),
+        validation=marked and choices.random() < 0.25,
+        end=choices.choice(("close", "with", "exit")),
     )
 
 
@@ -270,14 +270,14 @@ def _after_forward(deed: Deed, plan: ScriptPlan) -> Deed:
 
     DDP gives all ranks the first one's in a forward, and so does `restore`: before it, they differ.
     """
-    own = deed.kind in _EVALUATING and any(map(plan.has, _OWN_BUFFERS))
-    return replace(deed, place="after-backward") if own and deed.place == "top" else deed
+    has_own_buffers = deed.kind in _EVALUATING and any(map(plan.has, _OWN_BUFFERS))
+    return replace(deed, place="after-backward") if has_own_buffers and deed.place == "top" else deed
 
 
-def _reached(what: Happening, loop: LoopPlan) -> Happening:
+def _reached(happening: Happening, loop: LoopPlan) -> Happening:
     """Return a deed or a kill at a place that its turn reaches."""
-    if what.place == "after-mark" and loop.drawn:
-        return replace(what, place="after-scheduler")
-    if what.place in _ONLY_STEPPED and what.turn in loop.skipped:
-        return replace(what, place="after-backward")
-    return what
+    if happening.place == "after-mark" and loop.drawn:
+        return replace(happening, place="after-scheduler")
+    if happening.place in _ONLY_STEPPED and happening.turn in loop.skipped:
+        return replace(happening, place="after-backward")
+    return happening

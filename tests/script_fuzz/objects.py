@@ -33,16 +33,20 @@ def wrap(model: nn.Module, plan: ScriptPlan) -> DistributedDataParallel:
 
 def make_optimizer(model: nn.Module, plan: ScriptPlan) -> torch.optim.Optimizer:
     """Return an optimizer of all parameters."""
-    asked = plan.optimizer
+    wanted_optimizer = plan.optimizer
     groups: list[Any] = list(model.parameters())
-    if asked.groups > 1:
+    if wanted_optimizer.groups > 1:
         matrices = [p for p in groups if p.dim() > 1]
-        others = [p for p in groups if p.dim() <= 1]
-        groups = [{"params": matrices}, {"params": others, "lr": RATE / 2}]
-    options: dict[str, Any] = {"lr": RATE, "foreach": asked.way == "foreach", "fused": asked.way == "fused"}
-    if asked.kind == "SGD" and not plan.has("sparse"):
+        vectors = [p for p in groups if p.dim() <= 1]
+        groups = [{"params": matrices}, {"params": vectors, "lr": RATE / 2}]
+    options: dict[str, Any] = {
+        "lr": RATE,
+        "foreach": wanted_optimizer.way == "foreach",
+        "fused": wanted_optimizer.way == "fused",
+    }
+    if wanted_optimizer.kind == "SGD" and not plan.has("sparse"):
         options["momentum"] = 0.9
-    kind: Any = getattr(torch.optim, asked.kind)
+    kind: Any = getattr(torch.optim, wanted_optimizer.kind)
     optimizer: torch.optim.Optimizer = kind(groups, **options)
     return optimizer
 

@@ -59,7 +59,7 @@ _SAMPLED: Final = ("grad-one", "grad-dropped")
 _AFTER_STEP: Final = ("after-step", "after-scheduler", "after-mark")
 _IRRELEVANT: Final = re.compile("without keys|was not sent completely")
 """Warnings that do not concern what a script does."""
-_REFUSED: Final = "the last start was refused"
+_REFUSAL: Final = "the last start was refused"
 _DRIFT: Final = "and the next forward. If that change belongs to the iteration"
 
 
@@ -129,36 +129,36 @@ def _needless(plan: ScriptPlan, history: History) -> list[str]:
 
     Without marks, a change at the top of a turn may as well belong to the turn before.
     """
-    said = [text for attempt in history.attempts for text in warnings(attempt)]
+    texts = [text for attempt in history.attempts for text in warnings(attempt)]
     at_top = plan.loop.boundary == "none" and any(deed.place == "top" for deed in plan.deeds)
-    return [text for text in said if not (at_top and _DRIFT in text)]
+    return [text for text in texts if not (at_top and _DRIFT in text)]
 
 
 def problems(plan: ScriptPlan, history: History) -> list[Problem]:
     """Return the defects that a history shows; the first is the gravest."""
     result = [*_ends(history), *_differences(plan, history)]
-    named = any(warnings(attempt) for attempt in history.attempts)
-    if not result and history.last.outcome == "ended" and not named:
+    has_warned = any(warnings(attempt) for attempt in history.attempts)
+    if not result and history.last.outcome == "ended" and not has_warned:
         result += _missing(plan, history)
-    refused = [attempt for attempt in history.attempts if attempt.outcome == "refused"]
+    refusals = [attempt for attempt in history.attempts if attempt.outcome == "refused"]
     if keeps_all(plan):
-        result += [Problem("needless refusal", attempt.why) for attempt in refused[:1]]
+        result += [Problem("needless refusal", attempt.why) for attempt in refusals[:1]]
         result += [Problem("needless warning", text) for text in _needless(plan, history)[:1]]
         result += _repeated(history)
-    elif refused and history.last.outcome == "ended" and not _may_go_on(plan, history):
-        result.append(Problem("refused, then accepted", refused[0].why))
+    elif refusals and history.last.outcome == "ended" and not _may_go_on(plan, history):
+        result.append(Problem("refused, then accepted", refusals[0].why))
     return result
 
 
 def _may_go_on(plan: ScriptPlan, history: History) -> bool:
     """Return whether a restart may go on after a refusal."""
     fates = {element.fate for element in elements(plan)}
-    said = [text for attempt in history.attempts for text in warnings(attempt)]
-    if Fate.NAME in fates and any(_REFUSED not in text for text in said):
+    texts = [text for attempt in history.attempts for text in warnings(attempt)]
+    if Fate.NAME in fates and any(_REFUSAL not in text for text in texts):
         return True
     if Fate.REFUSE in fates:
         return False
-    return Fate.LATE not in fates or any(_REFUSED in text for text in said)
+    return Fate.LATE not in fates or any(_REFUSAL in text for text in texts)
 
 
 def _ends(history: History) -> Iterator[Problem]:
@@ -174,21 +174,21 @@ def _differences(plan: ScriptPlan, history: History) -> Iterator[Problem]:
     can't be noticed if the ranks die before the next step.
     """
     late = {turn for deed in plan.deeds if _fate(deed, plan) is Fate.LATE for turn in _until_step(deed, plan)}
-    said: list[str] = []
+    texts: list[str] = []
     reached = -1
     for number, attempt in enumerate(history.attempts):
         now = warnings(attempt)
-        named = said or (late and any(_REFUSED in text for text in now)) or reached in late
+        is_named = texts or (late and any(_REFUSAL in text for text in now)) or reached in late
         for rank in range(2):
             expected = history.plain.turns(rank)
             for turn, digests in attempt.turns(rank).items():
                 parts = [name for name, digest in digests.items() if expected[turn].get(name) != digest]
-                if parts and not named:
+                if parts and not is_named:
                     where = f"rank {rank}, start {number}, resumed at {attempt.resumed}, after turn {turn}"
                     kind = "difference named late" if now else "silent difference"
                     yield Problem(kind, f"{where}: {', '.join(parts)}")
                     return
-        said += now
+        texts += now
         reached = max([reached, *attempt.turns(0)])
 
 

@@ -170,8 +170,10 @@ class Kill:
     lone: bool = False
 
     def __str__(self) -> str:
-        who = " and ".join(map(str, self.ranks)) + (" alone" if self.lone else "")
-        return f"kill {who} in turn {self.turn}, {self.place}" + (f" + {self.delay} s" if self.delay else "")
+        ranks_text = " and ".join(map(str, self.ranks)) + (" alone" if self.lone else "")
+        return f"kill {ranks_text} in turn {self.turn}, {self.place}" + (
+            f" + {self.delay} s" if self.delay else ""
+        )
 
 
 @dataclass(frozen=True)

@@ -88,14 +88,14 @@ def _run(orders: RankOrders, say: Any) -> None:
         return
     log = logging.getLogger("checkmate")
     log.setLevel(logging.INFO)
-    log.addHandler(_Told(say))
+    log.addHandler(_WarningHandler(say))
     replaced = reducer_over(str(Path(orders.folder, "switch")))
     mock.patch.object(protecting, "make_reducer", replaced).start()
     os.environ["CHECKMATE_JOB"] = orders.job
     script.run_protected(orders.attempt, orders.kill)
 
 
-class _Told(logging.Handler):
+class _WarningHandler(logging.Handler):
     """A handler that notes what Checkmate logs."""
 
     def __init__(self, say: Any) -> None:

@@ -80,11 +80,11 @@ class GlooReducer:
         for piece in stream.pieces:
             if piece.bucket != index:
                 continue
-            chosen = data[piece.where.start * size : piece.where.stop * size]
+            payload = data[piece.where.start * size : piece.where.stop * size]
             boundary = 2 * self._place.group + self._place.position
             position = self._iterations * stream.nbytes + piece.offset
-            header = HEADER.pack(boundary, channel, shard, self._incarnation, position, len(chosen))
-            self._switch.sendall(header + chosen)
+            header = HEADER.pack(boundary, channel, shard, self._incarnation, position, len(payload))
+            self._switch.sendall(header + payload)
 
     def ends(self) -> dict[tuple[int, int], int]:
         """Return the end of each stream after the last iteration that is reduced."""

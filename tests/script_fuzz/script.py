@@ -86,12 +86,12 @@ class Script:
         """Restore, protect and train; `attempt` is the number of earlier starts, and `kill` ends this one."""
         self._kill = kill
         loop = self.plan.loop
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "scheduler": self.scheduler if loop.scheduler_given else None,
             "scaler": self.scaler if loop.scaler == "given" else None,
         }
         initial = self._spoil(attempt)
-        restored = checkmate.restore(self.ddp, self.optimizer, **given, timeout=RESTORE_SECONDS)
+        restored = checkmate.restore(self.ddp, self.optimizer, **arguments, timeout=RESTORE_SECONDS)
         if restored.iteration == 0:
             initial()
         elif restored.extra is not None:
@@ -100,7 +100,9 @@ class Script:
         self._say("resumed", turn=restored.iteration)
         extra = self.extra if loop.extra != "none" else None
         changes.register(self, after_protect=False)
-        protection = checkmate.protect(self.ddp, self.optimizer, **given, extra=extra, wait=PROTECT_SECONDS)
+        protection = checkmate.protect(
+            self.ddp, self.optimizer, **arguments, extra=extra, wait=PROTECT_SECONDS
+        )
         changes.register(self, after_protect=True)
         with protection if loop.end == "with" else contextlib.nullcontext():
             self._loop(restored.iteration, protection)

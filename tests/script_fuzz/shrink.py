@@ -17,9 +17,9 @@ def shrink(
 ) -> ScriptPlan:
     """Return the smallest plan that `fails`, by leaving out elements of one that does."""
     while True:
-        for what, smaller in smaller_plans(plan):
+        for feature, smaller in smaller_plans(plan):
             still = any(fails(smaller) for _ in range(_TRIES))
-            say(f"without {what}: {'still fails' if still else 'passes'}")
+            say(f"without {feature}: {'still fails' if still else 'passes'}")
             if still:
                 plan = smaller
                 break
@@ -29,25 +29,25 @@ def shrink(
 
 def smaller_plans(plan: ScriptPlan) -> Iterator[tuple[str, ScriptPlan]]:
     """Yield plans without an element, with its name. Pure."""
-    for what, smaller in _smaller(plan):
+    for feature, smaller in _smaller(plan):
         if smaller != plan and sound(smaller) == smaller:
-            yield what, smaller
+            yield feature, smaller
 
 
 def _smaller(plan: ScriptPlan) -> Iterator[tuple[str, ScriptPlan]]:
     """Yield smaller plans, the smallest first."""
-    needed = {"frozen"} if plan.does("unfreeze") or plan.does("frozen-write") else set()
-    parts = tuple(part for part in plan.model.parts if part in needed)
+    parts_needed = {"frozen"} if plan.does("unfreeze") or plan.does("frozen-write") else set()
+    parts = tuple(part for part in plan.model.parts if part in parts_needed)
     bare = replace(plan, model=replace(plan.model, parts=parts, ddp=()))
     yield "all parts and options", replace(bare, loop=LoopPlan(plan.loop.boundary))
     yield "all parts", bare
     yield "all options", replace(plan, loop=LoopPlan(plan.loop.boundary))
     for part in plan.model.parts:
-        if part not in needed:
-            parts = tuple(other for other in plan.model.parts if other != part)
+        if part not in parts_needed:
+            parts = tuple(kept_part for kept_part in plan.model.parts if kept_part != part)
             yield part, replace(plan, model=replace(plan.model, parts=parts))
     for option in plan.model.ddp:
-        options = tuple(other for other in plan.model.ddp if other != option)
+        options = tuple(flag for flag in plan.model.ddp if flag != option)
         yield option, replace(plan, model=replace(plan.model, ddp=options))
     for number, deed in enumerate(plan.deeds):
         yield str(deed), replace(plan, deeds=plan.deeds[:number] + plan.deeds[number + 1 :])
@@ -61,14 +61,14 @@ def _smaller(plan: ScriptPlan) -> Iterator[tuple[str, ScriptPlan]]:
         yield "the optimizer", replace(plan, optimizer=OptimizerPlan())
     for name, value in asdict(LoopPlan()).items():
         if getattr(plan.loop, name) != value:
-            changed = replace(plan.loop, **{name: value})
-            if changed.micro == 1:
-                changed = replace(changed, drawn=False)
-            if changed.drawn:
-                changed = replace(changed, epoch=0, breaks=False)
-            if changed.scaler != "given":
-                changed = replace(changed, overflows=())
-            yield name, replace(plan, loop=changed)
+            loop = replace(plan.loop, **{name: value})
+            if loop.micro == 1:
+                loop = replace(loop, drawn=False)
+            if loop.drawn:
+                loop = replace(loop, epoch=0, breaks=False)
+            if loop.scaler != "given":
+                loop = replace(loop, overflows=())
+            yield name, replace(plan, loop=loop)
     if plan.nodes > 1:
         yield "a node", replace(plan, nodes=1)
     last = max([0, *(deed.turn for deed in plan.deeds), *(kill.turn for kill in plan.kills)])

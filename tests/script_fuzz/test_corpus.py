@@ -31,7 +31,7 @@ from tests.support import terminated
 CORPUS_SECONDS, RANDOM_SECONDS = 200, 990
 """Within which the harness must end."""
 
-KEPT = {
+KEPT_PLANS = {
     "torch's clipping": ScriptPlan(loop=LoopPlan(clip="torch"), kills=(Kill(3, "top"),)),
     "buffers and extra state": ScriptPlan(
         model=ModelPlan(
@@ -90,7 +90,7 @@ KEPT = {
         kills=(Kill(4, "before-step"),),
     ),
 }
-REFUSED = {
+REFUSED_PLANS = {
     "steps by hand": ScriptPlan(deeds=(Deed("param-step", 2, "after-step"),), kills=(Kill(3, "top"),)),
     "one element": ScriptPlan(
         model=ModelPlan(("many",)),
@@ -113,7 +113,7 @@ MORE_REFUSED = {
     "a parameter unfrozen": ScriptPlan(model=ModelPlan(("frozen",)), deeds=(Deed("unfreeze", 2, "top"),)),
     "parameters through .data": ScriptPlan(deeds=(Deed("param-data", 2, "after-scheduler"),)),
 }
-NAMED = {
+NAMED_PLANS = {
     "an optimizer whose first step overflows": ScriptPlan(
         loop=LoopPlan(overflows=(2,), scaler="given"),
         deeds=(Deed("optimizer-replaced", 1, "after-step"),),
@@ -134,21 +134,22 @@ def results_of(folder: Path, plans: dict[str, ScriptPlan]) -> dict[str, dict[str
     """Run plans in one process; return what came of each, by its name."""
     file = folder / "plans"
     file.write_text("\n".join(plan.to_json() for plan in plans.values()))
-    done = script_fuzz("--plan", str(file), "--no-shrink", "--json", seconds=CORPUS_SECONDS)
-    assert done.stdout, done.stderr
-    return dict(zip(plans, json.loads(done.stdout)["cases"], strict=True))
+    result = script_fuzz("--plan", str(file), "--no-shrink", "--json", seconds=CORPUS_SECONDS)
+    assert result.stdout, result.stderr
+    return dict(zip(plans, json.loads(result.stdout)["cases"], strict=True))
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
     """Yield what came of the corpus."""
-    yield results_of(tmp_path_factory.mktemp("corpus"), KEPT | REFUSED)
+    yield results_of(tmp_path_factory.mktemp("corpus"), KEPT_PLANS | REFUSED_PLANS)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("script_fuzz")
 @pytest.mark.parametrize(
-    ("name", "end"), [*((name, "ended") for name in KEPT), *((name, "refused") for name in REFUSED)]
+    ("name", "end"),
+    [*((name, "ended") for name in KEPT_PLANS), *((name, "refused") for name in REFUSED_PLANS)],
 )
 def test_a_fixed_corpus(corpus: dict[str, dict[str, Any]], name: str, end: str) -> None:
     assert (corpus[name]["end"], corpus[name]["problems"]) == (end, [])
@@ -157,8 +158,8 @@ def test_a_fixed_corpus(corpus: dict[str, dict[str, Any]], name: str, end: str) 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_more_that_is_refused_or_named(tmp_path: Path) -> None:
-    results = results_of(tmp_path, MORE_REFUSED | NAMED)
-    ends = dict.fromkeys(MORE_REFUSED, "refused") | dict.fromkeys(NAMED, "named")
+    results = results_of(tmp_path, MORE_REFUSED | NAMED_PLANS)
+    ends = dict.fromkeys(MORE_REFUSED, "refused") | dict.fromkeys(NAMED_PLANS, "named")
     assert {name: (result["end"], result["problems"]) for name, result in results.items()} == {
         name: (end, []) for name, end in ends.items()
     }
@@ -167,8 +168,8 @@ def test_more_that_is_refused_or_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @terminated.time_limit(RANDOM_SECONDS)
 def test_ten_minutes_of_random_plans() -> None:
-    done = script_fuzz("--minutes", "10", seconds=RANDOM_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = script_fuzz("--minutes", "10", seconds=RANDOM_SECONDS)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_a_seed_gives_one_plan_that_torch_can_run() -> None:
@@ -183,10 +184,10 @@ def test_a_seed_gives_one_plan_that_torch_can_run() -> None:
 
 
 def test_the_corpus_has_every_part_and_what_it_says() -> None:
-    plans = [*KEPT.values(), *REFUSED.values(), *MORE_REFUSED.values(), *NAMED.values()]
+    plans = [*KEPT_PLANS.values(), *REFUSED_PLANS.values(), *MORE_REFUSED.values(), *NAMED_PLANS.values()]
     assert plans == [sound(plan) for plan in plans]
-    assert all(map(keeps_all, KEPT.values()))
-    assert all(Fate.REFUSE in {element.fate for element in elements(plan)} for plan in REFUSED.values())
+    assert all(map(keeps_all, KEPT_PLANS.values()))
+    assert all(Fate.REFUSE in {element.fate for element in elements(plan)} for plan in REFUSED_PLANS.values())
     assert {part for plan in plans for part in plan.model.parts} == set(PARTS) - {"lazy"}
 
 
@@ -230,7 +231,7 @@ BY_HAND = replace(FOUR, deeds=(Deed("param-step", 1, "after-step"),))
     ],
 )
 def test_what_a_history_shows(plan: ScriptPlan, attempts: list[Attempt], kinds: list[str]) -> None:
-    assert [one.kind for one in problems(plan, History(PLAIN, tuple(attempts)))] == kinds
+    assert [problem.kind for problem in problems(plan, History(PLAIN, tuple(attempts)))] == kinds
 
 
 def test_the_first_end_explains_the_others() -> None:
@@ -257,7 +258,9 @@ def test_shrinking_leaves_what_fails() -> None:
         for plan in map(generate, range(1000))
         if plan.does("param-step") and len(plan.deeds) > 1 and plan.kills
     )
-    smallest = shrink(plan, lambda one: one.does("param-step") and bool(one.kills))
+    smallest = shrink(
+        plan, lambda candidate_plan: candidate_plan.does("param-step") and bool(candidate_plan.kills)
+    )
     assert [deed.kind for deed in smallest.deeds] == ["param-step"]
     assert (smallest.model.parts, smallest.loop, len(smallest.kills)) == ((), LoopPlan(), 1)
     assert all(plan != smaller for _, smaller in smaller_plans(plan))
