@@ -82,11 +82,11 @@ def world() -> Iterator[Callable[..., World]]:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Yield a function that starts shadow nodes as processes, which end with the test."""
-    made: list[NodeProcess] = []
-    yield start_in(tmp_path, made)
-    for one in made:
-        one.process.kill()
-        one.process.communicate()
+    processes: list[NodeProcess] = []
+    yield start_in(tmp_path, processes)
+    for process in processes:
+        process.process.kill()
+        process.process.communicate()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups

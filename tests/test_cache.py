@@ -29,7 +29,7 @@ def build(tmp_path: Path) -> Callable[[Path | None], Path]:
     return copied
 
 
-def theirs(folder: Path) -> None:
+def give_to_nobody(folder: Path) -> None:
     os.chown(folder, NOBODY, NOBODY)
 
 
@@ -38,7 +38,7 @@ def open_to_all(folder: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("change", [theirs, open_to_all])
+@pytest.mark.parametrize("change", [give_to_nobody, open_to_all])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_folder_that_others_can_change_is_not_used(
     build: Callable[[Path | None], Path],
@@ -57,10 +57,10 @@ def test_a_folder_that_others_can_change_is_not_used(
     change([first.parent, first.parent.parent][depth])
     with pytest.raises(PermissionError, match="another user can write to"):
         build(first.parent)
-    other = build(None)
-    assert other.parent != first.parent
-    assert other.read_text() == "ours"
-    assert build(None) == other
+    second = build(None)
+    assert second.parent != first.parent
+    assert second.read_text() == "ours"
+    assert build(None) == second
     cache._passing.cache_clear()
 
 
@@ -69,7 +69,7 @@ def test_roots_own_cache_takes_the_place_of_a_users(
     build: Callable[[Path | None], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (user := tmp_path / "user").mkdir()
-    theirs(user)
+    give_to_nobody(user)
     (home := tmp_path / "root").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(user))
     monkeypatch.setattr(cache, "_candidates", lambda: [cache.cache_folder(), home / ".cache" / "checkmate"])
@@ -81,12 +81,12 @@ def test_a_strangers_file_in_the_own_cache_is_refused(
     build: Callable[[Path | None], Path], tmp_path: Path
 ) -> None:
     code = build(tmp_path / "cache")
-    theirs(code)
+    give_to_nobody(code)
     with pytest.raises(PermissionError, match="another user can write to"):
         build(tmp_path / "cache")
     code.unlink()
     code.symlink_to(tmp_path / "source")
     assert build(tmp_path / "cache") == code  # our own link, in our own folder, to our own file
-    theirs(tmp_path / "source")
+    give_to_nobody(tmp_path / "source")
     with pytest.raises(PermissionError, match="another user can write to"):
         build(tmp_path / "cache")

@@ -27,13 +27,13 @@ Make = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a function that makes an environment with the libraries of an extra; "" is the core."""
-    made: dict[str, Path] = {}
+    environments_by_extra: dict[str, Path] = {}
 
     def make(extra: str) -> Path:
-        if extra not in made:
-            made[extra] = tmp_path_factory.mktemp(extra or "core")
-            environments.make(made[extra], [extra] if extra else [])
-        return made[extra]
+        if extra not in environments_by_extra:
+            environments_by_extra[extra] = tmp_path_factory.mktemp(extra or "core")
+            environments.make(environments_by_extra[extra], [extra] if extra else [])
+        return environments_by_extra[extra]
 
     return make
 
@@ -48,12 +48,14 @@ def job_file(tmp_path: Path) -> Path:
 def test_the_extras_are_those_of_the_project() -> None:
     """Each brings exactly the modules that the message knows."""
     owners = metadata.packages_distributions()
-    known = set().union(*LIBRARIES.values())
+    libraries = set().union(*LIBRARIES.values())
     extras = PROJECT.extras.keys() - {"test", "docs"}
     assert extras == LIBRARIES.keys()
     for extra, modules in LIBRARIES.items():
         brought = required([extra])
-        assert {one for one in known if set(map(canonicalize_name, owners[one])) & brought} == modules
+        assert {
+            library for library in libraries if set(map(canonicalize_name, owners[library])) & brought
+        } == modules
 
 
 def test_the_core_is_light() -> None:
@@ -75,19 +77,19 @@ def test_the_core_is_light() -> None:
     ],
 )
 def test_the_core_checks_jobs_makes_keys_and_plans(environment: Make, job_file: Path, command: str) -> None:
-    done = _run(environment(""), job_file, command)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    result = _run(environment(""), job_file, command)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
 
 
 @pytest.mark.parametrize("command", ["doctor --json", "doctor JOB --role shadow --id 0 --json"])
 def test_the_doctor_needs_the_core_to_tell_what_is_missing(
     environment: Make, job_file: Path, command: str
 ) -> None:
-    done = _run(environment(""), job_file, command)
-    assert (done.returncode, done.stderr) == (9, "")
-    for role in json.loads(done.stdout)["roles"]:
-        (libraries,) = [one for one in role["findings"] if one["check"] == "libraries"]
+    result = _run(environment(""), job_file, command)
+    assert (result.returncode, result.stderr) == (9, "")
+    for role in json.loads(result.stdout)["roles"]:
+        (libraries,) = [finding for finding in role["findings"] if finding["check"] == "libraries"]
         assert libraries["outcome"] == "failed"
         assert libraries["remedy"].startswith("pip install 'checkmate-training[")
 
@@ -117,26 +119,26 @@ SECOND_CASES = (
         ("", "lab up single_tor", "demo"),
         ("", "softswitch", "switch"),
         ("", "checkmate.protect", "trainer"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in SECOND_CASES),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SECOND_CASES),
     ],
 )
 def test_a_missing_extra_is_named(
     environment: Make, job_file: Path, extra: str, command: str, missing: str
 ) -> None:
-    done = _run(environment(extra), job_file, command)
-    subject, last = command.split(maxsplit=1)[0], done.stderr.splitlines()[-1]
-    said = re.fullmatch(
+    result = _run(environment(extra), job_file, command)
+    subject, last = command.split(maxsplit=1)[0], result.stderr.splitlines()[-1]
+    match = re.fullmatch(
         r"(?:error|checkmate\.base\.extras\.ExtraMissing): (.*) needs (\w+), which is not (.*)", last
     )
-    assert said, done.stderr
-    assert said[2] in LIBRARIES[missing] - LIBRARIES.get(extra, frozenset())
-    assert said[3] == f"installed; install it with: pip install 'checkmate-training[{missing}]'"
+    assert match, result.stderr
+    assert match[2] in LIBRARIES[missing] - LIBRARIES.get(extra, frozenset())
+    assert match[3] == f"installed; install it with: pip install 'checkmate-training[{missing}]'"
     if "." in subject:
-        assert said[1] in (subject, "a lab")
+        assert match[1] in (subject, "a lab")
     else:
-        assert done.returncode == 2
-        assert len(done.stderr.splitlines()) == 1
-        assert "--plot" in command or subject in said[1] or said[1] == "a lab"
+        assert result.returncode == 2
+        assert len(result.stderr.splitlines()) == 1
+        assert "--plot" in command or subject in match[1] or match[1] == "a lab"
 
 
 def test_a_missing_extra_is_in_the_json(environment: Make, job_file: Path) -> None:
@@ -146,7 +148,7 @@ def test_a_missing_extra_is_in_the_json(environment: Make, job_file: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("extra", "command", "status", "said"),
+    ("extra", "command", "status", "words"),
     [
         ("plan", "cost --runs 10 --plot x.png", 0, "figures: x.png"),
         ("switch", "status JOB", 3, "127.0.0.1:9559"),
@@ -159,11 +161,11 @@ def test_a_missing_extra_is_in_the_json(environment: Make, job_file: Path) -> No
 )
 @pytest.mark.slow
 def test_an_extra_is_enough_for_its_role(
-    environment: Make, job_file: Path, extra: str, command: str, status: int, said: str
+    environment: Make, job_file: Path, extra: str, command: str, status: int, words: str
 ) -> None:
-    done = _run(environment(extra), job_file, command)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert said in done.stdout + done.stderr
+    result = _run(environment(extra), job_file, command)
+    assert result.returncode == status, result.stdout + result.stderr
+    assert words in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(
@@ -178,12 +180,12 @@ def test_an_extra_is_enough_for_its_role(
     ],
 )
 def test_an_extra_has_all_that_its_modules_import(environment: Make, extra: str, packages: list[str]) -> None:
-    every = [file for package in packages for file in (ROOT / package).rglob("*.py")]
-    files = [file for file in every if file.stem != "metrics"]  # --metrics has an extra of its own
+    sources = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    files = [file for file in sources if file.stem != "metrics"]  # --metrics has an extra of its own
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     code = f"import importlib; [importlib.import_module(name) for name in {names}]"
-    done = environments.run(environment(extra), "-c", code)
-    assert done.returncode == 0, done.stderr
+    result = environments.run(environment(extra), "-c", code)
+    assert result.returncode == 0, result.stderr
 
 
 def _run(environment: Path, job_file: Path, command: str) -> subprocess.CompletedProcess[str]:

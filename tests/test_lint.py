@@ -27,8 +27,8 @@ BIN = Path(sys.executable).parent
 @pytest.mark.timeout(300)
 def test_lint(command: list[str]) -> None:
     program = BIN / command[0]
-    done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_a_public_class_has_a_name_of_its_own() -> None:
@@ -51,4 +51,4 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places.setdefault(node.name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: definitions for name, definitions in places.items() if len(definitions) > 1} == {}

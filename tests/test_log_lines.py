@@ -94,19 +94,19 @@ def test_strangers_cannot_fill_the_event_log(monkeypatch: pytest.MonkeyPatch) ->
         strangers.line("no event")
     finally:
         keep_in(None)
-    found = log.read().events
-    assert {(one.name, one.message, one.fields["why"]) for one in found} == {
+    events = log.read().events
+    assert {(event.name, event.message, event.fields["why"]) for event in events} == {
         ("stream.refused", "refused", "refused")
     }
-    assert [one.fields["count"] for one in found] == [1, *[60] * 9]
+    assert [event.fields["count"] for event in events] == [1, *[60] * 9]
 
 
 def test_what_repeats_is_logged_more_and_more_rarely() -> None:
     repetition = Repetition()
-    said = {
+    counts = {
         number: left_out for number in range(1, 1001) if (left_out := repetition.again(number)) is not None
     }
-    assert said == {1: 0, 10: 8, 100: 89, 1000: 899}
+    assert counts == {1: 0, 10: 8, 100: 89, 1000: 899}
 
 
 def test_the_end_of_what_repeats_is_logged_with_what_was_left_out() -> None:

@@ -23,9 +23,9 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def limit(folder: Path, most: int | str, used: int) -> None:
+def limit(folder: Path, most: int | str, used_bytes: int) -> None:
     (folder / "memory.max").write_text(f"{most}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.current").write_text(f"{used_bytes}\n")
 
 
 def test_without_limits_it_is_the_machine_s(root: Path) -> None:

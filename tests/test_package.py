@@ -35,8 +35,8 @@ def test_all_names_exist_and_others_do_not() -> None:
 
 def test_an_import_needs_no_torch() -> None:
     script = "import sys, checkmate; print(checkmate.__version__, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{checkmate.__version__} False\n"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == f"{checkmate.__version__} False\n"
 
 
 _COLLECTED = """
@@ -54,8 +54,8 @@ print(len(passes), gc.get_count()[0] < gc.get_threshold()[0], gc.isenabled(), gc
     [
         ("", "0 True True False"),
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("gc.disable()", "0 True False False"), ("gc.freeze()", "True True"))
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gc.disable()", "0 True False False"), ("gc.freeze()", "True True"))
         ),
     ],
     ids=["as it is", "disabled", "frozen"],
@@ -63,5 +63,5 @@ print(len(passes), gc.get_count()[0] < gc.get_threshold()[0], gc.isenabled(), gc
 def test_imports_leave_the_garbage_collector_nothing_to_search(before: str, after: str) -> None:
     """A pass over all that they create takes as long as a tenth of them. What callers froze stays frozen."""
     script = _COLLECTED.format(before=before)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith(after)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip().endswith(after)

@@ -39,9 +39,9 @@ def checkout(tmp_path: Path) -> Path:
     commands = tmp_path / "bin"
     commands.mkdir()
     for name in ("sh", "dirname", "cat", "id", "grep", "rm"):
-        found = shutil.which(name)
-        assert found
-        (commands / name).symlink_to(found)
+        program = shutil.which(name)
+        assert program
+        (commands / name).symlink_to(program)
     executable(commands / "python3", OLD.format(python=sys.executable))
     executable(commands / "apt-get", APT.format(log=tmp_path / "apt.log"))
     return folder
@@ -57,14 +57,14 @@ def executable(file: Path, text: str) -> None:
 def setup(checkout: Path, python: str | None = None) -> tuple[int, str]:
     environment = {"PATH": str(checkout.parent / "bin"), **({"PYTHON": python} if python else {})}
     command = [checkout / "tools" / "setup.sh"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return done.returncode, done.stderr
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return result.returncode, result.stderr
 
 
 def test_an_old_python_is_named_before_any_package_is_installed(checkout: Path) -> None:
-    status, said = setup(checkout)
+    status, message = setup(checkout)
     assert status == 2
-    assert said == (
+    assert message == (
         "error: python3 is Python 3.10, but 3.11 or newer is needed; install one, then name it: "
         "PYTHON=python3.12 make setup\n"
     )
@@ -73,20 +73,20 @@ def test_an_old_python_is_named_before_any_package_is_installed(checkout: Path) 
 
 def test_a_named_python_is_taken(checkout: Path) -> None:
     """It passes the check: the next thing is Debian's packages."""
-    status, said = setup(checkout, sys.executable)
-    assert "is Python" not in said
+    status, message = setup(checkout, sys.executable)
+    assert "is Python" not in message
     if os.geteuid() == 0:
         assert status == 9, "apt-get's"  # the `update` before any installation
         assert "update" in (checkout.parent / "apt.log").read_text()
     else:
         assert status == 2
-        assert "missing Debian packages: clang" in said
+        assert "missing Debian packages: clang" in message
 
 
 def test_a_python_that_does_not_exist_is_named(checkout: Path) -> None:
-    status, said = setup(checkout, "python9.9")
+    status, message = setup(checkout, "python9.9")
     assert status == 2
-    assert said.startswith("error: python9.9 does not run here;")
+    assert message.startswith("error: python9.9 does not run here;")
 
 
 def test_an_existing_environment_keeps_its_python(checkout: Path) -> None:
@@ -102,8 +102,10 @@ def test_make_passes_the_named_python_on(checkout: Path) -> None:
     (checkout / "tools" / "setup.sh").write_text('#!/bin/sh\necho "$PYTHON"\n')
     for command in (["make", "setup", "PYTHON=mine"], ["env", "PYTHON=mine", "make", "setup"]):
         outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-        done = subprocess.run(command, cwd=checkout, env=outside, capture_output=True, text=True, check=True)
-        assert done.stdout == "mine\n"
+        result = subprocess.run(
+            command, cwd=checkout, env=outside, capture_output=True, text=True, check=True
+        )
+        assert result.stdout == "mine\n"
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -123,8 +125,8 @@ def test_a_signal_ends_what_set_up_has_started(
     (checkout / "checkmate" / "cli" / "shell.txt").touch()
     executable(checkout / ".venv" / "bin" / "python", PIP.format(pids=pids))
     executable(tmp_path / "bin" / "apt-get", "#!/bin/sh\n")
-    known = hashlib.sha256((checkout / "constraints-pip.txt").read_bytes()).hexdigest()
-    (checkout / ".venv" / ".made").write_text(f"3.11 {known}  -\n")
+    pip_digest = hashlib.sha256((checkout / "constraints-pip.txt").read_bytes()).hexdigest()
+    (checkout / ".venv" / ".made").write_text(f"3.11 {pip_digest}  -\n")
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     environment.pop("PYTHON", None)
     with subprocess.Popen(
@@ -134,4 +136,4 @@ def test_a_signal_ends_what_set_up_has_started(
         os.killpg(process.pid, number)
         assert process.wait(20) == status
     wait_until(lambda: not alive(map(int, pids.read_text().split())), "their end")
-    assert sorted(one.name for one in (checkout / ".venv").iterdir()) == [".made", "bin"]
+    assert sorted(entry.name for entry in (checkout / ".venv").iterdir()) == [".made", "bin"]

@@ -32,11 +32,11 @@ def test_no_cell_is_cut_and_no_line_too_long(rows: Sequence[Sequence[str]], widt
         table.add_row(*row)
     lines = printed(table, width)
     assert max(map(len, lines)) <= width
-    shown = sorted("".join("".join(lines).split()).replace("─", ""))
+    characters = sorted("".join("".join(lines).split()).replace("─", ""))
     for row in rows:
         for cell in row:
-            for one in "".join(cell.split()):
-                shown.remove(one)
+            for character in "".join(cell.split()):
+                characters.remove(character)
 
 
 def test_cells_are_not_markup() -> None:

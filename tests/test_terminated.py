@@ -94,7 +94,7 @@ def test_an_interrupt_is_not_lost_if_the_command_does_not_end(
 ) -> None:
     """Else pytest would see a failure, and go on with the next test."""
     monkeypatch.chdir(tmp_path)
-    told = """
+    script = """
 import sys
 from tests.support import terminated
 terminated._CLEANING_SECONDS = 0.2
@@ -105,7 +105,7 @@ except KeyboardInterrupt as interrupt:
     print("interrupted:", *interrupt.__notes__)
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", told, _STUBBORN],
+        [sys.executable, "-c", script, _STUBBORN],
         env={"PATH": "", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
@@ -113,17 +113,17 @@ except KeyboardInterrupt as interrupt:
     try:
         wait_until((tmp_path / "begun").exists, "the command to begin", 20)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=20)
     finally:
         process.kill()
-    assert said == "interrupted: it did not end within 0 s of the interrupt\n"
+    assert output == "interrupted: it did not end within 0 s of the interrupt\n"
 
 
 def test_the_error_says_what_the_command_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(subprocess.TimeoutExpired) as caught:
+    with pytest.raises(subprocess.TimeoutExpired) as excinfo:
         terminated.run([sys.executable, "-c", f"print('seed 9 fails', flush=True){_CLEANS}"], 2)
-    assert "seed 9 fails" in caught.value.__notes__[0]
+    assert "seed 9 fails" in excinfo.value.__notes__[0]
 
 
 def test_a_test_has_time_left_for_the_command_to_clean_up() -> None:

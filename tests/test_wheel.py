@@ -39,7 +39,7 @@ CODE = (
     ".typed",
 )
 ENTRY = ("-m", "checkmate.cli.entry")
-TRIED = {
+TRIALS = {
     "trainer": ("-c", "import checkmate; checkmate.protect, checkmate.restore"),
     "shadow": (*ENTRY, "shadow", "job.yaml", "--id", "0"),
     "switch": ("-m", "softswitch", "--help"),
@@ -50,8 +50,8 @@ TRIED = {
 
 def tracked(*folders: str) -> list[str]:
     command = ["git", "ls-files", *folders]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in result.stdout.splitlines() if (ROOT / name).is_file()]
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +64,26 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def built(kind: str, source: Path, to: Path) -> Path:
+def build_package(kind: str, source: Path, to: Path) -> Path:
     """Build a "wheel" or "sdist" with this environment's setuptools; it needs no network."""
     code = f"import sys; from setuptools.build_meta import build_{kind} as build; build(sys.argv[1])"
     subprocess.run(
         [sys.executable, "-c", code, to], cwd=source, env=_clean(), check=True, capture_output=True
     )
-    (found,) = to.iterdir()
-    return found
+    (archive,) = to.iterdir()
+    return archive
 
 
 @pytest.fixture(scope="module")
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built("wheel", checkout, tmp_path_factory.mktemp("wheel"))
+    return build_package("wheel", checkout, tmp_path_factory.mktemp("wheel"))
 
 
 def test_a_wheel_has_all_files_of_the_packages(wheel: Path) -> None:
-    wanted = {name for name in tracked(*PACKAGES) if name.endswith(CODE)}
-    examples = {name for name in wanted if name.startswith("softswitch/examples/")}
+    code_files = {name for name in tracked(*PACKAGES) if name.endswith(CODE)}
+    examples = {name for name in code_files if name.startswith("softswitch/examples/")}
     names = zipfile.ZipFile(wheel).namelist()
-    assert wanted - examples <= set(names)
+    assert code_files - examples <= set(names)
     assert {name.partition("/")[0] for name in names if "-0." not in name} == set(PACKAGES)
 
 
@@ -99,13 +99,13 @@ def test_a_source_distribution_is_whole_and_makes_the_same_wheel(
 ) -> None:
     for name in ("source", "unpacked", "again"):
         (tmp_path / name).mkdir()
-    with tarfile.open(built("sdist", checkout, tmp_path / "source")) as archive:
+    with tarfile.open(build_package("sdist", checkout, tmp_path / "source")) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (folder,) = (tmp_path / "unpacked").iterdir()
     there = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    made = {"PKG-INFO", "setup.cfg"}
-    assert {name for name in there - made if ".egg-info/" not in name} == set(tracked())
-    again = built("wheel", folder, tmp_path / "again")
+    generated = {"PKG-INFO", "setup.cfg"}
+    assert {name for name in there - generated if ".egg-info/" not in name} == set(tracked())
+    again = build_package("wheel", folder, tmp_path / "again")
     assert again.name == wheel.name
     first, second = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
     assert first.namelist() == second.namelist()
@@ -128,28 +128,28 @@ def test_a_wheel_with_an_extra_does_what_its_role_does(wheel: Path, tmp_path: Pa
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_data()))
 
     def run(*command: str | Path) -> tuple[int, str]:
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=tmp_path, env=_clean(), capture_output=True, text=True, check=False
         )
-        return done.returncode, done.stdout + done.stderr
+        return result.returncode, result.stdout + result.stderr
 
     python = commands / "python"
-    asked = f"checkmate-training[{extra}]" if extra else "checkmate-training"
-    pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", asked)
-    status, said = run(*pip)
-    assert status == 0, said
-    assert "Successfully installed" not in said
+    requirement = f"checkmate-training[{extra}]" if extra else "checkmate-training"
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", requirement)
+    status, output = run(*pip)
+    assert status == 0, output
+    assert "Successfully installed" not in output
     assert run(commands / "checkmate", "keys", "job.yaml")[0] == 0
     assert run(commands / "checkmate", "plan", "job.yaml")[0] == 0
     assert run(commands / "checkmate", "docs", "job")[1].startswith("# The job file\n")
-    for name, words in TRIED.items():
-        status, said = run(python, *words)
+    for name, words in TRIALS.items():
+        status, output = run(python, *words)
         hint = "pip install 'checkmate-training["
         if not LIBRARIES[name] <= LIBRARIES.get(extra, frozenset()):
-            assert f"{hint}{name}]'" in said
+            assert f"{hint}{name}]'" in output
         else:
-            assert hint not in said
-            assert status == (1 if name == "shadow" else 0), said
+            assert hint not in output
+            assert status == (1 if name == "shadow" else 0), output
 
 
 @needs_root
@@ -159,11 +159,11 @@ def test_an_installed_wheel_makes_a_lab_and_trains_in_it(wheel: Path, tmp_path: 
 
     def run(*arguments: str) -> str:
         command = [str(commands / "checkmate"), *arguments]
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=tmp_path, env=_clean(), capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
     name = f"w{os.getpid()}"
     run("lab", "up", "single_tor", "--name", name)

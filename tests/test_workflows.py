@@ -39,10 +39,10 @@ def test_actions_are_pinned_by_the_hash_of_a_commit(workflow: Path) -> None:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda file: str(file.name))
 def test_a_workflow_makes_targets_that_there_are(workflow: Path) -> None:
-    named = {
+    targets = {
         name for step in steps(workflow) for name in re.findall(r"\bmake ([a-z-]+)", step.get("run", ""))
     }
-    assert named and named <= TARGETS
+    assert targets and targets <= TARGETS
 
 
 def test_every_supported_version_of_python_is_tested() -> None:

@@ -48,7 +48,7 @@ def record(
     *steps: tuple[float, int],
     interval: int = 0,
     kills: tuple[float, ...] = (),
-    ended: float = 100.0,
+    end_time: float = 100.0,
     losses: tuple[tuple[float, ...], ...] = ((1.0, 0.5), (1.0, 0.25)),
 ) -> Record:
     """Return a record of iterations that took half a second, with the times at which they ended."""
@@ -60,7 +60,7 @@ def record(
         steps=tuple(TrainedStep(iteration, at - 0.5, at) for at, iteration in steps),
         interval=interval,
         kills=kills,
-        ended=ended,
+        ended=end_time,
         losses=losses,
     )
 
@@ -76,7 +76,7 @@ def undisturbed(seconds: float, plain: float = 1.0, interval: int = 0) -> Record
     )
 
 
-DISTURBED = record((1, 0), (2, 1), (3, 2), (10, 1), (11, 2), (12, 3), kills=(3.5,), ended=20.0)
+DISTURBED = record((1, 0), (2, 1), (3, 2), (10, 1), (11, 2), (12, 3), kills=(3.5,), end_time=20.0)
 
 
 def line(at: float, iteration: int, **more: object) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def test_an_iteration_that_a_rank_has_missed_is_useful_in_part() -> None:
 
 
 def test_iterations_that_are_lost_are_not_useful_though_the_restart_comes_after_the_period() -> None:
-    interrupted = record((1, 0), (2, 1), (3, 2), (10, 0), (11, 1), (12, 2), kills=(3.5,), ended=20.0)
+    interrupted = record((1, 0), (2, 1), (3, 2), (10, 0), (11, 1), (12, 2), kills=(3.5,), end_time=20.0)
     assert [useful(replace(interrupted, ended=end)) for end in (20.0, 11.0, 5.0)] == [3, 2, 0]
 
 

@@ -88,7 +88,7 @@ def test_without_a_job_each_role_is_looked_at() -> None:
 )
 def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], words: str) -> None:
     file = write_job(tmp_path, job_data("gpt"))
-    code, output = invoke("doctor", *(file if one == "JOB" else one for one in arguments))
+    code, output = invoke("doctor", *(file if argument == "JOB" else argument for argument in arguments))
     assert (code, words in " ".join(output.split())) == (2, True), output
     assert output.count("error:") == 1
 

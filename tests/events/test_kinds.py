@@ -11,7 +11,7 @@ from checkmate.events import kinds
 from checkmate.events.kinds import FIELDS, KINDS, Kind
 
 ROOT = Path(__file__).parents[2]
-CONSTANTS = {name: one for name, one in vars(kinds).items() if isinstance(one, Kind)}
+CONSTANTS = {name: kind for name, kind in vars(kinds).items() if isinstance(kind, Kind)}
 
 
 def test_names_are_words_and_each_field_is_explained() -> None:
