@@ -102,7 +102,7 @@ def test_a_host_that_asks_all_the_time_is_closed_and_others_are_served(
 
 
 def test_a_flood_from_many_addresses_is_counted_in_bounded_memory() -> None:
-    with MetricsServer("127.0.0.1:0", some, lambda: "") as server:
+    with MetricsServer("127.0.0.1:0", sample_metrics, lambda: "") as server:
         rates = server._server._rates
         assert sum(rates.admits(str(host), 100.0) for host in range(10_000)) == metrics._HOSTS_MAX
 
