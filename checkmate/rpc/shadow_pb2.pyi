@@ -129,7 +129,7 @@ class Shard(google.protobuf.message.Message):
     SHARD_FIELD_NUMBER: builtins.int
     group: builtins.int
     shard: builtins.int
-    """its shadow id"""
+    """its number in the group"""
     def __init__(
         self,
         *,
