@@ -10,7 +10,7 @@ from functools import partial
 from checkmate.base.wording import counted
 from checkmate.events.kinds import JOBS_CHANGED, JOBS_REFUSED
 from checkmate.events.process_log import say
-from checkmate.job.following import JobFiles, Unusable, Wanted
+from checkmate.job.following import JobFiles, JobsToServe, Unusable
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
@@ -213,7 +213,7 @@ def _same_switch(controller: SwitchController, network: Network) -> None:
         )
 
 
-def log_refusals(files: JobFiles, job_set: Wanted) -> None:
+def log_refusals(files: JobFiles, job_set: JobsToServe) -> None:
     """Log new faults of files whose jobs stay as they are, or are left out."""
     if why := files.fault_log.news(job_set.faults):
         say(logging.ERROR, JOBS_REFUSED(why=why), "refused; what is served of these files stays:\n%s", why)
@@ -237,13 +237,13 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
     retry_seconds, last_error = 0.0, ""  # 0 s: try at a change only
     while True:
         await asyncio.sleep(retry_seconds or POLL_SECONDS)
-        has_changed = files.changed()
+        has_changed = files.have_changed()
         if not (has_changed or retry_seconds):
             continue
         await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
         before = {job.job for job in fleet.network.jobs}
         try:
-            job_set = await asyncio.to_thread(files.wanted, unusable)  # streams connect meanwhile
+            job_set = await asyncio.to_thread(files.jobs_to_serve, unusable)  # streams connect meanwhile
             jobs = job_set.jobs
             log_refusals(files, job_set)
             reports = await fleet.change(jobs)
@@ -256,7 +256,7 @@ async def follow(files: JobFiles, fleet: Fleet, unusable: Unusable) -> None:
             last_error = str(error)
             continue
         retry_seconds, last_error = 0.0, ""
-        files.served(job_set)
+        files.note_served(job_set)
         now = {job.job for job in jobs}
         update_count = sum(report.updates for report in reports)
         for verb, names in (("added", now - before), ("removed", before - now)):

@@ -9,7 +9,7 @@ from typing import Final
 
 from checkmate.events.kinds import CONTROLLER_CLAIMS, SWITCH_LOST
 from checkmate.events.process_log import say
-from checkmate.job.following import JobFiles, Unusable, Wanted
+from checkmate.job.following import JobFiles, JobsToServe, Unusable
 from checkmate.job.schema import Job, Switch
 from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
@@ -29,13 +29,13 @@ class Standby:
     def __init__(
         self,
         files: JobFiles,
-        job_set: Wanted,
+        job_set: JobsToServe,
         check: Callable[[Sequence[Job]], object],
         unusable: Unusable,
     ) -> None:
         """Prepare. `check` raises `ControlError` or `KeysError` for jobs that could not be served.
 
-        `unusable`: as for `JobFiles.wanted`.
+        `unusable`: as for `JobFiles.jobs_to_serve`.
         """
         self._files, self._check, self._unusable = files, check, unusable
         self.jobs = job_set.jobs
@@ -59,13 +59,13 @@ class Standby:
     def read_again(self) -> bool:
         """Read the job files; return whether they have no fault."""
         try:
-            job_set = self._files.wanted(self._unusable)
+            job_set = self._files.jobs_to_serve(self._unusable)
             self._check(job_set.jobs)
         except (JobError, ControlError, KeysError) as error:
             log_unchanged(self._files, error)
             return False
         log_refusals(self._files, job_set)
-        self._files.served(job_set)
+        self._files.note_served(job_set)
         self.jobs = job_set.jobs
         return True
 
@@ -73,7 +73,7 @@ class Standby:
         """Return once the job files were changed, and have no fault."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            if self._files.changed():
+            if self._files.have_changed():
                 await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
                 if self.read_again():
                     return

@@ -119,12 +119,12 @@ def compiled(
     with suppress(FileNotFoundError):
         check_own(target)
         return target
-    wanted = command()
+    arguments = command()
     # Several ranks may compile at once, each into its own file; the rename is atomic.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         fresh = Path(scratch) / name
-        done = subprocess.run([*wanted, "-o", str(fresh)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise CompilerRefused((done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0])
+        result = subprocess.run([*arguments, "-o", str(fresh)], capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise CompilerRefused((result.stderr.strip().splitlines() or [f"exit {result.returncode}"])[0])
         fresh.replace(target)
     return target

@@ -54,10 +54,10 @@ class _Sets(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint32) for name in ("effective", "permitted", "inheritable")]
 
 
-def keep_only(*kept: Capability) -> None:
-    """Give up all capabilities but `kept`, for good, here and in all processes that this one starts.
+def keep_only(*capabilities: Capability) -> None:
+    """Give up all capabilities but these, for good, here and in all processes that this one starts.
 
-    Those in `kept` that this process does not have stay absent. Call it before any thread is started, because
+    Those that this process does not have stay absent. Call it before any thread is started, because
     a thread that runs already would keep its capabilities.
 
     Raises:
@@ -67,7 +67,7 @@ def keep_only(*kept: Capability) -> None:
         raise PrivilegesError(
             f"{threads} threads are running: capabilities must be given up before they start"
         )
-    mask = sum(1 << capability for capability in kept)
+    mask = sum(1 << capability for capability in capabilities)
     libc = ctypes.CDLL(None, use_errno=True)
     _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
     if Capability.SETPCAP in effective():  # without it the set stays, but no execve can draw on it any more

@@ -23,7 +23,7 @@ class RateLimits(Generic[K]):
     def admits(self, key: K, now: float) -> bool:
         """Return whether one more is within the limit, and count it if it is."""
         if key not in self._used_until and len(self._used_until) == self._max_keys:
-            self._used_until = {other: until for other, until in self._used_until.items() if until > now}
+            self._used_until = {earlier: until for earlier, until in self._used_until.items() if until > now}
             if len(self._used_until) == self._max_keys:
                 return False
         until = max(self._used_until.get(key, now), now)

@@ -32,15 +32,15 @@ def printable(text: str, but: str = "") -> str:
     )
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return `; did you mean channels?` for the known name that is most alike, or an empty text."""
-    near = get_close_matches(name, list(known), n=1)
+    near = get_close_matches(name, list(candidates), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """Return `1 stream` or `2 streams`; `many` is the plural if it is not `one` with an s."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+def counted(number: int, singular: str, plural: str | None = None) -> str:
+    """Return `1 stream` or `2 streams`; `plural` if that is not `singular` with an s."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def with_article(name: str) -> str:

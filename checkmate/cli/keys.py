@@ -104,5 +104,5 @@ def _place(job: Job, role: RoleFiles) -> str:
     return f"{_PLACES[role.role]}: {names}" if hosts else _PLACES[role.role]
 
 
-def _files(new: Iterable[str], kept: Iterable[str]) -> tuple[str, str]:
-    return ", ".join(new) or "-", ", ".join(kept) or "-"
+def _files(new: Iterable[str], unchanged: Iterable[str]) -> tuple[str, str]:
+    return ", ".join(new) or "-", ", ".join(unchanged) or "-"

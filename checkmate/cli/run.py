@@ -48,7 +48,7 @@ from checkmate.events.kinds import (
     CONTROLLER_STARTED,
 )
 from checkmate.events.process_log import say
-from checkmate.job.following import JobFiles, Wanted
+from checkmate.job.following import JobFiles, JobsToServe
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import JobError
 from checkmate.keys.errors import KeysError
@@ -126,18 +126,18 @@ def run(
         asyncio.run(_until_stopped(controller.work(job_files, standby=standby, once=once, metrics=metrics)))
 
 
-def _first(files: JobFiles, keys: HelloKeys, *, all_sound: bool) -> Wanted:
+def _first(files: JobFiles, keys: HelloKeys, *, all_sound: bool) -> JobsToServe:
     """Return the jobs to begin with. Bad input is refused before anything is started.
 
     With several owners, sound jobs are enough, unless `all_sound`: one owner's mistake must not keep the
     controller from starting again.
     """
-    job_files = files.wanted(keys.unusable)
+    job_files = files.jobs_to_serve(keys.unusable)
     if not job_files.files:
         raise UsageFault(f"no job file (*.yaml) in {files}")
     if job_files.faults and (all_sound or not job_files.jobs):
         raise JobError(job_files.faults)
-    files.served(job_files)
+    files.note_served(job_files)
     return job_files
 
 
@@ -185,7 +185,7 @@ class _Controller:
         self._files, self._keys, self._load, self._live = files, keys, load, live
         self.reading: SwitchReading | None = None
 
-    async def work(self, job_files: Wanted, *, standby: bool, once: bool, metrics: str | None) -> None:
+    async def work(self, job_files: JobsToServe, *, standby: bool, once: bool, metrics: str | None) -> None:
         """Serve or stand by, with metrics or without."""
         with nullcontext() if metrics is None else self._measured(metrics):
             await (self.stand_by(job_files) if standby else self.serve(job_files.jobs, once=once))
@@ -217,7 +217,7 @@ class _Controller:
                 self.reading.fleet = None
             await fleet.stop()
 
-    async def stand_by(self, job_files: Wanted) -> None:
+    async def stand_by(self, job_files: JobsToServe) -> None:
         """Serve whenever no other controller does."""
 
         def check(jobs: Sequence[Job]) -> None:

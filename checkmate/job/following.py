@@ -55,7 +55,7 @@ def job_files(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class JobsToServe:
     """The jobs to serve, by file, and the faults of files that can't be followed."""
 
     by_file: Mapping[Path, Job]
@@ -118,8 +118,8 @@ class JobFiles:
         self._fabric = fabric
         self._beside = beside
         self._read: tuple[Path, ...] = ()
-        self._seen: Signature | None = None
-        self._served = Wanted({})
+        self._read_stamps: Signature | None = None
+        self._served = JobsToServe({})
         self._absences = Absences()
         self._documents: dict[Path, Document] = {}
         self.fault_log = FaultLog()
@@ -137,7 +137,7 @@ class JobFiles:
 
         A file that is gone, and may come back, is read as it last was.
         """
-        first, before = self._seen is None, self._signature()
+        first, before = self._read_stamps is None, self._signature()
         parse: ReadYaml = yaml_lines.read_document
         if self.several_owners:  # nobody's FIFO keeps the controller waiting
             parse = partial(yaml_lines.read_document, regular=True)
@@ -159,7 +159,9 @@ class JobFiles:
         self._documents = {file: documents_now[file] for file in (*files, *away) if file in documents_now}
         self._read = (*jobs.files, *(file for _, job in jobs.sound for file in self._beside(job)))
         now = self._signature()
-        self._seen = now | {file: before[file] for file in before.keys() & now}  # written meanwhile: changed
+        self._read_stamps = now | {
+            file: before[file] for file in before.keys() & now
+        }  # written meanwhile: changed
         return jobs
 
     def _awaited(self, files: Iterable[Path], read: ReadYaml) -> list[Path]:
@@ -176,7 +178,7 @@ class JobFiles:
             LOG.warning("%s: gone; unless it comes back in %g s, its job ends", name, seconds)
         return self._absences.awaited(now)
 
-    def wanted(self, unusable: Unusable) -> Wanted:
+    def jobs_to_serve(self, unusable: Unusable) -> JobsToServe:
         """Read all files; return the jobs to serve.
 
         With several owners, a file with a fault leaves its job as `served` told, or out if it was not served.
@@ -188,7 +190,7 @@ class JobFiles:
         job_set = self.read()
         if not self.several_owners:  # then unusable keys are found when they are used
             job_set.require()
-            return Wanted(dict(job_set.sound), files=job_set.files)
+            return JobsToServe(dict(job_set.sound), files=job_set.files)
         if job_set.granted is None:
             raise JobError(job_set.faults)
         faults, data = list(job_set.faults), job_set.granted.document.data
@@ -208,15 +210,15 @@ class JobFiles:
         names = {job.job for job in by_file.values()}
         if len(names) < len(by_file) or (unread and data != self._served.fabric):
             raise JobError(faults)
-        return Wanted(by_file, tuple(faults), job_set.files if job_set.jobs_read else (), data)
+        return JobsToServe(by_file, tuple(faults), job_set.files if job_set.jobs_read else (), data)
 
-    def served(self, wanted: Wanted) -> None:
+    def note_served(self, job_set: JobsToServe) -> None:
         """Take note that these jobs are served now."""
-        self._served = replace(wanted, faults=())
+        self._served = replace(job_set, faults=())
 
-    def changed(self) -> bool:
+    def have_changed(self) -> bool:
         """Return whether a file was added, removed or written since `read`, or is awaited no more."""
-        return self._signature() != self._seen or self._absences.over(time.monotonic())
+        return self._signature() != self._read_stamps or self._absences.over(time.monotonic())
 
     def _checked(self, files: Sequence[Path], read: ReadYaml) -> JobSet:
         """Read job files, with their grants. If the fabric file has a fault, no job is sound."""

@@ -42,19 +42,19 @@ _MESSAGES_MAX: Final = 1 << 16
 """Messages in one list of an answer, such as a node's shards."""
 
 
-def mismatch(theirs: int, them: str, us: str) -> str:
+def mismatch(version: int, them: str, us: str) -> str:
     """Return in one sentence which side is older, or "" if both have the same version.
 
     Args:
-        theirs: the other side's version.
+        version: the other side's version.
         them: what the other side is, such as `the caller`.
         us: what this side is.
     """
-    if theirs == PROTOCOL:
+    if version == PROTOCOL:
         return ""
-    older = them if theirs < PROTOCOL else us
+    older = them if version < PROTOCOL else us
     return (
-        f"{them} has protocol {theirs}, {us} has {PROTOCOL}: {older} has an older version of Checkmate; "
+        f"{them} has protocol {version}, {us} has {PROTOCOL}: {older} has an older version of Checkmate; "
         "install the same version on all hosts"
     )
 
@@ -81,8 +81,8 @@ def bounded(answer: Message) -> str:
             continue
         if repeated and len(value) > _MESSAGES_MAX:
             return f"{field.name} has {len(value)} entries, and may have {_MESSAGES_MAX}"
-        for one in value if repeated else [value]:
-            if wrong := bounded(one) if isinstance(one, Message) else _wrong(field, one):
+        for message in value if repeated else [value]:
+            if wrong := bounded(message) if isinstance(message, Message) else _wrong(field, message):
                 return wrong
     return ""
 

@@ -192,18 +192,18 @@ class _Writer:
         return len(self.blobs) - 1
 
 
-def _written_items(value: Any, known: dict[int, int], depth: int) -> int:
+def _written_items(value: Any, counts: dict[int, int], depth: int) -> int:
     """Return the number of items of a value if each list is written as often as it is contained.
 
-    `known`: that of the lists and mappings seen before, by id.
+    `counts`: that of the lists and mappings seen before, by id.
     """
     kind = type(value)
     if depth > MAX_DEPTH or (kind not in _LISTS and kind not in _MAPPINGS):
         return 0  # what is nested too deep is refused when it is written
-    if id(value) not in known:
+    if id(value) not in counts:
         children = [*value, *value.values()] if kind in _MAPPINGS else value
-        known[id(value)] = len(value) + sum(_written_items(child, known, depth + 1) for child in children)
-    return known[id(value)]
+        counts[id(value)] = len(value) + sum(_written_items(child, counts, depth + 1) for child in children)
+    return counts[id(value)]
 
 
 class _Reader:

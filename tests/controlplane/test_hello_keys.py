@@ -33,22 +33,22 @@ def test_keys_are_followed_like_the_job_files(tmp_path: Path) -> None:
     keys = HelloKeys(remember=True)
     files = JobFiles([tmp_path / "jobs"], fabric, keys.files)
 
-    job_set = files.wanted(keys.unusable)
+    job_set = files.jobs_to_serve(keys.unusable)
     assert job_set.jobs == [] and "is not a folder of keys" in job_set.faults[0].message
-    assert not files.changed()
+    assert not files.have_changed()
 
     (job,) = (job for _, job in files.read().sound)
     keys_of(job, tmp_path / "jobs" / "keys")
-    assert files.changed()
-    assert files.wanted(keys.unusable).jobs == [job]
-    assert not files.changed()
+    assert files.have_changed()
+    assert files.jobs_to_serve(keys.unusable).jobs == [job]
+    assert not files.have_changed()
 
     first = keys.secrets([job])
     keys.note_served([job], first)
     shutil.rmtree(tmp_path / "jobs" / "keys")
     keys_of(job, tmp_path / "jobs" / "keys")
-    assert files.changed()
-    assert files.wanted(keys.unusable).faults == ()
+    assert files.have_changed()
+    assert files.jobs_to_serve(keys.unusable).faults == ()
     assert keys.secrets([job]) != first, "a new secret counts although the job is the same"
 
 
@@ -83,9 +83,9 @@ def test_a_mode_that_is_corrected_counts(tmp_path: Path, change: str) -> None:
     files = JobFiles([tmp_path / "job.yaml"], None, keys.files)
     files.read()
     assert "chmod" in (keys.unusable(job) or "")
-    assert not files.changed()
+    assert not files.have_changed()
     place.chmod(right)
-    assert files.changed()
+    assert files.have_changed()
     assert keys.unusable(job) is None
 
 
@@ -112,8 +112,8 @@ def test_a_name_that_no_file_can_have_is_a_fault_and_keeps_nobody_from_changing(
     fabric = write(tmp_path, fabric_of(GPT), "fabric.yaml")
     keys = HelloKeys(remember=True)
     files = JobFiles([file], fabric, keys.files)
-    assert "must be the path of a file" in files.wanted(keys.unusable).faults[0].message
-    assert not files.changed()
+    assert "must be the path of a file" in files.jobs_to_serve(keys.unusable).faults[0].message
+    assert not files.have_changed()
 
 
 def test_a_fabric_that_a_job_names_is_not_opened_to_find_a_faults_line(
@@ -130,6 +130,6 @@ def test_a_fabric_that_a_job_names_is_not_opened_to_find_a_faults_line(
 
     monkeypatch.setattr(yaml_lines, "_read", noted)
     keys = HelloKeys(remember=True)
-    job_set = JobFiles([file], fabric, keys.files).wanted(keys.unusable)
+    job_set = JobFiles([file], fabric, keys.files).jobs_to_serve(keys.unusable)
     assert [fault.path for fault in job_set.faults] == ["keys"]
     assert set(names) == {"gpt.yaml", "fabric.yaml"}

@@ -51,14 +51,14 @@ def test_a_standby_waits_for_files_that_are_gone_too(tmp_path: Path, monkeypatch
     """Else it would have other job files than the primary meanwhile."""
     file = write(tmp_path, job_data())
     files = JobFiles([tmp_path])
-    standby = Standby(files, files.wanted(usable), lambda jobs: None, usable)
-    files.served(files.wanted(usable))
+    standby = Standby(files, files.jobs_to_serve(usable), lambda jobs: None, usable)
+    files.note_served(files.jobs_to_serve(usable))
     file.unlink()
     assert standby.read_again()
     assert len(standby.jobs) == 1
-    assert not files.changed()
+    assert not files.have_changed()
     monkeypatch.setattr(following, "ABSENCE_SECONDS", 0.0)
-    assert files.changed()
+    assert files.have_changed()
     assert standby.read_again()
     assert standby.jobs == []
 

@@ -579,8 +579,8 @@ def test_a_fault_between_jobs_is_placed_in_the_fabric_file(tmp_path: Path) -> No
 
 def served(files: JobFiles) -> list[str]:
     """Read, serve, and return the names of the jobs."""
-    job_set = files.wanted(lambda job: "")
-    files.served(job_set)
+    job_set = files.jobs_to_serve(lambda job: "")
+    files.note_served(job_set)
     return sorted(job.job for job in job_set.jobs)
 
 
@@ -594,14 +594,14 @@ def test_a_file_that_is_gone_is_awaited_unless_another_has_its_job(
     assert (served(files), caplog.messages) == (["a"], [])
     first.unlink()
     write(tmp_path, job_data("b", number=1), "b.yaml")  # others' changes don't wait
-    assert files.changed()
+    assert files.have_changed()
     assert (served(files), len(caplog.messages)) == (["a", "b"], 1)
     assert f"{first}: gone; unless it comes back in 5 s, its job ends" in caplog.text
-    assert not files.changed()  # nothing is parsed until a file changes, or the time is over
+    assert not files.have_changed()  # nothing is parsed until a file changes, or the time is over
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + ABSENCE_SECONDS)
-    assert files.changed()
-    assert (served(files), files.changed(), len(caplog.messages)) == (["b"], False, 1)
+    assert files.have_changed()
+    assert (served(files), files.have_changed(), len(caplog.messages)) == (["b"], False, 1)
 
 
 def test_a_file_that_claims_what_an_awaited_one_has_waits(
@@ -613,11 +613,11 @@ def test_a_file_that_claims_what_an_awaited_one_has_waits(
     file.unlink()
     second = write(tmp_path, job_data("b"), "b.yaml")  # with the same ports and addresses
     with pytest.raises(JobError, match="claimed already by job 'a'") as excinfo:
-        files.wanted(lambda job: "")
+        files.jobs_to_serve(lambda job: "")
     assert {fault.file for fault in excinfo.value.faults} == {second}
-    assert not files.changed()
+    assert not files.have_changed()
     monkeypatch.setattr(following, "ABSENCE_SECONDS", 0.0)
-    assert files.changed()
+    assert files.have_changed()
     assert served(files) == ["b"]
 
 
@@ -714,13 +714,13 @@ def test_each_file_is_parsed_once_for_each_reading(tmp_path: Path, monkeypatch: 
     files = JobFiles([tmp_path])
     assert [job.job for job in files.read().require()] == ["a", "b"]
     assert sorted(parsed) == [first, second, fabric]
-    assert not files.changed()
+    assert not files.have_changed()
     assert len(parsed) == 3
     second.unlink()
-    assert files.changed()
+    assert files.have_changed()
     assert [job.job for job in files.read().require()] == ["a"]
     os.utime(fabric, ns=(1, 1))
-    assert files.changed()
+    assert files.have_changed()
 
 
 def test_a_file_that_is_written_while_it_is_read_has_changed(
@@ -738,9 +738,9 @@ def test_a_file_that_is_written_while_it_is_read_has_changed(
     with monkeypatch.context() as patch:
         patch.setattr(yaml_lines, "read_document", read_and_write)
         files.read()
-    assert files.changed()
+    assert files.have_changed()
     files.read()
-    assert not files.changed()
+    assert not files.have_changed()
 
 
 def test_a_fabric_file_that_is_written_while_it_is_first_read_has_changed(
@@ -759,7 +759,7 @@ def test_a_fabric_file_that_is_written_while_it_is_first_read_has_changed(
     with monkeypatch.context() as patch:
         patch.setattr(yaml_lines, "read_document", read_and_write)
         files.read()
-    assert files.changed()
+    assert files.have_changed()
 
 
 def faulty(files: int, of_each: int = 1) -> list[Located]:

@@ -24,7 +24,7 @@ from checkmate.job.fabric_file import (
     service_extent,
 )
 from checkmate.job.files import JobError, JobSet, read_set
-from checkmate.job.following import JobFiles, Wanted
+from checkmate.job.following import JobFiles, JobsToServe
 from checkmate.job.grants import not_covered, refusals, too_many_streams
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
@@ -288,9 +288,9 @@ def test_streams_are_counted_as_they_are(jobs: list[Job], tmp_path_factory: pyte
         assert bool(list(too_many_streams(job, granted))) is is_refused
 
 
-def served(files: JobFiles) -> Wanted:
-    job_set = files.wanted(lambda job: "its keys are missing" if job.channels == 8 else None)
-    files.served(job_set)
+def served(files: JobFiles) -> JobsToServe:
+    job_set = files.jobs_to_serve(lambda job: "its keys are missing" if job.channels == 8 else None)
+    files.note_served(job_set)
     return job_set
 
 
@@ -398,7 +398,7 @@ def test_while_a_job_is_faulty_its_grant_stays(tmp_path: Path, monkeypatch: pyte
     served(files)
     fabric = fabric_of(FIRST)
     write(tmp_path, fabric, "fabric.yaml")
-    assert files.changed()
+    assert files.have_changed()
     with pytest.raises(JobError, match="has no grant for job 'two'"):
         served(files)
     (folder / "2.yaml").unlink()
