@@ -186,7 +186,7 @@ def _begin(
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
         without_nodes = partial(
-            plans.plan_new_run, plan.incarnation, trouble, plan.generation_seen, plan.discarded
+            plans.plan_without_state, plan.incarnation, trouble, plan.generation_seen, plan.discarded
         )
         agreed = agree(place, without_nodes, plans.from_message, subject="RestartPlan")
         if not isinstance(agreed, WithoutState):

@@ -23,7 +23,7 @@ control forwarding(in headers_t hdr, inout metadata_t meta) {
     }
 
     @name(".forwarding")
-    table hosts {
+    table hosts { // the control plane has the feature's name (types.p4)
         key = { hdr.ethernet.destination : exact @name("mac"); }
         actions = { forward; discard; @defaultonly flood; }
         const default_action = flood();

@@ -48,7 +48,7 @@ control replication(in headers_t hdr, inout metadata_t meta) {
     }
 
     @name(".replication")
-    table shards {
+    table shards { // the control plane has the feature's name (types.p4)
         key = {
             meta.boundary     : exact @name("boundary");
             hdr.tag.shadow_id : exact @name("shadow_id");

@@ -30,7 +30,7 @@ control streams(inout headers_t hdr, inout metadata_t meta) {
     }
 
     @name(".streams")
-    table connections {
+    table connections { // the control plane has the feature's name (types.p4)
         key = {
             meta.boundary       : exact @name("boundary");
             hdr.tag.channel     : exact @name("channel");

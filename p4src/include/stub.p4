@@ -31,7 +31,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
     }
 
     @name(".stub") IN_TCAM
-    table endpoints {
+    table endpoints { // the control plane has the feature's name (types.p4)
         key = { hdr.ipv4.destination : exact @name("address"); }
         actions = { punt_segment; @defaultonly NoAction; }
         const default_action = NoAction();

@@ -168,7 +168,7 @@ def new_run_fields(incarnation: int, generation_seen: int = 0, discarded: int = 
     }
 
 
-def plan_new_run(
+def plan_without_state(
     incarnation: int, trouble: str, generation_seen: int = 0, discarded: int = 0
 ) -> WithoutState:
     """Return a plan of a new run, without the shadow nodes' state. `trouble` is the reason."""

@@ -20,7 +20,7 @@ from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.start.followers import give_buffers
 from checkmate.training.start.membership import Membership, Start
-from checkmate.training.start.plans import plan_new_run
+from checkmate.training.start.plans import plan_without_state
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 from testbed.jobs import job
@@ -188,7 +188,7 @@ def one_buffer() -> Buffers:
 def start_with(*buffers: str) -> Start:
     """A start at iteration 5 from a checkpoint with these buffers."""
     record = pb.IterationRecord(iteration=4, buffers=dict.fromkeys(buffers, b""))
-    return Start(plan_new_run(7, ""), next_iteration=5, record=record)
+    return Start(plan_without_state(7, ""), next_iteration=5, record=record)
 
 
 def test_nodes_that_are_not_given_all_buffers_are_named(

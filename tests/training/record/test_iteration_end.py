@@ -24,7 +24,7 @@ from checkmate.training.record.capture import Capture, Watched
 from checkmate.training.record.generators import MAX_CHECKS, FirstBatch, RestoredTensors, capture_generators
 from checkmate.training.record.wrapped import SchedulerWatch
 from checkmate.training.start.membership import Start, place
-from checkmate.training.start.plans import plan_new_run
+from checkmate.training.start.plans import plan_without_state
 from testbed.jobs import job
 from tests.support.training.recorded_loop import RecordedLoop, adamw, loops
 
@@ -435,12 +435,12 @@ def test_generators_are_those_of_this_ranks_part() -> None:
         torch.manual_seed(position)
         in_loop = state.dump_generators(capture_generators() | {"in_loop": True})
         record.parts.add(position=position, rng=in_loop)
-    generators = generators_of(here, Start(plan_new_run(1, ""), record=record))
+    generators = generators_of(here, Start(plan_without_state(1, ""), record=record))
     assert generators["in_loop"]
     assert torch.equal(generators["torch"], torch.get_rng_state())
     record.parts[1].rng = state.dump_generators(capture_generators())
-    assert "in_loop" not in generators_of(here, Start(plan_new_run(1, ""), record=record))
-    assert generators_of(here, Start(plan_new_run(1, ""))) == {}
+    assert "in_loop" not in generators_of(here, Start(plan_without_state(1, ""), record=record))
+    assert generators_of(here, Start(plan_without_state(1, ""))) == {}
 
 
 class FetchingLoop(RecordedLoop):

@@ -251,7 +251,7 @@ def test_a_run_that_goes_on_keeps_its_generation_and_a_new_one_has_a_greater_one
     served[1].settled = node(1, hold((0, 1), 7, 7))
     plan = fence.plan_restore(job, stubs, TIMEOUT)
     assert (plan.kind, plan.generation, plan.generation_seen) == ("nodes", 3, 5)
-    assert plans.plan_new_run(plan.incarnation, "", plan.generation_seen).generation == 6
+    assert plans.plan_without_state(plan.incarnation, "", plan.generation_seen).generation == 6
     assert fence.plan_fresh(job, stubs, TIMEOUT).generation == 6
     served[0].status = served[1].status = pb.NodeStatus(holds_nothing=True)
     plan = fence.plan_restore(job, stubs, TIMEOUT)

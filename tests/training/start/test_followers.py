@@ -28,7 +28,7 @@ from checkmate.training.record.buffers import Buffers
 from checkmate.training.start import followers as following
 from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.membership import Membership, Start
-from checkmate.training.start.plans import plan_new_run
+from checkmate.training.start.plans import plan_without_state
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 from testbed.copies import local_job
@@ -87,7 +87,7 @@ def followed(job: Job, position: int = 0, start: Start | None = None) -> Iterato
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     opening = Opening(
         Membership(job, position, 0, position),
-        start or Start(plan_new_run(7, "")),
+        start or Start(plan_without_state(7, "")),
         {"w": "w"},
         make_layout([Parameter("w", (4,), "float32")], job.shards(0)),
         spec_of(optimizer, {parameters[0]: 0}),
@@ -256,7 +256,7 @@ def test_two_starts_on_a_real_node(caplog: pytest.LogCaptureFixture) -> None:
         with Stubs(job, None) as stubs:
             request = pb.FenceRequest(job=job.job, protocol=PROTOCOL, timeout=1)
             stubs.ask([0], lambda stub: stub.Fence, request)
-        with followed(job, start=Start(plan_new_run(8, ""))) as second:
+        with followed(job, start=Start(plan_without_state(8, ""))) as second:
             second.train(0)
             for iteration in range(1, 4):
                 first.train(iteration)

@@ -39,7 +39,7 @@ from checkmate.training.start.all_ranks import ANEW, RestoreError, run_on_all_ra
 from checkmate.training.start.from_disk import Counterparts, OnDisk, StageRanks, list_checkpoints
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Start
-from checkmate.training.start.plans import plan_new_run
+from checkmate.training.start.plans import plan_without_state
 from testbed.jobs import job
 from tests.support.job_files import meshed, write
 from tests.support.training.alone import alone
@@ -191,7 +191,7 @@ def test_a_new_process_goes_on_from_the_newest(
     for name in expected:
         assert digest(state_parts[name]) == digest(expected[name]), name
     assert again.iteration == 4
-    assert generators_of(PLACE, Start(plan_new_run(1, ""), record=again))["in_loop"]
+    assert generators_of(PLACE, Start(plan_without_state(1, ""), record=again))["in_loop"]
     first = again.parts[0].step
     assert list(first.next_options) == list(record.parts[0].step.next_options)
     assert state.loads(first.scheduler) == state.loads(record.parts[0].step.scheduler)
@@ -284,9 +284,9 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
     os.utime(newest, (0, 0))
     checkpoints = list_checkpoints(tmp_path)
     assert list(checkpoints.paths) == [newest, *older]
-    assert plans.after_disk(plans.plan_new_run(7, ""), checkpoints.generation).generation == 3
+    assert plans.after_disk(plans.plan_without_state(7, ""), checkpoints.generation).generation == 3
     with caplog.at_level(logging.INFO, "checkmate"):
-        start, extra = from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), checkpoints)
+        start, extra = from_disk.resume(PLACE, script.watched, plans.plan_without_state(7, ""), checkpoints)
     assert (start.next_iteration, extra) == (2, {"seen": 7})
     names = ", ".join(path.name for path in older[:3])
     assert caplog.messages == [
@@ -310,13 +310,13 @@ def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path
         newest.mkdir()
         (newest / "__0_0.distcp").write_bytes(b"half")
     with pytest.raises(RestoreError) as excinfo:
-        from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), list_checkpoints(tmp_path))
+        from_disk.resume(PLACE, script.watched, plans.plan_without_state(7, ""), list_checkpoints(tmp_path))
     assert f"can't read {newest} as a checkpoint: " in str(excinfo.value)
     assert f"; checkpoints='{older}' selects the one before it; `checkmate reset JOB`" in str(excinfo.value)
     chosen_disk = list_checkpoints(older)
     assert chosen_disk.paths == (older,)
     assert chosen_disk.generation == 1
-    start, _ = from_disk.resume(PLACE, script.watched, plans.plan_new_run(7, ""), chosen_disk)
+    start, _ = from_disk.resume(PLACE, script.watched, plans.plan_without_state(7, ""), chosen_disk)
     assert start.next_iteration == 2
 
 

@@ -25,7 +25,7 @@ from checkmate.training.errors import SessionError
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.wrapped import ClipListener
 from checkmate.training.start.membership import ModelStanding, Start
-from checkmate.training.start.plans import plan_new_run
+from checkmate.training.start.plans import plan_without_state
 from testbed.jobs import job, job_data
 from tests.support.job_files import write
 from tests.support.keys import role_keys
@@ -49,7 +49,7 @@ def protected_standing(ddp: DistributedDataParallel) -> Iterator[ModelStanding]:
 
 
 def test_what_was_restored_is_kept_for_its_own_model_and_taken_once(ddp: DistributedDataParallel) -> None:
-    start = Start(plan_new_run(3, ""))
+    start = Start(plan_without_state(3, ""))
     ModelStanding.of(DdpModel(ddp)).restored(start, Stubs(job(), None), first=True)
     assert ModelStanding.of(DdpModel(DistributedDataParallel(nn.Linear(4, 2)))).take_start() is None
     wrapped_again = DistributedDataParallel(ddp.module)
@@ -58,7 +58,7 @@ def test_what_was_restored_is_kept_for_its_own_model_and_taken_once(ddp: Distrib
 
 
 def test_connections_to_nodes_are_kept_on_the_first_rank(ddp: DistributedDataParallel) -> None:
-    standing, start = ModelStanding.of(DdpModel(ddp)), Start(plan_new_run(3, ""))
+    standing, start = ModelStanding.of(DdpModel(ddp)), Start(plan_without_state(3, ""))
     stubs = Stubs(job(), None)
     standing.restored(start, stubs, first=True)
     assert standing.take_stubs(job(), None) is stubs
@@ -70,7 +70,7 @@ def test_connections_to_nodes_are_kept_on_the_first_rank(ddp: DistributedDataPar
 
 def test_connections_are_not_kept_for_another_job(ddp: DistributedDataParallel) -> None:
     standing, stubs = ModelStanding.of(DdpModel(ddp)), Stubs(job(), None)
-    standing.restored(Start(plan_new_run(3, "")), stubs, first=True)
+    standing.restored(Start(plan_without_state(3, "")), stubs, first=True)
     assert standing.take_stubs(job(nodes=3), None).job == job(nodes=3)
     assert_closed(stubs)
 
@@ -79,7 +79,7 @@ def test_connections_are_not_kept_for_other_keys(ddp: DistributedDataParallel, t
     standing = ModelStanding.of(DdpModel(ddp))
     keys = role_keys(job(), tmp_path / "keys", Role.TRAINER)
     stubs = Stubs(job(), None)
-    standing.restored(Start(plan_new_run(3, "")), stubs, first=True)
+    standing.restored(Start(plan_without_state(3, "")), stubs, first=True)
     assert standing.take_stubs(job(), keys).keys == keys
     assert_closed(stubs)
 
