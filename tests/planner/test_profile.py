@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -266,3 +267,29 @@ def test_a_profile_that_is_interrupted_leaves_nothing_behind(number: signal.Sign
     assert "Traceback" not in error
     assert out == ""
     assert not any(Path(f"/proc/{pid}/stat").exists() for pid in sender)
+
+
+def test_a_rate_is_measured_until_something_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine had a rate of 0, by which the command divided."""
+
+    class LateReceiver:
+        def __init__(self, socks: object) -> None:
+            self._reads = 0
+
+        def settle(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+        @property
+        def received(self) -> int:
+            self._reads += 1
+            return 1000 if self._reads > 8 else 0
+
+    monkeypatch.setattr(receive, "Receiver", LateReceiver)
+    monkeypatch.setattr(receive, "connections", nullcontext)
+    monkeypatch.setattr(receive, "_TICK_SECONDS", 0.001)
+    rates = list(receive.measure(1, 0.001))
+    assert rates[0] == 0
+    assert rates[-1] > 0
