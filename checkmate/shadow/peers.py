@@ -140,15 +140,15 @@ class Peers:
 
     def _take(self, report: pb.Progress) -> None:
         progress = Progress(
-            report.incarnation,
-            report.in_full,
-            report.stepped,
-            report.live,
-            report.patience or PATIENCE,
-            _shards_from(report.shards),
-            _kept_from(report.kept),
-            report.pressed,
-            report.start,
+            incarnation=report.incarnation,
+            in_full=report.in_full,
+            stepped=report.stepped,
+            live=report.live,
+            patience=report.patience or PATIENCE,
+            shards=_shards_from(report.shards),
+            kept_shards=_kept_from(report.kept),
+            pressed=report.pressed,
+            start=report.start,
         )
         with self._node.moving() as state:
             state.committee.hear_report(report.node, progress, self._node.now())

@@ -31,7 +31,7 @@ PATIENCE = 600.0
 """Upper bound, in seconds, of the time until a socket buffer is full."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """Progress of a node: over all live holds, the oldest iteration in full and the newest stepped.
 
@@ -74,7 +74,9 @@ class Committee:
     progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.incarnation, NEVER, NEVER, False, start=self.start)
+        self.progress = Progress(
+            incarnation=self.incarnation, in_full=NEVER, stepped=NEVER, live=False, start=self.start
+        )
         self._peers = {node: _Peer(self.began) for node in sorted(self.nodes) if node != self.me}
         self._lower = {node: peer for node, peer in self._peers.items() if node < self.me}
         self._higher = {node: peer for node, peer in self._peers.items() if node > self.me}
@@ -109,7 +111,15 @@ class Committee:
     ) -> None:
         """Process an answer of a node with a lower id."""
         if peer := self._lower.get(node):
-            progress = Progress(self.incarnation, step_to, step_to, active, patience, shards, kept_shards)
+            progress = Progress(
+                incarnation=self.incarnation,
+                in_full=step_to,
+                stepped=step_to,
+                live=active,
+                patience=patience,
+                shards=shards,
+                kept_shards=kept_shards,
+            )
             peer.heard_at, peer.progress, peer.is_gone = now, progress, False
             self.committed = max(self.committed, step_to)
 

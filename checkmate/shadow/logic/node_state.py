@@ -269,15 +269,15 @@ class NodeState:
                 kept_shards.append((hold.shard, hold.stepped))
         self.committee.report(
             Progress(
-                self.committee.incarnation,
-                min((hold.in_full for hold in live), default=NEVER),
-                max((hold.released for hold in live), default=NEVER),
-                bool(live),
-                patience,
-                frozenset(hold.shard for hold in live if not hold.doubtful),
-                tuple(kept_shards),
-                any(hold.pressed(patience, self.receive_buffer) for hold in live),
-                self.committee.start,
+                incarnation=self.committee.incarnation,
+                in_full=min((hold.in_full for hold in live), default=NEVER),
+                stepped=max((hold.released for hold in live), default=NEVER),
+                live=bool(live),
+                patience=patience,
+                shards=frozenset(hold.shard for hold in live if not hold.doubtful),
+                kept_shards=tuple(kept_shards),
+                pressed=any(hold.pressed(patience, self.receive_buffer) for hold in live),
+                start=self.committee.start,
             )
         )
         if not self.fenced:

@@ -34,10 +34,10 @@ class SimulatedCommittees:
     def progress(self) -> Progress:
         shard = (0, self.number)
         return Progress(
-            0,
-            self.in_full if self.live else NEVER,
-            self.stepped if self.live else NEVER,
-            self.live,
+            incarnation=0,
+            in_full=self.in_full if self.live else NEVER,
+            stepped=self.stepped if self.live else NEVER,
+            live=self.live,
             shards=frozenset([shard]) if self.live else frozenset(),
             kept_shards=() if self.live or not self.is_kept else ((shard, self.stepped),),
             pressed=self.pressed,
@@ -218,15 +218,15 @@ def test_nothing_waits_for_a_shard_that_is_not_level_or_has_another_holder_or_wh
 
 def test_another_start_of_the_same_incarnation_is_not_heard() -> None:
     view = Committee(0, range(2), 4, began=100.0, start=b"second")
-    view.hear_report(1, Progress(4, 20, 19, True, start=b"first"), 100.1)
+    view.hear_report(1, Progress(incarnation=4, in_full=20, stepped=19, live=True, start=b"first"), 100.1)
     assert view.committed == NEVER
-    view.hear_report(1, Progress(4, 1, 0, True, start=b"second"), 100.2)
+    view.hear_report(1, Progress(incarnation=4, in_full=1, stepped=0, live=True, start=b"second"), 100.2)
     assert view.committed == 0
 
 
 def committee(me: int = 0, count: int = 3) -> Committee:
     view = Committee(me, range(count), 4, began=100.0)
-    view.report(Progress(4, 5, 4, True))
+    view.report(Progress(incarnation=4, in_full=5, stepped=4, live=True))
     return view
 
 
@@ -289,10 +289,10 @@ def test_a_node_that_has_forgotten_the_start_is_not_waited_for() -> None:
     view = committee(count=2)
     view.report(progress(6, 4, shards=frozenset([FIRST_SHARD])))
     view.hear_report(1, progress(4, 4, shards=frozenset([SECOND_SHARD])), 100.0)
-    view.hear_report(1, Progress(-1 % 256, NEVER, NEVER, False), 100.1)
+    view.hear_report(1, Progress(incarnation=-1 % 256, in_full=NEVER, stepped=NEVER, live=False), 100.1)
     assert view.decide(100.2) == 6
     late = committee(count=2)  # one that has not begun this start yet has lost nothing
-    late.hear_report(1, Progress(3, 9, 9, True), 100.0)
+    late.hear_report(1, Progress(incarnation=3, in_full=9, stepped=9, live=True), 100.0)
     assert late.decide(100.2) == NEVER
 
 
