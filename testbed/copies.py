@@ -6,10 +6,13 @@ waits at a gap for ever.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, Final
 
 from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
@@ -33,6 +36,9 @@ def local_job(**kwargs: Any) -> Job:
     return of_data(Job, data)
 
 
+_HELLO_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.2
+
 StreamKey = tuple[int, int, int]
 """Boundary, channel, shard."""
 
@@ -45,16 +51,25 @@ class Copies:
         self._streams: dict[tuple[StreamKey, str], CopiedStream] = {}
         self._nodes = {str(nic.ip): node.id for node in job.shadow_nodes for nic in node.nics}
         self.hellos: list[tuple[int, Hello]] = []
+        self._greeting = 0  # connections whose hello is being read
         self.refusing = False
         self.resetting = False
         self._listeners = [
             socket.create_server((str(s.stub.ip), s.stub.port), backlog=64) for s in job.fabric.switches
         ]
         for listener in self._listeners:
+            listener.setblocking(False)
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def send_tagged(self, key: StreamKey, incarnation: int, position: int, data: bytes) -> None:
-        """Send bytes of a stream, starting at `position`."""
+        """Send bytes of a stream, starting at `position`.
+
+        Nodes count as connected once the kernel has acknowledged their hello. A switch has read it by then;
+        here it is waited for.
+        """
+        deadline = time.monotonic() + _HELLO_SECONDS
+        while self._is_greeted() and time.monotonic() < deadline:
+            time.sleep(0.001)
         with self._lock:
             streams = [s for (k, _), s in self._streams.items() if k == key and s.incarnation == incarnation]
         for stream in streams:
@@ -88,29 +103,60 @@ class Copies:
             for stream in self._streams.values():
                 stream.socket.close()
 
+    def _is_greeted(self) -> bool:
+        """Return whether a connection has come whose hello is not read yet."""
+        with self._lock:
+            try:
+                return self._greeting > 0 or _has_come(self._listeners, 0)
+            except (OSError, ValueError):
+                return False  # closed
+
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, address = listener.accept()
-            except OSError:
+                if not _has_come([listener], _POLL_SECONDS):
+                    continue
+                with self._lock:
+                    connection, address = listener.accept()
+                    self._greeting += 1
+            except BlockingIOError:
+                continue  # it has gone again
+            except (OSError, ValueError):
                 return  # closed
-            if self.refusing:
-                connection.close()
-                continue
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
-            hello, _ = Hello.unpack(connection.recv(HELLO_LENGTH, socket.MSG_WAITALL))
-            if self.resetting:  # it was acknowledged a moment ago
-                self.hellos.append((self._nodes[address[0]], hello))
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                connection.close()
-                continue
-            key = (hello.boundary, hello.channel, hello.shadow_id)
-            with self._lock:
-                self.hellos.append((self._nodes[address[0]], hello))
-                old = self._streams.get((key, address[0]))
-                self._streams[key, address[0]] = CopiedStream(connection, hello)
-            if old is not None:
-                old.socket.close()
+            try:
+                self._greet(connection, address[0])
+            finally:
+                with self._lock:
+                    self._greeting -= 1
+
+    def _greet(self, connection: socket.socket, ip: str) -> None:
+        """Read a hello, and copy to its sender from now on."""
+        if self.refusing:
+            connection.close()
+            return
+        connection.setblocking(True)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+        hello, _ = Hello.unpack(connection.recv(HELLO_LENGTH, socket.MSG_WAITALL))
+        if self.resetting:  # it was acknowledged a moment ago
+            self.hellos.append((self._nodes[ip], hello))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+            return
+        key = (hello.boundary, hello.channel, hello.shadow_id)
+        with self._lock:
+            self.hellos.append((self._nodes[ip], hello))
+            old = self._streams.get((key, ip))
+            self._streams[key, ip] = CopiedStream(connection, hello)
+        if old is not None:
+            old.socket.close()
+
+
+def _has_come(listeners: Sequence[socket.socket], seconds: float) -> bool:
+    """Return whether a connection has come within some seconds. Raise `ValueError` for a closed listener."""
+    poll = select.poll()
+    for listener in listeners:
+        poll.register(listener, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 class CopiedStream:
