@@ -70,11 +70,11 @@ class Network:
 
     def _hops(self, start: str, end: str) -> Iterator[tuple[str, int]]:
         """Yield the switches on the path after `start`, each with its arrival port; none without a path."""
-        here = start
-        while here != end and (out := self.port_to_switch(here, end)) is not None:
-            far = self._links[here][out]
-            here = far.switch
-            yield here, far.port
+        switch = start
+        while switch != end and (out := self.port_to_switch(switch, end)) is not None:
+            far = self._links[switch][out]
+            switch = far.switch
+            yield switch, far.port
 
     def stub_ports(self, switch: str, origin: str) -> Set[int]:
         """Return the link ports of `switch` at which frames from the stub of `origin` may arrive.
@@ -88,8 +88,8 @@ class Network:
         ports: dict[tuple[str, str], set[int]] = {}
         for origin in self.switches:
             for end in self.switches:
-                for here, port in self._hops(origin, end):
-                    ports.setdefault((here, origin), set()).add(port)
+                for hop, port in self._hops(origin, end):
+                    ports.setdefault((hop, origin), set()).add(port)
             for far in self._links[origin].values():
                 ports.setdefault((far.switch, origin), set()).add(far.port)
         return ports
@@ -111,10 +111,10 @@ class Network:
     def _distances_to(self, root: str) -> dict[str, int]:
         distances = {root: 0}
         queue = [root]
-        for here in queue:  # it grows
-            for far in self.links(here).values():
+        for visited_switch in queue:  # it grows
+            for far in self.links(visited_switch).values():
                 if far not in distances:
-                    distances[far] = distances[here] + 1
+                    distances[far] = distances[visited_switch] + 1
                     queue.append(far)
         return distances
 

@@ -52,8 +52,8 @@ def boundary_ids(network: Network, switch: str, holdings: Holdings) -> dict[tupl
     Boundaries with the same pair of addresses have one id, because their shadow ids differ. A pair keeps its
     id on the switch. A new pair gets the id of a pair of the same source that is gone, or else a free one.
     """
-    here = [boundary for boundary in network.boundaries if boundary.switch == switch]
-    pairs = {boundary.pair for boundary in here}
+    local_boundaries = [boundary for boundary in network.boundaries if boundary.switch == switch]
+    pairs = {boundary.pair for boundary in local_boundaries}
     entries = holdings.table("boundaries")
     used_ids = {entry["boundary"] for entry in entries}
     ids: dict[AddressPair, int] = {}
@@ -65,11 +65,11 @@ def boundary_ids(network: Network, switch: str, holdings: Holdings) -> dict[tupl
         else:
             stale_ids[pair[0]] = entry["boundary"]
     free = (number for number in range(BOUNDARY_IDS) if number not in used_ids)
-    for boundary in here:
+    for boundary in local_boundaries:
         if boundary.pair not in ids:
             source = boundary.pair[0]
             ids[boundary.pair] = stale_ids.pop(source) if source in stale_ids else next(free)
-    return {(boundary.job, boundary.number): ids[boundary.pair] for boundary in here}
+    return {(boundary.job, boundary.number): ids[boundary.pair] for boundary in local_boundaries}
 
 
 def group_contents(network: Network, switch: str) -> dict[tuple[str, int, int, int], Replicas]:

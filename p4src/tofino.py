@@ -59,8 +59,8 @@ def driver(target: str) -> str | None:
     places = os.pathsep.join((os.environ.get("PATH", ""), str(sde_install() / "bin")))
     for name in DRIVERS:
         if path := shutil.which(name, path=places):
-            help_ = subprocess.run([path, "--target-help"], capture_output=True, text=True, check=False)
-            if f"{target}-{ARCHITECTURES[target]}" in help_.stdout + help_.stderr:
+            target_help = subprocess.run([path, "--target-help"], capture_output=True, text=True, check=False)
+            if f"{target}-{ARCHITECTURES[target]}" in target_help.stdout + target_help.stderr:
                 return os.path.abspath(path)
     return None
 

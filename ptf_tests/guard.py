@@ -89,7 +89,7 @@ class OwnAddresses(Guard):
     def test_without_address(self) -> None:
         """frames without a source address to check: other protocols, VLANs, DHCP, and probes of RFC 5227"""
         header = Ether(dst=PEER_MAC, src=TRAINER_MAC)
-        frames_ = [
+        sent_frames = [
             bytes(packet)
             for packet in (
                 header / IPv6(src="fe80::1", dst="fe80::2") / UDP(),
@@ -100,7 +100,7 @@ class OwnAddresses(Guard):
                 header / Dot1AD(vlan=7) / Dot1Q(vlan=0) / IP(src=str(STUB.ip), dst=str(PEER_IP)) / UDP(),
             )
         ]
-        self.check((TRAINER_PORT, frames_), {PEER_PORT: frames_})
+        self.check((TRAINER_PORT, sent_frames), {PEER_PORT: sent_frames})
 
 
 class OthersAddresses(Guard):

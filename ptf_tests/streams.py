@@ -302,7 +302,9 @@ class Checksums(StreamTest):
                 identification=parsed[IP].chksum,
             )
             both = Ether(segment.frame()), Ether(expected_copy(segment, SHADOW, 0))
-            self.assertIn((0, 0), [(packet_[IP].chksum, packet_[TCP].chksum) for packet_ in both])
+            self.assertIn(
+                (0, 0), [(copied_packet[IP].chksum, copied_packet[TCP].chksum) for copied_packet in both]
+            )
             self.check_copy(segment, SHADOW, 0)
 
     def test_many(self) -> None:

@@ -197,9 +197,11 @@ class PtfSwitch:
 
     def direct_count(self, entry: TableEntry) -> CounterValue:
         """Return the direct counter of one entry (section 9.4)."""
-        there = _renumber_entity(entry, self._ports)
-        assert isinstance(there, TableEntry)
-        key = P4TableEntry(there.table, match=P4TableMatch(there.match), priority=there.priority)
+        renumbered = _renumber_entity(entry, self._ports)
+        assert isinstance(renumbered, TableEntry)
+        key = P4TableEntry(
+            renumbered.table, match=P4TableMatch(renumbered.match), priority=renumbered.priority
+        )
         read = P4DirectCounterEntry(table_entry=key).encode(self.codec.schema)
         (data,) = (e.direct_counter_entry.data for e in self._read([read]))
         return CounterValue(data.packet_count, data.byte_count)

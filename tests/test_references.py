@@ -10,6 +10,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -137,6 +138,12 @@ def tracked() -> list[Path]:
     return [Path(name) for name in names.splitlines() if (ROOT / name).is_file()]
 
 
+@cache
+def syntax_tree(file: Path) -> ast.Module:
+    """Return a module's syntax tree, which several tests read."""
+    return ast.parse((ROOT / file).read_text())
+
+
 def mentions_of(file: Path, first_line: int, text: str) -> Iterator[Mention]:
     """Yield the names in backticks of a text that begins in a line of a file."""
     for number, line in enumerate(text.split("\n"), start=first_line):
@@ -146,7 +153,7 @@ def mentions_of(file: Path, first_line: int, text: str) -> Iterator[Mention]:
 def read_python(file: Path, names: Names) -> list[Mention]:
     """Add a module's names; return what its docstrings and comments mention."""
     source = (ROOT / file).read_text()
-    tree = ast.parse(source)
+    tree = syntax_tree(file)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = [
         statement.value
@@ -197,9 +204,7 @@ def stale_arguments(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_arguments_that_docstrings_describe_are_parameters() -> None:
     files = [file for file in tracked() if file.suffix == ".py" and not file.match("*_pb2*.py")]
-    stale = [
-        (file, *found) for file in files for found in stale_arguments(ast.parse((ROOT / file).read_text()))
-    ]
+    stale = [(file, *found) for file in files for found in stale_arguments(syntax_tree(file))]
     assert [f"{file}:{line}: {name}" for file, line, name in stale] == []
 
 

@@ -108,7 +108,7 @@ def page_of(source: str) -> str:
 
 def rewrite_links(text: str, source: str) -> str:
     """Return a file's text with the site's links, and without links to files that are not on the site."""
-    folder, here = posixpath.dirname(source), posixpath.dirname(page_of(source)) or "."
+    folder, page_folder = posixpath.dirname(source), posixpath.dirname(page_of(source)) or "."
 
     def link(match: re.Match[str]) -> str:
         words, target, anchor = match[1], match[2], match[3] or ""
@@ -117,7 +117,7 @@ def rewrite_links(text: str, source: str) -> str:
         path = posixpath.normpath(posixpath.join(folder, target))
         if path not in FROM_ROOT and not path.startswith("docs/"):
             return words.lstrip("!")[1:-1]
-        link_text = f"{words}({posixpath.relpath(page_of(path), here)}{anchor})"
+        link_text = f"{words}({posixpath.relpath(page_of(path), page_folder)}{anchor})"
         if path.endswith(".svg") and (ROOT / path.replace(".svg", "-tall.svg")).exists():
             return f"{link_text}{{.wide}} {link_text.replace('.svg)', '-tall.svg)')}{{.tall}}"
         return link_text

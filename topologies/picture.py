@@ -56,7 +56,9 @@ def show(topology: Topology, console: Console) -> None:
 def _block(topology: Topology, switch: SwitchNode) -> str:
     above = _cells(topology.trainers, switch.name)
     below = _cells(topology.shadow_nodes, switch.name)
-    links = [f"port {port} ── {far} port {there}" for port, far, there in topology.links_at(switch.name)]
+    links = [
+        f"port {port} ── {far} port {far_port}" for port, far, far_port in topology.links_at(switch.name)
+    ]
     label = " " + " · ".join([f"{switch.name}, {switch.address}", *links]) + " "
     width = max(len(label), *(sum(cell.width for cell in cells) for cells in (above, below)))
     lines = []
@@ -125,11 +127,11 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
     """
     installed = Path(sys.executable).with_name("checkmate")
     if not installed.exists():
-        checkmate = here = shlex.join([sys.executable, "-m", "checkmate.cli.entry"])
+        checkmate = outside = shlex.join([sys.executable, "-m", "checkmate.cli.entry"])
     else:
         checkmate, on_path = "checkmate", shutil.which("checkmate")
-        here = checkmate if on_path and Path(on_path).samefile(installed) else shlex.quote(str(installed))
-    inside = f"{here} lab exec {lab}"
+        outside = checkmate if on_path and Path(on_path).samefile(installed) else shlex.quote(str(installed))
+    inside = f"{outside} lab exec {lab}"
     control = f"{inside} {CONTROLLER} -- {checkmate}"
     shadows = [
         f"  {inside} {host.name} -- {checkmate} shadow --id {number}"
@@ -145,8 +147,8 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
         [
             f"job: {job_file}",
             "next steps: train in the lab, with all that this needs, until Ctrl-C; then look at the logs",
-            f"  {here} lab train {lab}{'' if topology.script else OWN_SCRIPT}",
-            f"  {here} lab logs {lab} {topology.shadow_nodes[0].name}",
+            f"  {outside} lab train {lab}{'' if topology.script else OWN_SCRIPT}",
+            f"  {outside} lab logs {lab} {topology.shadow_nodes[0].name}",
             "or by hand (run and each shadow occupy a terminal until Ctrl-C):",
             f"  {control} run",
             *shadows,
@@ -156,6 +158,6 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
             f"  {control} consolidate --out checkpoint/",
             f"  {control} remove   # after run has stopped",
             f"  {inside} {topology.trainers[0].name}   # a shell on a host",
-            f"  {here} lab down {lab}",
+            f"  {outside} lab down {lab}",
         ]
     )

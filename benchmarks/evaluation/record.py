@@ -117,8 +117,10 @@ def blocks_of(logs: Sequence[Log]) -> tuple[MeasuredBlock, ...]:
     """Return each rank's block with the system."""
     lines = [line for log in logs for line in log if line.get("block") == "system"]
     return tuple(
-        MeasuredBlock(round(line_["seconds"], _DIGITS), round(line_["written"]), round(line_["sent"]))
-        for line_ in lines
+        MeasuredBlock(
+            round(record_line["seconds"], _DIGITS), round(record_line["written"]), round(record_line["sent"])
+        )
+        for record_line in lines
     )
 
 

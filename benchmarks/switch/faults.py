@@ -50,13 +50,13 @@ def measure() -> list[Result]:
     ]
 
 
-def _run(topology: Topology, load_: Load, loss: float = 0.0) -> tuple[TrafficOutcome, str | None]:
+def _run(topology: Topology, traffic_load: Load, loss: float = 0.0) -> tuple[TrafficOutcome, str | None]:
     with (
         Lab(topology, "softswitch", name="benchfaults", loss=loss) as lab,
         controlled_lab(lab) as crew,
         StepProgress(text_console(stderr=True)) as steps,
     ):
-        return Traffic(crew, load_, steps).run(), lab.loss_by
+        return Traffic(crew, traffic_load, steps).run(), lab.loss_by
 
 
 def _complete(outcome: TrafficOutcome) -> float:

@@ -112,8 +112,8 @@ class FloodStage:
             ip = str(nics[face.mac].ip) if has_own_address else None
             return Origin(name, self.lab.namespace(host.name), face.name, face.mac, ip)
 
-        _, peer, there = self.lab.topology.links_at(self.tor)[0]
-        link = Origin("a link", self.lab.namespace(peer), f"port{there}", "02:00:00:00:77:77")
+        _, peer, peer_port = self.lab.topology.links_at(self.tor)[0]
+        link = Origin("a link", self.lab.namespace(peer), f"port{peer_port}", "02:00:00:00:77:77")
         return [
             at("a rank's port", lambda face: face.mac in job_macs - set(nics)),
             at(

@@ -182,13 +182,13 @@ def read(folder: Path, ranks: int, *, one_core: bool) -> dict[str, list[TimedBlo
     for kind in KINDS:
         share = 0.0 if kind == KINDS[0] else standing
         own_share = 1 - share if one_core else 1.0
-        turns_ = [
+        turn_pairs = [
             (fmean(rank[kind][0] for rank in turn), sum(rank[kind][1] for rank in turn))
             for turn in zip(*lines_by_rank, strict=False)
         ]
         blocks[kind] = [
             TimedBlock((a[0] + b[0]) / 2 * own_share, (a[1] + b[1] - share * (a[0] + b[0])) / 2)
-            for a, b in zip(turns_[::2], turns_[1::2], strict=False)
+            for a, b in zip(turn_pairs[::2], turn_pairs[1::2], strict=False)
         ]
     return blocks
 

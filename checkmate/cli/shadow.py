@@ -147,11 +147,13 @@ def _check_id(job: Job, node_id: int) -> None:
 
 def _own_id(job: Job) -> int:
     """Return the id of the node whose NICs' addresses are this machine's, if there is exactly one."""
-    here = [node.id for node in job.shadow_nodes if all(_is_own(str(nic.ip)) for nic in node.nics)]
-    if len(here) == 1:
-        return here[0]
-    if here:
-        raise UsageFault(f"this machine has the NICs of shadow nodes {', '.join(map(str, here))}: use --id")
+    own_nodes = [node.id for node in job.shadow_nodes if all(_is_own(str(nic.ip)) for nic in node.nics)]
+    if len(own_nodes) == 1:
+        return own_nodes[0]
+    if own_nodes:
+        raise UsageFault(
+            f"this machine has the NICs of shadow nodes {', '.join(map(str, own_nodes))}: use --id"
+        )
     addresses = (f"{node.id}: {' and '.join(str(nic.ip) for nic in node.nics)}" for node in job.shadow_nodes)
     fault = f"this machine has the NICs of no shadow node of job {job.job}"
     raise UsageFault(f"{fault}; their addresses are {'; '.join(addresses)}")

@@ -207,9 +207,9 @@ def combine_shards(group: int, shards: Sequence[ShardState]) -> GroupState:
     first = most_parts(headers)
     for header in headers:
         if (header.layout, header.optimizer) != (first.layout, first.optimizer):
-            here, there = ((group, other_header.shard.shard) for other_header in (header, first))
-            trouble = f"{name(here)} has another model or optimizer than {name(there)}"
-            raise Lacking({here: [trouble]}, frozenset({here}))
+            own_shard, first_shard = ((group, other_header.shard.shard) for other_header in (header, first))
+            trouble = f"{name(own_shard)} has another model or optimizer than {name(first_shard)}"
+            raise Lacking({own_shard: [trouble]}, frozenset({own_shard}))
     states = {number: values for shard in shards for number, values in shard.states.items()}
     record, without = record_of(headers)
     if without:

@@ -110,8 +110,8 @@ def _quietly(subject: Subject, receive_buffer: int, insecure: bool) -> Iterator[
         yield host_checks.windows(subject.role, facts)
         yield from _capacity(subject, facts, receive_buffer)
         # Without such an address the process refuses to start, and says so.
-        there = tuple(nic for nic in subject.nics if facts.nics[str(nic.ip)] is not None)
-        yield from network_checks.interfaces(replace(subject, nics=there), facts)
+        present_nics = tuple(nic for nic in subject.nics if facts.nics[str(nic.ip)] is not None)
+        yield from network_checks.interfaces(replace(subject, nics=present_nics), facts)
     if not insecure:
         try:
             ends = role_checks.keys_end(role_checks.role_keys(subject), dt.datetime.now(dt.UTC))
@@ -187,9 +187,9 @@ def _peer_findings(subject: Subject, facts: Facts, keys: Keys) -> Iterator[Findi
     answers = peers.ask_nodes(job, callees, keys.keys) if keys.usable and installed else {}
     if subject.node is not None:
         runs = not isinstance(answers.get(subject.node.id, ""), str)
-        here = [host for host in subject.mgmt if is_here(host)]
-        yield network_checks.own_ports(subject, facts, here, runs=runs)
-        yield role_checks.source_addresses(subject, here)
+        own_hosts = [host for host in subject.mgmt if is_here(host)]
+        yield network_checks.own_ports(subject, facts, own_hosts, runs=runs)
+        yield role_checks.source_addresses(subject, own_hosts)
         yield _clocks(subject)
     if not (keys.usable and installed):
         yield skipped("shadow nodes", f"not asked without {'keys' if installed else 'the libraries'}")

@@ -142,11 +142,13 @@ def ring_ports(addresses: Sequence[tuple[str, int]], facts: Facts) -> Finding:
     first, last = _range(facts.sysctls.get("net.ipv4.ip_local_port_range", ""))
     reserved = [_range(part) for part in facts.sysctls.get("net.ipv4.ip_local_reserved_ports", "").split(",")]
     ports = sorted({port for _, port in addresses})
-    open_ = [port for port in ports if first <= port <= last and not any(a <= port <= b for a, b in reserved)]
-    if open_:
-        detail = f"the kernel may give {_spans(open_)} to other connections before training starts"
+    free_ports = [
+        port for port in ports if first <= port <= last and not any(a <= port <= b for a, b in reserved)
+    ]
+    if free_ports:
+        detail = f"the kernel may give {_spans(free_ports)} to other connections before training starts"
         current = facts.sysctls.get("net.ipv4.ip_local_reserved_ports", "")
-        setting = ",".join(filter(None, (current, _spans(open_))))
+        setting = ",".join(filter(None, (current, _spans(free_ports))))
         return warning("ports", detail, f"sysctl -w net.ipv4.ip_local_reserved_ports={setting}")
     return ok("ports", f"{_spans(ports)} free")
 

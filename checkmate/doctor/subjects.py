@@ -78,13 +78,13 @@ def trainers(job: Job) -> Iterator[Subject]:
     """Yield the training hosts of a job."""
     ranks = [rank for group in job.dp_groups for rank in group.ranks]
     for host in job.hosts:
-        here = tuple(rank for rank in ranks if rank.host == host.name)
+        host_ranks = tuple(rank for rank in ranks if rank.host == host.name)
         mgmt = (host.mgmt,) if host.mgmt else ()
         yield Subject(
             Role.TRAINER,
             f"host {host.name} of job {job.job}",
             job,
-            ranks=here,
+            ranks=host_ranks,
             nics=host.nics,
             mgmt=(*mgmt, host.name),
         )

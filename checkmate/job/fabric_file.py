@@ -270,9 +270,9 @@ def _unknown_switches(model: FabricFile) -> Iterator[Fault]:
     for job, grant in model.grants.items():
         for name in grant.ports:
             if name not in names:
-                there = ", ".join(sorted(names))
+                known_names = ", ".join(sorted(names))
                 yield Fault(
-                    ("grants", job, "ports", name), f"no switch {name!r} in switches, which has {there}"
+                    ("grants", job, "ports", name), f"no switch {name!r} in switches, which has {known_names}"
                 )
 
 

@@ -99,8 +99,10 @@ def too_many_streams(job: Job, granted: Granted) -> Iterator[Fault]:
 def _no_grant(name: str, granted: Granted) -> str:
     names = sorted(granted.grants)
     more = ", ..." if names[MAX_LISTED:] else ""
-    there = f"it has some for {', '.join(names[:MAX_LISTED])}{more}" if names else "it has none for any job"
-    return f"{granted.document.file} has no grant for job {name!r}; {there}"
+    granted_jobs = (
+        f"it has some for {', '.join(names[:MAX_LISTED])}{more}" if names else "it has none for any job"
+    )
+    return f"{granted.document.file} has no grant for job {name!r}; {granted_jobs}"
 
 
 def _elsewhere(name: str, file: Path, granted: Granted) -> Iterator[Fault]:
@@ -184,9 +186,10 @@ def _other_switches(raw: Any, granted: Granted) -> Iterator[Fault]:
         if (name := switch.fields.get("name")) is None:
             continue
         if (right := operators.get(name)) is None:
-            there = ", ".join(sorted(operators))
+            switch_names = ", ".join(sorted(operators))
             yield Fault(
-                (*switch.path, "name"), f"no switch {name!r} in {granted.document.file}, which has {there}"
+                (*switch.path, "name"),
+                f"no switch {name!r} in {granted.document.file}, which has {switch_names}",
             )
             continue
         claimed, operated = effective(switch.fields), effective(right.fields)

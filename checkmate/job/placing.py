@@ -125,8 +125,8 @@ def _refusal(rank: ValidPart, hosts: Mapping[str, ValidPart]) -> tuple[str, str]
     if not isinstance(nics, list) or not nics:
         return "", ""
     if nic >= len(nics):
-        there = "one NIC, 0" if len(nics) == 1 else f"NICs 0 to {len(nics) - 1}"
-        return "nic", f"host {name!r} has {there}, and not {nic}"
+        host_nics = "one NIC, 0" if len(nics) == 1 else f"NICs 0 to {len(nics) - 1}"
+        return "nic", f"host {name!r} has {host_nics}, and not {nic}"
     return None if isinstance(nics[nic], dict) else ("", "")
 
 

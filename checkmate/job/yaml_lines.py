@@ -342,10 +342,10 @@ def _unreadable(file: Path, error: OSError) -> str:
     if isinstance(error, IsADirectoryError):
         return "is a folder; give the path of a file in it"
     try:
-        there = os.listdir(file.parent) if isinstance(error, FileNotFoundError) else []
+        siblings = os.listdir(file.parent) if isinstance(error, FileNotFoundError) else []
     except OSError:
-        there = []
-    return f"cannot be read: {error.strerror}{did_you_mean(file.name, there)}"
+        siblings = []
+    return f"cannot be read: {error.strerror}{did_you_mean(file.name, siblings)}"
 
 
 def _parse(text: str) -> tuple[Any, dict[faults.Path, int]]:

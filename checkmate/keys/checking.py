@@ -57,15 +57,15 @@ class _Check:
     def faults(self) -> Iterator[tuple[YamlPath, str]]:
         """Yield each fault with the path of the key that names the file."""
         folder = keys_folder(self.job) / self.job.job
-        here = []
+        folders = []
         for name in (AUTHORITY, *Role):
             try:
                 if self._is_here(folder / name):
-                    here.append(str(name))
+                    folders.append(str(name))
                     self._check_folder(folder, name)
             except KeysError as error:
                 yield ("keys",), str(error)
-        serves = not here or Role.CONTROLLER in here
+        serves = not folders or Role.CONTROLLER in folders
         for number, switch in enumerate(self.job.fabric.switches):
             if switch.tls is not None:
                 for key, message in self._tls_faults(switch.tls, serves):

@@ -55,7 +55,7 @@ def read_keys(
             used.
     """
     try:
-        there = folder.is_dir()
+        exists = folder.is_dir()
     except PermissionError:
         raise KeysError(
             f"{folder} can't be read by this user, because it, or a folder above it, is another user's; copy "
@@ -63,7 +63,7 @@ def read_keys(
         ) from None
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL character
         raise KeysError(f"{str(folder)[:200]!r} can't be a folder of keys: {error}"[:400]) from None
-    if not there:
+    if not exists:
         raise KeysError(
             f"{folder} is not a folder of keys of role {role}: run `checkmate keys FILE` with the "
             f"file of job {job}, and copy the folder keys/{job}/{role} that it makes to {folder} here"

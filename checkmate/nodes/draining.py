@@ -50,13 +50,13 @@ def only_here(answers: Answers, node: int) -> list[Shard]:
     newest = newest_beginnings(hold for _, hold in holds)
     present = [(holder, hold) for holder, hold in holds if beginning_of(hold) in newest]
     shards = {(holder, (hold.shard.group, hold.shard.shard)): hold for holder, hold in present}
-    here = {shard: hold for (holder, shard), hold in shards.items() if holder == node and hold.seeded}
+    seeded_holds = {shard: hold for (holder, shard), hold in shards.items() if holder == node and hold.seeded}
     elsewhere = {
         shard
         for (holder, shard), hold in shards.items()
-        if holder != node and shard in here and _as_good(hold, here[shard])
+        if holder != node and shard in seeded_holds and _as_good(hold, seeded_holds[shard])
     }
-    return sorted(here.keys() - elsewhere)
+    return sorted(seeded_holds.keys() - elsewhere)
 
 
 def _as_good(hold: pb.HoldStatus, than: pb.HoldStatus) -> bool:

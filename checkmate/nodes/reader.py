@@ -124,7 +124,7 @@ class ShardRequest:
 
 def check_header(header: pb.SeedHeader, request: ShardRequest) -> Layout:
     """Return the layout of a stream of seeds. Raise `StateError` if it is not the requested shard."""
-    there = ShardRequest(
+    request_of_node = ShardRequest(
         header.job,
         header.run,
         header.iteration,
@@ -134,8 +134,8 @@ def check_header(header: pb.SeedHeader, request: ShardRequest) -> Layout:
         None if request.start is None else header.start,
         request.parameters,
     )
-    if there != request:
-        requested, delivered = _words_of(request), _words_of(there)
+    if request_of_node != request:
+        requested, delivered = _words_of(request), _words_of(request_of_node)
         raise StateError(
             f"it sent {delivered}, not {requested if requested != delivered else 'of the requested start'}"
         )

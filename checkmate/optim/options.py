@@ -107,13 +107,13 @@ def apply_options(group: MutableMapping[str, Any], text: str) -> None:
 def put_options(group: MutableMapping[str, Any], options: Mapping[str, Any]) -> None:
     """Set a parameter group's options, like `apply_options`, but from parsed ones."""
     for key, value in options.items():
-        there = group.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
-            if (there.dtype, there.shape) == (value.dtype, value.shape):
+        present = group.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
+            if (present.dtype, present.shape) == (value.dtype, value.shape):
                 with torch.no_grad():
-                    there.copy_(value)
+                    present.copy_(value)
                 continue
-            group[key] = value.to(there.device)
+            group[key] = value.to(present.device)
         else:
             group[key] = value
 

@@ -91,16 +91,16 @@ def trainer_settings(job: Job, now: Present = present) -> list[Setting]:
 
 def _several_nics(now: Present) -> list[Setting]:
     # The kernel takes the larger value of `all` and the interface's own; of the other two, 2 is the largest.
-    there = now("net.ipv4.conf.all.arp_ignore")
-    ignore = there if there in _STRICTER else "1"
+    present = now("net.ipv4.conf.all.arp_ignore")
+    ignore = present if present in _STRICTER else "1"
     values = {"arp_ignore": ignore, "arp_announce": "2", "rp_filter": "2"}
     return [Setting(f"net.ipv4.conf.all.{name}", value, _NICS) for name, value in values.items()]
 
 
 def _at_least(key: str, minimums: Sequence[int], reason: str, now: Present) -> Setting:
-    there = [int(number) for number in (now(key) or "").split()]
-    if len(there) == len(minimums):
-        minimums = [max(pair) for pair in zip(minimums, there, strict=True)]
+    present = [int(number) for number in (now(key) or "").split()]
+    if len(present) == len(minimums):
+        minimums = [max(pair) for pair in zip(minimums, present, strict=True)]
     return Setting(key, " ".join(map(str, minimums)), reason)
 
 

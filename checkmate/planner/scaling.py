@@ -87,8 +87,8 @@ class Profile:
             if step.model == model.name:
                 return step
         if not alike:
-            there = "; ".join(f"{s.model}, {s.optimizer}, {s.dtype}" for s in self.steps)
-            raise ProfileError(f"the profile has no step of {optimizer} in {dtype}; it has {there}")
+            measured_steps = "; ".join(f"{s.model}, {s.optimizer}, {s.dtype}" for s in self.steps)
+            raise ProfileError(f"the profile has no step of {optimizer} in {dtype}; it has {measured_steps}")
         return alike[0]
 
 

@@ -165,14 +165,14 @@ def answer(segment: Segment, port: int, view: View, now: int) -> Answer:
 
     `now`: microseconds since the epoch, by the controller's clock.
     """
-    here = view.network.switches[view.switch].stub
+    stub = view.network.switches[view.switch].stub
     match segment.kind:
         case SegmentKind.ARP:
-            return Answer(frames.arp_reply(here, segment))
+            return Answer(frames.arp_reply(stub, segment))
         case SegmentKind.SYN:
-            if segment.stub_port == here.port and view.knows(segment, port):
-                return Answer(frames.syn_ack(here, segment))
-            return Answer(frames.reset(here, segment), note=f"refused a SYN from {segment.ip} at port {port}")
+            if segment.stub_port == stub.port and view.knows(segment, port):
+                return Answer(frames.syn_ack(stub, segment))
+            return Answer(frames.reset(stub, segment), note=f"refused a SYN from {segment.ip} at port {port}")
         case SegmentKind.RST:
             entry = _connection_of(segment, port, view)
             return Answer(drop=entry, closure=_closure(segment, entry, view, "reset") if entry else None)
@@ -180,8 +180,8 @@ def answer(segment: Segment, port: int, view: View, now: int) -> Answer:
             entry = _connection_of(segment, port, view)
             if entry is not None:
                 closure = _closure(segment, entry, view, "closed")
-                return Answer(frames.finish(here, segment), drop=entry, closure=closure)
-            return Answer(frames.reset(here, segment))
+                return Answer(frames.finish(stub, segment), drop=entry, closure=closure)
+            return Answer(frames.reset(stub, segment))
         case SegmentKind.DATA:
             return _hello(segment, port, view, now)
         case _:
@@ -208,12 +208,12 @@ def _connection_of(
 
 
 def _hello(segment: Segment, port: int, view: View, now: int) -> Answer:
-    here = view.network.switches[view.switch].stub
+    stub = view.network.switches[view.switch].stub
     try:
         admission = _admission(segment, port, view, now)
     except StreamRefused as refusal:
         return Answer(
-            frames.reset(here, segment),
+            frames.reset(stub, segment),
             drop=_connection_of(segment, port, view, behind=(0, tag.HELLO_LENGTH)),
             note=f"refused a hello from {segment.ip}:{segment.port}: {refusal}",
         )
@@ -221,20 +221,20 @@ def _hello(segment: Segment, port: int, view: View, now: int) -> Answer:
     if admission is not None and stale is not None and streams.stream_key(stale) != admission.key:
         # The node reuses this address and port, so it no longer has the older stream.
         admission = replace(admission, drops=(*admission.drops, stale))
-    return Answer(frames.acknowledge(here, segment), admission)
+    return Answer(frames.acknowledge(stub, segment), admission)
 
 
 def _admission(segment: Segment, port: int, view: View, now: int) -> StreamAdmission | None:
     """Return what a hello changes, or `None` for a repeated one. Raise `StreamRefused`."""
-    here = view.network.switches[view.switch].stub
+    stub = view.network.switches[view.switch].stub
     nic = view.known_nic(segment, port)
-    if nic is None or segment.stub_port != here.port:
+    if nic is None or segment.stub_port != stub.port:
         raise StreamRefused(f"{segment.ip} at port {port} is not a shadow NIC of any job")
     try:
         hello, mac = tag.Hello.unpack(segment.payload)
     except ValueError as error:
         raise StreamRefused(str(error)) from None
-    ends = tag.Ends(segment.ip, segment.port, here.ip, segment.stub_port)
+    ends = tag.Ends(segment.ip, segment.port, stub.ip, segment.stub_port)
     if not is_hello_authentic(view.hello_keys[nic.job.job], hello.covered(ends), mac):
         raise StreamRefused(
             f"its MAC is wrong: the node's hello.key is not this controller's of job {nic.job.job}"

@@ -227,9 +227,11 @@ def port_peers(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]
     peers: dict[int, tuple[str, ...]] = {
         port: (f"switch {far}",) for port, far in network.links(switch).items()
     }
-    here = [(name, host) for job in network.jobs for name, host in job.interfaces() if host.switch == switch]
-    peers |= {host.port: (name,) for name, host in here}
-    return peers, {host.port for _, host in here if isinstance(host, Nic)}
+    interfaces = [
+        (name, host) for job in network.jobs for name, host in job.interfaces() if host.switch == switch
+    ]
+    peers |= {host.port: (name,) for name, host in interfaces}
+    return peers, {host.port for _, host in interfaces if isinstance(host, Nic)}
 
 
 def copies_by_port(network: Network, plan: SwitchPlan) -> dict[int, list[MulticastGroup]]:

@@ -82,10 +82,10 @@ class ProgramPlan:
 class Emitter:
     """One round of generation: lines, their variables, and their run-time objects."""
 
-    def __init__(self, plan_: ProgramPlan, facts: ProgramFacts | None, traced: bool) -> None:
-        self.plan = plan_
-        self.config = plan_.config
-        self.links = plan_.links
+    def __init__(self, program_plan: ProgramPlan, facts: ProgramFacts | None, traced: bool) -> None:
+        self.plan = program_plan
+        self.config = program_plan.config
+        self.links = program_plan.links
         self.facts = facts
         self.findings = ProgramFacts()
         self.traced = traced

@@ -51,7 +51,7 @@ class ParserEmitter:
         self.codes = {name: number(code) for code, name in emitter.config.errors.items()}
         self.order = emitter.config.deparser["order"]
         self.states: dict[str, Json] = {s["name"]: s for s in emitter.config.parser["parse_states"]}
-        self.numbers = {name: number_ for number_, name in enumerate(self.states, 1)}
+        self.numbers = {name: state_number for state_number, name in enumerate(self.states, 1)}
         self.looped = False
 
     def emit(self) -> None:

@@ -157,12 +157,12 @@ def _indexed(
     emitter: Emitter, kind: str, name: str, cells: list[Any], index: Json, at: Json
 ) -> Iterator[str]:
     """Yield the source of an array's cell, in a block that is skipped if the index is out of bounds."""
-    where_ = emitter.value(index, at)
+    index_value = emitter.value(index, at)
     array = emitter.bind(kind, cells, name)
-    if where_.within(0, len(cells) - 1):
-        yield f"{array}[{where_.code}]"
+    if index_value.within(0, len(cells) - 1):
+        yield f"{array}[{index_value.code}]"
         return
-    with emitter.block(f"if (_i := {where_.code}) < {len(cells)}:"):
+    with emitter.block(f"if (_i := {index_value.code}) < {len(cells)}:"):
         yield f"{array}[_i]"
 
 

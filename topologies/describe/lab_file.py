@@ -221,8 +221,8 @@ def _shadow_list(group: Path, members: Sequence[int] | None, nodes: int, replica
     path: Path = (*group, "shadow_nodes")
     for position, node in enumerate(members or ()):
         if node >= nodes:
-            there = f"their numbers are 0 to {nodes - 1}" if nodes > 1 else "the only one's number is 0"
-            yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; {there}")
+            numbers = f"their numbers are 0 to {nodes - 1}" if nodes > 1 else "the only one's number is 0"
+            yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; {numbers}")
         if node in (members or ())[:position]:
             yield Fault((*path, position), f"shadow node {node} is listed twice; each holds one shard")
     holders = nodes if members is None else len(set(members))

@@ -193,7 +193,7 @@ class Topology:
     def links_at(self, switch: str) -> list[tuple[int, str, int]]:
         """Return the links of a switch: its own port, the other switch, and the port there."""
         ends = [pair for link in self.links for pair in ((link.a, link.b), (link.b, link.a))]
-        return [(port, far, there) for (near, port), (far, there) in ends if near == switch]
+        return [(port, far, far_port) for (near, port), (far, far_port) in ends if near == switch]
 
     def host(self, name: str) -> LabHost:
         """Return the host of that name; raise `KeyError` if there is none."""

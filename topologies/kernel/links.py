@@ -154,12 +154,12 @@ def connect_training(
     for host in topology.hosts:
         namespace = name_of(lab, host.name)
         for index, nic in enumerate(host.interfaces):
-            there, port = name_of(lab, nic.switch), f"port{nic.port}"
+            near_namespace, port = name_of(lab, nic.switch), f"port{nic.port}"
             if has_cables and host.role == "rank":
                 inside, (near, far) = name_of(lab, CABLES), cut_ends(host)[index]
-                connect(inside, far, there, port)
-                there, port = inside, near
-            connect(there, port, namespace, nic.name, far_mac=nic.mac)
+                connect(inside, far, near_namespace, port)
+                near_namespace, port = inside, near
+            connect(near_namespace, port, namespace, nic.name, far_mac=nic.mac)
             set_address(namespace, nic.name, nic.ip, DATA_NET)
     for link in topology.links:
         (a, a_port), (b, b_port) = link.a, link.b

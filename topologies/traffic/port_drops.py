@@ -94,7 +94,10 @@ def _neighbours(topology: Topology, switch: str) -> dict[int, str]:
         for nic in host.interfaces
         if nic.switch == switch
     }
-    return hosts | {port: f"{neighbour} port{there}" for port, neighbour, there in topology.links_at(switch)}
+    return hosts | {
+        port: f"{neighbour} port{neighbour_port}"
+        for port, neighbour, neighbour_port in topology.links_at(switch)
+    }
 
 
 def _statistics(lab: Lab, switch: SwitchNode, since: float, deadline: float) -> Mapping[str, Any]:

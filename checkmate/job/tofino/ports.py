@@ -259,11 +259,11 @@ def _port_settings(switch: ValidPart, target: str) -> Iterator[Fault]:
         if speed is None:
             continue
         if speed not in chip.speeds:
-            there = ", ".join(chip.speeds)
-            yield Fault((*switch.path, *path, "speed"), f"{target} has no {speed} ports; speeds: {there}")
+            choices = ", ".join(chip.speeds)
+            yield Fault((*switch.path, *path, "speed"), f"{target} has no {speed} ports; speeds: {choices}")
         if port.fec is not None and port.fec not in FEC[speed]:
-            there = " or ".join(FEC[speed])
-            yield Fault((*switch.path, *path, "fec"), f"a {speed} port's FEC is {there}, not {port.fec}")
+            choices = " or ".join(FEC[speed])
+            yield Fault((*switch.path, *path, "fec"), f"a {speed} port's FEC is {choices}, not {port.fec}")
 
 
 def _used_ports(switch: ValidPart, target: str, attachments: list[ValidPart]) -> Iterator[Fault]:

@@ -235,12 +235,12 @@ def _stepping(plan: Capacity) -> Check | None:
 
 
 def _memory(capacity: Capacity) -> Check | None:
-    job, there = capacity.demand.job, capacity.limits.node_memory
-    if there is None:
+    job, node_memory = capacity.demand.job, capacity.limits.node_memory
+    if node_memory is None:
         return None
 
     def wrong(node: NodeDemand) -> str:
-        return f"needs {node.memory.total / 1e9:.3g} GB and has {there / 1e9:.3g} GB"
+        return f"needs {node.memory.total / 1e9:.3g} GB and has {node_memory / 1e9:.3g} GB"
 
     def changes(node: NodeDemand, fits: _Fits) -> list[str]:
         return [
@@ -251,7 +251,7 @@ def _memory(capacity: Capacity) -> Check | None:
     def total(_: Capacity, node: NodeDemand) -> float:
         return node.memory.total
 
-    return _compare(capacity, "memory", there, "bytes", attrgetter("nodes"), total, wrong, changes)
+    return _compare(capacity, "memory", node_memory, "bytes", attrgetter("nodes"), total, wrong, changes)
 
 
 def _or(changes: Sequence[str]) -> str:
@@ -266,8 +266,8 @@ def add_nodes(job: Job, node: int, more: int) -> Job:
     ids = tuple(new_node.id for new_node in new)
     groups = []
     for index, group in enumerate(job.dp_groups):
-        there = job.shadow_list(index)
-        groups.append(replace(group, shadow_nodes=there + (ids if node in there else ())))
+        holders = job.shadow_list(index)
+        groups.append(replace(group, shadow_nodes=holders + (ids if node in holders else ())))
     return replace(job, shadow_nodes=job.shadow_nodes + new, dp_groups=tuple(groups))
 
 

@@ -57,12 +57,12 @@ def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
 
 def _alternatives(values: Mapping[str, Any]) -> Iterator[Fault]:
     for key, instead in _INSTEAD.items():
-        there = [name for name in instead if name in values]
-        if there and key in values:
-            yield Fault((there[0],), f"cannot be combined with {key}, which it replaces; remove one")
+        alternatives = [name for name in instead if name in values]
+        if alternatives and key in values:
+            yield Fault((alternatives[0],), f"cannot be combined with {key}, which it replaces; remove one")
         for name in instead:
-            if there and name not in values:
-                yield Fault((there[0],), f"needs {name} as well, to replace {key}")
+            if alternatives and name not in values:
+                yield Fault((alternatives[0],), f"needs {name} as well, to replace {key}")
 
 
 def _between(inputs: CostInputs, values: Mapping[str, Any]) -> Iterator[Fault]:

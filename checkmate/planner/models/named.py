@@ -216,9 +216,9 @@ def sharded(model: Model, parts: int) -> Model:
 
 def _from_function(name: str) -> nn.Module:
     module_name, _, path = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` does
     try:
         target: object = importlib.import_module(module_name)
         for part in path.split("."):

@@ -50,8 +50,8 @@ def take(node: Node, part: pb.RecordPart, answer: bool, host: str) -> pb.RecordR
     check_job(node.job, part.job)
     with node.state_changed:
         start = node.state.superseded(part, host, node.now())
-        here = node.state.groups.get(part.group)
-        replaced = here is None or node.state.older_starts.find(here.begin) is not start
+        group = node.state.groups.get(part.group)
+        replaced = group is None or node.state.older_starts.find(group.begin) is not start
     if start is not None and (start.goes_on or replaced):
         return pb.RecordReply(iteration=part.iteration, superseded=True, by=start.by) if answer else None
     reply = record(node, part, answer)

@@ -36,8 +36,10 @@ class StepSites:
         site = script_site()
         if self._first is None:
             self._first = site
-        here, there = next(((a, b) for a, b in zip(site, self._first, strict=False) if a != b), (None, None))
-        if here is None or there is None:
+        place, first_place = next(
+            ((a, b) for a, b in zip(site, self._first, strict=False) if a != b), (None, None)
+        )
+        if place is None or first_place is None:
             return
         self._warned = True
         _log.warning(
@@ -46,8 +48,8 @@ class StepSites:
             "backwards: take one step a turn, for turn in protection.steps(...), which also shows where "
             "iterations end (`checkmate docs training`)",
             iteration,
-            *here,
-            *there,
+            *place,
+            *first_place,
         )
 
 

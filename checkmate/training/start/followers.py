@@ -246,11 +246,17 @@ class Followers:
 
     def _at_risk(self, lost_node: int) -> str:
         """Return in words which shards no other node has, if a node is lost."""
-        there = {line.node.id for line in self.lines if line.connected and line.node.id != lost_node}
+        connected_nodes = {
+            line.node.id for line in self.lines if line.connected and line.node.id != lost_node
+        }
         holders = {
             shard: {node.id for node in self._place.holders(shard)} for shard in range(self._place.shards)
         }
-        alone = [str(shard) for shard, nodes in holders.items() if lost_node in nodes and not nodes & there]
+        alone = [
+            str(shard)
+            for shard, nodes in holders.items()
+            if lost_node in nodes and not nodes & connected_nodes
+        ]
         if not alone:
             return ""
         shards = f"shard{'s' * (len(alone) > 1)} {', '.join(alone)}"
@@ -395,8 +401,8 @@ def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: 
         holds = [
             hold for answer in answers.values() if not isinstance(answer, str) for hold in answer.values()
         ]
-        there = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
-        missing = [shard for shard in range(place.shards) if shard not in there]
+        stepped_shards = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
+        missing = [shard for shard in range(place.shards) if shard not in stepped_shards]
         silent = [answers[node.id] for shard in missing for node in place.holders(shard)]
         waiting = any(hold.live and hold.stepped < iteration for hold in holds)
         waiting |= any(isinstance(reply, str) and not reply.startswith(UNREACHABLE) for reply in silent)

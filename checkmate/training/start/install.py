@@ -189,9 +189,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> N
     for index, entries in whole["state"].items():
         present = optimizer.state[flat[index]]
         for name, value in entries.items():
-            there = present.get(name)
-            if isinstance(value, torch.Tensor) and there is not None and there.dtype != value.dtype:
-                present[name] = value.to(there.device)
+            present_tensor = present.get(name)
+            if (
+                isinstance(value, torch.Tensor)
+                and present_tensor is not None
+                and present_tensor.dtype != value.dtype
+            ):
+                present[name] = value.to(present_tensor.device)
             present[name] = sharded_like(flat[index], present[name])
     lay_out_state(optimizer)
 
@@ -218,20 +222,20 @@ def install_buffers(model: TrainedModel, buffers: Mapping[str, torch.Tensor]) ->
     tensors = model.tensors()
     with torch.no_grad():
         for name, tensor in buffers.items():
-            there = tensors.get(name)
+            present_tensor = tensors.get(name)
             if state.is_frozen_state(name):
                 continue  # the optimizer's
             if state.is_extra_state(name):
                 _install_extra(model, name, tensor)
                 continue
-            if there is None:
+            if present_tensor is None:
                 _fill(model, name, tensor)
                 continue
-            local = state.local_of(there)
+            local = state.local_of(present_tensor)
             if (local.shape, local.dtype) == (tensor.shape, tensor.dtype):
                 local.copy_(tensor)
             else:
-                there.data = tensor.to(there.device)
+                present_tensor.data = tensor.to(present_tensor.device)
 
 
 def _fill(model: TrainedModel, name: str, tensor: torch.Tensor) -> None:
@@ -308,11 +312,11 @@ def restored_parts(record: pb.IterationRecord) -> str:
         "scaler": first_part.step.scaler,
         "extra()": any(part.extra for part in record.parts),
     }
-    there = ["parameters", "optimizer", *(name for name, content in parts.items() if content)]
+    contents = ["parameters", "optimizer", *(name for name, content in parts.items() if content)]
     # Without parts it is of before the first iteration, when there is nothing to restore yet.
     optional = ("scheduler", "scaler", "extra()") if record.parts else ()
     lacking = [f"no {name}" for name in optional if not parts[name]]
-    return f"with {', '.join(there)}" + (f"; {', '.join(lacking)}" if lacking else "")
+    return f"with {', '.join(contents)}" + (f"; {', '.join(lacking)}" if lacking else "")
 
 
 def check_format(parameter: Parameter, reduced: torch.Tensor, gradient: torch.Tensor | None) -> None:

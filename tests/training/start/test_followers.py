@@ -1,8 +1,9 @@
-"""What a rank says to its shadow nodes when its script is refused, and what it logs of their answers."""
+"""A rank and its shadow nodes: refusals, what it logs of their answers, and the wait for the last step."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -277,3 +278,58 @@ def test_parameters_that_a_shard_does_not_have_are_not_sent(nodes: list[Recordin
         wait_until(lambda: bool(nodes[0].seeds))
         nodes[0].wanted_seeds = []
         assert {tuple(header.parameters) for header, _ in nodes[0].seeds} == {(0,)}
+
+
+INCARNATION = 7
+
+
+@pytest.fixture
+def place(job: Job) -> Membership:
+    return Membership(job, 0, 0, 0)
+
+
+def hold(shard: int, stepped: int, *, live: bool = True) -> pb.HoldStatus:
+    return pb.HoldStatus(
+        shard=pb.Shard(shard=shard), incarnation=INCARNATION, stepped=stepped, live=live, seeded=True
+    )
+
+
+def waited(place: Membership, seconds: float) -> tuple[str, float]:
+    """Return what is missing at the end, and how long that took."""
+    start = time.monotonic()
+    with Stubs(place.job, None) as stubs:
+        return following.await_stepped(
+            place, stubs, INCARNATION, 5, start + seconds
+        ), time.monotonic() - start
+
+
+def test_the_end_waits_for_live_holds(nodes: list[RecordingNode], place: Membership) -> None:
+    nodes[0].status = pb.NodeStatus(holds=[hold(0, 5)])
+    nodes[1].status = pb.NodeStatus(holds=[hold(1, 4)])
+
+    def step() -> None:
+        nodes[1].status = pb.NodeStatus(holds=[hold(1, 5)])
+
+    threading.Timer(0.3, step).start()
+    missing, seconds = waited(place, 10)
+    assert missing == ""
+    assert 0.2 < seconds < 5
+
+
+def test_the_end_says_what_was_not_stepped_in_time(nodes: list[RecordingNode], place: Membership) -> None:
+    nodes[0].status = pb.NodeStatus(holds=[hold(0, 5)])
+    nodes[1].status = pb.NodeStatus(holds=[hold(1, 3)])
+    missing, seconds = waited(place, 0.5)
+    assert missing == "shard 1: shadow node 1 is at iteration 3"
+    assert 0.4 < seconds < 5
+
+
+def test_the_end_waits_for_nobody_who_cannot_step(nodes: list[RecordingNode], place: Membership) -> None:
+    """One has a gap, one has died."""
+    nodes[0].status = pb.NodeStatus(holds=[hold(0, 3, live=False)])
+    nodes[1].stop()
+    missing, seconds = waited(place, 10)
+    assert missing.startswith(
+        "shard 0: shadow node 0 is at iteration 3; shard 1: shadow node 1: can't be reached"
+    )
+    assert seconds < 5
