@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
 
+from checkmate.events.event_log import FOLDER as EVENTS_FOLDER
 from checkmate.job.files import read_job
 from checkmate.keys.access import INSECURE, keys_folder
 from checkmate.keys.making import make_keys
@@ -203,7 +204,8 @@ class Lab:
 
     def environment(self, node: str) -> dict[str, str]:
         """Return the environment of a node's processes: ours, and what job, torchrun and NCCL need there."""
-        variables = {**torchrun.DEFAULTS, **processes.environment(), **torchrun.ENVIRONMENT}
+        events = {EVENTS_FOLDER: str(self.directory / "events")}  # or the folder that the user has named
+        variables = {**torchrun.DEFAULTS, **events, **processes.environment(), **torchrun.ENVIRONMENT}
         variables.pop(INSECURE, None)  # a lab has keys
         variables |= torchrun.nccl_environment(f"{self.name} {node}")
         return variables | {"CHECKMATE_JOB": str(self.job_file_at(node))}

@@ -64,6 +64,15 @@ def job_file(lab: str) -> Path:
     return folder(lab) / JOB_FILE
 
 
+def lab_outside(job: Path) -> str | None:
+    """Return the lab that a job file is of, unless this process is in one of its namespaces."""
+    place = job.resolve()
+    if place.parent.parent != RUN or not place.exists():
+        return None
+    lab = place.parent.name
+    return None if (namespaces.own_name() or "").startswith(namespaces.name_of(lab, "")) else lab
+
+
 def existing() -> list[str]:
     """Return the labs that have a folder."""
     return sorted(path.name for path in RUN.iterdir()) if RUN.is_dir() else []

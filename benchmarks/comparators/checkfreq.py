@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparators.flat import FlatState, empty, flatten, restore_state
 from benchmarks.comparators.saving import SavedFiles, write
-from benchmarks.comparators.system import Place
+from benchmarks.comparators.system import CheckpointFolders
 
 PROFILED: Final = range(5, 100)
 """The iterations without checkpoints whose mean is the time of an iteration."""
@@ -82,7 +82,7 @@ class CheckFreq(SavedFiles):
 
     name = "CheckFreq"
 
-    def __init__(self, place: Place, frequency: Frequency | None = None) -> None:
+    def __init__(self, place: CheckpointFolders, frequency: Frequency | None = None) -> None:
         super().__init__(place)
         self.frequency = frequency or Frequency(place.interval)
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparators.flat import FlatState, empty, flatten, restore_state
-from benchmarks.comparators.system import CheckpointSystem, Place, broadcast_value
+from benchmarks.comparators.system import CheckpointFolders, CheckpointSystem, broadcast_value
 
 IN_PROGRESS: Final = 2
 WRITERS: Final = 2
@@ -43,7 +43,7 @@ class ConcurrentCheckpoints(CheckpointSystem):
 
     name = "PCcheck"
 
-    def __init__(self, place: Place, in_progress: int = IN_PROGRESS) -> None:
+    def __init__(self, place: CheckpointFolders, in_progress: int = IN_PROGRESS) -> None:
         super().__init__(place)
         self._in_progress = in_progress
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparators.flat import bounds, empty, flatten, restore_state
 from benchmarks.comparators.reduction_gate import ReductionGate
-from benchmarks.comparators.system import PartedState, Place
+from benchmarks.comparators.system import CheckpointFolders, PartedState
 
 VERSIONS: Final = 2
 """One that is complete, and one in progress."""
@@ -96,7 +96,7 @@ class Gemini(PartedState):
     interleaved: ClassVar[bool] = True
     switchable = False  # its hook stays
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CheckpointFolders) -> None:
         super().__init__(place)
         self._memory = HostMemory(place.memory)
 

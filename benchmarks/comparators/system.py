@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointFolders:
     """The folders of a rank's checkpoints, and their interval.
 
     Attributes:
@@ -37,7 +37,7 @@ class CheckpointSystem(ABC):
     switchable: ClassVar[bool] = True
     """A job without calls of `after_step` is like one without the system."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CheckpointFolders) -> None:
         self.place = place
 
     def attach(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:

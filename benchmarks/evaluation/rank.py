@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 import checkmate
-from benchmarks.comparators.system import Place
+from benchmarks.comparators.system import CheckpointFolders
 from benchmarks.evaluation.rank_log import RankLog, parse
 from benchmarks.evaluation.systems import reduce_of, system_of
 from benchmarks.evaluation.turns import Turns, train
@@ -24,7 +24,9 @@ def main() -> None:
         checkmate.protect(workload.ddp, workload.optimizer) as protection,
         RankLog(options.out, rank) as log,
     ):
-        system = system_of(options.system, Place(options.disk, options.memory / str(rank), options.interval))
+        system = system_of(
+            options.system, CheckpointFolders(options.disk, options.memory / str(rank), options.interval)
+        )
         system.attach(workload.ddp, workload.optimizer)
         first = max(first, system.recover())
         log.say(resumed=first)

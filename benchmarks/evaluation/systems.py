@@ -10,7 +10,7 @@ from benchmarks.comparators.checkfreq import CheckFreq
 from benchmarks.comparators.concurrent import ConcurrentCheckpoints
 from benchmarks.comparators.gemini import Gemini, GeminiBlocking
 from benchmarks.comparators.saving import DcpAsyncSave, DcpSave, TorchSave
-from benchmarks.comparators.system import CheckpointSystem, NoCheckpoints, Place
+from benchmarks.comparators.system import CheckpointFolders, CheckpointSystem, NoCheckpoints
 from topologies.training.orders import Reduce
 
 CHECKMATE: Final = "Checkmate"
@@ -45,7 +45,7 @@ def is_installed(system: str) -> bool:
     return system not in _PACKAGES or packages.is_installed(_PACKAGES[system])
 
 
-def system_of(name: str, place: Place) -> CheckpointSystem:
+def system_of(name: str, place: CheckpointFolders) -> CheckpointSystem:
     """Return what a rank uses besides `checkmate.protect`, which labs replace if it is not Checkmate."""
     if name == _LM:
         packages.use()

@@ -24,7 +24,7 @@ from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
-from checkmate.training.start import membership
+from checkmate.training.start import places
 
 TITLE: Final = "Recording: an optimizer's step with records and checks / the step alone, pair by pair"
 ROUNDS: Final = 40
@@ -66,7 +66,7 @@ class StepLoop:
 
     def _recorder(self, extra: Callable[[], Any] | None) -> Recorder:
         model = DdpModel(self.ddp)
-        slices = Slices(membership.lay_out(model, 2), self.parameters, self.optimizer)
+        slices = Slices(places.lay_out(model, 2), self.parameters, self.optimizer)
         return Recorder(
             Watched(model, self.optimizer, extra=extra),
             model.trained(),

@@ -220,6 +220,16 @@ def log_to_stderr(log_format: LogFormat = LogFormat.TEXT) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
+def lab_hint(jobs: Sequence[Path], command: str) -> str:
+    """Return how to run a command in the lab of a job file, if it is of one and this shell is outside."""
+    from topologies import state  # noqa: PLC0415 - only after a failure
+
+    labs = dict.fromkeys(lab for job in jobs if (lab := state.lab_outside(job)) is not None)
+    return "".join(
+        f"; outside lab {lab}, use checkmate lab exec {lab} ctl -- checkmate {command}" for lab in labs
+    )
+
+
 def event_log_capabilities(folder: Path | None) -> tuple[Capability, ...]:
     """Return what writing the event log takes, for an option `--events`."""
     events_folder = find_folder(folder)

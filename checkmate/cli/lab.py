@@ -55,7 +55,7 @@ Jitter = Annotated[
 
 
 @dataclass(frozen=True)
-class LabStanding:
+class LabState:
     """A lab of this machine.
 
     `up` is true if processes run in it, false if it is left over from a killed command, and `None` if only
@@ -143,7 +143,7 @@ def down(
     failures = []
     labs_to_remove = _choose_labs(names or [], all_labs=every, if_up=if_up)
     if every and labs_to_remove and not yes and sys.stdin.isatty() and err.is_terminal:
-        _show(_standing())
+        _show(_lab_states())
         confirm(
             f"Remove {counted(len(labs_to_remove), 'lab')} with all that runs there?", "nothing was removed"
         )
@@ -179,7 +179,7 @@ def list_labs(as_json: AsJson = False) -> None:
     Example: checkmate lab list
     """
     if as_json:
-        print_json({"topologies": _titles(), "labs": [asdict(lab) for lab in _standing()]})
+        print_json({"topologies": _titles(), "labs": [asdict(lab) for lab in _lab_states()]})
     else:
         _show_labs()
 
@@ -189,15 +189,15 @@ def _titles() -> dict[str, str]:
     return {name: describe.load(name).title for name in describe.names()}
 
 
-def _standing() -> list[LabStanding]:
+def _lab_states() -> list[LabState]:
     """Return every lab that exists on this machine, even in part."""
-    standings = []
+    lab_states = []
     for name in state.existing():
         record = state.read_record(name)
         up = bool(namespaces.processes(namespaces.of_lab(name))) if os.geteuid() == 0 else None
         topology, target = (record.topology, record.target) if record else (None, None)
-        standings.append(LabStanding(name, topology, target, up, str(state.job_file(name))))
-    return standings
+        lab_states.append(LabState(name, topology, target, up, str(state.job_file(name))))
+    return lab_states
 
 
 def _show_labs() -> None:
@@ -205,7 +205,7 @@ def _show_labs() -> None:
     for name, title in _titles().items():
         shipped.add_row(name, title)
     out.print(shipped)
-    labs = _standing()
+    labs = _lab_states()
     if not labs:
         out.print("no lab is up")
         return
@@ -217,14 +217,14 @@ def _show_labs() -> None:
             out.print(f"to clear up: checkmate lab down {lab.name}", soft_wrap=True)
 
 
-def _show(labs: Collection[LabStanding]) -> None:
+def _show(labs: Collection[LabState]) -> None:
     table = FittedTable("", "lab", "topology", "target", "state", folds=("topology",))
     for lab in labs:
         table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
     out.print(table)
 
 
-def _state(lab: LabStanding) -> str:
+def _state(lab: LabState) -> str:
     if lab.up is None:
         return "unknown without root"
     return "up" if lab.up else "left over"

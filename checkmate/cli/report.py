@@ -19,6 +19,7 @@ from checkmate.cli.common import (
     JobArgument,
     UsageFault,
     err,
+    lab_hint,
     out,
     print_json,
     show_errors,
@@ -88,6 +89,8 @@ def report(
         Stubs(loaded, access(loaded, role, insecure=insecure).keys) as stubs,
     ):
         ask_nodes(loaded, stubs, start, gathered)
+    if not gathered.live and (hint := lab_hint([job], "report")):
+        gathered.notes.append(f"no shadow node answers{hint}")
     _print(_report(loaded, gathered, start, now), as_json=as_json)
 
 

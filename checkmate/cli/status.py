@@ -19,6 +19,7 @@ from checkmate.cli.common import (
     JobArguments,
     UsageFault,
     err,
+    lab_hint,
     out,
     print_json,
     read_job_set,
@@ -50,8 +51,8 @@ class StreamsNotConnected(UsageFault):
 class Unread(UsageFault):
     """Switches can't be read; `data` has the status of the others."""
 
-    def __init__(self, errors: Sequence[ControlError], status: Mapping[str, object]) -> None:
-        super().__init__("; ".join(map(str, errors)))
+    def __init__(self, errors: Sequence[ControlError], status: Mapping[str, object], hint: str) -> None:
+        super().__init__("; ".join(map(str, errors)) + hint)
         self.exit_code = errors[0].exit_code
         self.data = {"status": status}
 
@@ -83,7 +84,7 @@ def status(
         for switch_status in statuses:
             out.print(Group(*switch_tables(switch_status), *switch_lines(switch_status)))
     if errors:
-        raise Unread(errors, data)
+        raise Unread(errors, data, lab_hint(jobs, "status"))
     missing = [
         stream for switch_status in statuses for stream in switch_status.streams if not stream.connected
     ]

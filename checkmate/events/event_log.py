@@ -36,6 +36,8 @@ MAX_RECENT: Final = 2000
 """Events that are kept in memory."""
 _MAX_QUEUED: Final = 10_000
 """Events that wait for the disk; more are counted as lost."""
+_MAX_NAMESAKES: Final = 8
+"""Processes of one name that keep events in a folder, such as two controllers; each has files of its own."""
 _END_SECONDS: Final = 2.0
 _READ_SECONDS: Final = 5.0
 FOLDER: Final = "CHECKMATE_EVENTS"
@@ -50,6 +52,10 @@ class EventsError(RuntimeError):
     """Events cannot be read or kept; the message names the path and the reason."""
 
     exit_code = 2
+
+
+class LogInUse(EventsError):
+    """Another process keeps its events in that file."""
 
 
 @dataclass
@@ -100,12 +106,10 @@ class EventLog:
             file_bytes: The size of each of its two files.
 
         Raises:
-            EventsError: The folder cannot be written, or another process keeps the same log. A full disk is
-                not an error.
+            EventsError: The folder cannot be written, or 8 processes of this name keep events there. A full
+                disk is not an error.
         """
         self.source, self.job = source, job
-        self.path = None if folder is None else folder / file_name(source, job)
-        """The newer of the two files."""
         self.beat: Beat = lambda: None
         """Returns how far the process is. The log's thread calls it after events and every 30 s."""
         self._last_beat = Occurrence("", {})
@@ -117,7 +121,9 @@ class EventLog:
         self._queue: queue.Queue[Event | None] = queue.Queue(_MAX_QUEUED)
         self._lost_count = 0  # on disk; the thread alone reads and resets it
         self._dropped_count = 0  # from the queue
-        self._files = None if self.path is None else LogFiles(self.path, file_bytes)
+        self._files = None if folder is None else _free_files(folder / file_name(source, job), file_bytes)
+        self.path = None if self._files is None else self._files.paths[1]
+        """The newer of the two files."""
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
 
     def start(self) -> EventLog:
@@ -347,6 +353,17 @@ class LogFiles:
             )
 
 
+def _free_files(path: Path, file_bytes: int) -> LogFiles:
+    """Return a log's files: `controller.jsonl`, or `controller.2.jsonl` if another process keeps that."""
+    name = path.name.removesuffix(SUFFIX)
+    for number in range(2, _MAX_NAMESAKES + 1):
+        try:
+            return LogFiles(path, file_bytes)
+        except LogInUse:
+            path = path.with_name(f"{name}.{number}{SUFFIX}")
+    return LogFiles(path, file_bytes)
+
+
 def _open_file(name: str, folder: int, flags: int = 0) -> int:
     """Open a file of the folder, made if need be. Raise `OSError` for links, pipes and second names."""
     flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -380,7 +397,7 @@ def _open_locked(path: Path, folder: int) -> int:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise  # a file system without locks
         log = path.name.removeprefix(".").removesuffix(".lock")
-        raise EventsError(
+        raise LogInUse(
             f"another process keeps the events of {path.parent / log}; specify another folder for this one"
         ) from None
     return file

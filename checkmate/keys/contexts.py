@@ -9,7 +9,6 @@ from __future__ import annotations
 import ssl
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 
@@ -43,11 +42,6 @@ def uris_of_call(auth_context: Mapping[str, Any]) -> list[str]:
     `auth_context`: the result of that method of gRPC's servicer context; its values are sequences of bytes.
     """
     return [uri.decode("ascii", "replace") for uri in auth_context.get("peer_uri", ())]
-
-
-def host_of_call(peer: str) -> str:
-    """Return the IP address in the result of `peer()` of gRPC's servicer context, `ipv4:10.0.0.1:4711`."""
-    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def _context(protocol: int, keys: RoleKeys) -> ssl.SSLContext:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Final
 
@@ -21,11 +21,12 @@ _MAX_LINE: Final = 1000
 """Characters of a line, whose parts are shorter."""
 _CONTROLLER: Final = "controller"
 """The source of events of each controller."""
+_FAILED: Final = "failed"
 _SOURCES: Final = {
     "nodes": "resumed from the shadow nodes",
     "disk": "resumed from a checkpoint on disk",
     "start": "began with iteration 0",
-    "failed": "failed",
+    _FAILED: "failed",
     "": "began; how is not known",
 }
 
@@ -41,8 +42,11 @@ def page(report: JobReport) -> Iterator[RenderableType]:
     yield Text("Starts of training", "bold")
     if not report.recoveries:
         yield "  none is known"
-    for recovery in report.recoveries:
-        yield from _recovery(recovery)
+    for recoveries in _alike(report.recoveries):
+        yield from _recovery(recoveries[0])
+        if more := len(recoveries) - 1:
+            last = _clock(recoveries[-1].time)
+            yield Text(f"    {counted(more, 'more start')} failed in this way, the last at {last}")
     committed = "not known" if report.committed is None else f"iteration {report.committed}"
     yield ""
     yield Text.assemble(("Last committed iteration, as far as nodes have said: ", "bold"), committed)
@@ -86,6 +90,21 @@ def _death(death: Death) -> Iterator[str]:
 def _absence(absence: Absence) -> str:
     until = f"until {_clock(absence.until)}" if absence.until else "and still"
     return f"{_clock(absence.since)}  DP group {absence.group}, shard {absence.shard}, {until}"
+
+
+def _alike(recoveries: Iterable[Recovery]) -> list[list[Recovery]]:
+    """Return starts of training, those that failed in one way after another together: a crash loop."""
+    alike: list[list[Recovery]] = []
+    for recovery in recoveries:
+        if recovery.source == _FAILED and alike and _failure(alike[-1][0]) == _failure(recovery):
+            alike[-1].append(recovery)
+        else:
+            alike.append([recovery])
+    return alike
+
+
+def _failure(recovery: Recovery) -> tuple[object, ...]:
+    return recovery.source, recovery.why, recovery.committed
 
 
 def _recovery(recovery: Recovery) -> Iterator[RenderableType]:

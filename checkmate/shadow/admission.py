@@ -13,9 +13,10 @@ from typing import Any, Final
 
 import grpc
 
+from checkmate.base.waiting_calls import host_of_call
 from checkmate.job.schema import Job
 from checkmate.keys.callers import STEP_RECORDS, CallerRefused, caller_role, check_call
-from checkmate.keys.contexts import host_of_call, server_context, uris_of_call
+from checkmate.keys.contexts import server_context, uris_of_call
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role, node_hosts
 from checkmate.keys.tls_trial import uris_of_socket

@@ -13,10 +13,11 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from checkmate.base.waiting_calls import CallGuard, WaitingCalls, host_of_call
 from checkmate.events.event_log import EventLog
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
-from checkmate.keys.contexts import host_of_call, server_credentials
+from checkmate.keys.contexts import server_credentials
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS, SUPERSEDED
@@ -24,7 +25,7 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
 from checkmate.shadow.calls import begin, events, fence, leave, transfer
 from checkmate.shadow.calls.begin import status
-from checkmate.shadow.guard import CallGuard, Handlers
+from checkmate.shadow.guard import IDLE_SECONDS, Handlers, RequestGuard
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.logic.starts import StartEnded
 from checkmate.shadow.node import Node
@@ -246,7 +247,7 @@ class Server:
         self._server = grpc.server(
             self._pool, interceptors=checks, options=options, maximum_concurrent_rpcs=max_calls(ranks)
         )
-        self._guard = CallGuard()
+        self._calls = CallGuard(WaitingCalls(IDLE_SECONDS))
         self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers, log))
         self._health = health.HealthServicer()
         self._add(_HEALTH, health_pb2_grpc.add_HealthServicer_to_server, self._health)
@@ -265,11 +266,11 @@ class Server:
         add(servicer, collected)
         handlers = {method: handler for method, handler in collected.by_method.items() if method != "Watch"}
         pools = {**dict.fromkeys(_RECOVERY, self._recovery), "Seed": self._seeds, "Events": self._events}
-        guarded = self._guard.handlers(handlers, pools)
+        guarded = RequestGuard(self._calls).handlers(handlers, pools)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, guarded),))
 
     def __enter__(self) -> Server:
-        self._guard.start()
+        self._calls.start()
         self._server.start()
         for name in ("", _NAME):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -278,6 +279,6 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._health.enter_graceful_shutdown()
         self._server.stop(0.2).wait()
-        self._guard.stop()
+        self._calls.stop()
         for pool in (self._pool, self._recovery, self._seeds, self._events):
             pool.shutdown()

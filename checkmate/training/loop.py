@@ -24,7 +24,7 @@ from checkmate.training.errors import RefusedError
 from checkmate.training.record.generators import install_generators
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.start.install import part_of
-from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.places import Place, Start
 
 Batch = TypeVar("Batch")
 
@@ -64,7 +64,7 @@ class Loop:
         self._recorder.leave_loop()
 
 
-def generators_of(place: Membership, start: Start) -> Mapping[str, Any]:
+def generators_of(place: Place, start: Start) -> Mapping[str, Any]:
     """Return this rank's random generators in the record from which a run resumes, with what was known then.
 
     They are empty in a run that does not resume.

@@ -47,10 +47,11 @@ from checkmate.training.record.generators import FirstBatch
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
+from checkmate.training.start.all_ranks import ANEW, RestoreError
 from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.install import lay_out_state, own_buffers
-from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out_shares
 from checkmate.training.start.nccl_runtime import slicing_of
+from checkmate.training.start.places import Handover, Place, Start, join, lay_out_shares
 from checkmate.training.start.plans import NewRun
 from checkmate.wire.layout import Layout
 
@@ -71,7 +72,7 @@ _UNTAGGED: Final = (
 class ProtectedRun:
     """The script's training and how it begins, before anything is created for it."""
 
-    place: Membership
+    place: Place
     start: Start
     watched: Watched
     layouts: Mapping[int, Layout]
@@ -134,7 +135,8 @@ def protect(
         UnsupportedOptimizer: Shadow nodes can't repeat the optimizer's step.
         LayoutError: A parameter is not dense in memory.
         StateError: Some state (scheduler, scaler, `extra`, a buffer) can't be stored.
-        RestoreError: Rank 0 could not plan the start of training.
+        RestoreError: Rank 0 could not plan the start of training; or `restore` was not called, although nodes
+            hold what an earlier process has trained.
         KeysError: The keys of role trainer are missing or can't be used.
         TaggerUnavailable: A boundary rank can't tag its segments, e.g. for lack of a capability.
         RingError: The ring could not be connected.
@@ -147,7 +149,7 @@ def protect(
     keep_events(place.rank, place.job.job)
     say(logging.DEBUG, PROTECT_STARTED(), "protect has begun")
     began_at = time.monotonic()
-    standing = ModelStanding.of(wrapped)
+    handover = Handover.of(wrapped)
     watched = watched_of(wrapped, optimizer, scheduler, scaler, extra)
     check_schedulers(watched)
     check_model(watched)
@@ -158,10 +160,10 @@ def protect(
     check_all_stepped(spec, list(names))
     lay_out_state(watched.optimizer)
     with ExitStack() as undo:
-        stubs = undo.enter_context(standing.take_stubs(place.job, place.keys()))
-        start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
-        standing.hold()
-        undo.callback(standing.release)
+        stubs = undo.enter_context(handover.take_stubs(place.job, place.keys()))
+        start = handover.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
+        handover.hold()
+        undo.callback(handover.release)
         run = ProtectedRun(place=place, start=start, watched=watched, layouts=layouts, optimizer=spec)
         protection = _assemble(run, stubs, deadline, undo, required=required)
     event = PROTECT_ENDED(
@@ -174,11 +176,17 @@ def protect(
     return protection
 
 
-def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
-    """Return a start of training without a `restore` before it."""
+def _start_afresh(place: Place, stubs: Stubs, timeout: float) -> Start:
+    """Return a start of training without a `restore` before it.
+
+    Raise `RestoreError` if the nodes have an earlier process's training, which would be lost.
+    """
     plan = restore.plan_fresh(place, stubs, timeout)
-    if isinstance(plan, NewRun) and plan.trouble and place.rank == 0:
-        _log.warning("%s: call checkmate.restore before protect to resume from it", plan.trouble)
+    if isinstance(plan, NewRun) and plan.trouble and not Handover.has_protected:
+        raise RestoreError(
+            f"{plan.trouble}, and the script does not resume from it: call checkmate.restore before protect, "
+            f"which changes nothing if nodes hold nothing; or discard it: {ANEW}"
+        )
     return Start(plan)
 
 
@@ -250,7 +258,7 @@ def _assemble(
 
 
 def _recorded_buffers(
-    place: Membership, watched: Watched, parameters: Sequence[nn.Parameter], start: Start
+    place: Place, watched: Watched, parameters: Sequence[nn.Parameter], start: Start
 ) -> Buffers:
     """Return the buffers that this rank records; only the first rank records those that all ranks share."""
     model, optimizer = watched.model, watched.optimizer
@@ -277,7 +285,7 @@ class Protection:
         """Take over all parts, and `undo`, which closes them in any state."""
         self.waiting = parts.waiting
         """Which shadow nodes do not follow from the start on, in words, on the first rank of a DP group."""
-        self.session = run.place
+        self.place = run.place
         self._incarnation = run.start.plan.incarnation
         self._gradients = parts.gradients
         self._recorder = parts.recorder
@@ -358,7 +366,7 @@ class Protection:
                     failed = self._publisher.failed_iteration
                     self._followers.report_refusal(failed, unpublished, marks=self._recorder.is_marking)
                 raise unpublished
-            if last and self.session.first and iteration >= 0:
+            if last and self.place.first and iteration >= 0:
                 self._followers.await_stepped(iteration, deadline)
 
     def __enter__(self) -> Protection:

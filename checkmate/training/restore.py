@@ -29,7 +29,7 @@ from checkmate.training.kept_events import keep_events
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.generators import RestoredTensors
-from checkmate.training.start import exchange, fence, from_disk, from_nodes, membership, plans, sharing
+from checkmate.training.start import exchange, fence, from_disk, from_nodes, places, plans, sharing
 from checkmate.training.start.all_ranks import (
     ANEW,
     TRAINING_ENDED,
@@ -41,8 +41,8 @@ from checkmate.training.start.all_ranks import (
 from checkmate.training.start.from_disk import OnDisk
 from checkmate.training.start.from_nodes import Fetched
 from checkmate.training.start.install import part_of, restored_parts
-from checkmate.training.start.membership import Membership, ModelStanding, Start
 from checkmate.training.start.nccl_runtime import slicing_of
+from checkmate.training.start.places import Handover, Place, Start
 from checkmate.training.start.plans import (
     AfterReset,
     FromNodes,
@@ -111,17 +111,17 @@ def restore(
     """
     began_at = time.monotonic()
     wrapped = model_of(model)
-    place = membership.join(wrapped)
+    place = places.join(wrapped)
     if place.rank == 0 or place.first:
         show_log()
     keep_events(place.rank, place.job.job)
     say(logging.DEBUG, RESTORE_STARTED(), "restore has begun")
     try:
-        standing = ModelStanding.of(wrapped)
+        handover = Handover.of(wrapped)
         watched = watched_of(wrapped, optimizer, scheduler, scaler)
         slicing_of(place, wrapped)  # refuses before anything is restored
         with ExitStack() as undo:
-            stubs = undo.enter_context(standing.take_stubs(place.job, place.keys()))
+            stubs = undo.enter_context(handover.take_stubs(place.job, place.keys()))
             start, extra = _begin(place, watched, stubs, timeout, checkpoints)
             undo.pop_all()
     except Exception as error:
@@ -129,9 +129,9 @@ def restore(
         say(logging.DEBUG, event, "restore fails: %s", error)
         raise
     start.extra = RestoredTensors(extra)
-    standing.restored(start, stubs, first=place.first)
+    handover.restored(start, stubs, first=place.first)
     if place.rank == 0:
-        standing.warn_if_unprotected(members_of(watched.optimizer))
+        handover.warn_if_unprotected(members_of(watched.optimizer))
     source = "nodes" if start.plan.kind == "nodes" else "disk" if start.next_iteration else "start"
     event = RESTORE_ENDED(from_=source, iteration=start.next_iteration, seconds=seconds_since(began_at))
     say(logging.DEBUG, event, "iteration %d comes next", start.next_iteration)
@@ -139,7 +139,7 @@ def restore(
 
 
 def _begin(
-    place: Membership,
+    place: Place,
     watched: Watched,
     stubs: Stubs,
     timeout: float,
@@ -196,7 +196,7 @@ def _begin(
 
 
 def _begin_without_nodes(
-    place: Membership, watched: Watched, plan: NewRun | WithoutState, checkpoints: str | Path | None
+    place: Place, watched: Watched, plan: NewRun | WithoutState, checkpoints: str | Path | None
 ) -> tuple[Start, Any]:
     """Resume from disk, or begin with iteration 0 if there is nothing to resume from."""
     on_disk = agree(
@@ -216,7 +216,7 @@ def _begin_without_nodes(
     return Start(plan), None
 
 
-def plan_fresh(place: Membership, stubs: Stubs, timeout: float) -> RestartPlan:
+def plan_fresh(place: Place, stubs: Stubs, timeout: float) -> RestartPlan:
     """Plan, on all ranks together, a start from iteration 0, for scripts that do not call `restore`."""
 
     def make() -> RestartPlan:
@@ -227,7 +227,7 @@ def plan_fresh(place: Membership, stubs: Stubs, timeout: float) -> RestartPlan:
 
 
 def _from_nodes(
-    place: Membership, watched: Watched, stubs: Stubs, plan: FromNodes, start: Start, timeout: float
+    place: Place, watched: Watched, stubs: Stubs, plan: FromNodes, start: Start, timeout: float
 ) -> tuple[Any, str]:
     """Read and install the planned iteration; return the user's `extra`, and the errors of all ranks."""
     began_at = time.monotonic()

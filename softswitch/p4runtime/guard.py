@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError, Message
 
+from checkmate.base.waiting_calls import CallGuard, host_of_call
 from softswitch.p4runtime.fieldcodecs import invalid
-from softswitch.p4runtime.waits import PATIENCE_S, Waits
 from softswitch.program.state import StatusError
 
 log = logging.getLogger(__name__)
@@ -30,7 +27,6 @@ SCHEME = "checkmate:"
 CONTROLLER = re.compile(r"checkmate:[^/]+/controller")
 MAX_LISTING = 100
 """Characters of a stranger's text in a message."""
-TICK_S = 0.1
 HEAD = ("device_id", "election_id", "role")
 """Fields by which a request names its sender."""
 Call = Callable[[Any, grpc.ServicerContext], Any]
@@ -54,53 +50,14 @@ def check_controller(auth: Mapping[str, Any]) -> None:
         )
 
 
-class WaitGuard:
-    """Ends calls that wait too long for their clients, from its creation to `stop`.
+class CallAdmission:
+    """Wraps calls, so that their requests come in time, from clients that may call, and can be read.
 
     With `identified` clients, it refuses those without a controller's certificate before they send a request.
     """
 
-    def __init__(self, identified: bool) -> None:
-        self._identified = identified
-        self._waits: Waits[grpc.ServicerContext] = Waits()
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="waiting calls", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stopping.wait(TICK_S):
-            with self._lock:
-                late = self._waits.late(time.monotonic())
-            for context in late:
-                context.cancel()
-
-    @contextmanager
-    def waiting(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """Note that a call waits for its client until the end of the block, or is ended meanwhile.
-
-        Raises:
-            StatusError: It was ended.
-        """
-        with self._lock:
-            crowding_call = self._waits.begin(context, client_host(context), time.monotonic())
-        if crowding_call is not None:
-            crowding_call.cancel()
-        in_time = False
-        try:
-            yield
-        finally:
-            with self._lock:
-                in_time = self._waits.end(context)
-        if not in_time:
-            raise StatusError(
-                "DEADLINE_EXCEEDED", f"the client kept the call waiting, for {PATIENCE_S:g} s at most"
-            )
+    def __init__(self, calls: CallGuard, identified: bool) -> None:
+        self._calls, self._identified = calls, identified
 
     def first(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Return a call's first message; raise `StatusError` if there is none, or the client may not call."""
@@ -108,9 +65,9 @@ class WaitGuard:
             try:
                 check_controller(context.auth_context())
             except StatusError as error:
-                log.warning("a call from %s was refused: %s", client_host(context), error)
+                log.warning("a call from %s was refused: %s", host_of_call(context.peer()), error)
                 raise
-        with self.waiting(context):
+        with self._calls.waiting(context, first=True):
             data = next(requests, None)
         if data is None:
             raise invalid("the request is missing")
@@ -131,7 +88,7 @@ class WaitGuard:
         def guarded(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
             with status(context):
                 for answer in call(parse(self.first(requests, context)), context):
-                    with self.waiting(context):
+                    with self._calls.waiting(context):
                         yield answer
 
         return guarded
@@ -154,11 +111,6 @@ def status(context: grpc.ServicerContext) -> Iterator[None]:
         yield
     except StatusError as error:
         context.abort(grpc.StatusCode[error.code], str(error))
-
-
-def client_host(context: grpc.ServicerContext) -> str:
-    """Return a client's IP address."""
-    return unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def parser(

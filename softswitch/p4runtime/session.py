@@ -11,8 +11,8 @@ from itertools import chain
 import grpc
 from finsy.proto import p4r, rpc_code
 
+from checkmate.base.waiting_calls import host_of_call
 from softswitch.p4runtime.arbitration import Arbitration, Client
-from softswitch.p4runtime.guard import client_host
 from softswitch.p4runtime.packetio import ControllerHeader
 from softswitch.program.state import StatusError
 
@@ -147,7 +147,7 @@ class Sessions:
         first = next(requests)
         if first.WhichOneof("update") != "arbitration":
             raise StatusError("FAILED_PRECONDITION", "a stream begins with arbitration")
-        session = ControllerStream(client_host(context), context.cancel)
+        session = ControllerStream(host_of_call(context.peer()), context.cancel)
         self._enter(session)
         context.add_callback(session.close)
         messages = chain([first], requests)

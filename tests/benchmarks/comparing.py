@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparators.checkfreq import CheckFreq
 from benchmarks.comparators.flat import FlatState
-from benchmarks.comparators.system import Place
+from benchmarks.comparators.system import CheckpointFolders
 from benchmarks.evaluation.systems import COMPARATORS, is_installed, system_of
 from topologies.training.verdict import digest
 
@@ -60,7 +60,7 @@ def train(
     model = nn.Sequential(nn.Linear(16, 65), nn.BatchNorm1d(65), nn.ReLU(), nn.Linear(65, 3))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    system = system_of(name, Place(Path(folder, "disk"), Path(folder, f"memory{rank}"), interval))
+    system = system_of(name, CheckpointFolders(Path(folder, "disk"), Path(folder, f"memory{rank}"), interval))
     system.attach(ddp, optimizer)
     first = system.recover()
     for iteration in range(first, until):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.comparators.checkfreq import CheckFreq, Frequency, interval_for
 from benchmarks.comparators.gemini import Copy, holder_of, newest_of, peers
-from benchmarks.comparators.system import Place
+from benchmarks.comparators.system import CheckpointFolders
 from tests.benchmarks.comparing import SYSTEMS, train, train_with_late_copies
 from tests.support.training.rank_processes import RankProcesses
 
@@ -118,7 +118,7 @@ def test_checkfreq_saves_less_often_if_that_costs_too_much() -> None:
 def test_checkfreq_does_not_count_its_profile_as_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("benchmarks.comparators.checkfreq.time", SimpleNamespace(monotonic=lambda: now))
-    system = CheckFreq(Place(Path(), Path(), 0), Frequency(profiled=range(1, 3)))
+    system = CheckFreq(CheckpointFolders(Path(), Path(), 0), Frequency(profiled=range(1, 3)))
     system.rank, system._last_step_end = 0, now
 
     def profile(_: int) -> None:

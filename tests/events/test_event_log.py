@@ -8,11 +8,12 @@ import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -195,18 +196,34 @@ time.sleep(60)
 """
 
 
-def test_two_processes_do_not_keep_one_log(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"kept\n"
-        with pytest.raises(
-            EventsError, match="another process keeps the events of .*gpt.shadow-node-0.jsonl"
-        ):
-            closed_log(tmp_path)
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-    closed_log(tmp_path, "a")
-    assert names(tmp_path) == ["node.trouble"]
+@contextmanager
+def keeping(folder: Path) -> Iterator[None]:
+    """Have another process keep a log of the same name, and kill it at the end."""
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(folder)], stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"kept\n"
+            yield
+        finally:
+            holder.kill()
+
+
+def test_processes_of_one_name_keep_logs_of_their_own(tmp_path: Path) -> None:
+    with keeping(tmp_path), keeping(tmp_path):
+        third = closed_log(tmp_path, "disk")
+        assert third.path == tmp_path / "gpt.shadow-node-0.3.jsonl"
+        assert [event.name for event in third.read().events] == ["node.trouble"]
+        assert (tmp_path / "gpt.shadow-node-0.2.jsonl").exists()
+    assert closed_log(tmp_path).path == tmp_path / "gpt.shadow-node-0.jsonl", "a dead process keeps none"
+
+
+def test_more_processes_of_one_name_than_a_folder_takes_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("checkmate.events.event_log._MAX_NAMESAKES", 1)
+    name = "gpt.shadow-node-0.jsonl"
+    with keeping(tmp_path), pytest.raises(EventsError, match=f"another process keeps the events of .*{name}"):
+        closed_log(tmp_path)
 
 
 _FULL = """

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import strategies as st
 
 from checkmate.keys.callers import CALLERS, STEP_RECORDS, CallerRefused, caller_role, check_call
-from checkmate.keys.contexts import host_of_call
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2
 from tests.support.fuzz import fuzz
@@ -109,12 +108,3 @@ def test_whatever_a_stranger_sends_is_refused(uris: list[str], rpc: str, host: s
         check_call(f"?{rpc}", Role.TRAINER, host, JOB)
     with pytest.raises(CallerRefused):
         check_call("Commit", Role.SHADOW, host, JOB)
-    host_of_call(host)
-
-
-@pytest.mark.parametrize(
-    ("peer", "host"),
-    [("ipv4:10.0.0.1:4711", "10.0.0.1"), ("ipv6:%5Bfd00::1%5D:4711", "fd00::1"), ("unix:/tmp/x", "")],
-)
-def test_the_host_of_a_call(peer: str, host: str) -> None:
-    assert host_of_call(peer) == host

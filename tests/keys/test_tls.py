@@ -15,12 +15,12 @@ from typing import Any
 import grpc
 import pytest
 
+from checkmate.base.waiting_calls import host_of_call
 from checkmate.job.schema import Job
 from checkmate.keys.callers import CallerRefused, caller_role, check_call
 from checkmate.keys.contexts import (
     channel_credentials,
     client_context,
-    host_of_call,
     server_context,
     server_credentials,
     uris_of_call,

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.planner.models.named import NAMED_MODELS, Model, ModelError, layers_of, load_model, stages_of
 from checkmate.training.model.ddp import DdpModel
-from checkmate.training.start.membership import lay_out
+from checkmate.training.start.places import lay_out
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import ITEMSIZES, Parameter
 

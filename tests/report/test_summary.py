@@ -417,3 +417,18 @@ def test_a_refusal_is_what_the_next_start_follows(crash: History) -> None:
     assert again.after == "the script was refused in iteration 41 on rank 1 (h1): a hook changes p0"
     assert [trouble.event for trouble in crash.report(live=LIVE).troubles] == ["training.refused"] * 2
     assert "after the script was refused in iteration 41 on rank 1 (h1)" in text(crash.report(live=LIVE))
+
+
+def test_starts_that_fail_alike_are_one_paragraph() -> None:
+    history = History()
+    for number, why in enumerate(["StateError: x", "StateError: x", "StateError: x", "StateError: y"]):
+        history.say(10.0 * number, "rank 0", RESTORE_STARTED(), pid=number)
+        failed = RESTORE_FAILED(why=why, seconds=1.0)
+        history.say(10.0 * number + 1, "rank 0", failed, pid=number)
+    report = history.report()
+    assert len(report.recoveries) == 4, "--json has all"
+    starts, _ = text(report).split("Last committed iteration")
+    assert starts.count("StateError: x") == 1
+    assert starts.count("StateError: y") == 1
+    last = report.recoveries[2].time[11:23]
+    assert f"2 more starts failed in this way, the last at {report.recoveries[2].time[5:10]} {last}" in starts

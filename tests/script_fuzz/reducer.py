@@ -18,7 +18,7 @@ from checkmate.ring.place import RingError
 from checkmate.state import bytes_of
 from checkmate.training.gradients.reducer import Ends, Reducer, zero_buckets
 from checkmate.training.gradients.staging import Staging, staging_for
-from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.places import Place, Start
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import StreamLayout, stream_layout
 
@@ -29,7 +29,7 @@ HEADER: Final = struct.Struct("=BBBBQI")
 class GlooReducer:
     """The reducer of one of two ranks. It owns a connection to the switch, which `close` ends."""
 
-    def __init__(self, place: Membership, layout: Layout, start: Start, switch: str) -> None:
+    def __init__(self, place: Place, layout: Layout, start: Start, switch: str) -> None:
         self.layout = layout
         self.tensors = zero_buckets(layout, torch.device("cpu"))
         self._place = place
@@ -106,7 +106,7 @@ def reducer_over(switch: str) -> Callable[..., tuple[Reducer, list[str]]]:
     """Return what takes the place of `checkmate.training.protect.make_reducer`."""
 
     def make_reducer(
-        place: Membership,
+        place: Place,
         layouts: Mapping[int, Layout],
         start: Start,
         devices: Collection[torch.device],

@@ -25,7 +25,7 @@ import checkmate
 from checkmate.ring.place import DEFAULT_PORT
 from checkmate.training.attached import attached
 from checkmate.training.record.wrapped import ClipListener
-from checkmate.training.start.membership import ModelStanding
+from checkmate.training.start.places import Handover
 
 
 class NoScaler:
@@ -63,7 +63,7 @@ def leftovers(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) ->
         ),
         "hooks": len(ddp._forward_pre_hooks) + len(optimizer._optimizer_step_pre_hooks),
         "clipped": sum(attached(p, ClipListener) is not None for p in ddp.parameters()),
-        "protected": ModelStanding.protected is not None,
+        "protected": Handover.protected is not None,
         "tagger": sum("bpf" in link for _, link in links),
         "ring": sum(is_of_the_ring(number) for number, link in links if link.startswith("socket:")),
         "interval": sys.getswitchinterval(),

@@ -32,7 +32,7 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import admission
 from checkmate.shadow.admission import Addresses, CallerCheck
 from checkmate.shadow.process import Serving
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.places import Place
 from testbed.copies import Copies, local_job
 from testbed.jobs import keys_of
 from testbed.record_line import RecordLine
@@ -324,4 +324,4 @@ def test_without_keys_nothing_starts_and_the_error_has_the_remedy(tmp_path: Path
     with pytest.raises(KeysError, match=r"role shadow: run `checkmate keys FILE`.*demo/shadow"):
         Serving(job, 0)
     with pytest.raises(KeysError, match=r"role trainer: run `checkmate keys FILE`.*demo/trainer"):
-        Membership(job, 0, 0, 0).keys()
+        Place(job, 0, 0, 0).keys()

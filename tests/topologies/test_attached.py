@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cli import COMMAND
 from tests.support.labs.live import alive, needs_clang, needs_root
 from tests.support.labs.remains import LAB_COMMAND, ROOT, lab_command
 from tests.support.waiting import wait_until
@@ -106,6 +107,27 @@ def test_what_does_not_exist_is_one_message(
     assert result.returncode == status
     assert words.replace("LAB", lab.name) in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_what_happened_in_a_lab_is_kept_and_reported(lab: Lab) -> None:
+    node = ["checkmate", "shadow", str(lab.job_file), "--id", "0"]
+    with lab_process("exec", lab.name, "shadow0", "--", *node) as process:
+        until(process, "^ready: ")
+        log = lab.directory / "events" / f"{lab.name}.shadow-node-0.jsonl"
+        wait_until(lambda: log.exists() and "node.started" in log.read_text(), "the event to be written")
+        process.send_signal(signal.SIGKILL)
+    inside = lab_command("exec", lab.name, "ctl", "--", "checkmate", "report")
+    assert inside.returncode == 0, inside.stderr
+    assert "Who ended without saying so" in inside.stdout
+    assert re.search("shadow node 0, process [0-9]+ on ", inside.stdout)
+    hint = f"outside lab {lab.name}, use checkmate lab exec {lab.name} ctl -- checkmate"
+    for command in ("report", "status"):
+        outside = subprocess.run(
+            [*COMMAND, command, str(lab.job_file)], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        assert (outside.returncode == 0) == (command == "report"), outside
+        assert f"{hint} {command}" in " ".join((outside.stdout + outside.stderr).split())
+        assert hint not in inside.stdout
 
 
 def test_a_command_gets_the_signals_itself_and_ends_with_the_lab(lab: Lab) -> None:

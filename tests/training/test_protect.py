@@ -27,6 +27,7 @@ from checkmate.wire.schedule import stream_layout
 from testbed.jobs import job_data
 from testbed.ports import free_port
 from tests.scripts import refused
+from tests.support.shadow import standings
 from tests.support.shadow.recording_node import RecordingNode
 from tests.support.training.lab import LabRun
 from tests.support.training.orders import ScriptOrders
@@ -221,6 +222,20 @@ def test_the_death_of_a_rank_is_a_ring_error_on_the_other(nodes: list[RecordingN
     assert "checkmate.ring.place.RingError: " in error
     assert "rank 0 (192.168.0.0), channel " in error and " rank 1 (192.168.0.1): " in error
     assert "Unable to cast" not in ends[0][1]
+
+
+def test_without_restore_nothing_that_an_earlier_process_has_trained_is_discarded(
+    nodes: list[RecordingNode], tmp_path: Path
+) -> None:
+    nodes[0].status = standings.node(0, standings.hold((0, 0), 6, 7))
+    _, ends = train(tmp_path, nodes, iterations=4, restore=False)
+    assert [code for code, _ in ends] == [1, 1], ends
+    for _, errors in ends:
+        assert (
+            "RestoreError: the shadow nodes hold iteration 6 of this job, and the script does not resume "
+            "from it: call checkmate.restore before protect"
+        ) in errors
+    assert not any(shadow_node.begins for shadow_node in nodes)
 
 
 @pytest.mark.slow

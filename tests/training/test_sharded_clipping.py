@@ -21,7 +21,7 @@ from checkmate.training.model.fsdp import FsdpModel
 from checkmate.training.record.step_checks import StepChecks
 from checkmate.training.record.windows import Slices
 from checkmate.training.record.wrapped import ClipListener
-from checkmate.training.start.membership import lay_out
+from checkmate.training.start.places import lay_out
 from testbed.ports import free_port
 from tests.support.training.rank_processes import RankProcesses
 from tests.support.training.sharded import ShardedNet, SplitNet, hooked, replicated, rows, shard, split

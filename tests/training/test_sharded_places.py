@@ -16,7 +16,7 @@ import checkmate
 from checkmate.state import local_of
 from checkmate.training.errors import RefusedError, SessionError
 from checkmate.training.model.fsdp import FsdpModel
-from checkmate.training.start import membership
+from checkmate.training.start import places
 from testbed.jobs import job_data
 from tests.support.job_files import meshed, write
 from tests.support.training.rank_processes import RankProcesses
@@ -49,7 +49,7 @@ def place_parts(rank: int, count: int, file: str) -> tuple[list[int], int, int]:
     os.environ["CHECKMATE_JOB"] = file
     mesh = checkmate.job_mesh("cpu")
     model = FsdpModel(shard(split(SplitNet(), mesh["tp"]), mesh["dp_shard"]))
-    place = membership.join(model)
+    place = places.join(model)
     return model.shard_ranks, place.group, place.position
 
 
@@ -68,14 +68,14 @@ def place_shards(rank: int, count: int, file: str, groups: list[list[int]]) -> t
     os.environ["CHECKMATE_JOB"] = f"{file}.{rank}"
     Path(f"{file}.{rank}").write_text(yaml.safe_dump(data))
     model = FsdpModel(shard(ShardedNet(), checkmate.shard_mesh("cpu")))
-    place = membership.join(model)
+    place = places.join(model)
     assert (place.group, place.position) == (rank % 2, rank // 2)
     for described, members in zip(data["dp_groups"], groups, strict=True):
         for member, number in zip(described["ranks"], members, strict=True):
             member["rank"] = number
     Path(f"{file}.{rank}").write_text(yaml.safe_dump(data))
     try:
-        membership.join(model)
+        places.join(model)
     except SessionError as error:
         return model.shard_ranks, str(error)
     return model.shard_ranks, ""
@@ -97,7 +97,7 @@ def add_factor(rank: int, count: int, file: str) -> str:
         if isinstance(unit, FSDPModule) and rank >= 2:
             unit.set_gradient_divide_factor(1.0)
     with pytest.raises(SessionError) as excinfo:
-        membership.join(FsdpModel(model))
+        places.join(FsdpModel(model))
     return str(excinfo.value)
 
 

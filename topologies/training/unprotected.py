@@ -17,7 +17,7 @@ from checkmate.training.gradients.reducer import Reducer
 from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.gradients.setup import make_front
 from checkmate.training.model.choosing import model_of
-from checkmate.training.start.membership import Membership, join, lay_out_shares
+from checkmate.training.start.places import Place, join, lay_out_shares
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import RING_SLICING
 
@@ -104,7 +104,7 @@ def _addresses(ranks: Iterable[Rank], loopback: bool) -> list[str]:
     return [f"127.0.0.{rank.rank + 1}" if loopback else str(rank.ip) for rank in ranks]
 
 
-def _host_place(session: Membership, layouts: Mapping[int, Layout], ring: int, loopback: bool) -> RingPlace:
+def _host_place(session: Place, layouts: Mapping[int, Layout], ring: int, loopback: bool) -> RingPlace:
     """Return this rank's place among those of its host that train its model."""
     ranks = session.host_ranks
     return RingPlace(

@@ -15,7 +15,7 @@ from checkmate.job.schema import Job
 from checkmate.training.errors import SessionError
 from checkmate.training.gradients.nccl_setup import NcclMaker
 from checkmate.training.start import exchange, nccl_runtime
-from checkmate.training.start.membership import Start, place
+from checkmate.training.start.places import Start, place_of
 from checkmate.training.start.plans import NewRun
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
@@ -74,20 +74,20 @@ def examine(job: Job, gpu: int, sizes: Sequence[int] = SIZES) -> list[RankVerdic
     rank = dist.get_rank()
     group = next((group for group in job.dp_groups if rank in [member.rank for member in group.ranks]), None)
     together = [member.rank for member in group.ranks] if group is not None else []
-    session = place(job, rank, dist.get_world_size(), together)
+    place = place_of(job, rank, dist.get_world_size(), together)
     if job.collective != "nccl":
         raise SessionError(f"the job {job.job} has collective: {job.collective}: set it to nccl")
     device = nccl_runtime.runtime.device(gpu)
-    layout = sample_layout(session.shards, nccl_runtime.slicing_for(session, {device}), sizes)
+    layout = sample_layout(place.shards, nccl_runtime.slicing_for(place, {device}), sizes)
     with ExitStack() as undo:
         start = Start(NewRun(incarnation=0, run="check"))
-        maker = NcclMaker(session, layout, start, device, undo, required=False)
+        maker = NcclMaker(place, layout, start, device, undo, required=False)
         maker.make()
         channels = () if maker.library is None else tuple(_compared_channels(maker, layout))
         version = ".".join(map(str, nccl_runtime.runtime.version()))
-        trouble = next((trouble for trouble in maker.troubles if trouble.startswith(f"{session.name}: ")), "")
-        verdict = RankVerdict(session.name, version, trouble.removeprefix(f"{session.name}: "), channels)
-        verdicts = exchange.gather(asdict(verdict), name_of=session.name_of)
+        trouble = next((trouble for trouble in maker.troubles if trouble.startswith(f"{place.name}: ")), "")
+        verdict = RankVerdict(place.name, version, trouble.removeprefix(f"{place.name}: "), channels)
+        verdicts = exchange.gather(asdict(verdict), name_of=place.name_of)
     return [_read(verdict) for verdict in verdicts]
 
 

@@ -29,8 +29,8 @@ from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.errors import SessionError
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import exchange, nccl_runtime
-from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.nccl_runtime import Communicator
+from checkmate.training.start.places import Place, Start
 from checkmate.wire.layout import Layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import stream_layout
@@ -49,7 +49,7 @@ ComparedBytes = dict[tuple[int, int], int]
 class NcclMaker:
     """Makes a rank's reducer step by step. Each step's troubles are those of all ranks."""
 
-    place: Membership
+    place: Place
     layout: Layout
     start: Start
     device: torch.device
@@ -228,7 +228,7 @@ def _dotted(version: list[Any]) -> str:
     return ".".join(map(str, version[:3]))
 
 
-def calibrate(place: Membership, layout: Layout, library: NcclLibrary, reducer: NcclReducer) -> str:
+def calibrate(place: Place, layout: Layout, library: NcclLibrary, reducer: NcclReducer) -> str:
     """Reduce each bucket once with known values. Return why tags would be wrong, or "". All ranks call it.
 
     The group's first rank has values that follow from bucket and element, the others have zeros, and their
@@ -251,7 +251,7 @@ def calibrate(place: Membership, layout: Layout, library: NcclLibrary, reducer: 
     return trouble
 
 
-def foreseen_bytes(place: Membership, layout: Layout) -> ComparedBytes:
+def foreseen_bytes(place: Place, layout: Layout) -> ComparedBytes:
     """Return what this rank sends fully reduced, as the layout's slicing has it."""
     slicing = layout.slicing
     assert isinstance(slicing, NcclSlicing)

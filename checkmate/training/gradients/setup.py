@@ -21,12 +21,12 @@ from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
-from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.places import Place, Start
 from checkmate.wire.layout import Layout
 
 
 def make_reducer(
-    place: Membership,
+    place: Place,
     layouts: Mapping[int, Layout],
     start: Start,
     devices: Collection[torch.device],
@@ -81,7 +81,7 @@ def make_front(model: TrainedModel, reducer: Reducer, first_iteration: int) -> G
     return ShardedHooks(model, buckets)
 
 
-def host_place(place: Membership, layouts: Mapping[int, Layout], start: Start) -> RingPlace:
+def host_place(place: Place, layouts: Mapping[int, Layout], start: Start) -> RingPlace:
     """Return this rank's place among those of its host that train its model. Nothing there is tagged."""
     ranks = place.host_ranks
     common = b"".join(layout.fingerprint for layout in layouts.values())
@@ -103,7 +103,7 @@ def _fingerprint(layout: bytes, start: Start, more: str) -> bytes:
     return hashlib.blake2b(common, digest_size=16).digest()
 
 
-def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) -> Ring:
+def connect(place: Place, layout: Layout, start: Start, undo: ExitStack) -> Ring:
     """Connect the ring, with a tagger on boundary ranks; `undo` closes both.
 
     Raises:

@@ -15,7 +15,7 @@ from checkmate.training.start import exchange
 from checkmate.training.start.exchange import ExchangeError
 from checkmate.training.start.from_nodes import FetchError
 from checkmate.training.start.install import InstallError
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.places import Place
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -47,13 +47,13 @@ class RankOutcome(NamedTuple):
     """Whether all of these are of what was read, so that another way of reading it may help."""
 
 
-def log_once(place: Membership, message: str) -> None:
+def log_once(place: Place, message: str) -> None:
     """Log on one rank what all know."""
     if place.rank == 0:
         _log.info("%s", message)
 
 
-def agree(place: Membership, make: Callable[[], A], from_message: Callable[[Any], A], *, subject: str) -> A:
+def agree(place: Place, make: Callable[[], A], from_message: Callable[[Any], A], *, subject: str) -> A:
     """Return on all ranks what `make` returns on rank 0; raise `RestoreError` on all ranks if it raises.
 
     Args:
@@ -79,7 +79,7 @@ def agree(place: Membership, make: Callable[[], A], from_message: Callable[[Any]
         raise ExchangeError(f"rank 0 sent a malformed {subject}: {error}") from None
 
 
-def run_on_all_ranks(place: Membership, do: Callable[[], Any]) -> RankOutcome:
+def run_on_all_ranks(place: Place, do: Callable[[], Any]) -> RankOutcome:
     """Do this rank's work, which must not wait for other ranks; return how it went on all ranks.
 
     Raise `RestoreError` on all ranks if the state of one is of other ranks: older state must not replace it.
@@ -106,7 +106,7 @@ def run_on_all_ranks(place: Membership, do: Callable[[], Any]) -> RankOutcome:
     )
 
 
-def _grouped(errors: Mapping[int, str], place: Membership) -> str:
+def _grouped(errors: Mapping[int, str], place: Place) -> str:
     """Return the errors of ranks in words, each cause once."""
     ranks_by_cause: dict[str, list[int]] = {}
     for rank, error in errors.items():

@@ -137,15 +137,15 @@ class Fence:
 
 
 def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> NewRun:
-    """Fence the nodes, and begin with iteration 0 whatever they hold."""
+    """Fence the nodes, and begin with iteration 0. `trouble` says what they hold of an earlier run."""
     fence = Fence(job, stubs, time.monotonic() + timeout)
     fence.wait(lambda: False)
     fence.close()
     marks = _say_refusal(fence)
     for node, why in sorted(fence.failures.items()):
         _log.warning("%s: %s; it is seeded when it answers", node_name(job, node), why)
-    iterations = [hold.stepped for _, hold in counted_holds(fence.answers)]
-    trouble = f"the shadow nodes held iteration {max(iterations)}, which is discarded" if iterations else ""
+    newest = max((hold.stepped for _, hold in counted_holds(fence.answers)), default=-1)
+    trouble = f"the shadow nodes hold iteration {newest} of this job" if newest >= 0 else ""
     return NewRun(**_new_run(fence), marks=marks, trouble=trouble)
 
 

@@ -28,7 +28,7 @@ from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import FIRST_BYTES, Buffers
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import exchange
-from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.places import Place, Start
 from checkmate.training.start.plans import FromNodes
 from checkmate.wire.layout import Layout
 
@@ -52,7 +52,7 @@ class Opening:
     `iteration` returns the last one whose backward has begun. `names` are the model's `state_names`.
     """
 
-    place: Membership
+    place: Place
     start: Start
     names: Mapping[str, str]
     layout: Layout
@@ -320,7 +320,7 @@ class Followers:
         say(logging.WARNING, event, "shadow node %d: %s", node, words)
 
 
-def seed_at_start(place: Membership, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:
+def seed_at_start(place: Place, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:
     """Send this rank's share of the shards to every holder that has not kept its state.
 
     Of n ranks, the one at ring position p sends the shards s with s mod n = p. `seeders` has the nodes that
@@ -336,7 +336,7 @@ def seed_at_start(place: Membership, layout: Layout, start: Start, seeders: Mapp
 
 
 def give_buffers(
-    place: Membership, buffers: Buffers, start: Start, seeders: Mapping[int, Seeder], deadline: float
+    place: Place, buffers: Buffers, start: Start, seeders: Mapping[int, Seeder], deadline: float
 ) -> None:
     """Send all buffers to all nodes, unless the restored record has them; wait for that until the deadline.
 
@@ -382,7 +382,7 @@ Holds = Mapping[int, Mapping[int, pb.HoldStatus] | str]
 """By node: its holds by shard, or why it has not answered."""
 
 
-def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: float) -> str:
+def await_ready(place: Place, stubs: Stubs, incarnation: int, deadline: float) -> str:
     """Wait until all holds of the group are connected and seeded. Return in words those that are not."""
     pause = _FIRST_POLL_SECONDS
     while True:
@@ -394,7 +394,7 @@ def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: flo
         pause = min(1.5 * pause, _POLL_SECONDS)
 
 
-def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: int, deadline: float) -> str:
+def await_stepped(place: Place, stubs: Stubs, incarnation: int, iteration: int, deadline: float) -> str:
     """Wait until all live holds of the group have stepped an iteration. Return missing shards in words."""
     while True:
         answers = _holds(place, stubs, incarnation)
@@ -412,7 +412,7 @@ def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: 
         return "; ".join(f"shard {shard}: {_progress(place, shard, answers)}" for shard in missing)
 
 
-def _progress(place: Membership, shard: int, answers: Holds) -> str:
+def _progress(place: Place, shard: int, answers: Holds) -> str:
     """Return the progress of a shard's holders, in words."""
     words = []
     for node in place.holders(shard):
@@ -426,7 +426,7 @@ def _progress(place: Membership, shard: int, answers: Holds) -> str:
     return ", ".join(words)
 
 
-def _holds(place: Membership, stubs: Stubs, incarnation: int) -> Holds:
+def _holds(place: Place, stubs: Stubs, incarnation: int) -> Holds:
     """Ask the nodes for their holds of the group in this incarnation."""
     nodes, group = [node.id for node in place.nodes], (place.group, incarnation)
     answers: dict[int, dict[int, pb.HoldStatus] | str] = {}
@@ -439,7 +439,7 @@ def _holds(place: Membership, stubs: Stubs, incarnation: int) -> Holds:
     return answers
 
 
-def _lacking(place: Membership, stubs: Stubs, incarnation: int) -> list[str]:
+def _lacking(place: Place, stubs: Stubs, incarnation: int) -> list[str]:
     """Return why nodes of the group are not ready, in words; empty if all are."""
     reasons = []
     for number, holds in _holds(place, stubs, incarnation).items():

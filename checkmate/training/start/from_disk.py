@@ -36,7 +36,7 @@ from checkmate.training.start.install import (
     restored_parts,
     sharded_like,
 )
-from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.places import Place, Start
 from checkmate.training.start.plans import NewRun, WithoutState
 from checkmate.wire.parameter import Parameter
 
@@ -96,7 +96,7 @@ def no_checkpoint(folder: str | Path | None) -> str:
 
 
 def resume(
-    place: Membership, watched: Watched, plan: NewRun | WithoutState, checkpoints: OnDisk
+    place: Place, watched: Watched, plan: NewRun | WithoutState, checkpoints: OnDisk
 ) -> tuple[Start, Any]:
     """Resume from the newest checkpoint. Only the user chooses an older one: it loses iterations."""
     path, *older = checkpoints.paths
@@ -135,14 +135,14 @@ class Resumed:
     """The changes of the ranks since, for a warning in this rank's log; empty if it has none to give."""
 
 
-def trained_by(place: Membership, watched: Watched) -> Trained:
+def trained_by(place: Place, watched: Watched) -> Trained:
     """Return what this rank's DP group trains."""
     described = [(name, p.shape, state.dtype_name(p.dtype)) for name, p in watched.model.trained().items()]
     return Trained.of(described, sharded=bool(watched.model.shard_ranks), share=place.share)
 
 
 def install_checkpoint(
-    path: Path, place: Membership, watched: Watched, stages: Sequence[Sequence[int]]
+    path: Path, place: Place, watched: Watched, stages: Sequence[Sequence[int]]
 ) -> Resumed:
     """Install a checkpoint, bit for bit.
 
@@ -176,7 +176,7 @@ def install_checkpoint(
 
 
 def _install(
-    stage_data: dict[str, Any], place: Membership, watched: Watched, present: StageRanks
+    stage_data: dict[str, Any], place: Place, watched: Watched, present: StageRanks
 ) -> tuple[Resumed, Counterparts]:
     ranks = Counterparts.from_checkpoint(stage_data, present)
     record = _record_of(stage_data, place, ranks.of_rank)
@@ -197,9 +197,7 @@ def _install(
     return Resumed(record, extra, training_ended=bool(stage_data.get("ended"))), ranks
 
 
-def _record_of(
-    stage_data: dict[str, Any], place: Membership, of_rank: Mapping[int, int]
-) -> pb.IterationRecord:
+def _record_of(stage_data: dict[str, Any], place: Place, of_rank: Mapping[int, int]) -> pb.IterationRecord:
     """Return the record of a checkpoint's iteration, which is sent to shadow nodes with the seeds.
 
     It does not have the optimizer's options yet. `of_rank` has the checkpoint's rank in the place of each of

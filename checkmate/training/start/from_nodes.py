@@ -29,8 +29,8 @@ from checkmate.training.start.install import (
     install_record,
     part_of,
 )
-from checkmate.training.start.membership import Membership, Start, lay_out_shares
 from checkmate.training.start.nccl_runtime import slicing_of
+from checkmate.training.start.places import Place, Start, lay_out_shares
 from checkmate.training.start.plans import FromNodes
 from checkmate.training.start.sharing import Readers, part_of_all
 from checkmate.wire.layout import Layout
@@ -38,7 +38,7 @@ from checkmate.wire.parameter import Parameter
 
 
 def read(
-    place: Membership,
+    place: Place,
     watched: Watched,
     stubs: Stubs,
     plan: FromNodes,
@@ -72,7 +72,7 @@ def read(
     return replace(fetched, needed_numbers=needed_numbers)
 
 
-def install(place: Membership, watched: Watched, start: Start, fetched: Fetched) -> Any:
+def install(place: Place, watched: Watched, start: Start, fetched: Fetched) -> Any:
     """Install all of a model's state, once all readers have shared it; return the user's `extra`.
 
     Raises:
@@ -124,7 +124,7 @@ def fetch(
     requests: Mapping[ShardRequest, Sequence[int]],
     layouts: Mapping[int, Layout],
     stubs: Stubs,
-    place: Membership,
+    place: Place,
     timeout: float,
 ) -> Fetched:
     """Fetch all shards of a model at once.

@@ -18,7 +18,7 @@ from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.generators import install_generators
 from checkmate.training.record.wrapped import class_of
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.places import Place
 from checkmate.wire.parameter import LayoutError, Parameter, dim_order
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
@@ -53,7 +53,7 @@ def check_optimizer(saved_spec: pb.OptimizerSpec, script_spec: pb.OptimizerSpec)
         )
 
 
-def check_record(record: pb.IterationRecord, watched: Watched, place: Membership) -> None:
+def check_record(record: pb.IterationRecord, watched: Watched, place: Place) -> None:
     """Raise `InstallError` if a record's scheduler or scaler is not like the script's.
 
     Raise `OtherRanks` if it is of another number of ranks. A record without parts, from before the first

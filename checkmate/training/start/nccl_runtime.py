@@ -15,13 +15,13 @@ from checkmate.nccl.environment import Version
 from checkmate.nccl.environment import slicing_of as nccl_slicing
 from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.places import Place
 from checkmate.wire.schedule import RING_SLICING, Slicing
 
 _LIBRARY: Final = "libnccl.so.2"
 
 
-def slicing_of(place: Membership, model: TrainedModel) -> Slicing:
+def slicing_of(place: Place, model: TrainedModel) -> Slicing:
     """Return how the job's collective slices buckets.
 
     Raises:
@@ -32,7 +32,7 @@ def slicing_of(place: Membership, model: TrainedModel) -> Slicing:
     return slicing_for(place, {parameter.device for parameter in model.trained().values()})
 
 
-def slicing_for(place: Membership, devices: Collection[torch.device]) -> Slicing:
+def slicing_for(place: Place, devices: Collection[torch.device]) -> Slicing:
     """Return how NCCL slices buckets on these devices. Raise `SessionError` as `slicing_of`."""
     if trouble := runtime.trouble(devices):
         raise SessionError(f"{place.name}: {trouble}")
@@ -78,7 +78,7 @@ class NcclRuntime(Protocol):
     def trouble(self, devices: Collection[torch.device]) -> str:
         """Return why it can't reduce gradients on these devices, or ""."""
 
-    def open(self, place: Membership, device: torch.device) -> Communicator:
+    def open(self, place: Place, device: torch.device) -> Communicator:
         """Make the communicator of a rank's DP group. All ranks of the job call it."""
 
 
@@ -156,7 +156,7 @@ class TorchNccl:
             return "this PyTorch has no NCCL or no GPU: install one for CUDA, or set collective: ring"
         return ""
 
-    def open(self, place: Membership, device: torch.device) -> Communicator:
+    def open(self, place: Place, device: torch.device) -> Communicator:
         """Make a process group for each DP group, as torch requires of all ranks. Return this rank's."""
         own_group: dist.ProcessGroup | None = None
         for number, group in enumerate(place.job.dp_groups):

@@ -72,12 +72,12 @@ class FromNodes(PlannedStart):
 
 @dataclass(frozen=True, kw_only=True)
 class NewRun(PlannedStart):
-    """Begin with iteration 0, or from a checkpoint on disk: no node holds anything that counts."""
+    """Begin with iteration 0, or from a checkpoint on disk: nodes hold nothing, or are not asked for it."""
 
     kind = "nothing"
 
     trouble: str = ""
-    """The state that is discarded, in words; "" if there is none."""
+    """The state that nodes hold nevertheless, in words; "" if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from checkmate.state import DTYPES, bytes_of, dtype_name
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
 from checkmate.training.start.exchange import ExchangeError, NameOf
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.places import Place
 from checkmate.wire.layout import Layout
 
 IN_FLIGHT: Final = 8
@@ -45,7 +45,7 @@ class Readers:
     """The device on which the group takes tensors."""
 
 
-def readers_of(place: Membership, model: TrainedModel) -> Readers | None:
+def readers_of(place: Place, model: TrainedModel) -> Readers | None:
     """Return the ranks that need the same state as this one; `None` if PyTorch has no group of them."""
     if model.process_group is None:
         return None

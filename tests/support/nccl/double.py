@@ -19,8 +19,8 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import Version, slicing_of
 from checkmate.nccl.library import NcclPlace
 from checkmate.training.start import exchange
-from checkmate.training.start.membership import Membership
 from checkmate.training.start.nccl_runtime import Communicator
+from checkmate.training.start.places import Place
 from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
 from tests.support.nccl.calls import RELEASES, Caller
 from tests.support.nccl.ring import RingChannel
@@ -37,7 +37,7 @@ _TYPES: Final = {
 }
 
 
-def nccl_place(place: Membership, interface: str) -> NcclPlace:
+def nccl_place(place: Place, interface: str) -> NcclPlace:
     """Return a rank's place as the plugin has it."""
     addresses = [IPv4Address(ip) for ip in place.ips]
     return NcclPlace(place.position, place.ranks, addresses[place.position], interface, peers=addresses)
@@ -64,7 +64,7 @@ class DoubleNccl:
         """Return ""."""
         return ""
 
-    def open(self, place: Membership, device: torch.device) -> Communicator:
+    def open(self, place: Place, device: torch.device) -> Communicator:
         """Connect the ranks through the plugin; without it, over gloo."""
         groups = [dist.new_group([rank.rank for rank in group.ranks]) for group in place.job.dp_groups]
         number = exchange.broadcast(secrets.randbits(32), 0) + place.group
@@ -111,7 +111,7 @@ class PluginCommunicator:
     device = torch.device("cpu")
     stream = None
 
-    def __init__(self, caller: Caller, comm_hash: int, slicing: NcclSlicing, place: Membership) -> None:
+    def __init__(self, caller: Caller, comm_hash: int, slicing: NcclSlicing, place: Place) -> None:
         self._caller, self._hash, self._slicing, self._place = caller, comm_hash, slicing, place
         self._channels = range(place.job.channels)
         listeners = [caller.listen() for _ in self._channels]

@@ -15,7 +15,7 @@ from checkmate.job.files import read_job
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.interfaces import interface_of
 from checkmate.nccl.library import NcclBucket, NcclLibrary
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.places import Place
 from checkmate.wire.nccl_slicing import NcclSlicing
 from tests.support.nccl.double import DoubleNccl, nccl_place
 from topologies.kernel.links import MGMT_INTERFACE
@@ -43,7 +43,7 @@ def main() -> int:
         world_size=len(ranks),
         timeout=timedelta(seconds=40),
     )
-    place = Membership(job, rank.rank, group, position)
+    place = Place(job, rank.rank, group, position)
     library, slicing = NcclLibrary(shared_object()), NcclSlicing(buffer=64 << 10)
     interface = interface_of(rank.ip)
     library.begin(

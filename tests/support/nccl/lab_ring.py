@@ -23,7 +23,7 @@ from checkmate.job.schema import Job
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary
 from checkmate.tagger import Tagger
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.places import Place
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.parameter import Parameter
@@ -84,7 +84,7 @@ def expected_streams(job: Job) -> dict[StreamKey, bytes]:
     return streams
 
 
-def run(place: Membership, interface: str, release: str, tagger: Tagger) -> None:
+def run(place: Place, interface: str, release: str, tagger: Tagger) -> None:
     """Reduce all buckets in all iterations, and check the results and the plugin's own counts."""
     layout = layout_of(place.job)
     tensors = gradients(layout, 0, place.position)
@@ -137,7 +137,7 @@ def main() -> int:
     )
     with ExitStack() as stack:
         tagger = stack.enter_context(Tagger.attach())
-        run(Membership(job, rank, 0, rank), arguments.interface, arguments.release, tagger)
+        run(Place(job, rank, 0, rank), arguments.interface, arguments.release, tagger)
         assert not any(tagger.faults().values())
     dist.destroy_process_group()
     return 0

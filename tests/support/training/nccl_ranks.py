@@ -17,9 +17,9 @@ from checkmate.job.schema import Job
 from checkmate.job.validation import of_data
 from checkmate.nccl.environment import slicing_of
 from checkmate.training.gradients.nccl_setup import NcclMaker
-from checkmate.training.start import membership, nccl_runtime
-from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start import nccl_runtime, places
 from checkmate.training.start.nccl_runtime import NcclRuntime
+from checkmate.training.start.places import Place, Start
 from checkmate.training.start.plans import NewRun
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
@@ -36,13 +36,13 @@ OTHER_CELLS = DoubleNccl("2.29", NcclSlicing(cell=8192))
 """Its sends differ from what the layout foresees."""
 
 
-def place_of(rank: int, count: int, channels: int) -> Membership:
+def place_of(rank: int, count: int, channels: int) -> Place:
     """Return the place of a rank of a job with one DP group."""
     data = job_data(ranks=count, nodes=2, channels=channels)
     for number, rank_data in enumerate(data["dp_groups"][0]["ranks"]):
         rank_data["ip"] = f"127.0.0.{number + 1}"
     job = of_data(Job, {**data, "collective": "nccl"})
-    return membership.place(job, rank, count, range(count))
+    return places.place_of(job, rank, count, range(count))
 
 
 def layout_of(runtime: NcclRuntime) -> Layout:

@@ -21,7 +21,7 @@ from checkmate.training.record.capture import RecordDraft, Watched
 from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
-from checkmate.training.start import membership
+from checkmate.training.start import places
 from tests.support.training.alone import alone
 
 _LOOPS: list[RecordedLoop] = []
@@ -67,7 +67,7 @@ class RecordedLoop:
         self.names = self.wrapped.trained()
         self.parameters = list(self.names.values())
         numbers = {p: i for i, p in enumerate(self.parameters)}
-        self.layout = membership.lay_out(self.wrapped, 2)
+        self.layout = places.lay_out(self.wrapped, 2)
         spec = spec_of(self.optimizer, numbers)
         self.replicas = [Replica(self.layout, shard, spec, exact=True) for shard in range(2)]
         for replica in self.replicas:

@@ -23,7 +23,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.buffers import frozen_state
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import from_disk, membership
+from checkmate.training.start import from_disk, places
 from checkmate.wire.layout import from_json
 from testbed.jobs import job_data
 from tests.support.training.alone import alone
@@ -81,7 +81,7 @@ def trained() -> tuple[ShardedNet, torch.optim.AdamW]:
 def group_state(watched: Watched, record: pb.IterationRecord) -> GroupState:
     """Return what shadow nodes would have of a rank's DP group."""
     model = watched.model
-    layout = membership.lay_out(model, 1)
+    layout = places.lay_out(model, 1)
     numbers = {parameter: number for number, parameter in enumerate(model.trained().values())}
     states = {
         number: state.to_held(
@@ -128,7 +128,7 @@ def resume(rank: int, count: int, case: MeshCase, path: str) -> tuple[Any, Any, 
     model, optimizer = script(2, case)
     sharded: nn.Module = model if case.shards > 1 else DistributedDataParallel(model)
     watched = Watched(model_of(sharded), optimizer)
-    place = membership.place(case.job(), rank, count, watched.model.replicas)
+    place = places.place_of(case.job(), rank, count, watched.model.replicas)
     resumed = from_disk.install_checkpoint(Path(path), place, watched, [[*range(case.shards)]])
     group = packed(group_state(watched, resumed.record))
     states = full(model.state_dict()), full(optimizer.state_dict()["state"])

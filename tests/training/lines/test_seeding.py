@@ -19,7 +19,7 @@ from checkmate.training.exclusion import StepExclusion
 from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.start.followers import give_buffers
-from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.places import Place, Start
 from checkmate.training.start.plans import plan_without_state
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
@@ -202,7 +202,7 @@ def test_nodes_that_are_not_given_all_buffers_are_named(
     training = SeedingTraining()
     source = training.source
     buffers, start = one_buffer(), start_with()
-    place = Membership(job(nodes=3), 0, 0, 0)
+    place = Place(job(nodes=3), 0, 0, 0)
     with (
         grpc.insecure_channel(away.address, options=OPTIONS) as to_away,
         grpc.insecure_channel(slow.address, options=OPTIONS) as to_slow,
@@ -242,7 +242,7 @@ def test_buffers_that_a_checkpoint_lacks_are_given(
     training = SeedingTraining()
     seeder = Seeder(0, stub, training.source, header)
     deadline = time.monotonic() + SECONDS
-    give_buffers(Membership(job(), 0, 0, 0), one_buffer(), start_with(*restored), {0: seeder}, deadline)
+    give_buffers(Place(job(), 0, 0, 0), one_buffer(), start_with(*restored), {0: seeder}, deadline)
     seeder.close()
     assert [list(head.record.buffers) for head, _ in node.seeds] == [["mean"]] * is_sent
 

@@ -23,7 +23,7 @@ from checkmate.training.gradients.buckets import GradientBuckets
 from checkmate.training.gradients.ddp_hook import GradientHook
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.model.ddp import DdpModel
-from checkmate.training.start import membership, nccl_runtime
+from checkmate.training.start import nccl_runtime, places
 from tests.support.nccl.calls import RELEASES, Caller
 from tests.support.nccl.double import DoubleNccl
 from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, check_reduced, place_of, prepare, reduce
@@ -230,7 +230,7 @@ def double_gradients(rank: int, count: int) -> None:
     torch.manual_seed(1)
     alone = torch.nn.Sequential(torch.nn.Linear(2000, 2000), torch.nn.Linear(2000, 3)).cuda()
     ddp = DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=1)
-    layout = membership.lay_out(DdpModel(ddp), 2)
+    layout = places.lay_out(DdpModel(ddp), 2)
     reducer = NcclReducer(layout, Doubling(), None, {}, "rank 0")
     hook = GradientHook(ddp, GradientBuckets(layout, list(DdpModel(ddp).trained().values()), reducer, 0))
     hook.register()

@@ -23,7 +23,7 @@ from checkmate.training.gradients.buckets import GradientBuckets
 from checkmate.training.gradients.ddp_hook import GradientHook
 from checkmate.training.gradients.nccl_check import RankVerdict
 from checkmate.training.model.ddp import DdpModel
-from checkmate.training.start import membership
+from checkmate.training.start import places
 from checkmate.training.start.nccl_runtime import TorchNccl
 from tests.support.training.nccl_ranks import TAGGING, check_reduced, prepare, reduce
 from tests.support.training.rank_processes import RankProcesses, join_nccl
@@ -109,7 +109,7 @@ def backward_of(rank: int, count: int) -> list[float]:
     ddp = DistributedDataParallel(nn.Sequential(*layers).cuda(), bucket_cap_mb=2)
     with ExitStack() as undo:
         maker = prepare(rank, count, 2, TorchNccl(), undo)
-        maker.layout = membership.lay_out(DdpModel(ddp), 2, maker.layout.slicing)
+        maker.layout = places.lay_out(DdpModel(ddp), 2, maker.layout.slicing)
         reducer = maker.make()
         assert maker.troubles == []
         parameters = list(DdpModel(ddp).trained().values())

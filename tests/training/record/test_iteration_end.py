@@ -23,7 +23,7 @@ from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Capture, Watched
 from checkmate.training.record.generators import MAX_CHECKS, FirstBatch, RestoredTensors, capture_generators
 from checkmate.training.record.wrapped import SchedulerWatch
-from checkmate.training.start.membership import Start, place
+from checkmate.training.start.places import Start, place_of
 from checkmate.training.start.plans import plan_without_state
 from testbed.jobs import job
 from tests.support.training.recorded_loop import RecordedLoop, adamw, loops
@@ -429,7 +429,7 @@ def test_entering_the_loop_again_leaves_the_generators_as_they_were() -> None:
 
 
 def test_generators_are_those_of_this_ranks_part() -> None:
-    here = place(job(ranks=2), 1, 2, [0, 1])
+    here = place_of(job(ranks=2), 1, 2, [0, 1])
     record = pb.IterationRecord(iteration=4)
     for position in range(2):
         torch.manual_seed(position)

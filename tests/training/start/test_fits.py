@@ -24,14 +24,14 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import from_nodes, membership
+from checkmate.training.start import from_nodes, places
 from checkmate.training.start.from_nodes import Fetched
 from checkmate.training.start.install import InstallError, check_record, install_record, restored_parts
 from checkmate.training.start.plans import FromNodes
 from testbed.jobs import job
 from tests.support.training.recorded_loop import RecordedLoop, adamw, loops
 
-PLACE = membership.place(job(ranks=2), 0, 2, [0, 1])
+PLACE = places.place_of(job(ranks=2), 0, 2, [0, 1])
 Make = Callable[[Optimizer], Any]
 
 

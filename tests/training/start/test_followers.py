@@ -28,7 +28,7 @@ from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.start import followers as following
 from checkmate.training.start.followers import Followers, Opening
-from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.places import Place, Start
 from checkmate.training.start.plans import plan_without_state
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
@@ -87,7 +87,7 @@ def followed(job: Job, position: int = 0, start: Start | None = None) -> Iterato
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     opening = Opening(
-        Membership(job, position, 0, position),
+        Place(job, position, 0, position),
         start or Start(plan_without_state(7, "")),
         {"w": "w"},
         make_layout([Parameter("w", (4,), "float32")], job.shards(0)),
@@ -112,7 +112,7 @@ def test_streams_that_stay_away_are_said_to_need_the_controller(
     monkeypatch: pytest.MonkeyPatch, reason: str, hinted: bool
 ) -> None:
     monkeypatch.setattr(following, "_lacking", lambda *_: [f"shadow node 0, shard 0: {reason}"])
-    place, stubs = cast(Membership, None), cast(Stubs, None)
+    place, stubs = cast(Place, None), cast(Stubs, None)
     trouble = following.await_ready(place, stubs, 1, time.monotonic())
     assert ("streams need `checkmate run` of this job" in trouble) == hinted
 
@@ -284,8 +284,8 @@ INCARNATION = 7
 
 
 @pytest.fixture
-def place(job: Job) -> Membership:
-    return Membership(job, 0, 0, 0)
+def place(job: Job) -> Place:
+    return Place(job, 0, 0, 0)
 
 
 def hold(shard: int, stepped: int, *, live: bool = True) -> pb.HoldStatus:
@@ -294,7 +294,7 @@ def hold(shard: int, stepped: int, *, live: bool = True) -> pb.HoldStatus:
     )
 
 
-def waited(place: Membership, seconds: float) -> tuple[str, float]:
+def waited(place: Place, seconds: float) -> tuple[str, float]:
     """Return what is missing at the end, and how long that took."""
     start = time.monotonic()
     with Stubs(place.job, None) as stubs:
@@ -303,7 +303,7 @@ def waited(place: Membership, seconds: float) -> tuple[str, float]:
         ), time.monotonic() - start
 
 
-def test_the_end_waits_for_live_holds(nodes: list[RecordingNode], place: Membership) -> None:
+def test_the_end_waits_for_live_holds(nodes: list[RecordingNode], place: Place) -> None:
     nodes[0].status = pb.NodeStatus(holds=[hold(0, 5)])
     nodes[1].status = pb.NodeStatus(holds=[hold(1, 4)])
 
@@ -316,7 +316,7 @@ def test_the_end_waits_for_live_holds(nodes: list[RecordingNode], place: Members
     assert 0.2 < seconds < 5
 
 
-def test_the_end_says_what_was_not_stepped_in_time(nodes: list[RecordingNode], place: Membership) -> None:
+def test_the_end_says_what_was_not_stepped_in_time(nodes: list[RecordingNode], place: Place) -> None:
     nodes[0].status = pb.NodeStatus(holds=[hold(0, 5)])
     nodes[1].status = pb.NodeStatus(holds=[hold(1, 3)])
     missing, seconds = waited(place, 0.5)
@@ -324,7 +324,7 @@ def test_the_end_says_what_was_not_stepped_in_time(nodes: list[RecordingNode], p
     assert 0.4 < seconds < 5
 
 
-def test_the_end_waits_for_nobody_who_cannot_step(nodes: list[RecordingNode], place: Membership) -> None:
+def test_the_end_waits_for_nobody_who_cannot_step(nodes: list[RecordingNode], place: Place) -> None:
     """One has a gap, one has died."""
     nodes[0].status = pb.NodeStatus(holds=[hold(0, 3, live=False)])
     nodes[1].stop()

@@ -34,11 +34,11 @@ from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
-from checkmate.training.start import from_disk, membership, plans
+from checkmate.training.start import from_disk, places, plans
 from checkmate.training.start.all_ranks import ANEW, RestoreError, run_on_all_ranks
 from checkmate.training.start.from_disk import Counterparts, OnDisk, StageRanks, list_checkpoints
 from checkmate.training.start.install import InstallError
-from checkmate.training.start.membership import Start
+from checkmate.training.start.places import Start
 from checkmate.training.start.plans import plan_without_state
 from testbed.jobs import job
 from tests.support.job_files import meshed, write
@@ -47,7 +47,7 @@ from tests.support.training.resharded import PLAIN
 from topologies.training.verdict import digest
 
 JOB = job(ranks=2)
-PLACE = membership.place(JOB, 0, 2, [0, 1])
+PLACE = places.place_of(JOB, 0, 2, [0, 1])
 ONE_STAGE = [[0]]
 """The DP groups of each stage, if there is one."""
 
@@ -99,7 +99,7 @@ class DiskScript:
         """Train; return the last iteration's record, as two ranks would have sent it."""
         emitted: list[Any] = []
         names = self.wrapped.trained()
-        layout = membership.lay_out(self.wrapped, 1)
+        layout = places.lay_out(self.wrapped, 1)
         recorder = Recorder(
             self.watched,
             names,
@@ -137,7 +137,7 @@ class DiskScript:
         """Return the snapshot that shadow nodes would provide."""
         parameters = list(self.wrapped.trained().values())
         numbers = {p: i for i, p in enumerate(parameters)}
-        layout = membership.lay_out(self.wrapped, 1)
+        layout = places.lay_out(self.wrapped, 1)
         states = {
             i: state.to_held(layout.parameters[i], p.detach().clone(), self.optimizer.state[p])
             for p, i in numbers.items()
@@ -362,7 +362,7 @@ def test_ranks_that_the_checkpoint_does_not_know_go_on_with_generators_of_their_
     expected = torch.rand(2)
     torch.manual_seed(77)
     resumed = from_disk.install_checkpoint(
-        tmp_path / "c.pt", membership.place(four, 3, 4, None), fresh.watched, ONE_STAGE
+        tmp_path / "c.pt", places.place_of(four, 3, 4, None), fresh.watched, ONE_STAGE
     )
     assert torch.equal(torch.rand(2), expected)
     assert resumed.extra == "first"
@@ -371,11 +371,11 @@ def test_ranks_that_the_checkpoint_does_not_know_go_on_with_generators_of_their_
     assert [bool(part.rng) for part in resumed.record.parts] == [True, True, False, False]
     torch.manual_seed(77)
     resumed = from_disk.install_checkpoint(
-        tmp_path / "c.pt", membership.place(four, 1, 4, None), fresh.watched, ONE_STAGE
+        tmp_path / "c.pt", places.place_of(four, 1, 4, None), fresh.watched, ONE_STAGE
     )
     assert not torch.equal(torch.rand(2), expected) and resumed.extra == "second" and not resumed.other_ranks
     resumed = from_disk.install_checkpoint(
-        tmp_path / "c.pt", membership.place(four, 0, 4, None), fresh.watched, ONE_STAGE
+        tmp_path / "c.pt", places.place_of(four, 0, 4, None), fresh.watched, ONE_STAGE
     )
     assert resumed.other_ranks == (
         "it is of 2 ranks, and there are 4 now: ranks 2, 3 keep the script's random generators, and get "
@@ -413,7 +413,7 @@ def test_ranks_are_matched_by_place_within_their_stage(name: str, tmp_path: Path
     resumptions: dict[int, tuple[Any, int, str]] = {}
     for rank in range(8):
         fresh = DiskScript(2)
-        place = membership.place(job_now, rank, 8, None)
+        place = places.place_of(job_now, rank, 8, None)
         torch.manual_seed(100 + rank)
         resumed = from_disk.install_checkpoint(tmp_path / name, place, fresh.watched, [[0], [1]])
         resumptions[rank] = resumed.extra, torch.initial_seed(), resumed.other_ranks

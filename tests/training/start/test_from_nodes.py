@@ -22,7 +22,7 @@ from checkmate.training.start.from_nodes import (
     fetch,
     in_other_parts,
 )
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.places import Place
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 from testbed.small_training import RUN
@@ -51,7 +51,7 @@ def fetched(names: Sequence[str], *, iterations: int = 2) -> Fetched:
         stubs = Stubs(here.job, None)
         stack.callback(stubs.close)
         requests = {ShardRequest(here.job.job, RUN, iterations - 1, 0, shard): [shard] for shard in range(2)}
-        return fetch(requests, {0: training.layout}, stubs, Membership(here.job, 0, 0, 0), 10.0)
+        return fetch(requests, {0: training.layout}, stubs, Place(here.job, 0, 0, 0), 10.0)
 
 
 def test_all_buffers_come_with_the_shards() -> None:

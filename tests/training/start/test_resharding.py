@@ -21,7 +21,7 @@ from checkmate.job.validation import of_data
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import from_disk, membership
+from checkmate.training.start import from_disk, places
 from checkmate.training.start.from_disk import Counterparts, StageRanks
 from checkmate.training.start.install import InstallError, own_buffers
 from testbed.jobs import job_data
@@ -86,7 +86,7 @@ def test_another_model_is_refused_before_anything_is_changed(kind: on_disk.Forma
         shard(model, replicated(1, 1)["dp_shard"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         before = full(model.state_dict())
-        place = membership.place(MeshCase(2, 1).job(), 0, 2, None)
+        place = places.place_of(MeshCase(2, 1).job(), 0, 2, None)
         with pytest.raises(
             InstallError,
             match=r"c doesn't fit the script: it has model.blocks.0.2.bias \[6\] in place of .*\[5\]",
@@ -105,12 +105,14 @@ def test_sharded_stages_without_a_mesh_are_read_back(kind: on_disk.Format, tmp_p
         snapshot = Snapshot(demo_job, "run", ITERATION, tuple(groups))
         on_disk.save(checkpoint(snapshot, by_name=kind == "dcp"), tmp_path / "c", kind)
         expected = [full(watched.model.inner.state_dict()) for watched in stages]
-        places = [membership.place(demo_job, group.ranks[0].rank, 4, None) for group in demo_job.dp_groups]
-        trained = [from_disk.trained_by(*stage) for stage in zip(places, stages, strict=True)]
+        group_places = [
+            places.place_of(demo_job, group.ranks[0].rank, 4, None) for group in demo_job.dp_groups
+        ]
+        trained = [from_disk.trained_by(*stage) for stage in zip(group_places, stages, strict=True)]
         assert trained == [Trained.from_layout(group.layout) for group in groups]
         numbers = find_stages(demo_job, [Trained.of_message(stage.message()) for stage in trained])
         assert numbers == [[0], [1]]
-        for place, watched, stage in zip(places, stages, expected, strict=True):
+        for place, watched, stage in zip(group_places, stages, expected, strict=True):
             with torch.no_grad():
                 for parameter in watched.model.trained().values():
                     state.local_of(parameter).zero_()
@@ -149,7 +151,7 @@ def test_ranks_in_other_groups_get_their_own_buffers(
         "rank_buffers": {rank: {"mean": torch.full((1,), value)} for rank, value in values.items()},
     }
     for rank, value in expected.items():
-        place = membership.place(case.job(), rank, case.ranks, None)
+        place = places.place_of(case.job(), rank, case.ranks, None)
         ranks = Counterparts.from_checkpoint(document, StageRanks.of_stage(case.job(), case.job().groups))
         record = from_disk._record_of(document, place, ranks.of_rank)
         shared = {name: state.loads(data) for name, data in record.buffers.items()}

@@ -21,12 +21,12 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import exchange, from_nodes, membership, sharing
+from checkmate.training.start import exchange, from_nodes, places, sharing
 from checkmate.training.start.all_ranks import run_on_all_ranks
 from checkmate.training.start.exchange import ExchangeError
 from checkmate.training.start.from_nodes import Fetched, FetchError
 from checkmate.training.start.install import InstallError
-from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.places import Place, Start
 from checkmate.training.start.plans import FromNodes
 from checkmate.training.start.sharing import Readers, divide, prepare, share, table
 from checkmate.wire.layout import make_layout
@@ -163,7 +163,7 @@ def _fails(rank: int, ranks: int) -> tuple[str, bool]:
         if rank == 1:
             raise MemoryError("4 GiB")
 
-    outcome = run_on_all_ranks(membership.place(job(ranks=ranks), rank, ranks, list(range(ranks))), do)
+    outcome = run_on_all_ranks(places.place_of(job(ranks=ranks), rank, ranks, list(range(ranks))), do)
     return outcome.trouble, outcome.unread
 
 
@@ -196,7 +196,7 @@ def test_all_memory_of_an_exchange_is_there_before_it(monkeypatch: pytest.Monkey
 
 def test_what_no_rank_has_read_is_an_error() -> None:
     """The script's own initial values would stay."""
-    place = membership.place(job(ranks=2), 0, 2, [0, 1])
+    place = places.place_of(job(ranks=2), 0, 2, [0, 1])
     plan = FromNodes(incarnation=1, run="run", iteration=2, holders={})
     start = Start(plan)
     parameters = [Parameter.of(f"p{number}", (3,), (1,), "float32") for number in range(3)]
@@ -213,7 +213,7 @@ def _restored(
     """Restore three parameters; on rank `bad`, reading this rank's part fails. Return what was asked."""
     with_readers: list[bool] = []
 
-    def read(place: Membership, *arguments: Any) -> Fetched:
+    def read(place: Place, *arguments: Any) -> Fetched:
         seconds, readers = arguments[-2:]
         assert seconds == 1.0, "each attempt has the whole timeout"
         with_readers.append(readers is not None)
@@ -223,7 +223,7 @@ def _restored(
         return Fetched([], states, pb.IterationRecord(), pb.OptimizerSpec(), True)
 
     watched = Watched(DdpModel(model := DistributedDataParallel(nn.Linear(2, 2))), SGD(model.parameters()))
-    place = membership.place(job(ranks=ranks), rank, ranks, list(range(ranks)))
+    place = places.place_of(job(ranks=ranks), rank, ranks, list(range(ranks)))
     plan = FromNodes(incarnation=1, run="run", iteration=2, holders={})
     start = Start(plan)
     with pytest.MonkeyPatch.context() as patch:
@@ -261,7 +261,7 @@ def _misfits(rank: int, ranks: int) -> str:
     def do() -> None:
         raise FetchError("its shard is lost" if rank == 2 else "the shadow nodes hold another model")
 
-    place = membership.place(job(ranks=ranks), rank, ranks, list(range(ranks)))
+    place = places.place_of(job(ranks=ranks), rank, ranks, list(range(ranks)))
     return run_on_all_ranks(place, do).trouble
 
 

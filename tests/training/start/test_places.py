@@ -18,7 +18,7 @@ from checkmate.job.schema import Job, Mesh
 from checkmate.training.errors import SessionError
 from checkmate.training.model.choosing import model_of
 from checkmate.training.model.ddp import DdpModel
-from checkmate.training.start import membership
+from checkmate.training.start import places
 from checkmate.wire.parameter import LayoutError
 from checkmate.wire.shares import Share
 from testbed.jobs import job, job_data
@@ -36,7 +36,7 @@ def test_every_rank_finds_its_place(groups: int, ranks: int, data: st.DataObject
     demo_job = job(groups=groups, ranks=ranks, nodes=2)
     group, position = data.draw(st.integers(0, groups - 1)), data.draw(st.integers(0, ranks - 1))
     together = data.draw(st.permutations([group * ranks + i for i in range(ranks)]))
-    place = membership.place(demo_job, group * ranks + position, groups * ranks, together)
+    place = places.place_of(demo_job, group * ranks + position, groups * ranks, together)
     assert (place.group, place.position, place.ranks) == (group, position, ranks)
     assert place.first == (position == 0)
     assert place.spokesman == group * ranks
@@ -48,11 +48,11 @@ def test_every_rank_finds_its_place(groups: int, ranks: int, data: st.DataObject
 def test_faults_are_told() -> None:
     demo_job = job(groups=2, ranks=2)
     with pytest.raises(SessionError, match=r"has 4 ranks, but the process group has 3 \(WORLD_SIZE\)"):
-        membership.place(demo_job, 0, 3, [0, 1])
+        places.place_of(demo_job, 0, 3, [0, 1])
     with pytest.raises(SessionError, match=r"rank 7 is not in the job demo; its dp_groups have 0, 1, 2, 3"):
-        membership.place(demo_job, 7, 4, [7])
+        places.place_of(demo_job, 7, 4, [7])
     with pytest.raises(SessionError, match=r"DDP averages over ranks \[0, 1, 2\], but .*\[0\] has \[0, 1\]"):
-        membership.place(demo_job, 0, 4, [0, 1, 2])
+        places.place_of(demo_job, 0, 4, [0, 1, 2])
 
 
 def on_hosts(*groups: Sequence[int]) -> Job:
@@ -73,19 +73,19 @@ def on_hosts(*groups: Sequence[int]) -> Job:
 
 def test_groups_on_the_same_hosts_train_one_model_if_ddp_spans_them() -> None:
     demo_job = on_hosts([0, 3, 6], [1, 4, 7], [2, 5, 8])
-    place = membership.place(demo_job, 7, 9, range(9))
+    place = places.place_of(demo_job, 7, 9, range(9))
     assert (place.group, place.position, place.together) == (1, 2, (0, 1, 2))
     assert (place.share, place.replicas) == (Share(1, 3), 9)
     assert [rank.rank for rank in place.host_ranks] == [6, 7, 8]
-    alone = membership.place(demo_job, 7, 9, [1, 4, 7])
+    alone = places.place_of(demo_job, 7, 9, [1, 4, 7])
     assert (alone.together, alone.share, alone.replicas) == ((), Share(0, 1), 3)
     assert [rank.rank for rank in alone.host_ranks] == [7]
-    stage = membership.place(demo_job, 7, 9, [1, 4, 7, 2, 5, 8])
+    stage = places.place_of(demo_job, 7, 9, [1, 4, 7, 2, 5, 8])
     assert (stage.together, stage.share) == ((1, 2), Share(0, 2))
     with pytest.raises(
         SessionError, match=r"over ranks \[1, 2, 4, 7\], but .* dp_groups\[1\] has \[1, 4, 7\]"
     ):
-        membership.place(demo_job, 7, 9, [1, 4, 7, 2])
+        places.place_of(demo_job, 7, 9, [1, 4, 7, 2])
 
 
 def test_groups_of_a_model_that_are_not_on_the_same_hosts_are_refused() -> None:
@@ -96,34 +96,34 @@ def test_groups_of_a_model_that_are_not_on_the_same_hosts_are_refused() -> None:
         with pytest.raises(
             SessionError, match=r"\[0\] and dp_groups\[1\], which are not on the same hosts: "
         ):
-            membership.place(demo_job, 0, 4, range(4))
+            places.place_of(demo_job, 0, 4, range(4))
     with pytest.raises(SessionError, match=r"several on each host, which collective: nccl can't do yet"):
-        membership.place(replace(on_hosts([0, 2], [1, 3]), collective="nccl"), 0, 4, range(4))
+        places.place_of(replace(on_hosts([0, 2], [1, 3]), collective="nccl"), 0, 4, range(4))
 
 
 def test_a_mesh_determines_which_groups_train_a_model() -> None:
     demo_job = replace(on_hosts([0, 2], [1, 3]), mesh=Mesh(dp_replicate=4), gpus_per_host=2)
-    assert membership.place(demo_job, 3, 4, range(4)).together == (0, 1)
+    assert places.place_of(demo_job, 3, 4, range(4)).together == (0, 1)
     with pytest.raises(SessionError, match=r"\[1, 3\], but the job's mesh has \[0, 1, 2, 3\]: give DDP a"):
-        membership.place(demo_job, 3, 4, [1, 3])
+        places.place_of(demo_job, 3, 4, [1, 3])
     sharded = replace(demo_job, mesh=Mesh(dp_replicate=2, dp_shard=2))
     with pytest.raises(
         SessionError, match=r"has \[1, 3\]: for plain DDP, write mesh: {dp_replicate: 4}; else"
     ):
-        membership.place(sharded, 3, 4, range(4))
+        places.place_of(sharded, 3, 4, range(4))
     for variant, world in (
         (sharded, [2, 3]),
         (replace(sharded, collective="nccl"), range(4)),
         (replace(sharded, gpus_per_host=4), range(4)),
     ):
         with pytest.raises(SessionError, match=r"has \[1, 3\]: give DDP a process_group of these"):
-            membership.place(variant, 3, 4, world)
+            places.place_of(variant, 3, 4, world)
     with pytest.raises(SessionError, match="several replicas on a host, which only DDP can train"):
-        membership.place(demo_job, 3, 4, None)
+        places.place_of(demo_job, 3, 4, None)
 
 
 def test_holders_and_shards() -> None:
-    place = membership.place(job(groups=1, ranks=2, nodes=3, replicas=2), 0, 2, [0, 1])
+    place = places.place_of(job(groups=1, ranks=2, nodes=3, replicas=2), 0, 2, [0, 1])
     assert place.shards == 3
     assert [[node.id for node in place.holders(shard)] for shard in range(3)] == [[0, 1], [1, 2], [2, 0]]
 
@@ -133,7 +133,7 @@ def test_join_needs_ddp_and_a_job(ddp: DistributedDataParallel, monkeypatch: pyt
         model_of(ddp.module)
     monkeypatch.delenv("CHECKMATE_JOB", raising=False)
     with pytest.raises(SessionError, match="CHECKMATE_JOB is not set"):
-        membership.join(DdpModel(ddp))
+        places.join(DdpModel(ddp))
 
 
 def test_join_reads_the_job(
@@ -142,13 +142,13 @@ def test_join_reads_the_job(
     file = tmp_path / "job.yaml"
     monkeypatch.setenv("CHECKMATE_JOB", str(file))
     with pytest.raises(SessionError, match=r"job\.yaml: .*cannot be read"):
-        membership.join(DdpModel(ddp))
+        places.join(DdpModel(ddp))
     file.write_text(yaml.safe_dump(job_data(ranks=2)))
     with pytest.raises(SessionError, match="has 2 ranks, but the process group has 1"):
-        membership.join(DdpModel(ddp))
+        places.join(DdpModel(ddp))
     monkeypatch.setenv("RANK", "5")
     with pytest.raises(SessionError, match="RANK is 5, but this process is rank 0"):
-        membership.join(DdpModel(ddp))
+        places.join(DdpModel(ddp))
 
 
 def test_the_layout_has_what_ddp_averages() -> None:
@@ -160,7 +160,7 @@ def test_the_layout_has_what_ddp_averages() -> None:
         ddp = DistributedDataParallel(model, bucket_cap_mb=3)
         wrapped = DdpModel(ddp)
         assert list(wrapped.trained()) == ["0.weight", "1.weight", "2.weight", "2.bias"]
-        layout = membership.lay_out(wrapped, 2)
+        layout = places.lay_out(wrapped, 2)
         assert [p.name for p in layout.parameters] == list(wrapped.trained())
         assert layout.bucket_bytes == 3 << 20
         assert layout.parameters[0].dtype == str(torch.get_default_dtype()).removeprefix("torch.")
@@ -174,4 +174,4 @@ def test_a_parameter_that_is_not_dense_is_refused_by_name() -> None:
         alone(),
         pytest.raises(LayoutError, match=r"^weight cannot be protected: .* gaps .*: shape \(4, 5\)"),
     ):
-        membership.lay_out(DdpModel(DistributedDataParallel(model)), 2)
+        places.lay_out(DdpModel(DistributedDataParallel(model)), 2)

@@ -24,7 +24,7 @@ from checkmate.training.attached import attached
 from checkmate.training.errors import SessionError
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.wrapped import ClipListener
-from checkmate.training.start.membership import ModelStanding, Start
+from checkmate.training.start.places import Handover, Start
 from checkmate.training.start.plans import plan_without_state
 from testbed.jobs import job, job_data
 from tests.support.job_files import write
@@ -41,46 +41,46 @@ def ddp() -> Iterator[DistributedDataParallel]:
 
 
 @pytest.fixture
-def protected_standing(ddp: DistributedDataParallel) -> Iterator[ModelStanding]:
-    standing = ModelStanding.of(DdpModel(ddp))
-    standing.hold()
-    yield standing
-    standing.release()
+def protected_model(ddp: DistributedDataParallel) -> Iterator[Handover]:
+    handover = Handover.of(DdpModel(ddp))
+    handover.hold()
+    yield handover
+    handover.release()
 
 
 def test_what_was_restored_is_kept_for_its_own_model_and_taken_once(ddp: DistributedDataParallel) -> None:
     start = Start(plan_without_state(3, ""))
-    ModelStanding.of(DdpModel(ddp)).restored(start, Stubs(job(), None), first=True)
-    assert ModelStanding.of(DdpModel(DistributedDataParallel(nn.Linear(4, 2)))).take_start() is None
+    Handover.of(DdpModel(ddp)).restored(start, Stubs(job(), None), first=True)
+    assert Handover.of(DdpModel(DistributedDataParallel(nn.Linear(4, 2)))).take_start() is None
     wrapped_again = DistributedDataParallel(ddp.module)
-    assert ModelStanding.of(DdpModel(wrapped_again)).take_start() is start
-    assert ModelStanding.of(DdpModel(ddp)).take_start() is None
+    assert Handover.of(DdpModel(wrapped_again)).take_start() is start
+    assert Handover.of(DdpModel(ddp)).take_start() is None
 
 
 def test_connections_to_nodes_are_kept_on_the_first_rank(ddp: DistributedDataParallel) -> None:
-    standing, start = ModelStanding.of(DdpModel(ddp)), Start(plan_without_state(3, ""))
+    handover, start = Handover.of(DdpModel(ddp)), Start(plan_without_state(3, ""))
     stubs = Stubs(job(), None)
-    standing.restored(start, stubs, first=True)
-    assert standing.take_stubs(job(), None) is stubs
-    assert standing.take_stubs(job(), None) is not stubs
-    standing.restored(start, stubs, first=False)
-    assert standing.take_stubs(job(), None) is not stubs
+    handover.restored(start, stubs, first=True)
+    assert handover.take_stubs(job(), None) is stubs
+    assert handover.take_stubs(job(), None) is not stubs
+    handover.restored(start, stubs, first=False)
+    assert handover.take_stubs(job(), None) is not stubs
     assert_closed(stubs)
 
 
 def test_connections_are_not_kept_for_another_job(ddp: DistributedDataParallel) -> None:
-    standing, stubs = ModelStanding.of(DdpModel(ddp)), Stubs(job(), None)
-    standing.restored(Start(plan_without_state(3, "")), stubs, first=True)
-    assert standing.take_stubs(job(nodes=3), None).job == job(nodes=3)
+    handover, stubs = Handover.of(DdpModel(ddp)), Stubs(job(), None)
+    handover.restored(Start(plan_without_state(3, "")), stubs, first=True)
+    assert handover.take_stubs(job(nodes=3), None).job == job(nodes=3)
     assert_closed(stubs)
 
 
 def test_connections_are_not_kept_for_other_keys(ddp: DistributedDataParallel, tmp_path: Path) -> None:
-    standing = ModelStanding.of(DdpModel(ddp))
+    handover = Handover.of(DdpModel(ddp))
     keys = role_keys(job(), tmp_path / "keys", Role.TRAINER)
     stubs = Stubs(job(), None)
-    standing.restored(Start(plan_without_state(3, "")), stubs, first=True)
-    assert standing.take_stubs(job(), keys).keys == keys
+    handover.restored(Start(plan_without_state(3, "")), stubs, first=True)
+    assert handover.take_stubs(job(), keys).keys == keys
     assert_closed(stubs)
 
 
@@ -94,7 +94,7 @@ def _protects(_: int, __: int, file: Path) -> tuple[bool, bool]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mock.patch.dict(os.environ, {JOB_VARIABLE: str(file)}):
         checkmate.restore(model, optimizer)
-        stubs = ModelStanding.of(DdpModel(model))._stubs
+        stubs = Handover.of(DdpModel(model))._stubs
         with (
             mock.patch.object(protect, "_assemble", side_effect=_Assembled) as assemble,
             pytest.raises(_Assembled),
@@ -119,21 +119,19 @@ def assert_closed(stubs: Stubs) -> None:
         stubs.to(0).Status(pb.StatusRequest())
 
 
-def test_one_model_is_protected_at_a_time(
-    ddp: DistributedDataParallel, protected_standing: ModelStanding
-) -> None:
+def test_one_model_is_protected_at_a_time(ddp: DistributedDataParallel, protected_model: Handover) -> None:
     with pytest.raises(SessionError, match="this model is already protected"):
-        ModelStanding.of(DdpModel(ddp))
+        Handover.of(DdpModel(ddp))
     with pytest.raises(SessionError, match="this model is already protected"):
-        ModelStanding.of(DdpModel(DistributedDataParallel(ddp.module)))
+        Handover.of(DdpModel(DistributedDataParallel(ddp.module)))
     with pytest.raises(SessionError, match="another model of this process is already protected"):
-        ModelStanding.of(DdpModel(DistributedDataParallel(nn.Linear(4, 2))))
-    protected_standing.release()
-    assert ModelStanding.of(DdpModel(ddp)) is protected_standing
+        Handover.of(DdpModel(DistributedDataParallel(nn.Linear(4, 2))))
+    protected_model.release()
+    assert Handover.of(DdpModel(ddp)) is protected_model
 
 
 def test_copies_of_a_protected_model_are_not_protected(
-    ddp: DistributedDataParallel, protected_standing: ModelStanding
+    ddp: DistributedDataParallel, protected_model: Handover
 ) -> None:
     calls: list[str] = []
     parameters = list(ddp.module.parameters())
@@ -146,7 +144,7 @@ def test_copies_of_a_protected_model_are_not_protected(
     buffer.seek(0)
     read, _ = torch.load(buffer, weights_only=False)
     for duplicate in (copy.deepcopy(model), read):
-        assert attached(duplicate, ModelStanding) is None
+        assert attached(duplicate, Handover) is None
         for parameter in duplicate.parameters():
             parameter.grad = torch.ones_like(parameter)
         checkmate.clip_grad_norm_(duplicate.parameters(), 1.0)
@@ -171,10 +169,10 @@ def test_a_restored_model_that_trains_without_protect_is_named_once(
     """A newcomer forgot it, and learned so after the crash only."""
     model = nn.Linear(2, 1)
     optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
-    standing = ModelStanding()
-    standing.warn_if_unprotected(optimizers)
+    handover = Handover()
+    handover.warn_if_unprotected(optimizers)
     if protected:
-        standing.take_start()
+        handover.take_start()
     for _ in range(3):
         model(torch.ones(1, 2)).sum().backward()
         for optimizer in optimizers:

@@ -1,6 +1,6 @@
 """This process's place in its job, from the job's YAML, torchrun's environment and DDP's process group.
 
-Also the standing of its model: restored, or protected.
+Also what `restore` hands over to `protect`, and which model is protected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log: Final = logging.getLogger("checkmate")
 
 
 @dataclass(frozen=True)
-class Membership:
+class Place:
     """A rank's place in its job."""
 
     job: Job
@@ -150,7 +150,7 @@ class Membership:
         return [self.job.holder(self.group, shard, i + 1) for i in range(self.job.replicas)]
 
 
-def place(job: Job, rank: int, world: int, together: Sequence[int] | None) -> Membership:
+def place_of(job: Job, rank: int, world: int, together: Sequence[int] | None) -> Place:
     """Return a rank's place.
 
     Args:
@@ -174,10 +174,10 @@ def place(job: Job, rank: int, world: int, together: Sequence[int] | None) -> Me
         numbers = ", ".join(str(number) for ranks in members for number in sorted(ranks))
         raise SessionError(f"rank {rank} is not in the job {job.job}; its dp_groups have {numbers}")
     groups = groups_of_model(job, group, together)
-    return Membership(job, rank, group, members[group].index(rank), groups if len(groups) > 1 else ())
+    return Place(job, rank, group, members[group].index(rank), groups if len(groups) > 1 else ())
 
 
-def join(model: TrainedModel) -> Membership:
+def join(model: TrainedModel) -> Place:
     """Return this process's place, from CHECKMATE_JOB and the process groups.
 
     For a sharded model all ranks call it.
@@ -190,10 +190,10 @@ def join(model: TrainedModel) -> Membership:
     expected = os.environ.get("RANK", str(rank))
     if expected != str(rank):
         raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")
-    membership = place(job, rank, dist.get_world_size(), model.replicas)
+    place = place_of(job, rank, dist.get_world_size(), model.replicas)
     if model.shard_ranks:
-        _check_shards(membership, model)
-    number, *_ = membership.together or [membership.group]
+        _check_shards(place, model)
+    number, *_ = place.together or [place.group]
     spokesman = job.dp_groups[number].ranks[0].rank
     first = min(model.replicas or [spokesman])
     # The ring's first rank records buffers.
@@ -202,10 +202,10 @@ def join(model: TrainedModel) -> Membership:
             f"DDP broadcasts the buffers of rank {first}, but the ring begins with rank "
             f"{spokesman}: list rank {first} first in the job's dp_groups[{number}]"
         )
-    return membership
+    return place
 
 
-def _check_shards(place: Membership, model: TrainedModel) -> None:
+def _check_shards(place: Place, model: TrainedModel) -> None:
     """Raise `SessionError` on all ranks if a DP group's ranks don't train a part alike. All ranks call it."""
     part = [model.shard_ranks.index(place.rank), len(model.shard_ranks), model.averages]
     parts_by_rank = exchange.gather(part, name_of=place.name_of)
@@ -239,7 +239,7 @@ def lay_out(
     return make_layout(model.describe(), shards, model.bucket_bytes, slicing, model.describe_frozen(), share)
 
 
-def lay_out_shares(model: TrainedModel, place: Membership, slicing: Slicing) -> dict[int, Layout]:
+def lay_out_shares(model: TrainedModel, place: Place, slicing: Slicing) -> dict[int, Layout]:
     """Return the layouts of all DP groups that train a model, by group. Raise `LayoutError` as `lay_out`."""
     groups = place.together or (place.group,)
     return {
@@ -260,11 +260,13 @@ class Start:
     extra: RestoredTensors = field(default_factory=lambda: RestoredTensors(None))
 
 
-class ModelStanding(AttachedData):
-    """A model's standing: the outcome of its `restore`, and whether it is protected."""
+class Handover(AttachedData):
+    """What `restore` of a model hands over to its `protect`, and whether it is protected."""
 
-    protected: ClassVar[ModelStanding | None] = None
-    """The protected model's standing. There is one at a time, because a process has one place in its job."""
+    protected: ClassVar[Handover | None] = None
+    """The protected model's. There is one at a time, because a process has one place in its job."""
+    has_protected: ClassVar[bool] = False
+    """Whether a model of this process was protected before: what nodes hold is this process's own."""
 
     def __init__(self) -> None:
         self._start: Start | None = None
@@ -272,13 +274,13 @@ class ModelStanding(AttachedData):
         self._hooks: list[RemovableHandle] = []
 
     @classmethod
-    def of(cls, model: TrainedModel) -> ModelStanding:
-        """Return a model's standing. Raise `SessionError` if a model is protected."""
-        standing = attached(model.inner, cls)
-        if standing is None:
-            standing = cls()
-            attach(model.inner, standing)
-        if cls.protected is standing:
+    def of(cls, model: TrainedModel) -> Handover:
+        """Return a model's handover. Raise `SessionError` if a model is protected."""
+        handover = attached(model.inner, cls)
+        if handover is None:
+            handover = cls()
+            attach(model.inner, handover)
+        if cls.protected is handover:
             raise SessionError("this model is already protected: close its Protection first")
         if cls.protected is not None:
             raise SessionError(
@@ -286,7 +288,7 @@ class ModelStanding(AttachedData):
                 "process can protect only one. Put both into one module in one DistributedDataParallel, and "
                 "give their optimizers as a list (`checkmate docs training`)"
             )
-        return standing
+        return handover
 
     def restored(self, start: Start, stubs: Stubs, *, first: bool) -> None:
         """Keep the outcome of `restore` for `protect`.
@@ -338,11 +340,12 @@ class ModelStanding(AttachedData):
 
     def hold(self) -> None:
         """Note that the model is protected."""
-        ModelStanding.protected = self
+        Handover.protected = self
 
     def release(self) -> None:
         """Note that the model is not protected any more."""
-        ModelStanding.protected = None
+        Handover.protected = None
+        Handover.has_protected = True
 
 
 def groups_of_model(job: Job, group: int, replicas: Sequence[int] | None) -> tuple[int, ...]:
