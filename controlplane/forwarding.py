@@ -35,7 +35,7 @@ def shadow_macs(network: Network) -> frozenset[int]:
 def entries(network: Network, switch: str) -> Iterator[TableEntry | MulticastGroup]:
     """Yield the entries by which `switch` forwards between all hosts and stubs of the jobs."""
     ports = set(network.tree_ports(switch))
-    for host in network.hosts:
+    for host in network.interfaces:
         port = network.port_towards(switch, host)
         if port is not None:
             yield forward(host.mac, port)

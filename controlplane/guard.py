@@ -40,7 +40,7 @@ def refuse(address: IPv4Address, *, from_link: bool) -> TableEntry:
 
 def entries(network: Network, switch: str) -> Iterator[TableEntry]:
     """Yield the switch's entries: a host is behind its own port, a stub behind the links on its paths."""
-    for host in network.hosts:
+    for host in network.interfaces:
         for address in host.sources:
             yield refuse(address, from_link=False)
             if host.switch == switch:

@@ -28,7 +28,7 @@ class Network:
                 self._links[b.switch][b.port] = a
 
     @cached_property
-    def hosts(self) -> tuple[Host, ...]:
+    def interfaces(self) -> tuple[Host, ...]:
         """Every interface on the training network: those of training hosts, then shadow NICs."""
         interfaces = [interface for job in self.jobs for _, interface in job.interfaces()]
         return tuple(sorted(interfaces, key=lambda host: isinstance(host, Nic)))

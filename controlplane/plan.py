@@ -120,8 +120,8 @@ def plan_switch(network: Network, switch: str, current: Holdings) -> SwitchPlan:
 def fabric_excesses(network: Network) -> list[Excess]:
     """Return limits that a fabric's size exceeds at every switch of a target, before entries are made."""
     demands = {
-        "forwarding": len({host.mac for host in network.hosts}) + len(network.switches),
-        "guarded_addresses": len({ip for host in network.hosts for ip in host.sources})
+        "forwarding": len({host.mac for host in network.interfaces}) + len(network.switches),
+        "guarded_addresses": len({ip for host in network.interfaces for ip in host.sources})
         + 2 * len(network.switches),
     }
     targets: dict[str, list[str]] = {}

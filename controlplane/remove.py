@@ -35,8 +35,8 @@ def holdings_without(current: Holdings, network: Network, switch: str) -> Holdin
     """
     sources = {int(boundary.source.ip) for boundary in network.boundaries}
     boundaries = {entry["boundary"] for entry in current.table("boundaries") if entry["source"] in sources}
-    macs = {mac_number(host.mac) for host in network.hosts}
-    addresses = {int(source) for host in network.hosts for source in host.sources}
+    macs = {mac_number(host.mac) for host in network.interfaces}
+    addresses = {int(source) for host in network.interfaces for source in host.sources}
     rest = Holdings(rates=dict(current.rates))
     for entry in current.entries.values():
         is_removed = (
@@ -58,7 +58,7 @@ def holdings_without(current: Holdings, network: Network, switch: str) -> Holdin
         if entry.action == "host_port" and entry["port"] not in guarded:
             rest.drop(entry)
     groups = {entry["group"] for entry in rest.table("replication")}
-    ports = {host.port for host in network.hosts if host.switch == switch}
+    ports = {host.port for host in network.interfaces if host.switch == switch}
     for group in current.groups.values():
         if group.id == FLOOD_GROUP:
             rest.put(MulticastGroup(group.id, frozenset(r for r in group.replicas if r[0] not in ports)))

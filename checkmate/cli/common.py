@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from checkmate.base.extras import needs_of
+from checkmate.base.extras import ExtraMissing, needs, needs_of
 from checkmate.base.privileges import Capability, to_write
 from checkmate.base.wording import JSON_VERSION, counted
 from checkmate.cli.completing import job_paths
@@ -222,8 +222,11 @@ def log_to_stderr(log_format: LogFormat = LogFormat.TEXT) -> None:
 
 def lab_hint(jobs: Sequence[Path], command: str) -> str:
     """Return how to run a command in the lab of a job file, if it is of one and this shell is outside."""
-    from topologies import state  # noqa: PLC0415 - only after a failure
-
+    try:
+        with needs("labs", "demo"):
+            from topologies import state  # noqa: PLC0415 - only after a failure
+    except ExtraMissing:  # then this machine has no labs
+        return ""
     labs = dict.fromkeys(lab for job in jobs if (lab := state.lab_outside(job)) is not None)
     return "".join(
         f"; outside lab {lab}, use checkmate lab exec {lab} ctl -- checkmate {command}" for lab in labs

@@ -24,7 +24,7 @@ from checkmate.keys.folder import RoleKeys, read_keys
 from checkmate.keys.plans import RENEWED_BEFORE
 from checkmate.keys.roles import Role, role_folder
 from checkmate.shadow.receive.connect import StreamError, check_host, tcp_memory_shortfall
-from checkmate.shadow.receive.plans import hold_plans
+from checkmate.shadow.receive.hold_plans import hold_plans
 from checkmate.tagger import Tagger, TaggerUnavailable, libbpf
 from checkmate.tagger.cgroups import open_own_cgroup
 

@@ -16,7 +16,7 @@ from checkmate.job.mesh import replica_groups
 from checkmate.job.schema import Job
 from checkmate.planner.models.named import Model
 from checkmate.planner.models.optimizers import NamedOptimizer
-from checkmate.shadow.receive.plans import SETS
+from checkmate.shadow.receive.hold_plans import SETS
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import RING_SLICING

@@ -28,8 +28,8 @@ from checkmate.shadow.logic.effects import Close, Connect, DueStep, Effect, Empt
 from checkmate.shadow.logic.hold import Hold
 from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.shadow.receive.hold_plans import hold_plans
 from checkmate.shadow.receive.inlet import Inlet
-from checkmate.shadow.receive.plans import hold_plans
 from checkmate.shadow.receive.stream_threads import Connector, Reader
 from checkmate.shadow.resources import HoldResources
 

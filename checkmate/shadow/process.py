@@ -23,7 +23,7 @@ from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER, TCP_MEM_UNSEEN, check_host, tcp_memory_shortfall
-from checkmate.shadow.receive.plans import full_buffers
+from checkmate.shadow.receive.hold_plans import full_buffers
 from checkmate.shadow.service import Server, check_address, records_listener
 
 _SPARE_CONNECTIONS: Final = 16

@@ -12,8 +12,8 @@ import torch
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
 from checkmate.shadow.logic.hold import Hold, HoldSnapshot, Stepped, StreamState
+from checkmate.shadow.receive.hold_plans import HoldPlan, check_lengths
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
-from checkmate.shadow.receive.plans import HoldPlan, check_lengths
 from checkmate.shadow.replica.replica import Replica
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import stream_layout

@@ -25,12 +25,12 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
 from checkmate.shadow.calls import begin, events, fence, leave, transfer
 from checkmate.shadow.calls.begin import status
-from checkmate.shadow.guard import IDLE_SECONDS, Handlers, RequestGuard
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.logic.starts import StartEnded
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.replica.replica import ReplicaError
+from checkmate.shadow.request_guard import IDLE_SECONDS, Handlers, RequestGuard
 from checkmate.state import SeedReader, StateError
 from checkmate.wire import tcp
 

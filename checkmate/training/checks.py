@@ -250,8 +250,8 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 def check_all_stepped(spec: pb.OptimizerSpec, names: Sequence[str]) -> None:
     """Raise `UnsupportedOptimizer` if the optimizer lacks a parameter that the model trains."""
-    stepped = {number for group in spec.groups for number in group.parameters}
-    missing = [name for number, name in enumerate(names) if number not in stepped]
+    stepping_numbers = {number for group in spec.groups for number in group.parameters}
+    missing = [name for number, name in enumerate(names) if number not in stepping_numbers]
     if missing:
         more = f" and {counted(len(missing) - 1, 'other')}" if len(missing) > 1 else ""
         raise UnsupportedOptimizer(

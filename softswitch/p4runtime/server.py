@@ -10,7 +10,7 @@ import grpc
 from finsy.proto import p4r
 
 from checkmate.base.waiting_calls import FIRST_SECONDS, CallGuard, WaitingCalls
-from softswitch.p4runtime.guard import CallAdmission, parser
+from softswitch.p4runtime.admission import CallAdmission, parser
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.p4runtime.session import MAX_STREAMS
 

@@ -271,7 +271,7 @@ def test_hellos_over_parallel_links_come_in_by_the_port_that_they_are_sent_to() 
         [{"switch": "tor0", "port": 300}, {"switch": "tor1", "port": 301}],
     ]
     network = Network([of_data(Job, data)])
-    nic = next(n for n in network.hosts if n.switch == "tor1")
+    nic = next(n for n in network.interfaces if n.switch == "tor1")
     assert network.port_towards("tor0", nic) == 300
     assert network.arrival_port("tor0", nic) == 301
 

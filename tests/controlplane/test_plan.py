@@ -118,7 +118,7 @@ def test_following_the_ports_leads_from_every_switch_to_every_host(jobs: list[Jo
         for name, plan in plans.items()
     }
     for start in plans:
-        for host in network.hosts:
+        for host in network.interfaces:
             here, hops = start, 0
             while True:
                 port = tables[here][mac_number(host.mac)]["port"]
@@ -142,19 +142,19 @@ def test_the_guard_lets_hosts_and_stubs_send_from_where_they_are(jobs: list[Job]
             assert port is not None
             here, port = network.links(here)[port], network.far_port(here, port)
             assert guarded(plans[here], port, int(stub.ip)), "a copy"
-    for host in network.hosts:
+    for host in network.interfaces:
         for name, plan in plans.items():
             port = network.arrival_port(name, host)
             assert port is not None
             for source in (host.ip, *host.addresses):
                 assert guarded(plan, port, int(source))
                 assert not guarded(plan, UNUSED_PORT, int(source))
-                for neighbour in network.hosts:
+                for neighbour in network.interfaces:
                     if neighbour.switch == name and neighbour.port != port:
                         assert not guarded(plan, neighbour.port, int(source))
     for name, plan in plans.items():
         for switch in network.switches.values():
-            for host in network.hosts:
+            for host in network.interfaces:
                 if host.switch == name:
                     assert not guarded(plan, host.port, int(switch.stub.ip))
             assert not guarded(plan, UNUSED_PORT, int(switch.stub.ip))

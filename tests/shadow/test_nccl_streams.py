@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from checkmate import state
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.receive.hold_plans import hold_plans
 from checkmate.shadow.receive.inlet import Inlet
-from checkmate.shadow.receive.plans import hold_plans
 from checkmate.shadow.replica.replica import Replica
 from checkmate.shadow.resources import HoldResources
 from checkmate.wire.layout import Layout, from_json, make_layout

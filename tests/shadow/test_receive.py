@@ -24,8 +24,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.hold import StreamState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.memory import resident
-from checkmate.shadow.receive.inlet import BucketSets, Inlet
-from checkmate.shadow.receive.plans import (
+from checkmate.shadow.receive.hold_plans import (
     SETS,
     StreamPlan,
     StreamTooLong,
@@ -35,6 +34,7 @@ from checkmate.shadow.receive.plans import (
     start_of,
     whole_through,
 )
+from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.shadow.receive.stream_threads import Reader
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter

@@ -15,7 +15,7 @@ from checkmate.job.schema import Job
 from checkmate.planner.capacity.plan import Capacity, SwitchUse
 from checkmate.planner.demand import Demand, NicDemand, NodeDemand
 from checkmate.planner.units import NODES_MAX, show_enough
-from checkmate.shadow.receive.plans import FARTHEST
+from checkmate.shadow.receive.hold_plans import FARTHEST
 from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
 
 MAX_CORES: Final = 512

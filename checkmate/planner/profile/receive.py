@@ -17,8 +17,8 @@ from typing import Final
 
 from checkmate.planner.profile import sender
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.shadow.receive.hold_plans import StreamPlan
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
-from checkmate.shadow.receive.plans import StreamPlan
 from checkmate.shadow.receive.stream_threads import Reader
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter

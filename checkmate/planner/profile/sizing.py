@@ -11,7 +11,7 @@ from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import StepTimes, largest_share, predicted
 from checkmate.planner.units import NODES_MAX
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
-from checkmate.shadow.receive.plans import SETS
+from checkmate.shadow.receive.hold_plans import SETS
 from checkmate.wire.parameter import ITEMSIZES
 
 

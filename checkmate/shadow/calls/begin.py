@@ -21,7 +21,7 @@ from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, re
 from checkmate.shadow.logic.hold import AHEAD, Hold
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import Node
-from checkmate.shadow.receive.plans import HoldPlan, StreamTooLong
+from checkmate.shadow.receive.hold_plans import HoldPlan, StreamTooLong
 from checkmate.shadow.replica.replica import Replica
 from checkmate.shadow.resources import HoldResources
 from checkmate.wire.layout import Layout

@@ -17,7 +17,14 @@ from checkmate.output.log_lines import Repetition
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.commit import PATIENCE
 from checkmate.shadow.logic.records import Records
-from checkmate.shadow.receive.plans import FARTHEST, SETS, HoldPlan, StreamPlan, ahead_at_most, whole_through
+from checkmate.shadow.receive.hold_plans import (
+    FARTHEST,
+    SETS,
+    HoldPlan,
+    StreamPlan,
+    ahead_at_most,
+    whole_through,
+)
 from checkmate.wire.schedule import StreamLayout
 
 AHEAD = 3

@@ -20,7 +20,7 @@ import torch
 
 from checkmate import state
 from checkmate.shadow import locks
-from checkmate.shadow.receive.plans import SETS, StreamPlan, start_of, whole_through
+from checkmate.shadow.receive.hold_plans import SETS, StreamPlan, start_of, whole_through
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import StreamLayout
 

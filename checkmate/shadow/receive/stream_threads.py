@@ -18,8 +18,8 @@ from checkmate.events.kinds import STREAM_CONNECTED, STREAM_FAILED
 from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks
 from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
+from checkmate.shadow.receive.hold_plans import StreamPlan
 from checkmate.shadow.receive.inlet import Inlet, ReadResult
-from checkmate.shadow.receive.plans import StreamPlan
 
 
 class Reader:

@@ -101,18 +101,18 @@ class RecordDraft:
         self.options = [*before[: groups.start], *now[groups.start : groups.stop], *before[groups.stop :]]
 
     @property
-    def stepped(self) -> bool:
+    def has_stepped(self) -> bool:
         """Whether an optimizer has stepped."""
         return bool(self.stepped_by)
 
     @property
     def is_over(self) -> bool:
         """Whether its optimizer has stepped, or was made to skip by a scaler."""
-        return self.stepped or bool(self.infinite)
+        return self.has_stepped or bool(self.infinite)
 
     def skipped(self) -> bool:
         """Return whether parameters did not change. Waits for a CUDA device."""
-        return not self.stepped or any(bool(infinity.item()) for infinity in self.infinite)
+        return not self.has_stepped or any(bool(infinity.item()) for infinity in self.infinite)
 
 
 class Capture:

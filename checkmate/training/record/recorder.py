@@ -384,7 +384,7 @@ class Recorder:
             self._add_check(draft, self._checks.check(optimizer))
             self._checks.look_at_written()
             self._check_state(draft)
-            if not self._marking and not draft.stepped:
+            if not self._marking and not draft.has_stepped:
                 self._sites.look(draft.iteration)
             if self._first:
                 self._note_step(draft, optimizer)
@@ -403,7 +403,7 @@ class Recorder:
                 draft.note_options(now, groups)
                 draft.without_gradient = draft.without_gradient - numbers | without
                 draft.beginnings += beginnings(member, groups.start)
-            elif not draft.stepped:
+            elif not draft.has_stepped:
                 draft.without_gradient |= numbers
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
@@ -411,7 +411,7 @@ class Recorder:
         if draft is not None:
             draft.stepped_by.append(optimizer)
             self._take_slices(draft)
-            self._checks.stepped(optimizer)
+            self._checks.note_step(optimizer)
             self._checks.note_state(draft.slices)
             self.moved_on()
             if len(self._members) == 1:  # else another may step in this iteration, and seeds be of half of it
@@ -441,7 +441,7 @@ class Recorder:
         """
         self._checks.check_groups(sizes=True)
         self._check_state(draft)
-        if not draft.stepped:
+        if not draft.has_stepped:
             self._checks.look_at_written()
             self._take_slices(draft)
 

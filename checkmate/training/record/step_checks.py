@@ -82,7 +82,7 @@ class StepChecks:
                 "before it"
             )
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has used the gradients of its parameters."""
         self.gradients.forget(self._stepped_by.get(id(optimizer)))
 

@@ -23,7 +23,7 @@ from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped, Stre
 from checkmate.shadow.logic.node_state import MAX_DOUBTS, NodeState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.logic.starts import SILENT_SECONDS
-from checkmate.shadow.receive.plans import SETS, hold_plans
+from checkmate.shadow.receive.hold_plans import SETS, hold_plans
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
 from checkmate.wire.schedule import stream_layout
