@@ -208,7 +208,7 @@ class SmallTraining:
             for (number, channel, shard), layout in self.layouts.items():
                 if position == boundary and number % 2 == side:
                     end = layout.nbytes * (self.iteration - self.first + 1)
-                    part.ends.add(side=side, channel=channel, shard=shard, end=end)
+                    part.ends.add(channel=channel, shard=shard, end=end)
         if position == 0:
             part.step.last = self.last
             if self.saying:

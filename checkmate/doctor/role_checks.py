@@ -152,7 +152,7 @@ def _ways(subject: Subject) -> Iterator[tuple[str, str, str]]:
     assert subject.job is not None
     if subject.node is not None:
         for hold in hold_plans(subject.job, subject.node.id):
-            yield from ((stream.nic_ip, stream.stub[0], "the stub") for stream in hold.streams)
+            yield from ((stream.nic_ip, stream.stub[0], "the stub") for stream in hold.tagged_streams)
     for group in subject.job.dp_groups:
         for place, rank in enumerate(group.ranks):
             if rank in subject.ranks:

@@ -1360,7 +1360,7 @@ class RecordPart(google.protobuf.message.Message):
     """as in BeginRequest"""
     @property
     def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StreamEnd]:
-        """boundary ranks only"""
+        """of the streams that the rank sends"""
 
     @property
     def step(self) -> Global___Step: ...
@@ -1391,24 +1391,21 @@ Global___RecordPart: typing_extensions.TypeAlias = RecordPart
 class StreamEnd(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SIDE_FIELD_NUMBER: builtins.int
     CHANNEL_FIELD_NUMBER: builtins.int
     SHARD_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
-    side: builtins.int
     channel: builtins.int
     shard: builtins.int
     end: builtins.int
-    """bytes tagged so far in this incarnation, this iteration's included"""
+    """bytes sent so far in this incarnation, this iteration's included"""
     def __init__(
         self,
         *,
-        side: builtins.int = ...,
         channel: builtins.int = ...,
         shard: builtins.int = ...,
         end: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["channel", b"channel", "end", b"end", "shard", b"shard", "side", b"side"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["channel", b"channel", "end", b"end", "shard", b"shard"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StreamEnd: typing_extensions.TypeAlias = StreamEnd

@@ -16,7 +16,7 @@ from checkmate.shadow.receive.hold_plans import HoldPlan, check_lengths
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.shadow.replica.replica import Replica
 from checkmate.wire.layout import Layout
-from checkmate.wire.schedule import stream_layout
+from checkmate.wire.schedule import StreamName
 
 
 class HoldResources:
@@ -45,14 +45,8 @@ class HoldResources:
         self.layout, self.replica = layout, replica
         self.lock = locks.ordered_lock("hold")
         layouts = [
-            stream_layout(
-                layout.schedule,
-                channels,
-                s.channel,
-                ranks,
-                side=s.side,
-                shadow_id=plan.shard,
-                slicing=layout.slicing,
+            layout.slicing.stream(
+                layout.schedule, StreamName(s.sender, s.channel, plan.shard), channels, ranks
             )
             for s in plan.streams
         ]

@@ -17,6 +17,7 @@ from checkmate.base.wording import counted
 from checkmate.wire.nccl_slicing import KIND as NCCL_KIND
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.parameter import ITEMSIZES, LayoutError, Parameter, described, numbers, parameter_of
+from checkmate.wire.parts import PartSlicing
 from checkmate.wire.schedule import RING_SLICING, Bucket, Slicing
 from checkmate.wire.shares import WHOLE, Share, owners
 
@@ -133,6 +134,8 @@ def _slicing(document: Any) -> Slicing:
     """
     if document is None:
         return RING_SLICING
+    if document == PartSlicing().describe():
+        return PartSlicing()
     if not isinstance(document, dict) or document.get("kind") != NCCL_KIND:
         raise ValueError(f"its slicing is none that this version of Checkmate knows: {str(document)[:80]}")
     parameters = {name: value for name, value in document.items() if name != "kind"}

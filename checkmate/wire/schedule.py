@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 FIRST, LAST = 0, 1
 """The side of a boundary: the ring's first or last rank."""
@@ -93,6 +93,15 @@ class Bucket:
         return self.elements * self.itemsize
 
 
+class StreamName(NamedTuple):
+    """The name of a stream within its DP group and its holder."""
+
+    sender: int
+    """The position of the rank that sends it, in the group."""
+    channel: int
+    shard: int
+
+
 class Slicing(Protocol):
     """The way in which an AllReduce cuts buckets. The layout has it, so that both sides cut alike."""
 
@@ -100,6 +109,14 @@ class Slicing(Protocol):
         self, bucket: Bucket, channels: int, channel: int, ranks: int, side: int
     ) -> Iterator[Chunk]:
         """Yield the non-empty chunks of one bucket in a boundary's stream on `channel`, in order."""
+
+    def is_sender(self, position: int, ranks: int) -> bool:
+        """Return whether the rank at a position of its group sends streams."""
+
+    def stream(
+        self, buckets: Sequence[Bucket], stream: StreamName, channels: int, ranks: int
+    ) -> StreamLayout:
+        """Return the places of a stream's bytes in buckets that are reduced in this order."""
 
     def describe(self) -> Mapping[str, str | int]:
         """Return its name, as `kind`, and its parameters."""
@@ -114,6 +131,16 @@ class RingSlicing:
     ) -> Iterator[Chunk]:
         """Yield the non-empty chunks of one bucket in a boundary's stream on `channel`, in order."""
         yield from tagged_chunks(bucket.elements, channels, channel, ranks, side)
+
+    def is_sender(self, position: int, ranks: int) -> bool:
+        """Return whether the rank at a position of its group sends streams: a boundary rank."""
+        return side_of(ranks, position) is not None
+
+    def stream(
+        self, buckets: Sequence[Bucket], stream: StreamName, channels: int, ranks: int
+    ) -> StreamLayout:
+        """Return the places of a stream's bytes in buckets that are reduced in this order."""
+        return tagged_stream(self, buckets, stream, channels, ranks)
 
     def describe(self) -> Mapping[str, str | int]:
         """Return its name."""
@@ -142,6 +169,17 @@ class StreamLayout:
     pieces: tuple[Piece, ...]
     itemsizes: tuple[int, ...]
     nbytes: int
+
+
+def tagged_stream(
+    slicing: Slicing, buckets: Sequence[Bucket], stream: StreamName, channels: int, ranks: int
+) -> StreamLayout:
+    """Return the layout of the stream of a boundary rank. Raise `ValueError` for another rank."""
+    if (side := side_of(ranks, stream.sender)) is None:
+        raise ValueError(f"the rank at position {stream.sender} of {ranks} does not tag")
+    return stream_layout(
+        buckets, channels, stream.channel, ranks, side=side, shadow_id=stream.shard, slicing=slicing
+    )
 
 
 def stream_layout(

@@ -416,7 +416,7 @@ def test_a_stream_two_gb_behind_is_lost_at_once(world: Callable[..., World]) -> 
     plan = hold.streams[0].plan
     with here.nodes[0].node.state_changed:
         for behind, is_lost in (((1 << 31) - 1, False), (1 << 31, True)):
-            group.records.ends[plan.side, plan.channel, plan.shard] = hold.streams[0].position + behind
+            group.records.ends[plan.sender, plan.channel, plan.shard] = hold.streams[0].position + behind
             assert bool(hold.gap(group.records, time.monotonic(), 60)) == is_lost
 
 

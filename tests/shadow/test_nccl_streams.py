@@ -113,7 +113,7 @@ def test_a_node_assembles_what_nccl_sends(
                 plan, layout, replica, channels=channels, ranks=ranks, first=0, joined=0
             )
             for inlet in resources.inlets:
-                key = inlet.plan.side, inlet.plan.channel, plan.shard
+                key = int(inlet.plan.sender > 0), inlet.plan.channel, plan.shard
                 blobs = [streams[key] for _, streams in reduced]
                 assert all(len(data) == inlet.layout.nbytes for data in blobs)
                 drain(inlet, b"".join(blobs), pick)

@@ -28,6 +28,7 @@ from checkmate.shadow.receive.hold_plans import (
     SETS,
     StreamPlan,
     StreamTooLong,
+    TaggedStreamPlan,
     ahead_at_most,
     check_lengths,
     hold_plans,
@@ -44,7 +45,7 @@ from testbed.jobs import job
 from tests.support.jobs import lists_of_jobs
 from tests.support.waiting import wait_until
 
-PLAN = StreamPlan(0, 1, 1, 0, 0, "127.0.0.1", ("127.0.0.1", 7400), 1)
+PLAN = TaggedStreamPlan(0, 1, 1, 0, 1, 0, "127.0.0.1", ("127.0.0.1", 7400), 1)
 
 
 @given(lists_of_jobs(most=1))
@@ -59,7 +60,7 @@ def test_nodes_connect_exactly_the_streams_that_switches_expect(jobs: list[Job])
         for plan in hold_plans(network, node.id):
             holders = {network.holder(plan.group, plan.shard, i + 1).id for i in range(network.replicas)}
             assert holders == {node.id, *plan.other_holders}
-            for stream in plan.streams:
+            for stream in plan.tagged_streams:
                 assert stream.nic_ip == str(node.nics[stream.nic].ip)
                 assert stream.shard == plan.shard
                 streams.add((stream.boundary, stream.channel, stream.shadow_id, node.id, stream.nic_ip))
@@ -69,7 +70,7 @@ def test_nodes_connect_exactly_the_streams_that_switches_expect(jobs: list[Job])
 def test_a_stream_is_connected_to_the_stub_of_its_boundary_ranks_own_switch() -> None:
     network = job(ranks=3, switches=3)
     (plan,) = hold_plans(network, 0)
-    stubs = {stream.side: stream.stub[0] for stream in plan.streams}
+    stubs = {stream.side: stream.stub[0] for stream in plan.tagged_streams}
     assert stubs == {0: "10.255.0.1", 1: "10.255.0.3"}
 
 
@@ -131,7 +132,7 @@ def test_every_byte_lands_in_its_place(
     try:
         for side, channel, stream in streams_of(layout, ranks, channels, 0):
             near, far = socket.socketpair()
-            plan = StreamPlan(0, 0, side, channel, 0, "127.0.0.1", ("", 0), 0)
+            plan = StreamPlan(0, 0, side, channel)
             inlet = Inlet(plan, stream, sets, first=0, joined=joined)
             assert inlet.attach(near)
             data = b"".join(on_the_wire(stream, buckets) for buckets in iterations.values())
@@ -458,6 +459,6 @@ def test_a_rank_that_passes_over_an_iteration_is_noticed() -> None:
 
 def test_a_streams_end_only_grows() -> None:
     records = Records(2, 0)
-    records.add(part(1, 0, ends=[pb.StreamEnd(side=0, channel=1, shard=2, end=1 << 40)]), 0.0)
-    records.add(part(0, 0, ends=[pb.StreamEnd(side=0, channel=1, shard=2, end=5)]), 0.0)
+    records.add(part(1, 0, ends=[pb.StreamEnd(channel=1, shard=2, end=1 << 40)]), 0.0)
+    records.add(part(0, 0, ends=[pb.StreamEnd(channel=1, shard=2, end=5)]), 0.0)
     assert records.ends == {(0, 1, 2): 1 << 40}

@@ -176,14 +176,14 @@ def test_from_start_to_exit(
 def check_ends(parts: list[pb.RecordPart], layout: layouts.Layout, side: int) -> None:
     """Check that each stream's end is that of the schedule."""
     for part in parts:
-        ends = {(end.side, end.channel, end.shard): end.end for end in part.ends}
+        ends = {(end.channel, end.shard): end.end for end in part.ends}
         expected = {}
         for channel in range(2):
             for shard in range(2):
                 stream = stream_layout(
                     layout.schedule, 2, channel, 2, side=side, shadow_id=shard, slicing=layout.slicing
                 )
-                expected[side, channel, shard] = stream.nbytes * (part.iteration + 1)
+                expected[channel, shard] = stream.nbytes * (part.iteration + 1)
         assert ends == expected
 
 

@@ -96,7 +96,7 @@ class Receiver:
         self.sets.released = -1
         self._inlets = []
         for channel in range(channels):
-            plan = StreamPlan(0, 0, LAST, channel, channel, _LOOPBACK, (_LOOPBACK, 0), 0)
+            plan = StreamPlan(0, 0, 1, channel)
             stream = stream_layout(layout.schedule, channels, channel, 2, side=LAST, shadow_id=0)
             self._inlets.append(Inlet(plan, stream, self.sets, first=0, joined=0))
         self._nbytes = sum(inlet.layout.nbytes for inlet in self._inlets)

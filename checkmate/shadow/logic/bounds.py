@@ -31,7 +31,6 @@ from checkmate.shadow.replica.blocks import check_scalings
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout, from_json
 from checkmate.wire.parameter import LayoutError
-from checkmate.wire.schedule import FIRST, LAST
 
 WINDOW: Final = 1 << 20
 """Iterations by which a message may be ahead of the newest iteration that is known here."""
@@ -358,30 +357,26 @@ def check_part(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
 
 
 def _check_ends(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
-    """Refuse ends of streams that this rank does not tag, or beyond what the iteration can have sent."""
+    """Refuse ends of streams that this rank does not send, or beyond what the iteration can have sent."""
     if not part.ends:
         return
-    side = {0: FIRST, group.begin.ranks - 1: LAST}.get(part.position)
-    if side is None:
-        raise CallRefused(f"ends of streams from position {part.position}, which does not tag")
+    if not group.layout.slicing.is_sender(part.position, group.begin.ranks):
+        raise CallRefused(f"ends of streams from position {part.position}, which sends none")
     if len(part.ends) > job.channels * group.layout.shards:
         raise CallRefused(
             f"{len(part.ends)} ends of streams; a rank has {job.channels * group.layout.shards}"
         )
     nbytes = {
-        (s.plan.side, s.plan.channel, s.plan.shard): s.layout.nbytes
+        (s.plan.channel, s.plan.shard): s.layout.nbytes
         for hold in group.holds
         for s in hold.streams
+        if s.plan.sender == part.position
     }
     iterations = part.iteration - group.begin.first_iteration + 1
     for end in part.ends:
         check_number("an end of channel", end.channel, job.channels - 1)
         check_number("an end of shard", end.shard, group.layout.shards - 1)
-        if end.side != side:
-            raise CallRefused(
-                f"an end of side {end.side} from position {part.position}, which tags side {side}"
-            )
-        most = nbytes.get((end.side, end.channel, end.shard), end.end) * iterations
+        most = nbytes.get((end.channel, end.shard), end.end) * iterations
         if end.end > most:
             raise CallRefused(
                 f"an end at byte {end.end} of shard {end.shard}, channel {end.channel}: after iteration "

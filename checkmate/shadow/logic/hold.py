@@ -406,7 +406,7 @@ class Hold:
     def awaits(self, records: Records) -> bool:
         """Return whether data that is recorded as sent has not arrived."""
         return any(
-            stream.position < records.ends.get((stream.plan.side, stream.plan.channel, self.plan.shard), 0)
+            stream.position < records.ends.get((stream.plan.sender, stream.plan.channel, self.plan.shard), 0)
             for stream in self.streams
         )
 
@@ -417,7 +417,7 @@ class Hold:
             has_begun = max(records.newest, self.receiving) >= self.joined > self.first
             if has_begun and not (stream.received_bytes or stream.connected):
                 return f"{plan}: not connected before iteration {self.joined}"
-            end = records.ends.get((plan.side, plan.channel, plan.shard), 0)
+            end = records.ends.get((plan.sender, plan.channel, plan.shard), 0)
             is_lost = end - stream.position >= FARTHEST  # reconnecting would not bring it
             if is_lost or stream.stands_below(end, now) > grace:
                 return f"{plan}: {counted(end - stream.position, 'byte has', 'bytes have')} not come"

@@ -61,7 +61,7 @@ def _without(span: range, excluded: range) -> list[range]:
 
 
 StreamKey = tuple[int, int, int]
-"""Side, channel, shard."""
+"""Position of the sending rank, channel, shard."""
 
 SPARE_BYTES, SPARE_ITERATIONS = 16 << 20, 256
 """Limits of parts that are kept although no hold here needs them."""
@@ -126,7 +126,7 @@ class Records:
         self.count += 1
         self.newest = max(self.newest, part.iteration)
         for end in part.ends:
-            key = (end.side, end.channel, end.shard)
+            key = (part.position, end.channel, end.shard)
             self.ends[key] = max(self.ends.get(key, 0), end.end)
         skipped = range(self._last_of.get(part.position, part.iteration) + 1, part.iteration)
         if skipped:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from checkmate.job import boundaries
 from checkmate.job.schema import Job
-from checkmate.wire.schedule import StreamLayout
+from checkmate.wire.schedule import FIRST, StreamLayout
 from checkmate.wire.tag import MODULUS, Hello
 
 SETS = 2
@@ -21,12 +21,23 @@ FARTHEST = MODULUS // 2
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """One stream of a hold. `nic` is the index of our NIC; `stub` is the stub's address and port."""
+    """One stream of a hold: gradients of its shard that one rank sends."""
 
     group: int
     shard: int
-    side: int
+    sender: int
+    """The rank's position in the group."""
     channel: int
+
+    def __str__(self) -> str:
+        return f"group {self.group}, shard {self.shard}, rank at position {self.sender}"
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedStreamPlan(StreamPlan):
+    """A stream of copies by a switch. `nic` is the index of our NIC; `stub` the stub's address and port."""
+
+    side: int
     nic: int
     nic_ip: str
     stub: tuple[str, int]
@@ -56,19 +67,25 @@ class HoldPlan:
     other_holders: tuple[int, ...]
     streams: tuple[StreamPlan, ...]
 
+    @property
+    def tagged_streams(self) -> tuple[TaggedStreamPlan, ...]:
+        """Its streams of copies by a switch."""
+        return tuple(stream for stream in self.streams if isinstance(stream, TaggedStreamPlan))
+
 
 def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
     """Return all holds of a node, by group and shard. Raise `KeyError` if the job has no such node."""
     node = job.node(node_id)
     nics = [nic.ip for nic in node.nics]
     stubs = {s.name: (str(s.stub.ip), s.stub.port) for s in job.fabric.switches}
-    of_hold: dict[tuple[int, int], list[StreamPlan]] = {}
+    of_hold: dict[tuple[int, int], list[TaggedStreamPlan]] = {}
     for stream in boundaries.streams(job):
         if stream.node.id == node_id:
-            plan = StreamPlan(
+            plan = TaggedStreamPlan(
                 group=stream.boundary.group,
                 shard=stream.shard,
                 side=stream.boundary.side,
+                sender=_position(job, stream.boundary),
                 channel=stream.channel,
                 nic=nics.index(stream.nic.ip),
                 nic_ip=str(stream.nic.ip),
@@ -84,6 +101,11 @@ def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
         HoldPlan(*key, tuple(sorted(holders[key] - {node_id})), tuple(plans))
         for key, plans in sorted(of_hold.items())
     )
+
+
+def _position(job: Job, boundary: boundaries.Boundary) -> int:
+    """Return a boundary rank's position in its ring."""
+    return 0 if boundary.side == FIRST else len(job.dp_groups[boundary.group].ranks) - 1
 
 
 def full_buffers(plans: Sequence[HoldPlan]) -> int:

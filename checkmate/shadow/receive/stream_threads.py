@@ -18,7 +18,7 @@ from checkmate.events.kinds import STREAM_CONNECTED, STREAM_FAILED
 from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks
 from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
-from checkmate.shadow.receive.hold_plans import StreamPlan
+from checkmate.shadow.receive.hold_plans import StreamPlan, TaggedStreamPlan
 from checkmate.shadow.receive.inlet import Inlet, ReadResult
 
 
@@ -194,6 +194,7 @@ class Connector:
         plan = inlet.plan
         if inlet.closed:
             return
+        assert isinstance(plan, TaggedStreamPlan)
         sock = connect_stream(
             plan.nic_ip,
             plan.stub,

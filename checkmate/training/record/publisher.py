@@ -17,7 +17,6 @@ from checkmate.rpc.channels import MESSAGE_BYTES
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.capture import RecordDraft
 from checkmate.training.record.windows import to_message
-from checkmate.wire.schedule import FIRST, LAST
 
 _log: Final = logging.getLogger("checkmate")
 _POLL_SECONDS: Final = 0.001
@@ -51,9 +50,8 @@ def to_part(author: pb.RecordPart, draft: RecordDraft) -> pb.RecordPart:
     part.MergeFrom(author)
     if draft.buffers:
         part.buffers = state.dumps({name: later() for name, later in draft.buffers.items()})
-    side = FIRST if author.position == 0 else LAST  # ranks between them do not tag: their `ends` are empty
     for (channel, shard), end in draft.ends.items():
-        part.ends.add(side=side, channel=channel, shard=shard, end=end)
+        part.ends.add(channel=channel, shard=shard, end=end)
     if author.position == 0:
         _fill_step(part.step, draft)
     return part

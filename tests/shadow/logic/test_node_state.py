@@ -56,7 +56,7 @@ class SimulatedNode:
                     stream_layout(layout.schedule, 1, 0, RANKS, side=s.side, shadow_id=plan.shard),
                     connected=True,
                 )
-                for s in plan.streams
+                for s in plan.tagged_streams
             ]
             hold = Hold(plan, layout.of_shard(plan.shard), streams, 0, 0)
             hold.update_at(HoldSnapshot(0, dict.fromkeys(hold.parameters, -1)))

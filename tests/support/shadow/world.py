@@ -56,7 +56,7 @@ class World:
     def status(self, node: int) -> pb.NodeStatus:
         return node_status(self.nodes[node].node, self.job.job)
 
-    def ready(self, seconds: float = 10) -> None:
+    def ready(self, seconds: float = 60) -> None:
         """Wait until all holds are live and all of their streams are connected."""
         wait_until(lambda: all(map(self.is_ready, self.nodes)), "live", seconds)
 
@@ -65,11 +65,11 @@ class World:
             hold.live
             and all(
                 self.copies.sends(
-                    (stream.plan.boundary, stream.plan.channel, stream.plan.shard),
-                    stream.plan.nic_ip,
+                    (stream.boundary, stream.channel, stream.shard),
+                    stream.nic_ip,
                     group.begin.incarnation,
                 )
-                for stream in hold.streams
+                for stream in hold.plan.tagged_streams
             )
             for group, hold in self.nodes[node].node.state.holds
         )
@@ -78,7 +78,7 @@ class World:
         """Return the resources of the first hold of a node."""
         return self.nodes[node].node.all_resources()[0]
 
-    def stepped(self, iteration: int, seconds: float = 10) -> None:
+    def stepped(self, iteration: int, seconds: float = 60) -> None:
         """Wait until all live holds have stepped an iteration."""
         wait_until(
             lambda: all(hold.stepped >= iteration for node in self.nodes for hold in self.status(node).holds),

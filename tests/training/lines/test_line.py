@@ -285,7 +285,7 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     part = node.records[1]
     assert (part.job, part.incarnation, part.group, part.position) == ("demo", 7, 1, 3)
     assert (part.run, part.start) == ("first", b"start")
-    assert [(e.side, e.channel, e.shard, e.end) for e in part.ends] == [(1, 0, 0, 100)]
+    assert [(e.channel, e.shard, e.end) for e in part.ends] == [(0, 0, 100)]
     assert state.loads(part.extra) == {"at": 4}
     assert not part.HasField("step")  # it isn't the group's first rank
 

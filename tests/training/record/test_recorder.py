@@ -234,7 +234,7 @@ def test_random_states_and_extra_are_those_after_the_step() -> None:
     for at, part in enumerate(loop.close()):
         assert torch.equal(state.load_generators(part.rng)["torch"], expected[at])
         assert state.loads(part.extra) == {"at": at}
-        assert [(end.side, end.channel, end.shard, end.end) for end in part.ends] == [(0, 0, 0, 100 * at)]
+        assert [(end.channel, end.shard, end.end) for end in part.ends] == [(0, 0, 100 * at)]
 
 
 def test_slices_come_round_all_parameters_and_their_state() -> None:
