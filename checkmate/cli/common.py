@@ -27,11 +27,14 @@ from checkmate.events.process_log import keep_in, log_everything_as_json, print_
 from checkmate.job.files import JobError, JobSet, Located
 from checkmate.job.following import JobFiles
 from checkmate.job.schema import JOB_VARIABLE, Job
+from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import has_cursor, text_console
 from checkmate.output.log_lines import TextLines
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_ROLES: Final = (Role.READER, Role.TRAINER, Role.CONTROLLER, Role.SHADOW)
 
 out = text_console()
 err = text_console(stderr=True)
@@ -147,6 +150,22 @@ def read_job_set(arguments: Sequence[Path], fabric: Path | None = None) -> JobSe
     if not job_set.jobs_read:
         raise UsageFault(f"no job file (*.yaml) in {files}")
     return job_set
+
+
+def require_switches(jobs: Sequence[Job], command: str) -> None:
+    """Raise `UsageFault` if there are jobs, but none has a switch, so that a command has nothing to do."""
+    if jobs and all(job.copies == "host" for job in jobs):
+        names = ", ".join(job.job for job in jobs)
+        raise UsageFault(
+            f"`checkmate {command}` is about switches, and hosts send the copies of {names} themselves "
+            "(copies: host): it is not needed"
+        )
+
+
+def readable_role(job: Job) -> Role:
+    """Return the first role whose keys this host has: all of them may read status and events."""
+    folders = {} if job.keys is None else {role: role_folder(job.keys, job.job, role) for role in _ROLES}
+    return next((role for role, folder in folders.items() if folder.is_dir()), Role.READER)
 
 
 def print_error(

@@ -13,6 +13,7 @@ from checkmate.cli.common import (
     out,
     print_json,
     read_job_set,
+    require_switches,
     show_errors,
 )
 from checkmate.output.consoles import spinner
@@ -30,6 +31,7 @@ def remove(jobs: JobArguments, fabric: FabricOption = None, as_json: AsJson = Fa
     """
     try:
         loaded = read_job_set(jobs, fabric).require()
+        require_switches(loaded, "remove")
         with spinner(err, "removing"):
             reports = asyncio.run(remove_jobs(loaded))
     except AnotherPrimary as error:

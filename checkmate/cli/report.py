@@ -22,6 +22,7 @@ from checkmate.cli.common import (
     lab_hint,
     out,
     print_json,
+    readable_role,
     show_errors,
 )
 from checkmate.events.event_log import FOLDER, SUFFIX
@@ -29,7 +30,7 @@ from checkmate.events.reading import MAX_TIME
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
-from checkmate.keys.roles import Role, role_folder
+from checkmate.keys.roles import role_folder
 from checkmate.nodes.stubs import Stubs
 from checkmate.output.consoles import spinner
 from checkmate.report.gathering import Gathered, ask_nodes, read_logs
@@ -38,7 +39,6 @@ from checkmate.report.processes import merge_events
 from checkmate.report.records import JobReport
 from checkmate.report.summary import summary
 
-_ROLES = (Role.READER, Role.TRAINER, Role.CONTROLLER, Role.SHADOW)
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _AGO: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d)")
 
@@ -77,7 +77,7 @@ def report(
         start = parse_since(since, now)
     except ValueError as error:
         raise UsageFault(f"--since: {error}") from None
-    role = _role(loaded)
+    role = readable_role(loaded)
     keys = [] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, role)]
     default = Path(os.environ.get(FOLDER) or "/dev/null")
     paths = [*(events or ()), *([default] if any(default.glob(f"*{SUFFIX}")) else ())]
@@ -111,12 +111,6 @@ def parse_since(text: str, now: float) -> float:
             f"{text!r} is not a time; write 2026-11-23T21:00:00Z, or how long ago: 90min, 2h or 3d"
         )
     return since
-
-
-def _role(job: Job) -> Role:
-    """Return the first role whose keys this host has: all of them may read events."""
-    folders = {} if job.keys is None else {role: role_folder(job.keys, job.job, role) for role in _ROLES}
-    return next((role for role, folder in folders.items() if folder.is_dir()), Role.READER)
 
 
 def _report(job: Job, gathered: Gathered, since: float, until: float) -> JobReport:

@@ -34,6 +34,7 @@ from checkmate.cli.common import (
     metrics_ports,
     open_event_log,
     out,
+    require_switches,
     show_errors,
     view_console,
 )
@@ -112,6 +113,7 @@ def run(
     files = JobFiles(jobs, fabric, keys.files)
     job_files = _first(files, keys, all_sound=once or load)
     first = job_files.jobs
+    require_switches(first, "run")
     keep_only(
         *to_read(_read_later(job_files.files, first)),
         *to_listen(metrics_ports(metrics)),

@@ -39,7 +39,6 @@ from checkmate.doctor import subjects
 from checkmate.doctor.diagnosis import warn
 from checkmate.events.kinds import NODE_ENDED, NODE_STARTED
 from checkmate.events.process_log import say
-from checkmate.job.addresses import split_address
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
@@ -134,8 +133,9 @@ def _node_capabilities(job: Job, node_id: int) -> tuple[Capability, ...]:
     """Return the capabilities of a node: receive buffers are set for each stream that it connects."""
     node = job.node(node_id)
     keys = [] if job.keys is None else [role_folder(job.keys, job.job, Role.SHADOW)]
-    ports = (split_address(node.mgmt)[1], node.records_at[1])
-    return (Capability.NET_ADMIN, *to_read(keys), *to_listen(ports))
+    ports = tuple(port for _, port in node.addresses)
+    buffers = (Capability.NET_ADMIN,) if job.copies == "switch" else ()
+    return (*buffers, *to_read(keys), *to_listen(ports))
 
 
 def _check_id(job: Job, node_id: int) -> None:

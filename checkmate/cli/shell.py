@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import OptionalJobArgument, UsageFault, err, show_errors
+from checkmate.cli.common import OptionalJobArgument, UsageFault, err, require_switches, show_errors
 from checkmate.job.files import read_job
 from checkmate.job.schema import Switch
 from checkmate.output.consoles import spinner
@@ -56,7 +56,9 @@ def shell(
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
         raise UsageFault("p4runtime-shell is not installed; install it with `checkmate shell --install`")
-    target = choose_switch(read_job(job).fabric.switches, switch)
+    loaded = read_job(job)
+    require_switches([loaded], "shell")
+    target = choose_switch(loaded.fabric.switches, switch)
     if primary:
         err.print(
             f"[yellow]warning:[/yellow] as primary this shell displaces any other controller of "

@@ -25,6 +25,7 @@ from checkmate.cli.common import (
     read_job_set,
     show_errors,
 )
+from checkmate.cli.node_status import check_nodes, node_data, read_nodes, show_nodes
 from checkmate.job.fields import CPU_PORT
 from checkmate.job.schema import Job, Switch
 from checkmate.output.consoles import LateLine, spinner_or_line
@@ -69,6 +70,8 @@ def status(
 ) -> None:
     """Show the streams of jobs: connected, packets, bytes, lost. Only reads, even while `run` serves.
 
+    Of jobs with copies by hosts, which have no switches, it shows what the shadow nodes have.
+
     With --wait, exit status 7 if a stream is still not connected after --timeout. If a switch can't be read,
     the others are shown, and the exit status tells why.
 
@@ -77,9 +80,21 @@ def status(
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
     loaded = read_job_set(jobs, fabric).require()
+    by_hosts = [job for job in loaded if job.copies == "host"]
+    answers = read_nodes(by_hosts, timeout if wait else 0.0) if by_hosts else {}
+    if not as_json:
+        show_nodes(by_hosts, answers)
+    check_nodes(by_hosts, answers, wait=wait)
+    loaded = [job for job in loaded if job.copies == "switch"]
+    if not loaded:
+        if as_json:
+            print_json({"version": JSON_VERSION, "switches": {}, "nodes": node_data(answers)})
+        return
     with spinner_or_line(err, "reading the switches") as progress:
         statuses, errors = asyncio.run(_status(loaded, timeout if wait else 0.0, progress))
     data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in statuses}}
+    if by_hosts:
+        data["nodes"] = node_data(answers)
     if not as_json:
         for switch_status in statuses:
             out.print(Group(*switch_tables(switch_status), *switch_lines(switch_status)))

@@ -61,11 +61,15 @@ def validate(
     for job in loaded:
         ranks = sum(len(group.ranks) for group in job.dp_groups)
         streams = sum(s.boundary.job == job.job for plan in plans.values() for s in plan.streams.values())
+        copies = (
+            ((job.channels, "channel"), (streams, "stream"))
+            if job.copies == "switch"
+            else ((job.replicas, "copy of each shard, by hosts", "copies of each shard, by hosts"),)
+        )
         has = (
             (len(job.dp_groups), f"DP group{mesh.sizes(job)}", f"DP groups{mesh.sizes(job)}"),
             (ranks, "rank"),
             (len(job.shadow_nodes), "shadow node"),
-            (job.channels, "channel"),
-            (streams, "stream"),
+            *copies,
         )
         out.print(f"{job.job}: valid; {', '.join(counted(*part) for part in has)}")

@@ -8,7 +8,7 @@ from typing import Final
 
 from checkmate.errors import CheckmateError
 from checkmate.job.addresses import split_address
-from checkmate.job.schema import Host, Job, Rank, ShadowNode, Switch
+from checkmate.job.schema import NO_ADDRESS, Host, Job, Rank, ShadowNode, Switch
 from checkmate.keys.roles import Role
 from checkmate.wire.schedule import side_of
 
@@ -92,7 +92,8 @@ def trainers(job: Job) -> Iterator[Subject]:
         if rank.host is None:
             mgmt_addresses = (rank.mgmt,) if rank.mgmt else ()
             name = f"{rank.named} of job {job.job}"
-            yield Subject(Role.TRAINER, name, job, ranks=(rank,), nics=(rank,), mgmt=mgmt_addresses)
+            nics = () if rank.ip == NO_ADDRESS else (rank,)
+            yield Subject(Role.TRAINER, name, job, ranks=(rank,), nics=nics, mgmt=mgmt_addresses)
 
 
 def shadow(job: Job, node_id: int) -> Subject:

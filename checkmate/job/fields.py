@@ -102,6 +102,13 @@ def _port(value: object) -> object:
     return value
 
 
+def no_gradients(value: object) -> object:
+    """Refuse an address for gradients where switches copy them."""
+    if value is not None:
+        raise ValueError("is for copies by hosts (copies: host): remove it, gradients come to the nics")
+    return value
+
+
 def device_port(value: object) -> object:
     """Accept a device port alone for a port of a Tofino's front panel."""
     return {"device_port": value} if isinstance(value, int) else value

@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkmate.job import checks, conflicts, yaml_lines
+from checkmate.job import checks, conflicts, host_copies, yaml_lines
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.faults import Path as YamlPath
 from checkmate.job.kept import CheckedJob
@@ -162,6 +162,12 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
             continue
         if source.fabric is not None and granted is None:
             order.append(source.fabric.file)
+        if isinstance(source.raw, dict) and source.raw.get("copies") == "host":
+            job, wrong = host_copies.read(source.raw)
+            faults += [source.locate(fault) for fault in wrong]
+            sources.append(source)
+            jobs.append(job)
+            continue
         job, structural = checks.structure(source.raw)
         reported = {fault.path for fault in source.unnamed}
         placing = source.placing
@@ -247,6 +253,9 @@ def _source(
     if is_fabric(raw):
         message = "this is a fabric file; pass the job file that refers to it (key fabric)"
         return None, [Located(file, 0, "(file)", message)]
+    if raw.get("copies") == "host":  # whose fabric, if it names one, is a fault already
+        _resolve_paths(raw, document.file.parent, document.file.parent)
+        return _Source(document, None, raw), []
     fabric = None
     faults: list[Located] = []
     if isinstance(raw.get("fabric"), str) and granted is not None:

@@ -39,6 +39,7 @@ from checkmate.job.fields import (
     checked_dscp_bit,
     device_port,
     items,
+    no_gradients,
     whole,
 )
 from checkmate.job.tofino import chips
@@ -46,6 +47,10 @@ from checkmate.wire import tag as wire
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 """The environment variable with the path of a script's job file, and of that of commands by default."""
+
+
+NO_ADDRESS: Final = IPv4Address(0)
+"""The address of a rank if no switch needs to know it."""
 
 
 class Frozen:
@@ -199,13 +204,13 @@ class Rank(Host):
 
     @property
     def place(self) -> str:
-        """Its host's name or address on the management network, or else its own address."""
-        return self.mgmt or str(self.ip)
+        """Its host's name or address on the management network, or else its own address, if it has one."""
+        return self.mgmt or ("" if self.ip == NO_ADDRESS else str(self.ip))
 
     @property
     def named(self) -> str:
         """Its name in messages."""
-        return f"rank {self.rank} ({self.place})"
+        return f"rank {self.rank} ({self.place})" if self.place else f"rank {self.rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,11 +238,15 @@ class Nic(Host):
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowNode(Frozen):
-    """A shadow node and its one or two shadow NICs. `records` is its address for step records."""
+    """A shadow node and its one or two shadow NICs. `records` is its address for step records.
+
+    With copies by hosts, it has no NICs, and `gradients` is its address for gradients.
+    """
 
     id: ShadowNodeId
     mgmt: HostPort
     records: HostPort | None = None
+    gradients: Annotated[HostPort | None, Before(no_gradients)] = None
     nics: Annotated[tuple[Nic, ...], items(1, 2)]
 
     @property
@@ -245,12 +254,27 @@ class ShadowNode(Frozen):
         """Host and port for step records, by default the host of `mgmt` and the port after its port."""
         return records_beside(self.mgmt) if self.records is None else split_address(self.records)
 
+    @property
+    def gradients_at(self) -> tuple[str, int]:
+        """Host and port for gradients, by default the host of `mgmt` and the second port after its port."""
+        if self.gradients is not None:
+            return split_address(self.gradients)
+        host, port = records_beside(self.mgmt)
+        return host, port + 1
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], tuple[str, int], tuple[str, int]]:
+        """Host and port of `mgmt`, for step records, and for gradients."""
+        return split_address(self.mgmt), self.records_at, self.gradients_at
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Frozen):
     """One training job."""
 
     job: Name
+    copies: Literal["switch", "host"] = "switch"
+    """What copies gradients to shadow nodes: the switches of the fabric, or the hosts (`host_copies`)."""
     fabric: Fabric
     tag: TagSettings = TagSettings()
     collective: Collective = "ring"
@@ -271,7 +295,7 @@ class Job(Frozen):
         """Yield all interfaces on the training network, with the names of their machines: `rank 0 of gpt`."""
         for group in self.dp_groups:
             for rank in group.ranks:
-                if rank.host is None:
+                if rank.host is None and rank.ip != NO_ADDRESS:
                     yield f"rank {rank.rank} of {self.job}", rank
         for host in self.hosts:
             for interface in host.nics:

@@ -15,11 +15,12 @@ MAC_BYTES: Final = 16
 NONCE_BYTES: Final = 16
 
 _HELLO: Final = b"checkmate hello"
-_RING: Final = b"checkmate ring"
+RING: Final = b"checkmate ring"
+GRADIENTS: Final = b"checkmate parts"
 
 
-class RingSide(IntEnum):
-    """A side of a ring's connection."""
+class ConnectionSide(IntEnum):
+    """A side of a connection."""
 
     CONNECTS = 0
     ACCEPTS = 1
@@ -41,18 +42,19 @@ def new_nonce() -> bytes:
 
 
 @dataclass(frozen=True)
-class RingProof:
-    """Challenge and response on one connection of a ring.
+class ConnectionProof:
+    """Challenge and response on one connection.
 
-    Each side sends a nonce. Then each sends the `mac` of its own side, which only a holder of `ring.key` can
-    compute, and checks the other's with `is_authentic`. A MAC of another connection, direction or greeting is
-    not accepted.
+    Each side sends a nonce. Then each sends the `mac` of its own side, which only a holder of the key can
+    compute, and checks the other's with `is_authentic`. A MAC of another connection, direction, purpose or
+    greeting is not accepted.
 
     Attributes:
-        key: The secret `ring.key`, 32 bytes.
+        key: The secret, 32 bytes: `ring.key` for a ring, `gradients.key` for streams of parts.
         greeting: The greeting of the side that connects, of any length.
         connects_nonce: The nonce of the side that connects, 16 bytes.
         accepts_nonce: The nonce of the side that accepts, 16 bytes.
+        purpose: `RING` or `GRADIENTS`.
 
     Raises:
         ValueError: A nonce has another length.
@@ -62,18 +64,19 @@ class RingProof:
     greeting: bytes
     connects_nonce: bytes
     accepts_nonce: bytes
+    purpose: bytes = RING
 
     def __post_init__(self) -> None:
         lengths = [len(self.connects_nonce), len(self.accepts_nonce)]
         if lengths != [NONCE_BYTES, NONCE_BYTES]:
             raise ValueError(f"nonces have {NONCE_BYTES} bytes each, not {lengths[0]} and {lengths[1]}")
 
-    def mac(self, side: RingSide) -> bytes:
+    def mac(self, side: ConnectionSide) -> bytes:
         """Return the MAC, 16 bytes, with which a side proves that it has the key."""
         message = bytes([side]) + self.connects_nonce + self.accepts_nonce + self.greeting
-        return _mac(self.key, _RING, message)
+        return _mac(self.key, self.purpose, message)
 
-    def is_authentic(self, side: RingSide, mac: bytes) -> bool:
+    def is_authentic(self, side: ConnectionSide, mac: bytes) -> bool:
         """Return whether `mac` is that of a side, in constant time."""
         return hmac.compare_digest(self.mac(side), mac)
 

@@ -26,13 +26,14 @@ class Secret(StrEnum):
 
     HELLO = "hello.key"
     RING = "ring.key"
+    GRADIENTS = "gradients.key"
 
 
 SECRETS: Final[Mapping[Role, tuple[Secret, ...]]] = MappingProxyType(
     {
         Role.CONTROLLER: (Secret.HELLO,),
-        Role.TRAINER: (Secret.RING,),
-        Role.SHADOW: (Secret.HELLO,),
+        Role.TRAINER: (Secret.RING, Secret.GRADIENTS),
+        Role.SHADOW: (Secret.HELLO, Secret.GRADIENTS),
         Role.READER: (),
     }
 )
@@ -65,7 +66,7 @@ def hosts_of(job: Job, role: Role) -> tuple[str, ...]:
     """Return the hosts that need a role's keys, each once; none if the job does not name them."""
     match role:
         case Role.TRAINER:
-            hosts = [rank.place for group in job.dp_groups for rank in group.ranks]
+            hosts = [rank.place for group in job.dp_groups for rank in group.ranks if rank.place]
         case Role.SHADOW:
             hosts = [split_address(node.mgmt)[0] for node in job.shadow_nodes]
         case _:

@@ -127,7 +127,7 @@ def _unknown(job: Job, events: Sequence[Event], silent: Mapping[int, str]) -> li
     elif silent_ranks:
         names = ", ".join(map(str, silent_ranks))
         gaps.append(f"no events of {'rank' if len(silent_ranks) == 1 else 'ranks'} {names}; {_READ}")
-    if not any(event.source == "controller" for event in events):
+    if job.copies == "switch" and not any(event.source == "controller" for event in events):
         gaps.append("no events of a controller: add the folder of its event log with --events")
     if not any(is_rank(source) for source in sources) and not events:
         gaps.append("no events at all since that time")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from checkmate.base.wording import counted
-from checkmate.keys.macs import MAC_BYTES, RingProof, RingSide, new_nonce
+from checkmate.keys.macs import MAC_BYTES, ConnectionProof, ConnectionSide, new_nonce
 from checkmate.ring import greetings
 from checkmate.ring.greetings import Greeting
 from checkmate.wire import tcp
@@ -37,7 +37,7 @@ class _Arrival:
     channel: int
     until: float
     data: bytearray = field(default_factory=bytearray)
-    proof: RingProof | None = None
+    proof: ConnectionProof | None = None
     """Set once its greeting is right and the answer is sent."""
 
     @property
@@ -163,11 +163,11 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
             greeting, nonce = opening[: greetings.GREETING_BYTES], opening[greetings.GREETING_BYTES :]
             if fault := self._expected[arrival.channel].fault(greeting):
                 return fault
-            arrival.proof = RingProof(self._key, greeting, nonce, new_nonce())
-            mac = arrival.proof.mac(RingSide.ACCEPTS)
+            arrival.proof = ConnectionProof(self._key, greeting, nonce, new_nonce())
+            mac = arrival.proof.mac(ConnectionSide.ACCEPTS)
             arrival.sock.send(greetings.header() + arrival.proof.accepts_nonce + mac)
             return None
-        if not arrival.proof.is_authentic(RingSide.CONNECTS, bytes(arrival.data[-MAC_BYTES:])):
+        if not arrival.proof.is_authentic(ConnectionSide.CONNECTS, bytes(arrival.data[-MAC_BYTES:])):
             return greetings.OTHER_KEY
         arrival.sock.send(greetings.ACCEPTANCE)
         return None

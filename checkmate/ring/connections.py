@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
-from checkmate.keys.macs import NONCE_BYTES, RingProof, RingSide, new_nonce
+from checkmate.keys.macs import NONCE_BYTES, ConnectionProof, ConnectionSide, new_nonce
 from checkmate.ring import greetings
 from checkmate.ring.accepting import Acceptor
 from checkmate.ring.place import RingError, RingPlace, RingTimeout
@@ -238,12 +238,12 @@ def _greet(place: RingPlace, channel: int, sender: TaggedSocket | PlainSocket, d
         raise ConnectionError(f"it {fault}")
     rest = memoryview(answer)[greetings.HEADER_BYTES :]
     receive_into(receive, rest)
-    proof = RingProof(place.key, greeting, nonce, bytes(rest[:NONCE_BYTES]))
-    if not proof.is_authentic(RingSide.ACCEPTS, bytes(rest[NONCE_BYTES:])):
+    proof = ConnectionProof(place.key, greeting, nonce, bytes(rest[:NONCE_BYTES]))
+    if not proof.is_authentic(ConnectionSide.ACCEPTS, bytes(rest[NONCE_BYTES:])):
         raise ConnectionError(
             "it has another ring.key: copy the folder of role trainer to all hosts of ranks"
         )
-    sender.send_chunk(proof.mac(RingSide.CONNECTS))
+    sender.send_chunk(proof.mac(ConnectionSide.CONNECTS))
     verdict = bytearray(len(greetings.ACCEPTANCE))
     receive_into(receive, memoryview(verdict))
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -30,7 +31,7 @@ from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.shadow.receive.hold_plans import hold_plans
 from checkmate.shadow.receive.inlet import Inlet
-from checkmate.shadow.receive.stream_threads import Connector, Reader
+from checkmate.shadow.receive.stream_threads import Connector, MakeSource, StreamSource
 from checkmate.shadow.resources import HoldResources
 
 log = logging.getLogger("checkmate")
@@ -57,11 +58,12 @@ class Node:
         receive_buffer: int = RECEIVE_BUFFER,
         grace: float = GRACE,
         threads: int | None = None,
+        make_source: MakeSource | None = None,
     ) -> None:
+        """Create it. `make_source`: where streams come from, by default the switches of the job."""
         self.job, self.id, self.access = job, node_id, access
         self.job_ranks = job_ranks(job)
         self.plans = hold_plans(job, node_id)
-        self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
         self.state_changed = threading.Condition(locks.ordered_lock("node"))
         self._clock = AwakeClock()
         self._silence = Silence()
@@ -81,10 +83,9 @@ class Node:
         self._breaks = GatheredLog(
             logging.WARNING, first_and_count, lambda lines: STREAM_BROKEN(count=len(lines), why=lines[0])
         )
-        self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
-        self._connector = Connector(
-            self.readers, self.nics, receive_buffer, access.secret(Secret.HELLO), self.touch
-        )
+        nics = [str(nic.ip) for nic in job.node(node_id).nics]
+        from_switches = partial(Connector, nics, receive_buffer, access.secret(Secret.HELLO))
+        self.source: StreamSource = (make_source or from_switches)(self.touch, self._broken)
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for name, run in (("steps", self._step_forever), ("watch", self._watch_forever))
@@ -129,7 +130,7 @@ class Node:
         """
         records = [group.records.count for group in self.state.groups.values()]
         steps = [hold.released for _, hold in self.state.holds]
-        nbytes = [reader.bytes for reader in self.readers]
+        nbytes = [reader.bytes for reader in self.source.readers]
         return self._silence.since((*nbytes, *records, *steps), self.now(), unread=unread)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
@@ -191,15 +192,13 @@ class Node:
         with self.state_changed:
             self.stopping = True
             self.state_changed.notify_all()
-        self._connector.stop()
         self._breaks.flush()
         for resources in self.all_resources():
             resources.close()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-        for reader in self.readers:
-            reader.stop()
+        self.source.stop()
 
     def _follow_up(self) -> None:
         for resources in self.resources.values():
@@ -230,11 +229,11 @@ class Node:
 
     def _connect(self, hold: Hold) -> None:
         """Connect a hold's streams in the background."""
-        for reader in self.readers:
+        for reader in self.source.readers:
             reader.wake()  # to close sockets of closed inlets
-        incarnation = self.state.groups[hold.plan.group].begin.incarnation
+        begin = self.state.groups[hold.plan.group].begin
         for inlet in self.resources[hold].inlets:
-            self._connector.connect(inlet, incarnation)
+            self.source.connect(inlet, begin)
 
     def _broken(self, inlet: Inlet) -> None:
         """Reconnect a stream at its position; data sent in the meantime shows as a gap."""
@@ -242,7 +241,7 @@ class Node:
         with self.state_changed:
             group = self.state.groups.get(inlet.plan.group)
             if group is not None and not inlet.closed:
-                self._connector.connect(inlet, group.begin.incarnation, again=True)
+                self.source.connect(inlet, group.begin, again=True)
 
     def _step_forever(self) -> None:
         if self._torch_threads:
@@ -295,5 +294,5 @@ class Node:
             state.tally.count_steps(self.step_seconds)
             self._stepping = False
             state.forget()
-        for reader in self.readers:
+        for reader in self.source.readers:
             reader.wake()

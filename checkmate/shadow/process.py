@@ -12,7 +12,7 @@ from checkmate.events.kinds import ITERATION_COMMITTED, Occurrence
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
-from checkmate.keys.roles import Role
+from checkmate.keys.roles import Role, Secret
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import memory
 from checkmate.shadow.admission import RecordsGate
@@ -24,7 +24,8 @@ from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER, TCP_MEM_UNSEEN, check_host, tcp_memory_shortfall
 from checkmate.shadow.receive.hold_plans import full_buffers
-from checkmate.shadow.service import Server, check_address, records_listener
+from checkmate.shadow.receive.part_streams import ORDINARY_BUFFER, PartListener
+from checkmate.shadow.service import Server, check_address, gradients_listener, records_listener
 
 _SPARE_CONNECTIONS: Final = 16
 
@@ -82,19 +83,35 @@ class Serving:
         hosts = dict.fromkeys((split_address(at.mgmt)[0], at.records_at[0]))
         allowed = access(job, Role.SHADOW, insecure=insecure, hosts=hosts)
         check_address(job, node_id)
-        check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
+        by_hosts = job.copies == "host"
+        if by_hosts:  # what comes too fast waits in the trainers' memory
+            receive_buffer = ORDINARY_BUFFER
+        else:
+            check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
         memory.one_arena()
         memory.load_optimizers()
         with ExitStack() as undo:
-            listener = records_listener(job, node_id, receive_buffer)
+            listener = records_listener(job, node_id, 0 if by_hosts else receive_buffer)
             undo.callback(listener.close)
+            make_source = None
+            if by_hosts:
+                parts = gradients_listener(job, node_id)
+                undo.callback(parts.close)
+                make_source = partial(PartListener, job.job, parts, allowed.secret(Secret.GRADIENTS))
             gate = RecordsGate(job, allowed.keys) if allowed.keys is not None else None
             self.node = Node(
-                job, node_id, allowed, receive_buffer=receive_buffer, grace=grace, threads=threads
+                job,
+                node_id,
+                allowed,
+                receive_buffer=receive_buffer,
+                grace=grace,
+                threads=threads,
+                make_source=make_source,
             )
             undo.callback(self.node.close)
             self._metrics = _metrics_server(metrics, self.node) if metrics is not None else nullcontext()
-            if shortfall := tcp_memory_shortfall(full_buffers(self.node.plans), receive_buffer):
+            buffers = 0 if by_hosts else full_buffers(self.node.plans)
+            if shortfall := tcp_memory_shortfall(buffers, receive_buffer):
                 log.warning("%s", shortfall)
                 if shortfall != TCP_MEM_UNSEEN:  # which is not a problem of the node
                     self.node.state.note_trouble(shortfall)

@@ -12,8 +12,9 @@ import torch
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
 from checkmate.shadow.logic.hold import Hold, HoldSnapshot, Stepped, StreamState
-from checkmate.shadow.receive.hold_plans import HoldPlan, check_lengths
+from checkmate.shadow.receive.hold_plans import HoldPlan, TaggedStreamPlan, check_lengths
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
+from checkmate.shadow.receive.part_streams import new_inlet
 from checkmate.shadow.replica.replica import Replica
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import StreamName
@@ -51,7 +52,12 @@ class HoldResources:
             for s in plan.streams
         ]
         check_lengths(layouts)
-        streams = [StreamState(s, laid) for s, laid in zip(plan.streams, layouts, strict=True)]
+        # A switch has its streams connected, whatever they carry; a rank has none without bytes.
+        streams = [
+            StreamState(stream, laid)
+            for stream, laid in zip(plan.streams, layouts, strict=True)
+            if laid.nbytes or isinstance(stream, TaggedStreamPlan)
+        ]
         self.hold = Hold(plan, layout.of_shard(plan.shard), streams, first, joined)
         self.sets = BucketSets(layout, plan.shard, joined - 1)
         self.inlets = self._new_inlets()
@@ -149,6 +155,6 @@ class HoldResources:
     def _new_inlets(self) -> list[Inlet]:
         hold = self.hold
         return [
-            Inlet(stream.plan, stream.layout, self.sets, first=hold.first, joined=hold.joined)
+            new_inlet(stream.plan, stream.layout, self.sets, first=hold.first, joined=hold.joined)
             for stream in hold.streams
         ]

@@ -184,6 +184,17 @@ def records_listener(job: Job, node_id: int, receive_buffer: int) -> socket.sock
     return _listen((host, port), label, node_id, receive_buffer)
 
 
+def gradients_listener(job: Job, node_id: int) -> socket.socket:
+    """Return a socket that listens at a node's address for gradients.
+
+    Raises:
+        ServeError: if the address cannot be used.
+    """
+    host, port = job.node(node_id).gradients_at
+    label = f"{host}:{port}, the address of shadow node {node_id} for gradients,"
+    return _listen((host, port), label, node_id)
+
+
 def _listen(address: tuple[str, int], label: str, node_id: int, receive_buffer: int = 0) -> socket.socket:
     try:
         (family, kind, _, _, place), *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)

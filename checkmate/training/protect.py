@@ -35,8 +35,8 @@ from checkmate.training.checks import (
 from checkmate.training.default_log import show_log
 from checkmate.training.ending import ends_well, said_end
 from checkmate.training.exclusion import StepExclusion
-from checkmate.training.gradients.buckets import GradientBuckets
-from checkmate.training.gradients.setup import make_front, make_reducer
+from checkmate.training.gradients.buckets import CopiedGradients
+from checkmate.training.gradients.setup import make_front
 from checkmate.training.kept_events import keep_events
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, generators_of
@@ -84,7 +84,7 @@ class ProtectedRun:
 class ProtectionParts:
     """The parts of a protection that work while it is open."""
 
-    gradients: GradientBuckets
+    gradients: CopiedGradients
     recorder: Recorder
     loop: Loop
     publisher: Publisher
@@ -201,15 +201,12 @@ def _assemble(
     names, layout = watched.model.trained(), layouts[place.group]
     parameters = list(names.values())
     devices = {parameter.device for parameter in parameters}
-    reducer, untagged = make_reducer(
-        place, layouts, start, devices, undo, required=required, average=watched.model.averages
-    )
+    front, untagged = make_front(watched.model, place, layouts, start, devices, undo, required=required)
     if untagged:
         place = replace(place, followed=False)
         run = replace(run, place=place)
         if place.first:
             _log.warning(_UNTAGGED, "; ".join(untagged))
-    front = make_front(watched.model, reducer, start.next_iteration)
     undo.callback(front.close)
     gradients = front.buckets
     generators = generators_of(place, start)
@@ -223,7 +220,7 @@ def _assemble(
     suspects = slices if place.first else None
     followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), suspects)
     undo.callback(followers.close)
-    publisher = Publisher(opening.author(), followers.lines, gradients.is_acknowledged)
+    publisher = Publisher(opening.author(), followers.lines, gradients.has_passed)
     undo.callback(publisher.close, 0.0)
     recorder = Recorder(
         watched,

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from checkmate.keys import macs
 from checkmate.keys.errors import Malformed
-from checkmate.keys.macs import RingProof, RingSide, hello_mac, is_hello_authentic
+from checkmate.keys.macs import ConnectionProof, ConnectionSide, hello_mac, is_hello_authentic
 from checkmate.keys.secret_files import new_secret, parse_secret
 
 KEY = bytes(range(32))
-PROOF = RingProof(KEY, b"greeting", bytes(16), bytes([1]) * 16)
+PROOF = ConnectionProof(KEY, b"greeting", bytes(16), bytes([1]) * 16)
 
 keys = st.binary(min_size=32, max_size=32)
 nonces = st.binary(min_size=16, max_size=16)
@@ -22,8 +22,8 @@ nonces = st.binary(min_size=16, max_size=16)
 
 def test_the_codes_on_the_wire_are_these() -> None:
     assert hello_mac(KEY, b"hello").hex() == "519f9137791f4b622edb57427ad61e27"
-    assert PROOF.mac(RingSide.CONNECTS).hex() == "2df6ff6904bcdb58c49f342d7e2fe696"
-    assert PROOF.mac(RingSide.ACCEPTS).hex() == "bb3adaa49e196bc3b8f2b651701a54c9"
+    assert PROOF.mac(ConnectionSide.CONNECTS).hex() == "2df6ff6904bcdb58c49f342d7e2fe696"
+    assert PROOF.mac(ConnectionSide.ACCEPTS).hex() == "bb3adaa49e196bc3b8f2b651701a54c9"
 
 
 @given(keys, st.binary(), st.integers(0), st.integers(0, 7))
@@ -48,10 +48,10 @@ def test_a_changed_hello_is_not_authentic(key: bytes, message: bytes, place: int
 def test_a_ring_proof_is_for_one_connection_and_direction(
     key: bytes, greeting: bytes, first_nonce: bytes, second_nonce: bytes, data: st.DataObject
 ) -> None:
-    proof = RingProof(key, greeting, first_nonce, second_nonce)
-    for side in RingSide:
+    proof = ConnectionProof(key, greeting, first_nonce, second_nonce)
+    for side in ConnectionSide:
         assert proof.is_authentic(side, proof.mac(side))
-        assert not proof.is_authentic(RingSide(1 - side), proof.mac(side))
+        assert not proof.is_authentic(ConnectionSide(1 - side), proof.mac(side))
         changes: dict[str, st.SearchStrategy[bytes]] = {
             "key": keys,
             "greeting": st.binary(),
@@ -64,8 +64,8 @@ def test_a_ring_proof_is_for_one_connection_and_direction(
 
 
 def test_a_code_for_one_purpose_is_none_for_another() -> None:
-    message = bytes([RingSide.CONNECTS]) + PROOF.connects_nonce + PROOF.accepts_nonce + PROOF.greeting
-    assert hello_mac(KEY, message) != PROOF.mac(RingSide.CONNECTS)
+    message = bytes([ConnectionSide.CONNECTS]) + PROOF.connects_nonce + PROOF.accepts_nonce + PROOF.greeting
+    assert hello_mac(KEY, message) != PROOF.mac(ConnectionSide.CONNECTS)
 
 
 @pytest.mark.parametrize("length", [0, 15, 17])

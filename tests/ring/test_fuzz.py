@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from checkmate.keys.macs import MAC_BYTES, NONCE_BYTES, RingProof, RingSide
+from checkmate.keys.macs import MAC_BYTES, NONCE_BYTES, ConnectionProof, ConnectionSide
 from checkmate.ring import greetings
 from checkmate.ring.accepting import Acceptor
 from checkmate.ring.greetings import Greeting
@@ -38,8 +38,8 @@ def port() -> Iterator[Port]:
         with socket.create_connection(open_port.address, 5) as sock:
             sock.sendall(OPENING)
             answer = read_up_to(sock, greetings.ANSWER_BYTES)
-            proof = RingProof(KEY, GREETING.pack(), NONCE, answer[greetings.HEADER_BYTES : -MAC_BYTES])
-            sock.sendall(proof.mac(RingSide.CONNECTS))
+            proof = ConnectionProof(KEY, GREETING.pack(), NONCE, answer[greetings.HEADER_BYTES : -MAC_BYTES])
+            sock.sendall(proof.mac(ConnectionSide.CONNECTS))
             assert read_up_to(sock, 1) == greetings.ACCEPTANCE
         connection = acceptor.wait(0, time.monotonic() + 5)
         assert isinstance(connection, socket.socket)

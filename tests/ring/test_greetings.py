@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkmate.keys.macs import NONCE_BYTES, RingProof, RingSide
+from checkmate.keys.macs import NONCE_BYTES, ConnectionProof, ConnectionSide
 from checkmate.ring import greetings
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingError, RingPlace
@@ -121,7 +121,7 @@ def test_a_rank_with_another_key_is_refused_on_both_sides() -> None:
 
 
 def answer(
-    greeting: bytes, port: int, after: Callable[[RingProof, bytes], bytes] | None = None
+    greeting: bytes, port: int, after: Callable[[ConnectionProof, bytes], bytes] | None = None
 ) -> tuple[bytes, str]:
     """Talk to rank 0 as rank 1 would: return what it answers, and its error."""
     listener = socket.create_server((PEER_IP, port))
@@ -145,7 +145,7 @@ def answer(
                     answered_bytes += data
                     if after is not None and len(answered_bytes) == greetings.ANSWER_BYTES:
                         nonce = answered_bytes[greetings.HEADER_BYTES :][:NONCE_BYTES]
-                        proof = RingProof(
+                        proof = ConnectionProof(
                             KEY, greeting[: greetings.GREETING_BYTES], greeting[-NONCE_BYTES:], nonce
                         )
                         sock.sendall(after(proof, answered_bytes))
@@ -164,8 +164,8 @@ def test_the_accepting_ranks_own_proof_is_not_accepted_back() -> None:
 
 
 def test_a_proof_of_another_greeting_is_not_accepted() -> None:
-    def proof_of_another(proof: RingProof, _: bytes) -> bytes:
-        return replace(proof, greeting=bytes(len(proof.greeting))).mac(RingSide.CONNECTS)
+    def proof_of_another(proof: ConnectionProof, _: bytes) -> bytes:
+        return replace(proof, greeting=bytes(len(proof.greeting))).mac(ConnectionSide.CONNECTS)
 
     assert "has another ring.key" in answer(opening(), free_port(), proof_of_another)[1]
 

@@ -44,11 +44,11 @@ def test_silence_before_a_restart_counts(world: Callable[..., World]) -> None:
     node = here.nodes[0].node
 
     def send_part() -> None:
-        before = [reader.bytes for reader in node.readers]
+        before = [reader.bytes for reader in node.source.readers]
         for (boundary, channel, shard), layout in training.layouts.items():
             position = layout.nbytes * (training.iteration + 1 - training.first)
             training.copies.send_tagged((boundary, channel, shard), training.incarnation, position, b"part")
-        wait_until(lambda: [reader.bytes for reader in node.readers] != before, "a part")
+        wait_until(lambda: [reader.bytes for reader in node.source.readers] != before, "a part")
 
     def drain() -> float:
         node.state.phase = Phase.OPEN

@@ -21,7 +21,9 @@ FILES = {
     *(f"{role}/{name}" for role in Role for name in ("ca.pem", "cert.pem", "key.pem")),
     "controller/hello.key",
     "shadow/hello.key",
+    "shadow/gradients.key",
     "trainer/ring.key",
+    "trainer/gradients.key",
 }
 """All files of a job's keys, by path relative to its folder."""
 

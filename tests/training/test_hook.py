@@ -150,7 +150,9 @@ def train(rank: int, count: int, port: int, case: HookCase) -> list[int]:
             calls_seen.append(len(calls))
             alone(batch(rank, iteration, 0, case.device)).backward()
             assert hook.buckets.iteration == FIRST_ITERATION + iteration
-            assert hook.buckets.stream_ends(hook.buckets.iteration) == {} and hook.buckets.is_acknowledged({})
+            assert hook.buckets.stream_ends(hook.buckets.iteration) == {} and hook.buckets.has_passed(
+                0, 0, {}
+            )
             expected = expected_gradients(alone, layout, case.channels)
             for number, parameter in enumerate(parameters):
                 if parameter.grad is not None and parameter.numel():

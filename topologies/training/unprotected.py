@@ -15,7 +15,7 @@ from checkmate.ring.place import RingPlace, host_ports, ring_ports
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
 from checkmate.training.gradients.reducer import Reducer
 from checkmate.training.gradients.ring_reducer import RingReducer
-from checkmate.training.gradients.setup import make_front
+from checkmate.training.gradients.setup import reducing_front
 from checkmate.training.model.choosing import model_of
 from checkmate.training.start.places import Place, join, lay_out_shares
 from checkmate.wire.layout import Layout
@@ -90,7 +90,7 @@ class Untagged(Unprotected):
                 rings = undo.enter_context(HostRings(_host_place(session, layouts, ring, loopback)))
                 merged = merge(list(layouts.values()))
                 reducer = HostReducer(merged, session.share.index, inner, rings, pinned=pinned)
-            front = make_front(model, reducer, 0)
+            front = reducing_front(model, reducer, 0)
             undo.callback(front.close)
             front.register()
             self._undo = undo.pop_all()

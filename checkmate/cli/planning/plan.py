@@ -18,6 +18,7 @@ from checkmate.cli.common import (
     out,
     print_json,
     read_job_set,
+    require_switches,
     show_errors,
 )
 from checkmate.cli.planning import options, tofino
@@ -107,6 +108,7 @@ def plan(
     Example: checkmate plan jobs/ --bfrt --switch tor > tor.py
     """
     _check_options(context)
+    require_switches(read_job_set(jobs, fabric).require(), "plan")
     if capacity:
         with spinner(err, "planning"):
             from checkmate.cli.planning.capacity import show  # noqa: PLC0415 - torch takes a second

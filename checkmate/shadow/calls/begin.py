@@ -142,7 +142,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
         memory_bytes=memory.resident(),
         nics=[
             pb.NicStatus(ip=ip, bytes=reader.bytes)
-            for ip, reader in zip(node.nics, node.readers, strict=True)
+            for ip, reader in zip(node.source.addresses, node.source.readers, strict=True)
         ],
         behind=[pb.Behind(node=n, iterations=i) for n, i in sorted(state.committee.behind.items())],
     )
@@ -162,7 +162,7 @@ def hold_status(group: ShadowGroup, hold: Hold, *, counts: bool) -> pb.HoldStatu
         live=live,
         offered=live and not hold.doubtful and not lacks,
         trouble=hold.trouble,
-        streams=len(hold.plan.streams),
+        streams=len(hold.streams),
         connected=sum(stream.connected for stream in hold.streams),
         receiving=hold.receiving,
         bytes=sum(stream.received_bytes for stream in hold.streams),

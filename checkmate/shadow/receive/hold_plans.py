@@ -75,6 +75,8 @@ class HoldPlan:
 
 def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
     """Return all holds of a node, by group and shard. Raise `KeyError` if the job has no such node."""
+    if job.copies == "host":
+        return _part_plans(job, node_id)
     node = job.node(node_id)
     nics = [nic.ip for nic in node.nics]
     stubs = {s.name: (str(s.stub.ip), s.stub.port) for s in job.fabric.switches}
@@ -101,6 +103,20 @@ def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
         HoldPlan(*key, tuple(sorted(holders[key] - {node_id})), tuple(plans))
         for key, plans in sorted(of_hold.items())
     )
+
+
+def _part_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
+    """Return the holds of a node to which hosts send parts. A layout tells which ranks have bytes of one."""
+    plans = []
+    for number, group in enumerate(job.dp_groups):
+        for shard in range(job.shards(number)):
+            holders = {job.holder(number, shard, i + 1).id for i in range(job.replicas)}
+            if node_id in holders:
+                streams = tuple(StreamPlan(number, shard, sender, 0) for sender in range(len(group.ranks)))
+                plans.append(HoldPlan(number, shard, tuple(sorted(holders - {node_id})), streams))
+    if not plans:
+        job.node(node_id)  # raises if there is none
+    return tuple(plans)
 
 
 def _position(job: Job, boundary: boundaries.Boundary) -> int:

@@ -15,6 +15,7 @@ import termios
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -63,7 +64,6 @@ class BucketSets:
         return self._bytes[iteration % SETS][bucket][start:stop]
 
 
-_CLOSED = "the switch's side closed the connection"
 _TURN_BYTES = 8 << 20  # read from one stream before the NIC's other streams have their turn
 
 
@@ -77,6 +77,8 @@ class ReadResult(enum.Enum):
 
 class Inlet:
     """The receiving end of one stream. `position` is its next byte (64 bits); only the reader changes it."""
+
+    closed_words: ClassVar = "the switch's side closed the connection"
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class Inlet:
         while total < _TURN_BYTES:
             room = self._room or self._next_room()
             if room is None:
-                return self._break(_CLOSED) if at_its_end(sock) else ReadResult.PAUSED
+                return self._break(self.closed_words) if at_its_end(sock) else ReadResult.PAUSED
             try:
                 count = sock.recv_into(room)
             except BlockingIOError:
@@ -156,18 +158,23 @@ class Inlet:
             except OSError as error:
                 return self._break(f"the connection broke: {error.strerror}")
             if not count:
-                return self._break(_CLOSED)
-            if self._began is None:
-                self._began = time.monotonic()
+                return self._break(self.closed_words)
             total += count
-            self.position += count
-            self.received_bytes += count
+            self._note(count)
             if count == len(room):
-                self._filled()
+                if why := self._filled():
+                    return self._break(why)
             else:
                 self._room = room[count:]
                 return ReadResult.MORE  # the socket is empty
         return ReadResult.MORE
+
+    def _note(self, count: int) -> None:
+        """Note that bytes of gradients were read."""
+        if self._began is None:
+            self._began = time.monotonic()
+        self.position += count
+        self.received_bytes += count
 
     def _break(self, reason: str) -> ReadResult:
         self.broken = reason
@@ -183,7 +190,8 @@ class Inlet:
         self._room = self._sets.room(self.iteration, piece.bucket, start, stop)
         return self._room
 
-    def _filled(self) -> None:
+    def _filled(self) -> str:
+        """Go on after a room that is full. Return why the stream ends, or ""."""
         self._room = None
         self._piece += 1
         if self._piece == len(self.layout.pieces):
@@ -191,6 +199,12 @@ class Inlet:
             self.pulls.append((self.iteration, self._began or 0.0, time.monotonic()))
             self._began = None
             self.iteration += 1
+        return ""
+
+    def _rewind(self) -> None:
+        """Expect the present iteration from its first byte on."""
+        self.position = start_of(self.layout, self.first, self.iteration)
+        self._piece, self._room, self._began = 0, None, None
 
 
 def at_its_end(sock: socket.socket) -> bool:

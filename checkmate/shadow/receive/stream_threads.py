@@ -10,12 +10,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from pyroute2 import IPRoute
 
 from checkmate.base.wording import counted
 from checkmate.events.kinds import STREAM_CONNECTED, STREAM_FAILED
 from checkmate.output.log_lines import GatheredLog, first_and_count
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
 from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
 from checkmate.shadow.receive.hold_plans import StreamPlan, TaggedStreamPlan
@@ -120,18 +122,44 @@ _STEADY = 10.0
 """A stream whose connection lasted this many seconds is reconnected without a pause."""
 
 
+class StreamSource(Protocol):
+    """Where a node's streams come from: it connects inlets, and has the threads that read them."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """The node's addresses for gradients, each of which has a reader."""
+
+    @property
+    def readers(self) -> Sequence[Reader]:
+        """The threads that read streams, by address."""
+
+    def connect(self, inlet: Inlet, begin: pb.BeginRequest, *, again: bool = False) -> None:
+        """Start to connect a stream at the inlet's position, in a start of training. Not thread-safe.
+
+        `again` if the connection broke.
+        """
+
+    def stop(self) -> None:
+        """Connect no more, and end the readers."""
+
+
+MakeSource = Callable[[Callable[[], None], Callable[[Inlet], None]], StreamSource]
+"""Makes a node's source. Gets what to call after a connection or an iteration, and with a broken inlet."""
+
+
 class Connector:
-    """Connects inlets and adds them to their NIC's reader. Calls `on_change` after each connection."""
+    """The streams of copies by switches. Each NIC has a reader."""
 
     def __init__(
         self,
-        readers: Sequence[Reader],
         nic_ips: Sequence[str],
         receive_buffer: int,
         hello_key: bytes,
         on_change: Callable[[], None],
+        on_broken: Callable[[Inlet], None],
     ) -> None:
-        self._readers = readers
+        self.addresses = nic_ips
+        self.readers = [Reader(f"nic {ip}", on_change, on_broken) for ip in nic_ips]
         self._devices = {ip: device_of(ip) for ip in nic_ips}
         self._receive_buffer = receive_buffer
         self._hello_key = hello_key
@@ -151,11 +179,12 @@ class Connector:
         self._pauses: dict[StreamPlan, float] = {}
         """Seconds to wait before the next attempt."""
 
-    def connect(self, inlet: Inlet, incarnation: int, *, again: bool = False) -> None:
+    def connect(self, inlet: Inlet, begin: pb.BeginRequest, *, again: bool = False) -> None:
         """Start to connect a stream at the inlet's position. Not thread-safe.
 
         `again` if the connection broke: after a growing pause if this happens often.
         """
+        incarnation = begin.incarnation
         if not again or time.monotonic() - self._attached.get(inlet.plan, 0.0) > _STEADY:
             self._pauses.pop(inlet.plan, None)
         self._turns[inlet.plan]  # creates it, so that threads need not
@@ -163,10 +192,12 @@ class Connector:
         threading.Thread(target=self._connect, args=(inlet, incarnation), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Stop all attempts."""
+        """Stop all attempts, and end the readers."""
         self._stopping.set()
         self._failures.flush()
         self._connected.flush()
+        for reader in self.readers:
+            reader.stop()
 
     def _connect(self, inlet: Inlet, incarnation: int) -> None:
         reason = ""
@@ -208,7 +239,7 @@ class Connector:
             sock.close()
             return
         self._attached[plan] = time.monotonic()
-        self._readers[plan.nic].add(inlet)
+        self.readers[plan.nic].add(inlet)
         self._connected.add(plan)
         self._on_change()
 

@@ -30,12 +30,33 @@ _MAX_ENDS: Final = 8
 """The number of iterations whose stream ends are kept."""
 
 
+class CopiedGradients(Protocol):
+    """The gradients of one model, of which shadow nodes get copies."""
+
+    iteration: int
+    """Number of the last synchronising backward that began."""
+    error: RingError | None
+    """The reason why backward fails, if it does."""
+
+    def stream_ends(self, iteration: int) -> Mapping[tuple[int, int], int]:
+        """Return the bytes of each stream that this rank sends, by channel and shard, after an iteration."""
+
+    def has_passed(self, node: int, iteration: int, ends: Mapping[tuple[int, int], int]) -> bool:
+        """Return whether a node will have this rank's copies up to an iteration, whatever happens here.
+
+        `ends` are those of the iteration.
+        """
+
+    def give_up(self) -> None:
+        """Note that the script ends by an error."""
+
+
 class GradientFront(Protocol):
     """Has a model's gradients reduced by its `buckets`, from `register` to `close`."""
 
     @property
-    def buckets(self) -> GradientBuckets:
-        """The buckets that reduce them."""
+    def buckets(self) -> CopiedGradients:
+        """The gradients that it has reduced or copied."""
 
     def register(
         self,
@@ -125,8 +146,8 @@ class GradientBuckets:
         """
         return self._ends[iteration]
 
-    def is_acknowledged(self, ends: Mapping[tuple[int, int], int]) -> bool:
-        """Return whether the next rank has acknowledged all bytes up to these ends."""
+    def has_passed(self, node: int, iteration: int, ends: Mapping[tuple[int, int], int]) -> bool:
+        """Return whether the next rank has acknowledged all bytes up to these ends: the switch has them."""
         return self._reducer.is_acknowledged(ends)
 
     def give_up(self) -> None:

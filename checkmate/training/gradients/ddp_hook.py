@@ -49,7 +49,7 @@ class GradientHook:
         if gradients and buckets.all_lent:
             iteration = buckets.begin()
             self.on_begun()
-            _after_backward(lambda: self._end(iteration))
+            after_backward(lambda: self._end(iteration))
         if buckets.iteration == buckets.first_iteration:
             for number, gradient in gradients.items():
                 check_format(buckets.layout.parameters[number], gradient, buckets.parameters[number].grad)
@@ -62,7 +62,7 @@ class GradientHook:
         """
         self.buckets.wait()
         # After DDP's callback, which fills `.grad`.
-        _after_backward(lambda: self.on_reduced(iteration))
+        after_backward(lambda: self.on_reduced(iteration))
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
         """Return flat views of the bucket's gradients in memory order, by parameter, without empty ones.
@@ -85,6 +85,6 @@ class GradientHook:
         return gradients
 
 
-def _after_backward(work: Callable[[], None]) -> None:
+def after_backward(work: Callable[[], None]) -> None:
     """Call `work` at the end of backward, or of its callbacks if this is one of them."""
     torch.autograd.Variable._execution_engine.queue_callback(work)

@@ -13,6 +13,7 @@ from checkmate.keys.roles import Role, Secret
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingPlace, RingTimeout, host_ports, ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.errors import SessionError
 from checkmate.training.gradients.buckets import GradientBuckets, GradientFront
 from checkmate.training.gradients.ddp_hook import GradientHook
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
@@ -69,8 +70,35 @@ def make_reducer(
     return maker.make(), maker.troubles
 
 
-def make_front(model: TrainedModel, reducer: Reducer, first_iteration: int) -> GradientFront:
-    """Return what has a model's gradients reduced."""
+def make_front(
+    model: TrainedModel,
+    place: Place,
+    layouts: Mapping[int, Layout],
+    start: Start,
+    devices: Collection[torch.device],
+    undo: ExitStack,
+    *,
+    required: bool,
+) -> tuple[GradientFront, list[str]]:
+    """Return what has a model's gradients copied, and why it does not tag them. All ranks call it.
+
+    Args and errors are those of `make_reducer`.
+    """
+    if place.job.copies == "host":
+        from checkmate.training.gradients.part_copies import DdpCopies, PartCopies  # noqa: PLC0415
+
+        if not isinstance(model, DdpModel):
+            raise SessionError(f"{place.name}: copies by hosts are for DistributedDataParallel so far")
+        parameters = list(model.trained().values())
+        return DdpCopies(model.ddp, PartCopies(place, layouts[place.group], start, parameters)), []
+    reducer, untagged = make_reducer(
+        place, layouts, start, devices, undo, required=required, average=model.averages
+    )
+    return reducing_front(model, reducer, start.next_iteration), untagged
+
+
+def reducing_front(model: TrainedModel, reducer: Reducer, first_iteration: int) -> GradientFront:
+    """Return what has a model's gradients reduced by a reducer of ours."""
     buckets = GradientBuckets(reducer.layout, list(model.trained().values()), reducer, first_iteration)
     if isinstance(model, DdpModel):
         return GradientHook(model.ddp, buckets)

@@ -6,12 +6,15 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from contextlib import suppress
+from typing import Final, NamedTuple, Protocol
 
 from checkmate import state
 from checkmate.events.kinds import TRAINER_FIRST
 from checkmate.events.process_log import say, seconds_since
+from checkmate.job.schema import ShadowNode
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import MESSAGE_BYTES
 from checkmate.training.errors import RefusedError
@@ -26,7 +29,11 @@ DEPARTURE_SECONDS: Final = 0.25
 
 
 class RecordSink(Protocol):
-    """A destination of records."""
+    """A destination of records: a line to a node."""
+
+    @property
+    def node(self) -> ShadowNode:
+        """The node."""
 
     def send(self, iteration: int, data: bytes) -> None:
         """Queue an iteration's serialized part."""
@@ -80,18 +87,31 @@ def _fill_step(step: pb.Step, draft: RecordDraft) -> None:
         )
 
 
+HasPassed = Callable[[int, int, Mapping[tuple[int, int], int]], bool]
+"""Returns whether nothing can keep a node from this rank's copies: node, iteration, ends of its streams."""
+MAX_HELD_BACK: Final = 64
+"""Records that are held back for a node; beyond them, it gets the oldest without its copies."""
+
+
+class _Record(NamedTuple):
+    iteration: int
+    ends: Mapping[tuple[int, int], int]
+    data: bytes
+
+
 class Publisher:
-    """A thread that publishes iterations in order, each once the switch has seen all of its bytes."""
+    """A thread that publishes iterations in order: to each node once nothing can keep copies from it."""
 
     def __init__(
         self,
         author: pb.RecordPart,
         sinks: Sequence[RecordSink],
-        is_acknowledged: Callable[[Mapping[tuple[int, int], int]], bool],
+        has_passed: HasPassed,
     ) -> None:
+        """Start it. `has_passed`: as `CopiedGradients.has_passed` (`gradients.buckets`)."""
         self._author = author
         self._sinks = sinks
-        self._is_acknowledged = is_acknowledged
+        self._has_passed = has_passed
         self.error: Exception | None = None
         """The reason why an iteration could not be published, and no later one is."""
         self.failed_iteration = -1
@@ -102,6 +122,8 @@ class Publisher:
         self._began = time.monotonic()
         self._slow: list[RecordSink] = []  # nodes for which steps do not wait
         self._queue: queue.SimpleQueue[RecordDraft | None] = queue.SimpleQueue()
+        self._held_back: dict[int, deque[_Record]] = {sink.node.id: deque() for sink in sinks}
+        """Records, by node, whose copies are still on their way there."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
@@ -144,7 +166,7 @@ class Publisher:
         self._thread.join()
 
     def _run(self) -> None:
-        while (draft := self._queue.get()) is not None:
+        while (draft := self._next()) is not None:
             try:
                 for check in draft.checks:
                     check()
@@ -154,26 +176,55 @@ class Publisher:
                         f"the step record of iteration {draft.iteration} has {len(data) >> 20} MiB, but the "
                         f"limit is {MESSAGE_BYTES >> 20} MiB: have extra() return less"
                     )
-                if not self._await_acknowledged(draft):
-                    return
+                for held_back in self._held_back.values():
+                    held_back.append(_Record(draft.iteration, draft.ends, data))
+                self._pass_on()
             except Exception as error:  # noqa: BLE001 - the script's thread raises it
                 # The script is further by then: what it is told of must be this iteration.
                 if isinstance(error, RefusedError | state.StateError) and error.iteration is None:
                     error.iteration = draft.iteration
                 self.error, self.failed_iteration = error, draft.iteration
+                self._finish()
                 return
-            for sink in self._sinks:
-                sink.send(draft.iteration, data)
-            first, self.newest = self.newest < 0, draft.iteration
-            if first:
-                event = TRAINER_FIRST(iteration=draft.iteration, seconds=seconds_since(self._began))
-                say(logging.DEBUG, event, "iteration %d is the first", draft.iteration)
+            if not self._sinks:
+                self._note(draft.iteration)
 
-    def _await_acknowledged(self, draft: RecordDraft) -> bool:
-        """Wait until the next rank has acknowledged all tagged bytes, so that the switch has seen them."""
-        while not self._is_acknowledged(draft.ends):
+    def _next(self) -> RecordDraft | None:
+        """Return the next iteration, and pass on records meanwhile; `None` at the end."""
+        while any(self._held_back.values()):
+            with suppress(queue.Empty):
+                if (draft := self._queue.get(timeout=_POLL_SECONDS)) is not None:
+                    return draft
+                self._finish()
+                return None
+            self._pass_on()
+        return self._queue.get()
+
+    def _finish(self) -> None:
+        """Pass on the rest, until `close` waits no more."""
+        while any(self._held_back.values()):
             if self._closing.is_set():
-                _log.warning("iteration %d was not sent completely when training ended", draft.iteration)
-                return False
+                iteration = min(held_back[0].iteration for held_back in self._held_back.values() if held_back)
+                _log.warning("iteration %d was not sent completely when training ended", iteration)
+                return
             time.sleep(_POLL_SECONDS)
-        return True
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give each node the records whose copies it has, or will have."""
+        for sink in self._sinks:
+            held_back = self._held_back[sink.node.id]
+            while held_back and (
+                len(held_back) > MAX_HELD_BACK
+                or self._has_passed(sink.node.id, held_back[0].iteration, held_back[0].ends)
+            ):
+                record = held_back.popleft()
+                sink.send(record.iteration, record.data)
+                self._note(record.iteration)
+
+    def _note(self, iteration: int) -> None:
+        """Note that an iteration was published."""
+        first, self.newest = self.newest < 0, max(self.newest, iteration)
+        if first:
+            event = TRAINER_FIRST(iteration=iteration, seconds=seconds_since(self._began))
+            say(logging.DEBUG, event, "iteration %d is the first", iteration)

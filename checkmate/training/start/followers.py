@@ -376,7 +376,10 @@ _FIRST_POLL_SECONDS: Final = 0.01
 """Streams take some 50 ms to connect after a restart; each further poll waits longer."""
 _STATUS_SECONDS: Final = 2.0
 
-_CONTROLLER: Final = "streams need `checkmate run` of this job: `checkmate status JOB` shows them"
+_STREAM_HINTS: Final = {
+    "switch": "streams need `checkmate run` of this job: `checkmate status JOB` shows them",
+    "host": "each rank connects to the nodes' addresses for gradients, and its log says why it can't",
+}
 
 Holds = Mapping[int, Mapping[int, pb.HoldStatus] | str]
 """By node: its holds by shard, or why it has not answered."""
@@ -388,7 +391,11 @@ def await_ready(place: Place, stubs: Stubs, incarnation: int, deadline: float) -
     while True:
         lacking = _lacking(place, stubs, incarnation)
         if not lacking or time.monotonic() > deadline:
-            hint = [_CONTROLLER] if any(reason.endswith(" connected") for reason in lacking) else []
+            hint = (
+                [_STREAM_HINTS[place.job.copies]]
+                if any(reason.endswith(" connected") for reason in lacking)
+                else []
+            )
             return "; ".join([*lacking, *hint])
         time.sleep(pause)
         pause = min(1.5 * pause, _POLL_SECONDS)

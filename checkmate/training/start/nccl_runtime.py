@@ -16,6 +16,7 @@ from checkmate.nccl.environment import slicing_of as nccl_slicing
 from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start.places import Place
+from checkmate.wire.parts import PartSlicing
 from checkmate.wire.schedule import RING_SLICING, Slicing
 
 _LIBRARY: Final = "libnccl.so.2"
@@ -27,6 +28,8 @@ def slicing_of(place: Place, model: TrainedModel) -> Slicing:
     Raises:
         SessionError: This rank has no NCCL for its model, or NCCL_BUFFSIZE is not supported.
     """
+    if place.job.copies == "host":
+        return PartSlicing()
     if place.job.collective == "ring":
         return RING_SLICING
     return slicing_for(place, {parameter.device for parameter in model.trained().values()})

@@ -22,7 +22,7 @@ from checkmate.training.exclusion import StepExclusion
 from checkmate.training.lines import line as line_module
 from checkmate.training.lines.line import ANSWERED_EVERY, ATTENTIVE, QUEUED_BYTES, QUEUED_RECORDS, Line
 from checkmate.training.record.capture import IterationEnd, RecordDraft
-from checkmate.training.record.publisher import DEPARTURE_SECONDS, Publisher
+from checkmate.training.record.publisher import DEPARTURE_SECONDS, MAX_HELD_BACK, Publisher
 from testbed.jobs import job
 from tests.support.shadow.recording_node import SECONDS, RecordingNode
 from tests.support.waiting import wait_until
@@ -267,7 +267,9 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     line.start()
     acknowledged = {(0, 0): 0}
     author = pb.RecordPart(job="demo", incarnation=7, run="first", start=b"start", group=1, position=3)
-    publisher = Publisher(author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()))
+    publisher = Publisher(
+        author, [line], lambda node, iteration, ends: all(acknowledged[k] >= e for k, e in ends.items())
+    )
     for iteration in range(2):
         publisher.put(
             RecordDraft(
@@ -293,7 +295,8 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
 class Carrier:
     """A sink whose records depart when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: int = 0) -> None:
+        self.node = ShadowNode(id=node, mgmt="127.0.0.1:7000", nics=())
         self.waiting: list[int] = []
         self.newest_departed = -1
 
@@ -308,8 +311,8 @@ class Carrier:
 
 
 def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_that_takes_nothing() -> None:
-    swift, stuck = Carrier(), Carrier()
-    publisher = Publisher(pb.RecordPart(job="demo", position=1), [swift, stuck], lambda _: True)
+    swift, stuck = Carrier(0), Carrier(1)
+    publisher = Publisher(pb.RecordPart(job="demo", position=1), [swift, stuck], lambda *_: True)
     publisher.await_departed()  # nothing was put
     for iteration in range(3):
         publisher.put(RecordDraft(iteration, {}, IterationEnd({"torch": torch.zeros(1)})))
@@ -324,6 +327,28 @@ def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_tha
         assert swift.departed(iteration)
         timer.join()
     publisher.close(SECONDS)
+
+
+def test_a_record_is_held_back_for_one_node_alone() -> None:
+    """Whose copies have not arrived, for a while: then it gets the oldest, without its copies."""
+    swift, slow = Carrier(0), Carrier(1)
+    arrived = -1
+    publisher = Publisher(
+        pb.RecordPart(job="demo", position=1),
+        [swift, slow],
+        lambda node, iteration, ends: node == 0 or iteration <= arrived,
+    )
+    count = MAX_HELD_BACK + 3
+    for iteration in range(count):
+        publisher.put(RecordDraft(iteration, {}, IterationEnd({"torch": torch.zeros(1)})))
+    wait_until(lambda: swift.waiting == [*range(count)])
+    wait_until(lambda: slow.waiting == [0, 1, 2])
+    assert publisher.newest == count - 1
+    arrived = 9
+    wait_until(lambda: slow.waiting == [*range(10)])
+    arrived = count
+    publisher.close(SECONDS)
+    assert slow.waiting == [*range(count)]
 
 
 def test_what_has_departed_is_in_the_kernels_hands(node: RecordingNode, stub: ShadowStub) -> None:
@@ -350,7 +375,7 @@ class Unwilling:
 
 @pytest.mark.parametrize("extra", [object(), Unwilling()])
 def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: object) -> None:
-    publisher = Publisher(pb.RecordPart(job="demo", position=1), [], lambda _: True)
+    publisher = Publisher(pb.RecordPart(job="demo", position=1), [], lambda *_: True)
     publisher.put(RecordDraft(100, {}, IterationEnd({}, extra)))
     publisher.close(SECONDS)
     with pytest.raises(state.StateError) as caught:

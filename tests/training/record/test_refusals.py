@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import checkmate
 from checkmate import state
+from checkmate.job.schema import ShadowNode
 from checkmate.optim.several import SeveralOptimizers, members_of
 from checkmate.optim.supported import kind_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb
@@ -296,6 +297,8 @@ def test_options_changed_after_an_unmarked_step_are_named(caplog: pytest.LogCapt
 class Sink:
     """A node that notes which iterations it is sent."""
 
+    node = ShadowNode(id=0, mgmt="127.0.0.1:7000", nics=())
+
     def __init__(self) -> None:
         self.iterations: list[int] = []
 
@@ -343,7 +346,7 @@ def test_an_answer_of_a_device_holds_its_record_back(kind: str) -> None:
         loop.recorder.mark()
     loop.recorder.close(last=True)
     sink = Sink()
-    publisher = Publisher(pb.RecordPart.FromString(AUTHOR.SerializeToString()), [sink], lambda ends: True)
+    publisher = Publisher(pb.RecordPart.FromString(AUTHOR.SerializeToString()), [sink], lambda *_: True)
     for draft in loop.emitted:
         publisher.put(draft)
     publisher.close(5.0)

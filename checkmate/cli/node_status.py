@@ -1,0 +1,138 @@
+"""`checkmate status` of jobs with copies by hosts, which have no switches: what their shadow nodes have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from checkmate.base.wording import counted, shortened, size
+from checkmate.cli.common import UsageFault, err, out, readable_role
+from checkmate.job.schema import Job
+from checkmate.keys.access import access
+from checkmate.nodes.standing import node_name
+from checkmate.nodes.stubs import Stubs
+from checkmate.output.consoles import spinner_or_line
+from checkmate.output.tables import FittedTable
+from checkmate.rpc import shadow_pb2 as pb
+
+POLL_SECONDS = 0.2
+
+Answers = Mapping[int, pb.NodeStatus | str]
+"""By node: its status, or why it has not answered."""
+
+
+class NodesNotReady(UsageFault):
+    """`--wait` timed out, or a node does not answer; `data` has the status at that time."""
+
+    def __init__(self, message: str, exit_code: int, nodes: Mapping[str, object]) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.data = {"status": {"nodes": nodes}}
+
+
+def read_nodes(jobs: Sequence[Job], seconds: float) -> dict[str, Answers]:
+    """Ask all nodes, until all streams are connected or the time is up. Return their answers, by job."""
+    deadline = time.monotonic() + seconds
+    with spinner_or_line(err, "asking the shadow nodes"):
+        while True:
+            answers = {job.job: _ask(job) for job in jobs}
+            if time.monotonic() >= deadline or all(map(_is_connected, answers.values())):
+                return answers
+            time.sleep(POLL_SECONDS)
+
+
+def check_nodes(jobs: Sequence[Job], answers: Mapping[str, Answers], *, wait: bool) -> None:
+    """Raise `NodesNotReady` if a node has not answered, or, with `wait`, lacks a stream."""
+    data = node_data(answers)
+    for job in jobs:
+        for node, answer in answers[job.job].items():
+            if isinstance(answer, str):
+                raise NodesNotReady(f"{node_name(job, node)}: {answer}", 3, data)
+        if wait and not _is_connected(answers[job.job]):
+            raise NodesNotReady(
+                f"job {job.job}: not all ranks are connected to all nodes that hold their part; each rank's "
+                "log says why it can't connect",
+                7,
+                data,
+            )
+
+
+def _ask(job: Job) -> Answers:
+    with Stubs(job, access(job, readable_role(job)).keys) as stubs:
+        return stubs.statuses()
+
+
+def _is_connected(answers: Answers) -> bool:
+    return all(
+        isinstance(answer, pb.NodeStatus)
+        and bool(answer.holds)
+        and all(hold.connected == hold.streams for hold in answer.holds)
+        for answer in answers.values()
+    )
+
+
+def show_nodes(jobs: Sequence[Job], answers: Mapping[str, Answers]) -> None:
+    """Print a table of the shards of each job, by node."""
+    for job in jobs:
+        columns, numbers = ("group", "shard", "node", "state", "ranks"), ("iteration", "behind", "bytes")
+        table = FittedTable(f"job {job.job}, copies by hosts", *columns, *numbers, numbers=numbers)
+        for node, answer in sorted(answers[job.job].items()):
+            if isinstance(answer, str):
+                table.add_row("", "", str(node), Text(shortened(answer), "red"), "", "", "", "")
+                continue
+            for hold in sorted(answer.holds, key=lambda hold: (hold.shard.group, hold.shard.shard)):
+                table.add_row(*_row(node, hold))
+            if not answer.holds:
+                table.add_row("", "", str(node), Text("waits for training", "yellow"), "", "", "", "")
+        out.print(table)
+        troubles = [
+            f"{node_name(job, node)}: {shortened(trouble)}"
+            for node, answer in sorted(answers[job.job].items())
+            if isinstance(answer, pb.NodeStatus)
+            for trouble in answer.trouble
+        ]
+        for trouble in troubles:
+            out.print(trouble, soft_wrap=True, markup=False)
+
+
+def _row(node: int, hold: pb.HoldStatus) -> tuple[str | Text, ...]:
+    state = Text("live", "green") if hold.live else Text("not live", "yellow")
+    if hold.trouble:
+        state = Text(f"{state.plain}: {shortened(hold.trouble)}", "yellow")
+    is_whole = hold.connected == hold.streams
+    connected = Text(f"{hold.connected} of {hold.streams}", "" if is_whole else "yellow")
+    behind = max(hold.receiving - hold.stepped, 0) if hold.receiving >= 0 else 0
+    return (
+        *(str(hold.shard.group), str(hold.shard.shard), str(node), state, connected),
+        *(str(hold.stepped), counted(behind, "iteration"), size(hold.bytes)),
+    )
+
+
+def node_data(answers: Mapping[str, Answers]) -> dict[str, Any]:
+    """Return the answers as `--json` shows them, by job and node."""
+    return {
+        job: {
+            str(node): {"error": answer}
+            if isinstance(answer, str)
+            else {"holds": [_hold_data(hold) for hold in answer.holds], "troubles": list(answer.trouble)}
+            for node, answer in sorted(of_job.items())
+        }
+        for job, of_job in answers.items()
+    }
+
+
+def _hold_data(hold: pb.HoldStatus) -> dict[str, object]:
+    return {
+        "dp_group": hold.shard.group,
+        "shard": hold.shard.shard,
+        "live": hold.live,
+        "streams": hold.streams,
+        "connected": hold.connected,
+        "stepped": hold.stepped,
+        "in_full": hold.in_full,
+        "bytes": hold.bytes,
+        "trouble": hold.trouble,
+    }

@@ -1,0 +1,154 @@
+"""Job files with `copies: host`: hosts send their gradients to shadow nodes themselves. Pure.
+
+Such a file names neither a fabric nor addresses of ranks: any network will do. It becomes a `Job` without
+switches, whose ranks have no address, and whose shadow nodes have no NICs of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any, Final, Literal
+
+from checkmate.base.wording import counted
+from checkmate.job.faults import Fault
+from checkmate.job.fields import RANKS_LAST, FilePath, HostPort, Name, ShadowNodeId, Size, items, whole
+from checkmate.job.mesh_groups import serving
+from checkmate.job.schema import (
+    NO_ADDRESS,
+    DpGroup,
+    Fabric,
+    Frozen,
+    Job,
+    Mesh,
+    Rank,
+    ShadowNode,
+)
+from checkmate.job.validation import validated
+from checkmate.wire.tag import SHARDS_MAX
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMesh(Frozen):
+    """The ranks of a job as a mesh, numbered row by row, the last dimension first. DP groups are replicas."""
+
+    pp: Size = 1
+    dp_replicate: Size = 1
+    dp_shard: Size = 1
+    tp: Size = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyNode(Frozen):
+    """A shadow node. `gradients` is its address for gradients, `records` for step records."""
+
+    id: ShadowNodeId
+    mgmt: HostPort
+    records: HostPort | None = None
+    gradients: HostPort | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCopiesFile(Frozen):
+    """A job file: its ranks, as a number or a mesh, and its shadow nodes."""
+
+    job: Name
+    copies: Literal["host"]
+    ranks: Annotated[int, whole(1, RANKS_LAST + 1)] | None = None
+    mesh: RankMesh | None = None
+    replicas: Annotated[int, whole(1, SHARDS_MAX)] = 1
+    keys: FilePath | None = None
+    shadow_nodes: Annotated[tuple[CopyNode, ...], items(1)]
+
+
+def read(raw: Any) -> tuple[Job | None, list[Fault]]:
+    """Return the job of a file's data, or all its faults."""
+    file, faults = validated(HostCopiesFile, raw)
+    if file is None:
+        texts = [_FOREIGN if _is_foreign(fault) else fault.message for fault in faults]
+        return None, [Fault(fault.path, text) for fault, text in zip(faults, texts, strict=True)]
+    if faults := list(_within(file)):
+        return None, faults
+    return _job(file), []
+
+
+_OF_SWITCHES: Final = frozenset(
+    ("fabric", "tag", "collective", "channels", "hosts", "gpus_per_host", "dp_groups", "nics")
+)
+"""Keys of jobs with copies by switches alone."""
+_FOREIGN: Final = "is for copies by switch (copies: switch): remove it, because hosts send copies themselves"
+
+
+def _is_foreign(fault: Fault) -> bool:
+    return fault.path[-1] in _OF_SWITCHES
+
+
+def _within(file: HostCopiesFile) -> Iterator[Fault]:
+    """Yield faults between the parts of a file."""
+    if (file.ranks is None) == (file.mesh is None):
+        fault = "has ranks and a mesh: give one of them" if file.ranks else "is missing; or give a mesh"
+        yield Fault(("ranks",), fault)
+    elif file.mesh is not None and (ranks := _size(file.mesh)) > RANKS_LAST + 1:
+        yield Fault(("mesh",), f"has {ranks:,} ranks, and a job has {RANKS_LAST + 1:,} at most")
+    nodes = len(file.shadow_nodes)
+    if file.replicas > nodes:
+        yield Fault(("replicas",), f"{file.replicas} replicas need as many shadow nodes; the job has {nodes}")
+    if file.ranks is not None and nodes > SHARDS_MAX:
+        yield Fault(
+            ("shadow_nodes",), f"a DP group has at most {counted(SHARDS_MAX, 'shadow node')}, not {nodes}"
+        )
+    ids: set[int] = set()
+    addresses: set[tuple[str, int]] = set()
+    for index, node in enumerate(map(_node, file.shadow_nodes)):
+        if node.id in ids:
+            yield Fault(("shadow_nodes", index, "id"), f"shadow node id {node.id} is taken already")
+        ids.add(node.id)
+        for key, (host, port) in zip(("mgmt", "records", "gradients"), node.addresses, strict=True):
+            if port > 65535:
+                yield Fault(
+                    ("shadow_nodes", index, key), f"its port would be {port}, after that of mgmt: set {key}"
+                )
+            elif (host, port) in addresses:
+                yield Fault(("shadow_nodes", index, key), f"{key} address {host}:{port} is taken already")
+            addresses.add((host, port))
+
+
+def _size(mesh: RankMesh) -> int:
+    return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
+
+
+def _node(node: CopyNode) -> ShadowNode:
+    return ShadowNode(id=node.id, mgmt=node.mgmt, records=node.records, gradients=node.gradients, nics=())
+
+
+def _job(file: HostCopiesFile) -> Job:
+    mesh = file.mesh or RankMesh(dp_replicate=file.ranks or 1)
+    nodes = tuple(map(_node, file.shadow_nodes))
+    apart = mesh.dp_shard * mesh.tp
+    groups = []
+    for number, (stage, place) in enumerate(product(range(mesh.pp), range(apart))):
+        first = stage * mesh.dp_replicate * apart + place
+        ranks = range(first, first + mesh.dp_replicate * apart, apart)
+        holders = serving(number, mesh.pp * apart, len(nodes), file.replicas)
+        groups.append(
+            DpGroup(
+                ranks=tuple(_rank(number) for number in ranks),
+                shadow_nodes=tuple(nodes[holder].id for holder in holders),
+            )
+        )
+    sizes = Mesh(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
+    return Job(
+        job=file.job,
+        copies="host",
+        fabric=Fabric(switches=()),
+        replicas=file.replicas,
+        keys=file.keys,
+        mesh=None if file.mesh is None else sizes,
+        dp_groups=tuple(groups),
+        shadow_nodes=nodes,
+    )
+
+
+def _rank(number: int) -> Rank:
+    return Rank(rank=number, ip=NO_ADDRESS, mac="", switch="", port=0)

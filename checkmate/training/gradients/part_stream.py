@@ -1,0 +1,248 @@
+"""The trainer's end of a stream of parts: one shard's piece of this rank's part, to one shadow node.
+
+A thread connects, sends each iteration that was put, and connects again after failures. An iteration stays
+until the node's kernel has acknowledged it, and is sent again on a new connection, so that none is lost. For
+a node that takes too little, whole iterations are left out: training does not wait, and memory is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from checkmate import state
+from checkmate.base.wording import shortened
+from checkmate.job.schema import ShadowNode
+from checkmate.keys.macs import GRADIENTS, ConnectionProof, ConnectionSide, new_nonce
+from checkmate.nodes.stubs import reason
+from checkmate.wire import copies, tcp
+from checkmate.wire.copies import PartGreeting, PartsRefused
+
+_log: Final = logging.getLogger("checkmate")
+
+KEPT_ITERATIONS, KEPT_BYTES, KEPT_SECONDS = 2, 64 << 20, 1.0
+"""Iterations that are kept for a slow node: at least this number, these bytes, or this time."""
+CONNECT_SECONDS: Final = 5.0
+PATIENCE_SECONDS: Final = 3.0
+"""Time for which it is not logged that a node takes nothing."""
+_PAUSES: Final = (0.02, 0.2)
+_POLL_SECONDS: Final = 0.0005
+_BLOCKED_SECONDS: Final = 0.05
+_IDLE_SECONDS: Final = 0.1
+"""Time after which a connection that has nothing to send is looked at: the node may have closed it."""
+_VANISHED_SECONDS: Final = 15
+
+
+@dataclass(eq=False)
+class _QueuedPart:
+    """An iteration's bytes; none if it was left out, like those before it that were."""
+
+    iteration: int
+    data: torch.Tensor | None
+    put_at: float
+    end: int = 0
+    """Bytes written on the present connection once it was sent."""
+
+
+class PartStream:
+    """A stream to one node, until `close`.
+
+    Its parts, which `room` returns and `put` queues, are host memory of `nbytes` each.
+    """
+
+    def __init__(self, node: ShadowNode, greeting: PartGreeting, key: bytes, *, pinned: bool = False) -> None:
+        """Create it; `start` connects. `greeting` is without nonce."""
+        self.node = node
+        self.nbytes: Final = greeting.nbytes
+        self._greeting, self._key, self._pinned = greeting, key, pinned
+        self._condition = threading.Condition()
+        self._parts: deque[_QueuedPart] = deque()
+        self._free: list[torch.Tensor] = []
+        self._sent = 0  # of `_kept`, on the present connection
+        self._written = 0  # bytes on the present connection
+        self._acknowledged = -1
+        self._connected = False
+        self._closing = False
+        self.left_out = 0
+        """Iterations that were left out because the node took too little."""
+        self._failing_since = 0.0  # 0: it works
+        self._has_complained = False
+        self._thread = threading.Thread(target=self._run, name=f"parts to {node.id}", daemon=True)
+
+    def start(self) -> None:
+        """Connect, and send what is put."""
+        self._thread.start()
+
+    def room(self) -> torch.Tensor | None:
+        """Return memory for the next iteration's bytes; `None` if the node is too far behind."""
+        with self._condition:
+            waiting = [queued for queued in self._parts if queued.data is not None]
+            if waiting and len(waiting) >= KEPT_ITERATIONS:
+                too_many = (len(waiting) + 1) * self.nbytes > KEPT_BYTES
+                if too_many and time.monotonic() - waiting[0].put_at > KEPT_SECONDS:
+                    return None
+            if self._free:
+                return self._free.pop()
+        return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def put(self, iteration: int, data: torch.Tensor | None) -> None:
+        """Send an iteration's bytes, in memory of `room`; `None` leaves the iteration out."""
+        with self._condition:
+            self.left_out += data is None
+            last = self._parts[-1] if len(self._parts) > self._sent else None
+            if data is None and last is not None and last.data is None:
+                last.iteration = iteration
+            else:
+                self._parts.append(_QueuedPart(iteration, data, time.monotonic()))
+            self._condition.notify_all()
+
+    def has(self, iteration: int) -> bool:
+        """Return whether the node's kernel has this iteration; also true if the node is away."""
+        return self._acknowledged >= iteration or not self._connected
+
+    def close(self) -> None:
+        """End the thread. What was not sent is lost."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        pause = _PAUSES[0]
+        while not self._closing:
+            try:
+                with contextlib.closing(self._connect()) as sock:
+                    first = self._greet(sock)
+                    pause = _PAUSES[0]
+                    self._send_from(sock, first)
+            except (OSError, PartsRefused) as error:
+                self._complain(error)
+            finally:
+                self._connected = False
+            with self._condition:
+                self._condition.wait_for(lambda: self._closing, pause)
+            pause = min(2 * pause, _PAUSES[1])
+
+    def _complain(self, error: Exception) -> None:
+        """Log, once, why the node can't be reached for a while: just after a start, it may not be ready."""
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        if now - self._failing_since < PATIENCE_SECONDS or self._has_complained or self._closing:
+            return
+        self._has_complained = True
+        host, port = self.node.gradients_at
+        text = "shadow node %d does not take this rank's gradients at %s:%d: %s; training continues"
+        _log.warning(text, self.node.id, host, port, reason(error))
+
+    def _connect(self) -> socket.socket:
+        sock = socket.create_connection(self.node.gradients_at, CONNECT_SECONDS)
+        try:
+            tcp.tune_for_bulk(sock)
+            tcp.notice_vanished(sock, _VANISHED_SECONDS)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _greet(self, sock: socket.socket) -> int:
+        """Prove who we are, and return the iteration with which the node goes on."""
+        nonce = new_nonce()
+        greeting = self._greeting._replace(nonce=nonce).pack()
+        sock.sendall(greeting)
+        node_nonce = copies.unpack_challenge(_receive(sock, copies.CHALLENGE_BYTES))
+        proof = ConnectionProof(self._key, greeting, nonce, node_nonce, GRADIENTS)
+        sock.sendall(proof.mac(ConnectionSide.CONNECTS))
+        iteration, length, mac = copies.unpack_answer(_receive(sock, copies.ANSWER_BYTES))
+        text = _receive(sock, length).decode("ascii", "replace")
+        if not proof.is_authentic(ConnectionSide.ACCEPTS, mac):
+            raise PartsRefused("it has another gradients.key, or is not a shadow node of this job")
+        if text:
+            raise PartsRefused(shortened(text))
+        return iteration
+
+    def _send_from(self, sock: socket.socket, first: int) -> None:
+        """Send iterations from `first` on, until the connection breaks or `close`."""
+        sock.setblocking(False)
+        with self._condition:
+            while self._parts and self._parts[0].iteration < first:  # the node has them
+                self._drop_first()
+            self._sent = self._written = 0
+            self._acknowledged = max(self._acknowledged, first - 1)
+            self._connected = True
+            self._failing_since, self._has_complained = 0.0, False
+        while not self._closing:
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: self._closing or self._sent < len(self._parts),
+                    _POLL_SECONDS if self._sent else _IDLE_SECONDS,
+                )
+                queued = self._parts[self._sent] if self._sent < len(self._parts) else None
+            if queued is not None:
+                self._send(sock, queued)
+            if self._sent:
+                self._look_back(sock)
+            elif has_hung_up(sock):
+                raise ConnectionResetError("it closed the connection")
+
+    def _send(self, sock: socket.socket, queued: _QueuedPart) -> None:
+        """Write an iteration: its header, and its bytes if it has any."""
+        header = copies.pack_header(queued.iteration, 0 if queued.data is None else self.nbytes)
+        for data in (memoryview(header), *([] if queued.data is None else [state.bytes_of(queued.data)])):
+            self._write(sock, data)
+        with self._condition:
+            queued.end = self._written
+            self._sent += 1
+
+    def _write(self, sock: socket.socket, data: memoryview) -> None:
+        """Write all of it, unless the stream is closed meanwhile."""
+        while data and not self._closing:
+            try:
+                count = sock.send(data)
+            except BlockingIOError:
+                select.select([], [sock], [], _BLOCKED_SECONDS)
+                continue
+            data = data[count:]
+            self._written += count
+
+    def _look_back(self, sock: socket.socket) -> None:
+        """Forget what the node's kernel has acknowledged. Raise `OSError` if the connection broke."""
+        if unacknowledged := tcp.unacknowledged(sock):
+            tcp.check_alive(sock)
+        with self._condition:
+            while self._sent and self._parts[0].end <= self._written - unacknowledged:
+                self._acknowledged = self._parts[0].iteration
+                self._drop_first()
+                self._sent -= 1
+
+    def _drop_first(self) -> None:
+        data = self._parts.popleft().data
+        if data is not None and len(self._free) < KEPT_ITERATIONS:
+            self._free.append(data)
+
+
+def has_hung_up(sock: socket.socket) -> bool:
+    """Return whether the other side sends no more, as after its end."""
+    poller = select.poll()
+    poller.register(sock, select.POLLRDHUP)
+    return bool(poller.poll(0))
+
+
+def _receive(sock: socket.socket, nbytes: int) -> bytes:
+    """Return exactly N bytes. Raise `ConnectionResetError` if there are fewer."""
+    data = b""
+    while len(data) < nbytes:
+        more = sock.recv(nbytes - len(data))
+        if not more:
+            raise ConnectionResetError("it closed the connection")
+        data += more
+    return data

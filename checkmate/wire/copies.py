@@ -1,0 +1,121 @@
+"""The stream of a rank's part of a shard to a shadow node, with copies by hosts. Pure.
+
+A rank connects, and both sides prove that they have the job's `gradients.key`:
+
+1. The rank sends a greeting.
+2. The node sends its version and a nonce.
+3. The rank sends its MAC over greeting and nonce.
+4. The node answers with the iteration at which the stream goes on, and its own MAC.
+
+Then the node never writes again, because what a dead rank's kernel still has would be dropped if a byte of
+the node came for it. The rank sends a header for each iteration, and the part's bytes (design, section 4).
+All numbers are big-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+MAGIC: Final = 0xC4EC
+VERSION: Final = 1
+_GREETING: Final = struct.Struct(">HHHHHBxQ16s16s16s")
+_CHALLENGE: Final = struct.Struct(">HH16s")
+_ANSWER: Final = struct.Struct(">BqH16s")
+_HEADER: Final = struct.Struct(">qQ")
+GREETING_BYTES: Final = _GREETING.size
+CHALLENGE_BYTES: Final = _CHALLENGE.size
+ANSWER_BYTES: Final = _ANSWER.size
+HEADER_BYTES: Final = _HEADER.size
+TEXT_MAX: Final = 400
+"""Characters of a node's reason, ASCII."""
+
+
+class PartsRefused(Exception):
+    """The other side has another version, or refuses the stream; the message says why."""
+
+
+def job_digest(job: str) -> bytes:
+    """Return 16 bytes that identify a job by its name."""
+    return blake2b(job.encode(), digest_size=16).digest()
+
+
+class PartGreeting(NamedTuple):
+    """The first message of a rank: whose part of what comes, and in which start of training."""
+
+    group: int
+    position: int
+    shard: int
+    incarnation: int
+    nbytes: int
+    """Bytes of the part in each iteration."""
+    job: bytes
+    """As `job_digest` returns."""
+    start: bytes
+    nonce: bytes
+
+    def pack(self) -> bytes:
+        """Return the message."""
+        return _GREETING.pack(MAGIC, VERSION, *self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> PartGreeting:
+        """Return the greeting of a message. Raise `PartsRefused` for another magic or version."""
+        magic, version, *values = _GREETING.unpack(data)
+        _check_version(magic, version, "rank")
+        return cls(*values)
+
+
+def pack_challenge(nonce: bytes) -> bytes:
+    """Return a node's first message."""
+    return _CHALLENGE.pack(MAGIC, VERSION, nonce)
+
+
+def unpack_challenge(data: bytes) -> bytes:
+    """Return the nonce of a node's first message. Raise `PartsRefused` for another magic or version."""
+    magic, version, nonce = _CHALLENGE.unpack(data)
+    _check_version(magic, version, "shadow node")
+    return bytes(nonce)
+
+
+class NodeAnswer(NamedTuple):
+    """The node's last message: the iteration at which the stream goes on, or why it is refused."""
+
+    iteration: int
+    reason: str
+    mac: bytes
+
+    def pack(self) -> bytes:
+        """Return the message."""
+        text = self.reason.encode("ascii", "replace")[:TEXT_MAX]
+        return _ANSWER.pack(bool(text), self.iteration, len(text), self.mac) + text
+
+
+def unpack_answer(data: bytes) -> tuple[int, int, bytes]:
+    """Return iteration, length of the reason that follows, and MAC. Raise `PartsRefused` if it is none."""
+    _, iteration, length, mac = _ANSWER.unpack(data)
+    if length > TEXT_MAX:
+        raise PartsRefused("it is not a shadow node of Checkmate")
+    return iteration, length, bytes(mac)
+
+
+def pack_header(iteration: int, nbytes: int) -> bytes:
+    """Return the header of an iteration. `nbytes`: 0 if its part is left out."""
+    return _HEADER.pack(iteration, nbytes)
+
+
+def unpack_header(data: bytes | bytearray) -> tuple[int, int]:
+    """Return iteration and bytes of a header."""
+    iteration, nbytes = _HEADER.unpack(data)
+    return iteration, nbytes
+
+
+def _check_version(magic: int, version: int, peer: str) -> None:
+    if magic != MAGIC:
+        raise PartsRefused(f"it is not a {peer} of Checkmate")
+    if version != VERSION:
+        raise PartsRefused(
+            f"the {peer} has version {version} of streams of gradients, and this side {VERSION}: install one "
+            "version of Checkmate on all hosts"
+        )

@@ -1,0 +1,96 @@
+"""Job files with copies by hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from checkmate.job.files import JobError, read_job
+from checkmate.job.kept import of_json, to_json
+from checkmate.keys.roles import Role, hosts_of
+from tests.support.cli import invoke
+
+NODES = [{"id": node, "mgmt": f"shadow{node}.example:7000"} for node in range(2)]
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """Write a job file; `None` removes a key."""
+    data = {"job": "mine", "copies": "host", "ranks": 16, "shadow_nodes": NODES, **changes}
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump({key: value for key, value in data.items() if value is not None}))
+    return file
+
+
+def test_ranks_are_one_dp_group_without_addresses(tmp_path: Path) -> None:
+    job = read_job(write(tmp_path))
+    assert job.copies == "host"
+    (group,) = job.dp_groups
+    assert [rank.rank for rank in group.ranks] == [*range(16)]
+    assert {rank.named for rank in group.ranks[:2]} == {"rank 0", "rank 1"}
+    assert job.shards(0) == 2
+    assert job.node(1).gradients_at == ("shadow1.example", 7002)
+    assert list(job.fabric.switches) == [] == [nic for node in job.shadow_nodes for nic in node.nics]
+    assert hosts_of(job, Role.TRAINER) == ()
+    assert of_json(to_json(job)) == job
+
+
+def test_a_mesh_has_a_group_for_each_place_of_its_replicas(tmp_path: Path) -> None:
+    """Without replicas, each group has one rank."""
+    job = read_job(write(tmp_path, ranks=None, mesh={"dp_replicate": 2, "dp_shard": 4}))
+    assert [[rank.rank for rank in group.ranks] for group in job.dp_groups] == [[n, n + 4] for n in range(4)]
+    assert [group.shadow_nodes for group in job.dp_groups] == [(0,), (0,), (1,), (1,)]
+    alone = read_job(write(tmp_path, ranks=None, mesh={"dp_shard": 8}))
+    assert [[rank.rank for rank in group.ranks] for group in alone.dp_groups] == [[n] for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "message"),
+    [
+        ({"ranks": None}, "ranks", "is missing; or give a mesh"),
+        ({"mesh": {"dp_shard": 2}}, "ranks", "has ranks and a mesh: give one of them"),
+        ({"ranks": 0}, "ranks", "must be from 1 to 65536, not 0"),
+        ({"ranks": None, "mesh": {"dp_shard": 300, "tp": 300}}, "mesh", "has 90,000 ranks, and a job has"),
+        ({"replicas": 3}, "replicas", "3 replicas need as many shadow nodes; the job has 2"),
+        ({"fabric": "fabric.yaml"}, "fabric", "is for copies by switch (copies: switch): remove it"),
+        ({"channels": 2}, "channels", "is for copies by switch (copies: switch): remove it"),
+        ({"colour": 2}, "colour", "unknown key; the keys here are job, copies, ranks, mesh,"),
+        ({"shadow_nodes": [NODES[0], NODES[0]]}, "shadow_nodes[1].id", "shadow node id 0 is taken already"),
+        (
+            {"shadow_nodes": [{"id": 0, "mgmt": "a:7000"}, {"id": 1, "mgmt": "a:7002"}]},
+            "shadow_nodes[1].mgmt",
+            "mgmt address a:7002 is taken already",
+        ),
+        (
+            {"shadow_nodes": [{"id": 0, "mgmt": "a:65534"}]},
+            "shadow_nodes[0].gradients",
+            "its port would be 65536, after that of mgmt: set gradients",
+        ),
+        ({"copies": "hosts"}, "copies", "must be 'switch' or 'host', not 'hosts'"),
+    ],
+)
+def test_each_fault_says_where_and_what_would_be_right(
+    tmp_path: Path, changes: dict[str, Any], path: str, message: str
+) -> None:
+    with pytest.raises(JobError) as caught:
+        read_job(write(tmp_path, **changes))
+    faults = {fault.path: fault.message for fault in caught.value.faults}
+    assert message in faults[path], faults
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "remove", "shell"])
+def test_commands_on_switches_say_that_there_is_none(tmp_path: Path, command: str) -> None:
+    status, output = invoke(command, write(tmp_path), *(["--once"] if command == "run" else []))
+    assert status == 2
+    words = " ".join(output.split())
+    assert f"`checkmate {command}` is about switches, and hosts send the copies of mine themselves" in words
+
+
+def test_validate_says_what_the_job_is(tmp_path: Path) -> None:
+    status, output = invoke("validate", write(tmp_path))
+    assert (status, " ".join(output.split())) == (
+        0,
+        "mine: valid; 1 DP group, 16 ranks, 2 shadow nodes, 1 copy of each shard, by hosts",
+    )

@@ -1,0 +1,139 @@
+"""Copies by hosts, as an ordinary user on one machine: no switch, no capability, no compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from testbed.ports import free_port
+from tests.support.units import NOBODY, USER, environment, python
+from tests.support.waiting import wait_until
+
+RANKS, ITERATIONS, KILLED_AT = 4, 24, 9
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Yield a folder of the user's, which pytest's own is not."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chown(name, NOBODY, NOBODY)
+        yield Path(name)
+
+
+class LoopbackJob:
+    """A job of one machine's processes, as an ordinary user."""
+
+    def __init__(self, folder: Path, **job: Any) -> None:
+        """Write its file, and make its keys."""
+        self.folder = folder
+        nodes = [{"id": node, "mgmt": f"127.0.0.1:{free_port()}"} for node in range(2)]
+        data = {"job": "mine", "copies": "host", "ranks": RANKS, "shadow_nodes": nodes, **job}
+        self.file = folder / "job.yaml"
+        self.file.write_text(yaml.safe_dump(data))
+        self._environment = {
+            **environment(folder),
+            "CHECKMATE_JOB": str(self.file),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        self.command("keys", str(self.file))
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `checkmate` to its end, which must be well."""
+        argv = [*USER, python(), "-m", "checkmate.cli.entry", *arguments]
+        result = subprocess.run(
+            argv, env=self._environment, capture_output=True, text=True, check=False, cwd=self.folder
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start `python -m ARGUMENTS`, with its output in a file."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [*USER, python(), "-m", *arguments],
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+            )
+
+    def log(self, name: str) -> str:
+        """Return a process's output so far."""
+        return (self.folder / f"{name}.log").read_text()
+
+    @contextlib.contextmanager
+    def nodes(self) -> Iterator[None]:
+        """Run the shadow nodes."""
+        names = [f"shadow{node}" for node in range(2)]
+        processes = [
+            self.start(name, "checkmate.cli.entry", "shadow", str(self.file), "--id", name[-1])
+            for name in names
+        ]
+        try:
+            wait_until(lambda: all("ready" in self.log(name) for name in names), "nodes to serve")
+            yield
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGINT)
+            for process in processes:
+                process.wait(20)
+
+    def train(self, name: str, seconds: float = 0.0) -> subprocess.Popen[bytes]:
+        """Start torchrun; its ranks write to the folder NAME."""
+        results = self.folder / name
+        results.mkdir(exist_ok=True)
+        os.chown(results, NOBODY, NOBODY)
+        options = [f"--nproc-per-node={RANKS}", "--standalone", "--max-restarts=10", "--monitor-interval=0.1"]
+        script = ["-m", "tests.scripts.host_copies", str(results), str(ITERATIONS), str(seconds)]
+        return self.start(name, "torch.distributed.run", *options, *script)
+
+    def lines(self, name: str, rank: int) -> list[dict[str, Any]]:
+        """Return what a rank has noted of its iterations."""
+        file = self.folder / name / f"rank{rank}.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def last_rank(processes: subprocess.Popen[bytes]) -> int:
+    """Return the process id of a rank of a torchrun."""
+    children = Path(f"/proc/{processes.pid}/task/{processes.pid}/children").read_text().split()
+    return int(children[-1])
+
+
+def test_a_killed_rank_resumes_bit_for_bit(folder: Path) -> None:
+    job = LoopbackJob(folder, replicas=2)
+    with job.nodes():
+        undisturbed = job.train("undisturbed")
+        assert undisturbed.wait(120) == 0, job.log("undisturbed")
+        job.command("reset", "--yes")
+        killed = job.train("killed", seconds=0.2)
+        wait_until(lambda: len(job.lines("killed", 0)) > KILLED_AT, "iterations")
+        shown = json.loads(job.command("status", "--wait", "--json").stdout)["nodes"]["mine"]
+        assert {(hold["shard"], hold["live"]) for node in shown.values() for hold in node["holds"]} == {
+            (shard, True) for shard in range(2)
+        }
+        assert "copies by hosts" in job.command("status").stdout
+        os.kill(last_rank(killed), signal.SIGKILL)
+        assert killed.wait(120) == 0, job.log("killed")
+    for rank in range(RANKS):
+        expected = {line["iteration"]: line for line in job.lines("undisturbed", rank)}
+        lines = job.lines("killed", rank)
+        assert len(lines) - ITERATIONS <= 1, "one iteration is repeated at most"
+        assert lines[-1]["begin"] >= KILLED_AT
+        assert [expected[line["iteration"]]["loss"] for line in lines] == [line["loss"] for line in lines]
+        assert lines[-1]["count"] == ITERATIONS
+    assert "Traceback" not in job.log("shadow0") + job.log("shadow1")
