@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 
+PAUSED_AT = 5
+"""An iteration after which all ranks wait as long as their folder has a file `pause`."""
+
 
 def batch(iteration: int, rank: int) -> torch.Tensor:
     """Return a rank's batch of an iteration."""
@@ -54,6 +57,8 @@ def main() -> None:
             print(json.dumps(line), file=log, flush=True)
             protection.mark()
             time.sleep(seconds)
+            while iteration == PAUSED_AT and (folder / "pause").exists():
+                time.sleep(0.05)
     dist.destroy_process_group()
 
 

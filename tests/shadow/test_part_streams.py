@@ -310,3 +310,19 @@ def test_a_header_that_does_not_fit_ends_the_stream(node: Node) -> None:
         sock.sendall(copies.pack_header(0, 1 << 60))
         wait_until(lambda: bool(node.broken))
     assert f"iteration 0 with {1 << 60} bytes, and iteration 0 with {node.stream.nbytes} is" in node.broken[0]
+
+
+def test_a_rank_that_goes_while_it_is_answered_comes_again(
+    node: Node, stream: PartStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([OSError("gone"), OSError("gone")])
+
+    def vanish(sock: socket.socket, seconds: int) -> None:
+        for error in failures:
+            raise error
+
+    monkeypatch.setattr("checkmate.wire.tcp.notice_vanished", vanish)
+    sent = send(stream, 0)
+    wait_until(lambda: node.inlet.whole == 0)
+    assert node.part(0) == sent
+    assert next(failures, None) is None

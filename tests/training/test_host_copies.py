@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from testbed.ports import free_port
+from tests.scripts.host_copies import PAUSED_AT
 from tests.support.units import NOBODY, USER, environment, python
 from tests.support.waiting import wait_until
 
@@ -97,6 +98,7 @@ class LoopbackJob:
         """Start torchrun; its ranks write to the folder NAME."""
         results = self.folder / name
         results.mkdir(exist_ok=True)
+        (results / "pause").touch()
         os.chown(results, NOBODY, NOBODY)
         options = [f"--nproc-per-node={RANKS}", "--standalone", "--max-restarts=10", "--monitor-interval=0.1"]
         script = ["-m", "tests.scripts.host_copies", str(results), str(ITERATIONS), str(seconds)]
@@ -118,15 +120,18 @@ def test_a_killed_rank_resumes_bit_for_bit(folder: Path) -> None:
     job = LoopbackJob(folder, replicas=2)
     with job.nodes():
         undisturbed = job.train("undisturbed")
+        (job.folder / "undisturbed" / "pause").unlink()
         assert undisturbed.wait(120) == 0, job.log("undisturbed")
         job.command("reset", "--yes")
         killed = job.train("killed", seconds=0.2)
-        wait_until(lambda: len(job.lines("killed", 0)) > KILLED_AT, "iterations")
+        wait_until(lambda: len(job.lines("killed", 0)) > PAUSED_AT, "iterations")
         shown = json.loads(job.command("status", "--wait", "--json").stdout)["nodes"]["mine"]
         assert {(hold["shard"], hold["live"]) for node in shown.values() for hold in node["holds"]} == {
             (shard, True) for shard in range(2)
         }
         assert "copies by hosts" in job.command("status").stdout
+        (job.folder / "killed" / "pause").unlink()
+        wait_until(lambda: len(job.lines("killed", 0)) > KILLED_AT, "iterations")
         os.kill(last_rank(killed), signal.SIGKILL)
         assert killed.wait(120) == 0, job.log("killed")
     for rank in range(RANKS):

@@ -170,8 +170,13 @@ class PartListener:
         if inlet is None:
             sock.sendall(NodeAnswer(-1, why, mac).pack())
             return False
-        tcp.notice_vanished(sock, _VANISHED_SECONDS)
-        sock.sendall(NodeAnswer(inlet.iteration, "", mac).pack())
+        try:
+            tcp.notice_vanished(sock, _VANISHED_SECONDS)
+            sock.sendall(NodeAnswer(inlet.iteration, "", mac).pack())
+        except OSError:  # the rank has gone meanwhile, and comes again
+            with self._lock:
+                self._expected.setdefault(_key(greeting), (inlet, greeting.start))
+            raise
         if not inlet.attach(sock):
             return False
         self.readers[0].add(inlet)
@@ -182,9 +187,8 @@ class PartListener:
         """Return the inlet that waits for a stream, or why there is none."""
         if greeting.job != copies.job_digest(self._job):
             return None, f"this node belongs to job {self._job}"
-        key = greeting.group, greeting.position, greeting.shard
         with self._lock:
-            inlet, start = self._expected.get(key, (None, b""))
+            inlet, start = self._expected.get(_key(greeting), (None, b""))
             if inlet is None or start != greeting.start or inlet.closed:
                 return None, "this start of training has not begun here"
             if inlet.connected:
@@ -194,8 +198,12 @@ class PartListener:
                     f"the rank's part has {greeting.nbytes} bytes, and this node expects "
                     f"{inlet.layout.nbytes}: trainers and shadow nodes must read the same job file"
                 )
-            del self._expected[key]
+            del self._expected[_key(greeting)]
         return inlet, ""
+
+
+def _key(greeting: PartGreeting) -> tuple[int, int, int]:
+    return greeting.group, greeting.position, greeting.shard
 
 
 def _receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:

@@ -28,7 +28,6 @@ from checkmate.ring.place import RingError
 from checkmate.state import in_memory_order
 from checkmate.training.gradients.ddp_hook import after_backward
 from checkmate.training.gradients.part_stream import PartStream
-from checkmate.training.start.install import check_format
 from checkmate.training.start.places import Place, Start
 from checkmate.wire.copies import PartGreeting, job_digest
 from checkmate.wire.layout import Layout
@@ -196,10 +195,6 @@ class DdpCopies:
         return allreduce_hook(self._ddp.process_group, bucket)
 
     def _end(self, iteration: int) -> None:
-        if iteration == self.buckets.first_iteration:
-            for number, parameter in enumerate(self.buckets.parameters):
-                if parameter.grad is not None:
-                    check_format(self.buckets.layout.parameters[number], parameter.grad, parameter.grad)
         self.buckets.take(iteration)
         self.on_reduced(iteration)
 

@@ -71,6 +71,7 @@ class PartStream:
         self._written = 0  # bytes on the present connection
         self._acknowledged = -1
         self._connected = False
+        self._has_progressed = False  # since the last attempt to connect
         self._closing = False
         self.left_out = 0
         """Iterations that were left out because the node took too little."""
@@ -122,16 +123,15 @@ class PartStream:
         while not self._closing:
             try:
                 with contextlib.closing(self._connect()) as sock:
-                    first = self._greet(sock)
-                    pause = _PAUSES[0]
-                    self._send_from(sock, first)
+                    self._send_from(sock, self._greet(sock))
             except (OSError, PartsRefused) as error:
                 self._complain(error)
             finally:
                 self._connected = False
             with self._condition:
+                progress, self._has_progressed = self._has_progressed, False
+                pause = _PAUSES[0] if progress else min(2 * pause, _PAUSES[1])
                 self._condition.wait_for(lambda: self._closing, pause)
-            pause = min(2 * pause, _PAUSES[1])
 
     def _complain(self, error: Exception) -> None:
         """Log, once, why the node can't be reached for a while: just after a start, it may not be ready."""
@@ -221,6 +221,7 @@ class PartStream:
         with self._condition:
             while self._sent and self._parts[0].end <= self._written - unacknowledged:
                 self._acknowledged = self._parts[0].iteration
+                self._has_progressed = True
                 self._drop_first()
                 self._sent -= 1
 
