@@ -1,7 +1,8 @@
 """Calls of a gRPC server that wait for their clients: how long, and how many at a time.
 
 A client that opens calls and sends nothing, or reads nothing, would otherwise keep a worker with each. A few
-calls may wait for long, because a network may be slow; many of one host may not.
+calls may wait for long, because a network may be slow; many of one host may not. Two policies say what
+happens to them, and one guard carries that out.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 from urllib.parse import unquote
 
 import grpc
@@ -21,6 +22,8 @@ FIRST_SECONDS: Final = 5.0
 """Limit of the time that a call waits for its first request."""
 MAX_HOST: Final = 8
 """Calls of one host that may wait, without being a crowd."""
+MAX_TOTAL: Final = 24
+"""Calls of all hosts that may wait, if the oldest ends otherwise."""
 CROWDED_SECONDS: Final = 0.25
 """Limit of the time that calls of a crowd wait."""
 REMEMBERED_SECONDS: Final = 10.0
@@ -32,59 +35,59 @@ _TICK_SECONDS: Final = 0.1
 class _Wait:
     host: str
     since: float
-    counts: bool
+    first: bool
     seconds: float
 
 
-class WaitingCalls:
-    """The calls that wait for their clients at the moment, by key, and which have waited too long. Pure."""
+class WaitPolicy(Protocol):
+    """The calls that wait for their clients at the moment, by key, and which of them must end. Pure."""
 
-    def __init__(
-        self, later_seconds: float, *, later_counts: bool = False, max_total: int | None = None
-    ) -> None:
-        """Set the limits that servers do not have in common.
+    def begin(self, key: Hashable, host: str, now: float, *, first: bool) -> Sequence[Hashable] | None:
+        """Record that a call waits, for its first request or later.
 
-        Args:
-            later_seconds: The time for which a call that has begun may wait, for requests or a reader.
-            later_counts: Whether such waits can be a crowd, too: on a server whose answers are read at once.
-            max_total: Calls of all hosts that may wait; beyond them, those of the host with most are a crowd.
+        Return other calls, which are forgotten, that must end for it; `None` if it is refused.
         """
-        self._later_seconds, self._later_counts = later_seconds, later_counts
-        self._max_total = max_total
+
+    def end(self, key: Hashable) -> bool:
+        """Record that a call does not wait any more. Return false if it had to end."""
+
+    def late(self, now: float) -> Sequence[Hashable]:
+        """Return, and forget, the calls that have waited too long."""
+
+
+class CrowdsRefused:
+    """Refuses calls of a host of which too many wait: other hosts' calls and those at work go on.
+
+    For a server whose calls take long, and whose clients may be slow: one with its request never ends early.
+    """
+
+    def __init__(self, later_seconds: float) -> None:
+        """Set the time for which a call that has begun may wait, for requests or a reader."""
+        self._later_seconds = later_seconds
         self._waits: dict[Hashable, _Wait] = {}
         self._crowds: dict[str, float] = {}  # when a host was last a crowd
 
-    def begin(self, key: Hashable, host: str, now: float, *, first: bool) -> bool:
-        """Record that a call waits, for its first request or later. Return false if its host has too many."""
-        wait = _Wait(
-            host,
-            now,
-            counts=first or self._later_counts,
-            seconds=FIRST_SECONDS if first else self._later_seconds,
-        )
+    def begin(self, key: Hashable, host: str, now: float, *, first: bool) -> Sequence[Hashable] | None:
+        """Record that a call waits; return `None` if its host has too many that wait for a first request."""
         remembered = now - self._crowds.get(host, -REMEMBERED_SECONDS) < REMEMBERED_SECONDS
-        if wait.counts and remembered and self._counts()[host] >= MAX_HOST:
-            return False
-        self._waits[key] = wait
-        return True
+        if first and remembered and self._counts()[host] >= MAX_HOST:
+            return None
+        self._waits[key] = _Wait(host, now, first, FIRST_SECONDS if first else self._later_seconds)
+        return ()
 
     def end(self, key: Hashable) -> bool:
-        """Record that a call does not wait any more. Return false if it was too late."""
+        """Record that a call does not wait any more. Return false if it had to end."""
         return self._waits.pop(key, None) is not None
 
-    def late(self, now: float) -> list[Hashable]:
-        """Return, and forget, the calls that have waited too long."""
+    def late(self, now: float) -> Sequence[Hashable]:
+        """Return, and forget, the calls that have waited too long, or less if they are a crowd."""
         self._crowds = {host: at for host, at in self._crowds.items() if now - at < REMEMBERED_SECONDS}
-        counts = self._counts()
-        crowds = {host for host, count in counts.items() if count > MAX_HOST}
-        if self._max_total is not None and counts.total() > self._max_total:
-            crowds.add(counts.most_common(1)[0][0])
+        crowds = {host for host, count in self._counts().items() if count > MAX_HOST}
         hurried = crowds | self._crowds.keys()
         keys = [
             key
             for key, wait in self._waits.items()
-            if now - wait.since
-            > (min(CROWDED_SECONDS, wait.seconds) if wait.counts and wait.host in hurried else wait.seconds)
+            if now - wait.since > (CROWDED_SECONDS if wait.first and wait.host in hurried else wait.seconds)
         ]
         self._crowds.update((host, now) for host in {self._waits[key].host for key in keys} & crowds)
         for key in keys:
@@ -92,14 +95,49 @@ class WaitingCalls:
         return keys
 
     def _counts(self) -> Counter[str]:
-        return Counter(wait.host for wait in self._waits.values() if wait.counts)
+        return Counter(wait.host for wait in self._waits.values() if wait.first)
+
+
+class OldestEnds:
+    """Ends the call that has waited for longest if too many wait, so that a new one is always admitted.
+
+    For a server whose calls have their requests within microseconds, and whose answers are read at once.
+    """
+
+    def __init__(self) -> None:
+        self._waits: dict[Hashable, _Wait] = {}  # the oldest first
+
+    def begin(self, key: Hashable, host: str, now: float, *, first: bool) -> Sequence[Hashable] | None:
+        """Record that a call waits; return the oldest one of a crowd, which must end for it."""
+        counts = Counter(wait.host for wait in self._waits.values())
+        crowd = None
+        if counts[host] >= MAX_HOST:
+            crowd = host
+        elif len(self._waits) >= MAX_TOTAL:
+            ((crowd, _),) = counts.most_common(1)
+        oldest = next((key for key, wait in self._waits.items() if wait.host == crowd), None)
+        if oldest is not None:
+            del self._waits[oldest]
+        self._waits[key] = _Wait(host, now, first, FIRST_SECONDS)
+        return () if oldest is None else (oldest,)
+
+    def end(self, key: Hashable) -> bool:
+        """Record that a call does not wait any more. Return false if it had to end."""
+        return self._waits.pop(key, None) is not None
+
+    def late(self, now: float) -> Sequence[Hashable]:
+        """Return, and forget, the calls that have waited too long."""
+        keys = [key for key, wait in self._waits.items() if now - wait.since > wait.seconds]
+        for key in keys:
+            del self._waits[key]
+        return keys
 
 
 class CallGuard:
     """Ends calls that wait too long for their clients, between `start` and `stop`."""
 
-    def __init__(self, calls: WaitingCalls) -> None:
-        self._calls = calls
+    def __init__(self, policy: WaitPolicy) -> None:
+        self._policy = policy
         self._contexts: dict[Hashable, grpc.ServicerContext] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -124,17 +162,20 @@ class CallGuard:
         """
         key, host = object(), host_of_call(context.peer())
         with self._lock:
-            admitted = self._calls.begin(key, host, time.monotonic(), first=first)
-            if admitted:
+            to_end = self._policy.begin(key, host, time.monotonic(), first=first)
+            if to_end is not None:
                 self._contexts[key] = context
-        if not admitted:
+            ended = [self._contexts.pop(ended_key) for ended_key in to_end or ()]
+        for ended_context in ended:
+            ended_context.cancel()
+        if to_end is None:
             _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{host} has too many calls that wait for it")
         in_time = False
         try:
             yield
         finally:
             with self._lock:
-                in_time = self._calls.end(key)
+                in_time = self._policy.end(key)
                 self._contexts.pop(key, None)
         if not in_time:  # its request came while it was ended: its client has another answer already
             _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the client kept the call waiting")
@@ -142,7 +183,7 @@ class CallGuard:
     def _watch(self) -> None:
         while not self._stopping.wait(_TICK_SECONDS):
             with self._lock:
-                late = [self._contexts.pop(key) for key in self._calls.late(time.monotonic())]
+                late = [self._contexts.pop(key) for key in self._policy.late(time.monotonic())]
             for context in late:
                 context.cancel()
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic.json_schema import GenerateJsonSchema
 
 from checkmate.job.fabric_file import FabricFile
+from checkmate.job.host_copies import HostCopiesFile
 from checkmate.job.placing import OF_HOST
 from checkmate.job.schema import Attachment, Host, Job, Nic, Rank, Switch
 from checkmate.job.tofino import chips
@@ -47,7 +48,21 @@ def of_job() -> dict[str, Any]:
     schema["required"].remove("dp_groups")
     schema["oneOf"] = [{"required": ["dp_groups"]}, {"required": ["mesh", "hosts", "gpus_per_host"]}]
     schema["properties"]["fabric"] = {"anyOf": [schema["properties"]["fabric"], path]}
-    return schema
+    return _with_host_copies(schema)
+
+
+def _with_host_copies(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of jobs whose copies are by switches, or by hosts."""
+    by_hosts = of_model(HostCopiesFile)
+    by_switches = {key: value for key, value in schema.items() if key not in ("$schema", "$defs")}
+    is_host = {"properties": {"copies": {"const": "host"}}, "required": ["copies"]}
+    return {
+        "$schema": schema["$schema"],
+        "$defs": {**schema["$defs"], **by_hosts.pop("$defs")},
+        "if": is_host,
+        "then": {key: value for key, value in by_hosts.items() if key != "$schema"},
+        "else": by_switches,
+    }
 
 
 def of_fabric() -> dict[str, Any]:

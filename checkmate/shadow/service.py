@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from checkmate.base.waiting_calls import CallGuard, WaitingCalls, host_of_call
+from checkmate.base.waiting_calls import CallGuard, CrowdsRefused, host_of_call
 from checkmate.events.event_log import EventLog
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
@@ -258,7 +258,7 @@ class Server:
         self._server = grpc.server(
             self._pool, interceptors=checks, options=options, maximum_concurrent_rpcs=max_calls(ranks)
         )
-        self._calls = CallGuard(WaitingCalls(IDLE_SECONDS))
+        self._calls = CallGuard(CrowdsRefused(IDLE_SECONDS))
         self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers, log))
         self._health = health.HealthServicer()
         self._add(_HEALTH, health_pb2_grpc.add_HealthServicer_to_server, self._health)

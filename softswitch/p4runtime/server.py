@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from finsy.proto import p4r
 
-from checkmate.base.waiting_calls import FIRST_SECONDS, CallGuard, WaitingCalls
+from checkmate.base.waiting_calls import MAX_TOTAL, CallGuard, OldestEnds
 from softswitch.p4runtime.admission import CallAdmission, parser
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.p4runtime.session import MAX_STREAMS
@@ -22,8 +22,6 @@ IDLE_MS = 30_000
 """Milliseconds after which a connection without calls is closed."""
 MAX_CALLS = 32
 """Calls of one connection at a time; further ones wait at the client."""
-MAX_WAITS = 24
-"""Calls that may wait for their clients at a time, or those of one host end sooner."""
 WORKERS = 16
 """Workers of a pool that calls of clients that keep them waiting cannot take."""
 LARGE = 16 << 20
@@ -44,11 +42,11 @@ class P4RuntimeServer:
         self, service: P4RuntimeService, address: str, credentials: grpc.ServerCredentials | None
     ) -> None:
         _check_address(address)
-        self._calls = CallGuard(WaitingCalls(FIRST_SECONDS, later_counts=True, max_total=MAX_WAITS))
+        self._calls = CallGuard(OldestEnds())
         self._guard = CallAdmission(self._calls, identified=credentials is not None)
         self._pools: list[ThreadPoolExecutor] = []
         self._server = grpc.server(
-            self._pool("calls", MAX_WAITS + WORKERS),
+            self._pool("calls", MAX_TOTAL + WORKERS),
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
@@ -105,7 +103,7 @@ class P4RuntimeServer:
             "StreamChannel": guard.stream(service.StreamChannel, parser(p4r.StreamMessageRequest, MEDIUM)),
         }
         for name, workers in (("Read", WORKERS), ("StreamChannel", MAX_STREAMS)):
-            streams[name].experimental_thread_pool = self._pool(name, MAX_WAITS + workers)
+            streams[name].experimental_thread_pool = self._pool(name, MAX_TOTAL + workers)
         serialize = _serialize
         return {
             name: grpc.stream_unary_rpc_method_handler(call, None, serialize) for name, call in unary.items()

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from checkmate.errors import CheckmateError
 from checkmate.ring.place import RingError
-from checkmate.training import protect as protecting
 from tests.script_fuzz.children import prepare_child
 from tests.script_fuzz.plan import Kill, ScriptPlan
 from tests.script_fuzz.reducer import reducer_over
@@ -90,7 +89,7 @@ def _run(orders: RankOrders, say: Any) -> None:
     log.setLevel(logging.INFO)
     log.addHandler(_WarningHandler(say))
     replaced = reducer_over(str(Path(orders.folder, "switch")))
-    mock.patch.object(protecting, "make_reducer", replaced).start()
+    mock.patch("checkmate.training.gradients.setup.make_reducer", replaced).start()
     os.environ["CHECKMATE_JOB"] = orders.job
     script.run_protected(orders.attempt, orders.kill)
 

@@ -103,7 +103,7 @@ class GlooReducer:
 
 
 def reducer_over(switch: str) -> Callable[..., tuple[Reducer, list[str]]]:
-    """Return what takes the place of `checkmate.training.protect.make_reducer`."""
+    """Return what takes the place of `checkmate.training.gradients.setup.make_reducer`."""
 
     def make_reducer(
         place: Place,

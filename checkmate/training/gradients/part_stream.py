@@ -67,7 +67,7 @@ class PartStream:
         self._condition = threading.Condition()
         self._parts: deque[_QueuedPart] = deque()
         self._free: list[torch.Tensor] = []
-        self._sent = 0  # of `_kept`, on the present connection
+        self._sent = 0  # of `_parts`, on the present connection
         self._written = 0  # bytes on the present connection
         self._acknowledged = -1
         self._connected = False

@@ -112,7 +112,7 @@ def test_streams_that_stay_away_are_said_to_need_the_controller(
     monkeypatch: pytest.MonkeyPatch, reason: str, hinted: bool
 ) -> None:
     monkeypatch.setattr(following, "_lacking", lambda *_: [f"shadow node 0, shard 0: {reason}"])
-    place, stubs = cast(Place, None), cast(Stubs, None)
+    place, stubs = Place(local_job(nodes=1, ranks=2), 0, 0, 0), cast(Stubs, None)
     trouble = following.await_ready(place, stubs, 1, time.monotonic())
     assert ("streams need `checkmate run` of this job" in trouble) == hinted
 
