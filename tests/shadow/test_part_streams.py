@@ -24,7 +24,7 @@ from checkmate.training.gradients import part_stream
 from checkmate.training.gradients.part_copies import part_slices
 from checkmate.training.gradients.part_stream import KEPT_ITERATIONS, PartStream
 from checkmate.wire import copies
-from checkmate.wire.copies import PartGreeting
+from checkmate.wire.copies import NodeAnswer, PartGreeting
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
 from checkmate.wire.parts import PartSlicing
@@ -313,16 +313,21 @@ def test_a_header_that_does_not_fit_ends_the_stream(node: Node) -> None:
 
 
 def test_a_rank_that_goes_while_it_is_answered_comes_again(
-    node: Node, stream: PartStream, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures = iter([OSError("gone"), OSError("gone")])
+    failures = [OSError("gone"), OSError("gone")]
+    pack = NodeAnswer.pack
 
-    def vanish(sock: socket.socket, seconds: int) -> None:
-        for error in failures:
-            raise error
+    def pack_or_fail(answer: NodeAnswer) -> bytes:
+        if not answer.reason and failures:
+            raise failures.pop()
+        return pack(answer)
 
-    monkeypatch.setattr("checkmate.wire.tcp.notice_vanished", vanish)
+    monkeypatch.setattr(NodeAnswer, "pack", pack_or_fail)
+    stream = PartStream(node.described, node.greeting, KEY)
+    stream.start()
     sent = send(stream, 0)
     wait_until(lambda: node.inlet.whole == 0)
+    stream.close()
     assert node.part(0) == sent
-    assert next(failures, None) is None
+    assert failures == []
