@@ -97,6 +97,7 @@ def test_a_loss_scaler_is_restored(collective: str, tmp_path: Path) -> None:
             return lab.train(orders, kill_at=kill_at)
 
         whole = train("whole", restore=False)
+        lab.reset()
         completed = max(train("killed", 5, restore=False).losses(0))
         resumed = train("killed", seed=99)
         assert resumed.resumed() >= completed

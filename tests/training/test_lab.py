@@ -74,6 +74,7 @@ def check_restored(resumed: LabRun, reference: LabRun) -> None:
 def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -> None:
     """Check that a run killed on all ranks and restarted ends like an uninterrupted run."""
     reference = lab.train(ScriptOrders(str(folder / "reference"), restore=False, keep_each=True, **more))
+    lab.reset()
     killed = lab.train(
         ScriptOrders(str(folder / "killed"), restore=False, pause=0.1, **more), kill_at=kill_at
     )
@@ -448,6 +449,7 @@ def test_when_every_shadow_node_was_lost_training_resumes_from_disk(tmp_path: Pa
     checkpoints = tmp_path / "checkpoints"
     with training_lab(TWO_RANKS) as lab:
         reference = lab.train(ScriptOrders(str(tmp_path / "reference"), iterations=12))
+        lab.reset()
         lab.train(ScriptOrders(str(tmp_path / "run"), iterations=6, restore=False))
         lab.consolidate("--out", checkpoints / "iteration-00000005")
         for member in list(lab.shadows.values()):

@@ -116,6 +116,10 @@ class TrainingLab:
             _SECONDS,
         )
 
+    def reset(self) -> None:
+        """Have the nodes discard what was trained, so that a script without `restore` may begin."""
+        checkmate(self.crew, "reset", self.lab.job_file, "--yes")
+
     def start(self, orders: ScriptOrders) -> LabRun:
         """Start all ranks of a training script."""
         folder = Path(orders.folder)
