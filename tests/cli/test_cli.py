@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from checkmate.cli.common import show_errors
 from checkmate.cli.main import app
+from checkmate.job import yaml_lines
 from checkmate.job.schema import JOB_VARIABLE
 from testbed.jobs import job_data
 from tests.support.cli import COMMAND, invoke
@@ -230,6 +231,32 @@ def test_plan_as_data_has_every_entity(job_file: Path) -> None:
     assert plan["usage"]["replication"] == sum(e["table"] == "replication" for e in plan["entries"]) == 8
     assert len(plan["streams"]) == plan["usage"]["streams"] == 16
     assert {"id": 1, "replicas": [{"port": p, "instance": 0} for p in range(1, 8)]} in plan["groups"]
+
+
+def test_plan_reads_a_job_once_and_names_limits_beside_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job may come from a pipe, and a fault in one file hides no limit that another one exceeds."""
+    reads: list[Path] = []
+    read = yaml_lines.read_document
+
+    def read_and_note(file: Path, regular: bool = False) -> yaml_lines.Document:
+        reads.append(file)
+        return read(file, regular=regular)
+
+    monkeypatch.setattr(yaml_lines, "read_document", read_and_note)
+    data = job_data()
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    assert invoke("plan", file)[0] == 0
+    assert len(reads) == 1
+    write_large(tmp_path / "large.yaml")
+    (tmp_path / "faulty.yaml").write_text("job: faulty\n")
+    status, output = invoke("plan", tmp_path / "large.yaml", tmp_path / "faulty.yaml")
+    assert status == 2
+    words = " ".join(output.split())
+    assert "faulty.yaml:1: fabric: is missing" in words
+    assert "280 incarnations entries needed, it holds 256" in words
 
 
 def test_plan_for_people_says_what_is_used_and_held(job_file: Path) -> None:

@@ -108,13 +108,15 @@ def plan(
     Example: checkmate plan jobs/ --bfrt --switch tor > tor.py
     """
     _check_options(context)
-    require_switches(read_job_set(jobs, fabric).require(), "plan")
+    job_set = read_job_set(jobs, fabric)
+    if not job_set.faults:
+        require_switches([job for _, job in job_set.sound], "plan")
     if capacity:
         with spinner(err, "planning"):
             from checkmate.cli.planning.capacity import show  # noqa: PLC0415 - torch takes a second
 
         show(
-            read_job_set(jobs, fabric),
+            job_set,
             models=models or (),
             optimizer=optimizer,
             dtype=dtype,
@@ -129,7 +131,6 @@ def plan(
             as_json=as_json,
         )
         return
-    job_set = read_job_set(jobs, fabric)
     loaded, plans = check_plan(job_set)
     if pfc or bfrt:
         tofino.show(job_set, loaded, plans, bfrt=bfrt, only=switch, as_json=as_json)
