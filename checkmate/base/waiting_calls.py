@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, NoReturn, Protocol
@@ -55,7 +55,25 @@ class WaitPolicy(Protocol):
         """Return, and forget, the calls that have waited too long."""
 
 
-class CrowdsRefused:
+class _Waits:
+    """What both policies know: the calls that wait, the oldest first."""
+
+    def __init__(self) -> None:
+        self._waits: dict[Hashable, _Wait] = {}
+
+    def end(self, key: Hashable) -> bool:
+        """Record that a call does not wait any more. Return false if it had to end."""
+        return self._waits.pop(key, None) is not None
+
+    def _take(self, is_late: Callable[[_Wait], bool]) -> list[Hashable]:
+        """Return, and forget, the calls that are late."""
+        keys = [key for key, wait in self._waits.items() if is_late(wait)]
+        for key in keys:
+            del self._waits[key]
+        return keys
+
+
+class CrowdsRefused(_Waits):
     """Refuses calls of a host of which too many wait: other hosts' calls and those at work go on.
 
     For a server whose calls take long, and whose clients may be slow: one with its request never ends early.
@@ -63,8 +81,8 @@ class CrowdsRefused:
 
     def __init__(self, later_seconds: float) -> None:
         """Set the time for which a call that has begun may wait, for requests or a reader."""
+        super().__init__()
         self._later_seconds = later_seconds
-        self._waits: dict[Hashable, _Wait] = {}
         self._crowds: dict[str, float] = {}  # when a host was last a crowd
 
     def begin(self, key: Hashable, host: str, now: float, *, first: bool) -> Sequence[Hashable] | None:
@@ -75,37 +93,29 @@ class CrowdsRefused:
         self._waits[key] = _Wait(host, now, first, FIRST_SECONDS if first else self._later_seconds)
         return ()
 
-    def end(self, key: Hashable) -> bool:
-        """Record that a call does not wait any more. Return false if it had to end."""
-        return self._waits.pop(key, None) is not None
-
     def late(self, now: float) -> Sequence[Hashable]:
         """Return, and forget, the calls that have waited too long, or less if they are a crowd."""
         self._crowds = {host: at for host, at in self._crowds.items() if now - at < REMEMBERED_SECONDS}
         crowds = {host for host, count in self._counts().items() if count > MAX_HOST}
         hurried = crowds | self._crowds.keys()
-        keys = [
-            key
-            for key, wait in self._waits.items()
-            if now - wait.since > (CROWDED_SECONDS if wait.first and wait.host in hurried else wait.seconds)
-        ]
-        self._crowds.update((host, now) for host in {self._waits[key].host for key in keys} & crowds)
-        for key in keys:
-            del self._waits[key]
-        return keys
+
+        def is_late(wait: _Wait) -> bool:
+            seconds = CROWDED_SECONDS if wait.first and wait.host in hurried else wait.seconds
+            return now - wait.since > seconds
+
+        late_hosts = {wait.host for wait in self._waits.values() if is_late(wait)}
+        self._crowds.update(dict.fromkeys(late_hosts & crowds, now))
+        return self._take(is_late)
 
     def _counts(self) -> Counter[str]:
         return Counter(wait.host for wait in self._waits.values() if wait.first)
 
 
-class OldestEnds:
+class OldestEnds(_Waits):
     """Ends the call that has waited for longest if too many wait, so that a new one is always admitted.
 
     For a server whose calls have their requests within microseconds, and whose answers are read at once.
     """
-
-    def __init__(self) -> None:
-        self._waits: dict[Hashable, _Wait] = {}  # the oldest first
 
     def begin(self, key: Hashable, host: str, now: float, *, first: bool) -> Sequence[Hashable] | None:
         """Record that a call waits; return the oldest one of a crowd, which must end for it."""
@@ -121,16 +131,9 @@ class OldestEnds:
         self._waits[key] = _Wait(host, now, first, FIRST_SECONDS)
         return () if oldest is None else (oldest,)
 
-    def end(self, key: Hashable) -> bool:
-        """Record that a call does not wait any more. Return false if it had to end."""
-        return self._waits.pop(key, None) is not None
-
     def late(self, now: float) -> Sequence[Hashable]:
         """Return, and forget, the calls that have waited too long."""
-        keys = [key for key, wait in self._waits.items() if now - wait.since > wait.seconds]
-        for key in keys:
-            del self._waits[key]
-        return keys
+        return self._take(lambda wait: now - wait.since > wait.seconds)
 
 
 class CallGuard:

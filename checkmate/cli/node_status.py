@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from rich.text import Text
@@ -36,9 +37,10 @@ class NodesNotReady(UsageFault):
 def read_nodes(jobs: Sequence[Job], seconds: float) -> dict[str, Answers]:
     """Ask all nodes, until all streams are connected or the time is up. Return their answers, by job."""
     deadline = time.monotonic() + seconds
-    with spinner_or_line(err, "asking the shadow nodes"):
+    with ExitStack() as opened, spinner_or_line(err, "asking the shadow nodes"):
+        stubs = {job.job: opened.enter_context(_stubs(job)) for job in jobs}
         while True:
-            answers = {job.job: _ask(job) for job in jobs}
+            answers: dict[str, Answers] = {name: of_job.statuses() for name, of_job in stubs.items()}
             if time.monotonic() >= deadline or all(map(_is_connected, answers.values())):
                 return answers
             time.sleep(POLL_SECONDS)
@@ -60,9 +62,8 @@ def check_nodes(jobs: Sequence[Job], answers: Mapping[str, Answers], *, wait: bo
             )
 
 
-def _ask(job: Job) -> Answers:
-    with Stubs(job, access(job, readable_role(job)).keys) as stubs:
-        return stubs.statuses()
+def _stubs(job: Job) -> Stubs:
+    return Stubs(job, access(job, readable_role(job)).keys)
 
 
 def _is_connected(answers: Answers) -> bool:

@@ -7,14 +7,13 @@ switches, whose ranks have no address, and whose shadow nodes have no NICs of th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
 from checkmate.base.wording import counted
 from checkmate.job.faults import Fault
 from checkmate.job.fields import RANKS_LAST, FilePath, HostPort, Name, ShadowNodeId, Size, items, whole
-from checkmate.job.mesh_groups import serving
+from checkmate.job.mesh_groups import replica_lines, serving
 from checkmate.job.schema import (
     NO_ADDRESS,
     DpGroup,
@@ -66,8 +65,7 @@ def read(raw: Any) -> tuple[Job | None, list[Fault]]:
     """Return the job of a file's data, or all its faults."""
     file, faults = validated(HostCopiesFile, raw)
     if file is None:
-        texts = [_FOREIGN if _is_foreign(fault) else fault.message for fault in faults]
-        return None, [Fault(fault.path, text) for fault, text in zip(faults, texts, strict=True)]
+        return None, [replace(fault, message=_FOREIGN) if _is_foreign(fault) else fault for fault in faults]
     if faults := list(_within(file)):
         return None, faults
     return _job(file), []
@@ -123,28 +121,25 @@ def _node(node: CopyNode) -> ShadowNode:
 
 
 def _job(file: HostCopiesFile) -> Job:
-    mesh = file.mesh or RankMesh(dp_replicate=file.ranks or 1)
+    mesh = Mesh(dp_replicate=file.ranks or 1) if file.mesh is None else Mesh(**asdict(file.mesh))
     nodes = tuple(map(_node, file.shadow_nodes))
-    apart = mesh.dp_shard * mesh.tp
+    lines = list(replica_lines(mesh))
     groups = []
-    for number, (stage, place) in enumerate(product(range(mesh.pp), range(apart))):
-        first = stage * mesh.dp_replicate * apart + place
-        ranks = range(first, first + mesh.dp_replicate * apart, apart)
-        holders = serving(number, mesh.pp * apart, len(nodes), file.replicas)
+    for number, ranks in enumerate(lines):
+        holders = serving(number, len(lines), len(nodes), file.replicas)
         groups.append(
             DpGroup(
-                ranks=tuple(_rank(number) for number in ranks),
+                ranks=tuple(map(_rank, ranks)),
                 shadow_nodes=tuple(nodes[holder].id for holder in holders),
             )
         )
-    sizes = Mesh(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
     return Job(
         job=file.job,
         copies="host",
         fabric=Fabric(switches=()),
         replicas=file.replicas,
         keys=file.keys,
-        mesh=None if file.mesh is None else sizes,
+        mesh=None if file.mesh is None else mesh,
         dp_groups=tuple(groups),
         shadow_nodes=nodes,
     )

@@ -73,15 +73,24 @@ def _groups(
 ) -> Iterator[dict[str, Any]]:
     """Yield the DP groups, as a job file has them. `hosts`: the name of each, and its number of NICs."""
     local = replicas_on_a_host(mesh, gpus)
-    apart = mesh.dp_shard * mesh.tp * local
-    for group, (stage, place) in enumerate(product(range(mesh.pp), range(apart))):
-        first = stage * mesh.dp_replicate * apart // local + place
-        ranks = range(first, first + mesh.dp_replicate * apart // local, apart)
+    lines = list(replica_lines(mesh, local))
+    for group, ranks in enumerate(lines):
         entry: dict[str, Any] = {"ranks": [_rank(number, hosts, gpus) for number in ranks]}
         if nodes:
             holders = replicas if _is_number(replicas, SHARDS_MAX) else 1
-            entry["shadow_nodes"] = [nodes[i] for i in serving(group, mesh.pp * apart, len(nodes), holders)]
+            entry["shadow_nodes"] = [nodes[i] for i in serving(group, len(lines), len(nodes), holders)]
         yield entry
+
+
+def replica_lines(mesh: Mesh, local: int = 1) -> Iterator[range]:
+    """Yield the ranks of each DP group, which differ in dp_replicate only.
+
+    `local`: the replicas on a host, each of which is in a DP group of its own.
+    """
+    apart = mesh.dp_shard * mesh.tp * local
+    for stage, place in product(range(mesh.pp), range(apart)):
+        first = stage * mesh.dp_replicate * apart // local + place
+        yield range(first, first + mesh.dp_replicate * apart // local, apart)
 
 
 def _rank(number: int, hosts: list[tuple[str, int]], gpus: int) -> dict[str, Any]:

@@ -8,19 +8,11 @@ tests/nccl/test_slicing.py with the plugin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from checkmate.wire.schedule import (
-    FIRST,
-    Bucket,
-    Chunk,
-    StreamLayout,
-    StreamName,
-    side_of,
-    tagged_stream,
-)
+from checkmate.wire.schedule import FIRST, Bucket, Chunk, TaggedSlicing
 
 KIND: Final = "nccl"
 """Its name in layouts."""
@@ -51,7 +43,7 @@ class NcclSend:
 
 
 @dataclass(frozen=True, slots=True)
-class NcclSlicing:
+class NcclSlicing(TaggedSlicing):
     """NCCL's sizes in bytes, and its steps, which are parts of a connection's buffer."""
 
     cell: int = 16 << 10
@@ -161,16 +153,6 @@ class NcclSlicing:
         part = self.part(bucket.elements, bucket.itemsize, channels, channel)
         for send in self.tagged(part, bucket.itemsize, ranks, side):
             yield Chunk(send.round, send.chunk, send.where)
-
-    def is_sender(self, position: int, ranks: int) -> bool:
-        """Return whether the rank at a position of its group sends streams: a boundary rank."""
-        return side_of(ranks, position) is not None
-
-    def stream(
-        self, buckets: Sequence[Bucket], stream: StreamName, channels: int, ranks: int
-    ) -> StreamLayout:
-        """Return the places of a stream's bytes in buckets that are reduced in this order."""
-        return tagged_stream(self, buckets, stream, channels, ranks)
 
     def describe(self) -> Mapping[str, str | int]:
         """Return its name, as `kind`, and its parameters."""

@@ -6,6 +6,7 @@ tag chunks, and shadow nodes to map each byte of a stream to its bucket.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -122,15 +123,20 @@ class Slicing(Protocol):
         """Return its name, as `kind`, and its parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class RingSlicing:
-    """The slicing of Checkmate's own ring. It has no parameters."""
+class TaggedSlicing(ABC):
+    """A slicing whose streams are those of the two boundary ranks."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def tagged_chunks(
         self, bucket: Bucket, channels: int, channel: int, ranks: int, side: int
     ) -> Iterator[Chunk]:
         """Yield the non-empty chunks of one bucket in a boundary's stream on `channel`, in order."""
-        yield from tagged_chunks(bucket.elements, channels, channel, ranks, side)
+
+    @abstractmethod
+    def describe(self) -> Mapping[str, str | int]:
+        """Return its name, as `kind`, and its parameters."""
 
     def is_sender(self, position: int, ranks: int) -> bool:
         """Return whether the rank at a position of its group sends streams: a boundary rank."""
@@ -139,8 +145,26 @@ class RingSlicing:
     def stream(
         self, buckets: Sequence[Bucket], stream: StreamName, channels: int, ranks: int
     ) -> StreamLayout:
-        """Return the places of a stream's bytes in buckets that are reduced in this order."""
-        return tagged_stream(self, buckets, stream, channels, ranks)
+        """Return the places of a stream's bytes in buckets that are reduced in this order.
+
+        Raise `ValueError` if the rank does not tag.
+        """
+        if (side := side_of(ranks, stream.sender)) is None:
+            raise ValueError(f"the rank at position {stream.sender} of {ranks} does not tag")
+        return stream_layout(
+            buckets, channels, stream.channel, ranks, side=side, shadow_id=stream.shard, slicing=self
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RingSlicing(TaggedSlicing):
+    """The slicing of Checkmate's own ring. It has no parameters."""
+
+    def tagged_chunks(
+        self, bucket: Bucket, channels: int, channel: int, ranks: int, side: int
+    ) -> Iterator[Chunk]:
+        """Yield the non-empty chunks of one bucket in a boundary's stream on `channel`, in order."""
+        yield from tagged_chunks(bucket.elements, channels, channel, ranks, side)
 
     def describe(self) -> Mapping[str, str | int]:
         """Return its name."""
@@ -169,17 +193,6 @@ class StreamLayout:
     pieces: tuple[Piece, ...]
     itemsizes: tuple[int, ...]
     nbytes: int
-
-
-def tagged_stream(
-    slicing: Slicing, buckets: Sequence[Bucket], stream: StreamName, channels: int, ranks: int
-) -> StreamLayout:
-    """Return the layout of the stream of a boundary rank. Raise `ValueError` for another rank."""
-    if (side := side_of(ranks, stream.sender)) is None:
-        raise ValueError(f"the rank at position {stream.sender} of {ranks} does not tag")
-    return stream_layout(
-        buckets, channels, stream.channel, ranks, side=side, shadow_id=stream.shard, slicing=slicing
-    )
 
 
 def stream_layout(

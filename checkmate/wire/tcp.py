@@ -38,6 +38,24 @@ def notice_vanished(sock: socket.socket, seconds: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+def receive_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytes:
+    """Return exactly N bytes, by a deadline if there is one, else each within the socket's timeout.
+
+    Raise `TimeoutError` if they do not come in time, `ConnectionResetError` if the connection ends before.
+    """
+    data = b""
+    while len(data) < nbytes:
+        if deadline is not None:
+            if (seconds := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("it says nothing")
+            sock.settimeout(seconds)
+        more = sock.recv(nbytes - len(data))
+        if not more:
+            raise ConnectionResetError("it closed the connection")
+        data += more
+    return data
+
+
 def unacknowledged(sock: socket.socket) -> int:
     """Return the number of written bytes that the peer has not acknowledged (SIOCOUTQ)."""
     answer = fcntl.ioctl(sock, termios.TIOCOUTQ, b"\0" * 4)

@@ -95,14 +95,19 @@ def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
                 shadow_id=stream.shadow_id,
             )
             of_hold.setdefault((plan.group, plan.shard), []).append(plan)
-    holders = {
-        key: {job.holder(*key, replication_id).id for replication_id in range(1, job.replicas + 1)}
-        for key in of_hold
-    }
     return tuple(
-        HoldPlan(*key, tuple(sorted(holders[key] - {node_id})), tuple(plans))
+        HoldPlan(*key, _other_holders(job, *key, node_id), tuple(plans))
         for key, plans in sorted(of_hold.items())
     )
+
+
+def _other_holders(job: Job, group: int, shard: int, node_id: int) -> tuple[int, ...]:
+    """Return the ids of a shard's other holders."""
+    return tuple(sorted(_holders(job, group, shard) - {node_id}))
+
+
+def _holders(job: Job, group: int, shard: int) -> set[int]:
+    return {job.holder(group, shard, replication_id).id for replication_id in range(1, job.replicas + 1)}
 
 
 def _part_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
@@ -110,10 +115,9 @@ def _part_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
     plans = []
     for number, group in enumerate(job.dp_groups):
         for shard in range(job.shards(number)):
-            holders = {job.holder(number, shard, i + 1).id for i in range(job.replicas)}
-            if node_id in holders:
+            if node_id in _holders(job, number, shard):
                 streams = tuple(StreamPlan(number, shard, sender, 0) for sender in range(len(group.ranks)))
-                plans.append(HoldPlan(number, shard, tuple(sorted(holders - {node_id})), streams))
+                plans.append(HoldPlan(number, shard, _other_holders(job, number, shard, node_id), streams))
     if not plans:
         job.node(node_id)  # raises if there is none
     return tuple(plans)

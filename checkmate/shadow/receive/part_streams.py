@@ -158,12 +158,12 @@ class PartListener:
     def _greet(self, sock: socket.socket) -> bool:
         """Answer a connection, and attach it to its inlet. Return whether it was taken over."""
         deadline = time.monotonic() + GREETING_SECONDS
-        data = _receive(sock, copies.GREETING_BYTES, deadline)
+        data = tcp.receive_exactly(sock, copies.GREETING_BYTES, deadline)
         greeting = PartGreeting.unpack(data)
         nonce = new_nonce()
         sock.sendall(copies.pack_challenge(nonce))
         proof = ConnectionProof(self._key, data, greeting.nonce, nonce, GRADIENTS)
-        if not proof.is_authentic(ConnectionSide.CONNECTS, _receive(sock, 16, deadline)):
+        if not proof.is_authentic(ConnectionSide.CONNECTS, tcp.receive_exactly(sock, 16, deadline)):
             raise PartsRefused("it has another gradients.key")
         inlet, why = self._find(greeting)
         mac = proof.mac(ConnectionSide.ACCEPTS)
@@ -204,17 +204,3 @@ class PartListener:
 
 def _key(greeting: PartGreeting) -> tuple[int, int, int]:
     return greeting.group, greeting.position, greeting.shard
-
-
-def _receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Return exactly N bytes, which must have come by the deadline."""
-    data = b""
-    while len(data) < nbytes:
-        if (seconds := deadline - time.monotonic()) <= 0:
-            raise TimeoutError("it says nothing")
-        sock.settimeout(seconds)
-        more = sock.recv(nbytes - len(data))
-        if not more:
-            raise ConnectionResetError("it closed the connection")
-        data += more
-    return data

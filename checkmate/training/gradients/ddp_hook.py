@@ -6,28 +6,29 @@ ready.
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's, where mypy finds it
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.training.gradients.buckets import GradientBuckets
+from checkmate.training.gradients.buckets import CopiedGradients, GradientBuckets
 from checkmate.training.start.install import check_format
 
+Gradients = TypeVar("Gradients", bound=CopiedGradients)
 
-class GradientHook:
-    """The communication hook of one DDP."""
+
+class DdpFront(ABC, Generic[Gradients]):
+    """The communication hook of one DDP, which calls `run` with each of its buckets."""
 
     on_reduced: Callable[[int], None]
     on_begun: Callable[[], None]
 
-    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
+    def __init__(self, ddp: DistributedDataParallel, buckets: Gradients) -> None:
         self.buckets = buckets
         self._ddp = ddp
-        self._numbers: dict[torch.Tensor, int] = {
-            parameter: number for number, parameter in enumerate(buckets.parameters)
-        }
 
     def register(
         self,
@@ -36,7 +37,25 @@ class GradientHook:
     ) -> None:
         """Have DDP call the hook from now on, for good. DDP raises RuntimeError if it has another hook."""
         self.on_reduced, self.on_begun = on_reduced, on_begun
-        self._ddp.register_comm_hook(self, GradientHook.run)
+        self._ddp.register_comm_hook(self, type(self).run)
+
+    @abstractmethod
+    def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the threads. DDP keeps the hook."""
+
+
+class GradientHook(DdpFront[GradientBuckets]):
+    """Lends the gradients of a DDP."""
+
+    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
+        super().__init__(ddp, buckets)
+        self._numbers: dict[torch.Tensor, int] = {
+            parameter: number for number, parameter in enumerate(buckets.parameters)
+        }
 
     def close(self) -> None:
         """End the threads and the reducer. DDP keeps the hook, which fails."""

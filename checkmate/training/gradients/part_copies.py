@@ -7,7 +7,7 @@ memory, and a thread for each stream sends it on.
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple
 
@@ -26,7 +26,7 @@ from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring.place import RingError
 from checkmate.state import in_memory_order
-from checkmate.training.gradients.ddp_hook import after_backward
+from checkmate.training.gradients.ddp_hook import DdpFront, after_backward
 from checkmate.training.gradients.part_stream import PartStream
 from checkmate.training.start.places import Place, Start
 from checkmate.wire.copies import PartGreeting, job_digest
@@ -78,7 +78,7 @@ class PartCopies:
         self.parameters: Final = parameters
         pinned = any(parameter.device.type == "cuda" for parameter in parameters)
         key = access(place.job, Role.TRAINER).secret(Secret.GRADIENTS)
-        self._streams: list[tuple[PartStream, list[PartSlice]]] = []
+        self._shards: list[tuple[list[PartStream], list[PartSlice]]] = []  # a stream for each holder
         self._nbytes: dict[tuple[int, int], int] = {}
         with ExitStack() as undo:
             for shard in range(layout.shards):
@@ -97,12 +97,12 @@ class PartCopies:
                     start=start.plan.start,
                     nonce=bytes(16),
                 )
-                slices = part_slices(layout, stream)
-                for node in place.holders(shard):
-                    part = PartStream(node, greeting, key, pinned=pinned)
+                parts = [PartStream(node, greeting, key, pinned=pinned) for node in place.holders(shard)]
+                for part in parts:
                     undo.callback(part.close)
-                    self._streams.append((part, slices))
-            for part, _ in self._streams:
+                self._shards.append((parts, part_slices(layout, stream)))
+            self._streams = [part for parts, _ in self._shards for part in parts]
+            for part in self._streams:
                 part.start()
             self._undo = undo.pop_all()
 
@@ -113,15 +113,17 @@ class PartCopies:
 
     def take(self, iteration: int) -> None:
         """Copy the part from `.grad`, and have it sent. Gradients that are missing are zeros."""
-        flats: dict[int, torch.Tensor | None] = {}
-        for stream, slices in self._streams:
-            data = stream.room()
-            if data is not None:
-                for number, where, offset in slices:
-                    if number not in flats:
-                        flats[number] = self._flat(number)
-                    self._copy(data, flats[number], number, where, offset)
-            stream.put(iteration, data)
+        for streams, slices in self._shards:
+            filled: torch.Tensor | None = None
+            for stream in streams:
+                room = stream.room()
+                if room is not None and filled is not None:
+                    room.copy_(filled)  # gradients may be on a device, and this is not
+                elif room is not None:
+                    for part in slices:
+                        self._copy(room, part)
+                    filled = room
+                stream.put(iteration, room)
 
     def _flat(self, number: int) -> torch.Tensor | None:
         """Return a gradient, flat and in memory order."""
@@ -130,15 +132,13 @@ class PartCopies:
             return None
         return in_memory_order(gradient, self.layout.parameters[number].dim_order).reshape(-1)
 
-    def _copy(
-        self, data: torch.Tensor, flat: torch.Tensor | None, number: int, where: range, offset: int
-    ) -> None:
-        itemsize = ITEMSIZES[self.layout.parameters[number].gradient_dtype]
-        part = data[offset : offset + len(where) * itemsize]
-        if flat is None:
-            part.zero_()
+    def _copy(self, data: torch.Tensor, part: PartSlice) -> None:
+        itemsize = ITEMSIZES[self.layout.parameters[part.parameter].gradient_dtype]
+        place = data[part.offset : part.offset + len(part.where) * itemsize]
+        if (flat := self._flat(part.parameter)) is None:
+            place.zero_()
         else:
-            part.copy_(flat[where.start : where.stop].contiguous().view(torch.uint8))
+            place.copy_(flat[part.where.start : part.where.stop].contiguous().view(torch.uint8))
 
     def stream_ends(self, iteration: int) -> dict[tuple[int, int], int]:
         """Return each stream's bytes, by channel and shard, at the end of this iteration."""
@@ -147,7 +147,7 @@ class PartCopies:
 
     def has_passed(self, node: int, iteration: int, ends: Mapping[tuple[int, int], int]) -> bool:
         """Return whether a node has this rank's part of an iteration; also true if it is away."""
-        return all(stream.has(iteration) for stream, _ in self._streams if stream.node.id == node)
+        return all(stream.has(iteration) for stream in self._streams if stream.node.id == node)
 
     def give_up(self) -> None:
         """Do nothing: no other rank waits for this one."""
@@ -157,25 +157,12 @@ class PartCopies:
         self._undo.close()
 
 
-class DdpCopies:
+class DdpCopies(DdpFront[PartCopies]):
     """A DDP whose own reduction stays as it is, and whose reduced gradients are copied."""
 
-    on_reduced: Callable[[int], None]
-    on_begun: Callable[[], None]
-
     def __init__(self, ddp: DistributedDataParallel, copies: PartCopies) -> None:
-        self.buckets = copies
-        self._ddp = ddp
+        super().__init__(ddp, copies)
         self._resumed = RebuiltReduction(ddp) if copies.first_iteration and rebuilds(ddp) else None
-
-    def register(
-        self,
-        on_reduced: Callable[[int], None] = lambda iteration: None,
-        on_begun: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Copy from now on, for good. DDP raises RuntimeError if it has another hook."""
-        self.on_reduced, self.on_begun = on_reduced, on_begun
-        self._ddp.register_comm_hook(self, DdpCopies.run)
 
     def close(self) -> None:
         """End the threads. DDP keeps the hook."""

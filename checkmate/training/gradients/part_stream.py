@@ -159,11 +159,11 @@ class PartStream:
         nonce = new_nonce()
         greeting = self._greeting._replace(nonce=nonce).pack()
         sock.sendall(greeting)
-        node_nonce = copies.unpack_challenge(_receive(sock, copies.CHALLENGE_BYTES))
+        node_nonce = copies.unpack_challenge(tcp.receive_exactly(sock, copies.CHALLENGE_BYTES))
         proof = ConnectionProof(self._key, greeting, nonce, node_nonce, GRADIENTS)
         sock.sendall(proof.mac(ConnectionSide.CONNECTS))
-        iteration, length, mac = copies.unpack_answer(_receive(sock, copies.ANSWER_BYTES))
-        text = _receive(sock, length).decode("ascii", "replace")
+        iteration, length, mac = copies.unpack_answer(tcp.receive_exactly(sock, copies.ANSWER_BYTES))
+        text = tcp.receive_exactly(sock, length).decode("ascii", "replace")
         if not proof.is_authentic(ConnectionSide.ACCEPTS, mac):
             raise PartsRefused("it has another gradients.key, or is not a shadow node of this job")
         if text:
@@ -236,14 +236,3 @@ def has_hung_up(sock: socket.socket) -> bool:
     poller = select.poll()
     poller.register(sock, select.POLLRDHUP)
     return bool(poller.poll(0))
-
-
-def _receive(sock: socket.socket, nbytes: int) -> bytes:
-    """Return exactly N bytes. Raise `ConnectionResetError` if there are fewer."""
-    data = b""
-    while len(data) < nbytes:
-        more = sock.recv(nbytes - len(data))
-        if not more:
-            raise ConnectionResetError("it closed the connection")
-        data += more
-    return data
