@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from tests.chaos.forked import ForkedLab
 from tests.chaos.scenario import Scenario
@@ -17,6 +18,8 @@ from topologies.describe.topology import CONTROLLER, Topology
 from topologies.kernel.links import MGMT_INTERFACE
 
 PORT = 29500
+_RESET_SECONDS: Final = 60
+"""Time for `checkmate reset`, which waits for nodes that were killed."""
 
 
 class JobWorld:
@@ -95,6 +98,9 @@ class JobWorld:
     def start_ranks(self, *, fresh: bool) -> None:
         """Start all ranks."""
         self.attempt += 1
+        if fresh:  # the nodes still hold what can't be resumed, or what nothing resumed from
+            argv = [*CHECKMATE, "reset", self.job_file, "--yes"]
+            self.crew.run(f"{self.prefix}reset{self.attempt}", CONTROLLER, argv, _RESET_SECONDS)
         first = self.topology.ranks[0]
         orders = self._orders(f"orders{self.attempt}", self.folder, fresh=fresh, reference=False)
         environment = {"MASTER_ADDR": str(first.mgmt), "GLOO_SOCKET_IFNAME": MGMT_INTERFACE}

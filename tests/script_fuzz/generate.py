@@ -260,6 +260,8 @@ def _excluded(deed: Deed, plan: ScriptPlan) -> bool:
         return plan.leaves_out or plan.loop.micro > 1  # DDP then expects its backward, and reduces the next
     if deed.kind == "optimizer-reloaded":
         return plan.does("group-removed")  # torch can't save state of parameters without a group
+    if deed.kind in ("group-added", "group-removed"):
+        return plan.loop.scheduler != "none"  # another deed has brought one, which does not expect it
     # Without marks, an iteration without a step ends with its backward: this would belong to none.
     late = deed.place in (*AFTER_BACKWARD, "after-step") and deed.turn in plan.loop.skipped
     return late and plan.loop.boundary == "none" and deed.kind in _HARMLESS
