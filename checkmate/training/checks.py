@@ -162,8 +162,8 @@ def _parts(scheduler: Any) -> Iterator[Any]:
                 yield from _parts(part) if not isinstance(part, torch.optim.Optimizer) else ()
 
 
-def check_model(watched: Watched) -> None:
-    """Raise `RefusedError` if the model has another hook, or can't be followed, or not with its scaler."""
+def check_model(watched: Watched, copies: str = "switch") -> None:
+    """Raise `RefusedError` if the model can't be followed, or not with its scaler, or not by these copies."""
     for name, module in watched.model.inner.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise RefusedError(
@@ -171,23 +171,27 @@ def check_model(watched: Watched) -> None:
                 "make it with sparse=False"
             )
     if isinstance(watched.model, DdpModel):
-        check_ddp(watched.model)
+        check_ddp(watched.model, copies)
         return
-    from checkmate.training.gradients.fsdp_hooks import check_hooks  # noqa: PLC0415 - imports FSDP
-    from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415
-
-    assert isinstance(watched.model, FsdpModel)
-    check_hooks(watched.model)
-    if watched.scaler is not None and watched.scaler.is_enabled():
+    if watched.model.shard_ranks and watched.scaler is not None and watched.scaler.is_enabled():
         raise RefusedError(
             "scaler= is not supported with a sharded model, because ranks would skip steps separately: use "
             "bfloat16, which needs none"
         )
+    if copies == "switch":
+        from checkmate.training.gradients.fsdp_hooks import check_hooks  # noqa: PLC0415 - imports FSDP
+        from checkmate.training.model.fsdp import FsdpReplica  # noqa: PLC0415
+
+        assert isinstance(watched.model, FsdpReplica)
+        check_hooks(watched.model)
 
 
-def check_ddp(model: DdpModel) -> None:
-    """Raise `RefusedError` if DDP has another hook, or if not all ranks train in each iteration."""
-    hook = model.ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
+def check_ddp(model: DdpModel, copies: str = "switch") -> None:
+    """Raise `RefusedError` if DDP does not reduce all parameters, or not all ranks train in each iteration.
+
+    With copies by switch, also if it has another communication hook.
+    """
+    hook = model.ddp._get_ddp_logging_data().get("comm_hook") if copies == "switch" else None  # type: ignore[no-untyped-call]
     if hook == GradientHook.run.__qualname__:
         raise RefusedError(
             "this DistributedDataParallel was protected before and keeps its communication hook: wrap the "
@@ -196,7 +200,7 @@ def check_ddp(model: DdpModel) -> None:
     if hook:
         raise RefusedError(
             f"DDP already has the communication hook {hook} and accepts only one. Checkmate's own hook "
-            "reduces gradients as they are: remove the other one"
+            "reduces gradients as they are: remove the other one, or have hosts copy them, copies: host"
         )
     model.check_forward()
     # A bucket with a parameter that DDP does not reduce would never be complete.

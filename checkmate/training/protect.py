@@ -50,6 +50,7 @@ from checkmate.training.record.windows import Slices
 from checkmate.training.start.all_ranks import ANEW, RestoreError
 from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.install import lay_out_state, own_buffers
+from checkmate.training.start.named_job import named_job
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.training.start.places import Handover, Place, Start, join, lay_out_shares
 from checkmate.training.start.plans import NewRun
@@ -142,8 +143,9 @@ def protect(
         RingError: The ring could not be connected.
     """
     deadline = time.monotonic() + wait
-    wrapped = model_of(model)
-    place = join(wrapped)
+    job = named_job()
+    wrapped = model_of(model, job.copies)
+    place = join(wrapped, job)
     if place.rank == 0 or place.first:
         show_log()
     keep_events(place.rank, place.job.job)
@@ -152,7 +154,7 @@ def protect(
     handover = Handover.of(wrapped)
     watched = watched_of(wrapped, optimizer, scheduler, scaler, extra)
     check_schedulers(watched)
-    check_model(watched)
+    check_model(watched, job.copies)
     check_kept(watched)
     names = wrapped.trained()
     layouts = lay_out_shares(wrapped, place, slicing_of(place, wrapped))
@@ -235,6 +237,7 @@ def _assemble(
         buffers=buffers,
         await_departed=publisher.await_departed,
         on_refused=followers.report_refusal,
+        copies=front.steps,
     )
     undo.callback(recorder.close, last=False)
     if generators and place.first:

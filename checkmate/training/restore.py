@@ -41,6 +41,7 @@ from checkmate.training.start.all_ranks import (
 from checkmate.training.start.from_disk import OnDisk
 from checkmate.training.start.from_nodes import Fetched
 from checkmate.training.start.install import part_of, restored_parts
+from checkmate.training.start.named_job import named_job
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.training.start.places import Handover, Place, Start
 from checkmate.training.start.plans import (
@@ -110,8 +111,9 @@ def restore(
         RefusedError: `scheduler` or `scaler` is something else, or FSDP's settings can't be followed.
     """
     began_at = time.monotonic()
-    wrapped = model_of(model)
-    place = places.join(wrapped)
+    job = named_job()
+    wrapped = model_of(model, job.copies)
+    place = places.join(wrapped, job)
     if place.rank == 0 or place.first:
         show_log()
     keep_events(place.rank, place.job.job)

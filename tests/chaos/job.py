@@ -99,7 +99,7 @@ class JobWorld:
         """Start all ranks."""
         self.attempt += 1
         if fresh:  # the nodes still hold what can't be resumed, or what nothing resumed from
-            argv = [*CHECKMATE, "reset", self.job_file, "--yes"]
+            argv: list[str | Path] = [*CHECKMATE, "reset", self.job_file, "--yes"]
             self.crew.run(f"{self.prefix}reset{self.attempt}", CONTROLLER, argv, _RESET_SECONDS)
         first = self.topology.ranks[0]
         orders = self._orders(f"orders{self.attempt}", self.folder, fresh=fresh, reference=False)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
-from checkmate.training.model.fsdp import FsdpModel
+from checkmate.training.model.fsdp import FsdpReplica
 from tests.chaos.model import RandomNet
 from tests.chaos.scenario import Scenario
 
@@ -31,7 +31,7 @@ def wrap(model: RandomNet, scenario: Scenario) -> nn.Module:
     mib = scenario.model.bucket_mb
     if not scenario.network.sharded:
         return DistributedDataParallel(model, bucket_cap_mb=mib, find_unused_parameters=True)
-    FsdpModel.bucket_bytes = int(mib * _MIB)
+    FsdpReplica.bucket_bytes = int(mib * _MIB)
     mesh, policy = checkmate.shard_mesh("cpu"), _POLICIES[scenario.model.precision]
     units = _UNITS if scenario.model.precision == "fp32" else _ALWAYS
     for unit in (*(child for name, child in model.named_children() if name in units), model):

@@ -1,13 +1,19 @@
-"""A script of DDP whose job has copies by hosts: several buckets, clipping, a scheduler, state of its own.
+"""A script whose job has copies by hosts: clipping by torch, a scheduler, dropout, state of its own.
 
-Usage: python -m tests.scripts.host_copies FOLDER ITERATIONS SECONDS
+Usage: python -m tests.scripts.host_copies KIND FOLDER ITERATIONS SECONDS
+
+Kinds: `ddp`, in several buckets; `fsdp`, without replicas, and `hsdp`, with replicas that FSDP reduces,
+both of which reduce each of two micro-batches; `bare`, without a wrapper, whose script reduces gradients;
+`gan`, with two optimizers and two backwards a turn; `alone`, one process without a process group.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,39 +33,98 @@ def batch(iteration: int, rank: int) -> torch.Tensor:
     return torch.randn(8, 64, generator=generator)
 
 
+def sharded(layers: nn.Sequential, shape: tuple[int, ...]) -> nn.Module:
+    """Shard a model on a mesh of the script's own."""
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    fully_shard(layers[0], mesh=mesh)
+    fully_shard(layers, mesh=mesh)
+    return layers
+
+
+def wrapped(kind: str, model: nn.Sequential) -> nn.Module:
+    """Return the model as the script of a kind trains it."""
+    if kind in ("fsdp", "hsdp"):
+        return sharded(model, (4,) if kind == "fsdp" else (2, 2))
+    return DistributedDataParallel(model, bucket_cap_mb=0.03) if kind == "ddp" else model
+
+
+def average(model: nn.Module) -> None:
+    """Average gradients over all ranks, as a script without a wrapper does."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def simple_turn(
+    kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], data: torch.Tensor
+) -> torch.Tensor:
+    """Take one step; return the loss."""
+    halves = data.chunk(2) if kind in ("fsdp", "hsdp") else (data,)
+    for half in halves:
+        loss: torch.Tensor = model(half).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+    if kind == "bare":
+        average(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizers[0].step()
+    return loss
+
+
+def adversarial_turn(
+    kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], data: torch.Tensor
+) -> torch.Tensor:
+    """Let both halves of a model step, each after a backward of its own; return the loss."""
+    for optimizer, sign in zip(optimizers, (1, -1), strict=True):
+        for each in optimizers:
+            each.zero_grad()
+        loss: torch.Tensor = sign * model(data).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        average(model)
+        optimizer.step()
+    return loss
+
+
 def main() -> None:
     """Train, and note each iteration's loss to the bit."""
-    folder, iterations, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    iterations, seconds = int(sys.argv[3]), float(sys.argv[4])
+    if kind != "alone":
+        dist.init_process_group("gloo")
+    rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(0)
     layers = [nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.BatchNorm1d(128), nn.Linear(128, 16))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.03)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    layers += [nn.BatchNorm1d(128)] if kind == "ddp" else []
+    model = wrapped(kind, nn.Sequential(*layers, nn.Linear(128, 16)))
+    parameters = list(model.parameters())
+    parts = [parameters[:2], parameters[2:]] if kind == "gan" else [parameters]
+    optimizers = [torch.optim.AdamW(part, lr=1e-2) for part in parts]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5) for optimizer in optimizers]
+    take_turn: Callable[..., torch.Tensor] = adversarial_turn if kind == "gan" else simple_turn
     torch.manual_seed(rank + 1)
-    begin, seen = checkmate.restore(ddp, optimizer, scheduler=scheduler)
+    begin, seen = checkmate.restore(model, optimizers, scheduler=schedulers)
     count = seen or 0
     with (
-        checkmate.protect(ddp, optimizer, scheduler=scheduler, extra=lambda: count) as protection,
+        checkmate.protect(model, optimizers, scheduler=schedulers, extra=lambda: count) as protection,
         (folder / f"rank{rank}.jsonl").open("a") as log,
     ):
-        for iteration in range(begin, iterations):
-            loss = ddp(batch(iteration, rank)).square().mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+        for iteration in protection.steps(range(begin, iterations)):
+            loss = take_turn(kind, model, optimizers, batch(iteration, rank))
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                scheduler.step()
+                optimizer.zero_grad()
             count += 1
-            line = {"iteration": iteration, "loss": loss.item().hex(), "count": count, "begin": begin}
+            line = {"iteration": iteration, "loss": float(loss).hex(), "count": count, "begin": begin}
             print(json.dumps(line), file=log, flush=True)
-            protection.mark()
             time.sleep(seconds)
             while iteration == PAUSED_AT and (folder / "pause").exists():
                 time.sleep(0.05)
-    dist.destroy_process_group()
+    if kind != "alone":
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import checkmate
 from checkmate.state import local_of
 from checkmate.training.errors import RefusedError
-from checkmate.training.model.fsdp import FsdpModel
+from checkmate.training.model.fsdp import FsdpReplica
 from checkmate.training.record.step_checks import StepChecks
 from checkmate.training.record.windows import Slices
 from checkmate.training.record.wrapped import ClipListener
@@ -38,7 +38,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 def listening(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Yield the factors that a step record would get."""
     factors: list[torch.Tensor] = []
-    parameters = list(FsdpModel(model).trained().values())
+    parameters = list(FsdpReplica(model).trained().values())
     listener = ClipListener(parameters, lambda: None, lambda _, factor: factors.append(factor))
     yield factors
     listener.close()
@@ -136,7 +136,7 @@ def clip_with_torchs_own(rank: int, count: int) -> str:
     torch.manual_seed(1)
     mesh = replicated(1, 2, 2)
     model = shard(split(SplitNet(), mesh["tp"]), mesh["dp_shard"])
-    wrapped = FsdpModel(model)
+    wrapped = FsdpReplica(model)
     names: dict[str, Any] = wrapped.trained()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     slices = Slices(lay_out(wrapped, 1), list(names.values()), optimizer)

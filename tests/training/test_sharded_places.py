@@ -15,8 +15,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import checkmate
 from checkmate.state import local_of
 from checkmate.training.errors import RefusedError, SessionError
-from checkmate.training.model.fsdp import FsdpModel
+from checkmate.training.model.fsdp import FsdpReplica
 from checkmate.training.start import places
+from checkmate.training.start.named_job import named_job
 from testbed.jobs import job_data
 from tests.support.job_files import meshed, write
 from tests.support.training.rank_processes import RankProcesses
@@ -29,7 +30,7 @@ def shard_bounds(rank: int, count: int) -> tuple[int, int]:
     model = SplitNet()
     whole = copy.deepcopy(model).state_dict()
     mesh = replicated(1, 2, 2)
-    wrapped = FsdpModel(shard(split(model, mesh["tp"]), mesh["dp_shard"]))
+    wrapped = FsdpReplica(shard(split(model, mesh["tp"]), mesh["dp_shard"]))
     chunks = {chunk.name: chunk for chunk in wrapped.describe()}
     for name, parameter in wrapped.trained().items():
         chunk = chunks[name]
@@ -48,8 +49,8 @@ def place_parts(rank: int, count: int, file: str) -> tuple[list[int], int, int]:
     """Return the ranks of this one's replica, its DP group, and its position there."""
     os.environ["CHECKMATE_JOB"] = file
     mesh = checkmate.job_mesh("cpu")
-    model = FsdpModel(shard(split(SplitNet(), mesh["tp"]), mesh["dp_shard"]))
-    place = places.join(model)
+    model = FsdpReplica(shard(split(SplitNet(), mesh["tp"]), mesh["dp_shard"]))
+    place = places.join(model, named_job())
     return model.shard_ranks, place.group, place.position
 
 
@@ -67,15 +68,15 @@ def place_shards(rank: int, count: int, file: str, groups: list[list[int]]) -> t
             member["rank"] = number
     os.environ["CHECKMATE_JOB"] = f"{file}.{rank}"
     Path(f"{file}.{rank}").write_text(yaml.safe_dump(data))
-    model = FsdpModel(shard(ShardedNet(), checkmate.shard_mesh("cpu")))
-    place = places.join(model)
+    model = FsdpReplica(shard(ShardedNet(), checkmate.shard_mesh("cpu")))
+    place = places.join(model, named_job())
     assert (place.group, place.position) == (rank % 2, rank // 2)
     for described, members in zip(data["dp_groups"], groups, strict=True):
         for member, number in zip(described["ranks"], members, strict=True):
             member["rank"] = number
     Path(f"{file}.{rank}").write_text(yaml.safe_dump(data))
     try:
-        places.join(model)
+        places.join(model, named_job())
     except SessionError as error:
         return model.shard_ranks, str(error)
     return model.shard_ranks, ""
@@ -97,7 +98,7 @@ def add_factor(rank: int, count: int, file: str) -> str:
         if isinstance(unit, FSDPModule) and rank >= 2:
             unit.set_gradient_divide_factor(1.0)
     with pytest.raises(SessionError) as excinfo:
-        places.join(FsdpModel(model))
+        places.join(FsdpReplica(model), named_job())
     return str(excinfo.value)
 
 
@@ -110,7 +111,7 @@ def test_replicas_have_to_divide_gradients_alike(ranks: RankProcesses, tmp_path:
 
 def shard_too_small_a_model(rank: int, count: int) -> str:
     with pytest.raises(RefusedError) as excinfo:
-        FsdpModel(fully_shard(nn.Linear(5, 6), mesh=replicated(1, count)["dp_shard"]))  # 2, 2, 2 and 0 rows
+        FsdpReplica(fully_shard(nn.Linear(5, 6), mesh=replicated(1, count)["dp_shard"]))  # 2, 2, 2 and 0 rows
     return str(excinfo.value)
 
 

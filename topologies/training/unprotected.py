@@ -17,6 +17,7 @@ from checkmate.training.gradients.reducer import Reducer
 from checkmate.training.gradients.ring_reducer import RingReducer
 from checkmate.training.gradients.setup import reducing_front
 from checkmate.training.model.choosing import model_of
+from checkmate.training.start.named_job import named_job
 from checkmate.training.start.places import Place, join, lay_out_shares
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import RING_SLICING
@@ -68,7 +69,7 @@ class Untagged(Unprotected):
             loopback: Whether ranks have addresses of this machine, instead of the job's.
         """
         model = model_of(module)
-        session = join(model)
+        session = join(model, named_job())
         layouts = lay_out_shares(model, session, RING_SLICING)
         layout = layouts[session.group]
         place = RingPlace(

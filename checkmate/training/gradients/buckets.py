@@ -24,6 +24,7 @@ from checkmate.ring.place import RingError
 from checkmate.state import DTYPES
 from checkmate.training.gradients.reducer import Reducer
 from checkmate.training.gradients.staging import FutureBuffer, Staging
+from checkmate.training.record.capture import StepCopies
 from checkmate.wire.layout import Layout
 
 _MAX_ENDS: Final = 8
@@ -52,11 +53,15 @@ class CopiedGradients(Protocol):
 
 
 class GradientFront(Protocol):
-    """Has a model's gradients reduced by its `buckets`, from `register` to `close`."""
+    """Has a model's gradients reduced or copied by its `buckets`, from `register` to `close`."""
 
     @property
     def buckets(self) -> CopiedGradients:
         """The gradients that it has reduced or copied."""
+
+    @property
+    def steps(self) -> StepCopies | None:
+        """What copies gradients as optimizers step; `None` if they are copied as they are reduced."""
 
     def register(
         self,

@@ -1,34 +1,42 @@
-"""The DDP communication hook: lends the gradients of DDP's buckets to those of our layout.
+"""DDP's communication hooks: one for each way of copies.
 
-DDP's own buckets change after the first iteration and after a restart, so they only tell which parameters are
-ready.
+`GradientHook`, for copies by switch, lends the gradients of DDP's buckets to those of our layout. DDP's own
+buckets change after the first iteration and after a restart, so they only tell which parameters are ready.
+
+With copies by hosts DDP reduces its own buckets. So a resumed process needs `RebuiltReduction`, in its first
+iteration.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 import torch
-from torch._C._distributed_c10d import GradBucket  # torch.distributed's, where mypy finds it
+import torch.distributed as dist
+from torch._C._distributed_c10d import (  # torch.distributed's, where mypy finds them
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    GradBucket,
+    _compute_bucket_assignment_by_size,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.training.gradients.buckets import CopiedGradients, GradientBuckets
+from checkmate.training.gradients.buckets import GradientBuckets
 from checkmate.training.start.install import check_format
 
-Gradients = TypeVar("Gradients", bound=CopiedGradients)
 
+class GradientHook:
+    """The communication hook of one DDP, whose gradients it lends."""
 
-class DdpFront(ABC, Generic[Gradients]):
-    """The communication hook of one DDP, which calls `run` with each of its buckets."""
-
+    steps = None
     on_reduced: Callable[[int], None]
     on_begun: Callable[[], None]
 
-    def __init__(self, ddp: DistributedDataParallel, buckets: Gradients) -> None:
+    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
         self.buckets = buckets
         self._ddp = ddp
+        self._numbers: dict[torch.Tensor, int] = {
+            parameter: number for number, parameter in enumerate(buckets.parameters)
+        }
 
     def register(
         self,
@@ -38,24 +46,6 @@ class DdpFront(ABC, Generic[Gradients]):
         """Have DDP call the hook from now on, for good. DDP raises RuntimeError if it has another hook."""
         self.on_reduced, self.on_begun = on_reduced, on_begun
         self._ddp.register_comm_hook(self, type(self).run)
-
-    @abstractmethod
-    def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the threads. DDP keeps the hook."""
-
-
-class GradientHook(DdpFront[GradientBuckets]):
-    """Lends the gradients of a DDP."""
-
-    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
-        super().__init__(ddp, buckets)
-        self._numbers: dict[torch.Tensor, int] = {
-            parameter: number for number, parameter in enumerate(buckets.parameters)
-        }
 
     def close(self) -> None:
         """End the threads and the reducer. DDP keeps the hook, which fails."""
@@ -107,3 +97,90 @@ class GradientHook(DdpFront[GradientBuckets]):
 def after_backward(work: Callable[[], None]) -> None:
     """Call `work` at the end of backward, or of its callbacks if this is one of them."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
+
+
+class RebuiltReduction:
+    """Reduces a resumed process's first iteration in the buckets into which DDP divides gradients after it.
+
+    DDP's first buckets follow the order of parameters, and the later ones that in which gradients get ready.
+    The sum of an element depends on its place in a bucket, so an uninterrupted run has the sums of the later
+    ones. Gradients are copied for that, in this iteration alone. Afterwards it does what DDP does without a
+    hook, because DDP can't unregister one.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._is_first = True
+        self._ready: list[torch.Tensor] = []
+        self._flats: dict[torch.Tensor, torch.Tensor] = {}
+        self._buckets: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def register(self) -> None:
+        """Watch in which order gradients get ready, and have DDP call the hook from now on, for good."""
+        self._ddp.register_comm_hook(self, type(self).run)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._note)
+            for parameter in self._ddp._module_parameters
+            if parameter.requires_grad
+        ]
+
+    def close(self) -> None:
+        """Watch no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
+        if not self._is_first:
+            return self._reduced(bucket.buffer())
+        future = torch.futures.Future[torch.Tensor]()
+        self._buckets.append((bucket.buffer(), future))
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._flats[parameter] = gradient.view(-1)
+        if bucket.is_last():
+            self.close()
+            self._is_first = False
+            self._reduce_all()
+        return future
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self._ready.append(parameter)
+
+    def _reduced(self, flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Average a flat tensor in place, with the bits of a DDP without a hook, which multiplies."""
+        group = self._ddp.process_group
+        work = dist.all_reduce(flat.mul_(1 / group.size()), group=group, async_op=True)
+        future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+        return future.then(lambda reduced: reduced.value()[0])
+
+    def _reduce_all(self) -> None:
+        for numbers in self._assignment():
+            parts = [self._flats[self._ready[number]] for number in numbers]
+            sums = torch.split(self._reduced(torch.cat(parts)).wait(), [part.numel() for part in parts])
+            for part, reduced in zip(parts, sums, strict=True):
+                part.copy_(reduced)
+        for buffer, future in self._buckets:
+            future.set_result(buffer)
+        self._buckets.clear()
+        self._flats.clear()
+
+    def _assignment(self) -> list[list[int]]:
+        """Return DDP's later buckets: numbers in the order in which gradients got ready."""
+        ddp, numbers = self._ddp, list(range(len(self._ready)))
+        first = _DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+        limits = [first, ddp.bucket_bytes_cap]
+        buckets, _ = _compute_bucket_assignment_by_size(self._ready, limits, [], numbers)
+        return buckets
+
+
+def resumed_reduction(ddp: DistributedDataParallel) -> RebuiltReduction | None:
+    """Return what a resumed process needs for its first iteration to have an uninterrupted run's bits.
+
+    `None` if DDP keeps its buckets, has divided them already, or has a hook of the script's.
+    """
+    keeps = ddp.find_unused_parameters and not ddp.static_graph
+    if keeps or ddp._has_rebuilt_buckets or ddp._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+        return None
+    return RebuiltReduction(ddp)

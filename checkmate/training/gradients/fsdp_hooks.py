@@ -14,7 +14,7 @@ from checkmate.ring.place import RingError
 from checkmate.state import DTYPES, dtype_name, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.buckets import GradientBuckets
-from checkmate.training.model.fsdp import FsdpModel, param_groups
+from checkmate.training.model.fsdp import FsdpReplica, param_groups
 
 
 class ShardedHooks:
@@ -28,10 +28,11 @@ class ShardedHooks:
     part of the flat tensor, and `.grad` gets the average of that, rounded.
     """
 
+    steps = None
     on_reduced: Callable[[int], None]
     on_begun: Callable[[], None]
 
-    def __init__(self, model: FsdpModel, buckets: GradientBuckets) -> None:
+    def __init__(self, model: FsdpReplica, buckets: GradientBuckets) -> None:
         self.buckets = buckets
         self._model = model
         self._handles: list[Any] = []
@@ -222,7 +223,7 @@ def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
-def check_hooks(model: FsdpModel) -> None:
+def check_hooks(model: FsdpReplica) -> None:
     """Raise `RefusedError` if a unit has an all-reduce hook, other than that of a closed Protection."""
     for name, unit in model.units.items():
         for group in param_groups(unit):

@@ -1,32 +1,27 @@
 """Copies of this rank's part of the gradients to shadow nodes, with copies by hosts.
 
-DDP reduces its own buckets, in place, over the script's own process group. As backward ends, `.grad` has the
-reduced gradients, which are the same on all ranks of a DP group. Each rank copies one part of them to host
-memory, and a thread for each stream sends it on.
+Gradients are taken as an optimizer steps, in the type and with the values that the step uses. So it does not
+matter what has reduced, unscaled or clipped them before. All ranks of a DP group have the same ones. Each
+rank copies one part of them to host memory, and a thread for each stream sends it on.
 """
 
-# No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
+from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import (  # torch.distributed's, where mypy finds them
-    _DEFAULT_FIRST_BUCKET_BYTES,
-    GradBucket,
-    _compute_bucket_assignment_by_size,
-)
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring.place import RingError
-from checkmate.state import in_memory_order
-from checkmate.training.gradients.ddp_hook import DdpFront, after_backward
+from checkmate.state import DTYPES, in_memory_order, local_of
+from checkmate.training.errors import RefusedError
+from checkmate.training.gradients.ddp_hook import RebuiltReduction
 from checkmate.training.gradients.part_stream import PartStream
 from checkmate.training.start.places import Place, Start
 from checkmate.wire.copies import PartGreeting, job_digest
@@ -57,14 +52,40 @@ def part_slices(layout: Layout, stream: StreamLayout) -> list[PartSlice]:
     return slices
 
 
+@dataclass(eq=False)
+class ShardPiece:
+    """A shard's piece of this rank's part: its streams, and memory for the iteration that is being taken."""
+
+    streams: Sequence[PartStream]
+    """One for each holder."""
+    slices: Sequence[PartSlice]
+    rooms: list[torch.Tensor | None] = field(default_factory=list)
+    """Memory of the streams, in their order; `None` for a node that is too far behind."""
+
+    @property
+    def data(self) -> torch.Tensor | None:
+        """The memory into which gradients are copied; others get a copy of it."""
+        return next((room for room in self.rooms if room is not None), None)
+
+    def send(self, iteration: int) -> None:
+        """Have all streams send the iteration."""
+        data = self.data
+        for stream, room in zip(self.streams, self.rooms, strict=True):
+            if room is not None and data is not None and room is not data:
+                room.copy_(data)  # gradients may be on a device, and this is not
+            stream.put(iteration, room)
+        self.rooms = []
+
+
 class PartCopies:
     """This rank's part of each iteration: copied, sent to its holders, and followed until it is there.
 
-    `close` ends the threads.
+    An iteration is a round of optimizer steps: `begin`, `take` before each step, `complete`. `close` ends the
+    threads.
     """
 
     iteration: int
-    """Number of the last synchronising backward that began; `first_iteration` - 1 before the first."""
+    """Number of the last iteration that began; `first_iteration` - 1 before the first."""
     error: RingError | None = None
     """Nothing breaks training here."""
 
@@ -78,8 +99,9 @@ class PartCopies:
         self.parameters: Final = parameters
         pinned = any(parameter.device.type == "cuda" for parameter in parameters)
         key = access(place.job, Role.TRAINER).secret(Secret.GRADIENTS)
-        self._shards: list[tuple[list[PartStream], list[PartSlice]]] = []  # a stream for each holder
+        self._shards: list[ShardPiece] = []
         self._nbytes: dict[tuple[int, int], int] = {}
+        self._untaken: set[int] | None = None  # parameters; `None` between iterations
         with ExitStack() as undo:
             for shard in range(layout.shards):
                 name = StreamName(place.position, 0, shard)
@@ -100,45 +122,65 @@ class PartCopies:
                 parts = [PartStream(node, greeting, key, pinned=pinned) for node in place.holders(shard)]
                 for part in parts:
                     undo.callback(part.close)
-                self._shards.append((parts, part_slices(layout, stream)))
-            self._streams = [part for parts, _ in self._shards for part in parts]
+                self._shards.append(ShardPiece(parts, part_slices(layout, stream)))
+            self._streams = [part for shard_part in self._shards for part in shard_part.streams]
             for part in self._streams:
                 part.start()
             self._undo = undo.pop_all()
 
     def begin(self) -> int:
-        """Begin the next iteration; return its number."""
+        """Begin the next iteration, as its first step comes; return its number."""
+        self.complete()
         self.iteration += 1
+        self._untaken = set(range(len(self.parameters)))
+        for part in self._shards:
+            part.rooms = [stream.room() for stream in part.streams]
         return self.iteration
 
-    def take(self, iteration: int) -> None:
-        """Copy the part from `.grad`, and have it sent. Gradients that are missing are zeros."""
-        for streams, slices in self._shards:
-            filled: torch.Tensor | None = None
-            for stream in streams:
-                room = stream.room()
-                if room is not None and filled is not None:
-                    room.copy_(filled)  # gradients may be on a device, and this is not
-                elif room is not None:
-                    for part in slices:
-                        self._copy(room, part)
-                    filled = room
-                stream.put(iteration, room)
+    def take(self, numbers: Collection[int]) -> None:
+        """Copy the gradients that a step is about to use, of parameters by number. Missing ones are zeros.
 
-    def _flat(self, number: int) -> torch.Tensor | None:
-        """Return a gradient, flat and in memory order."""
-        gradient = self.parameters[number].grad
-        if gradient is None:
-            return None
-        return in_memory_order(gradient, self.layout.parameters[number].dim_order).reshape(-1)
+        Raise `RefusedError` if a gradient is sparse.
+        """
+        if self._untaken is None:
+            raise RuntimeError("no iteration has begun")
+        for part in self._shards:
+            if (data := part.data) is not None:
+                for part_slice in part.slices:
+                    if part_slice.parameter in numbers:
+                        self._copy(data, part_slice)
+        self._untaken.difference_update(numbers)
+
+    def complete(self) -> None:
+        """Have the iteration sent, with zeros for parameters that no step has used."""
+        if self._untaken is None:
+            return
+        untaken, self._untaken = self._untaken, None
+        for part in self._shards:
+            if (data := part.data) is not None:
+                for part_slice in part.slices:
+                    if part_slice.parameter in untaken:
+                        self._place(data, part_slice).zero_()
+            part.send(self.iteration)
+
+    def _place(self, data: torch.Tensor, part: PartSlice) -> torch.Tensor:
+        itemsize = ITEMSIZES[self.layout.parameters[part.parameter].gradient_dtype]
+        return data[part.offset : part.offset + len(part.where) * itemsize]
 
     def _copy(self, data: torch.Tensor, part: PartSlice) -> None:
-        itemsize = ITEMSIZES[self.layout.parameters[part.parameter].gradient_dtype]
-        place = data[part.offset : part.offset + len(part.where) * itemsize]
-        if (flat := self._flat(part.parameter)) is None:
+        described, gradient = self.layout.parameters[part.parameter], self.parameters[part.parameter].grad
+        place = self._place(data, part)
+        if gradient is None:
             place.zero_()
-        else:
-            place.copy_(flat[part.where.start : part.where.stop].contiguous().view(torch.uint8))
+            return
+        if gradient.layout != torch.strided:
+            raise RefusedError(
+                f"{described.name} has a sparse gradient, which can't be copied: make its Embedding with "
+                "sparse=False"
+            )
+        flat = in_memory_order(local_of(gradient).detach(), described.dim_order).reshape(-1)
+        elements = flat[part.where.start : part.where.stop]
+        place.view(DTYPES[described.gradient_dtype]).copy_(elements)
 
     def stream_ends(self, iteration: int) -> dict[tuple[int, int], int]:
         """Return each stream's bytes, by channel and shard, at the end of this iteration."""
@@ -157,98 +199,43 @@ class PartCopies:
         self._undo.close()
 
 
-class DdpCopies(DdpFront[PartCopies]):
-    """A DDP whose own reduction stays as it is, and whose reduced gradients are copied."""
+class StepFront:
+    """Tells when a backward begins. All else follows the optimizer's steps, which `steps` copies."""
 
-    def __init__(self, ddp: DistributedDataParallel, copies: PartCopies) -> None:
-        super().__init__(ddp, copies)
-        self._resumed = RebuiltReduction(ddp) if copies.first_iteration and rebuilds(ddp) else None
+    def __init__(self, outer: nn.Module, copies: PartCopies, resumed: RebuiltReduction | None) -> None:
+        self.buckets = self.steps = copies
+        self._outer = outer
+        self._resumed = resumed
+        self._handles: list[Any] = []
+        self._begun_after = copies.iteration  # the iteration after which a backward has begun last
+
+    def register(
+        self,
+        on_reduced: Callable[[int], None] = lambda iteration: None,
+        on_begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call `on_begun` as the first backward of each iteration begins. `on_reduced` is never called."""
+        self._on_begun = on_begun
+        self._handles.append(self._outer.register_forward_hook(self._forwarded))
+        if self._resumed is not None:
+            self._resumed.register()
 
     def close(self) -> None:
-        """End the threads. DDP keeps the hook."""
+        """End the threads, and watch no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         if self._resumed is not None:
             self._resumed.close()
         self.buckets.close()
 
-    def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Reduce one of DDP's buckets as DDP does. It calls this in backward's thread, bucket 0 first."""
-        if bucket.index() == 0:
-            iteration = self.buckets.begin()
-            self.on_begun()
-            # After DDP's callback, which fills `.grad`.
-            after_backward(lambda: after_backward(lambda: self._end(iteration)))
-        if self._resumed is not None and self.buckets.iteration == self.buckets.first_iteration:
-            return self._resumed.reduce(bucket)
-        return allreduce_hook(self._ddp.process_group, bucket)
+    def _forwarded(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and self._begun_after <= self.buckets.iteration:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
 
-    def _end(self, iteration: int) -> None:
-        self.buckets.take(iteration)
-        self.on_reduced(iteration)
-
-
-def rebuilds(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP divides gradients into other buckets after its first iteration."""
-    return ddp.static_graph or not ddp.find_unused_parameters
-
-
-class RebuiltReduction:
-    """Reduces a resumed process's first iteration in the buckets into which DDP divides gradients after it.
-
-    DDP's first buckets follow the order of parameters, and the later ones that in which gradients get ready.
-    The sum of an element depends on its place in a bucket, so an uninterrupted run has the sums of the later
-    ones. Gradients are copied for that, in this iteration alone.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        """Watch in which order gradients get ready."""
-        self._ddp = ddp
-        self._ready: list[torch.Tensor] = []
-        self._flats: dict[torch.Tensor, torch.Tensor] = {}
-        self._buckets: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._note)
-            for parameter in ddp._module_parameters
-            if parameter.requires_grad
-        ]
-
-    def close(self) -> None:
-        """Watch no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Return the future of one of DDP's buckets, all of which are reduced once the last one comes."""
-        future = torch.futures.Future[torch.Tensor]()
-        self._buckets.append((bucket.buffer(), future))
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            self._flats[parameter] = gradient.view(-1)
-        if bucket.is_last():
-            self.close()
-            self._reduce_all()
-        return future
-
-    def _note(self, parameter: torch.Tensor) -> None:
-        self._ready.append(parameter)
-
-    def _reduce_all(self) -> None:
-        group = self._ddp.process_group
-        for numbers in self._assignment():
-            parts = [self._flats[self._ready[number]] for number in numbers]
-            flat = torch.cat(parts).div_(group.size())
-            dist.all_reduce(flat, group=group)
-            sums = torch.split(flat, [part.numel() for part in parts])
-            for part, reduced in zip(parts, sums, strict=True):
-                part.copy_(reduced)
-        for buffer, future in self._buckets:
-            future.set_result(buffer)
-        self._buckets.clear()
-        self._flats.clear()
-
-    def _assignment(self) -> list[list[int]]:
-        """Return DDP's later buckets: numbers in the order in which gradients got ready."""
-        ddp, numbers = self._ddp, list(range(len(self._ready)))
-        first = _DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
-        limits = [first, ddp.bucket_bytes_cap]
-        buckets, _ = _compute_bucket_assignment_by_size(self._ready, limits, [], numbers)
-        return buckets
+    def _reached(self, gradient: torch.Tensor) -> None:
+        if self._begun_after <= self.buckets.iteration:
+            self._begun_after = self.buckets.iteration + 1
+            self._on_begun()

@@ -13,9 +13,8 @@ from checkmate.keys.roles import Role, Secret
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingPlace, RingTimeout, host_ports, ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
-from checkmate.training.errors import SessionError
 from checkmate.training.gradients.buckets import GradientBuckets, GradientFront
-from checkmate.training.gradients.ddp_hook import GradientHook
+from checkmate.training.gradients.ddp_hook import GradientHook, resumed_reduction
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
 from checkmate.training.gradients.reducer import Reducer
 from checkmate.training.gradients.ring_reducer import RingReducer
@@ -85,12 +84,12 @@ def make_front(
     Args and errors are those of `make_reducer`.
     """
     if place.job.copies == "host":
-        from checkmate.training.gradients.part_copies import DdpCopies, PartCopies  # noqa: PLC0415
+        from checkmate.training.gradients.part_copies import PartCopies, StepFront  # noqa: PLC0415
 
-        if not isinstance(model, DdpModel):
-            raise SessionError(f"{place.name}: copies by hosts are for DistributedDataParallel so far")
-        parameters = list(model.trained().values())
-        return DdpCopies(model.ddp, PartCopies(place, layouts[place.group], start, parameters)), []
+        copies = PartCopies(place, layouts[place.group], start, list(model.trained().values()))
+        is_resumed = start.next_iteration > 0
+        resumed = resumed_reduction(model.ddp) if is_resumed and isinstance(model, DdpModel) else None
+        return StepFront(model.outer, copies, resumed), []
     reducer, untagged = make_reducer(
         place, layouts, start, devices, undo, required=required, average=model.averages
     )
@@ -103,9 +102,9 @@ def reducing_front(model: TrainedModel, reducer: Reducer, first_iteration: int) 
     if isinstance(model, DdpModel):
         return GradientHook(model.ddp, buckets)
     from checkmate.training.gradients.fsdp_hooks import ShardedHooks  # noqa: PLC0415 - imports FSDP
-    from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415
+    from checkmate.training.model.fsdp import FsdpReplica  # noqa: PLC0415
 
-    assert isinstance(model, FsdpModel)
+    assert isinstance(model, FsdpReplica)
     return ShardedHooks(model, buckets)
 
 

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import sys
 
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from checkmate.training.errors import SessionError
 from checkmate.training.model.ddp import DdpModel
-from checkmate.training.model.trained import TrainedModel
+from checkmate.training.model.trained import BareModel, TrainedModel
 
 
-def model_of(module: object) -> TrainedModel:
+def model_of(module: object, copies: str = "switch") -> TrainedModel:
     """Return what a script has passed, as the rest of the training side sees it.
+
+    Args:
+        module: What it has passed.
+        copies: The job's way of copies: `switch` or `host`.
 
     Raises:
         SessionError: It is not a model that can be protected.
         RefusedError: It is sharded in a way that shadow nodes can't follow.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
-    sharded = fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
-    if not sharded and not isinstance(module, DistributedDataParallel):
-        raise SessionError(
-            f"a {type(module).__name__} is not a DistributedDataParallel: wrap the model in one and pass "
-            "that, or apply fully_shard to the model and pass it"
-        )
-    if not dist.is_initialized():
-        raise SessionError("call torch.distributed.init_process_group() first")
     if isinstance(module, DistributedDataParallel):
         return DdpModel(module)
-    from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415 - takes seconds
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
+    is_sharded = fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
+    if copies == "host" and isinstance(module, nn.Module) and not isinstance(module, DataParallel):
+        if is_sharded or any(hasattr(parameter, "placements") for parameter in module.parameters()):
+            from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415 - takes seconds
 
-    return FsdpModel(module)
+            return FsdpModel(module)
+        return BareModel(module)
+    if is_sharded:
+        from checkmate.training.model.fsdp import FsdpReplica  # noqa: PLC0415
+
+        return FsdpReplica(module)
+    raise SessionError(
+        f"a {type(module).__name__} is not a DistributedDataParallel: wrap the model in one and pass "
+        "that, or apply fully_shard to the model and pass it"
+    )

@@ -1,12 +1,12 @@
-"""A model that PyTorch's `fully_shard` has cut into shards (FSDP2), on a mesh of the shards alone.
+"""A model that PyTorch's `fully_shard` has cut into shards (FSDP2).
 
-Tensor parallelism may have split its parameters before.
+Tensor parallelism may have split its parameters before, or have done so alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final
@@ -41,18 +41,73 @@ class FsdpModel(TrainedModel):
 
     def __init__(self, module: object) -> None:
         """Create it. Raise `RefusedError` if shadow nodes can't follow it."""
-        assert isinstance(module, nn.Module) and isinstance(module, FSDPModule)
+        assert isinstance(module, nn.Module)
         self.outer = self.inner = module
-        if not hasattr(module, "set_all_reduce_hook"):
-            raise RefusedError(
-                f"PyTorch {torch.__version__} can't be followed with fully_shard: use 2.7 or newer"
-            )
         self.units = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule)}
         for unit in self.units.values():
             unit.reshard()
         order = {name: number for number, name in enumerate(self.units)}
-        parameters = sorted(module.named_parameters(), key=lambda pair: order[self._unit_of(pair[0])])
+        parameters = sorted(module.named_parameters(), key=lambda pair: order.get(self._unit_of(pair[0]), -1))
         self._parameters = dict(parameters)
+        if not self.trained():
+            raise RefusedError("no parameter of the model needs a gradient, so there is nothing to follow")
+        for name, parameter in self.trained().items():
+            if isinstance(parameter, DTensor):
+                _check_part(name, parameter)
+        _check_elements(self.trained().values())
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The global ranks that share this rank's replica, in order of their parts of it."""
+        parameters = [parameter for parameter in self.trained().values() if isinstance(parameter, DTensor)]
+        largest = max(parameters, key=lambda parameter: parameter.device_mesh.mesh.numel())
+        ranks: torch.Tensor = largest.device_mesh.mesh
+        if isinstance(largest.placements[0], Replicate):  # FSDP's own replicas
+            ranks = ranks[_coordinate(largest)[0]]
+        return list(ranks.flatten().tolist())
+
+    def check_forward(self) -> None:
+        """Do nothing: FSDP itself needs all ranks in each iteration."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return all parameters by name, in the layout's order."""
+        return self._parameters
+
+    def slots(self) -> list[tuple[str, dict[str, nn.Parameter | None], str]]:
+        """Return nothing: FSDP itself puts whole parameters in their place, and back."""
+        return []
+
+    def describe(self) -> list[Parameter]:
+        """Return this rank's chunks of the trained parameters."""
+        return [_chunk(name, p, self.gradient_dtype(p)) for name, p in self.trained().items()]
+
+    def describe_frozen(self) -> list[Parameter]:
+        """Return this rank's chunks of the frozen parameters."""
+        return [_chunk(name, p, p.dtype) for name, p in self.frozen().items() if isinstance(p, DTensor)]
+
+    def gradient_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the type in which a parameter's gradient is copied: that of `.grad`."""
+        return parameter.dtype
+
+    def _unit_of(self, name: str) -> str:
+        """Return the name of the innermost unit that contains a parameter."""
+        prefixes = list(accumulate(name.split("."), "{}.{}".format))
+        return next((prefix for prefix in reversed(prefixes) if prefix in self.units), "")
+
+
+class FsdpReplica(FsdpModel):
+    """A model sharded on a mesh of the shards alone, whose gradients Checkmate reduces over the replicas.
+
+    So FSDP must leave nothing to do after that reduction.
+    """
+
+    def __init__(self, module: object) -> None:
+        """Create it. Raise `RefusedError` if shadow nodes can't follow it."""
+        if not hasattr(module, "set_all_reduce_hook"):
+            raise RefusedError(
+                f"PyTorch {torch.__version__} can't be followed with fully_shard: use 2.7 or newer"
+            )
+        super().__init__(module)
         self._fsdp_params: dict[torch.Tensor, Any] = {}
         self._reduced: dict[torch.Tensor, torch.dtype] = {}
         for group in (group for unit in self.units.values() for group in param_groups(unit)):
@@ -61,8 +116,6 @@ class FsdpModel(TrainedModel):
                 sharded = fsdp_param.sharded_param
                 self._reduced[sharded] = _reduced_dtype(group.mp_policy, sharded.dtype)
         self._kept_frozen = self.frozen()
-        if not self.trained():
-            raise RefusedError("no parameter of the model needs a gradient, so there is nothing to follow")
         for name, parameter in self.trained().items():
             if parameter not in self._reduced:
                 raise RefusedError(
@@ -72,16 +125,12 @@ class FsdpModel(TrainedModel):
             _check_mesh(name, parameter)
         for name, unit in self.units.items():
             _check_unit(name or type(module).__name__, unit)
-        _check_elements(list(self.trained().values()))
         self.averages = _averages(self.units)
         self.check_settings()
 
-    @property
-    def shard_ranks(self) -> list[int]:
-        """The global ranks that share this rank's replica, in order of their parts of it."""
-        meshes: list[Any] = [parameter.device_mesh for parameter in self.trained().values()]  # type: ignore[attr-defined]
-        ranks: list[int] = max((mesh.mesh for mesh in meshes), key=torch.Tensor.numel).flatten().tolist()
-        return ranks
+    def gradient_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the type in which FSDP reduces a parameter's gradient."""
+        return self._reduced[parameter]
 
     def check_settings(self) -> None:
         """Raise `RefusedError` if the script has changed what FSDP reduces, or how it divides gradients."""
@@ -113,30 +162,6 @@ class FsdpModel(TrainedModel):
         """Return how many elements a gradient has in the flat tensor that FSDP reduces and scatters."""
         return int(self._fsdp_params[parameter].padded_sharded_param_size.numel())
 
-    def check_forward(self) -> None:
-        """Do nothing: FSDP itself needs all ranks in each iteration."""
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return all parameters by name, in the layout's order."""
-        return self._parameters
-
-    def slots(self) -> list[tuple[str, dict[str, nn.Parameter | None], str]]:
-        """Return nothing: FSDP itself puts whole parameters in their place, and back."""
-        return []
-
-    def describe(self) -> list[Parameter]:
-        """Return this rank's chunks of the trained parameters."""
-        return [_chunk(name, p, self._reduced[p]) for name, p in self.trained().items()]
-
-    def describe_frozen(self) -> list[Parameter]:
-        """Return this rank's chunks of the frozen parameters."""
-        return [_chunk(name, p, p.dtype) for name, p in self.frozen().items() if isinstance(p, DTensor)]
-
-    def _unit_of(self, name: str) -> str:
-        """Return the name of the innermost unit that contains a parameter."""
-        prefixes = list(accumulate(name.split("."), "{}.{}".format))
-        return next((prefix for prefix in reversed(prefixes) if prefix in self.units), "")
-
 
 def param_groups(unit: FSDPModule) -> Iterator[Any]:
     """Yield FSDP's groups of a unit's parameters, with the settings that the script has made."""
@@ -148,12 +173,16 @@ def param_groups(unit: FSDPModule) -> Iterator[Any]:
 
 
 def _chunk(name: str, parameter: torch.Tensor, reduced: torch.dtype) -> Parameter:
-    """Return this rank's chunk of a parameter whose gradient is `reduced` in a type."""
-    assert isinstance(parameter, DTensor)
+    """Return this rank's chunk of a parameter whose gradient is copied in the type `reduced`.
+
+    A parameter that FSDP ignores is no DTensor, and each rank has all of it.
+    """
     local = local_of(parameter)
-    offset, _ = _box(parameter, _coordinate(parameter))
     chunk = Parameter.of(name, local.shape, local.stride(), dtype_name(local.dtype))
     gradient = "" if reduced == local.dtype else dtype_name(reduced)
+    offset = [0] * parameter.ndim
+    if isinstance(parameter, DTensor):
+        offset, _ = _box(parameter, _coordinate(parameter))
     return replace(chunk, whole=tuple(parameter.shape), offset=tuple(offset), gradient=gradient)
 
 
@@ -167,8 +196,8 @@ def _coordinate(parameter: DTensor) -> list[int]:
 def _box(parameter: DTensor, coordinate: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return where in the whole parameter the part of a rank begins, and its shape.
 
-    Tensor parallelism, the mesh's last dimension, has split it before FSDP has. Either gives each rank but
-    the last ones the same number of rows.
+    The mesh's last dimension, such as that of tensor parallelism, has split it first. Each gives all ranks
+    but the last ones the same number of rows.
     """
     mesh = parameter.device_mesh
     offset, shape = [0] * parameter.ndim, list(parameter.shape)
@@ -189,8 +218,9 @@ def _check_mesh(name: str, parameter: torch.Tensor) -> None:
     if isinstance(placements[0], Replicate):
         raise RefusedError(
             f"{name} is on the mesh {mesh.mesh_dim_names or tuple(mesh.shape)}, on which FSDP itself reduces "
-            "gradients over the replicas, so they can't be copied: give fully_shard the dimension of the "
-            'shards alone, mesh=checkmate.shard_mesh(device_type), or mesh["dp_shard"] of yours'
+            "gradients over the replicas, so switches can't copy them: give fully_shard the dimension of the "
+            'shards alone, mesh=checkmate.shard_mesh(device_type), or mesh["dp_shard"] of yours; or have '
+            "hosts copy them, copies: host"
         )
     split = placements[1:]
     if len(split) > 1 or any(type(placement) not in (Shard, Replicate) for placement in split):
@@ -198,22 +228,29 @@ def _check_mesh(name: str, parameter: torch.Tensor) -> None:
             f"{name} has the placements {placements}: shadow nodes can follow shards of FSDP, and one "
             "dimension of tensor parallelism that shards or replicates parameters"
         )
+
+
+def _check_part(name: str, parameter: DTensor) -> None:
+    """Raise `RefusedError` if this rank's part of a parameter is not where PyTorch would have put it."""
     shape, (_, usual) = tuple(local_of(parameter).shape), _box(parameter, _coordinate(parameter))
     if shape != tuple(usual):
         raise RefusedError(
-            f"{name}: this rank has {shape} of {tuple(parameter.shape)}, but with {placements} PyTorch would "
-            f"give it {tuple(usual)}: split it with distribute_tensor or parallelize_module"
+            f"{name}: this rank has {shape} of {tuple(parameter.shape)}, but with {parameter.placements} "
+            f"PyTorch would give it {tuple(usual)}: split it with distribute_tensor or parallelize_module"
         )
 
 
-def _check_elements(parameters: Iterable[torch.Tensor]) -> None:
+def _check_elements(parameters: Collection[torch.Tensor]) -> None:
     """Raise `RefusedError`, on all ranks of a replica, if its last shard has no element of any parameter."""
-    elements = 0
+    elements, shards = 0, 1
     for parameter in parameters:
-        assert isinstance(parameter, DTensor)
-        _, *rest = _coordinate(parameter)
-        shards = parameter.device_mesh.size(0)
-        elements += math.prod(_box(parameter, [shards - 1, *rest])[1])
+        if not isinstance(parameter, DTensor):
+            return
+        mesh, coordinate = parameter.device_mesh, _coordinate(parameter)
+        dimension = 1 if isinstance(parameter.placements[0], Replicate) and len(coordinate) > 1 else 0
+        shards = mesh.size(dimension)
+        coordinate[dimension] = shards - 1
+        elements += math.prod(_box(parameter, coordinate)[1])
     if not elements:
         raise RefusedError(
             f"no parameter has a part on the last of {shards} shards, and a rank without any can't be "

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from checkmate.state import EXTRA_STATE, StateError, is_extra_state, packed
+from checkmate.wire.layout import BUCKET_BYTES
 from checkmate.wire.parameter import Parameter
 
 
@@ -142,3 +143,17 @@ class TrainedModel(ABC):
         stored_as_they_are = set(by_key.values())
         extra = {name: name for name in saved_tensors if is_extra_state(name)}
         return by_key | extra | {name: name for name in self.trained() if name not in stored_as_they_are}
+
+
+class BareModel(TrainedModel):
+    """A model without a wrapper: the script itself has its ranks' gradients agree, or trains alone."""
+
+    replicas = None
+    broadcasts_buffers = False
+    bucket_bytes = BUCKET_BYTES
+
+    def __init__(self, module: nn.Module) -> None:
+        self.outer = self.inner = module
+
+    def check_forward(self) -> None:
+        """Do nothing: what other ranks do is the script's own."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -113,6 +113,19 @@ class RecordDraft:
     def skipped(self) -> bool:
         """Return whether parameters did not change. Waits for a CUDA device."""
         return not self.has_stepped or any(bool(infinity.item()) for infinity in self.infinite)
+
+
+class StepCopies(Protocol):
+    """Copies gradients as optimizers step. An iteration is a round of steps, one of each at most."""
+
+    def begin(self) -> int:
+        """Begin the next iteration, as its first step comes; return its number."""
+
+    def take(self, numbers: Collection[int]) -> None:
+        """Copy the gradients that a step is about to use, of parameters by number."""
+
+    def complete(self) -> None:
+        """Note that no step of the iteration follows. Does nothing between two iterations."""
 
 
 class Capture:

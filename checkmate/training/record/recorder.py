@@ -28,6 +28,7 @@ from checkmate.training.record.capture import (
     DriftWatch,
     RecordDraft,
     Scaled,
+    StepCopies,
     Watched,
     several_backwards,
     warn_of_missed_mark,
@@ -68,6 +69,7 @@ class Recorder:
         buffers: Buffers,
         await_departed: Callable[[], None] = lambda: None,
         on_refused: Callable[[int, Exception, bool], None] = lambda iteration, error, marks: None,
+        copies: StepCopies | None = None,
         *,
         first: bool = True,
         marking: bool = False,
@@ -88,6 +90,9 @@ class Recorder:
                 the error if one of them can't be published.
             on_refused: Called once before the script is refused, with the iteration that is not emitted, and
                 with whether the script marks its iterations.
+            copies: What copies gradients as optimizers step, which begins an iteration. Then nothing that
+                the script does to gradients before is of interest. `None` if gradients are copied as they are
+                reduced, which `reduced` tells.
             first: Whether this is the group's first rank, which also records the optimizer's step.
             marking: Whether the script is known to mark its iterations, from an earlier start.
             resumed: This rank's random generators in the record from which the run resumes.
@@ -96,6 +101,7 @@ class Recorder:
         """The reason why the script was refused, if it was."""
         self._await_departed = await_departed
         self._on_refused = on_refused
+        self._copies = copies
         self._watched = watched
         self._steps = steps
         self._emit = emit
@@ -152,8 +158,9 @@ class Recorder:
             watched.model.outer.register_forward_pre_hook(self._before_forward),
         ):
             undo.callback(handle.remove)
-        undo.callback(ClipListener(self._parameters, self.check_gradients, self._clipped).close)
-        undo.enter_context(clipping_followed())
+        if self._copies is None:
+            undo.callback(ClipListener(self._parameters, self.check_gradients, self._clipped).close)
+            undo.enter_context(clipping_followed())
         self._leftovers = LeftGradients(self._parameters, several=len(self._members) > 1)
         undo.callback(self._leftovers.forget)
 
@@ -191,16 +198,33 @@ class Recorder:
     def reduced(self, iteration: int) -> None:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
         with self._refusing():
-            if self._open is not None:
-                self._finish(self._open)
-            if not self._marking and self._newest == self._began + 1:
-                self._await_departed()  # because it left late (`on_backward`), and other ranks may step now
-            self._open = RecordDraft(iteration, self._stream_ends(iteration))
-            if not self._marking or self._missed:  # it may get neither a step nor a mark
-                self._open.captured = self._capture.take(marks=self._marking)
-                self._drift.note(self._open.captured)
+            self._begin(iteration)
             self._checks.gradients.start()
-            self._leftovers.watch(self._open)
+
+    def _begin(self, iteration: int) -> RecordDraft:
+        """Open an iteration, after the one before."""
+        if self._open is not None:
+            self._finish(self._open)
+        if not self._marking and self._newest == self._began + 1:
+            self._await_departed()  # because it left late (`on_backward`), and other ranks may step now
+        self._open = draft = RecordDraft(iteration, self._stream_ends(iteration))
+        if not self._marking or self._missed:  # it may get neither a step nor a mark
+            draft.captured = self._capture.take(marks=self._marking)
+            self._drift.note(draft.captured)
+        self._leftovers.watch(draft)
+        return draft
+
+    def _take_gradients(self, copies: StepCopies, optimizer: torch.optim.Optimizer) -> None:
+        """Have the gradients copied that a step is about to use. It begins an iteration unless one is open.
+
+        With several optimizers, an iteration has a step of each, but none that comes after a mark.
+        """
+        draft = self._open
+        if draft is None or draft.marked or optimizer in draft.stepped_by:
+            draft = self._begin(copies.begin())
+        copies.take(self._numbers_of[id(optimizer)])
+        if len(draft.stepped_by) + 1 == len(self._members):
+            copies.complete()
 
     def enter_loop(self) -> None:
         """Expect a mark at the end of each turn from now on, with at most one backward in each."""
@@ -276,13 +300,19 @@ class Recorder:
         self._emit_open(draft)
 
     def scaled(self, kind: pb.Scaling.Kind.ValueType, factor: torch.Tensor) -> None:
-        """Note that the scaler has unscaled all gradients."""
+        """Note that the scaler has unscaled all gradients, or a fused optimizer will."""
+        if self._copies is not None and kind is not pb.Scaling.FUSED:
+            return
         if self._open is not None:
             self._open.scaled.append(Scaled(kind, factor))
             self._checks.gradients.note()
 
     def scaler_stepped(self, infinite: Sequence[torch.Tensor]) -> None:
         """Note that `scaler.step()` has returned; if it found an infinity, the optimizer has skipped."""
+        if self._copies is not None and (self._open is None or self._open.infinite):
+            with self._refusing():  # no step has begun an iteration
+                self._await_departed()
+                self._begin(self._copies.begin())
         if self._open is not None:
             self._open.infinite = infinite
         self.moved_on()
@@ -369,6 +399,8 @@ class Recorder:
         with self._refusing():
             self._await_departed()
             self._checks.check_closure(arguments, keywords)
+            if self._copies is not None:
+                self._take_gradients(self._copies, optimizer)
             draft = self._open
             if draft is None or optimizer in draft.stepped_by:
                 raise RefusedError(
@@ -475,6 +507,8 @@ class Recorder:
         self._emit_open(draft)
 
     def _emit_open(self, draft: RecordDraft) -> None:
+        if self._copies is not None:
+            self._copies.complete()
         self._open = None
         self._newest = draft.iteration
         self._unmarked += draft.is_over and not draft.marked

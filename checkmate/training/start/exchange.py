@@ -42,6 +42,11 @@ NameOf = Callable[[int], str]
 """Returns a rank's name in messages."""
 
 
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank, and the number of ranks: a process without a process group is alone."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def gather(message: Any, *, name_of: NameOf = "rank {}".format) -> list[Any]:
     """Return the messages of all ranks, by rank. All ranks call it, in the same order.
 
@@ -53,6 +58,8 @@ def gather(message: Any, *, name_of: NameOf = "rank {}".format) -> list[Any]:
         ExchangeError: On all ranks, if one has another version or a message that is too large.
     """
     data = _encoded(message)
+    if not dist.is_initialized():
+        return [json.loads(data)]
     _meeting.attend(name_of)
     slots = _gathered(_slot(data))
     sizes = _sizes(dict(enumerate(slots)), name_of)
@@ -73,8 +80,10 @@ def broadcast(message: Any, source: int, *, name_of: NameOf = "rank {}".format) 
     Raises:
         ExchangeError: On all ranks, if one has another version or the message is too large.
     """
-    rank = dist.get_rank()
+    rank, _ = rank_and_world()
     data = _encoded(message if rank == source else None)
+    if not dist.is_initialized():
+        return json.loads(data)
     _meeting.attend(name_of)
     slot = own_slot = _slot(data)
     if rank != source:

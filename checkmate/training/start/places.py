@@ -31,7 +31,6 @@ from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.generators import RestoredTensors
 from checkmate.training.start import exchange
-from checkmate.training.start.named_job import named_job
 from checkmate.training.start.plans import RestartPlan
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
@@ -177,20 +176,24 @@ def place_of(job: Job, rank: int, world: int, together: Sequence[int] | None) ->
     return Place(job, rank, group, members[group].index(rank), groups if len(groups) > 1 else ())
 
 
-def join(model: TrainedModel) -> Place:
-    """Return this process's place, from CHECKMATE_JOB and the process groups.
+def join(model: TrainedModel, job: Job) -> Place:
+    """Return this process's place in its job, from the process groups.
 
     For a sharded model all ranks call it.
 
     Raises:
         SessionError: It has none, or DP groups contradict the model's shards.
     """
-    job = named_job()
-    rank = dist.get_rank()
-    expected = os.environ.get("RANK", str(rank))
-    if expected != str(rank):
+    expected, count = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if (
+        not dist.is_initialized()
+        and (int(count) if count else sum(len(group.ranks) for group in job.dp_groups)) != 1
+    ):
+        raise SessionError("call torch.distributed.init_process_group() first")
+    rank, world = exchange.rank_and_world()
+    if expected not in (None, str(rank)):
         raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")
-    place = place_of(job, rank, dist.get_world_size(), model.replicas)
+    place = place_of(job, rank, world, model.replicas)
     if model.shard_ranks:
         _check_shards(place, model)
     number, *_ = place.together or [place.group]

@@ -24,7 +24,7 @@ from checkmate.ring.place import RingPlace
 from checkmate.training.gradients.buckets import GradientBuckets
 from checkmate.training.gradients.fsdp_hooks import ShardedHooks
 from checkmate.training.gradients.ring_reducer import RingReducer
-from checkmate.training.model.fsdp import FsdpModel
+from checkmate.training.model.fsdp import FsdpReplica
 from checkmate.wire.layout import make_layout
 from tests.support.rings import loopback
 
@@ -47,7 +47,7 @@ def hooked(
     model: nn.Module, rank: int, replicas: int, ports: list[int]
 ) -> Iterator[tuple[ShardedHooks, Ring]]:
     """Have a model reduced over the replicas of this rank's part, of which each has a port."""
-    wrapped = FsdpModel(model)
+    wrapped = FsdpReplica(model)
     layout = make_layout(wrapped.describe(), 2, bucket_bytes=500)
     parts = len(wrapped.shard_ranks)
     place = RingPlace(rank // parts, loopback(replicas), 2, port=ports[rank % parts], fingerprint=b"")

@@ -28,7 +28,7 @@ from checkmate.training.gradients.fsdp_hooks import ShardedHooks
 from checkmate.training.gradients.reducer import zero_buckets
 from checkmate.training.gradients.staging import Staging
 from checkmate.training.model.choosing import model_of
-from checkmate.training.model.fsdp import FsdpModel
+from checkmate.training.model.fsdp import FsdpReplica
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Watched
 from checkmate.training.start.install import install_optimizer, install_parameters, sharded_like
@@ -50,7 +50,7 @@ def sharded(**options: Any) -> Any:
 def test_parameters_are_in_the_order_in_which_backward_ends_reversed() -> None:
     """The root's come first, because backward completes them last. Names are the script's."""
     model = model_of(sharded())
-    assert isinstance(model, FsdpModel)
+    assert isinstance(model, FsdpReplica)
     names = list(model.trained())
     assert names[:2] == ["scale", "embedding.weight"]
     assert names[2:5] == ["blocks.0.0.weight", "blocks.0.2.weight", "blocks.0.2.bias"]
@@ -205,7 +205,7 @@ def test_another_hook_and_a_scaler_are_refused() -> None:
     check_model(Watched(model, optimizer))
     with pytest.raises(RefusedError, match="scaler= is not supported with a sharded model"):
         check_model(Watched(model, optimizer, scaler=torch.amp.GradScaler("cpu")))
-    assert isinstance(model, FsdpModel)
+    assert isinstance(model, FsdpReplica)
     layout = make_layout(model.describe(), 1)
     buckets = GradientBuckets(layout, list(model.trained().values()), OneRank(layout), 0)
     hooks = ShardedHooks(model, buckets)

@@ -19,6 +19,7 @@ from checkmate.training.errors import SessionError
 from checkmate.training.model.choosing import model_of
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import places
+from checkmate.training.start.named_job import named_job
 from checkmate.wire.parameter import LayoutError
 from checkmate.wire.shares import Share
 from testbed.jobs import job, job_data
@@ -133,7 +134,7 @@ def test_join_needs_ddp_and_a_job(ddp: DistributedDataParallel, monkeypatch: pyt
         model_of(ddp.module)
     monkeypatch.delenv("CHECKMATE_JOB", raising=False)
     with pytest.raises(SessionError, match="CHECKMATE_JOB is not set"):
-        places.join(DdpModel(ddp))
+        places.join(DdpModel(ddp), named_job())
 
 
 def test_join_reads_the_job(
@@ -142,13 +143,13 @@ def test_join_reads_the_job(
     file = tmp_path / "job.yaml"
     monkeypatch.setenv("CHECKMATE_JOB", str(file))
     with pytest.raises(SessionError, match=r"job\.yaml: .*cannot be read"):
-        places.join(DdpModel(ddp))
+        places.join(DdpModel(ddp), named_job())
     file.write_text(yaml.safe_dump(job_data(ranks=2)))
     with pytest.raises(SessionError, match="has 2 ranks, but the process group has 1"):
-        places.join(DdpModel(ddp))
+        places.join(DdpModel(ddp), named_job())
     monkeypatch.setenv("RANK", "5")
     with pytest.raises(SessionError, match="RANK is 5, but this process is rank 0"):
-        places.join(DdpModel(ddp))
+        places.join(DdpModel(ddp), named_job())
 
 
 def test_the_layout_has_what_ddp_averages() -> None:
