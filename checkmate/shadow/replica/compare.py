@@ -26,6 +26,18 @@ STEPS_TO_TRUST: Final = 2
 """Number of our own steps since seeding after which changes outside the optimizer's step show."""
 
 
+CAUSES: Final = (
+    "Possible causes: a gradient was changed between backward and optimizer.step(), a parameter outside "
+    "optimizer.step(). Clip gradients by norm, unscale them with the GradScaler that protect was given, and "
+    "let only the optimizer change parameters"
+)
+CAUSES_BETWEEN_RANKS: Final = (
+    "Possible causes: ranks step with different gradients or parameters, or a parameter was changed outside "
+    "optimizer.step(). Have all ranks of a DP group begin with the same parameters and average their "
+    "gradients, as DDP does, and let only the optimizer change parameters"
+)
+"""With copies by hosts, each rank sends a part of the gradients that its own step uses."""
+
 Compared = tuple[int, str]
 """A parameter and an entry of its optimizer state; an empty entry is the parameter itself."""
 
@@ -33,9 +45,13 @@ Compared = tuple[int, str]
 class Comparison:
     """Results of all comparisons so far. Only the stepping thread uses it."""
 
-    def __init__(self, *, exact: bool) -> None:
-        """Compare bits if `exact`, because the trainers' own step gives the same bits."""
+    def __init__(self, *, exact: bool, causes: str = CAUSES) -> None:
+        """Compare bits if `exact`, because the trainers' own step gives the same bits.
+
+        `causes`: what may have caused a difference, and the remedies, in sentences.
+        """
         self.exact = exact
+        self._causes = causes
         self.doubtful: dict[int, int] = {}
         """Parameters found wrong and not reseeded since, with the iteration after which they are in doubt."""
         self.suspects: dict[Compared, range] = {}
@@ -61,7 +77,11 @@ class Comparison:
     def compare(
         self, iteration: int, slices: Sequence[pb.Slice], parameters: Mapping[int, StoredParameter]
     ) -> Iterator[str]:
-        """Compare parameters, at `iteration`, with the trainers' slices. Yield a message per difference."""
+        """Compare parameters, at `iteration`, with the trainers' slices. Yield a message per difference.
+
+        The first one has the causes.
+        """
+        causes = f"; checkpoints after that one are doubtful. {self._causes}"
         for part in slices:
             parameter, key = parameters.get(part.parameter), (part.parameter, part.state)
             if parameter is None:
@@ -77,11 +97,9 @@ class Comparison:
             of = f"{part.state} of parameter" if part.state else "parameter"
             yield (
                 f"{of} {parameter.parameter.name} differs from the trainers' after iteration {iteration}. "
-                f"It was last found equal after iteration {since}; checkpoints after that one are doubtful. "
-                "Possible causes: a gradient was changed between backward and optimizer.step(), a parameter "
-                "outside optimizer.step(). Clip gradients by norm, unscale them with the GradScaler "
-                "that protect was given, and let only the optimizer change parameters"
+                f"It was last found equal after iteration {since}{causes}"
             )
+            causes = ""
 
     def _right(self, key: Compared, iteration: int, run: range) -> None:
         """Record that a run was found right. It is no longer suspect if enough of our own steps preceded."""

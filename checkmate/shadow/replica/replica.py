@@ -25,10 +25,11 @@ from checkmate.shadow.replica.blocks import (
     make_batches,
     uncut,
 )
-from checkmate.shadow.replica.compare import Comparison
+from checkmate.shadow.replica.compare import CAUSES, CAUSES_BETWEEN_RANKS, Comparison
 from checkmate.shadow.replica.parameter import OptimizerState, StoredParameter
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout
+from checkmate.wire.parts import PartSlicing
 
 
 class ReplicaError(ValueError):
@@ -69,7 +70,8 @@ class Replica:
         Raises `UnsupportedOptimizer` or `OptionsError` if the optimizer or its options are not supported.
         """
         self.layout, self.shard = layout, shard
-        self.comparison = Comparison(exact=exact)
+        parted = isinstance(layout.slicing, PartSlicing)
+        self.comparison = Comparison(exact=exact, causes=CAUSES_BETWEEN_RANKS if parted else CAUSES)
         self.numbers = tuple(layout.of_shard(shard))
         self.at: dict[int, int] = {}
         """Iteration of each parameter's last step; absent if it is not seeded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from checkmate.shadow.replica.replica import Replica
 from checkmate.state import bytes_of
 from checkmate.training.record.windows import Window, to_message
+from checkmate.wire.parts import PartSlicing
 from tests.support.training.optimizer_steps import MAKERS, Trainer, buckets_of, follow
 
 
@@ -38,6 +40,18 @@ def test_a_changed_gradient_is_found_and_named() -> None:
     trainer.seed(replica, [4])
     assert replica.comparison.doubtful == {}
     follow(trainer, [replica], trainer.backward())
+
+
+def test_with_copies_by_hosts_ranks_with_other_gradients_are_named_as_the_cause() -> None:
+    trainer = Trainer(MAKERS["adam"], shards=1)
+    trainer.layout = replace(trainer.layout, slicing=PartSlicing())
+    replica = trainer.replica(0)
+    gradients = trainer.backward()
+    trainer.parameters[4].grad.mul_(0.5)  # type: ignore[union-attr]
+    trouble, *more = replica.step(0, buckets_of(gradients, replica), trainer.update())
+    assert "average their gradients, as DDP does" in trouble
+    assert "GradScaler" not in trouble
+    assert more and not any("Possible causes" in part for part in more), "causes are named once"
 
 
 def test_what_was_found_wrong_is_suspect_until_it_is_right_after_two_steps_of_our_own() -> None:
