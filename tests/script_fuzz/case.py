@@ -18,8 +18,10 @@ from typing import Any, Final
 
 import yaml
 
+from checkmate.job.files import read_job
 from checkmate.job.validation import data_of
 from testbed.copies import local_job
+from testbed.ports import free_port
 from tests.script_fuzz.children import PRELOADED
 from tests.script_fuzz.history import Attempt, History
 from tests.script_fuzz.plan import Kill, ScriptPlan
@@ -79,9 +81,15 @@ class Cases:
     @contextmanager
     def _nodes(self, plan: ScriptPlan, folder: Path) -> Iterator[tuple[str, Any]]:
         """Start the process with the shadow nodes; yield the job file, and what waits for them."""
-        job = local_job(ranks=2, nodes=plan.nodes, nics=1)
         file = folder / "job.yaml"
-        file.write_text(yaml.safe_dump(data_of(job, exclude_none=True)))
+        if plan.copies == "host":
+            nodes = [{"id": node, "mgmt": f"127.0.0.1:{free_port()}"} for node in range(plan.nodes)]
+            data = {"job": "fuzz", "copies": "host", "ranks": 2, "shadow_nodes": nodes}
+            file.write_text(yaml.safe_dump(data))
+            job = read_job(file)
+        else:
+            job = local_job(ranks=2, nodes=plan.nodes, nics=1)
+            file.write_text(yaml.safe_dump(data_of(job, exclude_none=True)))
         reader, writer = self._context.Pipe(duplex=False)
         arguments = (job, str(folder / "switch"), str(folder / "nodes.out"), writer)
         process = self._context.Process(target=_serve, args=arguments)

@@ -101,6 +101,7 @@ def generate(seed: int) -> ScriptPlan:
         optimizer=_optimizer(draw.of("optimizer")),
         loop=_loop(draw),
         nodes=draw.of("nodes").choice((1, 1, 1, 2)),
+        copies=draw.of("copies").choice(("switch", "host")),
     )
     for number in range(draw.of("harmless").choice((0, 0, 1, 1, 2))):
         plan = _with_harmless(plan, draw.of(f"harmless {number}"))

@@ -29,7 +29,7 @@ def serve(job: Job, switch: str, log: str, ready: Connection) -> None:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(switch)
         listener.listen()
-        copies = Copies(job)
+        copies = Copies(job)  # none, if hosts copy
         for node in job.shadow_nodes:
             stack.enter_context(Serving(job, node.id, grace=GRACE, threads=1))
         ready.send(True)

@@ -56,6 +56,8 @@ _KEPT_BY_HAND: Final = frozenset(
 )
 _SAMPLED: Final = ("grad-one", "grad-dropped")
 """What is seen at once only if the gradient is one of those sampled in that iteration."""
+_KEPT_BY_HOSTS: Final = frozenset({"grad-scale", "grad-noise", *_SAMPLED, "hook-scale", "backward-second"})
+"""What changes gradients before the step, which uses what is copied."""
 _AFTER_STEP: Final = ("after-step", "after-scheduler", "after-mark")
 _IRRELEVANT: Final = re.compile("without keys|was not sent completely")
 """Warnings that do not concern what a script does."""
@@ -94,6 +96,8 @@ def _fate(deed: Deed, plan: ScriptPlan) -> Fate:
         return _fate_of_forward(deed, plan)
     if deed.kind in ("backward-second", "step-second") and plan.loop.boundary == "none":
         return Fate.NAME  # turns are not known to have several backwards
+    if deed.kind in _KEPT_BY_HOSTS and plan.copies == "host":
+        return Fate.KEEP
     if deed.kind == "optimizer-replaced" and (deed.place in _AFTER_STEP or deed.turn in plan.loop.skipped):
         return Fate.LATE  # the next step shows it
     if deed.kind == "hook-scale" and deed.target % 2:

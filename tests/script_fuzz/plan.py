@@ -178,7 +178,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class ScriptPlan:
-    """A script, and what happens to its ranks. After an error it is started again `restarts` times."""
+    """A script, and what happens to its ranks. After an error it is started again `restarts` times.
+
+    `copies`: the job's way of copies, switch or host.
+    """
 
     seed: int = 0
     turns: int = 6
@@ -189,6 +192,7 @@ class ScriptPlan:
     kills: tuple[Kill, ...] = ()
     nodes: int = 1
     restarts: int = 3
+    copies: str = "switch"
 
     def has(self, part: str) -> bool:
         """Return whether the model has a part."""
@@ -230,6 +234,7 @@ class ScriptPlan:
         lines = [
             f"{self.turns} turns of {', '.join(self.model.parts + self.model.ddp) or 'a plain model'}",
             f"{optimizer.kind} ({optimizer.way}, groups: {optimizer.groups}), {' '.join(words) or 'steps'}",
+            *([f"copies by {self.copies}"] if self.copies != "switch" else []),
             *map(str, self.deeds),
             *map(str, self.kills),
         ]

@@ -88,8 +88,9 @@ def _run(orders: RankOrders, say: Any) -> None:
     log = logging.getLogger("checkmate")
     log.setLevel(logging.INFO)
     log.addHandler(_WarningHandler(say))
-    replaced = reducer_over(str(Path(orders.folder, "switch")))
-    mock.patch("checkmate.training.gradients.setup.make_reducer", replaced).start()
+    if orders.plan.copies == "switch":
+        replaced = reducer_over(str(Path(orders.folder, "switch")))
+        mock.patch("checkmate.training.gradients.setup.make_reducer", replaced).start()
     os.environ["CHECKMATE_JOB"] = orders.job
     script.run_protected(orders.attempt, orders.kill)
 

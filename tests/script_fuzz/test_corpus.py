@@ -68,6 +68,25 @@ KEPT_PLANS = {
         kills=(Kill(3, "before-backward"), Kill(4, "after-backward", (1,), delay=0.03)),
         nodes=2,
     ),
+    "gradients changed by hand, which hosts copy": ScriptPlan(
+        model=ModelPlan(("wide", "norm", "many"), ddp=("buckets",)),
+        loop=LoopPlan(micro=2, skipped=(1,), overflows=(2,), scaler="given", extra="counter", clip="torch"),
+        deeds=(
+            Deed("grad-scale", 0, "after-backward"),
+            Deed("grad-one", 3, "before-step", 2),
+            Deed("hook-scale", 0, "before-step"),
+            Deed("backward-second", 4, "after-backward"),
+        ),
+        kills=(Kill(2, "after-backward"), Kill(4, "after-step", (1,), lone=True)),
+        nodes=2,
+        copies="host",
+    ),
+    "no marks and no step in the first turn, with copies by hosts": ScriptPlan(
+        model=ModelPlan(("wide", "dropout", "sometimes")),
+        loop=LoopPlan(boundary="none", skipped=(0, 3), clip="torch"),
+        kills=(Kill(1, "after-scheduler"), Kill(4, "top", (0, 1))),
+        copies="host",
+    ),
     "no marks": ScriptPlan(
         model=ModelPlan(("norm",)),
         loop=LoopPlan(boundary="none", scheduler="lambda", clip="ours", end="exit"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring.place import RingError
-from checkmate.state import DTYPES, in_memory_order, local_of
+from checkmate.state import in_memory_order, local_of
 from checkmate.training.errors import RefusedError
-from checkmate.training.gradients.ddp_hook import RebuiltReduction
+from checkmate.training.gradients.ddp_hook import RebuiltReduction, after_backward
 from checkmate.training.gradients.part_stream import PartStream
 from checkmate.training.start.places import Place, Start
 from checkmate.wire.copies import PartGreeting, job_digest
@@ -88,6 +89,8 @@ class PartCopies:
     """Number of the last iteration that began; `first_iteration` - 1 before the first."""
     error: RingError | None = None
     """Nothing breaks training here."""
+    is_due = False
+    """Whether DDP has reduced gradients that no step has used: an iteration, also if none does."""
 
     def __init__(
         self, place: Place, layout: Layout, start: Start, parameters: Sequence[nn.Parameter]
@@ -132,6 +135,7 @@ class PartCopies:
         """Begin the next iteration, as its first step comes; return its number."""
         self.complete()
         self.iteration += 1
+        self.is_due = False
         self._untaken = set(range(len(self.parameters)))
         for part in self._shards:
             part.rooms = [stream.room() for stream in part.streams]
@@ -179,8 +183,8 @@ class PartCopies:
                 "sparse=False"
             )
         flat = in_memory_order(local_of(gradient).detach(), described.dim_order).reshape(-1)
-        elements = flat[part.where.start : part.where.stop]
-        place.view(DTYPES[described.gradient_dtype]).copy_(elements)
+        elements = flat[part.where.start : part.where.stop].contiguous()
+        place.copy_(elements.view(torch.uint8))  # as bytes: types of different sizes follow one another
 
     def stream_ends(self, iteration: int) -> dict[tuple[int, int], int]:
         """Return each stream's bytes, by channel and shard, at the end of this iteration."""
@@ -208,14 +212,18 @@ class StepFront:
         self._resumed = resumed
         self._handles: list[Any] = []
         self._begun_after = copies.iteration  # the iteration after which a backward has begun last
+        self._task = -1  # autograd's number of the last backward
 
     def register(
         self,
         on_reduced: Callable[[int], None] = lambda iteration: None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `on_begun` as the first backward of each iteration begins. `on_reduced` is never called."""
-        self._on_begun = on_begun
+        """Call `on_begun` as the first backward of each iteration begins.
+
+        `on_reduced` is called at the end of each backward in which DDP reduces, with the iteration before it.
+        """
+        self._on_reduced, self._on_begun = on_reduced, on_begun
         self._handles.append(self._outer.register_forward_hook(self._forwarded))
         if self._resumed is not None:
             self._resumed.register()
@@ -230,12 +238,23 @@ class StepFront:
         self.buckets.close()
 
     def _forwarded(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and self._begun_after <= self.buckets.iteration:
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled():
+            return
+        reached = partial(self._reached, synchronises=getattr(module, "require_backward_grad_sync", False))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
-    def _reached(self, gradient: torch.Tensor) -> None:
-        if self._begun_after <= self.buckets.iteration:
+    def _reached(self, gradient: torch.Tensor, *, synchronises: bool) -> None:
+        """Note that a backward has come to what the model has returned. DDP `synchronises` in most."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:  # another output
+            return
+        self._task = task
+        if self.buckets.is_due or self._begun_after <= self.buckets.iteration:
             self._begun_after = self.buckets.iteration + 1
             self._on_begun()
+        if synchronises:
+            self.buckets.is_due = True
+            # After DDP's callback, which fills `.grad`.
+            after_backward(lambda: after_backward(lambda: self._on_reduced(self.buckets.iteration)))

@@ -118,6 +118,9 @@ class RecordDraft:
 class StepCopies(Protocol):
     """Copies gradients as optimizers step. An iteration is a round of steps, one of each at most."""
 
+    is_due: bool
+    """Whether DDP has reduced gradients that no step has used: an iteration, also if none does."""
+
     def begin(self) -> int:
         """Begin the next iteration, as its first step comes; return its number."""
 

@@ -189,6 +189,10 @@ class Recorder:
         Its record has the time of that backward to leave this process, as others have. A refusal waits for
         `reduced`, because an error that is raised here would lose its type.
         """
+        is_due = self._copies is not None and self._copies.is_due
+        if is_due and self._marking and self.refusal is None and not self._leftovers.has_gradients():
+            with self._refusing():  # a mark was passed over
+                self._begin_due()
         draft = self._open
         self._leftovers.on_backward()
         if draft is not None and draft.waiting and not self._marking and self.refusal is None:
@@ -196,10 +200,17 @@ class Recorder:
             self._emit_open(draft)
 
     def reduced(self, iteration: int) -> None:
-        """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
+        """Open an iteration at the end of its backward: gradients are those that shadow nodes receive.
+
+        If they are copied as optimizers step, a script that marks its iterations opens them by a step, or by
+        a mark without one.
+        """
         with self._refusing():
-            self._begin(iteration)
-            self._checks.gradients.start()
+            if self._copies is None:
+                self._begin(iteration)
+                self._checks.gradients.start()
+            elif not self._marking:
+                self._begin_due()
 
     def _begin(self, iteration: int) -> RecordDraft:
         """Open an iteration, after the one before."""
@@ -213,6 +224,11 @@ class Recorder:
             self._drift.note(draft.captured)
         self._leftovers.watch(draft)
         return draft
+
+    def _begin_due(self) -> None:
+        """Begin an iteration that no step may follow, if gradients are copied as optimizers step."""
+        if self._copies is not None and self._copies.is_due:
+            self._begin(self._copies.begin())
 
     def _take_gradients(self, copies: StepCopies, optimizer: torch.optim.Optimizer) -> None:
         """Have the gradients copied that a step is about to use. It begins an iteration unless one is open.
@@ -256,6 +272,7 @@ class Recorder:
             self._mark_from_now_on(looping=in_loop and self._looping)
             if unmarked:
                 raise several_backwards(self._newest, unmarked + 1)
+            self._begin_due()
             draft = self._open
             if draft is not None and not (left_loop and draft.settled):
                 draft.refusal = self._refusal_at_end(draft)
@@ -274,6 +291,9 @@ class Recorder:
         After an error it may lack its step or later changes. Then it is not emitted, unless the script had
         marked its end. Calling it again has no effect.
         """
+        if last and self.refusal is None:
+            with self._refusing():
+                self._begin_due()
         draft = self._open
         try:
             is_complete = draft is not None and (last or draft.settled) and not self._lacks_step(draft)

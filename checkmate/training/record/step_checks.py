@@ -487,6 +487,10 @@ class LeftGradients:
                 draft.iteration,
             )
 
+    def has_gradients(self) -> bool:
+        """Return whether gradients are left. Waits for a CUDA device."""
+        return any(_has_gradient(parameter) for parameter in self._parameters)
+
     def forget(self) -> None:
         """Do not look."""
         if self._hook is not None:
