@@ -40,6 +40,7 @@ SUITES = {
     "shadow_memory": "shadow.memory",
     "tls": "shadow.tls",
     "iteration": "training.iteration",
+    "host_copies": "training.host_copies",
     "gpu": "training.gpu",
     "sharded": "training.sharded",
     "recording": "training.recording",

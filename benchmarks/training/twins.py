@@ -61,7 +61,7 @@ class GptTwin:
         torch.manual_seed(options.seed)
         shape = Shape(options.layers, options.width, options.heads, options.context, options.dropout)
         model = Gpt(shape).to(options.device)
-        self.model: nn.Module = DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
+        self.model = self.wrap(model, options)
         rate = options.learning_rate
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=rate, weight_decay=0.1
@@ -70,6 +70,10 @@ class GptTwin:
         self.scheduler = LambdaLR(self.optimizer, lambda step: train.warm_up_then_cosine(step, steps))
         self._data = text.read(options.text)
         self._batch, self._context, self._device = options.batch, options.context, options.device
+
+    def wrap(self, model: Gpt, options: argparse.Namespace) -> nn.Module:
+        """Return the model as it is trained."""
+        return DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
 
     def step(self) -> float:
         """Train one iteration; return its loss."""
