@@ -173,17 +173,17 @@ def check_model(watched: Watched, copies: str = "switch") -> None:
     if isinstance(watched.model, DdpModel):
         check_ddp(watched.model, copies)
         return
-    if watched.model.shard_ranks and watched.scaler is not None and watched.scaler.is_enabled():
-        raise RefusedError(
-            "scaler= is not supported with a sharded model, because ranks would skip steps separately: use "
-            "bfloat16, which needs none"
-        )
     if copies == "switch":
         from checkmate.training.gradients.fsdp_hooks import check_hooks  # noqa: PLC0415 - imports FSDP
         from checkmate.training.model.fsdp import FsdpReplica  # noqa: PLC0415
 
         assert isinstance(watched.model, FsdpReplica)
         check_hooks(watched.model)
+        if watched.scaler is not None and watched.scaler.is_enabled():
+            raise RefusedError(
+                "scaler= is not supported with a sharded model, because ranks would skip steps separately: "
+                "use bfloat16, which needs none, or have hosts copy gradients, copies: host"
+            )
 
 
 def check_ddp(model: DdpModel, copies: str = "switch") -> None:

@@ -4,7 +4,9 @@ Usage: python -m tests.scripts.host_copies KIND FOLDER ITERATIONS SECONDS
 
 Kinds: `ddp`, in several buckets; `fsdp`, without replicas, and `hsdp`, with replicas that FSDP reduces,
 both of which reduce each of two micro-batches; `bare`, without a wrapper, whose script reduces gradients;
-`gan`, with two optimizers and two backwards a turn; `alone`, one process without a process group.
+`gan`, with two optimizers and two backwards a turn; `hooked`, DDP with a communication hook of the script's,
+which also scales gradients by hand; `mixed`, FSDP that reduces in fp16, with a GradScaler that skips a step;
+`tensor`, FSDP of what tensor parallelism has split; `alone`, one process without a process group.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 
+SHARDED = ("fsdp", "hsdp", "mixed", "tensor")
+OVERFLOW_AT = 7
+"""An iteration whose loss is infinite, if there is a GradScaler."""
 PAUSED_AT = 5
 """An iteration after which all ranks wait as long as their folder has a file `pause`."""
 
@@ -33,22 +40,35 @@ def batch(iteration: int, rank: int) -> torch.Tensor:
     return torch.randn(8, 64, generator=generator)
 
 
-def sharded(layers: nn.Sequential, shape: tuple[int, ...]) -> nn.Module:
+def sharded(kind: str, layers: nn.Sequential) -> nn.Module:
     """Shard a model on a mesh of the script's own."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+    from torch.distributed.tensor import Replicate, parallel  # noqa: PLC0415
 
-    names = ("dp_replicate", "dp_shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    fully_shard(layers[0], mesh=mesh)
-    fully_shard(layers, mesh=mesh)
+    names = {"hsdp": ("dp_replicate", "dp_shard"), "tensor": ("dp_shard", "tp")}.get(kind, ("dp_shard",))
+    mesh = init_device_mesh("cpu", (2, 2) if len(names) > 1 else (4,), mesh_dim_names=names)
+    policy = MixedPrecisionPolicy()
+    if kind == "mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+    if kind == "tensor":
+        plan = {"0": parallel.ColwiseParallel(), "3": parallel.RowwiseParallel()}
+        plan[str(len(layers) - 1)] = parallel.ColwiseParallel(output_layouts=Replicate())
+        parallel.parallelize_module(layers, mesh["tp"], plan)
+        mesh = mesh["dp_shard"]
+    fully_shard(layers[0], mesh=mesh, mp_policy=policy)
+    fully_shard(layers, mesh=mesh, mp_policy=policy)
     return layers
 
 
 def wrapped(kind: str, model: nn.Sequential) -> nn.Module:
     """Return the model as the script of a kind trains it."""
-    if kind in ("fsdp", "hsdp"):
-        return sharded(model, (4,) if kind == "fsdp" else (2, 2))
+    if kind in SHARDED:
+        return sharded(kind, model)
+    if kind == "hooked":  # whose buckets stay as they are
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        ddp.register_comm_hook(None, fp16_compress_hook)
+        return ddp
     return DistributedDataParallel(model, bucket_cap_mb=0.03) if kind == "ddp" else model
 
 
@@ -61,22 +81,34 @@ def average(model: nn.Module) -> None:
 
 
 def simple_turn(
-    kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], data: torch.Tensor
+    kind: str,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    data: torch.Tensor,
+    scaler: torch.amp.GradScaler,
 ) -> torch.Tensor:
     """Take one step; return the loss."""
-    halves = data.chunk(2) if kind in ("fsdp", "hsdp") else (data,)
-    for half in halves:
-        loss: torch.Tensor = model(half).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+    for half in data.chunk(2) if kind in SHARDED else (data,):
+        loss: torch.Tensor = model(half).float().square().mean()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if kind == "bare":
         average(model)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizers[0].step()
+    for parameter in model.parameters() if kind == "hooked" else ():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+    if kind != "mixed":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scaler.step(optimizers[0])
+    scaler.update()
     return loss
 
 
 def adversarial_turn(
-    kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], data: torch.Tensor
+    kind: str,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    data: torch.Tensor,
+    scaler: torch.amp.GradScaler,
 ) -> torch.Tensor:
     """Let both halves of a model step, each after a backward of its own; return the loss."""
     for optimizer, sign in zip(optimizers, (1, -1), strict=True):
@@ -106,17 +138,25 @@ def main() -> None:
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5) for optimizer in optimizers]
     take_turn: Callable[..., torch.Tensor] = adversarial_turn if kind == "gan" else simple_turn
     torch.manual_seed(rank + 1)
-    begin, seen = checkmate.restore(model, optimizers, scheduler=schedulers)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled=kind == "mixed")
+    parts_of: dict[str, Any] = {"scheduler": schedulers, "scaler": scaler}
+    if len(optimizers) == 1:  # several can't have a scaler
+        parts_of["scheduler"] = schedulers[0]
+    optimizer = optimizers if len(optimizers) > 1 else optimizers[0]
+    begin, seen = checkmate.restore(model, optimizer, **parts_of)
     count = seen or 0
     with (
-        checkmate.protect(model, optimizers, scheduler=schedulers, extra=lambda: count) as protection,
+        checkmate.protect(model, optimizer, **parts_of, extra=lambda: count) as protection,
         (folder / f"rank{rank}.jsonl").open("a") as log,
     ):
         for iteration in protection.steps(range(begin, iterations)):
-            loss = take_turn(kind, model, optimizers, batch(iteration, rank))
-            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            data = batch(iteration, rank // 2 if kind == "tensor" else rank)
+            if kind == "mixed" and iteration == OVERFLOW_AT:
+                data = data * float("inf")
+            loss = take_turn(kind, model, optimizers, data, scaler)
+            for scheduler in schedulers:
                 scheduler.step()
-                optimizer.zero_grad()
+            model.zero_grad()
             count += 1
             line = {"iteration": iteration, "loss": float(loss).hex(), "count": count, "begin": begin}
             print(json.dumps(line), file=log, flush=True)

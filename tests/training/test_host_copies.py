@@ -134,6 +134,9 @@ JOBS: Final[dict[str, dict[str, Any]]] = {
     "hsdp": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
     "bare": {"ranks": RANKS},
     "gan": {"ranks": RANKS},
+    "hooked": {"ranks": RANKS},
+    "mixed": {"mesh": {"dp_shard": RANKS}},
+    "tensor": {"mesh": {"dp_shard": 2, "tp": 2}},
 }
 
 
