@@ -62,6 +62,41 @@ class SeveralOptimizers(torch.optim.Optimizer):
             first += count
 
 
+class OwnedShare(SeveralOptimizers):
+    """This rank's share of a `ZeroRedundancyOptimizer`: the optimizer in it, which steps some parameters.
+
+    A script changes options, such as the learning rate, in the groups of the whole. They are those of the
+    share from its next step on, and here at once, from `follow` on.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        """Take the share of `whole`, a `ZeroRedundancyOptimizer`."""
+        super().__init__([whole.optim])
+        self.whole = whole
+        self._follows = False
+
+    @property
+    def param_groups(self) -> Groups:  # type: ignore[override]
+        """The groups of the share, with the present options of the whole."""
+        if self._follows:
+            self.whole._sync_param_groups(self.whole.param_groups, self.whole.optim.param_groups)
+        return super().param_groups
+
+    def follow(self) -> None:
+        """Take options from the whole from now on."""
+        self._follows = True
+
+    def share_with_others(self) -> None:
+        """Give the whole the restored options, and other ranks the parameters. All ranks call it."""
+        self.whole._sync_param_groups(self.whole.optim.param_groups, self.whole.param_groups)
+        self.whole._sync_params()
+
+
+def called_by_script(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer whose methods a script calls: of a share, the whole."""
+    return optimizer.whole if isinstance(optimizer, OwnedShare) else optimizer
+
+
 class _States(Mapping[torch.Tensor, dict[str, Any]]):
     """The state of all members by parameter. It never makes an entry, as a member's own `state` does."""
 

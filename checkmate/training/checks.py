@@ -13,12 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from checkmate import state
 from checkmate.base.wording import counted, with_article
-from checkmate.optim.several import SeveralOptimizers, members_of
+from checkmate.optim.several import OwnedShare, SeveralOptimizers, members_of
 from checkmate.optim.supported import UnsupportedOptimizer
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.ddp_hook import GradientHook
-from checkmate.training.model.ddp import DdpModel
+from checkmate.training.model.ddp import DdpModel, ShareModel
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.wrapped import NOT_GIVEN, SeveralSchedulers, is_scheduled, schedulers_of
@@ -69,7 +69,10 @@ def watched_of(
     parameter, or one has a scheduler that was not given.
     """
     if not isinstance(optimizer, list | tuple):
-        watched = Watched(model, cast(torch.optim.Optimizer, optimizer), scheduler, scaler, extra)
+        alone = cast(torch.optim.Optimizer, optimizer)
+        if isinstance(model, ShareModel):
+            alone = OwnedShare(optimizer)
+        watched = Watched(model, alone, scheduler, scaler, extra)
         check_script(watched)
         return watched
     _check_several(optimizer, scaler)
@@ -205,9 +208,11 @@ def check_ddp(model: DdpModel, copies: str = "switch") -> None:
     model.check_forward()
     # A bucket with a parameter that DDP does not reduce would never be complete.
     reduced = int(model.ddp._get_ddp_logging_data()["num_parameter_tensors"])  # type: ignore[no-untyped-call]
-    if reduced != len(model.trained()):
+    parameters = model.inner.named_parameters()
+    trained = sum(p.requires_grad and name not in model.ignored for name, p in parameters)
+    if reduced != trained:
         raise RefusedError(
-            f"{len(model.trained())} parameters need gradients, but {reduced} did when "
+            f"{trained} parameters need gradients, but {reduced} did when "
             "DistributedDataParallel was constructed, which reduces those: set requires_grad before that"
         )
 

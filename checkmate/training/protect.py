@@ -19,6 +19,7 @@ from checkmate.errors import CheckmateError
 from checkmate.events.kinds import PROTECT_ENDED, PROTECT_STARTED
 from checkmate.events.process_log import say, seconds_since
 from checkmate.nodes.stubs import Stubs
+from checkmate.optim.several import OwnedShare
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
@@ -144,7 +145,7 @@ def protect(
     """
     deadline = time.monotonic() + wait
     job = named_job()
-    wrapped = model_of(model, job.copies)
+    wrapped = model_of(model, job.copies, optimizer)
     place = join(wrapped, job)
     if place.rank == 0 or place.first:
         show_log()
@@ -153,6 +154,8 @@ def protect(
     began_at = time.monotonic()
     handover = Handover.of(wrapped)
     watched = watched_of(wrapped, optimizer, scheduler, scaler, extra)
+    if isinstance(watched.optimizer, OwnedShare):
+        watched.optimizer.follow()
     check_schedulers(watched)
     check_model(watched, job.copies)
     check_kept(watched)

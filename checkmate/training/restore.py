@@ -22,7 +22,7 @@ from checkmate.events.kinds import (
 )
 from checkmate.events.process_log import say, seconds_since
 from checkmate.nodes.stubs import Stubs
-from checkmate.optim.several import members_of
+from checkmate.optim.several import OwnedShare, members_of
 from checkmate.training.checks import Optimizers, Scaler, Schedulers, watched_of
 from checkmate.training.default_log import show_log
 from checkmate.training.kept_events import keep_events
@@ -112,7 +112,7 @@ def restore(
     """
     began_at = time.monotonic()
     job = named_job()
-    wrapped = model_of(model, job.copies)
+    wrapped = model_of(model, job.copies, optimizer)
     place = places.join(wrapped, job)
     if place.rank == 0 or place.first:
         show_log()
@@ -125,6 +125,8 @@ def restore(
         with ExitStack() as undo:
             stubs = undo.enter_context(handover.take_stubs(place.job, place.keys()))
             start, extra = _begin(place, watched, stubs, timeout, checkpoints)
+            if start.next_iteration and isinstance(watched.optimizer, OwnedShare):
+                watched.optimizer.share_with_others()
             undo.pop_all()
     except Exception as error:
         event = RESTORE_FAILED(why=f"{type(error).__name__}: {error}", seconds=seconds_since(began_at))

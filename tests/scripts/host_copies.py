@@ -6,7 +6,8 @@ Kinds: `ddp`, in several buckets; `fsdp`, without replicas, and `hsdp`, with rep
 both of which reduce each of two micro-batches; `bare`, without a wrapper, whose script reduces gradients;
 `gan`, with two optimizers and two backwards a turn; `hooked`, DDP with a communication hook of the script's,
 which also scales gradients by hand; `mixed`, FSDP that reduces in fp16, with a GradScaler that skips a step;
-`tensor`, FSDP of what tensor parallelism has split; `alone`, one process without a process group.
+`tensor`, FSDP of what tensor parallelism has split; `zero`, DDP with a ZeroRedundancyOptimizer; `alone`, one
+process without a process group.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
@@ -69,7 +71,7 @@ def wrapped(kind: str, model: nn.Sequential) -> nn.Module:
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
         ddp.register_comm_hook(None, fp16_compress_hook)
         return ddp
-    return DistributedDataParallel(model, bucket_cap_mb=0.03) if kind == "ddp" else model
+    return DistributedDataParallel(model, bucket_cap_mb=0.03) if kind in ("ddp", "zero") else model
 
 
 def average(model: nn.Module) -> None:
@@ -130,11 +132,13 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(0)
     layers = [nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU()]
-    layers += [nn.BatchNorm1d(128)] if kind == "ddp" else []
+    layers += [nn.BatchNorm1d(128)] if kind in ("ddp", "zero") else []
     model = wrapped(kind, nn.Sequential(*layers, nn.Linear(128, 16)))
     parameters = list(model.parameters())
     parts = [parameters[:2], parameters[2:]] if kind == "gan" else [parameters]
-    optimizers = [torch.optim.AdamW(part, lr=1e-2) for part in parts]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(part, lr=1e-2) for part in parts]
+    if kind == "zero":
+        optimizers = [ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5) for optimizer in optimizers]
     take_turn: Callable[..., torch.Tensor] = adversarial_turn if kind == "gan" else simple_turn
     torch.manual_seed(rank + 1)

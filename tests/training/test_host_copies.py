@@ -136,6 +136,7 @@ JOBS: Final[dict[str, dict[str, Any]]] = {
     "gan": {"ranks": RANKS},
     "hooked": {"ranks": RANKS},
     "mixed": {"mesh": {"dp_shard": RANKS}},
+    "zero": {"mesh": {"dp_shard": RANKS}},
     "tensor": {"mesh": {"dp_shard": 2, "tp": 2}},
 }
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.training.errors import RefusedError, SessionError
@@ -34,12 +38,12 @@ class DdpModel(TrainedModel):
         return bool(getattr(self.ddp, "forward_sync_buffers", getattr(self.ddp, "broadcast_buffers", True)))
 
     @property
-    def replicas(self) -> list[int]:
+    def replicas(self) -> list[int] | None:
         """The global ranks over which DDP averages."""
         return dist.get_process_group_ranks(self.ddp.process_group)
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup | None:
         """The ranks over which DDP averages."""
         return self.ddp.process_group
 
@@ -51,3 +55,32 @@ class DdpModel(TrainedModel):
                 "in every iteration: give all ranks the same number of batches, as DistributedSampler does, "
                 "and remove it"
             )
+
+
+class ShareModel(DdpModel):
+    """A DDP whose optimizer is a `ZeroRedundancyOptimizer`: this rank trains the parameters that it steps.
+
+    Each rank is a DP group of its own, as with FSDP. The other ranks' parameters come from them after each
+    step.
+    """
+
+    broadcasts_buffers = False
+
+    def __init__(self, ddp: DistributedDataParallel, owned: Collection[torch.Tensor]) -> None:
+        super().__init__(ddp)
+        self._owned = set(owned)
+
+    @property
+    def replicas(self) -> None:
+        """`None`: no other rank trains the same parameters, and only the job names the groups."""
+        return
+
+    @property
+    def process_group(self) -> None:
+        """`None`: no other rank has the same state."""
+        return
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this rank steps, and frozen ones."""
+        parameters = super().parameters().items()
+        return {name: p for name, p in parameters if p in self._owned or not p.requires_grad}

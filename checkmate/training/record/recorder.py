@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkmate.errors import CheckmateError
-from checkmate.optim.several import members_of, parameters_of
+from checkmate.optim.several import called_by_script, members_of, parameters_of
 from checkmate.optim.supported import beginnings
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError, local_of
@@ -141,7 +141,7 @@ class Recorder:
         """Register hooks on the script's objects; `undo` removes them."""
         watched = self._watched
         if watched.scaler is not None:
-            undo.callback(ScalerWatch(watched.scaler, watched.optimizer, self).remove)
+            undo.callback(ScalerWatch(watched.scaler, called_by_script(watched.optimizer), self).remove)
         for scheduler in schedulers_of(watched.scheduler):
             undo.callback(SchedulerWatch(scheduler, self.moved_on).remove)
         for member in self._members:
