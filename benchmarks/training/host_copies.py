@@ -1,7 +1,7 @@
 """Iteration time with copies by hosts and without Checkmate.
 
 Twins take turns in the same processes, as in `benchmarks.training.twins`: a protected one, and two that are
-plain PyTorch. There is no lab, because copies by hosts need none: ranks share one core, shadow nodes another.
+plain PyTorch. Copies by hosts need no lab. Ranks share one core, and a shadow node has another.
 
 Run as a module it is a rank: `python -m benchmarks.training.host_copies KIND`, and options of
 `checkmate.examples.gpt.train`.
@@ -71,10 +71,10 @@ def measure() -> list[Result]:
         for kind in KINDS:
             blocks: dict[str, list[TimedBlock]] = {}
             for seed in range(STARTS):
-                done = int(bar.tasks[0].completed)
+                before = int(bar.tasks[0].completed)
                 with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
                     race = _Race(Path(folder), kind, seed, cores)
-                    timed = race.run(lambda turns: bar.update(task, completed=done + turns))  # noqa: B023
+                    timed = race.run(lambda turns: bar.update(task, completed=before + turns))  # noqa: B023
                 for twin, more in timed.items():
                     blocks.setdefault(twin, []).extend(more)
             results += _results(kind, blocks)

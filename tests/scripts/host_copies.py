@@ -162,7 +162,12 @@ def main() -> None:
                 scheduler.step()
             model.zero_grad()
             count += 1
-            line = {"iteration": iteration, "loss": float(loss.detach()).hex(), "count": count, "begin": begin}
+            line = {
+                "iteration": iteration,
+                "loss": float(loss.detach()).hex(),
+                "count": count,
+                "begin": begin,
+            }
             print(json.dumps(line), file=log, flush=True)
             time.sleep(seconds)
             while iteration == PAUSED_AT and (folder / "pause").exists():

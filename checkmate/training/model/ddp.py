@@ -65,6 +65,7 @@ class ShareModel(DdpModel):
     """
 
     broadcasts_buffers = False
+    is_alone = True
 
     def __init__(self, ddp: DistributedDataParallel, owned: Collection[torch.Tensor]) -> None:
         super().__init__(ddp)

@@ -28,6 +28,8 @@ class TrainedModel(ABC):
     """Whether gradients are averaged over replicas; else they are summed."""
     keeps_gradients: bool = True
     """Whether gradients may be left from one iteration to the next, as zeros."""
+    is_alone: bool = False
+    """Whether no other rank trains the same parameters."""
     ignored: Collection[str] = ()
     """Names of parameters and buffers that the ranks don't share."""
 

@@ -194,6 +194,12 @@ def join(model: TrainedModel, job: Job) -> Place:
     if expected not in (None, str(rank)):
         raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")
     place = place_of(job, rank, world, model.replicas)
+    if model.is_alone and place.ranks > 1:
+        raise SessionError(
+            f"a ZeroRedundancyOptimizer gives each rank parameters of its own, but the job {job.job} has "
+            f"{counted(place.ranks, 'rank')} with the same: in the job file, write "
+            f"mesh: {{dp_shard: {world}}} in place of ranks"
+        )
     if model.shard_ranks:
         _check_shards(place, model)
     number, *_ = place.together or [place.group]
@@ -206,6 +212,16 @@ def join(model: TrainedModel, job: Job) -> Place:
             f"{spokesman}: list rank {first} first in the job's dp_groups[{number}]"
         )
     return place
+
+
+_ADVICE: Final = {
+    "switch": (
+        "make FSDP's mesh with checkmate.shard_mesh or checkmate.job_mesh, from a job with a mesh, or with "
+        "a DP group for the ranks of each part"
+    ),
+    "host": "give the job file the script's mesh, such as mesh: {{dp_shard: {parts}}}, in place of ranks",
+}
+"""How a job's DP groups come to be the replicas of one part, by its way of copies."""
 
 
 def _check_shards(place: Place, model: TrainedModel) -> None:
@@ -226,8 +242,7 @@ def _check_shards(place: Place, model: TrainedModel) -> None:
                 raise SessionError(
                     f"{name} has {place.name_of(first)} with part {first_part} of {parts} of the model and "
                     f"{place.name_of(rank)} with part {another} of {more}, but the ranks of a DP group have "
-                    "replicas of one part: make FSDP's mesh with checkmate.shard_mesh or checkmate.job_mesh, "
-                    "from a job with a mesh, or with a DP group for the ranks of each part"
+                    f"replicas of one part: {_ADVICE[place.job.copies].format(parts=parts)}"
                 )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.job.schema import Job, Mesh
 from checkmate.training.errors import SessionError
 from checkmate.training.model.choosing import model_of
-from checkmate.training.model.ddp import DdpModel
-from checkmate.training.start import places
+from checkmate.training.model.ddp import DdpModel, ShareModel
+from checkmate.training.start import exchange, places
 from checkmate.training.start.named_job import named_job
 from checkmate.wire.parameter import LayoutError
 from checkmate.wire.shares import Share
@@ -150,6 +153,53 @@ def test_join_reads_the_job(
     monkeypatch.setenv("RANK", "5")
     with pytest.raises(SessionError, match="RANK is 5, but this process is rank 0"):
         places.join(DdpModel(ddp), named_job())
+
+
+@pytest.fixture
+def hosts_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[dict[str, Any]], Job]:
+    """Return a function that makes a job with copies by hosts."""
+
+    def make(part: dict[str, Any]) -> Job:
+        node = {"id": 0, "mgmt": "127.0.0.1:7000"}
+        file = tmp_path / "job.yaml"
+        file.write_text(yaml.safe_dump({"job": "a", "copies": "host", "shadow_nodes": [node], **part}))
+        monkeypatch.setenv("CHECKMATE_JOB", str(file))
+        return named_job()
+
+    return make
+
+
+def test_a_process_without_a_process_group_is_alone(
+    hosts_copy: Callable[[dict[str, Any]], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = model_of(nn.Linear(2, 2), "host")
+    place = places.join(bare, hosts_copy({"ranks": 1}))
+    assert (place.rank, place.position, place.ranks) == (0, 0, 1)
+    with pytest.raises(SessionError, match="init_process_group"):
+        places.join(bare, hosts_copy({"ranks": 2}))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SessionError, match="init_process_group"):
+        places.join(bare, hosts_copy({"ranks": 1}))
+    with pytest.raises(SessionError, match="a str is not a DistributedDataParallel"):
+        model_of("model", "host")
+
+
+def test_a_zero_optimizer_needs_a_job_of_shards(
+    ddp: DistributedDataParallel, hosts_copy: Callable[[dict[str, Any]], Job]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which its module imports
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
+
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam)
+    assert places.join(model_of(ddp, "host", optimizer), hosts_copy({"mesh": {"dp_shard": 1}})).ranks == 1
+    assert not isinstance(model_of(ddp, "switch", optimizer), ShareModel)
+    crowded = hosts_copy({"ranks": 2})
+    with (
+        mock.patch.object(exchange, "rank_and_world", lambda: (0, 2)),
+        pytest.raises(SessionError, match=r"write mesh: {dp_shard: 2} in place of ranks"),
+    ):
+        places.join(model_of(ddp, "host", optimizer), crowded)
 
 
 def test_the_layout_has_what_ddp_averages() -> None:
