@@ -11,7 +11,7 @@ from typing import Final
 
 ORDER: Final = ("attempt", "node", "parts", "hold", "inlet", "replica", "reader")
 """`attempt`: one connection attempt of a stream (`receive.stream_threads`). `node`: the state of the node.
-`parts`: the streams of parts that are expected (`receive.part_streams`). `hold`: a hold's replica and
+`parts`: the streams of parts that are expected (`receive.part_listener`). `hold`: a hold's replica and
 buckets, for a whole step (`resources`). `inlet`: a stream's socket and position (`receive.inlet`). `replica`:
 reservations of its readers (`replica.replica`). `reader`: the streams of a NIC (`receive.stream_threads`).
 """

@@ -81,6 +81,8 @@ class HoldResources:
                 connected=inlet.connected,
                 paused=paused,
                 queued=inlet.queued() if paused else 0,
+                lost=inlet.lost,
+                due_since=inlet.due_since,
             )
 
     def step(self, iteration: int, step: pb.Step) -> Stepped:
@@ -130,10 +132,13 @@ class HoldResources:
 
     def join(self) -> None:
         """Discard all received gradients, and receive from iteration `Hold.joined` on."""
-        self.close()
+        for inlet in self.inlets:
+            if not inlet.rejoin(self.hold.joined):
+                inlet.close()
         with self.lock:
             self.sets.release(self.hold.joined - 1)
-            self.inlets = self._new_inlets()
+            connected = {number: inlet for number, inlet in enumerate(self.inlets) if not inlet.closed}
+            self.inlets = [connected.get(number, inlet) for number, inlet in enumerate(self._new_inlets())]
         self.observe()
 
     def settle(self) -> None:

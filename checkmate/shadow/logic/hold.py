@@ -59,15 +59,28 @@ class StreamState:
     connected: bool = False
     paused: bool = False
     queued: int = 0
+    lost: str = ""
+    """Why the rest of it is lost, if its sender has said so."""
+    due_since: float | None = None
+    """When the sender had the part that comes; `None` if none does, or with copies by a switch."""
     stood: tuple[int, float] = (-1, 0.0)
     """A position below a recorded end, and the time since when it is unchanged."""
 
     def observe(
-        self, position: int, received_bytes: int, *, connected: bool, paused: bool, queued: int
+        self,
+        position: int,
+        received_bytes: int,
+        *,
+        connected: bool,
+        paused: bool,
+        queued: int,
+        lost: str = "",
+        due_since: float | None = None,
     ) -> None:
         """Update the state to that of the stream's receiving end."""
         self.position, self.received_bytes = position, received_bytes
         self.connected, self.paused, self.queued = connected, paused, queued
+        self.lost, self.due_since = lost, due_since
 
     def discard(self) -> None:
         """Forget the connection, whose data is discarded."""
@@ -414,6 +427,8 @@ class Hold:
         """Return a description of data that is lost for good, if any."""
         for stream in self.streams:
             plan = stream.plan
+            if stream.lost:
+                return f"{plan}: {stream.lost}"
             has_begun = max(records.newest, self.receiving) >= self.joined > self.first
             if has_begun and not (stream.received_bytes or stream.connected):
                 return f"{plan}: not connected before iteration {self.joined}"

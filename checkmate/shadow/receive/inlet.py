@@ -10,6 +10,7 @@ import contextlib
 import enum
 import fcntl
 import socket
+import ssl
 import sys
 import termios
 import time
@@ -107,9 +108,14 @@ class Inlet:
         self.closed = False
         """Whether we have closed it, so that nothing more is written into the buckets."""
 
+    lost: str = ""
+    """Why the rest of the stream is of no use, if the sender itself has said so."""
+    due_since: float | None = None
+    """When the sender had the part that comes, or waits to be read; `None` if that is unknown."""
+
     @property
     def connected(self) -> bool:
-        """Whether the switch sends it copies, as far as is known."""
+        """Whether it is sent copies, as far as is known."""
         return self.socket is not None and self.broken is None and not self.closed
 
     @property
@@ -125,6 +131,10 @@ class Inlet:
                 return False
             self.socket, self.broken = sock, None
             return True
+
+    def rejoin(self, joined: int) -> bool:
+        """Go on with iteration `joined` on the same connection. Return false if that is impossible."""
+        return False
 
     def close(self) -> None:
         """Stop writing into the buckets before this returns. The reader closes the socket."""
@@ -147,30 +157,32 @@ class Inlet:
 
     def _take(self, sock: socket.socket) -> ReadResult:
         total = 0
-        while total < _TURN_BYTES:
+        decrypting = isinstance(sock, ssl.SSLSocket)
+        while total < _TURN_BYTES or decrypted(sock):
             room = self._room or self._next_room()
             if room is None:
                 return self._break(self.closed_words) if at_its_end(sock) else ReadResult.PAUSED
             try:
                 count = sock.recv_into(room)
-            except BlockingIOError:
+            except (BlockingIOError, ssl.SSLWantReadError):
                 return ReadResult.MORE
             except OSError as error:
                 return self._break(f"the connection broke: {error.strerror}")
             if not count:
                 return self._break(self.closed_words)
             total += count
-            self._note(count)
+            self._note(room, count)
             if count == len(room):
                 if why := self._filled():
                     return self._break(why)
             else:
                 self._room = room[count:]
-                return ReadResult.MORE  # the socket is empty
+                if not decrypting:  # a read of TLS ends with a record
+                    return ReadResult.MORE  # the socket is empty
         return ReadResult.MORE
 
-    def _note(self, count: int) -> None:
-        """Note that bytes of gradients were read."""
+    def _note(self, room: memoryview, count: int) -> None:
+        """Note that bytes of gradients were read, to the beginning of this room."""
         if self._began is None:
             self._began = time.monotonic()
         self.position += count
@@ -195,11 +207,14 @@ class Inlet:
         self._room = None
         self._piece += 1
         if self._piece == len(self.layout.pieces):
-            self._piece = 0
-            self.pulls.append((self.iteration, self._began or 0.0, time.monotonic()))
-            self._began = None
-            self.iteration += 1
+            self._end_iteration()
         return ""
+
+    def _end_iteration(self) -> None:
+        self._piece = 0
+        self.pulls.append((self.iteration, self._began or 0.0, time.monotonic()))
+        self._began = None
+        self.iteration += 1
 
     def _rewind(self) -> None:
         """Expect the present iteration from its first byte on."""
@@ -209,12 +224,19 @@ class Inlet:
 
 def at_its_end(sock: socket.socket) -> bool:
     """Return whether a non-blocking socket is at its end or broken."""
+    if decrypted(sock):
+        return False
     try:
-        return not sock.recv(1, socket.MSG_PEEK)
+        return not socket.socket.recv(sock, 1, socket.MSG_PEEK)
     except BlockingIOError:
         return False
     except OSError:
         return True
+
+
+def decrypted(sock: socket.socket) -> int:
+    """Return the number of bytes that TLS has decrypted, and that were not read yet."""
+    return sock.pending() if isinstance(sock, ssl.SSLSocket) else 0
 
 
 def waiting(sock: socket.socket | None) -> int:
