@@ -90,6 +90,8 @@ class EncryptedChannel(Channel):
                 data += self._tls.read(nbytes - len(data))
             except ssl.SSLWantReadError:
                 self._read_more()
+            except ssl.SSLError as error:  # the node's view of our certificate comes after the handshake
+                raise _without_tls(error) from None
         return data
 
     @property
@@ -159,14 +161,19 @@ class Route:
             return Channel(sock)
         try:
             return EncryptedChannel(sock, self.tls, host)
-        except ssl.SSLError as error:
-            raise OSError(
-                f"TLS fails ({error.reason or error}): trainers and nodes must read the same job file, "
-                "with the same `encrypt`, and have keys of one authority"
-            ) from None
+        except (ssl.SSLError, ConnectionResetError) as error:
+            raise _without_tls(error) from None
 
 
 PLAIN: Final = Route()
+
+
+def _without_tls(error: OSError) -> OSError:
+    why = (error.reason if isinstance(error, ssl.SSLError) else "") or error
+    return OSError(
+        f"TLS fails ({why}): trainers and shadow nodes must read the same job file, with the same `encrypt`, "
+        "and have keys of one authority"
+    )
 
 
 def _address_in(network: str, family: int) -> str | None:
