@@ -25,7 +25,7 @@ from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER, TCP_MEM_UNSEEN, check_host, tcp_memory_shortfall
 from checkmate.shadow.receive.hold_plans import full_buffers
-from checkmate.shadow.receive.part_listener import MOST_BUFFER, PartListener
+from checkmate.shadow.receive.part_listener import PartListener
 from checkmate.shadow.service import Server, check_address, gradients_listener, records_listener
 
 _SPARE_CONNECTIONS: Final = 16
@@ -85,9 +85,7 @@ class Serving:
         allowed = access(job, Role.SHADOW, insecure=insecure, hosts=hosts)
         check_address(job, node_id)
         by_hosts = job.copies == "host"
-        if by_hosts:  # what comes too fast waits in the trainers' memory
-            receive_buffer = MOST_BUFFER
-        else:
+        if not by_hosts:  # else what comes too fast waits in the trainers' memory
             check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
         memory.one_arena()
         memory.load_optimizers()

@@ -82,7 +82,8 @@ class HoldResources:
                 paused=paused,
                 queued=inlet.queued() if paused else 0,
                 lost=inlet.lost,
-                due_since=inlet.due_since,
+                waited=inlet.waited,
+                period=inlet.period,
             )
 
     def step(self, iteration: int, step: pb.Step) -> Stepped:

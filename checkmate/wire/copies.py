@@ -35,6 +35,29 @@ TEXT_MAX: Final = 400
 """Characters of a node's reason, ASCII."""
 
 
+KEPT_ITERATIONS, KEPT_BYTES, KEPT_SECONDS = 2, 64 << 20, 1.0
+"""What a rank keeps of each stream for a slow node: whichever is most."""
+
+
+def has_no_room(parts: int, nbytes: int, age: float) -> bool:
+    """Return whether a rank leaves an iteration out, because its node is too far behind.
+
+    Args:
+        parts: iterations whose bytes the node's kernel has not acknowledged.
+        nbytes: bytes of each.
+        age: seconds for which the rank has had the oldest of them.
+    """
+    return parts >= KEPT_ITERATIONS and (parts + 1) * nbytes > KEPT_BYTES and age > KEPT_SECONDS
+
+
+def kept_seconds(nbytes: int, period: float) -> float:
+    """Return for how many seconds a rank keeps all parts, once it has one that a node does not take.
+
+    `period`: seconds between iterations; 0 if unknown.
+    """
+    return max(KEPT_SECONDS, period * max(KEPT_ITERATIONS, KEPT_BYTES // max(1, nbytes)))
+
+
 class PartsRefused(Exception):
     """The other side has another version, or refuses the stream; the message says why."""
 

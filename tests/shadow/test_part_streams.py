@@ -26,9 +26,9 @@ from checkmate.shadow.receive.part_streams import PartInlet
 from checkmate.state import bytes_of
 from checkmate.training.gradients import part_stream
 from checkmate.training.gradients.part_copies import part_slices
-from checkmate.training.gradients.part_stream import KEPT_ITERATIONS, PartStream
+from checkmate.training.gradients.part_stream import PartStream
 from checkmate.wire import copies
-from checkmate.wire.copies import NodeAnswer, PartGreeting, PartHeader
+from checkmate.wire.copies import KEPT_ITERATIONS, NodeAnswer, PartGreeting, PartHeader
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parameter import Parameter
 from checkmate.wire.parts import PartSlicing
@@ -188,8 +188,8 @@ def test_a_broken_connection_loses_nothing() -> None:
 def test_for_a_node_that_takes_too_little_iterations_are_left_out(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_stream, "KEPT_BYTES", 0)
-    monkeypatch.setattr(part_stream, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(copies, "KEPT_BYTES", 0)
+    monkeypatch.setattr(copies, "KEPT_SECONDS", 0.0)
     stream = PartStream(node.described, node.greeting, KEY)  # which is not started, and so sends nothing
     for iteration in range(KEPT_ITERATIONS):
         send(stream, iteration)

@@ -110,8 +110,13 @@ class Inlet:
 
     lost: str = ""
     """Why the rest of the stream is of no use, if the sender itself has said so."""
-    due_since: float | None = None
-    """When the sender had the part that comes, or waits to be read; `None` if that is unknown."""
+    period: float = 0.0
+    """Seconds between the last iterations, as far as the sender tells; 0 if it does not."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the sender has had what comes next; 0 if it has nothing, or does not tell."""
+        return 0.0
 
     @property
     def connected(self) -> bool:

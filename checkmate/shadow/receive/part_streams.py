@@ -46,6 +46,8 @@ class PartInlet(Inlet):
         self._header = PartHeader(-1, 0)
         self._is_wanted = False  # the part that comes
         self._read = 0  # bytes of it
+        self._due: tuple[int, float] | None = None  # the last part: its iteration, and since when it waits
+        self._waits = False  # whether that has not come whole
         self._scratch: memoryview | None = None
         self._tags: PartTags | None = None
         self._tag: PartTag | None = None
@@ -58,6 +60,7 @@ class PartInlet(Inlet):
         with self._lock:
             self._rewind()
             self._phase, self._tags, self._is_wanted = _Phase.HEADER, tags, False
+            self._waits = False
         return super().attach(sock)
 
     def rejoin(self, joined: int) -> bool:
@@ -67,7 +70,7 @@ class PartInlet(Inlet):
                 return False
             if self._phase is _Phase.PART:
                 self._phase, self._room = _Phase.DISCARDED_PART, None
-            self._is_wanted, self.due_since = False, None
+            self._is_wanted = self._waits = False
             self.iteration, self.lost, self.received_bytes = joined, "", 0
             self.position = start_of(self.layout, self.first, joined)
             self._piece, self._began = 0, None
@@ -129,7 +132,7 @@ class PartInlet(Inlet):
         self._is_wanted = header.nbytes > 0 and header.iteration == self.iteration and not self.lost
         if self._is_wanted:
             self._phase = _Phase.PART
-            self.due_since = time.monotonic() - header.waited
+            self._note_due(header.iteration, time.monotonic() - header.waited)
         else:
             self._phase = _Phase.DISCARDED_PART if header.nbytes else _Phase.TAG
         return ""
@@ -140,19 +143,30 @@ class PartInlet(Inlet):
         header, self._phase = self._header, _Phase.HEADER
         if not hmac.compare_digest(self._tag.end(), self._tag_bytes):
             self._rewind()
-            self.due_since = None
+            self._waits = False
             self.lost = (
                 f"the part of iteration {header.iteration} does not fit its tag: something on the way from "
                 "the rank, or memory, has changed it; look for faults of memory and network on both hosts"
             )
             return self.lost
         if self._is_wanted:
-            self._is_wanted, self.due_since = False, None
+            self._is_wanted = self._waits = False
             self._end_iteration()
             self.position = start_of(self.layout, self.first, self.iteration)
         elif header.iteration >= self.iteration and not self.lost:
             self.lost = self._loss(header)
         return ""
+
+    def _note_due(self, iteration: int, since: float) -> None:
+        if self._due is not None and iteration > self._due[0]:
+            self.period = max(0.0, since - self._due[1]) / (iteration - self._due[0])
+        self._due, self._waits = (iteration, since), True
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the rank has had the part that comes next; 0 if it has none."""
+        due = self._due
+        return time.monotonic() - due[1] if self._waits and due is not None else 0.0
 
     def _loss(self, header: PartHeader) -> str:
         if not header.nbytes:

@@ -31,8 +31,6 @@ from checkmate.wire.copies import PartGreeting, PartHeader, PartsRefused
 
 _log: Final = logging.getLogger("checkmate")
 
-KEPT_ITERATIONS, KEPT_BYTES, KEPT_SECONDS = 2, 64 << 20, 1.0
-"""Iterations that are kept for a slow node: at least this number, these bytes, or this time."""
 CONNECT_SECONDS: Final = 5.0
 PATIENCE_SECONDS: Final = 3.0
 """Time for which it is not logged that a node takes nothing."""
@@ -107,10 +105,9 @@ class PartStream:
         """Return memory for the next iteration's bytes; `None` if the node is too far behind."""
         with self._condition:
             waiting = [queued for queued in self._parts if queued.data is not None]
-            if waiting and len(waiting) >= KEPT_ITERATIONS:
-                too_many = (len(waiting) + 1) * self.nbytes > KEPT_BYTES
-                if too_many and time.monotonic() - waiting[0].put_at > KEPT_SECONDS:
-                    return None
+            age = time.monotonic() - waiting[0].put_at if waiting else 0.0
+            if copies.has_no_room(len(waiting), self.nbytes, age):
+                return None
             if self._free:
                 return self._free.pop()
         return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
@@ -256,7 +253,7 @@ class PartStream:
 
     def _drop_first(self) -> None:
         data = self._parts.popleft().data
-        if data is not None and len(self._free) < KEPT_ITERATIONS:
+        if data is not None and len(self._free) < copies.KEPT_ITERATIONS:
             self._free.append(data)
 
 
