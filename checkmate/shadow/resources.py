@@ -59,7 +59,7 @@ class HoldResources:
             if laid.nbytes or isinstance(stream, TaggedStreamPlan)
         ]
         self.hold = Hold(plan, layout.of_shard(plan.shard), streams, first, joined)
-        self.sets = BucketSets(layout, plan.shard, joined - 1)
+        self.sets = BucketSets(layout, plan.shard, joined - 1, len(streams))
         self.inlets = self._new_inlets()
         self._version = 0
         self._loaded = False

@@ -16,6 +16,7 @@ from checkmate.job import host_copies
 from checkmate.job.schema import Job, ShadowNode
 from checkmate.keys.macs import GRADIENTS, MAC_BYTES, ConnectionProof, ConnectionSide
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.logic import hold as logic_hold
 from checkmate.shadow.logic.hold import Hold, StreamState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.receive import part_listener
@@ -452,3 +453,32 @@ def test_an_inlet_joins_again_in_the_middle_of_a_part() -> None:
         stream.close()
         node.inlet.close()
         node.listener.stop()
+
+
+def test_of_a_holds_streams_the_last_one_to_end_an_iteration_is_news() -> None:
+    """Else a node with a thousand of them would look at all a thousand times in each iteration."""
+    sets = BucketSets(layout_of(), 0, -1, streams=3)
+    assert [sets.note_end(iteration) for iteration in (0, 0, 1, 0, 1, 1)] == [
+        *(False, False, False),
+        *(True, False, True),
+    ]
+    sets.release(1)
+    assert [sets.note_end(2) for _ in range(3)] == [False, False, True]
+
+
+def test_a_record_does_not_look_at_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+    state = StreamState(PLAN, layout_of().slicing.stream(layout_of().schedule, StreamName(1, 0, 0), 1, RANKS))
+    hold = Hold(HoldPlan(0, 0, (), (PLAN,)), [0], [state], 0, 0)
+
+    def look(*arguments: object) -> int:
+        looks.append(arguments)
+        return 0
+
+    monkeypatch.setattr(logic_hold, "whole_through", look)
+    records = Records(RANKS, 0)
+    for position in range(RANKS):
+        records.add(pb.RecordPart(iteration=0, position=position), 0.0)
+        hold.update(records)
+    assert len(looks) == 1
+    assert hold.in_full == 0

@@ -349,6 +349,8 @@ class Hold:
 
     def update(self, records: Records) -> None:
         """Update the last iteration that is complete."""
+        if not records.complete(self.in_full + 1):
+            return
         through = [whole_through(s.layout, self.first, s.position) for s in self.streams]
         whole = [iteration for iteration in through if iteration is not None]
         while records.complete(self.in_full + 1) and all(last > self.in_full for last in whole):

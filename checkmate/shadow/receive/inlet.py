@@ -14,7 +14,7 @@ import ssl
 import sys
 import termios
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -31,10 +31,13 @@ class BucketSets:
     """Two sets of a shard's buckets, as flat tensors.
 
     `released` is the newest iteration whose gradients are no longer needed. `released + SETS` is the newest
-    iteration that may be written.
+    iteration that may be written. `streams`: the number of streams that write.
     """
 
-    def __init__(self, layout: Layout, shard: int, released: int) -> None:
+    def __init__(self, layout: Layout, shard: int, released: int, streams: int = 1) -> None:
+        self._streams = streams
+        self._ends: Counter[int] = Counter()  # of streams, by iteration
+        self._lock = locks.ordered_lock("sets")
         buckets = {i: bucket for i, bucket in enumerate(layout.buckets) if bucket.shard == shard}
         self.tensors: list[dict[int, torch.Tensor]] = [
             {i: torch.zeros(b.elements, dtype=getattr(torch, b.dtype)) for i, b in buckets.items()}
@@ -50,6 +53,14 @@ class BucketSets:
     def release(self, iteration: int) -> None:
         """Have the sets of iterations up to this one written again."""
         self.released = iteration
+        with self._lock:
+            self._ends = Counter({later: count for later, count in self._ends.items() if later > iteration})
+
+    def note_end(self, iteration: int) -> bool:
+        """Note that a stream has ended an iteration. Return whether all have."""
+        with self._lock:
+            self._ends[iteration] += 1
+            return self._ends[iteration] >= self._streams
 
     def clear(self) -> None:
         """Discard the tensors, for good, and the views that would keep their memory."""
@@ -214,6 +225,10 @@ class Inlet:
         if self._piece == len(self.layout.pieces):
             self._end_iteration()
         return ""
+
+    def take_news(self) -> bool:
+        """Return whether the end of its last iteration, or iterations, may complete one of the hold."""
+        return True
 
     def _end_iteration(self) -> None:
         self._piece = 0

@@ -47,6 +47,7 @@ class PartInlet(Inlet):
         self._is_wanted = False  # the part that comes
         self._read = 0  # bytes of it
         self._due: tuple[int, float] | None = None  # the last part: its iteration, and since when it waits
+        self._is_last = False  # of the hold's streams, in an iteration that has ended
         self._waits = False  # whether that has not come whole
         self._scratch: memoryview | None = None
         self._tags: PartTags | None = None
@@ -151,11 +152,21 @@ class PartInlet(Inlet):
             return self.lost
         if self._is_wanted:
             self._is_wanted = self._waits = False
+            # First, because the last of the hold's streams to end looks at the positions of all.
+            self.position = start_of(self.layout, self.first, self.iteration + 1)
             self._end_iteration()
-            self.position = start_of(self.layout, self.first, self.iteration)
         elif header.iteration >= self.iteration and not self.lost:
             self.lost = self._loss(header)
         return ""
+
+    def take_news(self) -> bool:
+        """Return whether the hold has an iteration of all streams: it may have a thousand of them."""
+        is_last, self._is_last = self._is_last, False
+        return is_last
+
+    def _end_iteration(self) -> None:
+        self._is_last |= self._sets.note_end(self.iteration)
+        super()._end_iteration()
 
     def _note_due(self, iteration: int, since: float) -> None:
         if self._due is not None and iteration > self._due[0]:

@@ -27,7 +27,8 @@ from checkmate.shadow.receive.inlet import Inlet, ReadResult
 class Reader:
     """A thread that reads the streams of one NIC.
 
-    It calls `on_iteration` after the last byte of an iteration of a stream, and `on_broken` when a connection
+    It calls `on_iteration` after the last byte of an iteration of a stream (of all of a hold's, if these are
+    parts), and `on_broken` when a connection
     breaks. The thread holds no lock during these calls.
     """
 
@@ -89,7 +90,7 @@ class Reader:
         before, iteration = inlet.received_bytes, inlet.iteration
         took = inlet.take()
         self.bytes += max(0, inlet.received_bytes - before)  # it may have joined again meanwhile
-        if inlet.iteration != iteration:
+        if inlet.iteration != iteration and inlet.take_news():
             self._on_iteration()
         if took is not ReadResult.ENDED:
             self._pause(inlet, took is ReadResult.PAUSED)
