@@ -10,6 +10,7 @@ nor more than `MAX_GREETINGS` sockets.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -33,6 +34,8 @@ from checkmate.shadow.receive.part_streams import PartInlet
 from checkmate.shadow.receive.stream_threads import Reader
 from checkmate.wire import copies, tcp
 from checkmate.wire.copies import NodeAnswer, PartGreeting, PartsRefused
+
+log = logging.getLogger("checkmate")
 
 GREETING_SECONDS: Final = 5.0
 """Time in which a connection must have proved itself, and has read why it is refused."""
@@ -280,6 +283,9 @@ class _Greetings:
                 socket.socket.shutdown(newcomer.sock, socket.SHUT_WR)
         except OSError as error:
             self._drop(fd, str(error))
+        except Exception as error:  # our own bug; a node without this thread would take no gradients
+            log.exception("greeting a rank")
+            self._drop(fd, repr(error))
 
     def _begin(self, newcomer: _Newcomer) -> bool:
         """Begin a greeting, after TLS's handshake if there is one. Return whether it has begun."""
