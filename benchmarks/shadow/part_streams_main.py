@@ -29,7 +29,7 @@ def raise_descriptors(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, count), hard), hard))
 
 
-class Rank:
+class SendingRank:
     """A connection to a node, and what it sends."""
 
     def __init__(self, port: int, position: int, part: memoryview, iterations: int) -> None:
@@ -80,7 +80,7 @@ def main() -> None:
     port, streams, nbytes, iterations = map(int, sys.argv[1:5])
     raise_descriptors(streams + 64)
     part = memoryview(bytes(nbytes))
-    ranks = [Rank(port, position, part, iterations) for position in range(streams)]
+    ranks = [SendingRank(port, position, part, iterations) for position in range(streams)]
     print(READY, flush=True)
     of_socket = {rank.sock.fileno(): rank for rank in ranks}
     epoll = select.epoll()

@@ -361,8 +361,8 @@ class Meddler:
         self.server = socket.create_server(("127.0.0.1", 0))
         self.port = self.server.getsockname()[1]
         self._target, self._place = port, place
-        self._threads = [threading.Thread(target=self._run, daemon=True)]
-        self._threads[0].start()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
@@ -371,18 +371,22 @@ class Meddler:
             except OSError:
                 return
             far = socket.create_connection(("127.0.0.1", self._target))
-            threading.Thread(target=self._pass_on, args=(far, near, -1), daemon=True).start()
-            self._pass_on(near, far, self._place)
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(
+                    target=self._pass_on, args=(source, target, source is near), daemon=True
+                ).start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket, place: int) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, changing: bool) -> None:
         passed = 0
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
-                if passed <= place < passed + len(data):
-                    data[place - passed] ^= 1
-                    self._place = -1  # once
+                with self._lock:
+                    if changing and passed <= self._place < passed + len(data):
+                        data[self._place - passed] ^= 1
+                        self._place = -1  # once
                 passed += len(data)
                 target.sendall(data)
+        with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
 

@@ -142,7 +142,7 @@ class PartListener:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, half)
         sock.send(NodeAnswer(inlet.iteration, "", mac).pack())
         if not inlet.accept(sock, PartTags(proof)):
-            raise PartsRefused(f"{_label(greeting)}: its start of training has ended")
+            raise PartsRefused(f"{_label(greeting)}: its stream was closed meanwhile")
         self.readers[self._attached % len(self.readers)].add(inlet)
         self._attached += 1
         self._on_change()
