@@ -121,7 +121,8 @@ def no_gradients(value: object) -> object:
 
 def no_sending(value: object) -> object:
     """Refuse what is said about hosts' copies where switches copy."""
-    if value:
+    values = value.values() if isinstance(value, dict) else [value or None]
+    if any(given is not None for given in values):
         raise ValueError("is for copies by hosts (copies: host): remove it, switches send the copies")
     return value
 
