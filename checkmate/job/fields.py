@@ -122,7 +122,7 @@ def no_gradients(value: object) -> object:
 def no_sending(value: object) -> object:
     """Refuse what is said about hosts' copies where switches copy."""
     values = value.values() if isinstance(value, dict) else [value or None]
-    if any(given is not None for given in values):
+    if any(element is not None for element in values):
         raise ValueError("is for copies by hosts (copies: host): remove it, switches send the copies")
     return value
 

@@ -243,3 +243,29 @@ def test_a_streams_socket_has_its_part_of_the_budget(node: Node, monkeypatch: py
         wait_until(lambda: node.inlet.connected)
         assert node.inlet.socket is not None
         assert node.inlet.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 1 << 18
+
+
+def test_a_bug_in_a_greeting_does_not_end_the_listener(
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bugs = [RuntimeError("a bug")]
+    unpack = copies.PartGreeting.unpack
+
+    def unpack_or_fail(data: bytes) -> copies.PartGreeting:
+        if bugs:
+            raise bugs.pop()
+        return unpack(data)
+
+    monkeypatch.setattr(copies.PartGreeting, "unpack", unpack_or_fail)
+    check_service(node)
+    assert bugs == []
+    assert "taking a rank's connection" in caplog.text
+
+
+def test_a_broken_stream_takes_no_connection_before_its_reader_has_dropped_the_old_one(node: Node) -> None:
+    """Else the reader would close the new one."""
+    with sending(node):
+        wait_until(lambda: node.inlet.connected)
+        node.inlet.broken = "the connection broke"  # as in a turn of the reader, which drops it then
+        _, why = node.listener._find(node.greeting)
+        assert "the stream's earlier connection has not ended" in why

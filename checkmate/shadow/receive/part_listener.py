@@ -55,6 +55,10 @@ _CLIENT_HELLO: Final = 0x16
 """First byte of TLS."""
 
 
+Greeting = Generator[int, bytes, PartInlet]
+"""As `PartListener` makes it."""
+
+
 def buffer_of(streams: int) -> int:
     """Return the bytes of each stream's socket buffer, by the number of a node's streams."""
     return min(MOST_BUFFER, max(LEAST_BUFFER, BUDGET_BYTES // max(1, streams)))
@@ -91,7 +95,7 @@ class PartListener:
         self._streams: dict[tuple[int, int, int], tuple[PartInlet, bytes]] = {}
         """The inlet of each stream in the present start of training, and that start."""
         self._attached = 0
-        self._greetings = _Greetings(listener, gate, self._greet, StrangerLog())
+        self._greetings = _Greetings(listener, gate, self._greet, self._begin_to_read)
 
     def connect(self, inlet: Inlet, begin: pb.BeginRequest, *, again: bool = False) -> None:
         """Attach to an inlet the next connection of its stream in this start of training."""
@@ -110,8 +114,11 @@ class PartListener:
         """Return the bytes that have come to the address."""
         return [(self.addresses[0], sum(reader.bytes for reader in self.readers))]
 
-    def _greet(self, sock: socket.socket) -> Generator[int, bytes, None]:
-        """Take a connection through its greeting. Yields how many bytes it needs, and is sent them."""
+    def _greet(self, sock: socket.socket) -> Greeting:
+        """Take a connection through its greeting. Yields how many bytes it needs, and is sent them.
+
+        Returns the inlet that has the connection.
+        """
         prefix = yield copies.PREFIX_BYTES
         try:
             copies.check_prefix(prefix)
@@ -143,6 +150,9 @@ class PartListener:
         sock.send(NodeAnswer(inlet.iteration, "", mac).pack())
         if not inlet.accept(sock, PartTags(proof)):
             raise PartsRefused(f"{_label(greeting)}: its stream was closed meanwhile")
+        return inlet
+
+    def _begin_to_read(self, inlet: PartInlet) -> None:
         self.readers[self._attached % len(self.readers)].add(inlet)
         self._attached += 1
         self._on_change()
@@ -162,7 +172,7 @@ class PartListener:
             inlet, start = self._streams.get(_key(greeting), (None, b""))
         if inlet is None or start != greeting.start or inlet.closed:
             return None, "this start of training has not begun here"
-        if inlet.connected:
+        if inlet.socket is not None:  # its reader has not dropped it yet, even if it is broken
             return None, (
                 "the stream's earlier connection has not ended: another process may be the same rank, "
                 "which must run once"
@@ -189,7 +199,7 @@ class _Newcomer:
     def __init__(self, sock: socket.socket, host: str) -> None:
         self.sock, self.host = sock, host
         self.deadline = time.monotonic() + GREETING_SECONDS
-        self.greeting: Generator[int, bytes, None] | None = None
+        self.greeting: Greeting | None = None
         self.need = 0
         self.data = b""
         self.leaving = False  # it is refused, and may read why
@@ -202,11 +212,12 @@ class _Greetings:
         self,
         listener: socket.socket,
         gate: CallerGate | None,
-        greet: Callable[[socket.socket], Generator[int, bytes, None]],
-        strangers: StrangerLog,
+        greet: Callable[[socket.socket], Greeting],
+        on_end: Callable[[PartInlet], None],
     ) -> None:
         listener.setblocking(False)
-        self._listener, self._gate, self._greet, self._strangers = listener, gate, greet, strangers
+        self._listener, self._gate, self._greet, self._on_end = listener, gate, greet, on_end
+        self._strangers = StrangerLog()
         self._epoll = select.epoll()
         self._epoll.register(listener, select.EPOLLIN)
         self._newcomers: dict[int, _Newcomer] = {}
@@ -230,10 +241,14 @@ class _Greetings:
             ends = [newcomer.deadline for newcomer in self._newcomers.values()]
             timeout = max(0.0, min(ends) - time.monotonic()) if ends else None
             for fd, _ in self._epoll.poll(timeout):
-                if fd == self._listener.fileno():
-                    self._accept()
-                elif (newcomer := self._newcomers.get(fd)) is not None:
-                    self._go_on(fd, newcomer)
+                try:
+                    if fd == self._listener.fileno():
+                        self._accept()
+                    elif (newcomer := self._newcomers.get(fd)) is not None:
+                        self._go_on(fd, newcomer)
+                except Exception:  # our own bug; a node without this thread would take no gradients
+                    log.exception("taking a rank's connection")
+                    self._forget(fd)
             now = time.monotonic()
             for fd, newcomer in list(self._newcomers.items()):
                 if newcomer.deadline <= now:
@@ -257,6 +272,10 @@ class _Greetings:
             self._newcomers[sock.fileno()] = _Newcomer(sock, str(address[0]))
             self._epoll.register(sock, select.EPOLLIN)
 
+    def _forget(self, fd: int) -> None:
+        if fd in self._newcomers:
+            self._drop(fd)
+
     def _drop(self, fd: int, why: str = "") -> None:
         newcomer = self._newcomers.pop(fd)
         newcomer.sock.close()
@@ -273,9 +292,10 @@ class _Greetings:
                 self._read(newcomer)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
-        except StopIteration:  # its inlet has the socket
-            self._epoll.unregister(fd)
+        except StopIteration as end:
+            self._epoll.unregister(fd)  # before its reader, which may close the socket, knows of it
             del self._newcomers[fd]
+            self._on_end(end.value)
         except (PartsRefused, CallerRefused) as error:
             self._strangers.line(f"gradients from {newcomer.host}: {error}")
             newcomer.leaving = True  # closing with unread bytes would discard the reason
@@ -283,9 +303,6 @@ class _Greetings:
                 socket.socket.shutdown(newcomer.sock, socket.SHUT_WR)
         except OSError as error:
             self._drop(fd, str(error))
-        except Exception as error:  # our own bug; a node without this thread would take no gradients
-            log.exception("greeting a rank")
-            self._drop(fd, repr(error))
 
     def _begin(self, newcomer: _Newcomer) -> bool:
         """Begin a greeting, after TLS's handshake if there is one. Return whether it has begun."""
