@@ -35,6 +35,7 @@ SUITES = {
     "allreduce": "training.allreduce",
     "nccl_speed": "training.nccl_speed",
     "shadow_receive": "shadow.receive",
+    "shadow_part_streams": "shadow.part_streams",
     "shadow_step": "shadow.step",
     "shadow_cores": "shadow.cores",
     "shadow_memory": "shadow.memory",

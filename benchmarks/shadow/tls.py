@@ -19,7 +19,7 @@ from checkmate.keys.making import make_keys
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
-from checkmate.shadow.admission import RecordsGate
+from checkmate.shadow.admission import CallerGate
 from checkmate.shadow.inbox import Inbox
 from testbed.copies import Copies, local_job
 from testbed.jobs import keys_of
@@ -60,7 +60,7 @@ def _records(folder: Path) -> Result:
 def _sender(job: Job, stack: ExitStack) -> Timed:
     """Return a function that sends step records to an inbox, and returns the seconds to the last answer."""
     keys = keys_of(job, Role.SHADOW)
-    gate = RecordsGate(job, keys) if keys is not None else None
+    gate = CallerGate(job, keys) if keys is not None else None
     listener = socket.create_server(job.node(0).records_at)
     inbox = Inbox(listener, lambda part, *_: pb.RecordReply(iteration=part.iteration), gate)
     stack.callback(inbox.stop)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from ipaddress import IPv4Address, ip_address
+from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Final
 
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _HOST_PORT = re.compile(r"(?P<host>[^:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?![0-9]+(\.[0-9]+)*\.?$){_LABEL}(\.{_LABEL})*\.?")
+
+
+_INTERFACE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 
 
 NAME_BYTES: Final = 255
@@ -64,6 +67,24 @@ def checked_host_port(value: str) -> str:
         raise ValueError("must be host:port such as 192.168.0.5:7000")
     checked_host(match["host"].strip("[]"))
     return value
+
+
+def checked_source(value: str) -> str:
+    """Return an interface's name, or a network in its usual form. Raise `ValueError` for others."""
+    try:
+        return str(ip_network(value, strict=False))
+    except ValueError:
+        if not _INTERFACE.fullmatch(value) or ip_like(value):
+            raise ValueError(
+                "must be the name of an interface, such as eth1, or a network, such as 10.1.0.0/16, in which "
+                "each host has an address"
+            ) from None
+    return value
+
+
+def ip_like(text: str) -> bool:
+    """Return whether a text looks like an IPv4 address, whether or not it is one."""
+    return re.fullmatch(r"[0-9.]+", text) is not None
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -7,12 +7,20 @@ takes as long to import as all of the rest.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from checkmate.job.addresses import checked_host, checked_host_port, checked_ip, checked_mac, checked_path
+from checkmate.job.addresses import (
+    checked_host,
+    checked_host_port,
+    checked_ip,
+    checked_mac,
+    checked_path,
+    checked_source,
+)
 from checkmate.job.tofino import chips
 
 if TYPE_CHECKING:
@@ -81,6 +89,8 @@ class Described:
 
 _MAC_PATTERN: Final = "^[0-9a-fA-F][02468aceACE](:[0-9a-fA-F]{2}){5}$"
 """Unicast addresses, for editors."""
+_RATE_PATTERN: Final = r"^[0-9]{1,6}(\.[0-9]{1,6})?[MG]$"
+_RATE: Final = re.compile(_RATE_PATTERN)
 DSCP_BITS: Final = (1, 2, 4, 8, 16, 32)
 
 CPU_PORT: Final = 510
@@ -109,6 +119,21 @@ def no_gradients(value: object) -> object:
     return value
 
 
+def no_sending(value: object) -> object:
+    """Refuse what is said about hosts' copies where switches copy."""
+    values = value.values() if isinstance(value, dict) else [value or None]
+    if any(element is not None for element in values):
+        raise ValueError("is for copies by hosts (copies: host): remove it, switches send the copies")
+    return value
+
+
+def checked_rate(value: object) -> object:
+    """Return a rate as a text. Raise `ValueError` unless it is a number of megabits or gigabits."""
+    if not isinstance(value, str) or not _RATE.fullmatch(value) or not float(value[:-1]):
+        raise ValueError("must be bits per second, such as 500M or 2.5G")
+    return value
+
+
 def device_port(value: object) -> object:
     """Accept a device port alone for a port of a Tofino's front panel."""
     return {"device_port": value} if isinstance(value, int) else value
@@ -119,6 +144,11 @@ Ip = Annotated[IPv4Address, Before(checked_ip)]
 FilePath = Annotated[Path, Before(checked_path)]
 HostName = Annotated[str, After(checked_host)]
 HostPort = Annotated[str, After(checked_host_port), Described(pattern=r":[0-9]{1,5}$")]
+Source = Annotated[str, After(checked_source)]
+"""An interface's name, or a network."""
+BitRate = Annotated[str, Before(checked_rate), Described(pattern=_RATE_PATTERN)]
+Flag = Annotated[bool, ValueLimits(strict=True)]
+Dscp = Annotated[int, whole(0, 63)]
 Port = Annotated[int, whole(0, CPU_PORT - 1), Before(_port)]
 PortName = Annotated[str, ValueLimits(pattern=chips.PORT_NAME)]
 Collective = Literal["ring", "nccl"]

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Final, Literal
 
 from checkmate.base.wording import counted
 from checkmate.job.faults import Fault
-from checkmate.job.fields import RANKS_LAST, FilePath, HostPort, Name, ShadowNodeId, Size, items, whole
+from checkmate.job.fields import RANKS_LAST, FilePath, Flag, HostPort, Name, ShadowNodeId, Size, items, whole
 from checkmate.job.mesh_groups import replica_lines, serving
 from checkmate.job.schema import (
+    DEFAULT_SENDING,
     NO_ADDRESS,
     DpGroup,
     Fabric,
@@ -22,6 +23,7 @@ from checkmate.job.schema import (
     Job,
     Mesh,
     Rank,
+    Sending,
     ShadowNode,
 )
 from checkmate.job.validation import validated
@@ -58,6 +60,8 @@ class HostCopiesFile(Frozen):
     mesh: RankMesh | None = None
     replicas: Annotated[int, whole(1, SHARDS_MAX)] = 1
     keys: FilePath | None = None
+    encrypt: Flag = False
+    sending: Sending = DEFAULT_SENDING
     shadow_nodes: Annotated[tuple[CopyNode, ...], items(1)]
 
 
@@ -139,6 +143,8 @@ def _job(file: HostCopiesFile) -> Job:
         fabric=Fabric(switches=()),
         replicas=file.replicas,
         keys=file.keys,
+        encrypt=file.encrypt,
+        sending=file.sending,
         mesh=None if file.mesh is None else mesh,
         dp_groups=tuple(groups),
         shadow_nodes=nodes,

@@ -19,10 +19,13 @@ from checkmate.job.fields import (
     RANKS_LAST,
     After,
     Before,
+    BitRate,
     Collective,
     Described,
+    Dscp,
     Fec,
     FilePath,
+    Flag,
     HostName,
     HostPort,
     Ip,
@@ -33,6 +36,7 @@ from checkmate.job.fields import (
     PortName,
     ShadowNodeId,
     Size,
+    Source,
     Speed,
     TcpPort,
     ValueLimits,
@@ -40,6 +44,7 @@ from checkmate.job.fields import (
     device_port,
     items,
     no_gradients,
+    no_sending,
     whole,
 )
 from checkmate.job.tofino import chips
@@ -269,6 +274,28 @@ class ShadowNode(Frozen):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sending(Frozen):
+    """How ranks send copies to shadow nodes, so that these do not compete with training."""
+
+    source: Source | None = None
+    """The interface, or the network of the address, from which they come."""
+    limit: BitRate | None = None
+    """Bits per second of all copies of a rank."""
+    dscp: Dscp | None = None
+    """The class of traffic of their packets."""
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The limit in bytes per second."""
+        if self.limit is None:
+            return None
+        return float(self.limit[:-1]) * {"M": 1e6, "G": 1e9}[self.limit[-1]] / 8
+
+
+DEFAULT_SENDING: Final = Sending()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job(Frozen):
     """One training job."""
 
@@ -283,6 +310,10 @@ class Job(Frozen):
     replicas: Annotated[int, whole(1, wire.SHARDS_MAX)] = 1
     keys: FilePath | None = None
     """The folder with the folder of this job's keys; beside the job file by default."""
+    encrypt: Annotated[Flag, Before(no_sending)] = False
+    """Whether streams of copies by hosts are encrypted."""
+    sending: Annotated[Sending, Before(no_sending)] = DEFAULT_SENDING
+    """The way of copies by hosts."""
     hosts: tuple[TrainingHost, ...] = ()
     """Hosts that ranks name."""
     mesh: Mesh | None = None

@@ -33,6 +33,7 @@ _UNKNOWN: Final = ("extra_forbidden", "unexpected_keyword_argument")
 _KINDS: Final[Mapping[str, str]] = {
     "string_type": "a text (in quotes if it looks like a number)",
     "string_too_short": "a text that is not empty",
+    "bool_type": "true or false",
     "float_type": "a number",
     "float_parsing": "a number",
     "finite_number": "a finite number",

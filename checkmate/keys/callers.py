@@ -12,6 +12,8 @@ from checkmate.keys.roles import URI_SCHEME, Role, node_hosts
 
 STEP_RECORDS: Final = "step records"
 """The connection for step records, which is not an RPC."""
+GRADIENT_STREAM: Final = "gradients"
+"""An encrypted stream of gradients, with copies by hosts."""
 
 _ALL: Final = frozenset(Role)
 _TRAINER: Final = frozenset({Role.TRAINER})
@@ -36,6 +38,7 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
         "Fetch": _READERS | _TRAINER,  # trainers fetch from fenced nodes, which need no reservation
         "Commit": _SHADOW,
         STEP_RECORDS: _TRAINER,
+        GRADIENT_STREAM: _TRAINER,
     }
 )
 """The roles that may make each call of `checkmate.v1.Shadow`, by the RPC's name."""

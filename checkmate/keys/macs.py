@@ -1,4 +1,7 @@
-"""Message authentication codes: keyed BLAKE2b, 16 bytes, with a purpose of its own for each use. No I/O."""
+"""Message authentication codes: keyed BLAKE2b, 16 bytes, with a purpose of its own for each use. No I/O.
+
+What comes in bulk has tags instead, of GMAC, which is ten times as fast as any hash of `hashlib`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,21 @@ import secrets
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from checkmate.keys.secret_files import SECRET_BYTES
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext
+
 MAC_BYTES: Final = 16
+TAG_BYTES: Final = 16
 NONCE_BYTES: Final = 16
 
 _HELLO: Final = b"checkmate hello"
 RING: Final = b"checkmate ring"
 GRADIENTS: Final = b"checkmate parts"
+_TAGS: Final = b"checkmate tags"
 
 
 class ConnectionSide(IntEnum):
@@ -79,6 +87,45 @@ class ConnectionProof:
     def is_authentic(self, side: ConnectionSide, mac: bytes) -> bool:
         """Return whether `mac` is that of a side, in constant time."""
         return hmac.compare_digest(self.mac(side), mac)
+
+
+class PartTags:
+    """The tags of a connection's messages, in order: AES-GMAC with a key of the connection, 16 bytes.
+
+    Both sides count messages, and the count is the nonce, so that a message can't be repeated or moved.
+    """
+
+    def __init__(self, proof: ConnectionProof) -> None:
+        """Derive the key from a connection's nonces, which no other connection has."""
+        message = proof.connects_nonce + proof.accepts_nonce + proof.greeting
+        self._key = _mac(proof.key, _TAGS, message)
+        self._count = 0
+
+    def begin(self, header: bytes | bytearray) -> PartTag:
+        """Return the tag of the next message, which begins with a header."""
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes  # noqa: PLC0415 - slow
+
+        nonce = self._count.to_bytes(12, "big")
+        self._count += 1
+        tag = PartTag(Cipher(algorithms.AES(self._key), modes.GCM(nonce)).encryptor())
+        tag.update(header)
+        return tag
+
+
+class PartTag:
+    """The tag of one message, whose bytes come in pieces."""
+
+    def __init__(self, context: AEADEncryptionContext) -> None:
+        self._context = context
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Go on with these bytes, of at most a few megabytes: other threads wait meanwhile."""
+        self._context.authenticate_additional_data(data)
+
+    def end(self) -> bytes:
+        """Return the tag, once."""
+        self._context.finalize()
+        return self._context.tag
 
 
 def _mac(key: bytes, purpose: bytes, message: bytes) -> bytes:

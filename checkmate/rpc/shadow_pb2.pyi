@@ -1878,9 +1878,9 @@ class Progress(google.protobuf.message.Message):
     live: builtins.bool
     """whether it has a live hold"""
     patience: builtins.float
-    """seconds until its fullest socket buffer overflows"""
+    """seconds until it has no more room: in its fullest socket, or at a trainer"""
     pressed: builtins.bool
-    """a live hold has hardly any room: both sets of buckets and a socket buffer are full"""
+    """a live hold has hardly any room: both sets of buckets are full, and what is behind them"""
     start: builtins.bytes
     """as in BeginRequest"""
     protocol: builtins.int

@@ -15,7 +15,7 @@ import grpc
 
 from checkmate.base.waiting_calls import host_of_call
 from checkmate.job.schema import Job
-from checkmate.keys.callers import STEP_RECORDS, CallerRefused, caller_role, check_call
+from checkmate.keys.callers import GRADIENT_STREAM, STEP_RECORDS, CallerRefused, caller_role, check_call
 from checkmate.keys.contexts import server_context, uris_of_call
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role, node_hosts
@@ -93,14 +93,16 @@ class CallerCheck(grpc.ServerInterceptor):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
 
 
-class RecordsGate:
-    """TLS of connections for step records, and the check of who has opened them."""
+class CallerGate:
+    """TLS of connections for step records or gradients, and the check of who has opened them."""
 
-    def __init__(self, job: Job, keys: RoleKeys) -> None:
-        """Create it. Raise `KeysError` if TLS refuses the keys."""
-        self._job = job
+    def __init__(self, job: Job, keys: RoleKeys, call: str = STEP_RECORDS) -> None:
+        """Create it, for a call of `keys.callers`. Raise `KeysError` if TLS refuses the keys."""
+        self._job, self._call = job, call
         self._addresses = Addresses()
         self._context = server_context(keys)
+        if call == GRADIENT_STREAM:
+            self._context.num_tickets = 0  # they come after the handshake: nothing may (`wire.copies`)
 
     def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
         """Return a TLS connection that has not begun its handshake. Raise `OSError` if `sock` is broken."""
@@ -116,8 +118,11 @@ class RecordsGate:
         assert isinstance(sock, ssl.SSLSocket)
         sock.settimeout(HANDSHAKE_SECONDS)
         sock.do_handshake()
-        uris = uris_of_socket(sock.getpeercert())
-        check_caller(STEP_RECORDS, uris, host, self._job, self._addresses)
+        self.check(sock, host)
+
+    def check(self, sock: ssl.SSLSocket, host: str) -> None:
+        """Raise `CallerRefused` if the caller's role may not do that, after the handshake."""
+        check_caller(self._call, uris_of_socket(sock.getpeercert()), host, self._job, self._addresses)
 
 
 def check_caller(rpc: str, uris: Iterable[str], host: str, job: Job, addresses: Addresses) -> None:

@@ -27,7 +27,7 @@ from checkmate.keys.callers import CallerRefused
 from checkmate.output.log_lines import StrangerLog
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.frames import GREETING, FrameError, OtherProtocol, Unpacker, pack
-from checkmate.shadow.admission import RecordsGate
+from checkmate.shadow.admission import CallerGate
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.receive.inlet import waiting
 from checkmate.state import StateError
@@ -80,7 +80,7 @@ class Inbox:
     """A server of step records between `start` and `stop`."""
 
     def __init__(
-        self, listener: socket.socket, take: Take, gate: RecordsGate | None = None, most: int = CONNECTIONS
+        self, listener: socket.socket, take: Take, gate: CallerGate | None = None, most: int = CONNECTIONS
     ) -> None:
         """Take over `listener`, which `stop` closes.
 

@@ -101,11 +101,14 @@ class Node:
         return self._clock.now()
 
     @contextmanager
-    def moving(self) -> Iterator[NodeState]:
-        """Hold the lock while the caller changes the state; then carry out the effects."""
+    def moving(self, *, observe: bool = True) -> Iterator[NodeState]:
+        """Hold the lock while the caller changes the state; then carry out the effects.
+
+        `observe`: whether to look at what streams have received before, which takes time for each of them.
+        """
         with self.state_changed:
             yield self.state
-            self._follow_up()
+            self._follow_up(observe=observe)
 
     def touch(self) -> None:
         """Update the state after streams have received data."""
@@ -200,8 +203,8 @@ class Node:
                 thread.join()
         self.source.stop()
 
-    def _follow_up(self) -> None:
-        for resources in self.resources.values():
+    def _follow_up(self, *, observe: bool = True) -> None:
+        for resources in self.resources.values() if observe else ():
             resources.observe()
         self.state.refresh(self.now())
         for effect in self.state.take_effects():

@@ -12,10 +12,11 @@ from checkmate.events.kinds import ITERATION_COMMITTED, Occurrence
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
+from checkmate.keys.callers import GRADIENT_STREAM
 from checkmate.keys.roles import Role, Secret
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import memory
-from checkmate.shadow.admission import RecordsGate
+from checkmate.shadow.admission import CallerGate
 from checkmate.shadow.calls.begin import node_status
 from checkmate.shadow.calls.transfer import take
 from checkmate.shadow.copier import Copier
@@ -24,7 +25,7 @@ from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER, TCP_MEM_UNSEEN, check_host, tcp_memory_shortfall
 from checkmate.shadow.receive.hold_plans import full_buffers
-from checkmate.shadow.receive.part_streams import ORDINARY_BUFFER, PartListener
+from checkmate.shadow.receive.part_listener import PartListener
 from checkmate.shadow.service import Server, check_address, gradients_listener, records_listener
 
 _SPARE_CONNECTIONS: Final = 16
@@ -84,9 +85,7 @@ class Serving:
         allowed = access(job, Role.SHADOW, insecure=insecure, hosts=hosts)
         check_address(job, node_id)
         by_hosts = job.copies == "host"
-        if by_hosts:  # what comes too fast waits in the trainers' memory
-            receive_buffer = ORDINARY_BUFFER
-        else:
+        if not by_hosts:  # else what comes too fast waits in the trainers' memory
             check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
         memory.one_arena()
         memory.load_optimizers()
@@ -97,8 +96,12 @@ class Serving:
             if by_hosts:
                 parts = gradients_listener(job, node_id)
                 undo.callback(parts.close)
-                make_source = partial(PartListener, job.job, parts, allowed.secret(Secret.GRADIENTS))
-            gate = RecordsGate(job, allowed.keys) if allowed.keys is not None else None
+                part_gate = None
+                if job.encrypt and allowed.keys is not None:
+                    part_gate = CallerGate(job, allowed.keys, GRADIENT_STREAM)
+                key = allowed.secret(Secret.GRADIENTS)
+                make_source = partial(PartListener, job, parts, key, part_gate)
+            gate = CallerGate(job, allowed.keys) if allowed.keys is not None else None
             self.node = Node(
                 job,
                 node_id,

@@ -59,7 +59,7 @@ class HoldResources:
             if laid.nbytes or isinstance(stream, TaggedStreamPlan)
         ]
         self.hold = Hold(plan, layout.of_shard(plan.shard), streams, first, joined)
-        self.sets = BucketSets(layout, plan.shard, joined - 1)
+        self.sets = BucketSets(layout, plan.shard, joined - 1, len(streams))
         self.inlets = self._new_inlets()
         self._version = 0
         self._loaded = False
@@ -81,6 +81,9 @@ class HoldResources:
                 connected=inlet.connected,
                 paused=paused,
                 queued=inlet.queued() if paused else 0,
+                lost=inlet.lost,
+                waited=inlet.waited,
+                period=inlet.period,
             )
 
     def step(self, iteration: int, step: pb.Step) -> Stepped:
@@ -130,10 +133,13 @@ class HoldResources:
 
     def join(self) -> None:
         """Discard all received gradients, and receive from iteration `Hold.joined` on."""
-        self.close()
+        for inlet in self.inlets:
+            if not inlet.rejoin(self.hold.joined):
+                inlet.close()
         with self.lock:
             self.sets.release(self.hold.joined - 1)
-            self.inlets = self._new_inlets()
+            connected = {number: inlet for number, inlet in enumerate(self.inlets) if not inlet.closed}
+            self.inlets = [connected.get(number, inlet) for number, inlet in enumerate(self._new_inlets())]
         self.observe()
 
     def settle(self) -> None:

@@ -9,11 +9,53 @@ import socket
 import struct
 import termios
 import time
+from collections.abc import Callable
 
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33  # missing in Python's socket module
 
 _POLL_SECONDS = 0.001
 _TOTAL_RETRANS = 100  # tcpi_total_retrans in struct tcp_info
+
+
+SO_MAX_PACING_RATE = 47  # missing in Python's socket module
+
+
+def connect(
+    address: tuple[str, int], timeout: float, prepare: Callable[[socket.socket], None]
+) -> socket.socket:
+    """Return a connection to the first of a host's addresses that accepts one.
+
+    `prepare` is called with each socket before it connects. Raise the last attempt's `OSError`.
+    """
+    failure: OSError | None = None
+    for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(timeout)
+            prepare(sock)
+            sock.connect(place)
+        except OSError as error:
+            failure = error
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure or OSError(f"{address[0]} has no address")
+
+
+def mark_class(sock: socket.socket, dscp: int) -> None:
+    """Give a socket's packets a DSCP."""
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
+    else:
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
+
+
+def pace(sock: socket.socket, rate: int) -> None:
+    """Have the kernel send at most this many bytes per second, without bursts, on any device."""
+    sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", rate))
 
 
 def tune_for_bulk(sock: socket.socket) -> None:

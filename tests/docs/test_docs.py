@@ -78,7 +78,7 @@ def test_the_addresses_of_a_lab_are_as_written() -> None:
 
 
 def test_the_example_of_a_job_works(tmp_path: Path) -> None:
-    job, fabric, by_hosts, hosts, mesh, tofino, _ = blocks("job.md", "yaml")
+    job, fabric, by_hosts, on_their_way, hosts, mesh, tofino, _ = blocks("job.md", "yaml")
     (tmp_path / "fabric.yaml").write_text(fabric)
     for text, ranks in ((job, [0, 1]), (hosts, [0, 2]), (mesh, [0, 2])):
         (tmp_path / "job.yaml").write_text(text)
@@ -87,6 +87,9 @@ def test_the_example_of_a_job_works(tmp_path: Path) -> None:
     example = read_job(tmp_path / "job.yaml")
     assert [rank.rank for rank in example.dp_groups[0].ranks] == [*range(16)]
     assert example.node(1).gradients_at == ("10.0.1.2", 7100)
+    (tmp_path / "job.yaml").write_text(on_their_way)
+    example = read_job(tmp_path / "job.yaml")
+    assert (example.encrypt, example.sending.source, example.sending.dscp) == (True, "eth1", 8)
     (tmp_path / "fabric.yaml").write_text(tofino)
     for port in range(1, 5):
         job = job.replace(f"port: {port}}}", f"port: {port}/0}}")

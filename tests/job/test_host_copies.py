@@ -10,7 +10,9 @@ import yaml
 
 from checkmate.job.files import JobError, read_job
 from checkmate.job.kept import of_json, to_json
+from checkmate.job.schema import Sending
 from checkmate.keys.roles import Role, hosts_of
+from testbed.jobs import job_data
 from tests.support.cli import invoke
 
 NODES = [{"id": node, "mgmt": f"shadow{node}.example:7000"} for node in range(2)]
@@ -37,6 +39,25 @@ def test_ranks_are_one_dp_group_without_addresses(tmp_path: Path) -> None:
     assert of_json(to_json(job)) == job
 
 
+def test_the_way_of_copies_is_part_of_the_job(tmp_path: Path) -> None:
+    sending = {"source": "10.1.2.3/16", "limit": "2.5G", "dscp": 8}
+    job = read_job(write(tmp_path, encrypt=True, sending=sending))
+    assert job.encrypt
+    assert job.sending == Sending(source="10.1.0.0/16", limit="2.5G", dscp=8)
+    assert job.sending.bytes_per_second == 312_500_000
+    assert of_json(to_json(job)) == job
+    plain = read_job(write(tmp_path))
+    assert (plain.encrypt, plain.sending.bytes_per_second) == (False, None)
+
+
+@pytest.mark.parametrize(("key", "value"), [("encrypt", True), ("sending", {"dscp": 8})])
+def test_the_way_of_copies_is_not_for_switches(tmp_path: Path, key: str, value: object) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**job_data(), key: value}))
+    with pytest.raises(JobError, match=f"{key}: is for copies by hosts .copies: host.: remove it"):
+        read_job(file)
+
+
 def test_a_mesh_has_a_group_for_each_place_of_its_replicas(tmp_path: Path) -> None:
     """Without replicas, each group has one rank."""
     job = read_job(write(tmp_path, ranks=None, mesh={"dp_replicate": 2, "dp_shard": 4}))
@@ -56,6 +77,12 @@ def test_a_mesh_has_a_group_for_each_place_of_its_replicas(tmp_path: Path) -> No
         ({"replicas": 3}, "replicas", "3 replicas need as many shadow nodes; the job has 2"),
         ({"fabric": "fabric.yaml"}, "fabric", "is for copies by switch (copies: switch): remove it"),
         ({"channels": 2}, "channels", "is for copies by switch (copies: switch): remove it"),
+        ({"encrypt": "yes"}, "encrypt", "must be true or false"),
+        ({"sending": {"limit": 2}}, "sending.limit", "must be bits per second, such as 500M or 2.5G"),
+        ({"sending": {"limit": "0G"}}, "sending.limit", "must be bits per second, such as 500M or 2.5G"),
+        ({"sending": {"dscp": 64}}, "sending.dscp", "must be from 0 to 63, not 64"),
+        ({"sending": {"source": "10.1.0.0.0"}}, "sending.source", "must be the name of an interface, such"),
+        ({"sending": {"source": "a network"}}, "sending.source", "must be the name of an interface, such"),
         ({"colour": 2}, "colour", "unknown key; the keys here are job, copies, ranks, mesh,"),
         ({"shadow_nodes": [NODES[0], NODES[0]]}, "shadow_nodes[1].id", "shadow node id 0 is taken already"),
         (

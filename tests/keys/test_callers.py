@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from checkmate.keys.callers import CALLERS, STEP_RECORDS, CallerRefused, caller_role, check_call
+from checkmate.keys.callers import (
+    CALLERS,
+    GRADIENT_STREAM,
+    STEP_RECORDS,
+    CallerRefused,
+    caller_role,
+    check_call,
+)
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2
 from tests.support.fuzz import fuzz
@@ -25,7 +32,7 @@ def allowed(rpc: str, role: Role, host: str = NODE) -> bool:
 
 def test_every_rpc_has_a_row() -> None:
     service = shadow_pb2.DESCRIPTOR.services_by_name["Shadow"]
-    assert {method.name for method in service.methods} | {STEP_RECORDS} == CALLERS.keys()
+    assert {method.name for method in service.methods} | {STEP_RECORDS, GRADIENT_STREAM} == CALLERS.keys()
     assert all(CALLERS.values())
 
 
@@ -34,7 +41,8 @@ def test_each_role_may_do_what_it_needs_and_no_more() -> None:
     assert calls[Role.CONTROLLER] == {"Status", "Events"}
     assert calls[Role.READER] == {"Status", "Events", "Reserve", "Release", "Fetch"}
     assert calls[Role.SHADOW] == calls[Role.READER] | {"Parts", "Commit"}
-    changing = {"Fence", "Copy", "Settle", "Reset", "Leave", "Begin", "Refused", "Seed", STEP_RECORDS}
+    changing = {"Fence", "Copy", "Settle", "Reset", "Leave", "Begin", "Refused", "Seed"}
+    changing |= {STEP_RECORDS, GRADIENT_STREAM}
     assert calls[Role.TRAINER] == changing | {"Status", "Events", "Fetch"}
 
 

@@ -140,10 +140,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
         pull_seconds=max((pull_seconds(resources) for resources in all_resources), default=0.0),
         step_seconds=node.step_seconds,
         memory_bytes=memory.resident(),
-        nics=[
-            pb.NicStatus(ip=ip, bytes=reader.bytes)
-            for ip, reader in zip(node.source.addresses, node.source.readers, strict=True)
-        ],
+        nics=[pb.NicStatus(ip=ip, bytes=nbytes) for ip, nbytes in node.source.received()],
         behind=[pb.Behind(node=n, iterations=i) for n, i in sorted(state.committee.behind.items())],
     )
 

@@ -62,7 +62,7 @@ def take(node: Node, part: pb.RecordPart, answer: bool, host: str) -> pb.RecordR
 
 def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | None:
     """Add a rank's part of a step record. Return the reply, with requests for seeds, if one is wanted."""
-    with node.moving() as node_state:
+    with node.moving(observe=False) as node_state:  # there may be a thousand ranks, with as many streams
         group = node_state.group(part.group, part)
         check_part(node.job, group, part)
         group.records.add(part, node.now())

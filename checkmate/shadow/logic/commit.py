@@ -27,8 +27,11 @@ KeptShard = tuple[Shard, int]
 MIN_SILENCE, MAX_SILENCE = 1.0, 5.0
 """Bounds, in seconds, of the silence after which a node no longer counts."""
 
+PRESSED_SILENCE = 0.5
+"""The silence, in seconds, for which a node without room waits, with copies by hosts: two heartbeats."""
+
 PATIENCE = 600.0
-"""Upper bound, in seconds, of the time until a socket buffer is full."""
+"""Upper bound, in seconds, of the time until there is no more room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,9 @@ class _Peer:
 class Committee:
     """One incarnation from the view of one node. All live holds step up to `committed`.
 
-    `start` distinguishes incarnations of the same number, because numbers wrap.
+    `start` distinguishes incarnations of the same number, because numbers wrap. If it `passes_laggards`, live
+    nodes that have no more room do not wait for live ones that lag: with copies by hosts, these cannot tell
+    that their gradients are lost before they have read all that is before the mark.
     """
 
     me: int
@@ -71,6 +76,7 @@ class Committee:
     began: float
     committed: int = NEVER
     start: bytes = b""
+    passes_laggards: bool = False
     progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,6 +158,8 @@ class Committee:
     @property
     def silence(self) -> float:
         """Seconds until a silent node no longer counts: a quarter of the shortest patience, within bounds."""
+        if self.passes_laggards and self._pressed():
+            return PRESSED_SILENCE
         patiences = [peer.progress.patience for peer in self._higher.values() if peer.progress]
         return min(MAX_SILENCE, max(MIN_SILENCE, min([self.progress.patience, *patiences]) / 4))
 
@@ -167,7 +175,8 @@ class Committee:
     def decide(self, now: float) -> int:
         """Advance `committed` if we decide and all live nodes have more in full. Return it.
 
-        If this would leave a shard behind, advance by one, and only if a node has no more room.
+        If this would leave a shard behind, advance by one, and only if a node has no more room. So it is if a
+        live node lags and `passes_laggards`.
         """
         self.behind = {}
         if self.decider(now) != self.me:
@@ -191,8 +200,15 @@ class Committee:
             covered = frozenset[Shard]().union(*(progress.shards for progress in live))
             if not (self._silent(now) | self._level(now)) <= covered:
                 target = self.committed + any(progress.pressed for progress in live)
+        elif self.passes_laggards:
+            target += any(progress.pressed and progress.in_full > target for progress in live)
         self.committed = target
         return self.committed
+
+    def _pressed(self) -> bool:
+        """Return whether we have no more room, or a node that reports to us has none."""
+        peers = [peer.progress for peer in self._higher.values() if peer.progress and not peer.is_gone]
+        return any(progress.live and progress.pressed for progress in (self.progress, *peers))
 
     def _counts(self, peer: _Peer, now: float) -> bool:
         """Return whether a node is neither gone nor silent."""

@@ -8,14 +8,13 @@ parameter, and steps the parameters it has. It is live once all of them are at t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from checkmate.base.wording import counted
 from checkmate.output.log_lines import Repetition
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.commit import PATIENCE
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.receive.hold_plans import (
     FARTHEST,
@@ -30,11 +29,6 @@ from checkmate.wire.schedule import StreamLayout
 AHEAD = 3
 """Number of iterations ahead of the trainers at which a hold joins, so that it is connected in time."""
 
-HURRY = 0.5
-"""Seconds. If a socket buffer lasts for less, holds do not wait for another shard."""
-FULL = 0.75
-"""Share of a socket buffer. If it is fuller, holds do not wait either."""
-
 LAG_SECONDS = 1.0
 """Seconds after which a hold reports that it is behind."""
 
@@ -44,8 +38,6 @@ RECORD_GRACES = 5
 
 RENEW_SECONDS = (60.0, 3600.0)
 """First and longest interval between reseeds of a hold that stays doubtful; it doubles each time."""
-
-_PATIENCE_SECONDS = 1.0  # between measurements
 
 
 @dataclass(slots=True)
@@ -59,15 +51,31 @@ class StreamState:
     connected: bool = False
     paused: bool = False
     queued: int = 0
+    lost: str = ""
+    """Why the rest of it is lost, if its sender has said so."""
+    waited: float = 0.0
+    """Seconds for which the sender has had what comes next; 0 if it has nothing, or is a switch."""
+    period: float = 0.0
+    """Seconds between the last iterations, if the sender tells."""
     stood: tuple[int, float] = (-1, 0.0)
     """A position below a recorded end, and the time since when it is unchanged."""
 
     def observe(
-        self, position: int, received_bytes: int, *, connected: bool, paused: bool, queued: int
+        self,
+        position: int,
+        received_bytes: int,
+        *,
+        connected: bool,
+        paused: bool,
+        queued: int,
+        lost: str = "",
+        waited: float = 0.0,
+        period: float = 0.0,
     ) -> None:
         """Update the state to that of the stream's receiving end."""
         self.position, self.received_bytes = position, received_bytes
         self.connected, self.paused, self.queued = connected, paused, queued
+        self.lost, self.waited, self.period = lost, waited, period
 
     def discard(self) -> None:
         """Forget the connection, whose data is discarded."""
@@ -80,31 +88,6 @@ class StreamState:
         elif self.stood[0] != self.position:
             self.stood = (self.position, now)
         return now - self.stood[1]
-
-
-class PatienceMeter:
-    """Seconds until the fullest socket buffer overflows at the present rate, measured once per second."""
-
-    def __init__(self, now: float, receive_buffer: int) -> None:
-        """Start to measure. `receive_buffer` is the size of a stream's socket buffer in bytes."""
-        self.seconds = PATIENCE
-        self._receive_buffer = receive_buffer
-        self._measured = now
-        self._counts: dict[int, int] = {}
-
-    def measure(self, streams: Iterable[StreamState], now: float) -> None:
-        """Measure the rate of each stream since the last call."""
-        if now - self._measured < _PATIENCE_SECONDS:
-            return
-        seconds, self._measured = now - self._measured, now
-        lasts, positions = [PATIENCE], {}
-        for stream in streams:
-            positions[id(stream)] = stream.received_bytes
-            rate = (stream.received_bytes - self._counts.get(id(stream), stream.received_bytes)) / seconds
-            if rate > 0:
-                lasts.append((self._receive_buffer - stream.queued) / rate)
-        self._counts = positions
-        self.seconds = max(0.0, min(lasts))
 
 
 class HoldSnapshot(NamedTuple):
@@ -366,6 +349,8 @@ class Hold:
 
     def update(self, records: Records) -> None:
         """Update the last iteration that is complete."""
+        if not records.complete(self.in_full + 1):
+            return
         through = [whole_through(s.layout, self.first, s.position) for s in self.streams]
         whole = [iteration for iteration in through if iteration is not None]
         while records.complete(self.in_full + 1) and all(last > self.in_full for last in whole):
@@ -397,11 +382,10 @@ class Hold:
         hurry = iteration < self.in_full or iteration < committed or not self.wanted_parameters()
         return iteration if hurry else None
 
-    def pressed(self, patience: float, receive_buffer: int) -> bool:
-        """Return whether both sets of buckets are full, and a socket buffer is nearly full."""
-        if self.in_full < self.released + SETS:
-            return False
-        return patience < HURRY or any(stream.queued > FULL * receive_buffer for stream in self.streams)
+    @property
+    def is_full(self) -> bool:
+        """Whether both sets of buckets are full."""
+        return self.in_full >= self.released + SETS
 
     def awaits(self, records: Records) -> bool:
         """Return whether data that is recorded as sent has not arrived."""
@@ -414,6 +398,8 @@ class Hold:
         """Return a description of data that is lost for good, if any."""
         for stream in self.streams:
             plan = stream.plan
+            if stream.lost:
+                return f"{plan}: {stream.lost}"
             has_begun = max(records.newest, self.receiving) >= self.joined > self.first
             if has_begun and not (stream.received_bytes or stream.connected):
                 return f"{plan}: not connected before iteration {self.joined}"

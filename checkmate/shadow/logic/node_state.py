@@ -21,8 +21,9 @@ from checkmate.shadow.logic import announcements
 from checkmate.shadow.logic.commit import NEVER, Committee, Progress
 from checkmate.shadow.logic.effects import Close, Connect, DueStep, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, Start, check_job, in_start, start_of
-from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, PatienceMeter, Stepped
+from checkmate.shadow.logic.hold import AHEAD, Hold, HoldSnapshot, Stepped
 from checkmate.shadow.logic.phases import LEFT_TROUBLE, Leaving, Phase
+from checkmate.shadow.logic.room import Room, SocketRoom, TrainerRoom
 from checkmate.shadow.logic.starts import EndedStarts, OlderStarts, Superseded
 
 MAX_DOUBTS: Final = 4
@@ -63,7 +64,7 @@ class NodeState:
     def __init__(self, job: Job, node_id: int, now: float, *, receive_buffer: int, grace: float) -> None:
         """`receive_buffer` is bytes per stream's socket, `grace` seconds; see `Hold.gap`."""
         self.job, self.id, self.grace = job, node_id, grace
-        self.receive_buffer = receive_buffer
+        self._room: Room = TrainerRoom() if job.copies == "host" else SocketRoom(now, receive_buffer)
         self.groups: dict[int, ShadowGroup] = {}
         self.start: Start | None = None
         """The start of training of `committee`."""
@@ -80,7 +81,6 @@ class NodeState:
         self.doubts: dict[tuple[int, int], deque[str]] = {}
         """By shard: the last times in which checkpoints were doubtful, in words."""
         self.tally = Tally()
-        self._patience = PatienceMeter(now, receive_buffer)
         self._peers = announcements.PeerWatch()
         self._lags = announcements.LagWatch()
         self._effects: list[Effect] = []
@@ -255,7 +255,7 @@ class NodeState:
         """
         if self.phase is Phase.ANSWERED:
             return
-        live, kept_shards, patience = [], [], self._patience.seconds
+        live, kept_shards, patience = [], [], self._room.seconds
         for group, hold in self._present:
             if not hold.settled:
                 hold.update(group.records)
@@ -276,7 +276,7 @@ class NodeState:
                 patience=patience,
                 shards=frozenset(hold.shard for hold in live if not hold.doubtful),
                 kept_shards=tuple(kept_shards),
-                pressed=any(hold.pressed(patience, self.receive_buffer) for hold in live),
+                pressed=any(hold.is_full and self._room.is_short(hold.streams) for hold in live),
                 start=self.committee.start,
             )
         )
@@ -379,7 +379,7 @@ class NodeState:
         self.forget()
         self.older_starts.forget(now)
         self._effects += self._peers.announce_lost(self.committee)
-        self._patience.measure((stream for _, hold in self.holds for stream in hold.streams), now)
+        self._room.measure((stream for _, hold in self.holds for stream in hold.streams), now)
         for group, hold in self.holds:
             if hold.settled or self.phase is not Phase.OPEN:
                 continue  # a restart needs received data unchanged
@@ -420,7 +420,9 @@ class NodeState:
         return ((group, hold) for group, hold in self.holds if start_of(group.begin) == self.start)
 
     def _new_committee(self, incarnation: int, start: bytes, now: float) -> Committee:
-        return Committee(self.id, [node.id for node in self.job.shadow_nodes], incarnation, now, start=start)
+        nodes = [node.id for node in self.job.shadow_nodes]
+        passes = self._room.passes_laggards
+        return Committee(self.id, nodes, incarnation, now, start=start, passes_laggards=passes)
 
     def _renew(self, group: ShadowGroup, hold: Hold, trouble: str) -> None:
         """Reseed a hold from scratch; twice as far ahead if the last attempt was too late."""

@@ -10,10 +10,11 @@ import contextlib
 import enum
 import fcntl
 import socket
+import ssl
 import sys
 import termios
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -30,10 +31,13 @@ class BucketSets:
     """Two sets of a shard's buckets, as flat tensors.
 
     `released` is the newest iteration whose gradients are no longer needed. `released + SETS` is the newest
-    iteration that may be written.
+    iteration that may be written. `streams`: the number of streams that write.
     """
 
-    def __init__(self, layout: Layout, shard: int, released: int) -> None:
+    def __init__(self, layout: Layout, shard: int, released: int, streams: int = 1) -> None:
+        self._streams = streams
+        self._ends: Counter[int] = Counter()  # of streams, by iteration
+        self._lock = locks.ordered_lock("sets")
         buckets = {i: bucket for i, bucket in enumerate(layout.buckets) if bucket.shard == shard}
         self.tensors: list[dict[int, torch.Tensor]] = [
             {i: torch.zeros(b.elements, dtype=getattr(torch, b.dtype)) for i, b in buckets.items()}
@@ -49,6 +53,14 @@ class BucketSets:
     def release(self, iteration: int) -> None:
         """Have the sets of iterations up to this one written again."""
         self.released = iteration
+        with self._lock:
+            self._ends = Counter({later: count for later, count in self._ends.items() if later > iteration})
+
+    def note_end(self, iteration: int) -> bool:
+        """Note that a stream has ended an iteration. Return whether all have."""
+        with self._lock:
+            self._ends[iteration] += 1
+            return self._ends[iteration] >= self._streams
 
     def clear(self) -> None:
         """Discard the tensors, for good, and the views that would keep their memory."""
@@ -107,9 +119,19 @@ class Inlet:
         self.closed = False
         """Whether we have closed it, so that nothing more is written into the buckets."""
 
+    lost: str = ""
+    """Why the rest of the stream is of no use, if the sender itself has said so."""
+    period: float = 0.0
+    """Seconds between the last iterations, as far as the sender tells; 0 if it does not."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the sender has had what comes next; 0 if it has nothing, or does not tell."""
+        return 0.0
+
     @property
     def connected(self) -> bool:
-        """Whether the switch sends it copies, as far as is known."""
+        """Whether it is sent copies, as far as is known."""
         return self.socket is not None and self.broken is None and not self.closed
 
     @property
@@ -125,6 +147,10 @@ class Inlet:
                 return False
             self.socket, self.broken = sock, None
             return True
+
+    def rejoin(self, joined: int) -> bool:
+        """Go on with iteration `joined` on the same connection. Return false if that is impossible."""
+        return False
 
     def close(self) -> None:
         """Stop writing into the buckets before this returns. The reader closes the socket."""
@@ -147,30 +173,32 @@ class Inlet:
 
     def _take(self, sock: socket.socket) -> ReadResult:
         total = 0
-        while total < _TURN_BYTES:
+        decrypting = isinstance(sock, ssl.SSLSocket)
+        while total < _TURN_BYTES or decrypted(sock):
             room = self._room or self._next_room()
             if room is None:
                 return self._break(self.closed_words) if at_its_end(sock) else ReadResult.PAUSED
             try:
                 count = sock.recv_into(room)
-            except BlockingIOError:
+            except (BlockingIOError, ssl.SSLWantReadError):
                 return ReadResult.MORE
             except OSError as error:
                 return self._break(f"the connection broke: {error.strerror}")
             if not count:
                 return self._break(self.closed_words)
             total += count
-            self._note(count)
+            self._note(room, count)
             if count == len(room):
                 if why := self._filled():
                     return self._break(why)
             else:
                 self._room = room[count:]
-                return ReadResult.MORE  # the socket is empty
+                if not decrypting:  # a read of TLS ends with a record
+                    return ReadResult.MORE  # the socket is empty
         return ReadResult.MORE
 
-    def _note(self, count: int) -> None:
-        """Note that bytes of gradients were read."""
+    def _note(self, room: memoryview, count: int) -> None:
+        """Note that bytes of gradients were read, to the beginning of this room."""
         if self._began is None:
             self._began = time.monotonic()
         self.position += count
@@ -195,11 +223,18 @@ class Inlet:
         self._room = None
         self._piece += 1
         if self._piece == len(self.layout.pieces):
-            self._piece = 0
-            self.pulls.append((self.iteration, self._began or 0.0, time.monotonic()))
-            self._began = None
-            self.iteration += 1
+            self._end_iteration()
         return ""
+
+    def take_news(self) -> bool:
+        """Return whether the end of its last iteration, or iterations, may complete one of the hold."""
+        return True
+
+    def _end_iteration(self) -> None:
+        self._piece = 0
+        self.pulls.append((self.iteration, self._began or 0.0, time.monotonic()))
+        self._began = None
+        self.iteration += 1
 
     def _rewind(self) -> None:
         """Expect the present iteration from its first byte on."""
@@ -209,12 +244,19 @@ class Inlet:
 
 def at_its_end(sock: socket.socket) -> bool:
     """Return whether a non-blocking socket is at its end or broken."""
+    if decrypted(sock):
+        return False
     try:
-        return not sock.recv(1, socket.MSG_PEEK)
+        return not socket.socket.recv(sock, 1, socket.MSG_PEEK)
     except BlockingIOError:
         return False
     except OSError:
         return True
+
+
+def decrypted(sock: socket.socket) -> int:
+    """Return the number of bytes that TLS has decrypted, and that were not read yet."""
+    return sock.pending() if isinstance(sock, ssl.SSLSocket) else 0
 
 
 def waiting(sock: socket.socket | None) -> int:

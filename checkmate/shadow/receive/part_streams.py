@@ -1,42 +1,38 @@
-"""The node's end of streams of parts: a listener, and inlets that read iterations with headers.
-
-Trainers connect. A connection proves that it has the job's `gradients.key`, names its stream, and is told the
-iteration with which it goes on (`wire.copies`). From then on the node only reads.
-"""
+"""The receiving end of a stream of parts: each iteration has a header, the part, and a tag of both."""
 
 from __future__ import annotations
 
-import contextlib
+import enum
+import hmac
 import socket
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, Final
 
-from checkmate.keys.macs import GRADIENTS, ConnectionProof, ConnectionSide, new_nonce
-from checkmate.output.log_lines import StrangerLog
-from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow import locks
-from checkmate.shadow.receive.hold_plans import StreamPlan, TaggedStreamPlan
+from checkmate.keys.macs import TAG_BYTES, PartTag, PartTags
+from checkmate.shadow.receive.hold_plans import StreamPlan, TaggedStreamPlan, start_of
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
-from checkmate.shadow.receive.stream_threads import Reader
-from checkmate.wire import copies, tcp
-from checkmate.wire.copies import NodeAnswer, PartGreeting, PartsRefused
+from checkmate.wire import copies
+from checkmate.wire.copies import PartHeader
 from checkmate.wire.schedule import StreamLayout
 
-ORDINARY_BUFFER: Final = 4 << 20
-"""Bytes of a socket's buffer that any user may have."""
-GREETING_SECONDS: Final = 2.0
-"""Time in which a connection must have proved itself."""
-MAX_GREETINGS: Final = 64
-"""Connections that may be proving themselves at a time; more are closed at once."""
-_WORKERS: Final = 8
-_VANISHED_SECONDS: Final = 15
+_DISCARDED_AT_ONCE: Final = 1 << 17
+
+
+class _Phase(enum.Enum):
+    """The message's piece that comes next."""
+
+    HEADER = enum.auto()
+    PART = enum.auto()
+    DISCARDED_PART = enum.auto()
+    TAG = enum.auto()
 
 
 class PartInlet(Inlet):
-    """The receiving end of a stream of parts: each iteration has a header."""
+    """The receiving end of a stream of parts.
+
+    An iteration counts as received once its tag is right. A rank that has left out iterations goes on to
+    send; what comes then is read and discarded, on the same connection, until the hold joins again.
+    """
 
     closed_words: ClassVar = "the rank closed the connection"
 
@@ -44,163 +40,153 @@ class PartInlet(Inlet):
         self, plan: StreamPlan, layout: StreamLayout, sets: BucketSets, *, first: int, joined: int
     ) -> None:
         super().__init__(plan, layout, sets, first=first, joined=joined)
-        self._header = bytearray(copies.HEADER_BYTES)
-        self._in_header = True
+        self._phase = _Phase.HEADER
+        self._header_bytes = bytearray(copies.HEADER_BYTES)
+        self._tag_bytes = bytearray(TAG_BYTES)
+        self._header = PartHeader(-1, 0)
+        self._is_wanted = False  # the part that comes
+        self._read = 0  # bytes of it
+        self._due: tuple[int, float] | None = None  # the last part: its iteration, and since when it waits
+        self._is_last = False  # of the hold's streams, in an iteration that has ended
+        self._waits = False  # whether that has not come whole
+        self._scratch: memoryview | None = None
+        self._tags: PartTags | None = None
+        self._tag: PartTag | None = None
 
-    def attach(self, sock: socket.socket) -> bool:
-        """Take over a socket, on which the present iteration comes from its beginning."""
+    def accept(self, sock: socket.socket, tags: PartTags) -> bool:
+        """Take over a socket, on which the present iteration comes from its beginning.
+
+        Return false if the inlet is closed.
+        """
         with self._lock:
             self._rewind()
-            self._in_header = True
+            self._phase, self._tags, self._is_wanted = _Phase.HEADER, tags, False
+            self._waits = False
         return super().attach(sock)
 
-    def _next_room(self) -> memoryview | None:
-        if self._in_header:
-            self._room = memoryview(self._header)
-            return self._room
-        return super()._next_room()
+    def rejoin(self, joined: int) -> bool:
+        """Go on with iteration `joined` on the same connection. Return false if there is none."""
+        with self._lock:
+            if not self.connected:
+                return False
+            if self._phase is _Phase.PART:
+                self._phase, self._room = _Phase.DISCARDED_PART, None
+            self._is_wanted = self._waits = False
+            self.iteration, self.lost, self.received_bytes = joined, "", 0
+            self.position = start_of(self.layout, self.first, joined)
+            self._piece, self._began = 0, None
+            self.pulls.clear()
+            return True
 
-    def _note(self, count: int) -> None:
-        if not self._in_header:
-            super()._note(count)
+    def _next_room(self) -> memoryview | None:
+        match self._phase:
+            case _Phase.HEADER:
+                self._room = memoryview(self._header_bytes)
+            case _Phase.TAG:
+                self._room = memoryview(self._tag_bytes)
+            case _Phase.DISCARDED_PART:
+                if self._scratch is None:
+                    self._scratch = memoryview(bytearray(_DISCARDED_AT_ONCE))
+                self._room = self._scratch[: self._header.nbytes - self._read]
+            case _Phase.PART:
+                return super()._next_room()
+        return self._room
+
+    def _note(self, room: memoryview, count: int) -> None:
+        if self._phase in (_Phase.HEADER, _Phase.TAG):
+            return
+        assert self._tag is not None
+        self._tag.update(room[:count])
+        self._read += count
+        if not self._is_wanted:
+            return
+        if self._began is None:
+            self._began = time.monotonic()
+        self.received_bytes += count
+        if self._read < self._header.nbytes:  # the last bytes count once the tag is right
+            self.position += count
 
     def _filled(self) -> str:
-        if self._in_header:
-            self._in_header, self._room = False, None
-            iteration, nbytes = copies.unpack_header(self._header)
-            fits = iteration == self.iteration and nbytes == self.layout.nbytes
-            return "" if fits else self._misfit(iteration, nbytes)
-        iteration = self.iteration
-        why = super()._filled()
-        self._in_header = self.iteration != iteration
-        return why
+        phase, self._room = self._phase, None
+        match phase:
+            case _Phase.HEADER:
+                return self._begin()
+            case _Phase.TAG:
+                return self._end()
+            case _Phase.PART:
+                self._piece += 1
+        if self._read == self._header.nbytes:
+            self._phase = _Phase.TAG
+        return ""
 
-    def _misfit(self, iteration: int, nbytes: int) -> str:
-        if not nbytes:
-            return f"the rank has left out iterations up to {iteration}, because this node took too little"
-        return (
-            f"the rank sends iteration {iteration} with {nbytes} bytes, and iteration {self.iteration} with "
-            f"{self.layout.nbytes} is expected"
-        )
+    def _begin(self) -> str:
+        """Go on after a header. Return why the stream ends, or ""."""
+        assert self._tags is not None
+        self._header = header = PartHeader.unpack(self._header_bytes)
+        if header.nbytes not in (0, self.layout.nbytes):
+            return (
+                f"the rank sends iteration {header.iteration} with {header.nbytes} bytes, and iteration "
+                f"{self.iteration} with {self.layout.nbytes} is expected"
+            )
+        self._tag = self._tags.begin(self._header_bytes)
+        self._read = 0
+        self._is_wanted = header.nbytes > 0 and header.iteration == self.iteration and not self.lost
+        if self._is_wanted:
+            self._phase = _Phase.PART
+            self._note_due(header.iteration, time.monotonic() - header.waited)
+        else:
+            self._phase = _Phase.DISCARDED_PART if header.nbytes else _Phase.TAG
+        return ""
+
+    def _end(self) -> str:
+        """Go on after a tag. Return why the stream ends, or ""."""
+        assert self._tag is not None
+        header, self._phase = self._header, _Phase.HEADER
+        if not hmac.compare_digest(self._tag.end(), self._tag_bytes):
+            self._rewind()
+            self._waits = False
+            self.lost = (
+                f"the part of iteration {header.iteration} does not fit its tag: something on the way from "
+                "the rank, or memory, has changed it; look for faults of memory and network on both hosts"
+            )
+            return self.lost
+        if self._is_wanted:
+            self._is_wanted = self._waits = False
+            # First, because the last of the hold's streams to end looks at the positions of all.
+            self.position = start_of(self.layout, self.first, self.iteration + 1)
+            self._end_iteration()
+        elif header.iteration >= self.iteration and not self.lost:
+            self.lost = self._loss(header)
+        return ""
+
+    def take_news(self) -> bool:
+        """Return whether the hold has an iteration of all streams: it may have a thousand of them."""
+        is_last, self._is_last = self._is_last, False
+        return is_last
+
+    def _end_iteration(self) -> None:
+        self._is_last |= self._sets.note_end(self.iteration)
+        super()._end_iteration()
+
+    def _note_due(self, iteration: int, since: float) -> None:
+        if self._due is not None and iteration > self._due[0]:
+            self.period = max(0.0, since - self._due[1]) / (iteration - self._due[0])
+        self._due, self._waits = (iteration, since), True
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the rank has had the part that comes next; 0 if it has none."""
+        due = self._due
+        return time.monotonic() - due[1] if self._waits and due is not None else 0.0
+
+    def _loss(self, header: PartHeader) -> str:
+        if not header.nbytes:
+            newest = header.iteration
+            return f"the rank has left out iterations up to {newest}, because this node took too little"
+        return f"the rank sends iteration {header.iteration}, and no longer has iteration {self.iteration}"
 
 
 def new_inlet(plan: StreamPlan, layout: StreamLayout, sets: BucketSets, *, first: int, joined: int) -> Inlet:
     """Return the receiving end of a stream, of copies by a switch or by hosts."""
     kind = Inlet if isinstance(plan, TaggedStreamPlan) else PartInlet
     return kind(plan, layout, sets, first=first, joined=joined)
-
-
-class PartListener:
-    """The streams of copies by hosts, which come to one address and have one reader."""
-
-    def __init__(
-        self,
-        job: str,
-        listener: socket.socket,
-        key: bytes,
-        on_change: Callable[[], None],
-        on_broken: Callable[[Inlet], None],
-    ) -> None:
-        """Take over a listening socket, and accept connections. `key`: the secret `gradients.key`."""
-        self.addresses = [":".join(map(str, listener.getsockname()[:2]))]
-        self.readers = [Reader("parts", on_change, on_broken)]
-        self._job, self._listener, self._key, self._on_change = job, listener, key, on_change
-        self._lock = locks.ordered_lock("parts")
-        self._expected: dict[tuple[int, int, int], tuple[Inlet, bytes]] = {}
-        self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="part greetings")
-        self._room = threading.Semaphore(MAX_GREETINGS)
-        self._strangers = StrangerLog()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._accept, name="part connections", daemon=True)
-        self._thread.start()
-
-    def connect(self, inlet: Inlet, begin: pb.BeginRequest, *, again: bool = False) -> None:
-        """Attach to an inlet the next connection of its stream in this start of training."""
-        plan = inlet.plan
-        with self._lock:
-            self._expected[plan.group, plan.sender, plan.shard] = inlet, begin.start
-
-    def stop(self) -> None:
-        """Accept no more, and end the reader."""
-        self._stopping = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._pool.shutdown(cancel_futures=True)
-        self._listener.close()
-        for reader in self.readers:
-            reader.stop()
-
-    def _accept(self) -> None:
-        while not self._stopping:
-            try:
-                sock, address = self._listener.accept()
-            except OSError:
-                if self._stopping:
-                    return
-                time.sleep(0.1)  # no descriptor is free, for example
-                continue
-            if not self._room.acquire(blocking=False):
-                sock.close()
-                continue
-            self._pool.submit(self._meet, sock, address[0])
-
-    def _meet(self, sock: socket.socket, host: str) -> None:
-        try:
-            if not self._greet(sock):
-                sock.close()
-        except (OSError, PartsRefused) as error:
-            sock.close()
-            self._strangers.line(f"gradients from {host}: {error}")
-        finally:
-            self._room.release()
-
-    def _greet(self, sock: socket.socket) -> bool:
-        """Answer a connection, and attach it to its inlet. Return whether it was taken over."""
-        deadline = time.monotonic() + GREETING_SECONDS
-        data = tcp.receive_exactly(sock, copies.GREETING_BYTES, deadline)
-        greeting = PartGreeting.unpack(data)
-        nonce = new_nonce()
-        sock.sendall(copies.pack_challenge(nonce))
-        proof = ConnectionProof(self._key, data, greeting.nonce, nonce, GRADIENTS)
-        if not proof.is_authentic(ConnectionSide.CONNECTS, tcp.receive_exactly(sock, 16, deadline)):
-            raise PartsRefused("it has another gradients.key")
-        inlet, why = self._find(greeting)
-        mac = proof.mac(ConnectionSide.ACCEPTS)
-        if inlet is None:
-            sock.sendall(NodeAnswer(-1, why, mac).pack())
-            return False
-        try:
-            tcp.notice_vanished(sock, _VANISHED_SECONDS)
-            sock.sendall(NodeAnswer(inlet.iteration, "", mac).pack())
-        except OSError:  # the rank has gone meanwhile, and comes again
-            with self._lock:
-                self._expected.setdefault(_key(greeting), (inlet, greeting.start))
-            raise
-        if not inlet.attach(sock):
-            return False
-        self.readers[0].add(inlet)
-        self._on_change()
-        return True
-
-    def _find(self, greeting: PartGreeting) -> tuple[Inlet | None, str]:
-        """Return the inlet that waits for a stream, or why there is none."""
-        if greeting.job != copies.job_digest(self._job):
-            return None, f"this node belongs to job {self._job}"
-        with self._lock:
-            inlet, start = self._expected.get(_key(greeting), (None, b""))
-            if inlet is None or start != greeting.start or inlet.closed:
-                return None, "this start of training has not begun here"
-            if inlet.connected:
-                return None, "the stream's earlier connection has not ended yet"
-            if greeting.nbytes != inlet.layout.nbytes:
-                return None, (
-                    f"the rank's part has {greeting.nbytes} bytes, and this node expects "
-                    f"{inlet.layout.nbytes}: trainers and shadow nodes must read the same job file"
-                )
-            del self._expected[_key(greeting)]
-        return inlet, ""
-
-
-def _key(greeting: PartGreeting) -> tuple[int, int, int]:
-    return greeting.group, greeting.position, greeting.shard

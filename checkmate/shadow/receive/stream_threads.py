@@ -27,7 +27,8 @@ from checkmate.shadow.receive.inlet import Inlet, ReadResult
 class Reader:
     """A thread that reads the streams of one NIC.
 
-    It calls `on_iteration` after the last byte of an iteration of a stream, and `on_broken` when a connection
+    It calls `on_iteration` after the last byte of an iteration of a stream (of all of a hold's, if these are
+    parts), and `on_broken` when a connection
     breaks. The thread holds no lock during these calls.
     """
 
@@ -88,8 +89,8 @@ class Reader:
     def _turn(self, inlet: Inlet) -> None:
         before, iteration = inlet.received_bytes, inlet.iteration
         took = inlet.take()
-        self.bytes += inlet.received_bytes - before
-        if inlet.iteration != iteration:
+        self.bytes += max(0, inlet.received_bytes - before)  # it may have joined again meanwhile
+        if inlet.iteration != iteration and inlet.take_news():
             self._on_iteration()
         if took is not ReadResult.ENDED:
             self._pause(inlet, took is ReadResult.PAUSED)
@@ -126,18 +127,18 @@ class StreamSource(Protocol):
     """Where a node's streams come from: it connects inlets, and has the threads that read them."""
 
     @property
-    def addresses(self) -> Sequence[str]:
-        """The node's addresses for gradients, each of which has a reader."""
-
-    @property
     def readers(self) -> Sequence[Reader]:
-        """The threads that read streams, by address."""
+        """The threads that read streams."""
 
     def connect(self, inlet: Inlet, begin: pb.BeginRequest, *, again: bool = False) -> None:
         """Start to connect a stream at the inlet's position, in a start of training. Not thread-safe.
 
         `again` if the connection broke.
         """
+
+    def received(self) -> list[tuple[str, int]]:
+        """Return the bytes that have come to each address."""
+        ...
 
     def stop(self) -> None:
         """Connect no more, and end the readers."""
@@ -190,6 +191,10 @@ class Connector:
         self._turns[inlet.plan]  # creates it, so that threads need not
         name = f"connect {inlet.plan}"
         threading.Thread(target=self._connect, args=(inlet, incarnation), name=name, daemon=True).start()
+
+    def received(self) -> list[tuple[str, int]]:
+        """Return the bytes that have come to each address."""
+        return [(ip, reader.bytes) for ip, reader in zip(self.addresses, self.readers, strict=True)]
 
     def stop(self) -> None:
         """Stop all attempts, and end the readers."""

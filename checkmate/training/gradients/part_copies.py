@@ -23,6 +23,7 @@ from checkmate.ring.place import RingError
 from checkmate.state import in_memory_order, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.ddp_hook import RebuiltReduction, after_backward
+from checkmate.training.gradients.part_route import Route
 from checkmate.training.gradients.part_stream import PartStream
 from checkmate.training.start.places import Place, Start
 from checkmate.wire.copies import PartGreeting, job_digest
@@ -101,14 +102,20 @@ class PartCopies:
         self.layout: Final = layout
         self.parameters: Final = parameters
         pinned = any(parameter.device.type == "cuda" for parameter in parameters)
-        key = access(place.job, Role.TRAINER).secret(Secret.GRADIENTS)
+        allowed = access(place.job, Role.TRAINER)
+        key, route = allowed.secret(Secret.GRADIENTS), Route.of(place.job, allowed)
         self._shards: list[ShardPiece] = []
         self._nbytes: dict[tuple[int, int], int] = {}
         self._untaken: set[int] | None = None  # parameters; `None` between iterations
+        laid = {
+            shard: layout.slicing.stream(
+                layout.schedule, StreamName(place.position, 0, shard), 1, place.ranks
+            )
+            for shard in range(layout.shards)
+        }
+        total = sum(stream.nbytes * len(place.holders(shard)) for shard, stream in laid.items())
         with ExitStack() as undo:
-            for shard in range(layout.shards):
-                name = StreamName(place.position, 0, shard)
-                stream = layout.slicing.stream(layout.schedule, name, 1, place.ranks)
+            for shard, stream in laid.items():
                 if not stream.nbytes:
                     continue
                 self._nbytes[0, shard] = stream.nbytes
@@ -122,7 +129,9 @@ class PartCopies:
                     start=start.plan.start,
                     nonce=bytes(16),
                 )
-                parts = [PartStream(node, greeting, key, pinned=pinned) for node in place.holders(shard)]
+                way = route.share(stream.nbytes, total)
+                holders = place.holders(shard)
+                parts = [PartStream(node, greeting, key, pinned=pinned, route=way) for node in holders]
                 for part in parts:
                     undo.callback(part.close)
                 self._shards.append(ShardPiece(parts, part_slices(layout, stream)))

@@ -21,20 +21,22 @@ import torch
 
 from checkmate import state
 from checkmate.base.wording import shortened
+from checkmate.job.addresses import split_address
 from checkmate.job.schema import ShadowNode
-from checkmate.keys.macs import GRADIENTS, ConnectionProof, ConnectionSide, new_nonce
+from checkmate.keys.macs import GRADIENTS, ConnectionProof, ConnectionSide, PartTags, new_nonce
 from checkmate.nodes.stubs import reason
+from checkmate.training.gradients.part_route import PLAIN, Channel, Route
 from checkmate.wire import copies, tcp
-from checkmate.wire.copies import PartGreeting, PartsRefused
+from checkmate.wire.copies import PartGreeting, PartHeader, PartsRefused
 
 _log: Final = logging.getLogger("checkmate")
 
-KEPT_ITERATIONS, KEPT_BYTES, KEPT_SECONDS = 2, 64 << 20, 1.0
-"""Iterations that are kept for a slow node: at least this number, these bytes, or this time."""
 CONNECT_SECONDS: Final = 5.0
 PATIENCE_SECONDS: Final = 3.0
 """Time for which it is not logged that a node takes nothing."""
-_PAUSES: Final = (0.02, 0.2)
+_PAUSES: Final = (0.02, 0.2, 1.0)
+"""Between attempts: the first, the longest until it is logged that they fail, and the longest after that."""
+_WRITTEN_AT_ONCE: Final = 1 << 20
 _POLL_SECONDS: Final = 0.0005
 _BLOCKED_SECONDS: Final = 0.05
 _IDLE_SECONDS: Final = 0.1
@@ -59,16 +61,32 @@ class PartStream:
     Its parts, which `room` returns and `put` queues, are host memory of `nbytes` each.
     """
 
-    def __init__(self, node: ShadowNode, greeting: PartGreeting, key: bytes, *, pinned: bool = False) -> None:
-        """Create it; `start` connects. `greeting` is without nonce."""
+    def __init__(
+        self,
+        node: ShadowNode,
+        greeting: PartGreeting,
+        key: bytes,
+        *,
+        pinned: bool = False,
+        route: Route = PLAIN,
+    ) -> None:
+        """Create it; `start` connects.
+
+        Args:
+            node: The node.
+            greeting: Its greeting, without nonce.
+            key: The secret `gradients.key`.
+            pinned: Whether memory of parts is pinned, for copies from a GPU.
+            route: Its connections' way.
+        """
         self.node = node
+        self._route = route
         self.nbytes: Final = greeting.nbytes
         self._greeting, self._key, self._pinned = greeting, key, pinned
         self._condition = threading.Condition()
         self._parts: deque[_QueuedPart] = deque()
         self._free: list[torch.Tensor] = []
         self._sent = 0  # of `_parts`, on the present connection
-        self._written = 0  # bytes on the present connection
         self._acknowledged = -1
         self._connected = False
         self._has_progressed = False  # since the last attempt to connect
@@ -87,10 +105,9 @@ class PartStream:
         """Return memory for the next iteration's bytes; `None` if the node is too far behind."""
         with self._condition:
             waiting = [queued for queued in self._parts if queued.data is not None]
-            if waiting and len(waiting) >= KEPT_ITERATIONS:
-                too_many = (len(waiting) + 1) * self.nbytes > KEPT_BYTES
-                if too_many and time.monotonic() - waiting[0].put_at > KEPT_SECONDS:
-                    return None
+            age = time.monotonic() - waiting[0].put_at if waiting else 0.0
+            if copies.has_no_room(len(waiting), self.nbytes, age):
+                return None
             if self._free:
                 return self._free.pop()
         return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
@@ -122,15 +139,15 @@ class PartStream:
         pause = _PAUSES[0]
         while not self._closing:
             try:
-                with contextlib.closing(self._connect()) as sock:
-                    self._send_from(sock, self._greet(sock))
+                with contextlib.closing(self._connect()) as channel:
+                    self._send_from(channel, *self._greet(channel))
             except (OSError, PartsRefused) as error:
                 self._complain(error)
             finally:
                 self._connected = False
             with self._condition:
                 progress, self._has_progressed = self._has_progressed, False
-                pause = _PAUSES[0] if progress else min(2 * pause, _PAUSES[1])
+                pause = _PAUSES[0] if progress else min(2 * pause, _PAUSES[1 + self._has_complained])
                 self._condition.wait_for(lambda: self._closing, pause)
 
     def _complain(self, error: Exception) -> None:
@@ -144,39 +161,43 @@ class PartStream:
         text = "shadow node %d does not take this rank's gradients at %s:%d: %s; training continues"
         _log.warning(text, self.node.id, host, port, reason(error))
 
-    def _connect(self) -> socket.socket:
-        sock = socket.create_connection(self.node.gradients_at, CONNECT_SECONDS)
+    def _connect(self) -> Channel:
+        sock = tcp.connect(self.node.gradients_at, CONNECT_SECONDS, self._route.prepare)
         try:
             tcp.tune_for_bulk(sock)
             tcp.notice_vanished(sock, _VANISHED_SECONDS)
+            return self._route.channel(sock, split_address(self.node.mgmt)[0])
         except BaseException:
             sock.close()
             raise
-        return sock
 
-    def _greet(self, sock: socket.socket) -> int:
-        """Prove who we are, and return the iteration with which the node goes on."""
+    def _greet(self, channel: Channel) -> tuple[int, PartTags]:
+        """Prove who we are. Return the iteration with which the node goes on, and our parts' tags."""
         nonce = new_nonce()
         greeting = self._greeting._replace(nonce=nonce).pack()
-        sock.sendall(greeting)
-        node_nonce = copies.unpack_challenge(tcp.receive_exactly(sock, copies.CHALLENGE_BYTES))
+        channel.write(memoryview(greeting))
+        node_nonce = copies.unpack_challenge(channel.receive(copies.CHALLENGE_BYTES))
         proof = ConnectionProof(self._key, greeting, nonce, node_nonce, GRADIENTS)
-        sock.sendall(proof.mac(ConnectionSide.CONNECTS))
-        iteration, length, mac = copies.unpack_answer(tcp.receive_exactly(sock, copies.ANSWER_BYTES))
-        text = tcp.receive_exactly(sock, length).decode("ascii", "replace")
+        channel.write(memoryview(proof.mac(ConnectionSide.CONNECTS)))
+        iteration, length, mac = copies.unpack_answer(channel.receive(copies.ANSWER_BYTES))
+        text = channel.receive(length).decode("ascii", "replace")
         if not proof.is_authentic(ConnectionSide.ACCEPTS, mac):
-            raise PartsRefused("it has another gradients.key, or is not a shadow node of this job")
+            raise PartsRefused(
+                "it has another gradients.key, or is not a shadow node of this job: give trainers and nodes "
+                "the keys of one `checkmate keys`"
+            )
         if text:
             raise PartsRefused(shortened(text))
-        return iteration
+        return iteration, PartTags(proof)
 
-    def _send_from(self, sock: socket.socket, first: int) -> None:
+    def _send_from(self, channel: Channel, first: int, tags: PartTags) -> None:
         """Send iterations from `first` on, until the connection breaks or `close`."""
+        sock = channel.sock
         sock.setblocking(False)
         with self._condition:
             while self._parts and self._parts[0].iteration < first:  # the node has them
                 self._drop_first()
-            self._sent = self._written = 0
+            self._sent = 0
             self._acknowledged = max(self._acknowledged, first - 1)
             self._connected = True
             self._failing_since, self._has_complained = 0.0, False
@@ -188,38 +209,43 @@ class PartStream:
                 )
                 queued = self._parts[self._sent] if self._sent < len(self._parts) else None
             if queued is not None:
-                self._send(sock, queued)
+                self._send(channel, queued, tags)
             if self._sent:
-                self._look_back(sock)
+                self._look_back(channel)
             elif has_hung_up(sock):
                 raise ConnectionResetError("it closed the connection")
 
-    def _send(self, sock: socket.socket, queued: _QueuedPart) -> None:
-        """Write an iteration: its header, and its bytes if it has any."""
-        header = copies.pack_header(queued.iteration, 0 if queued.data is None else self.nbytes)
-        for data in (memoryview(header), *([] if queued.data is None else [state.bytes_of(queued.data)])):
-            self._write(sock, data)
+    def _send(self, channel: Channel, queued: _QueuedPart, tags: PartTags) -> None:
+        """Write an iteration: its header, its bytes if it has any, and their tag."""
+        nbytes = 0 if queued.data is None else self.nbytes
+        header = PartHeader(queued.iteration, nbytes, time.monotonic() - queued.put_at).pack()
+        tag = tags.begin(header)
+        self._write(channel, memoryview(header))
+        data = memoryview(b"") if queued.data is None else state.bytes_of(queued.data)
+        for start in range(0, nbytes, _WRITTEN_AT_ONCE):
+            piece = data[start : start + _WRITTEN_AT_ONCE]
+            tag.update(piece)
+            self._write(channel, piece)
+        self._write(channel, memoryview(tag.end()))
         with self._condition:
-            queued.end = self._written
+            queued.end = channel.end
             self._sent += 1
 
-    def _write(self, sock: socket.socket, data: memoryview) -> None:
+    def _write(self, channel: Channel, data: memoryview) -> None:
         """Write all of it, unless the stream is closed meanwhile."""
         while data and not self._closing:
-            try:
-                count = sock.send(data)
-            except BlockingIOError:
-                select.select([], [sock], [], _BLOCKED_SECONDS)
-                continue
+            count = channel.write(data)
+            if not count:
+                select.select([], [channel.sock], [], _BLOCKED_SECONDS)
             data = data[count:]
-            self._written += count
 
-    def _look_back(self, sock: socket.socket) -> None:
+    def _look_back(self, channel: Channel) -> None:
         """Forget what the node's kernel has acknowledged. Raise `OSError` if the connection broke."""
-        if unacknowledged := tcp.unacknowledged(sock):
-            tcp.check_alive(sock)
+        channel.flush()
+        if unacknowledged := tcp.unacknowledged(channel.sock):
+            tcp.check_alive(channel.sock)
         with self._condition:
-            while self._sent and self._parts[0].end <= self._written - unacknowledged:
+            while self._sent and self._parts[0].end <= channel.written - unacknowledged:
                 self._acknowledged = self._parts[0].iteration
                 self._has_progressed = True
                 self._drop_first()
@@ -227,7 +253,7 @@ class PartStream:
 
     def _drop_first(self) -> None:
         data = self._parts.popleft().data
-        if data is not None and len(self._free) < KEPT_ITERATIONS:
+        if data is not None and len(self._free) < copies.KEPT_ITERATIONS:
             self._free.append(data)
 
 
