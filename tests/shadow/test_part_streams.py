@@ -186,6 +186,20 @@ def test_a_broken_connection_loses_nothing() -> None:
     node.listener.stop()
 
 
+def test_bytes_are_read_once_they_are_there(node: Node, stream: PartStream) -> None:
+    """Copies from a GPU may arrive after the part was queued; the caller does not wait for them."""
+    room = stream.room()
+    assert room is not None
+    room.zero_()
+    arrival = threading.Event()
+    stream.put(0, room, arrival.wait)
+    stream.put(1, None)
+    room.fill_(7)
+    arrival.set()
+    wait_until(lambda: node.inlet.whole == 0)
+    assert node.part(0) == bytes([7]) * stream.nbytes
+
+
 def test_for_a_node_that_takes_too_little_iterations_are_left_out(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,9 @@ from checkmate.training.start.plans import NewRun, new_run_fields
 from checkmate.wire.layout import Layout
 from checkmate.wire.parts import PartSlicing
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="gradients on a GPU need a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
+
 
 class KeptStream:
     """A stream that keeps what is put, in place of one to a node."""
@@ -44,8 +47,10 @@ class KeptStream:
         """Return memory with garbage in it."""
         return None if self.is_behind else torch.full((self.nbytes,), 0xAB, dtype=torch.uint8)
 
-    def put(self, iteration: int, data: torch.Tensor | None) -> None:
+    def put(self, iteration: int, data: torch.Tensor | None, await_data: Any = None) -> None:
         """Keep an iteration."""
+        if await_data is not None:
+            await_data()
         assert iteration not in self.iterations
         self.iterations[iteration] = None if data is None else bytes(bytes_of(data))
 
@@ -75,13 +80,14 @@ def copies_of(model: nn.Module, ranks: int, position: int, tmp_path: Any, nodes:
     copies.close()
 
 
-def mixed() -> nn.Module:
+def mixed(device: str = "cpu") -> nn.Module:
     """Return a model whose parameters have types of three sizes, one of them turned in memory."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(3, 5), nn.Linear(5, 7).double(), nn.Linear(7, 3).bfloat16(), nn.Conv2d(2, 3, 3)
     )
     model[3].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.to(device)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     return model
@@ -97,14 +103,15 @@ def buckets(layout: Layout, model: nn.Module) -> bytes:
             gradient = parameters[place.parameter].grad
             assert gradient is not None
             dims = layout.parameters[place.parameter].dim_order or range(gradient.dim())
-            parts.append(bytes(bytes_of(gradient.permute(*dims).contiguous())))
+            parts.append(bytes(bytes_of(gradient.cpu().permute(*dims).contiguous())))
     return b"".join(parts)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_all_ranks_together_send_each_byte_once(ranks: int, nodes: int, tmp_path: Any) -> None:
-    model = mixed()
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_ranks_together_send_each_byte_once(ranks: int, nodes: int, device: str, tmp_path: Any) -> None:
+    model = mixed(device)
     pieces: dict[int, bytes] = {}
     for position in range(ranks):
         with copies_of(model, ranks, position, tmp_path, nodes) as (copies, streams):

@@ -63,20 +63,41 @@ class ShardPiece:
     slices: Sequence[PartSlice]
     rooms: list[torch.Tensor | None] = field(default_factory=list)
     """Memory of the streams, in their order; `None` for a node that is too far behind."""
+    data: torch.Tensor | None = None
+    """The memory into which gradients are copied, on their device; `None` if all nodes are behind."""
 
-    @property
-    def data(self) -> torch.Tensor | None:
-        """The memory into which gradients are copied; others get a copy of it."""
-        return next((room for room in self.rooms if room is not None), None)
+    def begin(self, device: torch.device) -> None:
+        """Get memory for an iteration of gradients on a device.
 
-    def send(self, iteration: int) -> None:
-        """Have all streams send the iteration."""
-        data = self.data
+        A copy within a GPU takes a hundredth of the time of one to the host, so a step waits for that alone.
+        """
+        self.rooms = [stream.room() for stream in self.streams]
+        self.data = next((room for room in self.rooms if room is not None), None)
+        if self.data is not None and device.type == "cuda":
+            self.data = torch.empty_like(self.data, device=device, pin_memory=False)
+
+    def send(self, iteration: int, down: torch.cuda.Stream | None) -> None:
+        """Have all streams send the iteration. From a GPU it comes `down` a stream, beside training."""
+        data, await_data = self.data, None
+        if data is not None and down is not None:
+            await_data = self._come_down(data, down)
         for stream, room in zip(self.streams, self.rooms, strict=True):
-            if room is not None and data is not None and room is not data:
-                room.copy_(data)  # gradients may be on a device, and this is not
-            stream.put(iteration, room)
-        self.rooms = []
+            if down is None and room is not None and data is not None and room is not data:
+                room.copy_(data)
+            stream.put(iteration, room, None if room is None else await_data)
+        self.rooms, self.data = [], None
+
+    def _come_down(self, data: torch.Tensor, down: torch.cuda.Stream) -> Callable[[], None]:
+        """Queue copies to the host; return what waits for them."""
+        down.wait_stream(torch.cuda.current_stream(data.device))
+        with torch.cuda.stream(down):
+            for room in self.rooms:
+                if room is not None:
+                    room.copy_(data, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(down)
+        data.record_stream(down)
+        return event.synchronize
 
 
 class PartCopies:
@@ -101,7 +122,10 @@ class PartCopies:
         self.first_iteration: Final = start.next_iteration
         self.layout: Final = layout
         self.parameters: Final = parameters
-        pinned = any(parameter.device.type == "cuda" for parameter in parameters)
+        devices = [parameter.device for parameter in parameters]
+        self._device = next((device for device in devices if device.type == "cuda"), devices[0])
+        pinned = self._device.type == "cuda"
+        self._down = torch.cuda.Stream(self._device) if pinned else None  # type: ignore[no-untyped-call]
         allowed = access(place.job, Role.TRAINER)
         key, route = allowed.secret(Secret.GRADIENTS), Route.of(place.job, allowed)
         self._shards: list[ShardPiece] = []
@@ -147,21 +171,24 @@ class PartCopies:
         self.is_due = False
         self._untaken = set(range(len(self.parameters)))
         for part in self._shards:
-            part.rooms = [stream.room() for stream in part.streams]
+            part.begin(self._device)
         return self.iteration
 
     def take(self, numbers: Collection[int]) -> None:
         """Copy the gradients that a step is about to use, of parameters by number. Missing ones are zeros.
 
-        Raise `RefusedError` if a gradient is sparse.
+        Raise `RefusedError` if a gradient is sparse, or if a CUDA graph would capture the copies.
         """
         if self._untaken is None:
             raise RuntimeError("no iteration has begun")
+        if self._down is not None and torch.cuda.is_current_stream_capturing():
+            raise RefusedError(
+                "a CUDA graph captures optimizer.step(), whose gradients would be copied once only: leave "
+                "the step out of CUDA graphs"
+            )
         for part in self._shards:
             if (data := part.data) is not None:
-                for part_slice in part.slices:
-                    if part_slice.parameter in numbers:
-                        self._copy(data, part_slice)
+                self._copy(data, [piece for piece in part.slices if piece.parameter in numbers])
         self._untaken.difference_update(numbers)
 
     def complete(self) -> None:
@@ -174,26 +201,35 @@ class PartCopies:
                 for part_slice in part.slices:
                     if part_slice.parameter in untaken:
                         self._place(data, part_slice).zero_()
-            part.send(self.iteration)
+            part.send(self.iteration, self._down)
 
     def _place(self, data: torch.Tensor, part: PartSlice) -> torch.Tensor:
         itemsize = ITEMSIZES[self.layout.parameters[part.parameter].gradient_dtype]
         return data[part.offset : part.offset + len(part.where) * itemsize]
 
-    def _copy(self, data: torch.Tensor, part: PartSlice) -> None:
-        described, gradient = self.layout.parameters[part.parameter], self.parameters[part.parameter].grad
-        place = self._place(data, part)
+    def _copy(self, data: torch.Tensor, slices: Sequence[PartSlice]) -> None:
+        """Copy slices of gradients as bytes, because types of different sizes follow one another."""
+        places, elements = [], []
+        for part in slices:
+            if (flat := self._flat(part.parameter)) is None:
+                self._place(data, part).zero_()
+            else:
+                places.append(self._place(data, part))
+                elements.append(flat[part.where.start : part.where.stop].contiguous().view(torch.uint8))
+        if places:
+            torch._foreach_copy_(places, elements)
+
+    def _flat(self, number: int) -> torch.Tensor | None:
+        """Return a gradient, flat and in memory order; `None` if there is none."""
+        described, gradient = self.layout.parameters[number], self.parameters[number].grad
         if gradient is None:
-            place.zero_()
-            return
+            return None
         if gradient.layout != torch.strided:
             raise RefusedError(
                 f"{described.name} has a sparse gradient, which can't be copied: make its Embedding with "
                 "sparse=False"
             )
-        flat = in_memory_order(local_of(gradient).detach(), described.dim_order).reshape(-1)
-        elements = flat[part.where.start : part.where.stop].contiguous()
-        place.copy_(elements.view(torch.uint8))  # as bytes: types of different sizes follow one another
+        return in_memory_order(local_of(gradient).detach(), described.dim_order).reshape(-1)
 
     def stream_ends(self, iteration: int) -> dict[tuple[int, int], int]:
         """Return each stream's bytes, by channel and shard, at the end of this iteration."""

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,6 +52,8 @@ class _QueuedPart:
     iteration: int
     data: torch.Tensor | None
     put_at: float
+    await_data: Callable[[], object] | None = None
+    """Waits until the data is there."""
     end: int = 0
     """Bytes written on the present connection once it was sent."""
 
@@ -112,15 +115,20 @@ class PartStream:
                 return self._free.pop()
         return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def put(self, iteration: int, data: torch.Tensor | None) -> None:
-        """Send an iteration's bytes, in memory of `room`; `None` leaves the iteration out."""
+    def put(
+        self, iteration: int, data: torch.Tensor | None, await_data: Callable[[], object] | None = None
+    ) -> None:
+        """Send an iteration's bytes, in memory of `room`; `None` leaves the iteration out.
+
+        The thread that sends calls `await_data` before it reads them.
+        """
         with self._condition:
             self.left_out += data is None
             last = self._parts[-1] if len(self._parts) > self._sent else None
             if data is None and last is not None and last.data is None:
                 last.iteration = iteration
             else:
-                self._parts.append(_QueuedPart(iteration, data, time.monotonic()))
+                self._parts.append(_QueuedPart(iteration, data, time.monotonic(), await_data))
             self._condition.notify_all()
 
     def has(self, iteration: int) -> bool:
@@ -217,6 +225,8 @@ class PartStream:
 
     def _send(self, channel: Channel, queued: _QueuedPart, tags: PartTags) -> None:
         """Write an iteration: its header, its bytes if it has any, and their tag."""
+        if queued.await_data is not None:
+            queued.await_data()
         nbytes = 0 if queued.data is None else self.nbytes
         header = PartHeader(queued.iteration, nbytes, time.monotonic() - queued.put_at).pack()
         tag = tags.begin(header)
