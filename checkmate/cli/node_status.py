@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from checkmate.base.wording import counted, shortened, size
+from checkmate.base.wording import JSON_VERSION, counted, shortened, size
 from checkmate.cli.common import UsageFault, err, out, readable_role
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
@@ -28,10 +28,10 @@ Answers = Mapping[int, pb.NodeStatus | str]
 class NodesNotReady(UsageFault):
     """`--wait` timed out, or a node does not answer; `data` has the status at that time."""
 
-    def __init__(self, message: str, exit_code: int, nodes: Mapping[str, object]) -> None:
+    def __init__(self, message: str, exit_code: int, status: Mapping[str, object]) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        self.data = {"status": {"nodes": nodes}}
+        self.data = {"status": {"version": JSON_VERSION, **status}}
 
 
 def read_nodes(jobs: Sequence[Job], seconds: float) -> dict[str, Answers]:
@@ -46,9 +46,13 @@ def read_nodes(jobs: Sequence[Job], seconds: float) -> dict[str, Answers]:
             time.sleep(POLL_SECONDS)
 
 
-def check_nodes(jobs: Sequence[Job], answers: Mapping[str, Answers], *, wait: bool) -> None:
-    """Raise `NodesNotReady` if a node has not answered, or, with `wait`, lacks a stream."""
-    data = node_data(answers)
+def check_nodes(
+    jobs: Sequence[Job], answers: Mapping[str, Answers], data: Mapping[str, object], *, wait: bool
+) -> None:
+    """Raise `NodesNotReady` if a node has not answered, or, with `wait`, lacks a stream.
+
+    `data`: the whole status.
+    """
     for job in jobs:
         for node, answer in answers[job.job].items():
             if isinstance(answer, str):
