@@ -80,7 +80,7 @@ def test_each_fault_says_where_and_what_would_be_right(
     assert message in faults[path], faults
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "remove", "shell"])
+@pytest.mark.parametrize("command", ["run", "remove", "shell"])
 def test_commands_on_switches_say_that_there_is_none(tmp_path: Path, command: str) -> None:
     status, output = invoke(command, write(tmp_path), *(["--once"] if command == "run" else []))
     assert status == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, get_type_hints
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from checkmate.cli.documents.base import DocumentPart, JsonDocument
 from controlplane.status import SwitchStatus
@@ -82,10 +82,30 @@ class DpGroupPart(DocumentPart):
     first_shadow_id: int
 
 
-class JobPlanPart(DocumentPart):
-    """The DP groups of a job."""
+class ReceivedShardPart(DocumentPart):
+    """A shard of a DP group."""
 
+    group: int
+    shard: int
+
+
+class ReceiverPart(DocumentPart):
+    """A shadow node to which ranks send their parts; streams are counted for shards of equal size."""
+
+    node: int
+    gradients: str
+    shards: list[ReceivedShardPart]
+    ranks: list[int]
+    streams: int
+
+
+class JobPlanPart(DocumentPart):
+    """The DP groups of a job; with copies by hosts, the share of gradients that a rank sends, and to whom."""
+
+    copies: str
     dp_groups: list[DpGroupPart]
+    rank_shares: list[float] = Field(default_factory=list)
+    nodes: list[ReceiverPart] = Field(default_factory=list)
 
 
 class SwitchPlanPart(DocumentPart):
