@@ -24,7 +24,7 @@ from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.part_demand import PartDemand
 from checkmate.planner.scaling import read_profile
 from checkmate.planner.units import bits_per_second, nbytes, seconds
-from checkmate.shadow.receive.part_streams import ORDINARY_BUFFER
+from checkmate.shadow.receive.connect import ORDINARY_BUFFER
 from controlplane import plan as planning
 
 

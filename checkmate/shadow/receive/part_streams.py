@@ -25,8 +25,6 @@ from checkmate.wire import copies, tcp
 from checkmate.wire.copies import NodeAnswer, PartGreeting, PartsRefused
 from checkmate.wire.schedule import StreamLayout
 
-ORDINARY_BUFFER: Final = 4 << 20
-"""Bytes of a socket's buffer that any user may have."""
 GREETING_SECONDS: Final = 2.0
 """Time in which a connection must have proved itself."""
 MAX_GREETINGS: Final = 64
