@@ -61,6 +61,7 @@ class HoldResources:
         self.hold = Hold(plan, layout.of_shard(plan.shard), streams, first, joined)
         self.sets = BucketSets(layout, plan.shard, joined - 1)
         self.inlets = self._new_inlets()
+        self._left_out = 0  # before the present streams
         self._version = 0
         self._loaded = False
         self.hold.update_at(HoldSnapshot(0, dict(replica.at)))
@@ -128,9 +129,15 @@ class HoldResources:
             self.replica.clear()
             self.hold.update_at(self._snapshot())
 
+    @property
+    def left_out(self) -> int:
+        """Iterations that ranks have left out, because this node took too little."""
+        return self._left_out + max((inlet.left_out for inlet in self.inlets), default=0)
+
     def join(self) -> None:
         """Discard all received gradients, and receive from iteration `Hold.joined` on."""
         self.close()
+        self._left_out = self.left_out
         with self.lock:
             self.sets.release(self.hold.joined - 1)
             self.inlets = self._new_inlets()
@@ -139,6 +146,7 @@ class HoldResources:
     def settle(self) -> None:
         """Discard streams and gradients; keep parameters and optimizer state for readers."""
         self.close()
+        self._left_out = self.left_out
         with self.lock:
             self.sets.clear()
         self.inlets = []

@@ -17,6 +17,7 @@ import yaml
 
 from testbed.ports import free_port
 from tests.scripts.host_copies import PAUSED_AT
+from tests.support.documents import check_document
 from tests.support.units import NOBODY, USER, environment, python
 from tests.support.waiting import wait_until
 
@@ -125,7 +126,10 @@ def test_a_killed_rank_resumes_bit_for_bit(folder: Path) -> None:
         job.command("reset", "--yes")
         killed = job.train("killed", seconds=0.2)
         wait_until(lambda: len(job.lines("killed", 0)) > PAUSED_AT, "iterations")
-        shown = json.loads(job.command("status", "--wait", "--json").stdout)["nodes"]["mine"]
+        document = json.loads(job.command("status", "--wait", "--json").stdout)
+        check_document("status", document)
+        shown = document["nodes"]["mine"]
+        assert [hold["left_out"] for node in shown.values() for hold in node["holds"]] == [0] * 4
         assert {(hold["shard"], hold["live"]) for node in shown.values() for hold in node["holds"]} == {
             (shard, True) for shard in range(2)
         }

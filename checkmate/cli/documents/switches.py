@@ -13,10 +13,45 @@ from topologies.traffic.port_drops import PortDrops
 from topologies.traffic.verdict import StreamRow
 
 
+class HoldPart(DocumentPart):
+    """A shard at a node. `lag`: iterations behind the trainers, since `lag_seconds` more than one.
+
+    `left_out`: iterations that ranks left out for it.
+    """
+
+    dp_group: int
+    shard: int
+    live: bool
+    streams: int
+    connected: int
+    stepped: int
+    in_full: int
+    lag: int
+    lag_seconds: float
+    left_out: int
+    bytes: int
+    trouble: str
+
+
+class NodeStatusPart(DocumentPart):
+    """A shadow node that has answered. `waited_seconds`: that steps of the present start waited for it."""
+
+    holds: list[HoldPart]
+    waited_seconds: float
+    troubles: list[str]
+
+
+class SilentNodePart(DocumentPart):
+    """A shadow node that has not answered."""
+
+    error: str
+
+
 class StatusDocument(JsonDocument):
-    """`status`: each switch by name."""
+    """`status`: each switch by name; each shadow node of jobs with copies by hosts, by job and id."""
 
     switches: dict[str, SwitchStatus]
+    nodes: dict[str, dict[str, NodeStatusPart | SilentNodePart]] = Field(default_factory=dict)
 
 
 class WrittenPart(DocumentPart):

@@ -65,6 +65,7 @@ def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | No
     with node.moving() as node_state:
         group = node_state.group(part.group, part)
         check_part(node.job, group, part)
+        group.note(part)
         group.records.add(part, node.now())
     if not answer:
         return None
