@@ -47,7 +47,8 @@ class LoopbackJob:
         self.file = folder / "job.yaml"
         self.file.write_text(yaml.safe_dump(data))
         self._environment = {
-            **environment(folder),
+            **(users := environment(folder)),
+            "PYTHONPATH": os.pathsep.join([users["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]),
             "CHECKMATE_JOB": str(self.file),
             "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -105,6 +106,14 @@ class LoopbackJob:
         script = ["-m", "tests.scripts.host_copies", str(results), str(ITERATIONS), str(seconds)]
         return self.start(name, "torch.distributed.run", *options, *script)
 
+    def example(self, name: str, module: str, *options: str) -> subprocess.Popen[bytes]:
+        """Start torchrun with an example of ours; its ranks write to the folder NAME."""
+        (results := self.folder / name).mkdir()
+        os.chown(results, NOBODY, NOBODY)
+        torchrun = ["--nproc-per-node=2", "--standalone", "--max-restarts=10", "--monitor-interval=0.1"]
+        script = ["-m", f"checkmate.examples.{module}", "--out", str(results), *options]
+        return self.start(name, "torch.distributed.run", *torchrun, *script)
+
     def lines(self, name: str, rank: int) -> list[dict[str, Any]]:
         """Return what a rank has noted of its iterations."""
         file = self.folder / name / f"rank{rank}.jsonl"
@@ -146,3 +155,27 @@ def test_a_killed_rank_resumes_bit_for_bit(folder: Path) -> None:
         assert [expected[line["iteration"]]["loss"] for line in lines] == [line["loss"] for line in lines]
         assert lines[-1]["count"] == ITERATIONS
     assert "Traceback" not in job.log("shadow0") + job.log("shadow1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["accelerated", "lightning", "huggingface", "complete", "resnet"])
+def test_examples_run_unchanged_and_resume(folder: Path, example: str) -> None:
+    """A rank is killed at some iteration; both runs have the same losses, to the bit."""
+    libraries = {"accelerated": "accelerate", "lightning": "lightning", "huggingface": "transformers"}
+    pytest.importorskip(libraries.get(example, "torch"))
+    job = LoopbackJob(folder, ranks=2)
+    with job.nodes():
+        undisturbed = job.example("undisturbed", example, "--iterations", "40")
+        assert undisturbed.wait(200) == 0, job.log("undisturbed")
+        job.command("reset", "--yes")
+        killed = job.example("killed", example, "--iterations", "40")
+        wait_until(lambda: len(job.lines("killed", 0)) > KILLED_AT + 3, "iterations", 120)
+        os.kill(last_rank(killed), signal.SIGKILL)
+        assert killed.wait(200) == 0, job.log("killed")
+        assert "resumed from the shadow nodes" in job.log("killed")
+    for rank in range(2):
+        expected = {line["iteration"]: line["loss"] for line in job.lines("undisturbed", rank)}
+        losses = [(line["iteration"], line["loss"]) for line in job.lines("killed", rank)]
+        assert len(expected) == 40
+        assert len(losses) <= 41, "one iteration is repeated at most"
+        assert {iteration: expected[iteration] for iteration, _ in losses} == dict(losses) == expected
