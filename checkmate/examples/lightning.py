@@ -40,6 +40,8 @@ class CheckmateCallback(Callback):
         assert isinstance(ddp, DistributedDataParallel)
         _, extra = checkmate.restore(ddp, optimizer)
         if extra is not None:
+            if extra["epoch_loop.batch_progress"]["is_last_batch"]:
+                extra["state_dict"].clear()  # the next epoch begins with a loader that is not exhausted
             loops.load_state_dict(extra)
         self.protection = checkmate.protect(ddp, optimizer, extra=loops.state_dict)
 

@@ -80,9 +80,9 @@ def test_each_fault_says_where_and_what_would_be_right(
     assert message in faults[path], faults
 
 
-@pytest.mark.parametrize("command", ["run", "remove", "shell"])
+@pytest.mark.parametrize("command", ["run", "remove", "shell", "nccl check"])
 def test_commands_on_switches_say_that_there_is_none(tmp_path: Path, command: str) -> None:
-    status, output = invoke(command, write(tmp_path), *(["--once"] if command == "run" else []))
+    status, output = invoke(*command.split(), write(tmp_path), *(["--once"] if command == "run" else []))
     assert status == 2
     words = " ".join(output.split())
     assert f"`checkmate {command}` is about switches, and hosts send the copies of mine themselves" in words

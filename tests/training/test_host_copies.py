@@ -179,3 +179,20 @@ def test_examples_run_unchanged_and_resume(folder: Path, example: str) -> None:
         assert len(expected) == 40
         assert len(losses) <= 41, "one iteration is repeated at most"
         assert {iteration: expected[iteration] for iteration, _ in losses} == dict(losses) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "epoch"), [("accelerated", 20), ("lightning", 10)])
+def test_examples_go_on_after_the_end_of_an_epoch(folder: Path, example: str, epoch: int) -> None:
+    pytest.importorskip({"accelerated": "accelerate"}.get(example, example))
+    job = LoopbackJob(folder, ranks=2)
+    with job.nodes():
+        for name, iterations in (("undisturbed", 2 * epoch), ("first", epoch), ("second", 2 * epoch)):
+            training = job.example(name, example, "--iterations", str(iterations))
+            assert training.wait(200) == 0, job.log(name)
+            if name == "undisturbed":
+                job.command("reset", "--yes")
+    expected = [line["loss"] for line in job.lines("undisturbed", 1)]
+    both = [job.lines(name, 1) for name in ("first", "second")]
+    assert [line["iteration"] for lines in both for line in lines] == [*range(2 * epoch)]
+    assert [line["loss"] for lines in both for line in lines] == expected
