@@ -85,7 +85,8 @@ def show_nodes(jobs: Sequence[Job], answers: Mapping[str, Answers]) -> None:
     """Print a table of the shards of each job, by node, and what steps have waited for each node."""
     for job in jobs:
         columns, numbers = ("group", "shard", "node", "state", "ranks"), _NUMBERS
-        table = FittedTable(f"job {job.job}, copies by hosts", *columns, *numbers, numbers=numbers)
+        title = f"job {job.job}, copies by hosts"
+        table = FittedTable(title, *columns, *numbers, numbers=numbers, folds=("state",))
         empty = [""] * len(numbers)
         for node, answer in sorted(answers[job.job].items()):
             if isinstance(answer, str):

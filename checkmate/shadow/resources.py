@@ -61,7 +61,7 @@ class HoldResources:
         self.hold = Hold(plan, layout.of_shard(plan.shard), streams, first, joined)
         self.sets = BucketSets(layout, plan.shard, joined - 1)
         self.inlets = self._new_inlets()
-        self._left_out = 0  # before the present streams
+        self._left_out, self._left_out_until = 0, 0  # iterations counted so far, and the first that is not
         self._version = 0
         self._loaded = False
         self.hold.update_at(HoldSnapshot(0, dict(replica.at)))
@@ -129,15 +129,17 @@ class HoldResources:
             self.replica.clear()
             self.hold.update_at(self._snapshot())
 
-    @property
-    def left_out(self) -> int:
-        """Iterations that ranks have left out, because this node took too little."""
-        return self._left_out + max((inlet.left_out for inlet in self.inlets), default=0)
+    def count_left_out(self) -> int:
+        """Return how many iterations ranks have left out, because this node took too little."""
+        for left_out in sorted((inlet.left_out for inlet in self.inlets if inlet.left_out), key=min):
+            self._left_out += max(left_out.stop - max(left_out.start, self._left_out_until), 0)
+            self._left_out_until = max(self._left_out_until, left_out.stop)
+        return self._left_out
 
     def join(self) -> None:
         """Discard all received gradients, and receive from iteration `Hold.joined` on."""
         self.close()
-        self._left_out = self.left_out
+        self.count_left_out()
         with self.lock:
             self.sets.release(self.hold.joined - 1)
             self.inlets = self._new_inlets()
@@ -146,7 +148,7 @@ class HoldResources:
     def settle(self) -> None:
         """Discard streams and gradients; keep parameters and optimizer state for readers."""
         self.close()
-        self._left_out = self.left_out
+        self.count_left_out()
         with self.lock:
             self.sets.clear()
         self.inlets = []

@@ -137,7 +137,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
                 hold,
                 counts=not state.leaving.undecided,
                 now=now,
-                left_out=resources.left_out,
+                left_out=resources.count_left_out(),
             )
             for (group, hold), resources in zip(holds, all_resources, strict=True)
         ],

@@ -75,7 +75,7 @@ class PartInlet(Inlet):
 
     def _misfit(self, iteration: int, nbytes: int) -> str:
         if not nbytes:
-            self.left_out = max(iteration + 1 - self.iteration, 0)
+            self.left_out = range(self.iteration, iteration + 1)
             return f"the rank has left out iterations up to {iteration}, because this node took too little"
         return (
             f"the rank sends iteration {iteration} with {nbytes} bytes, and iteration {self.iteration} with "
