@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Annotated
 
 import typer
@@ -36,7 +37,6 @@ from checkmate.cli.common import (
 )
 from checkmate.doctor import subjects
 from checkmate.doctor.diagnosis import warn
-from checkmate.doctor.reading import is_here
 from checkmate.events.kinds import NODE_ENDED, NODE_STARTED
 from checkmate.events.process_log import say
 from checkmate.job.addresses import split_address
@@ -149,7 +149,7 @@ def _check_id(job: Job, node_id: int) -> None:
 
 def _own_id(job: Job) -> int:
     """Return the id of the node whose addresses are this machine's, if there is exactly one."""
-    own_nodes = [node.id for node in job.shadow_nodes if all(map(is_here, _addresses(node)))]
+    own_nodes = [node.id for node in job.shadow_nodes if all(map(_is_own, _addresses(node)))]
     if len(own_nodes) == 1:
         return own_nodes[0]
     things = "addresses" if job.copies == "host" else "NICs"
@@ -165,6 +165,16 @@ def _own_id(job: Job) -> int:
 def _addresses(node: ShadowNode) -> list[str]:
     """Return the addresses of a node's NICs; with copies by hosts, the host of `mgmt`, maybe a name."""
     return [str(nic.ip) for nic in node.nics] or [split_address(node.mgmt)[0]]
+
+
+def _is_own(host: str) -> bool:
+    """Return whether an address, or a name's, is this machine's. Starts no thread, unlike the doctor's."""
+    with suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(place)
+                return True
+    return False
 
 
 @contextmanager
