@@ -42,6 +42,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def job_file(tmp_path: Path) -> Path:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job_data()))
+    nodes = [{"id": 0, "mgmt": "127.0.0.1:1"}]
+    by_hosts = {"job": "mine", "copies": "host", "ranks": 2, "shadow_nodes": nodes}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(by_hosts))
     return file
 
 
@@ -96,6 +99,7 @@ def test_the_doctor_needs_the_core_to_tell_what_is_missing(
 
 SECOND_CASES = (
     ("", "status JOB --wait", "switch"),
+    ("", "status mine.yaml", "trainer"),
     ("trainer", "remove JOB", "switch"),
     ("trainer", "shadow JOB --id 0 --insecure", "shadow"),
     ("shadow", "profile --plot x.png", "plan"),
@@ -152,6 +156,7 @@ def test_a_missing_extra_is_in_the_json(environment: Make, job_file: Path) -> No
     [
         ("plan", "cost --runs 10 --plot x.png", 0, "figures: x.png"),
         ("switch", "status JOB", 3, "127.0.0.1:9559"),
+        ("trainer", "status mine.yaml", 3, "shadow node 0 (127.0.0.1:1): can't be reached"),
         ("switch", "softswitch --help", 0, "--grpc-server-addr"),
         ("shadow", "plan JOB --capacity --model GPT3-XL", 0, "GPT3-XL"),
         ("shadow", "profile --model ResNet50 --seconds 0.1 --threads 1 --memory 1GB", 0, "ResNet50"),

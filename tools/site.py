@@ -29,7 +29,18 @@ PACKAGES: Final = ("checkmate", "controlplane", "softswitch", "topologies")
 TREE: Final = {
     "Tutorial": [f"tutorial/{page.stem}" for page in sorted((ROOT / "docs/tutorial").glob("*.md"))],
     "Guides": [
-        *("install", "deploy", "operating", "training", "job", "cli", "checkpoint", "security", "lab"),
+        *(
+            "choosing",
+            "install",
+            "deploy",
+            "operating",
+            "training",
+            "job",
+            "cli",
+            "checkpoint",
+            "security",
+            "lab",
+        ),
         *("tofino", "nccl", "planning"),
     ],
     "Reference": ["api", "packages", "glossary", "design", "figures", "evaluation", "fairness"],

@@ -98,6 +98,8 @@ def _show(job_keys: JobKeys) -> None:
 
 
 def _place(job: Job, role: RoleFiles) -> str:
+    if role.role is Role.CONTROLLER and job.copies == "host":
+        return "nowhere: with copies by hosts, there is none"
     hosts = hosts_of(job, role.role)
     first_hosts, more = hosts[:_MAX_HOSTS], len(hosts) - _MAX_HOSTS
     names = ", ".join(first_hosts) + (f" and {more} more (--json)" if more > 0 else "")

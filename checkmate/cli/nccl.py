@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkmate.base.wording import size
-from checkmate.cli.common import JobArgument, UsageFault, err, out, show_errors
+from checkmate.cli.common import JobArgument, UsageFault, err, out, require_switches, show_errors
 from checkmate.cli.helping import App
 from checkmate.errors import CheckmateError
 from checkmate.job.files import read_job
@@ -60,6 +60,7 @@ def check(job: JobArgument) -> None:
     from checkmate.training.gradients import nccl_check  # noqa: PLC0415
 
     read = read_job(job)
+    require_switches([read], "nccl check")
     try:
         with nccl_check.meeting() as rank:
             verdicts = nccl_check.examine(read, int(os.environ.get("LOCAL_RANK", "0")))

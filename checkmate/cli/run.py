@@ -38,7 +38,7 @@ from checkmate.cli.common import (
     show_errors,
     view_console,
 )
-from checkmate.cli.status import switch_lines, switch_tables
+from checkmate.cli.switch_status import switch_lines, switch_tables
 from checkmate.doctor import subjects
 from checkmate.doctor.diagnosis import warn
 from checkmate.events.kinds import (

@@ -20,6 +20,7 @@ DOCUMENTS: Final = {
     "doctor": "base:DoctorDocument",
     "plan": "switches:PlanDocument",
     "plan-capacity": "planner:CapacityDocument",
+    "plan-capacity-host": "planner:HostCapacityDocument",
     "plan-pfc": "switches:PfcDocument",
     "plan-bfrt": "switches:BfrtDocument",
     "sysctl": "base:SysctlDocument",
@@ -66,7 +67,7 @@ def schema(
     """Print the JSON Schema of files, for editors, or of what a command prints with --json.
 
     `checkmate init` writes that of job files beside a new job file. Variants of commands have names of their
-    own: plan-capacity, plan-pfc, plan-bfrt, lab-list, lab-run.
+    own: plan-capacity, plan-capacity-host, plan-pfc, plan-bfrt, lab-list, lab-run.
 
     Example: checkmate schema job > job.schema.json
     """

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Annotated
 
 import typer
@@ -39,8 +39,9 @@ from checkmate.doctor import subjects
 from checkmate.doctor.diagnosis import warn
 from checkmate.events.kinds import NODE_ENDED, NODE_STARTED
 from checkmate.events.process_log import say
+from checkmate.job.addresses import split_address
 from checkmate.job.files import read_job
-from checkmate.job.schema import Job
+from checkmate.job.schema import Job, ShadowNode
 from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import spinner
 
@@ -53,7 +54,7 @@ def shadow(
         typer.Option(
             "--id",
             help="Id of the node in the job's shadow_nodes.",
-            show_default="the node whose NICs this machine has",
+            show_default="the node whose NICs, or host, this machine has",
         ),
     ] = None,
     view: Annotated[
@@ -78,10 +79,11 @@ def shadow(
     log_format: AsLog = LogFormat.TEXT,
     insecure: Insecure = False,
 ) -> None:
-    """Receive reduced gradients on this node's NICs, step its shards, and serve the checkpoint.
+    """Receive reduced gradients, step its shards, and serve the checkpoint.
 
     Prints "ready" once it serves at its mgmt address; streams are connected when training begins. Needs
-    CAP_NET_ADMIN for its receive buffers, and the folder of keys of role shadow. Stop it with Ctrl-C.
+    the folder of keys of role shadow, and CAP_NET_ADMIN for its receive buffers, unless hosts copy. Stop it
+    with Ctrl-C.
 
     Example: checkmate shadow jobs/gpt.yaml --id 0
     """
@@ -146,26 +148,33 @@ def _check_id(job: Job, node_id: int) -> None:
 
 
 def _own_id(job: Job) -> int:
-    """Return the id of the node whose NICs' addresses are this machine's, if there is exactly one."""
-    own_nodes = [node.id for node in job.shadow_nodes if all(_is_own(str(nic.ip)) for nic in node.nics)]
+    """Return the id of the node whose addresses are this machine's, if there is exactly one."""
+    own_nodes = [node.id for node in job.shadow_nodes if all(map(_is_own, _addresses(node)))]
     if len(own_nodes) == 1:
         return own_nodes[0]
+    things = "addresses" if job.copies == "host" else "NICs"
     if own_nodes:
         raise UsageFault(
-            f"this machine has the NICs of shadow nodes {', '.join(map(str, own_nodes))}: use --id"
+            f"this machine has the {things} of shadow nodes {', '.join(map(str, own_nodes))}: use --id"
         )
-    addresses = (f"{node.id}: {' and '.join(str(nic.ip) for nic in node.nics)}" for node in job.shadow_nodes)
-    fault = f"this machine has the NICs of no shadow node of job {job.job}"
+    addresses = (f"{node.id}: {' and '.join(_addresses(node))}" for node in job.shadow_nodes)
+    fault = f"this machine has the {things} of no shadow node of job {job.job}"
     raise UsageFault(f"{fault}; their addresses are {'; '.join(addresses)}")
 
 
-def _is_own(ip: str) -> bool:
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((ip, 0))
-        except OSError:
-            return False
-    return True
+def _addresses(node: ShadowNode) -> list[str]:
+    """Return the addresses of a node's NICs; with copies by hosts, the host of `mgmt`, maybe a name."""
+    return [str(nic.ip) for nic in node.nics] or [split_address(node.mgmt)[0]]
+
+
+def _is_own(host: str) -> bool:
+    """Return whether an address, or a name's, is this machine's. Starts no thread, unlike the doctor's."""
+    with suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(place)
+                return True
+    return False
 
 
 @contextmanager

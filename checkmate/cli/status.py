@@ -1,61 +1,24 @@
-"""`checkmate status`: show the streams of jobs, as their switches report them."""
+"""`checkmate status`: show the streams of jobs, as their switches or shadow nodes report them."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.status import Status
-from rich.text import Text
 
-from checkmate.base.wording import JSON_VERSION, counted, size
+from checkmate.base.extras import needs
 from checkmate.cli.common import (
     AsJson,
     FabricOption,
     JobArguments,
-    UsageFault,
-    err,
     lab_hint,
-    out,
     print_json,
     read_job_set,
     show_errors,
 )
-from checkmate.cli.node_status import check_nodes, node_data, read_nodes, show_nodes
-from checkmate.job.fields import CPU_PORT
-from checkmate.job.schema import Job, Switch
-from checkmate.output.consoles import LateLine, spinner_or_line
-from checkmate.output.tables import FittedTable
-from controlplane.errors import ControlError, SwitchUnreachable
-from controlplane.network import Network
-from controlplane.p4runtime.codec import Codec
-from controlplane.p4runtime.session import NoProgram, SwitchSession
-from controlplane.status import SIDES, StreamStatus, SwitchStatus, read_status
-
-POLL_SECONDS = 0.2
-
-
-class StreamsNotConnected(UsageFault):
-    """`--wait` timed out; `data` has the status at that time."""
-
-    exit_code = 7
-
-    def __init__(self, message: str, status: Mapping[str, object]) -> None:
-        super().__init__(message)
-        self.data = {"status": status}
-
-
-class Unread(UsageFault):
-    """Switches can't be read; `data` has the status of the others."""
-
-    def __init__(self, errors: Sequence[ControlError], status: Mapping[str, object], hint: str) -> None:
-        super().__init__("; ".join(map(str, errors)) + hint)
-        self.exit_code = errors[0].exit_code
-        self.data = {"status": status}
+from checkmate.job.schema import Job
 
 
 @show_errors
@@ -81,162 +44,52 @@ def status(
     """
     loaded = read_job_set(jobs, fabric).require()
     by_hosts = [job for job in loaded if job.copies == "host"]
-    answers = read_nodes(by_hosts, timeout if wait else 0.0) if by_hosts else {}
-    if not as_json:
-        show_nodes(by_hosts, answers)
-    check_nodes(by_hosts, answers, wait=wait)
-    loaded = [job for job in loaded if job.copies == "switch"]
-    if not loaded:
-        if as_json:
-            print_json({"version": JSON_VERSION, "switches": {}, "nodes": node_data(answers)})
-        return
-    with spinner_or_line(err, "reading the switches") as progress:
-        statuses, errors = asyncio.run(_status(loaded, timeout if wait else 0.0, progress))
-    data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in statuses}}
+    by_switch = [job for job in loaded if job.copies == "switch"]
+    seconds = timeout if wait else 0.0
+    data: dict[str, Any] = {"switches": {}}
+    checks: list[Callable[[], None]] = []
     if by_hosts:
-        data["nodes"] = node_data(answers)
-    if not as_json:
-        for switch_status in statuses:
-            out.print(Group(*switch_tables(switch_status), *switch_lines(switch_status)))
-    if errors:
-        raise Unread(errors, data, lab_hint(jobs, "status"))
-    missing = [
-        stream for switch_status in statuses for stream in switch_status.streams if not stream.connected
-    ]
-    if wait and missing:
-        raise StreamsNotConnected(_missing_line(statuses, missing, timeout), data)
+        checks.append(_nodes(by_hosts, data, seconds, wait=wait, as_json=as_json))
+    if by_switch:
+        checks.append(_switches(by_switch, jobs, data, seconds, wait=wait, as_json=as_json))
+    for check in checks:
+        check()
     if as_json:
         print_json(data)
 
 
-def _absent_words(statuses: Sequence[SwitchStatus]) -> str:
-    return "".join(
-        f"job {job} is not installed on switch {status.switch}; "
-        for status in statuses
-        for job in status.not_installed
-    )
+def _nodes(
+    jobs: Sequence[Job], data: dict[str, Any], seconds: float, *, wait: bool, as_json: bool
+) -> Callable[[], None]:
+    """Read and print what shadow nodes have. Return what raises what is wrong, once all is printed."""
+    with needs("`checkmate status`", "trainer"):
+        from checkmate.cli import node_status  # noqa: PLC0415 - an extra
+    answers = node_status.read_nodes(jobs, seconds)
+    data["nodes"] = node_status.node_data(answers)
+    if not as_json:
+        node_status.show_nodes(jobs, answers)
+    return lambda: node_status.check_nodes(jobs, answers, data, wait=wait)
 
 
-def _missing_line(statuses: Sequence[SwitchStatus], missing: Sequence[StreamStatus], timeout: float) -> str:
-    first = missing[0]
-    streams = counted(len(missing), "stream is", "streams are")
-    return (
-        f"{_absent_words(statuses)}{streams} not connected after {timeout:g} s, "
-        f"the first: job {first.job}, DP group {first.dp_group_name}, channel {first.channel}, "
-        f"shadow id {first.shadow_id}, node {first.shadow_node} at {first.nic}{_none_words(statuses)}"
-    )
+def _switches(
+    jobs: Sequence[Job],
+    files: Sequence[Path],
+    data: dict[str, Any],
+    seconds: float,
+    *,
+    wait: bool,
+    as_json: bool,
+) -> Callable[[], None]:
+    """Read and print what switches have. Return what raises what is wrong, once all is printed."""
+    from checkmate.cli import switch_status  # noqa: PLC0415 - an extra
 
+    statuses, errors = switch_status.read_switches(jobs, seconds)
+    data["switches"] = {status.switch: status.data() for status in statuses}
+    if not as_json:
+        switch_status.show_switches(statuses)
 
-def _none_words(statuses: Sequence[SwitchStatus]) -> str:
-    """Return what may keep all streams of a switch away, if none of a switch is connected."""
-    silent = [
-        status
-        for status in statuses
-        if status.streams and not any(stream.connected for stream in status.streams)
-    ]
-    if not silent:
-        return ""
-    names = ", ".join(status.switch for status in silent)
-    bmv2 = any(status.target == "bmv2" for status in silent)
-    port = f", which BMv2 has only with --cpu-port {CPU_PORT}" if bmv2 else ""
-    return (
-        f"; none is at {names}: do shadow nodes run, does `checkmate run` serve, and does the switch pass "
-        f"packets of shadow NICs to it{port}?"
-    )
+    def check() -> None:
+        hint = lab_hint(files, "status") if errors else ""
+        switch_status.check_switches(statuses, errors, data, hint, seconds if wait else None)
 
-
-async def _status(
-    jobs: Sequence[Job], timeout: float, progress: Status | LateLine
-) -> tuple[list[SwitchStatus], list[ControlError]]:
-    """Read all switches at once. Return the status of each that can be read, and the errors of the others."""
-    network = Network(jobs)
-    deadline = time.monotonic() + timeout
-    latest: dict[str, SwitchStatus] = {}
-
-    def show_progress(status: SwitchStatus) -> None:
-        latest[status.switch] = status
-        streams = [stream for switch_status in latest.values() for stream in switch_status.streams]
-        ready = sum(stream.connected for stream in streams)
-        progress.update(f"{ready:,} of {counted(len(streams), 'stream')} connected")
-
-    answers = await asyncio.gather(
-        *(_switch(network, switch, deadline, show_progress) for switch in network.switches.values())
-    )
-    statuses = [answer for answer in answers if isinstance(answer, SwitchStatus)]
-    return statuses, [answer for answer in answers if isinstance(answer, ControlError)]
-
-
-async def _switch(
-    network: Network, switch: Switch, deadline: float, show_progress: Callable[[SwitchStatus], None]
-) -> SwitchStatus | ControlError:
-    """Return a switch's status once all its streams connect or the deadline passes, or its error."""
-    while True:
-        try:
-            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
-                await session.check_pipeline()
-                while True:
-                    status = await read_status(session, network)
-                    if time.monotonic() >= deadline or all(stream.connected for stream in status.streams):
-                        return status
-                    show_progress(status)
-                    await asyncio.sleep(POLL_SECONDS)
-        except (SwitchUnreachable, NoProgram) as error:  # `run` may still be starting
-            if time.monotonic() >= deadline:
-                return error
-            await asyncio.sleep(POLL_SECONDS)
-        except ControlError as error:
-            return error
-
-
-def switch_tables(status: SwitchStatus) -> list[FittedTable]:
-    """Return a table of a switch's streams for each job."""
-    jobs = sorted({stream.job for stream in status.streams} - set(status.not_installed))
-    return [_job_table(status, job) for job in jobs]
-
-
-def switch_lines(status: SwitchStatus) -> list[str]:
-    """Return lines about jobs that are not installed on a switch, and its counters of tagged traffic."""
-    absent = [f"job {job} is not installed on switch {status.switch}" for job in status.not_installed]
-    unreplicated, losses = status.passed, status.losses
-    line = (
-        f"switch {status.switch}: copies lost: {losses['not_connected'].packets:,} not connected, "
-        f"{losses['old_incarnation'].packets:,} of old incarnations; "
-        f"marked but not replicated: {unreplicated['without_tag'].packets:,} without a tag, "
-        f"{unreplicated['without_entry'].packets:,} without an entry; "
-        f"plain ACKs dropped: {status.acks_dropped:,}"
-    )
-    refusals = [f"switch {status.switch}: {refusal}" for refusal in status.refused if refusal.packets]
-    return [*absent, *refusals, line]
-
-
-def _job_table(status: SwitchStatus, job: str) -> FittedTable:
-    title = f"switch {status.switch} ({status.target}), job {job}"
-    columns, numbers = (
-        ("group", "side", "ch", "shard", "node", "NIC", "connected"),
-        ("packets", "bytes", "lost"),
-    )
-    table = FittedTable(title, *columns, *numbers, numbers=numbers)
-    for stream in sorted((s for s in status.streams if s.job == job), key=_order):
-        table.add_row(
-            stream.dp_group_name,
-            SIDES[stream.side],
-            str(stream.channel),
-            f"{stream.shard}" + (f" #{stream.replication_id}" if stream.replication_id > 1 else ""),
-            str(stream.shadow_node),
-            stream.nic,
-            _connected(stream),
-            f"{stream.packets:,}",
-            size(stream.bytes),
-            Text(f"{stream.lost:,}", "red" if stream.lost else ""),
-        )
-    return table
-
-
-def _connected(stream: StreamStatus) -> Text:
-    if not stream.connected:
-        return Text("no", "yellow")
-    return Text.assemble(("yes", "green"), f" ({stream.incarnation})")
-
-
-def _order(stream: StreamStatus) -> tuple[object, ...]:
-    return (stream.job, stream.dp_group, stream.side, stream.channel, stream.shadow_id, stream.replication_id)
+    return check

@@ -49,6 +49,8 @@ def sysctl(
             raise UsageFault("--receive-buffer is of shadow nodes; use it with --role shadow")
         settings = kernel_settings.trainer_settings(loaded)
     elif role == Role.SHADOW:
+        if receive_buffer is not None and loaded.copies == "host":
+            raise UsageFault("--receive-buffer is for copies by switch; with copies by hosts, leave it out")
         buffer = RECEIVE_BUFFER if receive_buffer is None else receive_buffer << 20
         settings = kernel_settings.shadow_node_settings(loaded, buffer)
     else:
@@ -58,6 +60,8 @@ def sysctl(
         print_json({"job": loaded.job, "role": role, "settings": [setting._asdict() for setting in settings]})
         return
     lines = [f"# Hosts of role {role} of job {loaded.job}. `sysctl --system` applies it."]
+    if not settings:
+        lines = [f"# Hosts of role {role} of job {loaded.job} need no other settings than this host has."]
     reason = ""
     for setting in settings:
         if setting.reason != reason:

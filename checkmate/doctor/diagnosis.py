@@ -23,7 +23,7 @@ from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
 from checkmate.ring.place import host_ports, ring_ports
-from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.shadow.receive.connect import ORDINARY_BUFFER, RECEIVE_BUFFER
 from checkmate.wire.ring_sockets import BUFFER_BYTES
 
 log = logging.getLogger("checkmate")
@@ -80,7 +80,8 @@ def diagnose(subject: Subject, file: Path | None, *, insecure: bool = False) -> 
             *_switches(subject.job),
         ]
     else:
-        findings += [*role_checks.routes(subject, facts), *_peer_findings(subject, facts, keys)]
+        findings += [*([] if subject.by_hosts else role_checks.routes(subject, facts))]
+        findings += _peer_findings(subject, facts, keys)
     return Diagnosis(subject, tuple(findings))
 
 
@@ -106,9 +107,9 @@ def warn(
 def _quietly(subject: Subject, receive_buffer: int, insecure: bool) -> Iterator[Finding]:
     if subject.role is Role.SHADOW:
         facts = read((str(nic.ip) for nic in subject.nics), quick=True)
-        yield host_checks.kernel(subject.role, facts.release)
-        yield host_checks.windows(subject.role, facts)
-        yield from _capacity(subject, facts, receive_buffer)
+        yield host_checks.kernel(subject.role, facts.release, by_hosts=subject.by_hosts)
+        yield host_checks.windows(subject.role, facts, by_hosts=subject.by_hosts)
+        yield from _capacity(subject, facts, ORDINARY_BUFFER if subject.by_hosts else receive_buffer)
         # Without such an address the process refuses to start, and says so.
         present_nics = tuple(nic for nic in subject.nics if facts.nics[str(nic.ip)] is not None)
         yield from network_checks.interfaces(replace(subject, nics=present_nics), facts)
@@ -123,23 +124,37 @@ def _quietly(subject: Subject, receive_buffer: int, insecure: bool) -> Iterator[
 
 def _host(subject: Subject, facts: Facts) -> Iterator[Finding]:
     """Yield what concerns the host itself."""
-    role = subject.role
+    role, by_hosts = subject.role, subject.by_hosts
     ports = [port for _, port in subject.listens]
-    yield host_checks.kernel(role, facts.release)
-    yield host_checks.capabilities(role, facts.capabilities, tags=subject.is_tagging, ports=ports)
-    if role is Role.TRAINER and subject.is_tagging:
+    yield host_checks.kernel(role, facts.release, by_hosts=by_hosts)
+    yield host_checks.capabilities(
+        role, facts.capabilities, tags=subject.is_tagging, ports=ports, by_hosts=by_hosts
+    )
+    yield from _of_host_copies(subject, facts) if by_hosts else _of_switch_copies(subject, facts)
+    if role is Role.TRAINER:
+        yield host_checks.rendezvous(facts)
+    yield host_checks.windows(role, facts, by_hosts=by_hosts)
+    yield host_checks.clock(role, facts, by_hosts=by_hosts)
+
+
+def _of_switch_copies(subject: Subject, facts: Facts) -> Iterator[Finding]:
+    """Yield what matters if a switch copies: the tagger, and buffers that hold what a node has not read."""
+    if subject.role is Role.TRAINER and subject.is_tagging:
         group = role_checks.cgroup()
         yield group
         yield skipped("BPF", "not tried without a cgroup") if group.is_bad else role_checks.tagger(facts)
-    if role is Role.SHADOW:
+    if subject.role is Role.SHADOW:
         yield role_checks.receive_buffers(facts, RECEIVE_BUFFER)
         buffers = _EXAMPLE_BUFFERS if subject.job is None else role_checks.count_streams(subject) + 1
         yield role_checks.tcp_memory(buffers, RECEIVE_BUFFER)
         yield from _capacity(subject, facts, RECEIVE_BUFFER)
-    if role is Role.TRAINER:
-        yield host_checks.rendezvous(facts)
-    yield host_checks.windows(role, facts)
-    yield host_checks.clock(role, facts)
+
+
+def _of_host_copies(subject: Subject, facts: Facts) -> Iterator[Finding]:
+    """Yield what matters if hosts copy: what is beyond ordinary buffers waits in the ranks' memory."""
+    yield host_checks.part_buffers(facts, ORDINARY_BUFFER)
+    if subject.role is Role.SHADOW:
+        yield from _capacity(subject, facts, ORDINARY_BUFFER)
 
 
 def _capacity(subject: Subject, facts: Facts, receive_buffer: int) -> Iterator[Finding]:
@@ -181,22 +196,27 @@ def _peer_findings(subject: Subject, facts: Facts, keys: Keys) -> Iterator[Findi
     assert subject.job is not None
     job, nodes = subject.job, peers.called_nodes(subject)
     installed = all(find_spec(library) for library in ("torch", "grpc"))
-    if subject.role is Role.TRAINER and installed:
+    if subject.role is Role.TRAINER and installed and not subject.by_hosts:
         yield from _ring(job, subject.ranks, facts)
     callees = [*nodes, *([subject.node] if subject.node is not None else [])]
     answers = peers.ask_nodes(job, callees, keys.keys) if keys.usable and installed else {}
     if subject.node is not None:
         runs = not isinstance(answers.get(subject.node.id, ""), str)
         own_hosts = [host for host in subject.mgmt if is_here(host)]
-        yield network_checks.own_ports(subject, facts, own_hosts, runs=runs)
+        serving = [host for host, _ in subject.listens if is_here(host)]
+        yield network_checks.own_ports(subject, facts, serving, runs=runs)
         yield role_checks.source_addresses(subject, own_hosts)
-        yield _clocks(subject)
+        if not subject.by_hosts:
+            yield _clocks(subject)
     if not (keys.usable and installed):
         yield skipped("shadow nodes", f"not asked without {'keys' if installed else 'the libraries'}")
         return
     yield from peers.judge_answers(job, nodes, answers)
     if subject.role is Role.TRAINER:
-        yield from _records([node for node in nodes if not isinstance(answers[node.id], str)], keys.keys)
+        present = [node for node in nodes if not isinstance(answers[node.id], str)]
+        yield from _records(present, keys.keys)
+        if subject.by_hosts:
+            yield from peers.gradients(present)
 
 
 def _records(nodes: Sequence[ShadowNode], keys: RoleKeys | None) -> Iterator[Finding]:

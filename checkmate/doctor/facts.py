@@ -74,6 +74,11 @@ class Facts:
         text = self.sysctls.get(sysctl, "")
         return int(text) if text.isdecimal() else None
 
+    def last_number(self, sysctl: str) -> int | None:
+        """Return the last number of a sysctl that has several, if it is shown."""
+        *_, last = self.sysctls.get(sysctl, "").split() or [""]
+        return int(last) if last.isdecimal() else None
+
     def listens(self, host: str, port: int) -> bool:
         """Return whether a process takes connections there; wildcard addresses count."""
         wanted_address = ip_address(host)

@@ -23,34 +23,52 @@ _DROPS: Final = re.compile(
 )
 _MEMLOCK_UNTIL: Final = (5, 11)
 """Before this kernel, maps of BPF count against RLIMIT_MEMLOCK."""
+PART_BUFFERS: Final = ("net.ipv4.tcp_rmem", "net.ipv4.tcp_wmem")
+"""The sysctls whose last numbers limit what the kernel gives a socket by itself, in bytes."""
 _SPARE_FILES: Final = 200
 """Open files of a shadow node beside its streams and step records: calls, keys, libraries."""
 
 
-def kernel(role: Role, release: str) -> Finding:
-    """Check the kernel's version."""
+def kernel(role: Role, release: str, *, by_hosts: bool = False) -> Finding:
+    """Check the kernel's version. `by_hosts`: whether hosts send copies themselves, so that none tags."""
     if role is Role.CONTROLLER:
         return skipped("kernel", f"Linux {release}; a controller runs on any")
     version, minimum = kernel_version(release), ".".join(map(str, MIN_KERNEL))
-    if version < MIN_KERNEL and role is Role.TRAINER:
+    if version < MIN_KERNEL and role is Role.TRAINER and not by_hosts:
         return failed("kernel", f"Linux {release} cannot tag segments", f"use Linux {minimum} or newer")
     if version < MIN_KERNEL:
         return warning("kernel", f"Linux {release} is not tried", f"use Linux {minimum} or newer")
-    if version < _MEMLOCK_UNTIL and role is Role.TRAINER:
+    if version < _MEMLOCK_UNTIL and role is Role.TRAINER and not by_hosts:
         detail = f"Linux {release} counts maps of BPF against RLIMIT_MEMLOCK"
         return warning("kernel", detail, "start ranks with `ulimit -l unlimited`, or use Linux 5.11 or newer")
     return ok("kernel", f"Linux {release}")
 
 
 def capabilities(
-    role: Role, effective: Collection[Capability], *, tags: bool, ports: Collection[int]
+    role: Role,
+    effective: Collection[Capability],
+    *,
+    tags: bool,
+    ports: Collection[int],
+    by_hosts: bool = False,
 ) -> Finding:
-    """Check the capabilities of this process. `ports`: those at which a shadow node would listen."""
+    """Check the capabilities of this process.
+
+    Args:
+        role: the host's role.
+        effective: the capabilities that it has.
+        tags: whether a rank of it tags segments.
+        ports: those at which a shadow node would listen.
+        by_hosts: whether hosts send copies themselves.
+    """
     if role is Role.CONTROLLER:
         return skipped("capabilities", "a controller needs none")
-    if role is Role.TRAINER and not tags:
+    if role is Role.TRAINER and not (tags or by_hosts):
         return skipped("capabilities", "no rank of this host tags segments")
-    reasons = {Capability.NET_ADMIN: "for its receive buffers"} if role is Role.SHADOW else {}
+    if role is Role.TRAINER and by_hosts:
+        return skipped("capabilities", "ranks need none, because no switch copies")
+    buffers = role is Role.SHADOW and not by_hosts
+    reasons = {Capability.NET_ADMIN: "for its receive buffers"} if buffers else {}
     if role is Role.SHADOW and any(port < 1024 for port in ports):
         reasons[Capability.NET_BIND_SERVICE] = "for its port below 1024"
     missing = [
@@ -61,6 +79,8 @@ def capabilities(
     if missing:
         remedy = libbpf.REMEDY if role is Role.TRAINER else "run it as root, or give it these capabilities"
         return failed("capabilities", f"{', '.join(missing)} missing", remedy)
+    if role is Role.SHADOW and not reasons:
+        return skipped("capabilities", "the node needs none, because no switch copies")
     names = [
         f"CAP_{capability.name}" for capability in (libbpf.REQUIRED if role is Role.TRAINER else reasons)
     ]
@@ -102,17 +122,35 @@ def trainers_buffers(facts: Facts, buffer_bytes: int) -> Finding:
     return ok(name, f"may be {size(buffer_bytes)}")
 
 
-def windows(role: Role, facts: Facts) -> Finding:
-    """Check that TCP windows scale: what is beyond a window of 64 kB is dropped, and copies do not wait."""
+def part_buffers(facts: Facts, buffer_bytes: int) -> Finding:
+    """Check how large the kernel lets socket buffers of copies by hosts become, by itself."""
+    limits = {name: facts.last_number(name) for name in PART_BUFFERS}
+    low = [name for name, limit in limits.items() if limit is not None and limit < buffer_bytes]
+    if low:
+        detail = f"{' and '.join(low)} let them be at most {min(limits[name] or 0 for name in low):,} bytes"
+        words = [
+            f'"{name}={" ".join([*facts.sysctls[name].split()[:2], str(buffer_bytes)])}"' for name in low
+        ]
+        return warning("socket buffers", f"{detail}, so copies are slower", f"sysctl -w {' '.join(words)}")
+    if None in limits.values():
+        return skipped("socket buffers", f"this network namespace does not show {' and '.join(PART_BUFFERS)}")
+    return ok("socket buffers", f"may be {size(buffer_bytes)}")
+
+
+def windows(role: Role, facts: Facts, *, by_hosts: bool = False) -> Finding:
+    """Check that TCP windows scale.
+
+    What is beyond a window of 64 kB is dropped, and a switch's copies do not wait; those `by_hosts` do.
+    """
     name = "TCP windows"
     if role is Role.CONTROLLER or facts.number("net.ipv4.tcp_window_scaling") is None:
         return skipped(name, "a controller has no streams" if role is Role.CONTROLLER else "not shown here")
     if facts.number("net.ipv4.tcp_window_scaling"):
         return ok(name, "scale")
     detail, remedy = "net.ipv4.tcp_window_scaling is 0", "sysctl -w net.ipv4.tcp_window_scaling=1"
-    if role is Role.SHADOW:
+    if role is Role.SHADOW and not by_hosts:
         return failed(name, f"{detail}, so copies beyond 64 kB are lost", remedy)
-    return warning(name, f"{detail}, so the ring is slow", remedy)
+    return warning(name, f"{detail}, so {'copies are' if by_hosts else 'the ring is'} slow", remedy)
 
 
 def rendezvous(facts: Facts) -> Finding:
@@ -129,10 +167,15 @@ def rendezvous(facts: Facts) -> Finding:
     return warning(name, f"{risk}, and no rule of the firewall drops what comes to it", remedy)
 
 
-def clock(role: Role, facts: Facts) -> Finding:
+def clock(role: Role, facts: Facts, *, by_hosts: bool = False) -> Finding:
     """Check what the kernel knows about its clock; `clocks` compares it with others."""
-    if role is Role.TRAINER:
-        return skipped("clock", "trainers need it for the dates of certificates only")
+    if role is Role.TRAINER or by_hosts:
+        if by_hosts and facts.clock is not None and not facts.clock.synchronised:
+            detail = "not synchronised, says the kernel; certificates have dates, and reports compare times"
+            return warning("clock", detail, "run an NTP client, such as chrony")
+        return skipped(
+            "clock", "it is needed for the dates of certificates only" if by_hosts else _TRAINERS_CLOCK
+        )
     detail = f"shadow nodes' must not differ by {MAX_DIFFERENCE:g} s"
     if role is Role.SHADOW:
         limit = f"{MAX_DIFFERENCE:g} s"
@@ -144,4 +187,5 @@ def clock(role: Role, facts: Facts) -> Finding:
     return ok("clock", f"synchronised within {1000 * facts.clock.error:,.0f} ms; {detail}")
 
 
+_TRAINERS_CLOCK: Final = "trainers need it for the dates of certificates only"
 _COMPARE: Final = "run an NTP client, such as chrony, or compare `date -u` on both"

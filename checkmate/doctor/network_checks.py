@@ -165,9 +165,11 @@ def own_ports(subject: Subject, facts: Facts, here: Collection[str], *, runs: bo
     assert subject.node is not None
     for host, port in subject.listens:
         if host not in here:
-            remedy = "start the node on that host, or correct mgmt and records in the job file"
+            keys = "mgmt, records and gradients" if subject.by_hosts else "mgmt and records"
+            remedy = f"start the node on that host, or correct {keys} in the job file"
             return failed("ports", f"{host}, where it serves at port {port}, is not this host", remedy)
-    addresses = " and ".join(f"{host}:{port}" for host, port in subject.listens)
+    *before, last = (f"{host}:{port}" for host, port in subject.listens)
+    addresses = f"{', '.join(before)} and {last}"
     if runs:
         return ok("ports", f"{addresses}: shadow node {subject.node.id} runs")
     numeric = [(host, port) for host, port in subject.listens if is_numeric(host)]

@@ -38,6 +38,9 @@ _MAX_REFUSAL: Final = 1000
 _AWAY: Final = ("can't be reached", "did not answer")
 """The beginnings of reasons if nobody is there; others are refusals."""
 _START: Final = "start it, or let its port through the firewall (`checkmate docs install`)"
+_OPEN: Final = (
+    "let its port through the firewall, or correct gradients in the job file (`checkmate docs install`)"
+)
 _COUNTERS_SECONDS: Final = 10.0
 """For what a switch's guard has counted, once it has answered."""
 _AGAIN_SECONDS: Final = 1.0
@@ -141,6 +144,22 @@ def records(nodes: Sequence[ShadowNode], tls: ssl.SSLContext | None) -> list[Fin
         findings.append(
             ok("step records", f"{len(nodes) - len(failures)} of {counted(len(nodes), 'node')} connected")
         )
+    return findings
+
+
+def gradients(nodes: Sequence[ShadowNode]) -> list[Finding]:
+    """Connect to where nodes take gradients from ranks, and leave again."""
+    if not nodes:
+        return []
+    whys = within(SECONDS, [partial(_greets, node.gradients_at, None) for node in nodes], _LATE)
+    failures = [(node, why) for node, why in zip(nodes, whys, strict=True) if why]
+    findings = [
+        failed("gradients", f"shadow node {node.id} at {':'.join(map(str, node.gradients_at))}: {why}", _OPEN)
+        for node, why in failures[:_MAX_SHOWN]
+    ]
+    if len(failures) < len(nodes):
+        counts = f"{len(nodes) - len(failures)} of {counted(len(nodes), 'node')} connected"
+        findings.append(ok("gradients", counts))
     return findings
 
 

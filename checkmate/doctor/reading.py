@@ -51,7 +51,9 @@ COMMON: Final = (
     "net.core.wmem_max",
     "net.ipv4.ip_local_port_range",
     "net.ipv4.ip_local_reserved_ports",
+    "net.ipv4.tcp_rmem",
     "net.ipv4.tcp_window_scaling",
+    "net.ipv4.tcp_wmem",
 )
 NEIGHBOURS: Final = ("arp_ignore", "arp_announce", "rp_filter")
 """Settings of each interface, and of all."""

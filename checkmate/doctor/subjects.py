@@ -8,7 +8,7 @@ from typing import Final
 
 from checkmate.errors import CheckmateError
 from checkmate.job.addresses import split_address
-from checkmate.job.schema import NO_ADDRESS, Host, Job, Rank, ShadowNode, Switch
+from checkmate.job.schema import Host, Job, Rank, ShadowNode, Switch
 from checkmate.keys.roles import Role
 from checkmate.wire.schedule import side_of
 
@@ -43,10 +43,17 @@ class Subject:
     """The reason for the guess, as a sentence; empty if it was named."""
 
     @property
+    def by_hosts(self) -> bool:
+        """True if hosts send copies themselves, and no switch does."""
+        return self.job is not None and self.job.copies == "host"
+
+    @property
     def is_tagging(self) -> bool:
         """True if a rank on it tags segments. Any trainer might."""
         if self.job is None:
             return self.role is Role.TRAINER
+        if self.by_hosts:
+            return False
         own_ranks = {rank.rank for rank in self.ranks}
         places = [(group.ranks, place) for group in self.job.dp_groups for place in range(len(group.ranks))]
         return any(
@@ -55,8 +62,10 @@ class Subject:
 
     @property
     def listens(self) -> tuple[tuple[str, int], ...]:
-        """Host and port of each address at which a shadow node serves: `mgmt`, then `records`."""
-        return () if self.node is None else (split_address(self.node.mgmt), self.node.records_at)
+        """Host and port of each address at which a shadow node serves: `mgmt`, `records`, and `gradients`."""
+        if self.node is None:
+            return ()
+        return self.node.addresses if self.by_hosts else self.node.addresses[:2]
 
     def switch_of(self, nic: Host) -> Switch:
         """Return the switch to which an interface is attached."""
@@ -70,13 +79,21 @@ def any_host(role: Role) -> Subject:
 
 
 def controller(job: Job, guessed: str = "") -> Subject:
-    """Return the controller of a job."""
+    """Return the controller of a job. Raise `NoSubject` if no switch copies, so that it has none."""
+    if job.copies == "host":
+        raise NoSubject(
+            f"job {job.job} has no controller, because hosts send copies themselves (copies: host); "
+            "--role is trainer or shadow"
+        )
     return Subject(Role.CONTROLLER, f"the controller of job {job.job}", job, guessed=guessed)
 
 
 def trainers(job: Job) -> Iterator[Subject]:
-    """Yield the training hosts of a job."""
+    """Yield the training hosts of a job; with copies by hosts, whose file does not name them, any of them."""
     ranks = [rank for group in job.dp_groups for rank in group.ranks]
+    if job.copies == "host":
+        yield Subject(Role.TRAINER, f"a host of ranks of job {job.job}", job, ranks=tuple(ranks))
+        return
     for host in job.hosts:
         host_ranks = tuple(rank for rank in ranks if rank.host == host.name)
         mgmt = (host.mgmt,) if host.mgmt else ()
@@ -92,8 +109,7 @@ def trainers(job: Job) -> Iterator[Subject]:
         if rank.host is None:
             mgmt_addresses = (rank.mgmt,) if rank.mgmt else ()
             name = f"{rank.named} of job {job.job}"
-            nics = () if rank.ip == NO_ADDRESS else (rank,)
-            yield Subject(Role.TRAINER, name, job, ranks=(rank,), nics=nics, mgmt=mgmt_addresses)
+            yield Subject(Role.TRAINER, name, job, ranks=(rank,), nics=(rank,), mgmt=mgmt_addresses)
 
 
 def shadow(job: Job, node_id: int) -> Subject:
@@ -174,6 +190,11 @@ def guess(job: Job, is_here: Callable[[str], bool], *, role: Role | None, contro
         for subject, address in matches:
             why = f"{address} is an address of this host"
             return replace(subject, guessed=why)
+    if job.copies == "host" and role is not Role.SHADOW:
+        why = "the job names no hosts of ranks" + (
+            "" if role else ", and no shadow node with an address of this host"
+        )
+        return replace(next(trainers(job)), guessed=why)
     if controls and role is None:
         return controller(job, "it has the keys of role controller, and none of the job's addresses")
     raise NoSubject(

@@ -40,6 +40,8 @@ class CheckmateCallback(Callback):
         assert isinstance(ddp, DistributedDataParallel)
         _, extra = checkmate.restore(ddp, optimizer)
         if extra is not None:
+            if extra["epoch_loop.batch_progress"]["is_last_batch"]:
+                extra["state_dict"].clear()  # the next epoch begins with a loader that is not exhausted
             loops.load_state_dict(extra)
         self.protection = checkmate.protect(ddp, optimizer, extra=loops.state_dict)
 
@@ -82,6 +84,7 @@ def main() -> None:
     """Train, and print the loss of each iteration."""
     options = parser("checkmate.examples.lightning", __doc__, 60).parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     torch.manual_seed(options.seed)  # the same model on all ranks
     module = Regression(options.out)
     inputs = torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(0))
@@ -93,8 +96,8 @@ def main() -> None:
     torch.manual_seed(options.seed + 1 + rank)  # different dropout on each rank
     trainer = Trainer(
         accelerator="cpu",
-        num_nodes=ranks,
-        devices=1,
+        num_nodes=ranks // local_ranks,
+        devices=local_ranks,
         strategy=DDPStrategy(process_group_backend="gloo"),
         use_distributed_sampler=False,  # there is one
         max_epochs=epochs,

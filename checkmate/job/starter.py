@@ -8,6 +8,9 @@ from ipaddress import IPv4Network
 from typing import Final
 
 from checkmate.base.wording import counted
+from checkmate.job.addresses import checked_host, checked_host_port
+from checkmate.job.fields import NODE_IDS_LAST, RANKS_LAST
+from checkmate.job.host_copies import RankMesh
 from checkmate.job.tofino import chips
 
 SCHEMA_FILE: Final = "job.schema.json"
@@ -16,6 +19,8 @@ _BLOCK: Final = 1 << 8
 """Addresses of ranks, and then those of shadow nodes, begin at a multiple of it in the training network."""
 _STUB: Final = 255 << 8
 """Offset of the stub's address."""
+_PORT: Final = 7000
+"""Of shadow nodes' gRPC."""
 _HOSTS_MAX: Final = 500
 _PORTS: Final = 509
 """Of one switch, which is what the file has, from 1 on."""
@@ -49,6 +54,18 @@ class JobStart:
         return self.target.startswith("tofino")
 
 
+@dataclass(frozen=True)
+class HostCopiesStart:
+    """What a job file with copies by hosts begins with: ranks or a mesh; `shadow_nodes`: host:port."""
+
+    job: str
+    ranks: int | None
+    mesh: RankMesh | None
+    shadow_nodes: Sequence[str]
+    replicas: int
+    keys: str
+
+
 def hosts(text: str, prefix: str, least: int = 1) -> list[str]:
     """Return hosts that are given as names with commas, or as a number.
 
@@ -68,8 +85,66 @@ def hosts(text: str, prefix: str, least: int = 1) -> list[str]:
     return names
 
 
-def text(start: JobStart, file: str) -> str:
+def number_of_ranks(text: str) -> int | None:
+    """Return the number of a job's ranks; "" is none. Raise `ValueError` for anything else."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= RANKS_LAST + 1):
+        raise ValueError(
+            f"must be the number of all ranks, from 1 to {RANKS_LAST + 1:,}: with copies by hosts, "
+            "the file has no hosts of ranks"
+        )
+    return int(text)
+
+
+def rank_mesh(text: str) -> RankMesh | None:
+    """Return the mesh of `dp_replicate=2,dp_shard=8`; "" is none. Raise `ValueError` for anything else."""
+    if not text:
+        return None
+    pairs = [part.strip().partition("=")[::2] for part in text.split(",")]
+    sizes = {name: int(size) for name, size in pairs if size.isascii() and size.isdecimal() and int(size)}
+    dimensions = list(RankMesh.__dataclass_fields__)
+    if len(sizes) < len(pairs) or not sizes.keys() <= set(dimensions):
+        raise ValueError(
+            f"must be sizes of {', '.join(dimensions[:-1])} or {dimensions[-1]}, such as "
+            f"dp_replicate=2,dp_shard=8, not {text}"
+        )
+    return RankMesh(**sizes)
+
+
+def node_addresses(text: str) -> list[str]:
+    """Return the host:port of shadow nodes, given by hosts with or without ports, or by their number."""
+    if text.isascii() and text.isdecimal() and 1 <= int(text) <= NODE_IDS_LAST:
+        return list(map(_placeholder, range(int(text))))
+    try:
+        return [_with_port(name.strip()) for name in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            "must be the number of shadow nodes, or their hosts, such as shadow0,shadow1 or "
+            f"127.0.0.1:7000,127.0.0.1:7010, not {text}"
+        ) from None
+
+
+def _placeholder(node: int) -> str:
+    return f"shadow{node}:{_PORT}"
+
+
+def _with_port(host: str) -> str:
+    try:
+        address = checked_host(host)
+    except ValueError:
+        return checked_host_port(host)
+    return _host_port(address)
+
+
+def _host_port(host: str) -> str:
+    return f"[{host}]:{_PORT}" if ":" in host else f"{host}:{_PORT}"
+
+
+def text(start: JobStart | HostCopiesStart, file: str) -> str:
     """Return the content of a job file with that name. Raise `ValueError` if one switch has too few ports."""
+    if isinstance(start, HostCopiesStart):
+        return "\n".join([*_host_copies(start, file), ""])
     nics = len(start.shadow_nodes) * start.nics
     if (ports := len(start.ranks) + nics) > _PORTS and not start.has_front_panel:
         raise ValueError(
@@ -81,6 +156,32 @@ def text(start: JobStart, file: str) -> str:
     return "\n".join([*_head(start, file), *trainers, *_nodes(start), *_fabric(start), ""])
 
 
+def _host_copies(start: HostCopiesStart, file: str) -> Iterator[str]:
+    yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
+    yield "# A training job whose ranks send their gradients to shadow nodes themselves. Check it:"
+    yield f"#   checkmate validate {file}"
+    yield ""
+    yield f"job: {start.job}"
+    yield "copies: host   # each of n ranks sends 1/n of the reduced gradients, over any network"
+    if start.ranks is not None:
+        yield f"ranks: {start.ranks}   # all that torchrun starts; or a mesh, if the model is sharded (below)"
+    if start.mesh is None:
+        yield "# mesh: {dp_replicate: 2, dp_shard: 8}   # instead of ranks"
+    else:
+        sizes = (f"{name}: {size}" for name, size in vars(start.mesh).items() if size > 1)
+        yield f"mesh: {{{', '.join(sizes) or 'dp_replicate: 1'}}}   # of all ranks, as torch's DeviceMesh"
+    yield f"replicas: {start.replicas}   # shadow nodes that hold each shard; with 2, one of them may die"
+    yield f"keys: {start.keys}   # the folder in which `checkmate keys {file}` makes keys"
+    yield ""
+    yield "# Shadow nodes: CPU machines, or this one. mgmt: host and port of gRPC; step records use the next"
+    yield "# port, and gradients the one after it, unless `gradients` names another host:port of the node."
+    yield "shadow_nodes:"
+    for node, address in enumerate(start.shadow_nodes):
+        mark = "   # (*)" if address == _placeholder(node) else ""
+        yield f"  - id: {node}"
+        yield f"    mgmt: {_quoted(address)}{mark}"
+
+
 def _head(start: JobStart, file: str) -> Iterator[str]:
     yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
     yield "# A training job. Replace what is marked (*) by your own addresses and ports, then check it:"
@@ -88,6 +189,7 @@ def _head(start: JobStart, file: str) -> Iterator[str]:
     yield ""
     yield f"job: {start.job}"
     yield f"collective: {start.collective}   # reduces gradients: ring (Checkmate's own), or nccl on GPUs"
+    yield "copies: switch   # gradients; with host, ranks send them (`checkmate init --copies host`)"
     yield f"channels: {start.channels}   # of the ring, 1 to 8; each has streams of its own"
     yield f"replicas: {start.replicas}   # shadow nodes that hold each shard"
     yield f"keys: {start.keys}  # the folder in which `checkmate keys {file}` makes keys"
@@ -125,7 +227,7 @@ def _nodes(start: JobStart) -> Iterator[str]:
     yield "shadow_nodes:"
     for node, host in enumerate(start.shadow_nodes):
         yield f"  - id: {node}"
-        yield f"    mgmt: {_quoted(f'[{host}]:7000' if ':' in host else f'{host}:7000')}"
+        yield f"    mgmt: {_quoted(_host_port(host))}"
         yield "    nics:  # one or two, ip, mac and port (*)"
         for nic in range(start.nics):
             number = node * start.nics + nic

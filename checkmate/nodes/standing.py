@@ -314,3 +314,8 @@ def most_complete(able: Sequence[Standing]) -> tuple[int, ...]:
         standing.node for standing in able if standing.hold is not None and not standing.hold.lacks_buffers
     ]
     return tuple(complete or [standing.node for standing in able])
+
+
+def lag(hold: pb.HoldStatus) -> int:
+    """Return the number of iterations by which trainers are ahead of the last step."""
+    return max(0, hold.receiving - hold.stepped, hold.trained - hold.stepped) if hold.seeded else 0

@@ -15,7 +15,7 @@ from checkmate.base.wording import counted
 from checkmate.job import boundaries
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
-from checkmate.shadow.receive.connect import tcp_memory
+from checkmate.shadow.receive.connect import ORDINARY_BUFFER, tcp_memory
 from checkmate.wire import ring_sockets
 from checkmate.wire.tag import CHANNELS_MAX
 
@@ -46,14 +46,20 @@ def present(key: str) -> str | None:
 
 
 def shadow_node_settings(job: Job, receive_buffer: int, now: Present = present) -> list[Setting]:
-    """Return the settings for machines of shadow nodes. `receive_buffer`: bytes of each stream's socket."""
+    """Return the settings for machines of shadow nodes.
+
+    `receive_buffer`: bytes of each stream's socket, unless hosts copy: their streams have ordinary ones.
+    """
+    if job.copies == "host":
+        ports = [port for node in job.shadow_nodes for _, port in node.addresses]
+        return [*_part_buffers("net.ipv4.tcp_rmem", now), *_reserved(ports, now)]
     streams = Counter(stream.node.id for stream in boundaries.streams(job))
     sockets: Counter[str] = Counter()
-    ports: dict[str, list[int]] = defaultdict(list)
+    ports_by_host: dict[str, list[int]] = defaultdict(list)
     for node in job.shadow_nodes:
         host, port = split_address(node.mgmt)
         sockets[host] += streams[node.id] + 1  # step records fill one buffer
-        ports[host] += [port, node.records_at[1]]
+        ports_by_host[host] += [port, node.records_at[1]]
     most = max(sockets.values())
     room = f"{counted(most, 'connection')} with buffers of {receive_buffer >> 20} MB, in pages"
     settings = [
@@ -62,11 +68,13 @@ def shadow_node_settings(job: Job, receive_buffer: int, now: Present = present) 
     ]
     if any(len(node.nics) > 1 for node in job.shadow_nodes):
         settings += _several_nics(now)
-    return settings + _reserved((port for of_host in ports.values() for port in of_host), now)
+    return settings + _reserved((port for of_host in ports_by_host.values() for port in of_host), now)
 
 
 def trainer_settings(job: Job, now: Present = present) -> list[Setting]:
     """Return the settings for hosts of ranks."""
+    if job.copies == "host":
+        return _part_buffers("net.ipv4.tcp_wmem", now)
     ranks = [rank for group in job.dp_groups for rank in group.ranks]
     settings: list[Setting] = []
     ports: list[int] = []
@@ -87,6 +95,14 @@ def trainer_settings(job: Job, now: Present = present) -> list[Setting]:
     if any(len(ips) > 1 for ips in nics.values()) or any(len(host.nics) > 1 for host in job.hosts):
         settings += _several_nics(now)
     return settings + _reserved(ports, now)
+
+
+def _part_buffers(key: str, now: Present) -> list[Setting]:
+    """Return the limit of what the kernel gives a stream's buffer by itself, if it is known and too low."""
+    *others, most = (now(key) or "").split() or [""]
+    if not most.isdecimal() or int(most) >= ORDINARY_BUFFER:
+        return []
+    return [Setting(key, " ".join([*others, str(ORDINARY_BUFFER)]), "a stream's buffer may be 4 MB")]
 
 
 def _several_nics(now: Present) -> list[Setting]:

@@ -34,8 +34,8 @@ _STEPS = (
     (RESTORE_FETCHED.name, "state is read"),
     (RESTORE_INSTALLED.name, "state is in place"),
     (RESTORE_ENDED.name, "restore, as a whole"),
-    (PROTECT_ENDED.name, "protect: ring, streams, seeds"),
-    (TRAINER_FIRST.name, "first iteration, once the ring is up"),
+    (PROTECT_ENDED.name, "protect: connections, streams, seeds"),
+    (TRAINER_FIRST.name, "first iteration after protect"),
 )
 
 

@@ -650,6 +650,9 @@ class HoldStatus(google.protobuf.message.Message):
     START_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     CONTINUES_FIELD_NUMBER: builtins.int
+    LEFT_OUT_FIELD_NUMBER: builtins.int
+    LAG_SECONDS_FIELD_NUMBER: builtins.int
+    TRAINED_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     stepped: builtins.int
     """the last stepped iteration, or -1"""
@@ -685,6 +688,12 @@ class HoldStatus(google.protobuf.message.Message):
     """as in BeginRequest"""
     continues: builtins.bytes
     """as in BeginRequest"""
+    left_out: builtins.int
+    """iterations that ranks have left out for this node, with copies by hosts, since it began"""
+    lag_seconds: builtins.float
+    """since it was last at most one iteration behind the trainers; 0: it is"""
+    trained: builtins.int
+    """the newest iteration that a rank has said to have trained, or -1"""
     @property
     def shard(self) -> Global___Shard: ...
     def __init__(
@@ -710,10 +719,13 @@ class HoldStatus(google.protobuf.message.Message):
         start: builtins.bytes = ...,
         generation: builtins.int = ...,
         continues: builtins.bytes = ...,
+        left_out: builtins.int = ...,
+        lag_seconds: builtins.float = ...,
+        trained: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "continues", b"continues", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "generation", b"generation", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "last", b"last", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "start", b"start", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "continues", b"continues", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "generation", b"generation", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "lag_seconds", b"lag_seconds", "last", b"last", "left_out", b"left_out", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "start", b"start", "stepped", b"stepped", "streams", b"streams", "trained", b"trained", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HoldStatus: typing_extensions.TypeAlias = HoldStatus
@@ -745,6 +757,7 @@ class NodeStatus(google.protobuf.message.Message):
     JOB_RANKS_FIELD_NUMBER: builtins.int
     LEFT_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    WAITED_SECONDS_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -773,6 +786,8 @@ class NodeStatus(google.protobuf.message.Message):
     """connections for step records"""
     left: builtins.bool
     """an operator has drained it: it begins nothing until it is restarted"""
+    waited_seconds: builtins.float
+    """that steps of the present start waited for this node: the rank that waited longest"""
     @property
     def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HoldStatus]: ...
     @property
@@ -821,10 +836,11 @@ class NodeStatus(google.protobuf.message.Message):
         job_ranks: Global___JobRanks | None = ...,
         left: builtins.bool = ...,
         refusal: Global___Refusal | None = ...,
+        waited_seconds: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal", "job_ranks", b"job_ranks", "refusal", b"refusal"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal", "behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "left", b"left", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "refusal", b"refusal", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal", "behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "job_ranks", b"job_ranks", "left", b"left", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "refusal", b"refusal", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble", "waited_seconds", b"waited_seconds"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__refusal: typing_extensions.TypeAlias = typing.Literal["refusal"]
     _WhichOneofArgType__refusal: typing_extensions.TypeAlias = typing.Literal["_refusal", b"_refusal"]
@@ -1342,6 +1358,7 @@ class RecordPart(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     group: builtins.int
@@ -1364,6 +1381,10 @@ class RecordPart(google.protobuf.message.Message):
 
     @property
     def step(self) -> Global___Step: ...
+    @property
+    def progress(self) -> Global___RankProgress:
+        """as the part left the rank; nodes do not keep it"""
+
     def __init__(
         self,
         *,
@@ -1379,13 +1400,37 @@ class RecordPart(google.protobuf.message.Message):
         step: Global___Step | None = ...,
         run: builtins.str = ...,
         start: builtins.bytes = ...,
+        progress: Global___RankProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step", b"step"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["progress", b"progress", "step", b"step"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "rng", b"rng", "run", b"run", "start", b"start", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "progress", b"progress", "rng", b"rng", "run", b"run", "start", b"start", "step", b"step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordPart: typing_extensions.TypeAlias = RecordPart
+
+@typing.final
+class RankProgress(google.protobuf.message.Message):
+    """What a rank tells a node of itself."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAINED_FIELD_NUMBER: builtins.int
+    WAITED_SECONDS_FIELD_NUMBER: builtins.int
+    trained: builtins.int
+    """the newest iteration whose step it has taken"""
+    waited_seconds: builtins.float
+    """that its steps have waited for this node"""
+    def __init__(
+        self,
+        *,
+        trained: builtins.int = ...,
+        waited_seconds: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["trained", b"trained", "waited_seconds", b"waited_seconds"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RankProgress: typing_extensions.TypeAlias = RankProgress
 
 @typing.final
 class StreamEnd(google.protobuf.message.Message):

@@ -17,10 +17,11 @@ from prometheus_client.metrics_core import (
 )
 
 from checkmate.base.wording import counted
+from checkmate.nodes.standing import lag
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.node_state import Tally
 from checkmate.shadow.logic.phases import LEFT_TROUBLE
-from checkmate.shadow.view import lag, state_of
+from checkmate.shadow.view import state_of
 
 STATES: Final = ("live", "joining", "fenced", "doubtful")
 _OF_HOLD: Final = ("job", "dp_group", "shard", "node")
@@ -42,6 +43,11 @@ def families(status: pb.NodeStatus, tally: Tally, unread: int) -> Iterator[Metri
         ((labels, lag(hold)) for labels, hold in holds),
     )
     yield _gauge(
+        "lag_seconds",
+        "Time since the shard was last at most one iteration behind trainers; 0: it is.",
+        ((labels, hold.lag_seconds) for labels, hold in holds),
+    )
+    yield _gauge(
         "offered",
         "Whether a restart could use the shard's state.",
         ((labels, int(hold.offered)) for labels, hold in holds),
@@ -51,6 +57,14 @@ def families(status: pb.NodeStatus, tally: Tally, unread: int) -> Iterator[Metri
         "Streams that the shard expects, and that are not connected.",
         ((labels, hold.streams - hold.connected) for labels, hold in holds),
     )
+    left_out = CounterMetricFamily(
+        "checkmate_shadow_left_out_iterations",
+        "Iterations that ranks have left out, because the node took too little.",
+        labels=_OF_HOLD,
+    )
+    for labels, hold in holds:
+        left_out.add_metric(labels, hold.left_out)
+    yield left_out
     states = StateSetMetricFamily("checkmate_shadow_hold_state", "What the shard does.", labels=_OF_HOLD)
     for labels, hold in holds:
         now = state_of(hold, status.fenced).plain
@@ -62,6 +76,13 @@ def families(status: pb.NodeStatus, tally: Tally, unread: int) -> Iterator[Metri
     )
     waiting.add_metric(node, unread)
     yield waiting
+    waited = CounterMetricFamily(
+        "checkmate_shadow_step_waits_seconds",
+        "Time that steps have waited for the node, on the rank whose steps waited longest.",
+        labels=_OF_NODE,
+    )
+    waited.add_metric(node, status.waited_seconds)
+    yield waited
     trouble = GaugeMetricFamily(
         "checkmate_shadow_troubles", "Problems in the node's status.", labels=_OF_NODE
     )

@@ -23,7 +23,12 @@ from checkmate.shadow.copier import Copier
 from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
-from checkmate.shadow.receive.connect import RECEIVE_BUFFER, TCP_MEM_UNSEEN, check_host, tcp_memory_shortfall
+from checkmate.shadow.receive.connect import (
+    RECEIVE_BUFFER,
+    TCP_MEM_UNSEEN,
+    check_host,
+    tcp_memory_shortfall,
+)
 from checkmate.shadow.receive.hold_plans import full_buffers
 from checkmate.shadow.receive.part_listener import PartListener
 from checkmate.shadow.service import Server, check_address, gradients_listener, records_listener

@@ -61,6 +61,7 @@ class HoldResources:
         self.hold = Hold(plan, layout.of_shard(plan.shard), streams, first, joined)
         self.sets = BucketSets(layout, plan.shard, joined - 1, len(streams))
         self.inlets = self._new_inlets()
+        self._left_out, self._left_out_until = 0, 0  # iterations counted so far, and the first that is not
         self._version = 0
         self._loaded = False
         self.hold.update_at(HoldSnapshot(0, dict(replica.at)))
@@ -131,8 +132,16 @@ class HoldResources:
             self.replica.clear()
             self.hold.update_at(self._snapshot())
 
+    def count_left_out(self) -> int:
+        """Return how many iterations ranks have left out, because this node took too little."""
+        for left_out in sorted((inlet.left_out for inlet in self.inlets if inlet.left_out), key=min):
+            self._left_out += max(left_out.stop - max(left_out.start, self._left_out_until), 0)
+            self._left_out_until = max(self._left_out_until, left_out.stop)
+        return self._left_out
+
     def join(self) -> None:
         """Discard all received gradients, and receive from iteration `Hold.joined` on."""
+        self.count_left_out()
         for inlet in self.inlets:
             if not inlet.rejoin(self.hold.joined):
                 inlet.close()
@@ -145,6 +154,7 @@ class HoldResources:
     def settle(self) -> None:
         """Discard streams and gradients; keep parameters and optimizer state for readers."""
         self.close()
+        self.count_left_out()
         with self.lock:
             self.sets.clear()
         self.inlets = []

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from checkmate.base.systemd import notify, watchdog_seconds
 from checkmate.base.wording import JSON_VERSION, counted, size
-from checkmate.nodes.standing import refusal_words
+from checkmate.nodes.standing import lag, refusal_words
 from checkmate.output.tables import FittedTable
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import node_status
@@ -97,11 +97,6 @@ def plain(message: Message) -> dict[str, Any]:
             value = value.hex()
         fields[field.name] = value
     return fields
-
-
-def lag(hold: pb.HoldStatus) -> int:
-    """Return the number of iterations by which trainers are ahead of the last step."""
-    return max(0, hold.receiving - hold.stepped) if hold.seeded else 0
 
 
 def picture(status: pb.NodeStatus, rates: Mapping[str, float]) -> Group:

@@ -31,7 +31,7 @@ def test_without_a_page_all_are_listed() -> None:
 
 def test_a_page_that_does_not_exist_is_refused_with_a_near_one() -> None:
     assert invoke("docs", "instal") == (2, "error: no page instal; did you mean install?\n")
-    assert "the pages are checkpoint, cli," in " ".join(invoke("docs", "zzz")[1].split())
+    assert "the pages are checkpoint, choosing, cli," in " ".join(invoke("docs", "zzz")[1].split())
 
 
 def test_subjects_without_a_page_lead_to_one() -> None:

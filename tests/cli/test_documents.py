@@ -47,7 +47,7 @@ def test_each_command_with_json_has_a_schema() -> None:
     with_json = {
         name for name, subcommand in commands.items() if any("--json" in p.opts for p in subcommand.params)
     }
-    variants = {"error", "plan-capacity", "plan-pfc", "plan-bfrt"}
+    variants = {"error", "plan-capacity", "plan-capacity-host", "plan-pfc", "plan-bfrt"}
     assert with_json == DOCUMENTS.keys() - variants
 
 
@@ -73,6 +73,18 @@ def test_documents_fit_their_schemas(job: Path, name: str, arguments: list[str])
     document = printed(*(job if argument == "JOB" else argument for argument in arguments))
     assert document["version"] == JSON_VERSION
     check_document(name, document)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("plan", []), ("plan-capacity-host", ["--capacity", "--model", "ResNet50"])]
+)
+def test_documents_of_copies_by_hosts_fit_their_schemas(
+    tmp_path: Path, name: str, options: list[str]
+) -> None:
+    file = tmp_path / "job.yaml"
+    nodes = [{"id": node, "mgmt": f"cpu{node}:7000"} for node in range(2)]
+    file.write_text(yaml.safe_dump({"job": "mine", "copies": "host", "ranks": 8, "shadow_nodes": nodes}))
+    check_document(name, printed("plan", file, *options))
 
 
 @pytest.mark.parametrize("option", ["pfc", "bfrt"])

@@ -60,6 +60,39 @@ def test_options_are_in_the_file(tmp_path: Path) -> None:
     assert (switch.address, str(job.keys)) == ("10.1.1.1:9559", "/etc/keys")
 
 
+@pytest.mark.parametrize(
+    ("options", "ranks", "addresses"),
+    [
+        (["--ranks", "16"], [[*range(16)]], ["shadow0:7000"]),
+        (["--ranks", "1", "--shadow-nodes", "127.0.0.1"], [[0]], ["127.0.0.1:7000"]),
+        (
+            ["--mesh", "dp_replicate=2, dp_shard=2", "--shadow-nodes", "a:71,fd00::1", "--replicas", "2"],
+            [[0, 2], [1, 3]],
+            ["a:71", "[fd00::1]:7000"],
+        ),
+        (["--mesh", "dp_shard=2"], [[0], [1]], ["shadow0:7000"]),
+    ],
+)
+def test_a_file_with_copies_by_hosts(
+    tmp_path: Path, options: list[str], ranks: list[list[int]], addresses: list[str]
+) -> None:
+    file = tmp_path / "gpt.yaml"
+    code, output = invoke("init", file, "--copies", "host", "--keys", "/etc/keys", *options)
+    assert code == 0, output
+    commands = (f"validate {file}", f"keys {file}", f"shadow {file} --id 0")
+    assert all(f"checkmate {command}" in output for command in commands)
+    assert f"CHECKMATE_JOB={file} torchrun" in output
+    assert ("replace the addresses marked (*)" in output) == ("--shadow-nodes" not in options)
+    assert invoke("validate", file)[0] == 0
+    job = read_job(file)
+    assert (job.job, job.copies, str(job.keys)) == ("gpt", "host", "/etc/keys")
+    assert [[rank.rank for rank in group.ranks] for group in job.dp_groups] == ranks
+    assert [node.mgmt for node in job.shadow_nodes] == addresses
+    assert job.replicas == (2 if "--replicas" in options else 1)
+    assert "switch" not in file.read_text()
+    assert all(len(line) <= 110 for line in file.read_text().splitlines())
+
+
 def test_several_gpus_per_host_are_a_mesh(tmp_path: Path) -> None:
     options = ["--ranks", "a,b", "--gpus-per-host", "2", "--shadow-nodes", "2"]
     code, output = invoke("init", tmp_path / "gpt.yaml", *options)
@@ -96,6 +129,17 @@ def test_several_gpus_per_host_are_a_mesh(tmp_path: Path) -> None:
         (["--network", "10.0.0.0/24"], "--network must be an IPv4 network of /16 or larger"),
         (["--switch", "nowhere"], "must be host:port"),
         (["--job", "a b"], "must be a name of ASCII letters"),
+        (["--copies", "none"], "--copies must be switch or host, not none"),
+        (["--mesh", "dp_shard=8"], "--mesh has no effect with --copies switch: leave it out"),
+        (["--copies", "host", "--nics", "1"], "--nics has no effect with --copies host: leave it out"),
+        (["--copies", "host", "--ranks", "a,b"], "--ranks must be the number of all ranks, from 1 to 65,536"),
+        (["--copies", "host", "--ranks", "4", "--mesh", "pp=2"], "ranks and a mesh: give one of them"),
+        (["--copies", "host", "--mesh", "dp=2"], "--mesh must be sizes of pp, dp_replicate, dp_shard or tp"),
+        (["--copies", "host", "--mesh", "pp=2,pp=2"], "--mesh must be sizes of"),
+        (["--copies", "host", "--mesh", "pp"], "--mesh must be sizes of"),
+        (["--copies", "host", "--shadow-nodes", "0"], "--shadow-nodes must be the number of shadow nodes"),
+        (["--copies", "host", "--shadow-nodes", "s,s"], "mgmt address s:7000 is taken already"),
+        (["--copies", "host", "--replicas", "2"], "2 replicas need as many shadow nodes"),
     ],
 )
 def test_a_wrong_option_writes_nothing(tmp_path: Path, options: list[str], words: str) -> None:
@@ -117,7 +161,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 def test_ctrl_c_at_a_question_ends_with_130(tmp_path: Path) -> None:
     with AtTerminal([*COMMAND, "init", str(tmp_path / "gpt.yaml")]) as terminal:
-        wait_until(lambda: "name of the job" in terminal.words, "a question", 60)
+        wait_until(lambda: "copies of gradients" in terminal.words, "a question", 60)
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(60) == 130
     assert list(tmp_path.iterdir()) == []
@@ -125,7 +169,7 @@ def test_ctrl_c_at_a_question_ends_with_130(tmp_path: Path) -> None:
 
 def test_ctrl_d_at_a_question_is_an_error(tmp_path: Path) -> None:
     with AtTerminal([*COMMAND, "init", str(tmp_path / "gpt.yaml")]) as terminal:
-        wait_until(lambda: "name of the job" in terminal.words, "a question", 60)
+        wait_until(lambda: "copies of gradients" in terminal.words, "a question", 60)
         terminal.type_keys("\x04")
         assert terminal.process.wait(60) == 1
     assert "error: the answers ended before the last question" in terminal.words
@@ -148,17 +192,16 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, pages: int, name: 
     assert f"{name} cannot be written: No space left on device" in output
 
 
-def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
-    """What is on the command line is not asked for; a wrong answer is asked for again."""
+def answer_all(folder: Path, options: list[str], answers: bytes) -> bytes:
+    """Run `init gpt.yaml` at a terminal with these answers; return its output, once it has ended well."""
     terminal, side = pty.openpty()
-    command = [*COMMAND, "init", "gpt.yaml", "--nics", "2"]
+    command = [*COMMAND, "init", "gpt.yaml", *options]
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdin=side, stdout=side, stderr=side
+        command, cwd=folder, env=environment, stdin=side, stdout=side, stderr=side
     ) as process:
         os.close(side)
-        # Ctrl-D at the end: no question waits.
-        os.write(terminal, b"m\xc3\xa9\nllama\n0\n1\ngpu0,gpu1\n\n\n4\nbmv2\n\n\x04")
+        os.write(terminal, answers)
         output = b""
         try:
             while piece := os.read(terminal, 4096):
@@ -166,6 +209,14 @@ def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
         except OSError:  # the terminal's end, once the process has closed it
             assert process.wait(timeout=60) == 0, output
     os.close(terminal)
+    return output
+
+
+def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
+    """What is on the command line is not asked for; a wrong answer is asked for again."""
+    # Ctrl-D at the end: no question waits.
+    answers = b"\nm\xc3\xa9\nllama\n0\n1\ngpu0,gpu1\n\n\n4\nbmv2\n\n\x04"
+    output = answer_all(tmp_path, ["--nics", "2"], answers)
     job = read_job(tmp_path / "gpt.yaml")
     assert (job.job, job.channels, job.fabric.switches[0].target) == ("llama", 4, "bmv2")
     assert [rank.mgmt for rank in job.dp_groups[0].ranks] == ["gpu0", "gpu1"]
@@ -174,3 +225,12 @@ def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
     assert output.count(b"name of the job") == 2
     assert output.count(b"must be a number from 2 to 500") == 2
     assert b"NICs of" not in output
+
+
+def test_it_asks_for_less_with_copies_by_hosts(tmp_path: Path) -> None:
+    output = answer_all(tmp_path, [], b"gloo\nhost\n\n0\n8\ncpu0,cpu1\n3\n2\n\x04")
+    job = read_job(tmp_path / "gpt.yaml")
+    assert (job.job, job.copies, job.replicas, len(job.dp_groups[0].ranks)) == ("gpt", "host", 2, 8)
+    assert [node.mgmt for node in job.shadow_nodes] == ["cpu0:7000", "cpu1:7000"]
+    assert output.count(b"copies of gradients by") == 2
+    assert b"kind of switch" not in output

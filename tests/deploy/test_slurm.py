@@ -8,14 +8,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from testbed.ports import free_port
 from tests.support.labs.live import needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
 from tests.support.slurm import Cluster, needs_slurm
+from tests.support.units import NOBODY, USER, python
+from tests.support.units import environment as user_environment
 from tests.support.waiting import wait_until
 from topologies import torchrun
 from topologies.crew import Crew, serving
@@ -178,6 +183,50 @@ def training(folder: Path, iterations: int) -> list[str]:
 
 @needs_root
 @needs_clang
+@needs_root
+@pytest.mark.timeout(200)
+def test_copies_by_hosts_need_neither_starter_nor_root() -> None:
+    """Both scripts as an ordinary user, and a script that trains until it is done."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.chown(folder, NOBODY, NOBODY)
+        (folder / "bin").mkdir()
+        for command, module in (("checkmate", "checkmate.cli.entry"), ("torchrun", "torch.distributed.run")):
+            program(folder / "bin", command, f'exec {python()} -m {module} "$@"')
+        nodes = [{"id": 0, "mgmt": f"127.0.0.1:{free_port()}"}]
+        job = {"job": "gpt", "copies": "host", "ranks": 2, "shadow_nodes": nodes}
+        (folder / "gpt.yaml").write_text(yaml.safe_dump(job))
+        variables = {
+            **user_environment(folder),
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "CHECKMATE_JOB": str(folder / "gpt.yaml"),
+            "CHECKMATE_INSECURE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "RANKS_PER_HOST": "2",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_NODEID": "0",
+            "SLURM_JOB_ID": "7",
+        }
+        with (folder / "shadow.log").open("wb") as log:
+            node = subprocess.Popen([*USER, FOLDER / "shadow.sh"], env=variables, stdout=log, stderr=log)
+        try:
+            wait_until(lambda: "ready" in (folder / "shadow.log").read_text(), "a node that serves", 60)
+            script = ["-m", "checkmate.examples.complete", "--iterations", "5"]
+            result = subprocess.run(
+                [*USER, FOLDER / "trainer.sh", "127.0.0.1", *script],
+                env=variables,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        finally:
+            node.terminate()
+            assert node.wait(20) == 0
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "shadow nodes 0 follow DP group 0, from iteration 0 on" in result.stderr
+
+
 @needs_slurm
 @pytest.mark.slow
 @pytest.mark.timeout(300)

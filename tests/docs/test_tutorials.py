@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.labs.live import needs_root
+from tests.support.units import NOBODY, USER, environment, python
 
 ROOT = Path(__file__).parents[2]
 LABS = {
@@ -44,6 +46,46 @@ def test_a_tutorial_works(page: str, lab: str) -> None:
     script = begin + script
     result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+
+
+@needs_root
+@pytest.mark.timeout(600)
+def test_the_first_tutorial_works_for_an_ordinary_user() -> None:
+    """In a network namespace of the test's own, because the page names ports."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.chown(folder, NOBODY, NOBODY)
+        modules = {
+            "python": "",
+            "checkmate": "-m checkmate.cli.entry",
+            "torchrun": "-m torch.distributed.run",
+        }
+        (folder / "bin").mkdir()
+        for command, module in modules.items():
+            (folder / "bin" / command).write_text(f'#!/bin/sh\nexec {python()} {module} "$@"\n')
+            (folder / "bin" / command).chmod(0o755)
+        (folder / "mine").mkdir()
+        os.chown(folder / "mine", NOBODY, NOBODY)
+        text = (ROOT / "docs" / "tutorial" / "0-any-network.md").read_text()
+        begin = "set -eux -o pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
+        script = begin + "test -z \"$(awk '/^CapEff/ && $2 !~ /^0+$/' /proc/self/status)\"\n"
+        script += "\n".join(_BLOCK.findall(text))
+        variables = environment(folder)
+        del variables["OMP_NUM_THREADS"]
+        variables["PATH"] = f"{folder}/bin:{variables['PATH']}"
+        as_user = " ".join([*USER, "bash", "-c", '"$0"'])
+        result = subprocess.run(
+            ["unshare", "-n", "bash", "-c", f"ip link set lo up && exec {as_user}", script],
+            cwd=folder / "mine",
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        logs = "".join(file.read_text()[-3000:] for file in (folder / "mine").glob("*.log"))
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:] + logs
+    assert "equal to the last bit" in result.stdout
+    assert "without keys" not in logs
 
 
 @needs_root

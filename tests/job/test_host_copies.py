@@ -107,9 +107,9 @@ def test_each_fault_says_where_and_what_would_be_right(
     assert message in faults[path], faults
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "remove", "shell"])
+@pytest.mark.parametrize("command", ["run", "remove", "shell", "nccl check"])
 def test_commands_on_switches_say_that_there_is_none(tmp_path: Path, command: str) -> None:
-    status, output = invoke(command, write(tmp_path), *(["--once"] if command == "run" else []))
+    status, output = invoke(*command.split(), write(tmp_path), *(["--once"] if command == "run" else []))
     assert status == 2
     words = " ".join(output.split())
     assert f"`checkmate {command}` is about switches, and hosts send the copies of mine themselves" in words
@@ -121,3 +121,22 @@ def test_validate_says_what_the_job_is(tmp_path: Path) -> None:
         0,
         "mine: valid; 1 DP group, 16 ranks, 2 shadow nodes, 1 copy of each shard, by hosts",
     )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        (
+            ("127.0.0.1:7000", "127.0.0.1:7010"),
+            "this machine has the addresses of shadow nodes 0, 1: use --id",
+        ),
+        (
+            ("198.51.100.1:7000", "198.51.100.2:7000"),
+            "the addresses of no shadow node of job mine; their addresses are 0: 198.51.100.1",
+        ),
+    ],
+)
+def test_which_node_a_machine_is_must_be_clear(tmp_path: Path, hosts: tuple[str, str], words: str) -> None:
+    nodes = [{"id": node, "mgmt": host} for node, host in enumerate(hosts)]
+    status, output = invoke("shadow", write(tmp_path, shadow_nodes=nodes))
+    assert (status, words in " ".join(output.split())) == (2, True), output

@@ -57,6 +57,9 @@ def test_a_shadow_node_says_what_its_status_has() -> None:
     hold, node = "job=gpt,dp_group=1,shard=2,node=5", "job=gpt,node=5"
     assert samples[f"checkmate_shadow_committed_iteration,{hold}"] == 41
     assert samples[f"checkmate_shadow_lag_iterations,{hold}"] == 2
+    assert samples[f"checkmate_shadow_lag_seconds,{hold}"] == 1.5
+    assert samples[f"checkmate_shadow_left_out_iterations_total,{hold}"] == 6
+    assert samples[f"checkmate_shadow_step_waits_seconds_total,{node}"] == 0.25
     assert samples[f"checkmate_shadow_streams_missing,{hold}"] == 1
     assert samples[f"checkmate_shadow_offered,{hold}"] == 0
     states = {name: value for name, value in samples.items() if "hold_state" in name}

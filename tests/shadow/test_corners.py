@@ -491,3 +491,16 @@ def test_fetch_waits_for_the_record_too(world: Callable[..., World], monkeypatch
     assert stepped.wait(5)
     threading.Timer(0.2, go_on.set).start()
     assert training.check(0, resources.hold.plan.shard, 0).record.parts
+
+
+def test_iterations_that_are_left_out_again_count_once(world: Callable[..., World]) -> None:
+    """A hold joins at an iteration which a rank then leaves out, too, and each rank leaves out its own."""
+    here = world(nodes=1, ranks=2)
+    here.started()
+    resources = here.resources()
+    resources.inlets[0].left_out = range(21, 39)
+    assert [resources.count_left_out() for _ in range(2)] == [18, 18]
+    resources.inlets[0].left_out = range(31, 44)
+    resources.inlets[-1].left_out = range(43, 45)
+    assert resources.count_left_out() == 24
+    assert {hold.left_out for hold in here.status(0).holds} >= {24}

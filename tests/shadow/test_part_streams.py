@@ -222,6 +222,7 @@ def test_after_what_was_left_out_the_same_connection_goes_on(node: Node, stream:
     stream.put(1, None)
     wait_until(lambda: bool(node.inlet.lost))
     assert "left out iterations up to 1, because this node took too little" in node.inlet.lost
+    assert node.inlet.left_out == range(1, 2)
     send(stream, 2)  # which is read and discarded
     wait_until(lambda: stream._acknowledged == 2)
     assert node.inlet.rejoin(5)

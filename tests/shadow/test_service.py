@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -170,6 +171,25 @@ def test_seeds_and_records_of_another_start_are_refused() -> None:
         part.start = header.start = START
         assert (said_of(job, part).iteration, said_of(job, part).refused) == (0, "")
         assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
+
+
+def test_what_ranks_say_of_themselves_is_in_the_status() -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0, None) as channel:
+        ShadowStub(channel).Begin(request_of(job, incarnation=7, run="one", start=START), timeout=5)
+        part = pb.RecordPart(job=job.job, incarnation=7, run="one", start=START, iteration=0)
+        for part.position, trained, seconds in ((0, 3, 0.5), (1, 4, 0.25)):
+            part.progress.CopyFrom(pb.RankProgress(trained=trained, waited_seconds=seconds))
+            assert said_of(job, part).refused == ""
+        now = status(job, 0)
+        assert (now.waited_seconds, {hold.trained for hold in now.holds}) == (0.5, {4})
+        assert {hold.lag_seconds for hold in now.holds} == {0}, "it joins"
+        for trained, seconds in ((1 << 62, 0.0), (2, math.nan), (2, -1.0)):
+            part.progress.CopyFrom(pb.RankProgress(trained=trained, waited_seconds=seconds))
+            assert said_of(job, part).refused
+        part.ClearField("progress")
+        assert said_of(job, part).refused == ""
+        assert status(job, 0).waited_seconds == 0.5
 
 
 def test_trainers_with_other_software_are_warned() -> None:

@@ -17,9 +17,20 @@ from softswitch import metrics as of_softswitch
 from softswitch.frames.ports import PortStats
 
 HOLD = pb.HoldStatus(
-    shard=pb.Shard(group=1, shard=2), stepped=41, receiving=43, seeded=True, live=True, streams=4, connected=3
+    shard=pb.Shard(group=1, shard=2),
+    stepped=41,
+    receiving=43,
+    seeded=True,
+    live=True,
+    streams=4,
+    connected=3,
+    trained=42,
+    left_out=6,
+    lag_seconds=1.5,
 )
-NODE = pb.NodeStatus(job="gpt", node=5, holds=[HOLD], nics=[pb.NicStatus(ip="10.0.2.1", bytes=99)])
+NODE = pb.NodeStatus(
+    job="gpt", node=5, holds=[HOLD], nics=[pb.NicStatus(ip="10.0.2.1", bytes=99)], waited_seconds=0.25
+)
 STREAM = StreamStatus(
     "gpt", 0, "replica 0", 1, 2, 3, 4, 1, 5, "10.0.2.1", "tor", True, 7, 10, 1000, 2, 200
 )  # fmt: skip

@@ -17,6 +17,7 @@ import yaml
 
 from testbed.ports import free_port
 from tests.scripts.host_copies import PAUSED_AT
+from tests.support.documents import check_document
 from tests.support.units import NOBODY, USER, environment, python
 from tests.support.waiting import wait_until
 
@@ -46,7 +47,8 @@ class LoopbackJob:
         self.file = folder / "job.yaml"
         self.file.write_text(yaml.safe_dump(data))
         self._environment = {
-            **environment(folder),
+            **(users := environment(folder)),
+            "PYTHONPATH": os.pathsep.join([users["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]),
             "CHECKMATE_JOB": str(self.file),
             "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -106,6 +108,14 @@ class LoopbackJob:
         options = [f"--nproc-per-node={RANKS}", "--standalone", "--max-restarts=10", "--monitor-interval=0.1"]
         return self.start(name, "torch.distributed.run", *options, "-m", *script)
 
+    def example(self, name: str, module: str, *options: str) -> subprocess.Popen[bytes]:
+        """Start torchrun with an example of ours; its ranks write to the folder NAME."""
+        (results := self.folder / name).mkdir()
+        os.chown(results, NOBODY, NOBODY)
+        torchrun = ["--nproc-per-node=2", "--standalone", "--max-restarts=10", "--monitor-interval=0.1"]
+        script = ["-m", f"checkmate.examples.{module}", "--out", str(results), *options]
+        return self.start(name, "torch.distributed.run", *torchrun, *script)
+
     def lines(self, name: str, rank: int) -> list[dict[str, Any]]:
         """Return what a rank has noted of its iterations."""
         file = self.folder / name / f"rank{rank}.jsonl"
@@ -153,8 +163,10 @@ def test_a_killed_rank_resumes_bit_for_bit(folder: Path, kind: str) -> None:
         job.command("reset", "--yes")
         killed = job.train("killed", seconds=0.2)
         wait_until(lambda: len(job.lines("killed", 0)) > PAUSED_AT, "iterations")
-        shown = json.loads(job.command("status", "--wait", "--json").stdout)["nodes"]["mine"]
-        assert all(hold["live"] for node in shown.values() for hold in node["holds"])
+        document = json.loads(job.command("status", "--wait", "--json").stdout)
+        check_document("status", document)
+        holds = [hold for node in document["nodes"]["mine"].values() for hold in node["holds"]]
+        assert [(hold["live"], hold["left_out"]) for hold in holds] == [(True, 0)] * len(holds)
         assert "copies by hosts" in job.command("status").stdout
         (job.folder / "killed" / "pause").unlink()
         wait_until(lambda: len(job.lines("killed", 0)) > KILLED_AT, "iterations")
@@ -180,3 +192,44 @@ def test_a_script_of_one_process_resumes(folder: Path) -> None:
         killed.wait()
         assert job.train("killed").wait(60) == 0, job.log("killed")
     check_lines(job, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["accelerated", "lightning", "huggingface", "complete", "resnet"])
+def test_examples_run_unchanged_and_resume(folder: Path, example: str) -> None:
+    """A rank is killed at some iteration; both runs have the same losses, to the bit."""
+    libraries = {"accelerated": "accelerate", "lightning": "lightning", "huggingface": "transformers"}
+    pytest.importorskip(libraries.get(example, "torch"))
+    job = LoopbackJob(folder, "ddp", ranks=2)
+    with job.nodes():
+        undisturbed = job.example("undisturbed", example, "--iterations", "40")
+        assert undisturbed.wait(200) == 0, job.log("undisturbed")
+        job.command("reset", "--yes")
+        killed = job.example("killed", example, "--iterations", "40")
+        wait_until(lambda: len(job.lines("killed", 0)) > KILLED_AT + 3, "iterations", 120)
+        os.kill(last_rank(killed), signal.SIGKILL)
+        assert killed.wait(200) == 0, job.log("killed")
+        assert "resumed from the shadow nodes" in job.log("killed")
+    for rank in range(2):
+        expected = {line["iteration"]: line["loss"] for line in job.lines("undisturbed", rank)}
+        losses = [(line["iteration"], line["loss"]) for line in job.lines("killed", rank)]
+        assert len(expected) == 40
+        assert len(losses) <= 41, "one iteration is repeated at most"
+        assert {iteration: expected[iteration] for iteration, _ in losses} == dict(losses) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "epoch"), [("accelerated", 20), ("lightning", 10)])
+def test_examples_go_on_after_the_end_of_an_epoch(folder: Path, example: str, epoch: int) -> None:
+    pytest.importorskip({"accelerated": "accelerate"}.get(example, example))
+    job = LoopbackJob(folder, "ddp", ranks=2)
+    with job.nodes():
+        for name, iterations in (("undisturbed", 2 * epoch), ("first", epoch), ("second", 2 * epoch)):
+            training = job.example(name, example, "--iterations", str(iterations))
+            assert training.wait(200) == 0, job.log(name)
+            if name == "undisturbed":
+                job.command("reset", "--yes")
+    expected = [line["loss"] for line in job.lines("undisturbed", 1)]
+    both = [job.lines(name, 1) for name in ("first", "second")]
+    assert [line["iteration"] for lines in both for line in lines] == [*range(2 * epoch)]
+    assert [line["loss"] for lines in both for line in lines] == expected

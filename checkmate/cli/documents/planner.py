@@ -159,3 +159,41 @@ class CapacityDocument(JsonDocument):
     not_checked: list[str]
     fits: bool
     misfits: list[MisfitPart]
+
+
+class RankPart(DocumentPart):
+    """A rank with copies by hosts; `host_memory` is pinned if gradients are on a GPU."""
+
+    group: int
+    rank: int
+    part_bytes: int
+    sent_bytes: int
+    streams: int
+    host_memory: int
+
+
+class ReceivingNodePart(NodePart):
+    """A shadow node to which ranks send their parts."""
+
+    streams: int
+    bytes: int
+    receive_seconds: float
+
+
+class HostCapacityDocument(JsonDocument):
+    """`plan --capacity` of a job with copies by hosts."""
+
+    job: str
+    models: list[ModelPart]
+    dp_groups: int
+    replicas: int
+    streams: int
+    gpus_per_host: int
+    ranks: list[RankPart]
+    nodes: list[ReceivingNodePart]
+    shards: list[ShardDemand]
+    balance: list[float]
+    checks: list[CheckPart]
+    not_checked: list[str]
+    fits: bool
+    misfits: list[MisfitPart]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, get_type_hints
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from checkmate.cli.documents.base import DocumentPart, JsonDocument
 from controlplane.status import SwitchStatus
@@ -13,10 +13,45 @@ from topologies.traffic.port_drops import PortDrops
 from topologies.traffic.verdict import StreamRow
 
 
+class HoldPart(DocumentPart):
+    """A shard at a node. `lag`: iterations behind the trainers, since `lag_seconds` more than one.
+
+    `left_out`: iterations that ranks left out for it.
+    """
+
+    dp_group: int
+    shard: int
+    live: bool
+    streams: int
+    connected: int
+    stepped: int
+    in_full: int
+    lag: int
+    lag_seconds: float
+    left_out: int
+    bytes: int
+    trouble: str
+
+
+class NodeStatusPart(DocumentPart):
+    """A shadow node that has answered. `waited_seconds`: that steps of the present start waited for it."""
+
+    holds: list[HoldPart]
+    waited_seconds: float
+    troubles: list[str]
+
+
+class SilentNodePart(DocumentPart):
+    """A shadow node that has not answered."""
+
+    error: str
+
+
 class StatusDocument(JsonDocument):
-    """`status`: each switch by name."""
+    """`status`: each switch by name; each shadow node of jobs with copies by hosts, by job and id."""
 
     switches: dict[str, SwitchStatus]
+    nodes: dict[str, dict[str, NodeStatusPart | SilentNodePart]] = Field(default_factory=dict)
 
 
 class WrittenPart(DocumentPart):
@@ -82,10 +117,30 @@ class DpGroupPart(DocumentPart):
     first_shadow_id: int
 
 
-class JobPlanPart(DocumentPart):
-    """The DP groups of a job."""
+class ReceivedShardPart(DocumentPart):
+    """A shard of a DP group."""
 
+    group: int
+    shard: int
+
+
+class ReceiverPart(DocumentPart):
+    """A shadow node to which ranks send their parts; streams are counted for shards of equal size."""
+
+    node: int
+    gradients: str
+    shards: list[ReceivedShardPart]
+    ranks: list[int]
+    streams: int
+
+
+class JobPlanPart(DocumentPart):
+    """The DP groups of a job; with copies by hosts, the share of gradients that a rank sends, and to whom."""
+
+    copies: str
     dp_groups: list[DpGroupPart]
+    rank_shares: list[float] = Field(default_factory=list)
+    nodes: list[ReceiverPart] = Field(default_factory=list)
 
 
 class SwitchPlanPart(DocumentPart):

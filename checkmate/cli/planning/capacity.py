@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from checkmate.base.wording import counted
 from checkmate.cli.common import UsageFault, err, out, print_json
@@ -12,14 +14,17 @@ from checkmate.cli.planning.options import quantity
 from checkmate.job.files import JobError, JobSet, Located
 from checkmate.job.schema import Job, Nic
 from checkmate.output.consoles import spinner
-from checkmate.planner.capacity import report
-from checkmate.planner.capacity.misfits import checks
+from checkmate.output.tables import FittedTable
+from checkmate.planner.capacity import part_checks, report
+from checkmate.planner.capacity.misfits import Check, checks
 from checkmate.planner.capacity.plan import Capacity, CapacityLimits, SwitchUse
 from checkmate.planner.demand import Demand
 from checkmate.planner.models.named import Model, load_model, sharded, stages_of
 from checkmate.planner.models.optimizers import NamedOptimizer
+from checkmate.planner.part_demand import PartDemand
 from checkmate.planner.scaling import read_profile
 from checkmate.planner.units import bits_per_second, nbytes, seconds
+from checkmate.shadow.receive.connect import ORDINARY_BUFFER
 from controlplane import plan as planning
 
 
@@ -31,51 +36,104 @@ class DoesNotFit(JobError):
         self.data = data
 
 
-def show(
-    job_set: JobSet,
-    *,
-    models: Sequence[str],
-    optimizer: str,
-    dtype: str | None,
-    iteration_time: str | None,
-    link_rate: str,
-    nic_rate: str | None,
-    node_memory: str | None,
-    profile: Path | None,
-    cores: int | None,
-    receive_buffer: int,
-    details: bool,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CapacityOptions:
+    """The options of `plan --capacity`."""
+
+    models: Sequence[str]
+    optimizer: str
+    dtype: str | None
+    iteration_time: str | None
+    link_rate: str
+    nic_rate: str | None
+    node_memory: str | None
+    profile: Path | None
+    cores: int | None
+    receive_buffer: int
+    details: bool
+    gpus_per_host: int
+    pcie_rate: str | None
+    host_memory: str | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A capacity plan with its checks, as data, and as tables."""
+
+    capacity: Capacity
+    checks: Sequence[Check]
+    unchecked: Sequence[str]
+    data: dict[str, object]
+    tables: Iterator[FittedTable]
+
+
+def show(job_set: JobSet, options: CapacityOptions, *, as_json: bool) -> None:
     """Print a job's capacity plan, verdict first. Raise `DoesNotFit` afterwards if it does not fit."""
     jobs = job_set.require()
     if len(jobs) > 1:
         raise UsageFault(f"--capacity takes one job and its model, not {len(jobs)} jobs")
     ((file, job),) = job_set.sound
     with spinner(err, "planning"):
-        named_optimizer = NamedOptimizer(optimizer)
-        stages = _stages(job, models, dtype)
-        link = quantity("--link-rate", link_rate, bits_per_second)
-        limits = _limits(iteration_time, node_memory, nic_rate or link_rate)
-        if profile is not None:
-            limits = _with_profile(limits, profile, cores, stages, named_optimizer.name)
-        elif cores:
+        optimizer = NamedOptimizer(options.optimizer)
+        stages = _stages(job, options.models, options.dtype)
+        link = quantity("--link-rate", options.link_rate, bits_per_second)
+        limits = _limits(options)
+        if options.profile is not None:
+            limits = _with_profile(limits, options.profile, options.cores, stages, optimizer.name)
+        elif options.cores:
             raise UsageFault("--cores scales the step time of a profile: add --profile")
-        demand = Demand(job, tuple(stages), named_optimizer, link, receive_buffer << 20)
-        plan = Capacity(demand, limits, tuple(_switches(job)))
-        results = checks(plan, lambda channels: _switches(replace(job, channels=channels)))
-        data = report.data(plan, results)
+        plan = _PLANS[job.copies](job, stages, optimizer, link, limits, options)
     if not as_json:
-        out.print(report.verdict(plan, results), markup=False, soft_wrap=True)
-        for table in (*report.summary(plan, results), *(report.details(plan) if details else ())):
+        out.print(report.verdict(plan.capacity, plan.checks, plan.unchecked), markup=False, soft_wrap=True)
+        for table in plan.tables:
             out.print(table)
     for text in plan.unchecked:
         err.print(f"[yellow]not checked:[/yellow] {text}", soft_wrap=True)
-    if faults := [fault for check in results if (fault := check.misfit)]:
+    if faults := [fault for check in plan.checks if (fault := check.misfit)]:
         located = [job_set.located(file, f.path, f.message) for f in faults]
-        raise DoesNotFit(located, {"capacity": data})
+        raise DoesNotFit(located, {"capacity": plan.data})
     if as_json:
-        print_json(data)
+        print_json(plan.data)
+
+
+def _plan_of_switches(
+    job: Job,
+    stages: Sequence[Model],
+    optimizer: NamedOptimizer,
+    link: float,
+    limits: CapacityLimits,
+    options: CapacityOptions,
+) -> _Plan:
+    demand = Demand(job, tuple(stages), optimizer, link, options.receive_buffer << 20)
+    capacity = Capacity(demand, limits, tuple(_switches(job)))
+    results = checks(capacity, lambda channels: _switches(replace(job, channels=channels)))
+    tables = itertools.chain(
+        report.summary(capacity, results), report.details(capacity) if options.details else ()
+    )
+    return _Plan(capacity, results, capacity.unchecked, report.data(capacity, results), tables)
+
+
+def _plan_of_hosts(
+    job: Job,
+    stages: Sequence[Model],
+    optimizer: NamedOptimizer,
+    link: float,
+    limits: CapacityLimits,
+    options: CapacityOptions,
+) -> _Plan:
+    demand = PartDemand(
+        job, tuple(stages), optimizer, link, ORDINARY_BUFFER, gpus_per_host=options.gpus_per_host
+    )
+    capacity = Capacity(demand, limits, ())
+    results, unchecked = part_checks.checks(capacity, demand), part_checks.unchecked(capacity)
+    tables = itertools.chain(
+        report.part_summary(capacity, demand, results),
+        report.part_details(capacity, demand) if options.details else (),
+    )
+    return _Plan(capacity, results, unchecked, report.part_data(capacity, demand, results, unchecked), tables)
+
+
+_PLANS: Final = {"switch": _plan_of_switches, "host": _plan_of_hosts}
 
 
 def _stages(job: Job, names: Sequence[str], dtype: str | None) -> list[Model]:
@@ -100,10 +158,19 @@ def _stages(job: Job, names: Sequence[str], dtype: str | None) -> list[Model]:
     return [chunk for chunk in chunks for _ in range(groups // job.mesh.pp)]
 
 
-def _limits(iteration_time: str | None, node_memory: str | None, nic_rate: str) -> CapacityLimits:
-    iteration = quantity("--iteration-time", iteration_time, seconds) if iteration_time else None
-    memory = int(quantity("--node-memory", node_memory, nbytes)) if node_memory else None
-    return CapacityLimits(quantity("--nic-rate", nic_rate, bits_per_second), iteration, memory)
+def _limits(options: CapacityOptions) -> CapacityLimits:
+    def optional(name: str, text: str | None, parse: Callable[[object], float]) -> float | None:
+        return quantity(name, text, parse) if text else None
+
+    node_memory = optional("--node-memory", options.node_memory, nbytes)
+    host_memory = optional("--host-memory", options.host_memory, nbytes)
+    return CapacityLimits(
+        quantity("--nic-rate", options.nic_rate or options.link_rate, bits_per_second),
+        optional("--iteration-time", options.iteration_time, seconds),
+        None if node_memory is None else int(node_memory),
+        pcie_bits_per_s=optional("--pcie-rate", options.pcie_rate, bits_per_second),
+        host_memory=None if host_memory is None else int(host_memory),
+    )
 
 
 def _with_profile(

@@ -10,6 +10,7 @@ import typer
 
 from checkmate.base.extras import check
 from checkmate.cli.common import UsageFault, err
+from checkmate.job.fields import GPUS_MOST
 from checkmate.output.consoles import spinner
 
 _ENDINGS = (".png", ".svg")
@@ -48,7 +49,7 @@ ModelNames = Annotated[
     ),
 ]
 LinkRate = Annotated[
-    str, typer.Option("--link-rate", help="Line rate of each training rank.", metavar="RATE")
+    str, typer.Option("--link-rate", help="Line rate of each training rank, or of its host.", metavar="RATE")
 ]
 NicRate = Annotated[
     str | None,
@@ -70,6 +71,30 @@ Cores = Annotated[
     int | None,
     typer.Option("--cores", min=1, help="Cores of a shadow node.", show_default="as in the profile"),
 ]
+GpusPerHost = Annotated[
+    int,
+    typer.Option(
+        "--gpus-per-host", min=1, max=GPUS_MOST, help="Copies by hosts: ranks on a host, behind one NIC."
+    ),
+]
+PcieRate = Annotated[
+    str | None,
+    typer.Option(
+        "--pcie-rate",
+        help="Copies by hosts: rate from a GPU to its host's memory, such as 200Gbit/s.",
+        show_default=False,
+        metavar="RATE",
+    ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        help="Copies by hosts: pinned memory that a host may have, such as 8GB.",
+        show_default=False,
+        metavar="SIZE",
+    ),
+]
 Details = Annotated[
     bool, typer.Option("--details", help="With --capacity: also list every switch, NIC, node and shard.")
 ]
@@ -85,8 +110,15 @@ CAPACITY_OPTIONS: Final = (
     "cores",
     "receive_buffer",
     "details",
+    "gpus_per_host",
+    "pcie_rate",
+    "host_memory",
 )
 """Parameters of `plan` that only apply with `--capacity`."""
+OF_HOST_COPIES: Final = ("gpus_per_host", "pcie_rate", "host_memory")
+"""Those of them that only apply to jobs with copies by hosts."""
+OF_SWITCH_COPIES: Final = ("pfc", "bfrt", "entries", "receive_buffer")
+"""Parameters of `plan` that only apply to jobs with copies by switch."""
 
 
 def quantity(option: str, text: str, parse: Callable[[object], float]) -> float:

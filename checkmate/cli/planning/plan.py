@@ -18,7 +18,6 @@ from checkmate.cli.common import (
     out,
     print_json,
     read_job_set,
-    require_switches,
     show_errors,
 )
 from checkmate.cli.planning import options, tofino
@@ -28,6 +27,7 @@ from checkmate.job.files import JobSet, Located
 from checkmate.job.schema import Job
 from checkmate.output.consoles import spinner
 from checkmate.output.tables import FittedTable
+from checkmate.planner.part_plan import node_plans, rank_share
 from controlplane import plan as planning
 from controlplane.entities import MulticastGroup, TableEntry
 from controlplane.network import Network
@@ -90,14 +90,18 @@ def plan(
     profile: options.ProfileFile = None,
     cores: options.Cores = None,
     receive_buffer: options.ReceiveBuffer = 64,
+    gpus_per_host: options.GpusPerHost = 1,
+    pcie_rate: options.PcieRate = None,
+    host_memory: options.HostMemory = None,
     details: options.Details = False,
 ) -> None:
     """Print what `run` would install on each switch, and check it against the switch's limits.
 
     Needs no switch. Streams are installed as shadow nodes connect; the limits count all of them.
+    Of jobs with copies by hosts, it prints who sends what to whom.
     With --capacity and --model, for one job: also checks the bandwidth at its shadow NICs, and the memory
-    and time of its shadow nodes. Prints first whether it fits, the tightest resource, and the smallest
-    change that makes it fit.
+    and time of its shadow nodes; with copies by hosts, what ranks send and keep, too. Prints first whether it
+    fits, the tightest resource, and the smallest change that makes it fit.
     With --pfc, for Tofinos: prints what lossless delivery needs. With --bfrt: prints a script with settings
     that P4Runtime cannot make.
 
@@ -110,26 +114,14 @@ def plan(
     _check_options(context)
     job_set = read_job_set(jobs, fabric)
     if not job_set.faults:
-        require_switches([job for _, job in job_set.sound], "plan")
+        _check_copies(context, [job for _, job in job_set.sound])
     if capacity:
         with spinner(err, "planning"):
-            from checkmate.cli.planning.capacity import show  # noqa: PLC0415 - torch takes a second
+            from checkmate.cli.planning.capacity import CapacityOptions, show  # noqa: PLC0415 - imports torch
 
-        show(
-            job_set,
-            models=models or (),
-            optimizer=optimizer,
-            dtype=dtype,
-            iteration_time=iteration_time,
-            link_rate=link_rate,
-            nic_rate=nic_rate,
-            node_memory=node_memory,
-            profile=profile,
-            cores=cores,
-            receive_buffer=receive_buffer,
-            details=details,
-            as_json=as_json,
-        )
+        names = CapacityOptions.__dataclass_fields__  # as this function's own parameters
+        values = {**{name: context.params[name] for name in names}, "models": models or ()}
+        show(job_set, CapacityOptions(**values), as_json=as_json)
         return
     loaded, plans = check_plan(job_set)
     if pfc or bfrt:
@@ -138,9 +130,13 @@ def plan(
     targets = _targets(loaded)
     if as_json:
         switches = {name: _data(plan, targets[name]) for name, plan in plans.items()}
-        print_json({"switches": switches, "jobs": {job.job: {"dp_groups": groups_of(job)} for job in loaded}})
+        print_json({"switches": switches, "jobs": {job.job: _job_data(job) for job in loaded}})
         return
     for job in loaded:
+        if job.copies == "host":
+            out.print(_senders_table(job))
+            out.print(_nodes_table(job))
+            continue
         if job.hosts:
             out.print(_groups_table(job))
         if job.mesh is not None:
@@ -153,13 +149,27 @@ def plan(
                 out.print(str(entity), markup=False, soft_wrap=True)
 
 
-def _check_options(context: typer.Context) -> None:
-    """Raise `UsageFault` for options that exclude each other, or that would have no effect."""
-    options_given = {
+def _check_copies(context: typer.Context, jobs: Sequence[Job]) -> None:
+    """Raise `UsageFault` for options that have no effect, because no job has copies of that kind."""
+    kinds = {job.copies for job in jobs}
+    for kind, names in (("switch", options.OF_SWITCH_COPIES), ("host", options.OF_HOST_COPIES)):
+        for name, option in _options_given(context).items():
+            if name in names and kind not in kinds:
+                raise UsageFault(f"{option} is for copies by {kind} (copies: {kind}), and no job has them")
+
+
+def _options_given(context: typer.Context) -> dict[str, str]:
+    """Return the options on the command line, by parameter."""
+    return {
         name: f"--{_OPTIONS.get(name, name.replace('_', '-'))}"
         for name in context.params
         if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     }
+
+
+def _check_options(context: typer.Context) -> None:
+    """Raise `UsageFault` for options that exclude each other, or that would have no effect."""
+    options_given = _options_given(context)
     modes = [name for name in ("capacity", "pfc", "bfrt", "entries") if name in options_given]
     if len(modes) > 1:
         raise UsageFault(
@@ -208,7 +218,7 @@ def _data(plan: SwitchPlan, target: str) -> dict[str, object]:
 
 def groups_of(job: Job) -> list[dict[str, object]]:
     """Return each DP group: its place in the mesh, ranks in ring order, shadow nodes, first shadow id."""
-    first_ids = first_shadow_ids(job)
+    first_ids = first_shadow_ids(job) if job.copies == "switch" else [0] * len(job.dp_groups)
     return [
         {
             "dp_group": index,
@@ -220,6 +230,59 @@ def groups_of(job: Job) -> list[dict[str, object]]:
         }
         for index, group in enumerate(job.dp_groups)
     ]
+
+
+def _job_data(job: Job) -> dict[str, object]:
+    """Return a job's DP groups; with copies by hosts, also who sends what to whom."""
+    data: dict[str, object] = {"copies": job.copies, "dp_groups": groups_of(job)}
+    if job.copies == "host":
+        data["rank_shares"] = [float(rank_share(job, group)) for group in job.groups]
+        data["nodes"] = [
+            {
+                "node": plan.node.id,
+                "gradients": ":".join(map(str, plan.node.gradients_at)),
+                "shards": [{"group": group, "shard": shard} for group, shard in plan.shards],
+                "ranks": list(plan.ranks),
+                "streams": plan.streams,
+            }
+            for plan in node_plans(job)
+        ]
+    return data
+
+
+def _senders_table(job: Job) -> FittedTable:
+    """Return a table of what ranks send. Groups that differ in their ranks and nodes alone share a row."""
+    columns, numbers = (
+        ("groups", "ranks", "shadow nodes"),
+        ("ranks of each", "a rank sends, of its gradients"),
+    )
+    title = f"job {job.job}, copies by hosts: what each rank sends in an iteration"
+    table = FittedTable(title, *columns, *numbers, numbers=numbers, folds=columns)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for index, group in enumerate(job.dp_groups):
+        alike.setdefault((len(group.ranks), job.shards(index)), []).append(index)
+    for groups in alike.values():
+        share = rank_share(job, groups[0])
+        table.add_row(
+            in_ranges(groups),
+            in_ranges(sorted(rank.rank for group in groups for rank in job.dp_groups[group].ranks)),
+            in_ranges(sorted({node for group in groups for node in job.shadow_list(group)})),
+            f"{len(job.dp_groups[groups[0]].ranks):,}",
+            f"{share} ({float(share):.1%})",
+        )
+    return table
+
+
+def _nodes_table(job: Job) -> FittedTable:
+    columns = ("node", "gradients at", "from ranks")
+    numbers = ("shards", "streams")
+    title = "shadow nodes: what comes to each, if shards are of equal size"
+    table = FittedTable(title, *columns, *numbers, numbers=numbers, folds=columns[2:])
+    for plan in node_plans(job):
+        address = ":".join(map(str, plan.node.gradients_at))
+        counts = (f"{len(plan.shards):,}", f"{plan.streams:,}")
+        table.add_row(str(plan.node.id), address, in_ranges(plan.ranks), *counts)
+    return table
 
 
 def _groups_table(job: Job) -> FittedTable:

@@ -66,7 +66,7 @@ def checks(capacity: Capacity, with_channels: _WithChannels) -> list[Check]:
 
     `with_channels` returns the use of switches with another number of channels.
     """
-    rules = (_stream_length, _line, _receiving, _stepping, _memory)
+    rules = (_stream_length, _line, receiving, stepping, memory)
     return [*_tables(capacity, with_channels), *(check for rule in rules if (check := rule(capacity)))]
 
 
@@ -147,7 +147,7 @@ def _compare(
     nodes = [node.id for node in capacity.demand.job.shadow_nodes]
     path: tuple[str | int, ...] = ("shadow_nodes", nodes.index(worst.node))
     kind, where = "node", f"node {worst.node}"
-    if isinstance(worst, NicDemand):
+    if isinstance(worst, NicDemand) and capacity.demand.job.node(worst.node).nics:
         path, kind, where = (*path, "nics", worst.nic), "NIC", f"NIC {worst.node}.{worst.nic}"
     check = Check(resource, where, greatest, available, unit, path)
     if not misfit_count:
@@ -188,7 +188,8 @@ def _line(capacity: Capacity) -> Check:
     return _compare(capacity, PEAK, line, "bit/s", attrgetter("nics"), peak, wrong, changes)
 
 
-def _receiving(capacity: Capacity) -> Check | None:
+def receiving(capacity: Capacity) -> Check | None:
+    """Check the time in which NICs receive an iteration, if it is known how long one takes."""
     job, iteration = capacity.demand.job, capacity.limits.iteration_s
     if iteration is None:
         return None
@@ -209,7 +210,8 @@ def _receiving(capacity: Capacity) -> Check | None:
     )
 
 
-def _stepping(plan: Capacity) -> Check | None:
+def stepping(plan: Capacity) -> Check | None:
+    """Check the time of nodes' optimizer steps, if a profile tells it."""
     job, iteration, cores = plan.demand.job, plan.limits.iteration_s, plan.limits.cores
     if iteration is None or cores is None or plan.limits.steps is None:
         return None
@@ -234,7 +236,8 @@ def _stepping(plan: Capacity) -> Check | None:
     )
 
 
-def _memory(capacity: Capacity) -> Check | None:
+def memory(capacity: Capacity) -> Check | None:
+    """Check the memory of nodes, if it is known how much they have."""
     job, node_memory = capacity.demand.job, capacity.limits.node_memory
     if node_memory is None:
         return None

@@ -43,6 +43,10 @@ class CapacityLimits:
     cores: int | None = None
     steps: tuple[StepTimes, ...] | None = None
     receive_bytes_per_s: Mapping[int, float] | None = None
+    pcie_bits_per_s: float | None = None
+    """Of a rank's GPU to the memory of its host."""
+    host_memory: int | None = None
+    """Pinned, for all ranks of a host."""
 
 
 @dataclass(frozen=True)

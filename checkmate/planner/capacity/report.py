@@ -13,9 +13,11 @@ from checkmate.job.faults import show_path
 from checkmate.job.mesh import group_name
 from checkmate.output.tables import FittedTable
 from checkmate.planner.capacity.misfits import PEAK, Check
+from checkmate.planner.capacity.part_checks import host_name
 from checkmate.planner.capacity.plan import TRANSCEIVERS, Capacity, SwitchUse
-from checkmate.planner.demand import NicDemand
+from checkmate.planner.demand import NicDemand, NodeDemand
 from checkmate.planner.models.named import Model
+from checkmate.planner.part_demand import PartDemand
 from checkmate.planner.scaling import dtype_of
 from checkmate.planner.units import show_seconds
 
@@ -23,9 +25,44 @@ from checkmate.planner.units import show_seconds
 def data(capacity: Capacity, checks: Sequence[Check]) -> dict[str, object]:
     """Return the output of `--json`: sizes in bytes, times in seconds, rates in bits per second."""
     demand = capacity.demand
-    faults = [fault for check in checks if (fault := check.misfit)]
     return {
-        "job": demand.job.job,
+        **_models_data(capacity),
+        **_counts(capacity),
+        "switches": [asdict(use) for use in capacity.switches],
+        "nics": [_nic_data(capacity, nic) for nic in demand.nics],
+        "nodes": [_node_data(capacity, node) for node in demand.nodes],
+        **_results_data(capacity, checks, capacity.unchecked),
+    }
+
+
+def part_data(
+    capacity: Capacity, demand: PartDemand, checks: Sequence[Check], unchecked: Sequence[str]
+) -> dict[str, object]:
+    """Return the output of `--json` for a job with copies by hosts."""
+    received = {nic.node: nic for nic in demand.nics}
+    return {
+        **_models_data(capacity),
+        "dp_groups": len(demand.job.dp_groups),
+        "replicas": demand.job.replicas,
+        "streams": sum(nic.streams for nic in demand.nics),
+        "gpus_per_host": demand.gpus_per_host,
+        "ranks": [{**asdict(rank), "host_memory": rank.host_memory} for rank in demand.ranks],
+        "nodes": [
+            {
+                **_node_data(capacity, node),
+                "streams": received[node.node].streams,
+                "bytes": received[node.node].nbytes,
+                "receive_seconds": capacity.receive_seconds(received[node.node]),
+            }
+            for node in demand.nodes
+        ],
+        **_results_data(capacity, checks, unchecked),
+    }
+
+
+def _models_data(capacity: Capacity) -> dict[str, object]:
+    return {
+        "job": capacity.demand.job.job,
         "models": [
             {
                 "name": model.name,
@@ -33,22 +70,25 @@ def data(capacity: Capacity, checks: Sequence[Check]) -> dict[str, object]:
                 "bytes": model.nbytes,
                 "dtype": dtype_of(model),
             }
-            for model in demand.models
+            for model in capacity.demand.models
         ],
-        **_counts(capacity),
-        "switches": [asdict(use) for use in capacity.switches],
-        "nics": [_nic_data(capacity, nic) for nic in demand.nics],
-        "nodes": [
-            {
-                "node": node.node,
-                "shards": [{"group": s.group, "shard": s.shard} for s in node.shards],
-                "memory": {**asdict(node.memory), "reading": node.memory.reading, "total": node.memory.total},
-                "step_seconds": capacity.step_seconds(node),
-            }
-            for node in demand.nodes
-        ],
-        "shards": [asdict(shard) for shard in demand.shards],
-        "balance": [capacity.balance(group) for group in range(len(demand.models))],
+    }
+
+
+def _node_data(capacity: Capacity, node: NodeDemand) -> dict[str, object]:
+    return {
+        "node": node.node,
+        "shards": [{"group": s.group, "shard": s.shard} for s in node.shards],
+        "memory": {**asdict(node.memory), "reading": node.memory.reading, "total": node.memory.total},
+        "step_seconds": capacity.step_seconds(node),
+    }
+
+
+def _results_data(capacity: Capacity, checks: Sequence[Check], unchecked: Sequence[str]) -> dict[str, object]:
+    faults = [fault for check in checks if (fault := check.misfit)]
+    return {
+        "shards": [asdict(shard) for shard in capacity.demand.shards],
+        "balance": [capacity.balance(group) for group in range(len(capacity.demand.models))],
         "checks": [
             {
                 "what": check.resource,
@@ -61,20 +101,22 @@ def data(capacity: Capacity, checks: Sequence[Check]) -> dict[str, object]:
             }
             for check in _tightest_first(checks)
         ],
-        "not_checked": capacity.unchecked,
+        "not_checked": list(unchecked),
         "fits": not faults,
         "misfits": [{"path": show_path(fault.path), "message": fault.message} for fault in faults],
     }
 
 
-def verdict(capacity: Capacity, checks: Sequence[Check]) -> str:
+def verdict(capacity: Capacity, checks: Sequence[Check], unchecked: Sequence[str]) -> str:
     """Return whether the job fits, the scarcest resource, and the smallest change if it does not fit.
 
     Any model uses a full line for a while, so a peak rate is mentioned only if it exceeds the line.
     """
+    if not checks:
+        return f"job {capacity.demand.job.job}: nothing was checked, because all limits are unknown"
     tightest, *rest = (c for c in _tightest_first(checks) if c.misfit or c.resource != PEAK)
     result = "does not fit" if tightest.misfit else "fits"
-    if not tightest.misfit and capacity.unchecked:
+    if not tightest.misfit and unchecked:
         result = "fits, as far as it was checked"
     needed_text, available_text = (
         _format_amount(value, tightest.unit) for value in (tightest.needed, tightest.available)
@@ -100,6 +142,42 @@ def details(capacity: Capacity) -> Iterator[FittedTable]:
     for use in capacity.switches:
         yield _switch(use)
     yield _nics(capacity)
+    yield _memory(capacity)
+    yield _shards(capacity)
+
+
+def part_summary(capacity: Capacity, demand: PartDemand, checks: Sequence[Check]) -> Iterator[FittedTable]:
+    """Yield tables of checks and of what a job with copies by hosts needs, for a terminal."""
+    if checks:
+        yield _checks(checks)
+    table = _needs(capacity)
+    rank, ranks = demand.busiest_rank, demand.gpus_per_host
+    host = f"{host_name(demand)} sends" if ranks > 1 else "a rank sends"
+    table.add_row("streams (TCP connections)", f"{sum(nic.streams for nic in demand.nics):,}")
+    table.add_row("  of a node, at most", f"{max(nic.streams for nic in demand.nics):,}")
+    table.add_row("  of a rank, at most", f"{max(rank.streams for rank in demand.ranks):,}")
+    table.add_row("a rank copies from its device, an iteration", size(rank.part_bytes))
+    table.add_row(f"{host}, an iteration", size(ranks * rank.sent_bytes))
+    reduction = 2 * (len(demand.job.dp_groups[rank.group].ranks) - 1) * rank.part_bytes
+    if reduction:
+        share = f"{rank.sent_bytes / reduction:.1%}"
+        table.add_row("  beside what a ring AllReduce sends", share)
+    table.add_row("  host memory for it, pinned with GPUs", size(ranks * rank.host_memory))
+    table.add_row("a node receives, an iteration, at most", size(max(nic.nbytes for nic in demand.nics)))
+    yield table
+
+
+def part_details(capacity: Capacity, demand: PartDemand) -> Iterator[FittedTable]:
+    """Yield tables of every node and shard of a job with copies by hosts, for a terminal."""
+    numbers = ("streams", "bytes", "takes")
+    table = FittedTable(
+        "shadow nodes: bytes per iteration", "node", "gradients at", *numbers, numbers=numbers
+    )
+    for nic in demand.nics:
+        address = ":".join(map(str, demand.job.node(nic.node).gradients_at))
+        took = show_seconds(capacity.receive_seconds(nic))
+        table.add_row(str(nic.node), address, f"{nic.streams:,}", size(nic.nbytes), took)
+    yield table
     yield _memory(capacity)
     yield _shards(capacity)
 
@@ -169,17 +247,23 @@ def _format_amount(value: float, unit: str) -> str:
 
 def _hardware(capacity: Capacity) -> FittedTable:
     counts = _counts(capacity)
-    title = f"job {capacity.demand.job.job} needs"
-    table = FittedTable(title, "what", "needed", numbers=("needed",), folds=("what",))
-    for label, model in _models(capacity):
-        table.add_row(label, f"{model.elements / 1e6:,.1f} M parameters")
-        table.add_row("  gradients of an iteration", size(model.nbytes))
+    table = _needs(capacity)
     table.add_row("streams (TCP connections)", f"{counts['streams']:,}")
     table.add_row("multicast groups", f"{counts['multicast_groups']:,}")
     table.add_row("switch ports for shadow NICs", f"{counts['switch_ports']:,}")
     table.add_row("  the paper's rule: 2 per DP group and replica", f"{counts['ports_of_the_rule']:,}")
     table.add_row("shadow NICs", f"{counts['shadow_nics']:,}")
     table.add_row("transceivers, 2 per NIC", f"{counts['transceivers']:,}")
+    return table
+
+
+def _needs(capacity: Capacity) -> FittedTable:
+    """Return a table with the models of a job."""
+    title = f"job {capacity.demand.job.job} needs"
+    table = FittedTable(title, "what", "needed", numbers=("needed",), folds=("what",))
+    for label, model in _models(capacity):
+        table.add_row(label, f"{model.elements / 1e6:,.1f} M parameters")
+        table.add_row("  gradients of an iteration", size(model.nbytes))
     return table
 
 

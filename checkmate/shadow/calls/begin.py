@@ -118,7 +118,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
     state, all_resources = node.state, [node.resources[hold] for _, hold in node.state.holds]
     for resources in all_resources:
         resources.observe()
-    holds = list(state.holds)
+    holds, now = list(state.holds), node.now()
     dropped = [why for group in state.groups.values() for why in group.dropped.values()]
     return pb.NodeStatus(
         job=node.job.job,
@@ -131,7 +131,17 @@ def locked_status(node: Node) -> pb.NodeStatus:
         discarded=state.ended_starts.discarded,
         trainers=node.trainers(),
         job_ranks=node.job_ranks,
-        holds=[hold_status(group, hold, counts=not state.leaving.undecided) for group, hold in holds],
+        holds=[
+            hold_status(
+                group,
+                hold,
+                counts=not state.leaving.undecided,
+                now=now,
+                left_out=resources.count_left_out(),
+            )
+            for (group, hold), resources in zip(holds, all_resources, strict=True)
+        ],
+        waited_seconds=max((group.waited for group in state.groups.values()), default=0.0),
         left=state.leaving.has_left,
         torch=torch.__version__,
         capability=torch.backends.cpu.get_cpu_capability(),
@@ -145,8 +155,13 @@ def locked_status(node: Node) -> pb.NodeStatus:
     )
 
 
-def hold_status(group: ShadowGroup, hold: Hold, *, counts: bool) -> pb.HoldStatus:
-    """Return the status of a hold on a node that `counts`. The caller holds the node's lock."""
+def hold_status(
+    group: ShadowGroup, hold: Hold, *, counts: bool, now: float = 0.0, left_out: int = 0
+) -> pb.HoldStatus:
+    """Return the status of a hold on a node that `counts`. The caller holds the node's lock.
+
+    `left_out`: iterations that ranks have left out for it.
+    """
     begin, lacks = group.begin, group.records.lacking(hold.stepped)
     live = hold.live and counts
     return pb.HoldStatus(
@@ -171,6 +186,9 @@ def hold_status(group: ShadowGroup, hold: Hold, *, counts: bool) -> pb.HoldStatu
         doubtful=hold.doubtful,
         lacks_buffers=lacks,
         last=hold.final == hold.stepped,
+        left_out=left_out,
+        trained=group.trained,
+        lag_seconds=hold.lag_seconds(group.trained, now),
     )
 
 

@@ -65,6 +65,7 @@ def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | No
     with node.moving(observe=False) as node_state:  # there may be a thousand ranks, with as many streams
         group = node_state.group(part.group, part)
         check_part(node.job, group, part)
+        group.note(part)
         group.records.add(part, node.now())
     if not answer:
         return None

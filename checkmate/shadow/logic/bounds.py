@@ -36,6 +36,7 @@ WINDOW: Final = 1 << 20
 """Iterations by which a message may be ahead of the newest iteration that is known here."""
 MAX_FENCE_SECONDS: Final = 3600.0
 MAX_RESERVE_SECONDS: Final = 86_400.0
+MAX_WAITED_SECONDS: Final = 1e9
 MAX_RESERVATIONS: Final = 64
 """Reservations of a node at a time."""
 SPARE_FETCHES: Final = 8
@@ -351,6 +352,9 @@ def check_part(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
     if part.HasField("step") and part.position != 0:
         raise CallRefused(f"a step from position {part.position}; only the group's first rank describes it")
     _check_ends(job, group, part)
+    if part.HasField("progress"):
+        check_ahead("progress up to iteration", part.progress.trained, group.newest)
+        check_seconds("waited_seconds", part.progress.waited_seconds, MAX_WAITED_SECONDS)
     if part.position == 0:
         _check_step(group, part.step)
     _check_room(group, part)

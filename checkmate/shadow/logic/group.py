@@ -47,12 +47,30 @@ class ShadowGroup:
     holds: list[Hold] = field(default_factory=list)
     reached: int = 0
     """The newest iteration of the trainers when they last connected."""
+    rank_progress: dict[int, pb.RankProgress] = field(default_factory=dict)
+    """What ranks have said of themselves, by position."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Reasons, by shard, why a restart dropped the hold; kept until the next `Begin`."""
 
     def reach(self, iteration: int) -> None:
         """Note that trainers have connected at this iteration."""
         self.reached = max(self.reached, iteration)
+
+    def note(self, part: pb.RecordPart) -> None:
+        """Take from a part what its rank says of itself, which is not kept with the part."""
+        if part.HasField("progress"):
+            self.rank_progress[part.position] = pb.RankProgress.FromString(part.progress.SerializeToString())
+            part.ClearField("progress")
+
+    @property
+    def trained(self) -> int:
+        """The newest iteration that a rank is known to have trained; -1: none."""
+        return max([self.records.newest, *(progress.trained for progress in self.rank_progress.values())])
+
+    @property
+    def waited(self) -> float:
+        """Seconds that steps waited for this node, on the rank whose steps waited longest."""
+        return max((progress.waited_seconds for progress in self.rank_progress.values()), default=0.0)
 
     def remove(self, hold: Hold, why: str) -> None:
         """Remove a hold. Keep the reason if a restart loses something with it."""

@@ -417,10 +417,16 @@ class Hold:
             return f"the record of iteration {following} has not come"
         return None
 
+    def lag_seconds(self, newest: int, now: float) -> float:
+        """Return how long it has been more than one iteration behind; 0 if it is not, or joins."""
+        return (
+            max(now - self.lagging, 0.0) if self.live and self.lagging and newest - self.stepped > 1 else 0.0
+        )
+
     def lag(self, newest: int, now: float) -> tuple[int, str] | None:
         """Return level and message to log when the hold falls behind the trainers, or has caught up.
 
-        `newest` is the newest iteration of which trainers have sent a record.
+        `newest` is the newest iteration that trainers are known to have trained.
         """
         behind = newest - self.stepped
         if behind <= 1:

@@ -388,7 +388,7 @@ class NodeState:
                 if not (hold.busy or hold.has_whole):  # otherwise after that is stepped
                     self.tally.count_gap()
                     self._join_again(group, hold, loss)
-            elif hold.live and (lag := hold.lag(group.records.newest, now)):
+            elif hold.live and (lag := hold.lag(group.trained, now)):
                 self._effects.append(self._lags.announce(hold, *lag, now))
 
     def reserve(self, iteration: int, end: float) -> None:

@@ -17,6 +17,8 @@ from checkmate.wire.tag import Ends, Hello
 
 RECEIVE_BUFFER = 64 << 20
 """Bytes per stream; enough for the longest pause of a shadow node."""
+ORDINARY_BUFFER: Final = 4 << 20
+"""Bytes of a socket's buffer that any user may have. With copies by hosts, more waits in trainers' memory."""
 
 _TCP_MEM = Path("/proc/sys/net/ipv4/tcp_mem")
 TCP_MEM_UNSEEN: Final = "net.ipv4.tcp_mem is not visible in this network namespace, and was not checked"

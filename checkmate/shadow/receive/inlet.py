@@ -107,6 +107,8 @@ class Inlet:
         self.received_bytes = 0
         self.paused = False
         self.broken: str | None = None
+        self.left_out = range(0)
+        """Iterations that the sender has said to leave out."""
         self.socket: socket.socket | None = None
         self._sets = sets
         self.iteration = joined  # of the next byte

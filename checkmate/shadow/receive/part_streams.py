@@ -182,6 +182,7 @@ class PartInlet(Inlet):
     def _loss(self, header: PartHeader) -> str:
         if not header.nbytes:
             newest = header.iteration
+            self.left_out = range(self.iteration, newest + 1)
             return f"the rank has left out iterations up to {newest}, because this node took too little"
         return f"the rank sends iteration {header.iteration}, and no longer has iteration {self.iteration}"
 

@@ -89,6 +89,8 @@ def _fill_step(step: pb.Step, draft: RecordDraft) -> None:
 
 HasPassed = Callable[[int, int, Mapping[tuple[int, int], int]], bool]
 """Returns whether nothing can keep a node from this rank's copies: node, iteration, ends of its streams."""
+_PROGRESS_BYTES: Final = 64
+"""At most, of what a part has for one node alone."""
 MAX_HELD_BACK: Final = 64
 """Records that are held back for a node; beyond them, it gets the oldest without its copies."""
 
@@ -121,6 +123,7 @@ class Publisher:
         self._last_queued = -1
         self._began = time.monotonic()
         self._slow: list[RecordSink] = []  # nodes for which steps do not wait
+        self._waited = dict.fromkeys((sink.node.id for sink in sinks), 0.0)  # seconds of steps, by node
         self._queue: queue.SimpleQueue[RecordDraft | None] = queue.SimpleQueue()
         self._held_back: dict[int, deque[_Record]] = {sink.node.id: deque() for sink in sinks}
         """Records, by node, whose copies are still on their way there."""
@@ -141,11 +144,17 @@ class Publisher:
         """
         if self.error is not None:
             raise self.error
-        deadline = time.monotonic() + DEPARTURE_SECONDS
+        before = time.monotonic()
+        deadline = before + DEPARTURE_SECONDS
         while self._behind(self._last_queued):
             if self._closing.is_set() or not self._thread.is_alive():
                 break
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            for sink in self._sinks:
+                if sink not in self._slow and not sink.departed(self._last_queued):
+                    self._waited[sink.node.id] += now - before
+            before = now
+            if now > deadline:
                 self._slow = [sink for sink in self._sinks if not sink.departed(self._last_queued)]
                 return
             time.sleep(_DEPARTED_POLL_SECONDS)
@@ -171,7 +180,7 @@ class Publisher:
                 for check in draft.checks:
                     check()
                 data = to_part(self._author, draft).SerializeToString()
-                if len(data) > MESSAGE_BYTES:
+                if len(data) > MESSAGE_BYTES - _PROGRESS_BYTES:
                     raise state.StateError(
                         f"the step record of iteration {draft.iteration} has {len(data) >> 20} MiB, but the "
                         f"limit is {MESSAGE_BYTES >> 20} MiB: have extra() return less"
@@ -219,8 +228,13 @@ class Publisher:
                 or self._has_passed(sink.node.id, held_back[0].iteration, held_back[0].ends)
             ):
                 record = held_back.popleft()
-                sink.send(record.iteration, record.data)
+                sink.send(record.iteration, record.data + self._progress(sink))
                 self._note(record.iteration)
+
+    def _progress(self, sink: RecordSink) -> bytes:
+        """Return what a part has for one node alone: serialized messages that follow each other are one."""
+        progress = pb.RankProgress(trained=self._last_queued, waited_seconds=self._waited[sink.node.id])
+        return pb.RecordPart(progress=progress).SerializeToString()
 
     def _note(self, iteration: int) -> None:
         """Note that an iteration was published."""

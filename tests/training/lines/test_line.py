@@ -299,9 +299,11 @@ class Carrier:
         self.node = ShadowNode(id=node, mgmt="127.0.0.1:7000", nics=())
         self.waiting: list[int] = []
         self.newest_departed = -1
+        self.progress = pb.RankProgress()
 
     def send(self, iteration: int, data: bytes) -> None:
         self.waiting.append(iteration)
+        self.progress = pb.RecordPart.FromString(data).progress
 
     def departed(self, iteration: int) -> bool:
         return self.newest_departed >= iteration
@@ -326,7 +328,11 @@ def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_tha
         assert (waited >= DEPARTURE_SECONDS) == (iteration == 0)
         assert swift.departed(iteration)
         timer.join()
+    publisher.put(RecordDraft(3, {}, IterationEnd({"torch": torch.zeros(1)})))
     publisher.close(SECONDS)
+    assert (swift.progress.trained, stuck.progress.trained) == (3, 3)
+    assert swift.progress.waited_seconds > 3 * 0.04
+    assert stuck.progress.waited_seconds >= DEPARTURE_SECONDS / 2
 
 
 def test_a_record_is_held_back_for_one_node_alone() -> None:
