@@ -1,6 +1,6 @@
 """A shadow node's receiving of parts, with copies by hosts, beside a bare `recv_into` of as many connections.
 
-Ranks of a process each send iterations over loopback. A node's readers check the parts' tags and write them
+Ranks of a process each send iterations over loopback. A node's readers check the parts' MACs and write them
 into buckets; the bare loop has as many threads and a buffer that it reuses. Both are measured in turns.
 """
 

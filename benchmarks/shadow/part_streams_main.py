@@ -2,8 +2,8 @@
 
 python -m benchmarks.shadow.part_streams_main PORT STREAMS BYTES ITERATIONS
 
-Parts are zeros. Headers and tags are made before anything is sent, so that the receiving side alone pays for
-tags while it is measured.
+Parts are zeros. Headers and MACs are made before anything is sent, so that the receiving side alone pays for
+MACs while it is measured.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import socket
 import sys
 from collections import deque
 
-from checkmate.keys.macs import GRADIENTS, ConnectionProof, ConnectionSide, PartTags, new_nonce
+from checkmate.keys.macs import GRADIENTS, ConnectionProof, ConnectionSide, PartMacs, new_nonce
 from checkmate.wire import copies, tcp
 from checkmate.wire.copies import PartGreeting, PartHeader
 
 JOB, START, KEY = "streams", b"s" * 16, bytes(32)
 READY = "ready"
-_TAGGED_AT_ONCE = 1 << 20
+_AUTHENTICATED_AT_ONCE = 1 << 20
 
 
 def raise_descriptors(count: int) -> None:
@@ -52,13 +52,13 @@ class SendingRank:
         self.sock.sendall(proof.mac(ConnectionSide.CONNECTS))
         tcp.receive_exactly(self.sock, copies.ANSWER_BYTES)
         self._pieces = deque[memoryview]()
-        tags = PartTags(proof)
+        macs = PartMacs(proof)
         for iteration in range(iterations):
             header = PartHeader(iteration, len(part)).pack()
-            tag = tags.begin(header)
-            for start in range(0, len(part), _TAGGED_AT_ONCE):
-                tag.update(part[start : start + _TAGGED_AT_ONCE])
-            self._pieces.extend((memoryview(header), part, memoryview(tag.end())))
+            mac = macs.begin(header)
+            for start in range(0, len(part), _AUTHENTICATED_AT_ONCE):
+                mac.update(part[start : start + _AUTHENTICATED_AT_ONCE])
+            self._pieces.extend((memoryview(header), part, memoryview(mac.end())))
         self.sock.setblocking(False)
 
     def send(self) -> bool:

@@ -1,6 +1,6 @@
 """Message authentication codes: keyed BLAKE2b, 16 bytes, with a purpose of its own for each use. No I/O.
 
-What comes in bulk has tags instead, of GMAC, which is ten times as fast as any hash of `hashlib`.
+What comes in bulk has MACs instead, of GMAC, which is ten times as fast as any hash of `hashlib`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext
 
 MAC_BYTES: Final = 16
-TAG_BYTES: Final = 16
 NONCE_BYTES: Final = 16
 
 _HELLO: Final = b"checkmate hello"
 RING: Final = b"checkmate ring"
 GRADIENTS: Final = b"checkmate parts"
-_TAGS: Final = b"checkmate tags"
+_CODES: Final = b"checkmate codes"
 
 
 class ConnectionSide(IntEnum):
@@ -89,8 +88,8 @@ class ConnectionProof:
         return hmac.compare_digest(self.mac(side), mac)
 
 
-class PartTags:
-    """The tags of a connection's messages, in order: AES-GMAC with a key of the connection, 16 bytes.
+class PartMacs:
+    """The MACs of a connection's messages, in order: AES-GMAC with a key of the connection, 16 bytes.
 
     Both sides count messages, and the count is the nonce, so that a message can't be repeated or moved.
     """
@@ -98,22 +97,22 @@ class PartTags:
     def __init__(self, proof: ConnectionProof) -> None:
         """Derive the key from a connection's nonces, which no other connection has."""
         message = proof.connects_nonce + proof.accepts_nonce + proof.greeting
-        self._key = _mac(proof.key, _TAGS, message)
+        self._key = _mac(proof.key, _CODES, message)
         self._count = 0
 
-    def begin(self, header: bytes | bytearray) -> PartTag:
-        """Return the tag of the next message, which begins with a header."""
+    def begin(self, header: bytes | bytearray) -> PartMac:
+        """Return the MAC of the next message, which begins with a header."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes  # noqa: PLC0415 - slow
 
         nonce = self._count.to_bytes(12, "big")
         self._count += 1
-        tag = PartTag(Cipher(algorithms.AES(self._key), modes.GCM(nonce)).encryptor())
-        tag.update(header)
-        return tag
+        mac = PartMac(Cipher(algorithms.AES(self._key), modes.GCM(nonce)).encryptor())
+        mac.update(header)
+        return mac
 
 
-class PartTag:
-    """The tag of one message, whose bytes come in pieces."""
+class PartMac:
+    """The MAC of one message, whose bytes come in pieces."""
 
     def __init__(self, context: AEADEncryptionContext) -> None:
         self._context = context
@@ -123,7 +122,7 @@ class PartTag:
         self._context.authenticate_additional_data(data)
 
     def end(self) -> bytes:
-        """Return the tag, once."""
+        """Return the MAC, once."""
         self._context.finalize()
         return self._context.tag
 

@@ -8,8 +8,8 @@ A rank connects, and both sides prove that they have the job's `gradients.key`:
 4. The node answers with the iteration at which the stream goes on, and its own MAC.
 
 Then the node never writes again, because what a dead rank's kernel still has would be dropped if a byte of
-the node came for it. The rank sends for each iteration a header, the part's bytes, and a tag of both (design,
-section 4; `keys.macs.PartTags`). All numbers are big-endian.
+the node came for it. The rank sends for each iteration a header, the part's bytes, and a MAC of both (design,
+section 4; `keys.macs.PartMacs`). All numbers are big-endian.
 """
 
 from __future__ import annotations

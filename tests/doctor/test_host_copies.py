@@ -172,4 +172,4 @@ def test_sysctl_and_keys_speak_of_no_switch(tmp_path: Path) -> None:
     assert invoke("sysctl", file, "--role", "shadow", "--receive-buffer", "8")[0] == 2
     code, output = invoke("keys", file)
     assert (code, "checkmate run" in output) == (0, False), output
-    assert "with copies by hosts, there is none" in output
+    assert "nowhere: with" in output  # the rest may be folded

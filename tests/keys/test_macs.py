@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import blake2b
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.keys import macs
 from checkmate.keys.errors import Malformed
-from checkmate.keys.macs import ConnectionProof, ConnectionSide, hello_mac, is_hello_authentic
+from checkmate.keys.macs import (
+    GRADIENTS,
+    MAC_BYTES,
+    ConnectionProof,
+    ConnectionSide,
+    PartMacs,
+    hello_mac,
+    is_hello_authentic,
+)
 from checkmate.keys.secret_files import new_secret, parse_secret
 
 KEY = bytes(range(32))
@@ -94,3 +104,29 @@ def test_a_secret_is_read_as_it_was_written() -> None:
 def test_anything_else_is_not_a_secret(content: bytes) -> None:
     with pytest.raises(Malformed, match="is not 64 hexadecimal digits"):
         parse_secret(content)
+
+
+def test_a_parts_mac_is_of_its_bytes_its_place_and_its_connection() -> None:
+    def mac(parts: list[bytes], nonce: bytes = bytes(16), key: bytes = bytes(32)) -> bytes:
+        """Return the MAC of the last of a connection's messages, each of which comes in two pieces."""
+        macs = PartMacs(ConnectionProof(key, b"greeting", nonce, bytes(16), GRADIENTS))
+        for part in parts:
+            part_mac = macs.begin(b"header")
+            part_mac.update(part[:3])
+            part_mac.update(memoryview(part)[3:])
+        return part_mac.end()
+
+    assert mac([b"a part"]) == mac([b"a part"])
+    assert len(mac([b"a part"])) == MAC_BYTES
+    different = [
+        mac([b"a pard"]),
+        mac([b"a part", b"a part"]),
+        mac([b"a part"], nonce=b"n" * 16),
+        mac([b"a part"], key=b"k" * 32),
+    ]
+    assert len({mac([b"a part"]), *different}) == 5
+    whole = blake2b(
+        bytes(32) + b"greeting", digest_size=16, key=bytes(32), person=b"checkmate codes"
+    ).digest()
+    cipher = AESGCM(whole).encrypt(bytes(12), b"", b"headera part")
+    assert mac([b"a part"]) == cipher, "as any implementation of GCM computes it"

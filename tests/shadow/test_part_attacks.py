@@ -152,7 +152,7 @@ def test_noise_of_a_rank_is_never_taken_for_gradients(node: Node, seed: int) -> 
         nbytes = noise.choice([0, node.stream.nbytes])
         sock.sendall(PartHeader(noise.choice([0, 1, 7]), nbytes).pack() + noise.randbytes(nbytes + 16))
         wait_until(lambda: bool(node.broken))
-    assert "does not fit its tag" in node.broken[0]
+    assert "does not fit its authentication code" in node.broken[0]
     assert node.inlet.whole == -1
 
 

@@ -408,13 +408,13 @@ class Meddler:
 GREETED = copies.GREETING_BYTES + MAC_BYTES
 
 
-@pytest.mark.parametrize("place", ["first", "middle", "last", "tag"])
+@pytest.mark.parametrize("place", ["first", "middle", "last", "mac"])
 def test_a_changed_byte_is_found_before_the_iteration_counts(place: str) -> None:
     node = Node(layout_of(100_000))
     nbytes = node.stream.nbytes
     start = GREETED + copies.HEADER_BYTES
     meddler = Meddler(
-        node.port, start + {"first": 0, "middle": nbytes // 2, "last": nbytes - 1, "tag": nbytes + 3}[place]
+        node.port, start + {"first": 0, "middle": nbytes // 2, "last": nbytes - 1, "mac": nbytes + 3}[place]
     )
     near = ShadowNode(id=0, mgmt="127.0.0.1:1", gradients=f"127.0.0.1:{meddler.port}", nics=())
     stream = PartStream(near, node.greeting, KEY)
@@ -422,7 +422,7 @@ def test_a_changed_byte_is_found_before_the_iteration_counts(place: str) -> None
     try:
         send(stream, 0)
         wait_until(lambda: bool(node.broken))
-        assert "the part of iteration 0 does not fit its tag" in node.broken[0]
+        assert "the part of iteration 0 does not fit its authentication code" in node.broken[0]
         assert node.inlet.lost == node.broken[0]
         assert (node.inlet.whole, node.inlet.position) == (-1, 0), "no step may use it"
         wait_until(lambda: node.inlet.connected)

@@ -46,9 +46,9 @@ def test_a_shard_whose_gradients_were_changed_on_their_way_joins_again(folder: P
         assert {hold["stepped"] for hold in holds(job)} == {ITERATIONS - 1}
     meddler.server.close()
     log = job.log("shadow0")
-    assert "the part of iteration 3 does not fit its tag" in log
+    assert "the part of iteration 3 does not fit its authentication code" in log
     assert "it joins again at iteration" in log
-    assert "does not fit its tag" not in job.log("shadow1")
+    assert "does not fit its authentication code" not in job.log("shadow1")
     assert "Traceback" not in log + job.log("shadow1") + job.log("changed")
 
 

@@ -24,7 +24,7 @@ from typing import Final
 from checkmate.base.wording import counted
 from checkmate.job.schema import Job
 from checkmate.keys.callers import CallerRefused
-from checkmate.keys.macs import GRADIENTS, MAC_BYTES, ConnectionProof, ConnectionSide, PartTags, new_nonce
+from checkmate.keys.macs import GRADIENTS, MAC_BYTES, ConnectionProof, ConnectionSide, PartMacs, new_nonce
 from checkmate.output.log_lines import StrangerLog
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
@@ -148,7 +148,7 @@ class PartListener:
         half = buffer_of(len(self._streams)) // 2  # Linux doubles it
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, half)
         sock.send(NodeAnswer(inlet.iteration, "", mac).pack())
-        if not inlet.accept(sock, PartTags(proof)):
+        if not inlet.accept(sock, PartMacs(proof)):
             raise PartsRefused(f"{_label(greeting)}: its stream was closed meanwhile")
         return inlet
 

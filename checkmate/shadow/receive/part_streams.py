@@ -1,4 +1,4 @@
-"""The receiving end of a stream of parts: each iteration has a header, the part, and a tag of both."""
+"""The receiving end of a stream of parts: each iteration has a header, the part, and a MAC of both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import time
 from typing import ClassVar, Final
 
-from checkmate.keys.macs import TAG_BYTES, PartTag, PartTags
+from checkmate.keys.macs import MAC_BYTES, PartMac, PartMacs
 from checkmate.shadow.receive.hold_plans import StreamPlan, TaggedStreamPlan, start_of
 from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.wire import copies
@@ -24,13 +24,13 @@ class _Phase(enum.Enum):
     HEADER = enum.auto()
     PART = enum.auto()
     DISCARDED_PART = enum.auto()
-    TAG = enum.auto()
+    MAC = enum.auto()
 
 
 class PartInlet(Inlet):
     """The receiving end of a stream of parts.
 
-    An iteration counts as received once its tag is right. A rank that has left out iterations goes on to
+    An iteration counts as received once its MAC is right. A rank that has left out iterations goes on to
     send; what comes then is read and discarded, on the same connection, until the hold joins again.
     """
 
@@ -42,7 +42,7 @@ class PartInlet(Inlet):
         super().__init__(plan, layout, sets, first=first, joined=joined)
         self._phase = _Phase.HEADER
         self._header_bytes = bytearray(copies.HEADER_BYTES)
-        self._tag_bytes = bytearray(TAG_BYTES)
+        self._mac_bytes = bytearray(MAC_BYTES)
         self._header = PartHeader(-1, 0)
         self._is_wanted = False  # the part that comes
         self._read = 0  # bytes of it
@@ -50,17 +50,17 @@ class PartInlet(Inlet):
         self._is_last = False  # of the hold's streams, in an iteration that has ended
         self._waits = False  # whether that has not come whole
         self._scratch: memoryview | None = None
-        self._tags: PartTags | None = None
-        self._tag: PartTag | None = None
+        self._macs: PartMacs | None = None
+        self._mac: PartMac | None = None
 
-    def accept(self, sock: socket.socket, tags: PartTags) -> bool:
+    def accept(self, sock: socket.socket, macs: PartMacs) -> bool:
         """Take over a socket, on which the present iteration comes from its beginning.
 
         Return false if the inlet is closed.
         """
         with self._lock:
             self._rewind()
-            self._phase, self._tags, self._is_wanted = _Phase.HEADER, tags, False
+            self._phase, self._macs, self._is_wanted = _Phase.HEADER, macs, False
             self._waits = False
         return super().attach(sock)
 
@@ -82,8 +82,8 @@ class PartInlet(Inlet):
         match self._phase:
             case _Phase.HEADER:
                 self._room = memoryview(self._header_bytes)
-            case _Phase.TAG:
-                self._room = memoryview(self._tag_bytes)
+            case _Phase.MAC:
+                self._room = memoryview(self._mac_bytes)
             case _Phase.DISCARDED_PART:
                 if self._scratch is None:
                     self._scratch = memoryview(bytearray(_DISCARDED_AT_ONCE))
@@ -93,17 +93,17 @@ class PartInlet(Inlet):
         return self._room
 
     def _note(self, room: memoryview, count: int) -> None:
-        if self._phase in (_Phase.HEADER, _Phase.TAG):
+        if self._phase in (_Phase.HEADER, _Phase.MAC):
             return
-        assert self._tag is not None
-        self._tag.update(room[:count])
+        assert self._mac is not None
+        self._mac.update(room[:count])
         self._read += count
         if not self._is_wanted:
             return
         if self._began is None:
             self._began = time.monotonic()
         self.received_bytes += count
-        if self._read < self._header.nbytes:  # the last bytes count once the tag is right
+        if self._read < self._header.nbytes:  # the last bytes count once the MAC is right
             self.position += count
 
     def _filled(self) -> str:
@@ -111,43 +111,44 @@ class PartInlet(Inlet):
         match phase:
             case _Phase.HEADER:
                 return self._begin()
-            case _Phase.TAG:
+            case _Phase.MAC:
                 return self._end()
             case _Phase.PART:
                 self._piece += 1
         if self._read == self._header.nbytes:
-            self._phase = _Phase.TAG
+            self._phase = _Phase.MAC
         return ""
 
     def _begin(self) -> str:
         """Go on after a header. Return why the stream ends, or ""."""
-        assert self._tags is not None
+        assert self._macs is not None
         self._header = header = PartHeader.unpack(self._header_bytes)
         if header.nbytes not in (0, self.layout.nbytes):
             return (
                 f"the rank sends iteration {header.iteration} with {header.nbytes} bytes, and iteration "
                 f"{self.iteration} with {self.layout.nbytes} is expected"
             )
-        self._tag = self._tags.begin(self._header_bytes)
+        self._mac = self._macs.begin(self._header_bytes)
         self._read = 0
         self._is_wanted = header.nbytes > 0 and header.iteration == self.iteration and not self.lost
         if self._is_wanted:
             self._phase = _Phase.PART
             self._note_due(header.iteration, time.monotonic() - header.waited)
         else:
-            self._phase = _Phase.DISCARDED_PART if header.nbytes else _Phase.TAG
+            self._phase = _Phase.DISCARDED_PART if header.nbytes else _Phase.MAC
         return ""
 
     def _end(self) -> str:
-        """Go on after a tag. Return why the stream ends, or ""."""
-        assert self._tag is not None
+        """Go on after a MAC. Return why the stream ends, or ""."""
+        assert self._mac is not None
         header, self._phase = self._header, _Phase.HEADER
-        if not hmac.compare_digest(self._tag.end(), self._tag_bytes):
+        if not hmac.compare_digest(self._mac.end(), self._mac_bytes):
             self._rewind()
             self._waits = False
             self.lost = (
-                f"the part of iteration {header.iteration} does not fit its tag: something on the way from "
-                "the rank, or memory, has changed it; look for faults of memory and network on both hosts"
+                f"the part of iteration {header.iteration} does not fit its authentication code: something "
+                "on the way from the rank, or memory, has changed it; look for faults of memory and network "
+                "on both hosts, and whether someone sends in the rank's place"
             )
             return self.lost
         if self._is_wanted:

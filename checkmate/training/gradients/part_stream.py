@@ -24,7 +24,7 @@ from checkmate import state
 from checkmate.base.wording import shortened
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import ShadowNode
-from checkmate.keys.macs import GRADIENTS, ConnectionProof, ConnectionSide, PartTags, new_nonce
+from checkmate.keys.macs import GRADIENTS, ConnectionProof, ConnectionSide, PartMacs, new_nonce
 from checkmate.nodes.stubs import reason
 from checkmate.training.gradients.part_route import PLAIN, Channel, Route
 from checkmate.wire import copies, tcp
@@ -179,8 +179,8 @@ class PartStream:
             sock.close()
             raise
 
-    def _greet(self, channel: Channel) -> tuple[int, PartTags]:
-        """Prove who we are. Return the iteration with which the node goes on, and our parts' tags."""
+    def _greet(self, channel: Channel) -> tuple[int, PartMacs]:
+        """Prove who we are. Return the iteration with which the node goes on, and our parts' MACs."""
         nonce = new_nonce()
         greeting = self._greeting._replace(nonce=nonce).pack()
         channel.write(memoryview(greeting))
@@ -196,9 +196,9 @@ class PartStream:
             )
         if text:
             raise PartsRefused(shortened(text))
-        return iteration, PartTags(proof)
+        return iteration, PartMacs(proof)
 
-    def _send_from(self, channel: Channel, first: int, tags: PartTags) -> None:
+    def _send_from(self, channel: Channel, first: int, macs: PartMacs) -> None:
         """Send iterations from `first` on, until the connection breaks or `close`."""
         sock = channel.sock
         sock.setblocking(False)
@@ -217,26 +217,26 @@ class PartStream:
                 )
                 queued = self._parts[self._sent] if self._sent < len(self._parts) else None
             if queued is not None:
-                self._send(channel, queued, tags)
+                self._send(channel, queued, macs)
             if self._sent:
                 self._look_back(channel)
             elif has_hung_up(sock):
                 raise ConnectionResetError("it closed the connection")
 
-    def _send(self, channel: Channel, queued: _QueuedPart, tags: PartTags) -> None:
-        """Write an iteration: its header, its bytes if it has any, and their tag."""
+    def _send(self, channel: Channel, queued: _QueuedPart, macs: PartMacs) -> None:
+        """Write an iteration: its header, its bytes if it has any, and their MAC."""
         if queued.await_data is not None:
             queued.await_data()
         nbytes = 0 if queued.data is None else self.nbytes
         header = PartHeader(queued.iteration, nbytes, time.monotonic() - queued.put_at).pack()
-        tag = tags.begin(header)
+        mac = macs.begin(header)
         self._write(channel, memoryview(header))
         data = memoryview(b"") if queued.data is None else state.bytes_of(queued.data)
         for start in range(0, nbytes, _WRITTEN_AT_ONCE):
             piece = data[start : start + _WRITTEN_AT_ONCE]
-            tag.update(piece)
+            mac.update(piece)
             self._write(channel, piece)
-        self._write(channel, memoryview(tag.end()))
+        self._write(channel, memoryview(mac.end()))
         with self._condition:
             queued.end = channel.end
             self._sent += 1
