@@ -34,7 +34,7 @@ from topologies.training.record import TimedBlock
 
 TITLE: Final = "Copies by hosts / plain PyTorch: a GPT of 5 million parameters, 4 ranks that share one core"
 RANKS: Final = 4
-STARTS, TURNS = 2, 100
+STARTS, TURNS = 2, 40
 _READY_SECONDS, _RUN_SECONDS = 60.0, 1800.0
 
 

@@ -11,7 +11,7 @@ from checkmate.events.event_log import EventLog
 from checkmate.events.kinds import ITERATION_COMMITTED, Occurrence
 from checkmate.job.addresses import split_address
 from checkmate.job.schema import Job
-from checkmate.keys.access import access
+from checkmate.keys.access import Access, access
 from checkmate.keys.callers import GRADIENT_STREAM
 from checkmate.keys.roles import Role, Secret
 from checkmate.rpc import shadow_pb2 as pb
@@ -31,6 +31,7 @@ from checkmate.shadow.receive.connect import (
 )
 from checkmate.shadow.receive.hold_plans import full_buffers
 from checkmate.shadow.receive.part_listener import PartListener
+from checkmate.shadow.receive.stream_threads import MakeSource
 from checkmate.shadow.service import Server, check_address, gradients_listener, records_listener
 
 _SPARE_CONNECTIONS: Final = 16
@@ -50,6 +51,16 @@ def _metrics_server(address: str, node: Node) -> AbstractContextManager[object]:
         lambda: families(status(), node.state.tally, node.unread()),
         lambda: not_ready(status()),
     )
+
+
+def _parts_source(job: Job, node_id: int, allowed: Access, undo: ExitStack) -> MakeSource:
+    """Return what makes the source of a node's streams if hosts copy; `undo` closes the port's listener."""
+    listener = gradients_listener(job, node_id)
+    undo.callback(listener.close)
+    gate = None
+    if job.encrypt and allowed.keys is not None:
+        gate = CallerGate(job, allowed.keys, GRADIENT_STREAM)
+    return partial(PartListener, job, listener, allowed.secret(Secret.GRADIENTS), gate)
 
 
 class Serving:
@@ -97,15 +108,7 @@ class Serving:
         with ExitStack() as undo:
             listener = records_listener(job, node_id, 0 if by_hosts else receive_buffer)
             undo.callback(listener.close)
-            make_source = None
-            if by_hosts:
-                parts = gradients_listener(job, node_id)
-                undo.callback(parts.close)
-                part_gate = None
-                if job.encrypt and allowed.keys is not None:
-                    part_gate = CallerGate(job, allowed.keys, GRADIENT_STREAM)
-                key = allowed.secret(Secret.GRADIENTS)
-                make_source = partial(PartListener, job, parts, key, part_gate)
+            make_source = _parts_source(job, node_id, allowed, undo) if by_hosts else None
             gate = CallerGate(job, allowed.keys) if allowed.keys is not None else None
             self.node = Node(
                 job,
@@ -118,7 +121,7 @@ class Serving:
             )
             undo.callback(self.node.close)
             self._metrics = _metrics_server(metrics, self.node) if metrics is not None else nullcontext()
-            buffers = 0 if by_hosts else full_buffers(self.node.plans)
+            buffers = full_buffers(self.node.plans) if make_source is None else 0
             if shortfall := tcp_memory_shortfall(buffers, receive_buffer):
                 log.warning("%s", shortfall)
                 if shortfall != TCP_MEM_UNSEEN:  # which is not a problem of the node
