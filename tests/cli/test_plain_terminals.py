@@ -28,9 +28,11 @@ from tests.support.waiting import wait_until
 from topologies.describe.topology import load
 from topologies.picture import picture
 
-pytestmark = pytest.mark.xdist_group("machine")  # `lab list` shows the labs of other tests
+pytestmark = pytest.mark.xdist_group("machine")
 ALL = """
-import json, sys
+import json, pathlib, sys
+from topologies import state
+state.RUN = pathlib.Path("/nonexistent")  # `lab list` would show the labs that are up, of other tests
 from checkmate.output.standard_streams import use_plain_streams
 use_plain_streams()
 from checkmate.cli.main import app
