@@ -92,9 +92,9 @@ class OwnedShare(SeveralOptimizers):
         self.whole._sync_params()
 
 
-def called_by_script(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose methods a script calls: of a share, the whole."""
-    return optimizer.whole if isinstance(optimizer, OwnedShare) else optimizer
+def scripts_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers whose methods a script calls: of a share, the whole."""
+    return (optimizer.whole,) if isinstance(optimizer, OwnedShare) else members_of(optimizer)
 
 
 class _States(Mapping[torch.Tensor, dict[str, Any]]):

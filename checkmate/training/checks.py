@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from checkmate import state
 from checkmate.base.wording import counted, with_article
-from checkmate.optim.several import OwnedShare, SeveralOptimizers, members_of
+from checkmate.optim.several import OwnedShare, SeveralOptimizers, scripts_optimizers
 from checkmate.optim.supported import UnsupportedOptimizer
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.errors import RefusedError
@@ -118,7 +118,7 @@ def check_script(watched: Watched) -> None:
 def check_schedulers(watched: Watched) -> None:
     """Raise `RefusedError` if a scheduler was not given; warn if the script may keep it through `extra()`."""
     try:
-        for optimizer in members_of(watched.optimizer):
+        for optimizer in scripts_optimizers(watched.optimizer):
             _check_schedulers(optimizer, schedulers_of(watched.scheduler))
     except RefusedError as error:
         if watched.extra is None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,27 @@ def test_a_broken_connection_loses_nothing() -> None:
     stream.close()
     node.inlet.close()
     node.listener.stop()
+
+
+def test_a_mark_that_is_on_its_way_is_not_changed(
+    node: Node, stream: PartStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header says up to which iteration they are left out; later ones get a mark of their own."""
+    write, reached, going_on = stream._write, threading.Event(), threading.Event()
+
+    def wait(*arguments: Any) -> None:
+        reached.set()
+        going_on.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(stream, "_write", wait)
+    stream.put(0, None)
+    assert reached.wait(10)
+    stream.put(1, None)
+    stream.put(2, None)
+    assert [part.iteration for part in stream._parts] == [0, 2]
+    going_on.set()
+    wait_until(lambda: stream._acknowledged == 2)
 
 
 def test_bytes_are_read_once_they_are_there(node: Node, stream: PartStream) -> None:

@@ -16,7 +16,7 @@ from checkmate.state import bytes_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients import part_copies
 from checkmate.training.gradients.part_copies import PartCopies, StepFront
-from checkmate.training.model.trained import BareModel
+from checkmate.training.model.trained import BareModel, TrainedModel
 from checkmate.training.start.places import Place, Start, lay_out
 from checkmate.training.start.plans import NewRun, new_run_fields
 from checkmate.wire.layout import Layout
@@ -56,14 +56,14 @@ class KeptStream:
 
 
 @contextmanager
-def copies_of(model: nn.Module, ranks: int, position: int, tmp_path: Any, nodes: int = 1) -> Iterator[Any]:
+def copies_of(model: TrainedModel, ranks: int, position: int, tmp_path: Any, nodes: int = 1) -> Iterator[Any]:
     """Yield a rank's copies, and its streams."""
     file = tmp_path / f"job{position}.yaml"
     shadows = [{"id": node, "mgmt": f"127.0.0.1:{7000 + 10 * node}"} for node in range(nodes)]
     file.write_text(str({"job": "a", "copies": "host", "ranks": ranks, "shadow_nodes": shadows}))
     job = read_job(file)
     place = Place(job, position, 0, position)
-    layout = lay_out(BareModel(model), place.shards, PartSlicing())
+    layout = lay_out(model, place.shards, PartSlicing())
     streams: list[KeptStream] = []
 
     def make(*arguments: Any, **more: Any) -> KeptStream:
@@ -75,7 +75,7 @@ def copies_of(model: nn.Module, ranks: int, position: int, tmp_path: Any, nodes:
         mock.patch.dict("os.environ", CHECKMATE_INSECURE="1"),
     ):
         start = Start(NewRun(**new_run_fields(0)))
-        copies = PartCopies(place, layout, start, list(model.parameters()))
+        copies = PartCopies(place, layout, start, list(model.trained().values()))
     yield copies, streams
     copies.close()
 
@@ -114,7 +114,7 @@ def test_all_ranks_together_send_each_byte_once(ranks: int, nodes: int, device: 
     model = mixed(device)
     pieces: dict[int, bytes] = {}
     for position in range(ranks):
-        with copies_of(model, ranks, position, tmp_path, nodes) as (copies, streams):
+        with copies_of(BareModel(model), ranks, position, tmp_path, nodes) as (copies, streams):
             assert copies.begin() == 0
             copies.take(range(len(copies.parameters)))
             copies.complete()
@@ -132,7 +132,7 @@ def test_gradients_are_taken_by_the_step_that_uses_them(tmp_path: Any) -> None:
     parameters = list(model.parameters())
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, number + 1.0)
-    with copies_of(model, 1, 0, tmp_path) as (copies, [stream]):
+    with copies_of(BareModel(model), 1, 0, tmp_path) as (copies, [stream]):
         copies.begin()
         copies.take([0])
         assert not stream.iterations, "another optimizer's step may follow"
@@ -154,7 +154,7 @@ def test_gradients_are_taken_by_the_step_that_uses_them(tmp_path: Any) -> None:
 
 def test_a_node_that_is_behind_gets_a_mark_and_the_other_its_bytes(tmp_path: Any) -> None:
     model = mixed()
-    with copies_of(model, 1, 0, tmp_path, 2) as (copies, streams):
+    with copies_of(BareModel(model), 1, 0, tmp_path, 2) as (copies, streams):
         streams[0].is_behind = True
         copies.begin()
         copies.take(range(len(copies.parameters)))
@@ -166,7 +166,7 @@ def test_a_node_that_is_behind_gets_a_mark_and_the_other_its_bytes(tmp_path: Any
 def test_sparse_gradients_are_refused(tmp_path: Any) -> None:
     model = nn.Embedding(4, 2)
     model.weight.grad = torch.zeros(4, 2).to_sparse()
-    with copies_of(model, 1, 0, tmp_path) as (copies, _):
+    with copies_of(BareModel(model), 1, 0, tmp_path) as (copies, _):
         copies.begin()
         with pytest.raises(RefusedError, match="sparse=False"):
             copies.take([0])
@@ -184,7 +184,7 @@ def test_the_beginning_of_a_backward_is_said_once(tmp_path: Any) -> None:
             return {"first": self.layer(x), "second": self.layer(x + 1)}
 
     model, beginnings = Pair(), []
-    with copies_of(model, 1, 0, tmp_path) as (copies, _):
+    with copies_of(BareModel(model), 1, 0, tmp_path) as (copies, _):
         front = StepFront(model, copies, None)
         front.register(on_begun=lambda: beginnings.append(copies.iteration))
 

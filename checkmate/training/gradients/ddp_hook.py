@@ -10,6 +10,7 @@ iteration.
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,19 +101,23 @@ def after_backward(work: Callable[[], None]) -> None:
 
 
 class RebuiltReduction:
-    """Reduces a resumed process's first iteration in the buckets into which DDP divides gradients after it.
+    """Reduces a resumed process's first iterations in the buckets into which DDP divides gradients later.
 
-    DDP's first buckets follow the order of parameters, and the later ones that in which gradients get ready.
-    The sum of an element depends on its place in a bucket, so an uninterrupted run has the sums of the later
-    ones. Gradients are copied for that, in this iteration alone. Afterwards it does what DDP does without a
-    hook, because DDP can't unregister one.
+    DDP's first buckets follow the order of parameters, and the later ones that in which the first rank's
+    gradients get ready. The sum of an element depends on its place in a bucket, so an uninterrupted run has
+    the sums of the later ones. Gradients are copied for that, in these iterations alone. Afterwards it does
+    what DDP does without a hook, because DDP can't unregister one.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, first_iteration: int) -> None:
         self._ddp = ddp
-        self._is_first = True
-        self._ready: list[torch.Tensor] = []
-        self._flats: dict[torch.Tensor, torch.Tensor] = {}
+        undivided = 2 if ddp.static_graph else 1  # iterations of each process with DDP's first buckets
+        process = range(first_iteration, first_iteration + undivided)
+        self._due = [iteration >= undivided for iteration in process]  # whether a run had others by then
+        self._parameters = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+        self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        self._ready: dict[int, None] = {}  # numbers of parameters, in order of their last gradients
+        self._flats: dict[int, torch.Tensor] = {}
         self._buckets: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -120,9 +125,7 @@ class RebuiltReduction:
         """Watch in which order gradients get ready, and have DDP call the hook from now on, for good."""
         self._ddp.register_comm_hook(self, type(self).run)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._note)
-            for parameter in self._ddp._module_parameters
-            if parameter.requires_grad
+            parameter.register_post_accumulate_grad_hook(self._note) for parameter in self._parameters
         ]
 
     def close(self) -> None:
@@ -133,20 +136,30 @@ class RebuiltReduction:
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
-        if not self._is_first:
+        if not (self._due and self._due[0]):
+            if bucket.is_last() and self._due:
+                self._end_iteration()
             return self._reduced(bucket.buffer())
-        future = torch.futures.Future[torch.Tensor]()
+        devices: list[Any] | None = [bucket.buffer().device] if bucket.buffer().is_cuda else None
+        future = torch.futures.Future[torch.Tensor](devices=devices)
         self._buckets.append((bucket.buffer(), future))
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            self._flats[parameter] = gradient.view(-1)
+            self._flats[self._numbers[parameter]] = gradient.view(-1)
         if bucket.is_last():
-            self.close()
-            self._is_first = False
             self._reduce_all()
+            self._end_iteration()
         return future
 
+    def _end_iteration(self) -> None:
+        self._due.pop(0)
+        self._ready.clear()
+        if not self._due:
+            self.close()
+
     def _note(self, parameter: torch.Tensor) -> None:
-        self._ready.append(parameter)
+        number = self._numbers[parameter]
+        self._ready.pop(number, None)  # of a micro-batch before, which DDP did not reduce
+        self._ready[number] = None
 
     def _reduced(self, flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Average a flat tensor in place, with the bits of a DDP without a hook, which multiplies."""
@@ -157,7 +170,7 @@ class RebuiltReduction:
 
     def _reduce_all(self) -> None:
         for numbers in self._assignment():
-            parts = [self._flats[self._ready[number]] for number in numbers]
+            parts = [self._flats[number] for number in numbers]
             sums = torch.split(self._reduced(torch.cat(parts)).wait(), [part.numel() for part in parts])
             for part, reduced in zip(parts, sums, strict=True):
                 part.copy_(reduced)
@@ -167,20 +180,33 @@ class RebuiltReduction:
         self._flats.clear()
 
     def _assignment(self) -> list[list[int]]:
-        """Return DDP's later buckets: numbers in the order in which gradients got ready."""
-        ddp, numbers = self._ddp, list(range(len(self._ready)))
+        """Return the parameters, by number, of DDP's later buckets."""
+        order = self._first_ranks_order()
+        ddp, places = self._ddp, list(range(len(order)))
         first = _DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
         limits = [first, ddp.bucket_bytes_cap]
-        buckets, _ = _compute_bucket_assignment_by_size(self._ready, limits, [], numbers)
-        return buckets
+        tensors = [self._parameters[number] for number in order]
+        buckets, _ = _compute_bucket_assignment_by_size(tensors, limits, [], places)
+        return [[order[place] for place in bucket] for bucket in buckets]
+
+    def _first_ranks_order(self) -> list[int]:
+        """Return the order in which the first rank's gradients got ready, as DDP does: others may differ."""
+        group = self._ddp.process_group
+        missing = [number for number in self._flats if number not in self._ready]
+        numbers = torch.tensor([*self._ready, *missing], dtype=torch.int64)
+        numbers = numbers.to(next(iter(self._flats.values())).device)
+        dist.broadcast(numbers, dist.get_global_rank(group, 0), group=group)
+        return [int(number) for number in numbers.tolist()]
 
 
-def resumed_reduction(ddp: DistributedDataParallel) -> RebuiltReduction | None:
-    """Return what a resumed process needs for its first iteration to have an uninterrupted run's bits.
+def resumed_reduction(ddp: DistributedDataParallel, first_iteration: int) -> RebuiltReduction | None:
+    """Return what a process needs for its first iterations to have an uninterrupted run's bits.
 
-    `None` if DDP keeps its buckets, has divided them already, or has a hook of the script's.
+    `None` if it begins a run, DDP keeps its buckets, has divided them already, or has a hook of the script's.
     """
     keeps = ddp.find_unused_parameters and not ddp.static_graph
-    if keeps or ddp._has_rebuilt_buckets or ddp._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+    if not first_iteration or keeps or ddp._has_rebuilt_buckets:
         return None
-    return RebuiltReduction(ddp)
+    if ddp._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+        return None
+    return RebuiltReduction(ddp, first_iteration)

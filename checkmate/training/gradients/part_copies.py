@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.parallel.distributed import _find_tensors
 
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
@@ -190,6 +190,7 @@ class PartCopies:
             if (data := part.data) is not None:
                 self._copy(data, [piece for piece in part.slices if piece.parameter in numbers])
         self._untaken.difference_update(numbers)
+        self.is_due = False
 
     def complete(self) -> None:
         """Have the iteration sent, with zeros for parameters that no step has used."""
@@ -286,9 +287,9 @@ class StepFront:
         if not torch.is_grad_enabled():
             return
         reached = partial(self._reached, synchronises=getattr(module, "require_backward_grad_sync", False))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
+            if tensor.requires_grad:
+                tensor.register_hook(reached)
 
     def _reached(self, gradient: torch.Tensor, *, synchronises: bool) -> None:
         """Note that a backward has come to what the model has returned. DDP `synchronises` in most."""
@@ -300,6 +301,17 @@ class StepFront:
             self._begun_after = self.buckets.iteration + 1
             self._on_begun()
         if synchronises:
-            self.buckets.is_due = True
+            before = self._versions()
             # After DDP's callback, which fills `.grad`.
-            after_backward(lambda: after_backward(lambda: self._on_reduced(self.buckets.iteration)))
+            after_backward(lambda: after_backward(lambda: self._end(before)))
+
+    def _end(self, before: Sequence[object]) -> None:
+        """Note that DDP has reduced gradients, if there are new ones: `torch.autograd.grad` makes none."""
+        if self._versions() != before:
+            self.buckets.is_due = True
+            self._on_reduced(self.buckets.iteration)
+
+    def _versions(self) -> list[object]:
+        """Return what changes with gradients."""
+        gradients = [parameter.grad for parameter in self.buckets.parameters]
+        return [gradient if gradient is None else (id(gradient), gradient._version) for gradient in gradients]

@@ -90,6 +90,7 @@ class PartStream:
         self._parts: deque[_QueuedPart] = deque()
         self._free: list[torch.Tensor] = []
         self._sent = 0  # of `_parts`, on the present connection
+        self._sending: _QueuedPart | None = None  # the one whose header may be on its way
         self._acknowledged = -1
         self._connected = False
         self._has_progressed = False  # since the last attempt to connect
@@ -125,7 +126,8 @@ class PartStream:
         with self._condition:
             self.left_out += data is None
             last = self._parts[-1] if len(self._parts) > self._sent else None
-            if data is None and last is not None and last.data is None:
+            is_queued = last is not None and last is not self._sending
+            if data is None and last is not None and is_queued and last.data is None:
                 last.iteration = iteration
             else:
                 self._parts.append(_QueuedPart(iteration, data, time.monotonic(), await_data))
@@ -151,8 +153,10 @@ class PartStream:
                     self._send_from(channel, *self._greet(channel))
             except (OSError, PartsRefused) as error:
                 self._complain(error)
+            except Exception:  # noqa: BLE001 - such as CUDA's; nobody would know that the thread has ended
+                _log.exception("gradients for shadow node %d can't be sent; training continues", self.node.id)
             finally:
-                self._connected = False
+                self._connected, self._sending = False, None
             with self._condition:
                 progress, self._has_progressed = self._has_progressed, False
                 pause = _PAUSES[0] if progress else min(2 * pause, _PAUSES[1 + self._has_complained])
@@ -216,6 +220,7 @@ class PartStream:
                     _POLL_SECONDS if self._sent else _IDLE_SECONDS,
                 )
                 queued = self._parts[self._sent] if self._sent < len(self._parts) else None
+                self._sending = queued
             if queued is not None:
                 self._send(channel, queued, macs)
             if self._sent:

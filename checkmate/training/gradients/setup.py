@@ -8,11 +8,13 @@ from contextlib import ExitStack
 
 import torch
 
+from checkmate.job.mesh import group_name
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring.connections import Ring, connect_ring
 from checkmate.ring.place import RingPlace, RingTimeout, host_ports, ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.errors import SessionError
 from checkmate.training.gradients.buckets import GradientBuckets, GradientFront
 from checkmate.training.gradients.ddp_hook import GradientHook, resumed_reduction
 from checkmate.training.gradients.host_reducer import HostReducer, HostRings, merge
@@ -86,14 +88,30 @@ def make_front(
     if place.job.copies == "host":
         from checkmate.training.gradients.part_copies import PartCopies, StepFront  # noqa: PLC0415
 
+        _check_same_layouts(place, layouts[place.group])
         copies = PartCopies(place, layouts[place.group], start, list(model.trained().values()))
-        is_resumed = start.next_iteration > 0
-        resumed = resumed_reduction(model.ddp) if is_resumed and isinstance(model, DdpModel) else None
+        resumed = None
+        if isinstance(model, DdpModel):
+            resumed = resumed_reduction(model.ddp, start.next_iteration)
         return StepFront(model.outer, copies, resumed), []
     reducer, untagged = make_reducer(
         place, layouts, start, devices, undo, required=required, average=model.averages
     )
     return reducing_front(model, reducer, start.next_iteration), untagged
+
+
+def _check_same_layouts(place: Place, layout: Layout) -> None:
+    """Raise `SessionError` on all ranks if ranks of a DP group do not train the same part of a model."""
+    prints = exchange.gather(layout.fingerprint.hex(), name_of=place.name_of)
+    for number, group in enumerate(place.job.dp_groups):
+        first, *rest = (member.rank for member in group.ranks)
+        for rank in rest:
+            if prints[rank] != prints[first]:
+                raise SessionError(
+                    f"{place.name_of(first)} and {place.name_of(rank)} are in one DP group "
+                    f"({group_name(place.job, number)}), but train other parameters, or other parts of them: "
+                    "the job file's mesh must be that of all of the model's parameters"
+                )
 
 
 def reducing_front(model: TrainedModel, reducer: Reducer, first_iteration: int) -> GradientFront:

@@ -56,10 +56,14 @@ def _owned(optimizer: Any) -> set[torch.Tensor]:
             "ZeroRedundancyOptimizer with overlap_with_ddp=True steps within backward, which can't be "
             "followed: make it without"
         )
-    owned = parameters_of(optimizer.optim)
-    if not owned:
+    shares = [
+        [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+        for groups in optimizer._partition_parameters()
+    ]
+    if not all(shares):  # on all ranks
+        rank = next(rank for rank, share in enumerate(shares) if not share)
         raise RefusedError(
-            "ZeroRedundancyOptimizer has no parameter for this rank, and a rank without any can't be "
-            "followed: use at most as many ranks as there are parameters"
+            f"ZeroRedundancyOptimizer has no parameter to train for rank {rank} of its group, and a rank "
+            "without any can't be followed: use fewer ranks, or give it only parameters that need gradients"
         )
-    return owned
+    return parameters_of(optimizer.optim)

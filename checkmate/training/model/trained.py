@@ -155,7 +155,8 @@ class BareModel(TrainedModel):
     bucket_bytes = BUCKET_BYTES
 
     def __init__(self, module: nn.Module) -> None:
-        self.outer = self.inner = module
+        self.outer = module
+        self.inner = getattr(module, "_orig_mod", module)  # of torch.compile, for the script's names
 
     def check_forward(self) -> None:
         """Do nothing: what other ranks do is the script's own."""

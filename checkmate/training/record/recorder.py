@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkmate.errors import CheckmateError
-from checkmate.optim.several import called_by_script, members_of, parameters_of
+from checkmate.optim.several import members_of, parameters_of, scripts_optimizers
 from checkmate.optim.supported import beginnings
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError, local_of
@@ -117,7 +117,8 @@ class Recorder:
             for member in self._members
         }
         # Which `check_schedulers` has let pass: another one that is made later was not given.
-        self._scheduled = watched.scheduler is not None or any(map(is_scheduled, self._members))
+        scripts_own = scripts_optimizers(watched.optimizer)
+        self._scheduled = watched.scheduler is not None or any(map(is_scheduled, scripts_own))
         self._stepped_ids = {id(p) for member in self._members for p in parameters_of(member)}
         self._checks = StepChecks(
             watched.optimizer, names, slices, watched.model.frozen(), watched.model.slots()
@@ -141,7 +142,7 @@ class Recorder:
         """Register hooks on the script's objects; `undo` removes them."""
         watched = self._watched
         if watched.scaler is not None:
-            undo.callback(ScalerWatch(watched.scaler, called_by_script(watched.optimizer), self).remove)
+            undo.callback(ScalerWatch(watched.scaler, scripts_optimizers(watched.optimizer)[0], self).remove)
         for scheduler in schedulers_of(watched.scheduler):
             undo.callback(SchedulerWatch(scheduler, self.moved_on).remove)
         for member in self._members:
@@ -193,11 +194,17 @@ class Recorder:
         if is_due and self._marking and self.refusal is None and not self._leftovers.has_gradients():
             with self._refusing():  # a mark was passed over
                 self._begin_due()
+                self._finish_open()
         draft = self._open
         self._leftovers.on_backward()
-        if draft is not None and draft.waiting and not self._marking and self.refusal is None:
+        if draft is None or self.refusal is not None:
+            return
+        if draft.waiting and not self._marking:
             self._drift.say()
             self._emit_open(draft)
+        elif self._copies is not None and draft.marked and draft.settled:
+            with self._refusing():  # no forward of the whole model has ended it
+                self._finish(draft)
 
     def reduced(self, iteration: int) -> None:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive.
@@ -207,28 +214,39 @@ class Recorder:
         """
         with self._refusing():
             if self._copies is None:
-                self._begin(iteration)
+                self._begin(lambda: iteration)
                 self._checks.gradients.start()
             elif not self._marking:
                 self._begin_due()
 
-    def _begin(self, iteration: int) -> RecordDraft:
-        """Open an iteration, after the one before."""
-        if self._open is not None:
-            self._finish(self._open)
+    def _begin(self, number: Callable[[], int]) -> RecordDraft:
+        """Open an iteration, whose number is asked for after the one before has ended."""
+        if self._finish_open() and self._copies is not None:
+            self._await_departed()  # as if a forward had ended it
         if not self._marking and self._newest == self._began + 1:
             self._await_departed()  # because it left late (`on_backward`), and other ranks may step now
+        iteration = number()
         self._open = draft = RecordDraft(iteration, self._stream_ends(iteration))
         if not self._marking or self._missed:  # it may get neither a step nor a mark
             draft.captured = self._capture.take(marks=self._marking)
             self._drift.note(draft.captured)
-        self._leftovers.watch(draft)
+        # Without a forward of the whole model, the hook of a parameter is the first to know of a backward.
+        self._leftovers.watch(
+            draft, self._leftovers.on_backward if self._copies is None else self.on_backward
+        )
         return draft
+
+    def _finish_open(self) -> bool:
+        """Emit the open iteration; return whether there was one."""
+        draft = self._open
+        if draft is not None:
+            self._finish(draft)
+        return draft is not None
 
     def _begin_due(self) -> None:
         """Begin an iteration that no step may follow, if gradients are copied as optimizers step."""
         if self._copies is not None and self._copies.is_due:
-            self._begin(self._copies.begin())
+            self._begin(self._copies.begin)
 
     def _take_gradients(self, copies: StepCopies, optimizer: torch.optim.Optimizer) -> None:
         """Have the gradients copied that a step is about to use. It begins an iteration unless one is open.
@@ -237,10 +255,8 @@ class Recorder:
         """
         draft = self._open
         if draft is None or draft.marked or optimizer in draft.stepped_by:
-            draft = self._begin(copies.begin())
+            self._begin(copies.begin)
         copies.take(self._numbers_of[id(optimizer)])
-        if len(draft.stepped_by) + 1 == len(self._members):
-            copies.complete()
 
     def enter_loop(self) -> None:
         """Expect a mark at the end of each turn from now on, with at most one backward in each."""
@@ -332,7 +348,7 @@ class Recorder:
         if self._copies is not None and (self._open is None or self._open.infinite):
             with self._refusing():  # no step has begun an iteration
                 self._await_departed()
-                self._begin(self._copies.begin())
+                self._begin(self._copies.begin)
         if self._open is not None:
             self._open.infinite = infinite
         self.moved_on()
@@ -369,8 +385,7 @@ class Recorder:
         with self._refusing():
             self._watched.model.check_forward()
             self._checks.check_parameters(self._newest + 1)
-            for member, number in self._before_steps:  # after hooks of the script, which may change gradients
-                member._optimizer_step_pre_hooks.move_to_end(number)
+            self._move_to_end()
             draft = self._open
             self._capture.draws.look(draft.captured.rng if draft and draft.captured else None)
             if draft is None or draft.waiting:
@@ -386,6 +401,11 @@ class Recorder:
                     self._wait_here(draft)
                     return
             self._finish(draft)
+
+    def _move_to_end(self) -> None:
+        """Have hooks before steps follow those of the script, which may change gradients."""
+        for member, number in self._before_steps:
+            member._optimizer_step_pre_hooks.move_to_end(number)
 
     def _wait_here(self, draft: RecordDraft) -> None:
         """Let the next backward end an iteration, with its state now, unless a step or a mark still comes.
@@ -429,7 +449,8 @@ class Recorder:
                     + self._checks.hint_of_unused()
                 )
             if not self._scheduled:
-                check_unscheduled(optimizer)
+                for scripts_own in scripts_optimizers(self._watched.optimizer):
+                    check_unscheduled(scripts_own)
             if self._watched.scaler is None:
                 check_unscaled(optimizer)
             draft.resume()
@@ -462,6 +483,12 @@ class Recorder:
         draft = self._open
         if draft is not None:
             draft.stepped_by.append(optimizer)
+            if self._copies is not None:
+                if len(draft.stepped_by) == len(
+                    self._members
+                ):  # not before: a step that fails may come again
+                    self._copies.complete()
+                self._move_to_end()
             self._take_slices(draft)
             self._checks.note_step(optimizer)
             self._checks.note_state(draft.slices)

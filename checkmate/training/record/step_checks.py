@@ -446,8 +446,11 @@ class LeftGradients:
         self._parameter = self._parameters[0]
         self._hook: Any = None
 
-    def watch(self, draft: RecordDraft) -> None:
-        """Look when the first backward after this iteration's comes, at the smallest that has a gradient."""
+    def watch(self, draft: RecordDraft, on_backward: Callable[[], None]) -> None:
+        """Look when the first backward after this iteration's comes, at the smallest that has a gradient.
+
+        `on_backward` is called then; it calls ours.
+        """
         self.forget()
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if trained:
@@ -455,7 +458,7 @@ class LeftGradients:
             self._parameter = next(
                 (candidate for candidate in trained if candidate.grad is not None), trained[0]
             )
-            self._hook = self._parameter.register_hook(lambda gradient: self.on_backward())  # type: ignore[no-untyped-call]
+            self._hook = self._parameter.register_hook(lambda gradient: on_backward())  # type: ignore[no-untyped-call]
 
     def on_backward(self) -> None:
         """Look now that a backward has begun, unless that is done; DDP has not filled in gradients yet."""

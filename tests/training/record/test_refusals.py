@@ -438,7 +438,7 @@ def test_a_sharded_parameter_has_no_hook_that_sees_a_backward_begin(
             optimizer.zero_grad()
         assert not [text for text in caplog.messages if text.startswith("iteration")]
         loss.backward()
-        watch.watch(RecordDraft(iteration, {}, stepped_by=[optimizer] * stepped))
+        watch.watch(RecordDraft(iteration, {}, stepped_by=[optimizer] * stepped), watch.on_backward)
     (text,) = [text for text in caplog.messages if text.startswith("iteration")]
     assert text.startswith(f"iteration {3 if stepped else 2}: {warning}")
 
