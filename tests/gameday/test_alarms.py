@@ -13,7 +13,7 @@ from tests.gameday.prometheus import spans
 from tests.gameday.rules import Delays, delays, faster, seconds
 
 DELAYS = delays(faster(shipped()))
-NAMES = {"ddp": "lab", "hsdp": "hsdp"}
+NAMES = {"ddp": "lab", "hsdp": "hsdp", "fsdp": "fsdp"}
 
 
 def alert_texts(*acts: Act) -> tuple[set[str], set[str]]:
@@ -52,6 +52,7 @@ def test_everything_that_is_expected_has_a_rule() -> None:
         Act(0, "stall", "ddp.shadow1", 8),
         Act(0, "kill", "ctl0", 60),
         Act(0, "fill", "ddp.disk", 10),
+        Act(0, "kill", "fsdp.shadow1", 12),
     ],
 )
 def test_what_fires_no_alert(act: Act) -> None:
