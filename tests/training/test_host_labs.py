@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.support.labs.live import needs_root
 from tests.support.labs.remains import ROOT, lab_command
 from tests.support.training.lab import equal
 from topologies.crew import Crew, checkmate, controlled
-from topologies.describe.topology import load
+from topologies.describe.topology import build, load
 from topologies.kernel import namespaces
 from topologies.lab import Lab
 from topologies.training.job import JobPlan, TrainingJob, training_lab
@@ -25,8 +26,17 @@ ITERATIONS, KILLED = 14, 6
 EXAMPLES = {
     "ddp_hosts": ("checkmate.examples.gpt.train", ("--layers", "1", "--width", "64", "--heads", "2")),
     "fsdp_hosts": ("checkmate.examples.hsdp", ("--layers", "1", "--width", "64", "--heads", "2")),
+    "hsdp": ("checkmate.examples.hsdp", ("--layers", "1", "--width", "64", "--heads", "2", "--both")),
 }
 """The example of each lab, and its options."""
+REPLICAS: dict[str, Any] = {
+    "title": "two replicas in two shards, over which FSDP reduces itself",
+    "copies": "host",
+    "hosts": 2,
+    "gpus_per_host": 2,
+    "mesh": {"dp_replicate": 2, "dp_shard": 2},
+    "shadow_nodes": 2,
+}
 
 
 def without_compiler(tmp_path: Path) -> dict[str, str]:
@@ -53,7 +63,7 @@ def test_a_killed_rank_resumes_bit_for_bit_in(lab: str, name: str, tmp_path: Pat
     def plan(reduce: Reduce, *kills: Kill) -> JobPlan:
         return JobPlan(arguments, module, reduce, kills, environment=without_compiler(tmp_path))
 
-    topology = load(lab)
+    topology = build(lab, REPLICAS) if lab == "hsdp" else load(lab)
     with training_lab(
         topology, "softswitch", f"{name}_u", plan("gloo"), tmp_path / "undisturbed"
     ) as training:
