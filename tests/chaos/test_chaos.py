@@ -25,8 +25,8 @@ from topologies.describe.topology import build
 CORPUS = ("9", "47")
 HOSTS_CORPUS = "1,7,25,29"
 """Jobs with several ranks a host, sharded or not; ranks, nodes, links and controllers fail."""
-COPIES_CORPUS = "8,21,38,46"
-"""Jobs whose hosts copy gradients: DDP, and FSDP2 without replicas; ranks, nodes and links fail."""
+COPIES_CORPUS = "21,32,38,45"
+"""Jobs whose hosts copy gradients: DDP, and FSDP2 with and without replicas; ranks, nodes and links fail."""
 OFF: dict[str, str] = {}
 """Features that are off in the corpus and in random runs, each with the known defect."""
 
@@ -75,7 +75,8 @@ def test_a_fixed_corpus_of_hosts_that_copy_gradients() -> None:
     """Nothing of it needs a compiler."""
     networks = [generate(int(seed)).network for seed in COPIES_CORPUS.split(",")]
     assert {network.copies for network in networks} == {"host"}
-    assert {network.sharded for network in networks} == {True, False}
+    shapes = {(network.sharded, network.ranks > 1) for network in networks}
+    assert shapes == {(False, True), (True, True), (True, False)}
     chaos("--seeds", COPIES_CORPUS, seconds=SEEDS)
 
 
