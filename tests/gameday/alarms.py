@@ -106,6 +106,9 @@ class _Reasons:
 
     def all(self) -> Iterator[Expectation]:
         for act in self._acts:
+            if act.node is not None and not PARTIES[act.job].by_switch:
+                yield self._may("CheckmateIterationsLeftOut", act, self._of_node(act))
+                yield self._may("CheckmateStepsWait", act, self._of_node(act))
             if act.kind == "kill" and act.node is not None:
                 if PARTIES[act.job].by_switch:  # only a switch counts what a node does not take
                     yield self._copies_lost(act)
