@@ -291,6 +291,15 @@ class LabController:
         )
 
 
+def controlled(
+    crew: Crew, *, cpus: Collection[int] | None = None, unless_served: bool = False
+) -> contextlib.AbstractContextManager[LabController | None]:
+    """Run `checkmate run` on the lab's job until the block ends, if the lab has switches; see `serving`."""
+    if not crew.lab.switches:
+        return contextlib.nullcontext()
+    return serving(crew, cpus=cpus, unless_served=unless_served)
+
+
 @contextlib.contextmanager
 def serving(
     crew: Crew, *arguments: str | Path, cpus: Collection[int] | None = None, unless_served: bool = False

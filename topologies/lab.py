@@ -54,7 +54,7 @@ class Lab:
 
         Args:
             topology: Hosts, switches and links.
-            target: The switches' target.
+            target: The switches' target; without switches, the default.
             name: The lab's name; by default the topology's.
             mtu: MTU of the training network, in bytes.
             loss: Share of frames that training links lose in each direction.
@@ -77,6 +77,11 @@ class Lab:
         self.offloads = offloads if offloads is not None else target == "softswitch"
         self.switch_cpus = switch_cpus
         self.switch_metrics = switch_metrics
+        if not topology.switches and (target != "softswitch" or mtu != 1500 or loss or jitter):
+            raise BadDescription(
+                f"lab {self.name} has neither switches nor training links, because hosts copy gradients "
+                "(copies: host): leave --target, --mtu, --loss and --jitter out"
+            )
         self.loss_by: str | None = None
         self._progress = progress
         self._lock = contextlib.ExitStack()
@@ -90,7 +95,7 @@ class Lab:
         record = state.read_record(state.check_name(name))
         if record is None:
             raise BadDescription(state.missing([name]))
-        lab = cls(state.read_topology(record), record.target, name=name)
+        lab = cls(state.read_topology(record), record.target or "softswitch", name=name)
         lab._cgroup = record.cgroup
         return lab
 
@@ -254,7 +259,8 @@ class Lab:
     def _make(self) -> None:
         self._progress("hosts and links")
         cgroup = cgroups.place(self.name)
-        state.write_record(state.LabRecord(self.name, self.topology.name, self.target, cgroup))
+        target = self.target if self.topology.switches else None
+        state.write_record(state.LabRecord(self.name, self.topology.name, target, cgroup))
         if cgroup is not None:
             Path(cgroup).mkdir(exist_ok=True)
         self._cgroup = cgroup

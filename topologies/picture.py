@@ -15,6 +15,7 @@ from rich.console import Console
 from checkmate.output.tables import FittedTable
 from topologies import torchrun
 from topologies.describe.topology import CONTROLLER, MGMT_NET, LabHost, SwitchNode, Topology
+from topologies.kernel.links import MGMT_BRIDGE, MGMT_INTERFACE
 from topologies.kernel.namespaces import name_of
 
 OWN_SCRIPT: Final = " -- train.py   # your own: none of Checkmate's examples trains such groups"
@@ -24,10 +25,10 @@ SHADOWS_SHOWN: Final = 5
 
 @dataclass(frozen=True)
 class _Cell:
-    """A host beside a switch: its name, and the ports of its NICs there."""
+    """A host beside a switch: its name, and the ports of its NICs there. A bridge's ports have no numbers."""
 
     name: str
-    ports: tuple[int, ...]
+    ports: tuple[str, ...]
 
     @property
     def width(self) -> int:
@@ -40,8 +41,16 @@ class _Cell:
 
 
 def picture(topology: Topology) -> str:
-    """Return the topology in box-drawing characters: ranks above each switch, shadow nodes below."""
-    return "\n\n".join(_block(topology, switch) for switch in topology.switches)
+    """Return the topology in box-drawing characters: ranks above each switch, shadow nodes below.
+
+    Without switches, all hosts are at the bridge of the management network.
+    """
+    if topology.switches:
+        return "\n\n".join(_block(topology, switch) for switch in topology.switches)
+    above, below = (
+        [_Cell(host.name, ("",)) for host in hosts] for hosts in (topology.trainers, topology.shadow_nodes)
+    )
+    return _box(f" {MGMT_BRIDGE}, {MGMT_NET} ", above, below)
 
 
 def show(topology: Topology, console: Console) -> None:
@@ -59,7 +68,11 @@ def _block(topology: Topology, switch: SwitchNode) -> str:
     links = [
         f"port {port} ── {far} port {far_port}" for port, far, far_port in topology.links_at(switch.name)
     ]
-    label = " " + " · ".join([f"{switch.name}, {switch.address}", *links]) + " "
+    return _box(" " + " · ".join([f"{switch.name}, {switch.address}", *links]) + " ", above, below)
+
+
+def _box(label: str, above: Sequence[_Cell], below: Sequence[_Cell]) -> str:
+    """Return a box with a label, and the cables of hosts above and below it."""
     width = max(len(label), *(sum(cell.width for cell in cells) for cells in (above, below)))
     lines = []
     if above:
@@ -75,7 +88,7 @@ def _block(topology: Topology, switch: SwitchNode) -> str:
 
 
 def _cells(hosts: Sequence[LabHost], switch: str) -> list[_Cell]:
-    cells = [_Cell(h.name, tuple(n.port for n in h.interfaces if n.switch == switch)) for h in hosts]
+    cells = [_Cell(h.name, tuple(str(n.port) for n in h.interfaces if n.switch == switch)) for h in hosts]
     return [cell for cell in cells if cell.ports]
 
 
@@ -105,10 +118,12 @@ def _edge(cells: Sequence[_Cell], width: int, joint: str) -> str:
 
 
 def host_table(topology: Topology, lab: str) -> FittedTable:
-    """Return one row for each NIC: namespace, address, switch port, management address."""
+    """Return a row for each NIC, or host without: namespace, address, switch port, management address."""
     columns = ("namespace", "interface", "address", "switch port", "mgmt")
     table = FittedTable(f"lab {lab}: {topology.title}", *columns)
     for host in topology.hosts:
+        if not host.interfaces:
+            table.add_row(name_of(lab, host.name), MGMT_INTERFACE, "", "", str(host.mgmt))
         for i, nic in enumerate(host.interfaces):
             namespace = name_of(lab, host.name) if i == 0 else ""
             mgmt = str(host.mgmt) if i == 0 else ""
@@ -116,7 +131,7 @@ def host_table(topology: Topology, lab: str) -> FittedTable:
     for switch in topology.switches:
         stub = f"{switch.stub_ip} (stub)"
         table.add_row(name_of(lab, switch.name), f"port1-{switch.ports}", stub, "", str(switch.mgmt))
-    table.add_row(name_of(lab, CONTROLLER), "mgmt", "", "", str(MGMT_NET[1]))
+    table.add_row(name_of(lab, CONTROLLER), MGMT_BRIDGE, "", "", str(MGMT_NET[1]))
     return table
 
 
@@ -140,6 +155,7 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
     if len(shadows) > SHADOWS_SHOWN:
         shadows[SHADOWS_SHOWN - 1 : -1] = ["  ... and so on, each in its own terminal, up to"]
     script = topology.script or ("train.py",)
+    has_switches = bool(topology.switches)
     module = script[-1]
     # Kills the newest process of the script in the namespace: the script itself, not its torchrun.
     kill = f"sh -c 'pkill -9 -n --ns $$ --nslist net -f [{module[0]}]{module[1:]}'"
@@ -149,14 +165,14 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
             "next steps: train in the lab, with all that this needs, until Ctrl-C; then look at the logs",
             f"  {outside} lab train {lab}{'' if topology.script else OWN_SCRIPT}",
             f"  {outside} lab logs {lab} {topology.shadow_nodes[0].name}",
-            "or by hand (run and each shadow occupy a terminal until Ctrl-C):",
-            f"  {control} run",
+            f"or by hand ({'run and ' * has_switches}each shadow occupies a terminal until Ctrl-C):",
+            *[f"  {control} run"] * has_switches,
             *shadows,
             f"  {torchrun.loop(topology, inside, script)}",
             f"  {inside} {topology.trainers[-1].name} -- {kill}   # training resumes",
             f"  {control} status",
             f"  {control} consolidate --out checkpoint/",
-            f"  {control} remove   # after run has stopped",
+            *[f"  {control} remove   # after run has stopped"] * has_switches,
             f"  {inside} {topology.trainers[0].name}   # a shell on a host",
             f"  {outside} lab down {lab}",
         ]

@@ -29,11 +29,11 @@ _RECORD: Final = "lab.json"
 
 @dataclass(frozen=True)
 class LabRecord:
-    """State of a lab that `up` has recorded."""
+    """State of a lab that `up` has recorded; its `target` is `None` if it has no switches."""
 
     lab: str
     topology: str
-    target: Target
+    target: Target | None
     cgroup: str | None
 
 
@@ -96,6 +96,15 @@ def read_record(lab: str) -> LabRecord | None:
 def read_topology(record: LabRecord) -> Topology:
     """Return the topology of a recorded lab."""
     return replace(load(str(folder(record.lab) / TOPOLOGY_FILE)), name=record.topology)
+
+
+def is_up(lab: str) -> bool:
+    """Return whether a lab's switches run; without switches, whether its namespaces are there. Needs root."""
+    record, present = read_record(lab), namespaces.of_lab(lab)
+    if record is None or record.target is not None:
+        return bool(namespaces.processes(present))
+    names = {namespaces.name_of(lab, node) for node in read_topology(record).nodes}
+    return names <= set(present)
 
 
 def missing(labs: Sequence[str]) -> str:

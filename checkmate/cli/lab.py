@@ -56,9 +56,9 @@ Jitter = Annotated[
 
 @dataclass(frozen=True)
 class LabState:
-    """A lab of this machine.
+    """A lab of this machine. Its `target` is `None` if it has no switches, or is not known.
 
-    `up` is true if processes run in it, false if it is left over from a killed command, and `None` if only
+    `up` is true if it can be used, false if it is left over from a killed command, and `None` if only
     root can determine that.
     """
 
@@ -194,7 +194,7 @@ def _lab_states() -> list[LabState]:
     lab_states = []
     for name in state.existing():
         record = state.read_record(name)
-        up = bool(namespaces.processes(namespaces.of_lab(name))) if os.geteuid() == 0 else None
+        up = state.is_up(name) if os.geteuid() == 0 else None
         topology, target = (record.topology, record.target) if record else (None, None)
         lab_states.append(LabState(name, topology, target, up, str(state.job_file(name))))
     return lab_states
@@ -220,7 +220,8 @@ def _show_labs() -> None:
 def _show(labs: Collection[LabState]) -> None:
     table = FittedTable("", "lab", "topology", "target", "state", folds=("topology",))
     for lab in labs:
-        table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
+        target = lab.target or ("no switch" if lab.topology else "?")
+        table.add_row(lab.name, lab.topology or "?", target, _state(lab))
     out.print(table)
 
 
@@ -251,6 +252,11 @@ def run(
     Example: checkmate lab run two_tor --loss 1% --jitter 5ms
     """
     lab = _lab(topology, target, name, mtu, share, delay)
+    if not lab.switches:
+        raise describe.BadDescription(
+            f"{topology} has no switch, whose copies `lab run` would compare: use checkmate lab up "
+            f"{topology}, and then checkmate lab train {lab.name}"
+        )
     state.require_root()
     if not perform(lab, Load(nbytes=megabytes * 1_000_000, iterations=iterations), as_json=as_json):
         raise typer.Exit(1)

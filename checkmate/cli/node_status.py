@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -49,16 +49,21 @@ def read_nodes(jobs: Sequence[Job], seconds: float) -> dict[str, Answers]:
 
 
 def check_nodes(
-    jobs: Sequence[Job], answers: Mapping[str, Answers], data: Mapping[str, object], *, wait: bool
+    jobs: Sequence[Job],
+    answers: Mapping[str, Answers],
+    data: Mapping[str, object],
+    *,
+    wait: bool,
+    hint: Callable[[], str],
 ) -> None:
     """Raise `NodesNotReady` if a node has not answered, or, with `wait`, lacks a stream.
 
-    `data`: the whole status.
+    `data` is the whole status, and `hint` returns the end of the message about a node without an answer.
     """
     for job in jobs:
         for node, answer in answers[job.job].items():
             if isinstance(answer, str):
-                raise NodesNotReady(f"{node_name(job, node)}: {answer}", 3, data)
+                raise NodesNotReady(f"{node_name(job, node)}: {answer}{hint()}", 3, data)
         if wait and not _is_connected(answers[job.job]):
             raise NodesNotReady(
                 f"job {job.job}: not all ranks are connected to all nodes that hold their part; each rank's "

@@ -49,7 +49,7 @@ def status(
     data: dict[str, Any] = {"switches": {}}
     checks: list[Callable[[], None]] = []
     if by_hosts:
-        checks.append(_nodes(by_hosts, data, seconds, wait=wait, as_json=as_json))
+        checks.append(_nodes(by_hosts, jobs, data, seconds, wait=wait, as_json=as_json))
     if by_switch:
         checks.append(_switches(by_switch, jobs, data, seconds, wait=wait, as_json=as_json))
     for check in checks:
@@ -59,7 +59,13 @@ def status(
 
 
 def _nodes(
-    jobs: Sequence[Job], data: dict[str, Any], seconds: float, *, wait: bool, as_json: bool
+    jobs: Sequence[Job],
+    files: Sequence[Path],
+    data: dict[str, Any],
+    seconds: float,
+    *,
+    wait: bool,
+    as_json: bool,
 ) -> Callable[[], None]:
     """Read and print what shadow nodes have. Return what raises what is wrong, once all is printed."""
     with needs("`checkmate status`", "trainer"):
@@ -68,7 +74,9 @@ def _nodes(
     data["nodes"] = node_status.node_data(answers)
     if not as_json:
         node_status.show_nodes(jobs, answers)
-    return lambda: node_status.check_nodes(jobs, answers, data, wait=wait)
+    return lambda: node_status.check_nodes(
+        jobs, answers, data, wait=wait, hint=lambda: lab_hint(files, "status")
+    )
 
 
 def _switches(

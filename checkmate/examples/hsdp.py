@@ -5,7 +5,8 @@ CHECKMATE_JOB=job.yaml torchrun --nnodes 2 --nproc-per-node 2 ... --max-restarts
 The job has a DP group for each shard, and `checkmate.shard_mesh` makes FSDP's mesh from them. FSDP reduces
 and scatters gradients over the shards of a replica, and Checkmate reduces the rest over the replicas. Of what
 concerns Checkmate, two lines differ from a script with DistributedDataParallel: the one that makes this mesh,
-and accumulation, for which FSDP has `set_requires_gradient_sync`.
+and accumulation, for which FSDP has `set_requires_gradient_sync`. In a job with copies by hosts, FSDP reduces
+over the replicas, too (--both).
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ def parse() -> argparse.Namespace:
     arg_parser.add_argument(
         "--offload", action="store_true", help="a GPU's parameters stay in the host's memory"
     )
+    arg_parser.add_argument(
+        "--both",
+        action="store_true",
+        help="FSDP reduces over both dimensions of the mesh: for copies by hosts",
+    )
     options = arg_parser.parse_args()
     if options.offload and options.device == "cpu":
         arg_parser.error("--offload needs --device cuda: on CPUs, parameters are in the host's memory anyway")
@@ -117,7 +123,11 @@ def main() -> None:
     """Train, and print the loss of each iteration."""
     options = parse()
     device = join(options.device)
-    Trainer(options, device, checkmate.shard_mesh(device.type)).train()
+    if options.both:
+        mesh = checkmate.job_mesh(device.type)["dp_replicate", "dp_shard"]
+    else:
+        mesh = checkmate.shard_mesh(device.type)
+    Trainer(options, device, mesh).train()
     dist.destroy_process_group()
 
 

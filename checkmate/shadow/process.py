@@ -106,7 +106,7 @@ class Serving:
         memory.one_arena()
         memory.load_optimizers()
         with ExitStack() as undo:
-            listener = records_listener(job, node_id, 0 if by_hosts else receive_buffer)
+            listener = records_listener(job, node_id, None if by_hosts else receive_buffer)
             undo.callback(listener.close)
             make_source = _parts_source(job, node_id, allowed, undo) if by_hosts else None
             gate = CallerGate(job, allowed.keys) if allowed.keys is not None else None

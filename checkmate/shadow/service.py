@@ -6,8 +6,9 @@ import errno
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
@@ -29,6 +30,7 @@ from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.logic.starts import StartEnded
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
+from checkmate.shadow.receive.part_listener import buffer_of
 from checkmate.shadow.replica.replica import ReplicaError
 from checkmate.shadow.request_guard import IDLE_SECONDS, Handlers, RequestGuard
 from checkmate.state import SeedReader, StateError
@@ -168,20 +170,27 @@ def check_address(job: Job, node_id: int) -> None:
     _listen(split_address(job.node(node_id).mgmt), _mgmt_words(job, node_id), node_id).close()
 
 
-def records_listener(job: Job, node_id: int, receive_buffer: int) -> socket.socket:
+def records_listener(job: Job, node_id: int, receive_buffer: int | None) -> socket.socket:
     """Return a socket that listens at a node's address for step records.
+
+    A connection's buffer holds what comes while the node is stopped: no record is lost with a rank that dies.
 
     Args:
         job: the node's job.
         node_id: the node's id in the job.
-        receive_buffer: bytes of each connection's buffer; needs CAP_NET_ADMIN.
+        receive_buffer: bytes of each connection's buffer, which need CAP_NET_ADMIN; `None`: as for streams of
+            parts, as far as any user may have that.
 
     Raises:
         ServeError: if the address cannot be used.
     """
     host, port = job.node(node_id).records_at
     label = f"{host}:{port}, the address of shadow node {node_id} for step records,"
-    return _listen((host, port), label, node_id, receive_buffer)
+    if receive_buffer is not None:
+        return _listen((host, port), label, node_id, {tcp.SO_RCVBUFFORCE: receive_buffer})
+    # The kernel doubles the value for its own overhead (man 7 socket).
+    half = buffer_of(sum(len(group.ranks) for group in job.dp_groups)) // 2
+    return _listen((host, port), label, node_id, {socket.SO_RCVBUF: half})
 
 
 def gradients_listener(job: Job, node_id: int) -> socket.socket:
@@ -195,14 +204,17 @@ def gradients_listener(job: Job, node_id: int) -> socket.socket:
     return _listen((host, port), label, node_id)
 
 
-def _listen(address: tuple[str, int], label: str, node_id: int, receive_buffer: int = 0) -> socket.socket:
+def _listen(
+    address: tuple[str, int], label: str, node_id: int, options: Mapping[int, int] = MappingProxyType({})
+) -> socket.socket:
+    """Listen with these options of the socket, which each connection inherits."""
     try:
         (family, kind, _, _, place), *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         listener = socket.socket(family, kind)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if receive_buffer:  # before the handshake, which fixes the window's scale
-                listener.setsockopt(socket.SOL_SOCKET, tcp.SO_RCVBUFFORCE, receive_buffer)
+            for option, value in options.items():  # before the handshake, which fixes the window's scale
+                listener.setsockopt(socket.SOL_SOCKET, option, value)
             listener.bind(place)
             listener.listen(_BACKLOG)
         except BaseException:

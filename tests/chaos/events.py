@@ -71,9 +71,11 @@ class Schedule:
         world, target = self._world, event.who
         self._again.add(target)
         if target == "ctl":
+            controller = world.controller
+            assert controller is not None
             world.controller_is_down = True
-            world.controller.kill()
-            self._after(event.seconds, lambda: world.crew.restart(world.controller.member))
+            controller.kill()
+            self._after(event.seconds, lambda: world.crew.restart(controller.member))
         elif target.startswith("tor"):
             world.lab.stop_switch(target)
             self._after(event.seconds, lambda: self._restart_switch(target))
@@ -96,8 +98,8 @@ class Schedule:
     def _look(self) -> None:
         """Check for shadow nodes that are live again, and for a controller that serves again."""
         world = self._world
-        member = world.controller.member
-        if world.controller_is_down and member in world.crew and "serving" in member.output_text():
+        member = world.controller.member if world.controller_is_down and world.controller else None
+        if member is not None and member in world.crew and "serving" in member.output_text():
             world.controller_is_down = False
             self._again.discard("ctl")
         self.watch.look(lambda node: f"shadow{node}" in self._again)

@@ -47,10 +47,14 @@ _OPTIMIZERS: Final = (
 )
 _SCHEDULES: Final = ("lambda", "cosine", "onecycle", "step", "warm-restarts")
 _COMPOUND: Final = ("sequential", "chained", "plateau")
+_RANKS: Final = (2, 2, 2, 3, 3, 4, 5)
+_BY_HOSTS: Final = 0.3
+"""Share of scenarios whose hosts copy gradients."""
 _DENSE_EVENTS: Final = ("rank-kills", "rank-kills", "stalls", "stalled-kills", "shadow-kills", "closes")
 _RARE_EVENTS: Final = (
     *("double-kills", "terminations", "errors", "switch-kills", "controller-kills", "links", "stalls"),
 )
+_OF_SWITCHES: Final = frozenset({"switch-kills", "controller-kills"})
 
 
 class UnknownFeature(ValueError):
@@ -93,8 +97,39 @@ class _Draw:
 
 
 def _network(draw: _Draw) -> NetworkSpec:
+    network = _switched(draw)
+    return _copied_by_hosts(draw, network) if draw.has("by-hosts", _BY_HOSTS) else network
+
+
+def _copied_by_hosts(draw: _Draw, network: NetworkSpec) -> NetworkSpec:
+    """Return the network of as many shadow nodes, without a switch."""
+    kinds = ["replicas", "replicas"]
+    kinds += ["sharded replicas", "shards"] if draw.allows("shards") else []
+    kinds += ["together"] if draw.allows("together") else []
+    kind = draw.of("what hosts copy").choice(kinds)
+    ranks = draw.of("ranks").choice(_RANKS)
+    shapes = {
+        "replicas": (ranks, 1),
+        "together": (min(ranks, 3), 2),
+        "sharded replicas": (2, draw.of("shards that hosts copy").choice((2, 2, 3))),
+        "shards": (1, draw.of("shards that hosts copy").choice((2, 3, 4))),
+    }
+    return replace(
+        network,
+        copies="host",
+        ranks=shapes[kind][0],
+        shards=shapes[kind][1],
+        together=kind == "together",
+        switches=0,
+        channels=1,
+        nodes=(1,) * len(network.nodes),
+        loss=0.0,
+    )
+
+
+def _switched(draw: _Draw) -> NetworkSpec:
     nodes = draw.of("nodes").choice((1, 2, 2, 3))
-    ranks = draw.of("ranks").choice((2, 2, 2, 3, 3, 4, 5))
+    ranks = draw.of("ranks").choice(_RANKS)
     shards = draw.of("how many shards").choice((2, 2, 3)) if draw.has("shards", 0.25) else 1
     return NetworkSpec(
         ranks=ranks if shards == 1 else min(ranks, 5 - shards),
@@ -200,8 +235,9 @@ def _events(draw: _Draw, network: NetworkSpec, iterations: int) -> tuple[Event, 
     """Return one to four incidents in order; some consist of two events."""
     choices = draw.of("events")
     events: list[Event] = []
+    rare = _RARE_EVENTS if network.switches else [kind for kind in _RARE_EVENTS if kind not in _OF_SWITCHES]
     for index in range(choices.choice((1, 2, 2, 3, 4))):
-        kind = choices.choice(_DENSE_EVENTS if choices.random() < 0.7 else _RARE_EVENTS)
+        kind = choices.choice(_DENSE_EVENTS if choices.random() < 0.7 else rare)
         incident = _happening(kind, draw.of(f"event {index}"), network, iterations)
         if any(event.kind in ("close", "error") and event.at == incident[0].at for event in events):
             continue  # each rank carries these out by itself: of two at once, some ranks would do but one
@@ -222,7 +258,7 @@ def _happening(kind: str, draw: random.Random, network: NetworkSpec, iterations:
     delay = round(draw.choice((0.0, 0.0, draw.uniform(0, 0.1))), 3)
     rank, second_rank = (f"rank{draw.randrange(network.world)}" for _ in range(2))
     node = f"shadow{draw.randrange(len(network.nodes))}"
-    switch = f"tor{draw.randrange(network.switches)}"
+    switch = f"tor{draw.randrange(network.switches)}" if network.switches else node
     seconds = round(draw.choice((0.2, 0.5, draw.uniform(0.5, 2), draw.uniform(2, 6))), 2)
     if kind == "rank-kills":
         return [Event(at, "kill", rank, delay)]

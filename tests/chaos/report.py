@@ -18,6 +18,7 @@ def describe(scenario: Scenario) -> list[tuple[str, str]]:
     extras = [f"switches {network.switches}", f"channels {network.channels}", f"replicas {network.replicas}"]
     extras += [f"shards {network.shards}"] if network.shards > 1 else []
     extras += ["together"] if network.together else []
+    extras += ["copies by hosts"] if network.copies == "host" else []
     extras += [f"loss {network.loss:g}"] if network.loss else []
     extras += [f"consolidate --every {network.every}"] if network.every else []
     training = [f"{model.iterations} iterations", f"pause {model.pause:g} s", f"boundary {model.boundary}"]

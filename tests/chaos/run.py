@@ -20,7 +20,7 @@ from tests.chaos.script import ANEW
 from tests.chaos.training_log import TrainingLog
 from tests.chaos.world import ChaosWorld
 from topologies import lab as labs
-from topologies.crew import Crew, serving
+from topologies.crew import Crew, controlled
 from topologies.describe.topology import LabError, build
 
 SECONDS = 120.0
@@ -69,7 +69,7 @@ def run(
             with (
                 ForkedLab(topology, name=name, loss=scenario.network.loss, progress=progress) as lab,
                 Crew(lab) as crew,
-                serving(crew) as controller,
+                controlled(crew) as controller,
             ):
                 world = ChaosWorld(scenario, lab, crew, controller, folder)
                 try:

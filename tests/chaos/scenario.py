@@ -39,6 +39,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "fast": "iterations without a pause",
     "shards": "FSDP2 with replicas, in two or three shards, which are the ranks of a host",
     "together": "these ranks train one model under DDP instead, each a share of it",
+    "by-hosts": "hosts that copy gradients themselves, without a switch and a controller",
     "switches": "two or three switches",
     "channels": "two channels",
     "replicas": "two holders of each shard",
@@ -94,6 +95,9 @@ class NetworkSpec:
 
     A ring has `ranks` ranks. With several `shards`, each is a DP group, and a host has a rank of each. The
     model is sharded then; if the groups train one `together` instead, each has a share of it.
+
+    With `copies` by hosts, `switches` is 0. A sharded model may have one replica (`ranks`) then, whose ranks
+    have a host each, and ranks that train `together` are one DP group.
     """
 
     ranks: int = 2
@@ -105,6 +109,12 @@ class NetworkSpec:
     loss: float = 0.0
     every: int = 0
     together: bool = False
+    copies: str = "switch"
+
+    @property
+    def groups(self) -> int:
+        """The number of DP groups."""
+        return 1 if self.copies == "host" and self.together else self.shards
 
     @property
     def sharded(self) -> bool:
@@ -118,6 +128,8 @@ class NetworkSpec:
 
     def topology(self) -> dict[str, Any]:
         """Return the data of its lab's YAML: hosts and shadow nodes are attached to the switches in turn."""
+        if self.copies == "host":
+            return self._topology_without_switches()
         names = [f"tor{number}" for number in range(self.switches)]
         attached = [names[rank % self.switches] for rank in range(self.ranks)]
         ranks: dict[str, Any] = {"dp_groups": [{"ranks": attached}]}
@@ -137,10 +149,23 @@ class NetworkSpec:
             "shadow_nodes": [[names[node % self.switches]] * count for node, count in enumerate(self.nodes)],
         }
 
+    def _topology_without_switches(self) -> dict[str, Any]:
+        hosts, ranks_of_host = (self.ranks, self.shards) if self.ranks > 1 else (self.world, 1)
+        mesh = {"dp_replicate": self.ranks, "dp_shard": self.shards}
+        return {
+            "title": f"{self.ranks} x {self.shards} ranks, whose hosts copy gradients",
+            "copies": "host",
+            "replicas": self.replicas,
+            "hosts": hosts,
+            "gpus_per_host": ranks_of_host,
+            **({"mesh": mesh} if self.sharded else {}),
+            "shadow_nodes": len(self.nodes),
+        }
+
     def holders(self) -> list[list[int]]:
         """Return the shadow nodes that hold each shard of each DP group's model."""
         count = len(self.nodes)
-        lists = [serving(group, self.shards, count, self.replicas) for group in range(self.shards)]
+        lists = [serving(group, self.groups, count, self.replicas) for group in range(self.groups)]
         return [
             [nodes[(shard + i) % len(nodes)] for i in range(self.replicas)]
             for nodes in lists

@@ -29,7 +29,7 @@ import checkmate
 from tests.chaos.model import INPUTS, ROWS, RandomNet, make_optimizer, make_scheduler
 from tests.chaos.scenario import Scenario
 from tests.chaos.wrapped import synchronising, wrap
-from topologies.training.unprotected import Untagged
+from topologies.training.unprotected import Unprotected, Untagged
 from topologies.training.verdict import digest
 
 TIMEOUT = 12.0
@@ -113,6 +113,8 @@ class ChaosRank:
 
     def _begin(self) -> tuple[int, Any]:
         if self.reference:
+            if self.scenario.network.copies == "host":  # then PyTorch reduces, protected or not
+                return 0, Unprotected()
             return 0, Untagged(self.wrapped, loopback=True)
         parts = {"scheduler": self.scheduler, "scaler": self.scaler}
         if self.orders["checkpoints"]:

@@ -25,6 +25,8 @@ from topologies.describe.topology import build
 CORPUS = ("9", "47")
 HOSTS_CORPUS = "1,7,25,29"
 """Jobs with several ranks a host, sharded or not; ranks, nodes, links and controllers fail."""
+COPIES_CORPUS = "21,32,38,45"
+"""Jobs whose hosts copy gradients: DDP, and FSDP2 with and without replicas; ranks, nodes and links fail."""
 OFF: dict[str, str] = {}
 """Features that are off in the corpus and in random runs, each with the known defect."""
 
@@ -67,6 +69,18 @@ def test_a_fixed_corpus_of_hosts_with_several_ranks() -> None:
 
 
 @needs_root
+@pytest.mark.slow
+@terminated.time_limit(SEEDS)
+def test_a_fixed_corpus_of_hosts_that_copy_gradients() -> None:
+    """Nothing of it needs a compiler."""
+    networks = [generate(int(seed)).network for seed in COPIES_CORPUS.split(",")]
+    assert {network.copies for network in networks} == {"host"}
+    shapes = {(network.sharded, network.ranks > 1) for network in networks}
+    assert shapes == {(False, True), (True, True), (True, False)}
+    chaos("--seeds", COPIES_CORPUS, seconds=SEEDS)
+
+
+@needs_root
 @needs_clang
 @pytest.mark.slow
 @terminated.time_limit(RANDOM)
@@ -98,7 +112,7 @@ def test_a_seed_gives_one_scenario_that_a_lab_can_have(seed: int) -> None:
 
 
 def test_seeds_have_every_kind_of_event_and_every_part() -> None:
-    scenarios = [generate(seed) for seed in range(400)]
+    scenarios = [generate(seed, ["by-hosts"]) for seed in range(400)]
     kinds = {
         (event.kind, event.who.rstrip("0123456789")) for scenario in scenarios for event in scenario.events
     }
@@ -124,6 +138,31 @@ def test_seeds_have_every_kind_of_event_and_every_part() -> None:
         (2, 3),
     }
     assert {scenario.model.precision for scenario in sharded} == {"fp32", "bf16", "bf16-gradients"}
+
+
+def test_a_third_has_no_switch_and_every_shape_and_event_that_needs_none() -> None:
+    """The others are the scenarios that there are without the feature."""
+    scenarios = [generate(seed) for seed in range(400)]
+    by_hosts = [scenario for scenario in scenarios if scenario.network.copies == "host"]
+    assert len(scenarios) / 4 < len(by_hosts) < len(scenarios) / 2
+    assert all(s in by_hosts or s == generate(s.seed, ["by-hosts"]) for s in scenarios)
+    networks = [scenario.network for scenario in by_hosts]
+    assert {(network.ranks, network.shards, network.together) for network in networks} == {
+        *((ranks, 1, False) for ranks in (2, 3, 4, 5)),  # DDP, a rank on each host
+        *((ranks, 2, True) for ranks in (2, 3)),  # DDP, two ranks on each host
+        *((2, shards, False) for shards in (2, 3)),  # FSDP2 with replicas
+        *((1, shards, False) for shards in (2, 3, 4)),  # and without
+    }
+    assert {network.replicas for network in networks} == {1, 2}
+    kinds = {(event.kind, event.who.rstrip("0123456789")) for s in by_hosts for event in s.events}
+    assert kinds == {
+        *((kind, host) for kind in ("kill", "stall", "down") for host in ("rank", "shadow")),
+        *(("terminate", "rank"), ("error", "rank"), ("close", "job")),
+    }
+    for network in networks:
+        assert len(build("chaos", network.topology()).groups) == network.groups
+    unsharded = [generate(seed, ["shards", "together"]).network for seed in range(400)]
+    assert {network.shards for network in unsharded} == {1}
 
 
 def test_a_feature_that_is_left_out_changes_no_other() -> None:

@@ -10,15 +10,16 @@ from tests.chaos.forked import ForkedLab
 from tests.chaos.job import JobWorld
 from tests.chaos.scenario import Scenario
 from topologies.crew import Crew, LabController
+from topologies.describe.topology import CONTROLLER, LabHost
 from topologies.kernel.namespaces import netlink
 from topologies.lab import Lab
 
 
 class ChaosWorld(JobWorld):
-    """The lab's job with its controller."""
+    """The lab's job with its controller, if it has switches."""
 
     def __init__(
-        self, scenario: Scenario, lab: ForkedLab, crew: Crew, controller: LabController, folder: Path
+        self, scenario: Scenario, lab: ForkedLab, crew: Crew, controller: LabController | None, folder: Path
     ) -> None:
         super().__init__(scenario, lab, crew, folder)
         self.controller = controller
@@ -34,19 +35,31 @@ class ChaosWorld(JobWorld):
             return self.ranks[int(process_name.removeprefix("rank"))]
         if process_name.startswith("shadow"):
             return self.shadows[int(process_name.removeprefix("shadow"))].process
-        return (
-            self.controller.member.process if process_name == "ctl" else self.lab.switch_process(process_name)
-        )
+        if process_name == "ctl":
+            assert self.controller is not None
+            return self.controller.member.process
+        return self.lab.switch_process(process_name)
 
     def set_link(self, host_name: str, *, up: bool) -> None:
-        """Set the switch's end of a rank's or a shadow node's first training link up or down."""
+        """Set the far end of a rank's or a shadow node's first link up or down."""
         hosts = {rank.name: rank.host for rank in self.lab.topology.ranks}
-        nic = (hosts.get(host_name) or self.lab.topology.host(host_name)).interfaces[0]
-        set_port(self.lab, nic.switch, nic.port, up=up)
+        set_first_link(self.lab, hosts.get(host_name) or self.lab.topology.host(host_name), up=up)
+
+
+def set_first_link(lab: Lab, host: LabHost, *, up: bool) -> None:
+    """Set the far end of a host's first link up or down: a port of its switch, or else of the bridge."""
+    if host.interfaces:
+        set_port(lab, host.interfaces[0].switch, host.interfaces[0].port, up=up)
+    else:
+        _set_interface(lab.namespace(CONTROLLER), host.name, up=up)
 
 
 def set_port(lab: Lab, switch: str, port: int, *, up: bool) -> None:
     """Set a port of a switch up or down."""
-    with netlink(lab.namespace(switch)) as ip:
-        index = ip.link_lookup(ifname=f"port{port}")[0]
+    _set_interface(lab.namespace(switch), f"port{port}", up=up)
+
+
+def _set_interface(namespace: str, name: str, *, up: bool) -> None:
+    with netlink(namespace) as ip:
+        index = ip.link_lookup(ifname=name)[0]
         ip.link("set", index=index, state="up" if up else "down")

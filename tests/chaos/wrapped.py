@@ -7,13 +7,14 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 from checkmate.training.model.fsdp import FsdpReplica
 from tests.chaos.model import RandomNet
-from tests.chaos.scenario import Scenario
+from tests.chaos.scenario import NetworkSpec, Scenario
 
 _MIB: Final = 1 << 20
 _UNITS: Final = ("first", "last", "embedding", "sometimes")
@@ -32,11 +33,20 @@ def wrap(model: RandomNet, scenario: Scenario) -> nn.Module:
     if not scenario.network.sharded:
         return DistributedDataParallel(model, bucket_cap_mb=mib, find_unused_parameters=True)
     FsdpReplica.bucket_bytes = int(mib * _MIB)
-    mesh, policy = checkmate.shard_mesh("cpu"), _POLICIES[scenario.model.precision]
+    mesh, policy = _mesh(scenario.network), _POLICIES[scenario.model.precision]
     units = _UNITS if scenario.model.precision == "fp32" else _ALWAYS
     for unit in (*(child for name, child in model.named_children() if name in units), model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model
+
+
+def _mesh(network: NetworkSpec) -> DeviceMesh:
+    """Return the mesh of the shards, which has the replicas, too, if FSDP reduces over them."""
+    if network.copies == "switch":
+        return checkmate.shard_mesh("cpu")
+    sizes = {"dp_replicate": network.ranks, "dp_shard": network.shards}
+    present = {name: size for name, size in sizes.items() if size > 1}
+    return init_device_mesh("cpu", tuple(present.values()), mesh_dim_names=tuple(present))
 
 
 def synchronising(wrapped: Any, last: bool) -> AbstractContextManager[None]:

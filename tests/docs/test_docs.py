@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from checkmate.job.validation import adapter
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.view import state_of
 from controlplane import plan as planning
+from topologies.describe.host_copies import BridgeLabFile
 from topologies.describe.job_files import TARGETS
 from topologies.describe.lab_file import LabFile
 from topologies.describe.topology import build, load
@@ -53,16 +54,16 @@ def keys_of(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "
 
 
 def test_the_example_of_a_topology_works() -> None:
-    (example,) = blocks("lab.md", "yaml")
-    lab = build("mine", yaml.safe_load(example))
+    lab, without_switches = (build("mine", yaml.safe_load(text)) for text in blocks("lab.md", "yaml"))
     assert [len(group.ranks) for group in lab.groups] == [3, 2]
     assert [len(node.interfaces) for node in lab.shadow_nodes] == [2, 1]
+    assert replace(without_switches, name="fsdp_hosts") == load("fsdp_hosts")
 
 
 def test_every_key_of_a_topology_is_there() -> None:
-    schema = adapter(LabFile).json_schema()
-    keys = keys_of(schema, schema["$defs"])
-    assert "dp_groups[].ranks" in keys
+    schemas = [adapter(kind).json_schema() for kind in (LabFile, BridgeLabFile)]
+    keys = {key for schema in schemas for key in keys_of(schema, schema["$defs"])}
+    assert {"dp_groups[].ranks", "shadow_nodes"} <= keys
     assert keys <= first_cells("lab.md")
 
 

@@ -1,1 +1,1 @@
-"""A game day: two jobs on one fabric, with faults, alerts and a report."""
+"""A game day: three jobs, two of them on one fabric, with faults, alerts and a report."""

@@ -1,4 +1,4 @@
-"""`python -m tests.gameday`: two jobs on three switches, with faults, and every alert accounted for."""
+"""`python -m tests.gameday`: three jobs and three switches, with faults, and every alert accounted for."""
 
 from __future__ import annotations
 

@@ -92,7 +92,10 @@ def unsound(acts: Sequence[Act], job: str) -> set[int]:
     for act in acts:
         if act.job == job and act.node is not None and act.kind in ("kill", "down"):
             nodes.add(act.node)
-        if (act.kind == "kill" and act.who in SWITCHES) or (act.kind == "down" and "-" in act.who):
+        is_of_switches = (act.kind == "kill" and act.who in SWITCHES) or (
+            act.kind == "down" and "-" in act.who
+        )
+        if is_of_switches and PARTIES[job].by_switch:
             nodes.update(PARTIES[job].nodes)
     return nodes
 

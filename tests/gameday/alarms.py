@@ -106,10 +106,15 @@ class _Reasons:
 
     def all(self) -> Iterator[Expectation]:
         for act in self._acts:
+            if act.node is not None and not PARTIES[act.job].by_switch:
+                yield self._may("CheckmateIterationsLeftOut", act, self._of_node(act))
+                yield self._may("CheckmateStepsWait", act, self._of_node(act))
             if act.kind == "kill" and act.node is not None:
-                yield self._copies_lost(act)
+                if PARTIES[act.job].by_switch:  # only a switch counts what a node does not take
+                    yield self._copies_lost(act)
             elif act.kind == "down" and act.node is not None:
-                yield self._may("CheckmateCopiesLost", act, self._of_node(act))
+                if PARTIES[act.job].by_switch:
+                    yield self._may("CheckmateCopiesLost", act, self._of_node(act))
                 yield self._may("CheckmateStreamsMissing", act, self._of_node(act))
             elif act.kind == "down":
                 yield self._may("CheckmateCopiesLost", act)

@@ -14,7 +14,7 @@ from tests.gameday.parties import CABLES, CONTROLLERS, PARTIES, SWITCHES, Party
 
 Maker = Callable[[random.Random, Party], list[Act]]
 _TOGETHER: Final = 0.35
-"""Share of a job's incidents that come with one of the other job."""
+"""Share of a job's incidents that come with one of another job."""
 
 
 def schedule(seed: int, *, kinds: tuple[str, ...] = ()) -> Iterator[Incident]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.chaos.forked import ForkedLab
-from tests.chaos.world import set_port
+from tests.chaos.world import set_first_link, set_port
 from tests.gameday.acts import Act, Incident, unsound
 from tests.gameday.jobrun import JobRun
 from tests.gameday.parties import CONTROLLERS, SWITCHES
@@ -30,7 +30,7 @@ _BLOCK: Final = bytes(1 << 12)
 
 @dataclass
 class Ground:
-    """A lab with two jobs and two controllers."""
+    """A lab with its jobs and two controllers."""
 
     lab: ForkedLab
     crew: Crew
@@ -42,7 +42,7 @@ class Ground:
         for name in CONTROLLERS:
             argv = [*CHECKMATE, "run", "--standby", "--no-view", "--metrics", self.metrics_of(name)]
             argv += ["--events", str(self.lab.directory / f"events-{name}")]
-            files = [self.lab.job_file_of(job) for job in self.lab.topology.jobs]
+            files = [self.lab.job_file_of(job) for job in self.lab.topology.jobs if job.switches]
             self.controllers[name] = self.crew.start(name, CONTROLLER, [*argv, *files])
         self.crew.wait(lambda: self.primary() is not None, "a controller to serve", 60)
 
@@ -150,15 +150,13 @@ class Acting:
     def _down(self, act: Act) -> Callable[[], None]:
         lab = self._ground.lab
         if act.node is not None:
-            nic = self._ground.jobs[act.job].world.topology.shadow_nodes[act.node].interfaces[0]
-            switch, port = nic.switch, nic.port
-        else:
-            near, far = act.who.split("-")
-            switch, port = next(
-                (near, own_port) for own_port, far_end, _ in lab.topology.links_at(near) if far_end == far
-            )
-        set_port(lab, switch, port, up=False)
-        return lambda: set_port(lab, switch, port, up=True)
+            host = self._ground.jobs[act.job].world.topology.shadow_nodes[act.node]
+            set_first_link(lab, host, up=False)
+            return lambda: set_first_link(lab, host, up=True)
+        near, far = act.who.split("-")
+        port = next(own_port for own_port, far_end, _ in lab.topology.links_at(near) if far_end == far)
+        set_port(lab, near, port, up=False)
+        return lambda: set_port(lab, near, port, up=True)
 
     def _fill(self, act: Act) -> Callable[[], None]:
         world = self._ground.jobs[act.job].world

@@ -1,4 +1,4 @@
-"""Who takes part in a game day: three switches, two jobs, two controllers. Pure."""
+"""Who takes part in a game day: three switches, three jobs, two controllers. Pure."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ class Party:
     def scenario(self, seed: int) -> Scenario:
         """Return what the chaos harness trains."""
         return Scenario(seed, self.model, self.network)
+
+    @property
+    def by_switch(self) -> bool:
+        """Whether the switches copy its gradients, and not its hosts."""
+        return self.network.copies == "switch"
 
     @property
     def nodes(self) -> range:
@@ -62,7 +67,15 @@ HSDP: Final = Party(
     ModelSpec(parts=("dropout", "embedding"), schedule="lambda", iterations=ENDLESS, pause=PAUSE),
     NetworkSpec(shards=2, switches=3, nodes=(1, 1), replicas=2, every=CHECKPOINT_INTERVAL),
 )
-PARTIES: Final[Mapping[str, Party]] = MappingProxyType({party.name: party for party in (DDP, HSDP)})
+FSDP: Final = Party(
+    "fsdp",
+    ModelSpec(parts=("dropout", "norm"), schedule="step", clip=0.5, iterations=ENDLESS, pause=PAUSE),
+    NetworkSpec(
+        ranks=1, shards=2, switches=0, nodes=(1, 1), replicas=2, every=CHECKPOINT_INTERVAL, copies="host"
+    ),
+)
+"""Its hosts copy gradients, so it needs none of the switches and controllers."""
+PARTIES: Final[Mapping[str, Party]] = MappingProxyType({party.name: party for party in (DDP, HSDP, FSDP)})
 SWITCHES: Final = ("tor0", "tor1", "tor2")
 CABLES: Final = ("tor0-tor1", "tor1-tor2")
 CONTROLLERS: Final = ("ctl0", "ctl1")
@@ -70,5 +83,7 @@ CONTROLLERS: Final = ("ctl0", "ctl1")
 
 def lab(name: str) -> Topology:
     """Return the lab, whose first job has the lab's name."""
-    names = {DDP.name: name, HSDP.name: HSDP.name}
-    return together({names[party.name]: party.network.topology() for party in PARTIES.values()})
+    names = [name, *[*PARTIES][1:]]
+    return together(
+        {name: party.network.topology() for name, party in zip(names, PARTIES.values(), strict=True)}
+    )

@@ -100,7 +100,7 @@ class GameDay:
         self._began = self._clock = 0.0
 
     def run(self, incidents: Iterator[Incident], minutes: float) -> None:
-        """Run incidents until the time is over, then let both jobs end, and judge."""
+        """Run incidents until the time is over, then let all jobs end, and judge."""
         self._begin()
         while not self._problems() and self._now() < 60 * minutes:
             self._run_incident(next(incidents))
@@ -132,7 +132,7 @@ class GameDay:
             job.world.await_shadow_nodes()
             job.world.start_keeper()
             job.start()
-        self._until(self._is_well, "both jobs to train")
+        self._until(self._is_well, "all jobs to train")
         self._began, self._clock = time.monotonic(), time.time()
         self._start_prometheus()
 
@@ -155,7 +155,7 @@ class GameDay:
         news = {name: job.log.newest for name, job in self._jobs.items()}
 
         def well() -> bool:
-            """Return whether both jobs are well, and have trained and been saved since."""
+            """Return whether all jobs are well, and have trained and been saved since."""
             has_saved = all(job.world.newest() > newest_before[name] for name, job in self._jobs.items())
             trained = all(job.log.newest > news[name] for name, job in self._jobs.items())
             return has_saved and trained and self._is_well()
@@ -170,7 +170,7 @@ class GameDay:
     def _end_training(self) -> None:
         for job in self._jobs.values():
             job.finish()
-        self._until(lambda: all(job.is_over for job in self._jobs.values()), "both jobs to end")
+        self._until(lambda: all(job.is_over for job in self._jobs.values()), "all jobs to end")
         for name, job in self._jobs.items():
             self._outcome.resumes[name] = job.resumes
             self._outcome.iterations[name] = job.log.newest + 1
@@ -190,7 +190,7 @@ class GameDay:
         self._outcome.problems += judge(self._outcome.expected, self._outcome.alarms)
 
     def _compare(self) -> None:
-        """Train both jobs undisturbed, in turn, and compare all iterations."""
+        """Train all jobs undisturbed, in turn, and compare all iterations."""
         for name, job in self._jobs.items():
             self._say(name, f"{job.log.newest + 1} iterations undisturbed")
             job.start_reference()

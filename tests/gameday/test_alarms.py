@@ -13,7 +13,7 @@ from tests.gameday.prometheus import spans
 from tests.gameday.rules import Delays, delays, faster, seconds
 
 DELAYS = delays(faster(shipped()))
-NAMES = {"ddp": "lab", "hsdp": "hsdp"}
+NAMES = {"ddp": "lab", "hsdp": "hsdp", "fsdp": "fsdp"}
 
 
 def alert_texts(*acts: Act) -> tuple[set[str], set[str]]:
@@ -67,6 +67,12 @@ def test_a_node_that_is_away_misses_copies_if_its_job_trains() -> None:
         {copies_lost},
     )
     assert alert_texts(Act(0, "kill", "ddp.shadow2", 12), Act(1, "kill", "hsdp.rank0"))[0] == {copies_lost}
+
+
+def test_a_node_to_which_hosts_copy_may_be_slow_and_no_switch_counts_what_it_misses() -> None:
+    may = {"CheckmateIterationsLeftOut(job fsdp, node 1)", "CheckmateStepsWait(job fsdp, node 1)"}
+    assert alert_texts(Act(0, "kill", "fsdp.shadow1", 12)) == (set(), may)
+    assert alert_texts(Act(0, "stall", "fsdp.shadow1", 5)) == (set(), may)
 
 
 def test_a_shard_without_holder() -> None:

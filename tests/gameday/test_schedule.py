@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from tests.gameday.acts import SEEDED, Act, Incident, lost_shards, together_down, unsound
 from tests.gameday.draw import OF_A_JOB, OF_THE_FABRIC, schedule
-from tests.gameday.parties import CABLES, CONTROLLERS, DDP, HSDP, PARTIES, SWITCHES, lab
+from tests.gameday.parties import CABLES, CONTROLLERS, DDP, FSDP, HSDP, PARTIES, SWITCHES, lab
 
 KINDS = len(OF_A_JOB) + len(OF_THE_FABRIC)
 
 
 def parts() -> set[str]:
     """Return all that an act may be about."""
-    topology_of_both = lab("gameday")
+    topology_of_all = lab("gameday")
     names = {*SWITCHES, *CABLES, *CONTROLLERS, "primary"}
-    for party, topology in zip(PARTIES.values(), topology_of_both.jobs, strict=True):
+    for party, topology in zip(PARTIES.values(), topology_of_all.jobs, strict=True):
         names |= {f"{party.name}.{rank.name}" for rank in topology.ranks}
         names |= {f"{party.name}.shadow{node.number}" for node in topology.shadow_nodes}
         names |= {f"{party.name}.disk", f"{party.name}.events"}
@@ -67,6 +67,7 @@ def test_a_shard_is_lost_from_the_death_of_its_last_holder_until_one_is_seeded()
     assert lost_shards(acts, "hsdp", 2) == []
     both = [Act(0, "kill", f"hsdp.shadow{node}", 2.0) for node in HSDP.nodes]
     assert lost_shards(both, "hsdp", 0) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert FSDP.shards() == HSDP.shards()
     stalls = [Act(0, "stall", f"hsdp.shadow{node}", 2.0) for node in HSDP.nodes]
     assert lost_shards(stalls, "hsdp", 0) == []
 
@@ -80,20 +81,22 @@ def test_a_rank_that_dies_before_the_holders_needs_no_disk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "ddp", "hsdp"),
+    ("act", "ddp", "hsdp", "fsdp"),
     [
-        (Act(0, "kill", "ddp.shadow2", 1), {2}, set()),
-        (Act(0, "down", "hsdp.shadow1", 1), set(), {1}),
-        (Act(0, "stall", "ddp.shadow2", 1), set(), set()),
-        (Act(0, "kill", "ddp.rank0"), set(), set()),
-        (Act(0, "kill", "tor2", 1), {0, 1, 2}, {0, 1}),
-        (Act(0, "down", "tor0-tor1", 1), {0, 1, 2}, {0, 1}),
-        (Act(0, "kill", "ctl0", 1), set(), set()),
-        (Act(0, "fill", "ddp.disk", 1), set(), set()),
+        (Act(0, "kill", "ddp.shadow2", 1), {2}, set(), set()),
+        (Act(0, "down", "hsdp.shadow1", 1), set(), {1}, set()),
+        (Act(0, "down", "fsdp.shadow1", 1), set(), set(), {1}),
+        (Act(0, "stall", "ddp.shadow2", 1), set(), set(), set()),
+        (Act(0, "kill", "ddp.rank0"), set(), set(), set()),
+        (Act(0, "kill", "tor2", 1), {0, 1, 2}, {0, 1}, set()),
+        (Act(0, "down", "tor0-tor1", 1), {0, 1, 2}, {0, 1}, set()),
+        (Act(0, "kill", "ctl0", 1), set(), set(), set()),
+        (Act(0, "fill", "ddp.disk", 1), set(), set(), set()),
     ],
 )
-def test_who_may_lose_state(act: Act, ddp: set[int], hsdp: set[int]) -> None:
-    assert (unsound([act], "ddp"), unsound([act], "hsdp")) == (ddp, hsdp)
+def test_who_may_lose_state(act: Act, ddp: set[int], hsdp: set[int], fsdp: set[int]) -> None:
+    """Hosts that copy gradients lose nothing by switches."""
+    assert [unsound([act], job) for job in ("ddp", "hsdp", "fsdp")] == [ddp, hsdp, fsdp]
 
 
 def test_when_all_of_some_are_down_at_once() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from checkmate import state
+from checkmate.job import host_copies
 from checkmate.job.schema import Job
 from checkmate.job.validation import data_of, of_data
 from checkmate.nodes.other_ranks import job_ranks
@@ -24,10 +27,12 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow.logic import starts
 from checkmate.shadow.process import Serving
 from checkmate.shadow.receive.connect import StreamError
-from checkmate.shadow.service import ServeError
+from checkmate.shadow.receive.part_listener import MOST_BUFFER
+from checkmate.shadow.service import ServeError, records_listener
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 from testbed.copies import Copies, local_job
+from testbed.ports import free_port
 from testbed.record_line import RecordLine
 from testbed.small_training import RUN, SHAPES, START, SmallTraining, status
 from tests.support.labs.end_hosts import needs_buffers
@@ -49,6 +54,24 @@ def expect_refusal(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
     assert isinstance(info.value, grpc.Call)
     assert info.value.code() == code
     assert message in str(info.value.details())
+
+
+def test_a_node_that_is_stopped_takes_records_into_its_kernel() -> None:
+    """With copies by hosts, buffers are what any user may have, and not what the kernel begins with."""
+    port = free_port()
+    data = {
+        "job": "mine",
+        "copies": "host",
+        "ranks": 2,
+        "shadow_nodes": [{"id": 0, "mgmt": f"127.0.0.1:{port - 1}", "records": f"127.0.0.1:{port}"}],
+    }
+    job, _ = host_copies.read(data)
+    assert job is not None
+    with records_listener(job, 0, None) as listener, socket.create_connection(("127.0.0.1", port)):
+        accepted, _ = listener.accept()
+        most = int(Path("/proc/sys/net/core/rmem_max").read_text())
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == min(MOST_BUFFER, 2 * most)
 
 
 def test_a_nic_that_is_not_this_machines_is_named() -> None:

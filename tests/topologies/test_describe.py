@@ -88,6 +88,48 @@ def meshed_labs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@st.composite
+def bridge_labs(draw: st.DrawFn) -> dict[str, Any]:
+    """Return a lab with copies by hosts, with a mesh or without."""
+    hosts, ranks_of_host = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    replicas = draw(st.integers(1, 3))
+    shards = draw(st.sampled_from([d for d in range(1, 17) if hosts * ranks_of_host % d == 0]))
+    mesh = {"dp_replicate": hosts * ranks_of_host // shards, "dp_shard": shards}
+    return {
+        "title": "drawn",
+        "copies": "host",
+        "replicas": replicas,
+        "hosts": hosts,
+        "gpus_per_host": ranks_of_host,
+        **({"mesh": mesh} if shards > 1 or draw(st.booleans()) else {}),
+        "shadow_nodes": draw(st.integers(replicas, 6)),
+    }
+
+
+@settings(max_examples=60)
+@given(data=bridge_labs())
+def test_a_lab_without_switches_has_the_groups_of_its_job(
+    data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    topology, folder = build("drawn", data), tmp_path_factory.mktemp("lab")
+    files = job_files.files(topology, "drawn", "softswitch")
+    assert {*files} == {job_files.JOB_FILE, job_files.TOPOLOGY_FILE}
+    folder.joinpath(job_files.JOB_FILE).write_text(files[job_files.JOB_FILE])
+    (job,) = read_jobs([folder / job_files.JOB_FILE])
+    assert (job.copies, job.replicas, job.fabric.switches) == ("host", data["replicas"], ())
+    assert [([rank.rank for rank in group.ranks], group.shadow_nodes) for group in job.dp_groups] == [
+        ([rank.number for rank in group.ranks], group.shadow_nodes) for group in topology.groups
+    ]
+    assert [host.name for host in topology.trainers] == [f"host{i}" for i in range(data["hosts"])]
+    assert not any(host.interfaces for host in topology.hosts)
+    command = torchrun.command(topology, topology.trainers[-1], ["train.py"])
+    assert f"--nproc-per-node={data['gpus_per_host']}" in command
+    text = picture.picture(topology)
+    assert all(f" {host.name}" in text for host in topology.hosts)
+    steps = picture.next_steps(topology, "drawn", "job.yaml")
+    assert "-- checkmate run" not in steps and " remove " not in steps and " status" in steps
+
+
 @settings(max_examples=60)
 @given(data=meshed_labs())
 def test_a_lab_has_the_groups_of_its_jobs_mesh(
@@ -138,6 +180,27 @@ def test_each_cable_end_is_there_once(data: dict[str, Any]) -> None:
     managed = Counter([*(h.mgmt for h in topology.hosts), *(s.mgmt for s in topology.switches)])
     assert max([*addresses.values(), *managed.values()]) == 1
     assert len({n.mac for n in nics}) == len(nics)
+
+
+def test_a_job_with_copies_by_hosts_may_be_beside_jobs_with_switches(tmp_path: Path) -> None:
+    first = {
+        "title": "the first",
+        "switches": ["a"],
+        "dp_groups": [{"ranks": ["a", "a"]}],
+        "shadow_nodes": [["a"]],
+    }
+    by_hosts = {"title": "the second", "copies": "host", "hosts": 2, "shadow_nodes": 1}
+    third = {"title": "the third", "dp_groups": [{"ranks": ["a", "a"]}], "shadow_nodes": [["a"]]}
+    lab = describe.together({"one": first, "two": by_hosts, "three": third})
+    assert [job.copies for job in lab.jobs] == ["switch", "host", "switch"]
+    assert lab.jobs[2].switches == lab.switches and lab.switches[0].ports == 6
+    for content in job_files.files(lab, "one", "softswitch").items():
+        tmp_path.joinpath(content[0]).write_text(content[1])
+    jobs = read_jobs([tmp_path / "job.yaml", tmp_path / "three.yaml"])
+    assert set(plan(jobs)) == {"a"}
+    (by_hosts_job,) = read_jobs([tmp_path / "two.yaml"])
+    assert by_hosts_job.shadow_nodes[0].mgmt == f"{lab.host('b_shadow0').mgmt}:7000"
+    assert len({host.mgmt for host in lab.hosts}) == len(lab.hosts)
 
 
 def test_jobs_beside_each_other_share_switches_and_nothing_else(tmp_path: Path) -> None:
@@ -242,7 +305,7 @@ def test_what_to_try_leads_to_a_protected_training(name: str) -> None:
     lines = picture.next_steps(topology, "mine", "/jobs/job.yaml").splitlines()
     assert len(lines) < 20
     assert lines[2].endswith(" lab train mine")
-    assert "occupy a terminal" in lines[4]
+    assert "run and each shadow occupies a terminal" in lines[4]
     text = "\n".join(lines[5:])
     for number in range(len(topology.shadow_nodes)):
         assert f"lab exec mine shadow{number} -- " in text
@@ -259,6 +322,20 @@ def test_what_to_try_leads_to_a_protected_training(name: str) -> None:
     ]
     places = [text.index(word) for word in order]
     assert places == sorted(places)
+
+
+def test_picture_of_a_lab_without_switches() -> None:
+    assert picture.picture(load("ddp_hosts")) == "\n".join(
+        [
+            " host0 host1",
+            "    │     │",
+            "┌───┴─────┴───────────┐",
+            "│ mgmt, 172.31.0.0/16 │",
+            "└────┬───────┬────────┘",
+            "     │       │",
+            " shadow0 shadow1",
+        ]
+    )
 
 
 def test_many_shadow_nodes_do_not_make_the_list_long() -> None:
@@ -289,7 +366,7 @@ def test_what_to_try_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @settings(max_examples=60)
-@given(data=lab_files() | meshed_labs())
+@given(data=lab_files() | meshed_labs() | bridge_labs())
 def test_a_recorded_topology_is_the_same(data: dict[str, Any]) -> None:
     topology = build("kept", data)
     assert build("kept", job_files.topology_data(topology)) == topology
@@ -310,7 +387,8 @@ def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None
 
 
 def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
-    assert describe.names() == ["hsdp", "paper_testbed", "single_tor", "two_hosts", "two_stages", "two_tor"]
+    with_switches = ["hsdp", "paper_testbed", "single_tor", "two_hosts", "two_stages", "two_tor"]
+    assert describe.names() == ["ddp_hosts", "fsdp_hosts", *with_switches]
     single, two, paper = (load(name) for name in ("single_tor", "two_tor", "paper_testbed"))
     assert (len(single.ranks), [len(n.interfaces) for n in single.shadow_nodes]) == (4, [2, 2])
     assert [len(group.ranks) for group in paper.groups] == [6, 6]
@@ -325,6 +403,7 @@ def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
 def test_each_lab_trains_with_an_example_that_there_is() -> None:
     scripts = {name: load(name).script for name in describe.names()}
     assert all(flag == "-m" and find_spec(module) for flag, module in scripts.values())
+    assert scripts["ddp_hosts"] == scripts["single_tor"] and scripts["fsdp_hosts"] == scripts["hsdp"]
     assert {scripts["hsdp"][1], scripts["two_stages"][1]} == {
         "checkmate.examples.hsdp",
         "checkmate.examples.pipeline",
@@ -350,6 +429,22 @@ def test_a_lab_trains_the_example_that_suits_its_groups(changes: dict[str, Any],
     assert build("x", topology_data(lab)).example == example
     steps = picture.next_steps(lab, "x", "job.yaml")
     assert ("none of Checkmate's examples trains such groups" in steps) == (example is None)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "example"),
+    [
+        ({"dp_replicate": 4}, "gpt.train"),
+        ({"dp_shard": 4}, "hsdp"),
+        ({"dp_replicate": 2, "dp_shard": 2}, None),
+        ({"pp": 2, "dp_replicate": 2}, None),
+    ],
+)
+def test_a_lab_without_switches_trains_the_example_that_suits(
+    mesh: dict[str, int], example: str | None
+) -> None:
+    lab = build("x", {"title": "a lab", "copies": "host", "hosts": 4, "mesh": mesh, "shadow_nodes": 1})
+    assert lab.example == example
 
 
 @pytest.mark.parametrize("name", ["nowhere", "missing.yaml"])

@@ -133,6 +133,32 @@ def test_a_fault_is_told_alone_with_its_place(change: dict[str, Any], path: str,
     assert words in message
 
 
+BRIDGED: dict[str, Any] = {"title": "x", "copies": "host", "hosts": 2, "shadow_nodes": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "words"),
+    [
+        ({"copies": "hosts"}, "copies", "must be 'switch' or 'host', not 'hosts'"),
+        ({"switches": ["tor"]}, "switches", "is for labs with switches (copies: switch): remove it"),
+        ({"dp_groups": [{"hosts": [0, 1]}]}, "dp_groups", "is for labs with switches"),
+        ({"hosts": [["tor"]]}, "hosts", "must be a whole number"),
+        ({"hosts": 0}, "hosts", "must be from 1 to 150, not 0"),
+        ({"hosts": 50, "gpus_per_host": 4}, "hosts", "at most 150 ranks, not 200"),
+        ({"mesh": {"dp_shard": 4}}, "mesh", "has 4 ranks, but 2 hosts with gpus_per_host: 1 have 2"),
+        ({"replicas": 3}, "replicas", "3 replicas need as many shadow nodes; the lab has 2"),
+        ({"shadow_nodes": 17}, "shadow_nodes", "at most 16 shadow nodes, not 17"),
+        ({"hots": 2}, "hots", "unknown key; did you mean hosts?"),
+    ],
+)
+def test_a_fault_of_a_lab_without_switches(change: dict[str, Any], path: str, words: str) -> None:
+    with pytest.raises(BadTopology) as excinfo:
+        build("bad", BRIDGED | change)
+    faults = {fault.path: fault.message for fault in excinfo.value.faults}
+    assert words in faults[path]
+    assert len(faults) == 1 or change == {"copies": "hosts"}
+
+
 @pytest.mark.parametrize("name", ["ctl", "cables", "rank1", "shadow"])
 def test_names_that_the_lab_needs_are_no_switch(name: str) -> None:
     faults = faults_of({"switches": ["tor0", "tor1", name], "links": [RING, ["tor0", name]]})

@@ -90,6 +90,21 @@ def test_the_mesh_of_shards_follows_the_dp_groups(ranks: RankProcesses, tmp_path
         assert "with part 1 of 2, but the ranks of a DP group have replicas of one part" in error
 
 
+def test_with_copies_by_hosts_shards_alone_are_no_mesh_of_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would reduce over the replicas, each of which would train a model of its own."""
+    nodes = [{"id": 0, "mgmt": "shadow0:7000"}]
+    data = {"job": "x", "copies": "host", "mesh": {"dp_replicate": 2, "dp_shard": 2}, "shadow_nodes": nodes}
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    monkeypatch.setenv("CHECKMATE_JOB", str(file))
+    with pytest.raises(
+        SessionError, match=r'both dimensions, .*job_mesh\("cpu"\)\["dp_replicate", "dp_shard"\]'
+    ):
+        checkmate.shard_mesh("cpu")
+
+
 def add_factor(rank: int, count: int, file: str) -> str:
     """Return the error if only some replicas have a factor."""
     os.environ["CHECKMATE_JOB"] = file

@@ -39,7 +39,7 @@ def files(topology: Topology, lab: str, target: Target) -> dict[str, str]:
     """Return the text of each YAML file of a lab, by the file's name."""
     title = f"{topology.name}: {topology.title}"
     data = {
-        FABRIC_FILE: fabric(topology, target),
+        **({FABRIC_FILE: fabric(topology, target)} if topology.switches else {}),
         TOPOLOGY_FILE: topology_data(topology),
         JOB_FILE: job(topology, lab),
         **{file_beside(beside): job(beside, beside.name) for beside in topology.beside},
@@ -59,7 +59,9 @@ def fabric(topology: Topology, target: Target) -> dict[str, Any]:
 
 
 def job(topology: Topology, name: str) -> dict[str, Any]:
-    """Return the job of a lab, as data of a job file that refers to the fabric file beside it."""
+    """Return the job of a lab, as data of a job file, which refers to the fabric file beside it, if any."""
+    if topology.copies == "host":
+        return _job_by_hosts(topology, name)
     hosts = [_host(host) for host in topology.trainers] if topology.shared else []
     return {
         "job": name,
@@ -73,8 +75,16 @@ def job(topology: Topology, name: str) -> dict[str, Any]:
     }
 
 
+def _job_by_hosts(topology: Topology, name: str) -> dict[str, Any]:
+    ranks = {"ranks": len(topology.ranks)} if topology.mesh is None else {"mesh": asdict(topology.mesh)}
+    nodes = [{"id": node.number, "mgmt": f"{node.mgmt}:{SHADOW_MGMT_PORT}"} for node in topology.shadow_nodes]
+    return {"job": name, "copies": "host", "replicas": topology.replicas, **ranks, "shadow_nodes": nodes}
+
+
 def topology_data(topology: Topology) -> dict[str, Any]:
     """Return a topology as data of its YAML, from which `build` makes an equal one."""
+    if topology.copies == "host":
+        return _topology_data_by_hosts(topology)
     hosts = [[nic.switch for nic in host.interfaces] for host in topology.trainers] if topology.shared else []
     return {
         "title": topology.title,
@@ -87,6 +97,20 @@ def topology_data(topology: Topology) -> dict[str, Any]:
         **({"hosts": hosts} if hosts else {}),
         **(_mesh(topology) or {"dp_groups": [_group_data(group, hosts) for group in topology.groups]}),
         "shadow_nodes": [[nic.switch for nic in node.interfaces] for node in topology.shadow_nodes],
+    }
+
+
+def _topology_data_by_hosts(topology: Topology) -> dict[str, Any]:
+    hosts = len(topology.trainers)
+    return {
+        "title": topology.title,
+        "copies": "host",
+        "example": topology.example,
+        "replicas": topology.replicas,
+        "hosts": hosts,
+        "gpus_per_host": len(topology.ranks) // hosts,
+        **({} if topology.mesh is None else {"mesh": asdict(topology.mesh)}),
+        "shadow_nodes": len(topology.shadow_nodes),
     }
 
 

@@ -20,8 +20,8 @@ from topologies.describe import lab_mesh
 Example = Literal["gpt.train", "hsdp", "pipeline"]
 """A script of `checkmate.examples` that trains in labs with such groups."""
 
-_RANKS_MAX: Final = 150
-_SHARDS_MAX: Final = 16
+RANKS_MAX: Final = 150
+SHARDS_MAX: Final = 16
 _WORDS: Final = {
     "string_too_short": "must describe the lab in a few words",
     "string_pattern_mismatch": "must be a switch's name: up to 12 of a-z and 0-9, a letter first",
@@ -37,25 +37,27 @@ class GroupFile(Frozen):
     `ranks` has the switch of each, whose host is its own; or else `hosts` has the number of its host.
     """
 
-    ranks: Annotated[tuple[_SwitchName, ...], items(2, _RANKS_MAX)] | None = None
-    hosts: Annotated[tuple[_NodeNumber, ...], items(2, _RANKS_MAX)] | None = None
-    shadow_nodes: Annotated[tuple[_NodeNumber, ...], items(1, _SHARDS_MAX)] | None = None
+    ranks: Annotated[tuple[_SwitchName, ...], items(2, RANKS_MAX)] | None = None
+    hosts: Annotated[tuple[_NodeNumber, ...], items(2, RANKS_MAX)] | None = None
+    shadow_nodes: Annotated[tuple[_NodeNumber, ...], items(1, SHARDS_MAX)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabFile(Frozen):
-    """The whole file, as docs/lab.md describes it."""
+    """The whole file of a lab with switches, as docs/lab.md describes it."""
 
     title: Annotated[str, items(1)]
+    copies: Literal["switch", "host"] = "switch"
+    """With `host`, the file is another one (`host_copies`)."""
     example: Example | None = None
     channels: Annotated[int, whole(1, 8)] = 1
-    replicas: Annotated[int, whole(1, _SHARDS_MAX)] = 1
+    replicas: Annotated[int, whole(1, SHARDS_MAX)] = 1
     collective: Collective = "ring"
     switches: Annotated[tuple[_SwitchName, ...], items(1, 50)]
     links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], at_most(150)] = ()
     hosts: Annotated[
         tuple[Annotated[tuple[_SwitchName, ...], items(1, 8)], ...],
-        at_most(_RANKS_MAX),
+        at_most(RANKS_MAX),
     ] = ()
     mesh: Mesh | None = None
     gpus_per_host: Annotated[int, whole(1, GPUS_MOST)] | None = None
@@ -97,8 +99,8 @@ def _between(raw: dict[str, Any], reserved: Collection[str]) -> Iterator[Fault]:
         yield from () if meshed else _placed(raw, len(hosts))
         if top.fields.get("collective") == "nccl":
             yield from _descending(raw)
-        if sum(map(len, hosts)) > _RANKS_MAX:
-            yield Fault(("hosts",), f"a lab's hosts have at most {_RANKS_MAX} NICs together")
+        if sum(map(len, hosts)) > RANKS_MAX:
+            yield Fault(("hosts",), f"a lab's hosts have at most {RANKS_MAX} NICs together")
     nodes = raw.get("shadow_nodes")
     if isinstance(nodes, list) and nodes:
         for group in parts(raw, GroupFile, "dp_groups"):
@@ -171,8 +173,8 @@ def _too_many_ranks(raw: dict[str, Any]) -> Iterator[Fault]:
     from_groups = [group.get(key) or () for group in groups for key in ("ranks", "hosts")]
     from_mesh = [group["ranks"] for group in lab_mesh.groups_of(raw)[0]]
     for key, members in (("dp_groups", from_groups), ("mesh", from_mesh)):
-        if (ranks := sum(map(len, members))) > _RANKS_MAX:
-            yield Fault((key,), f"a lab has at most {_RANKS_MAX} ranks in all groups together, not {ranks}")
+        if (ranks := sum(map(len, members))) > RANKS_MAX:
+            yield Fault((key,), f"a lab has at most {RANKS_MAX} ranks in all groups together, not {ranks}")
 
 
 def _placed(raw: dict[str, Any], hosts: int) -> Iterator[Fault]:
@@ -229,7 +231,7 @@ def _shadow_list(group: Path, members: Sequence[int] | None, nodes: int, replica
     if holders and replicas > holders:
         has = f"{show_path(group)} has {holders}"
         yield Fault(("replicas",), f"{counted(replicas, 'replica')} need as many shadow nodes; {has}")
-    if members is None and nodes > _SHARDS_MAX:
+    if members is None and nodes > SHARDS_MAX:
         yield Fault(
-            path, f"a DP group has at most {_SHARDS_MAX} shadow nodes, not {nodes}; list the ones it uses"
+            path, f"a DP group has at most {SHARDS_MAX} shadow nodes, not {nodes}; list the ones it uses"
         )

@@ -19,7 +19,8 @@ from checkmate.job.fields import Collective
 from checkmate.job.schema import Mesh
 from checkmate.job.validation import data_of
 from checkmate.job.yaml_lines import JobError, Located, read_document
-from topologies.describe import lab_file, lab_mesh
+from topologies.describe import host_copies, lab_file, lab_mesh
+from topologies.describe.host_copies import BridgeLabFile
 from topologies.describe.lab_file import Example, LabFile
 
 FOLDER: Final = Path(__file__).parent.parent
@@ -156,6 +157,11 @@ class Topology:
     """Further jobs on the same switches, with hosts of their own (`together`)."""
 
     @property
+    def copies(self) -> Literal["switch", "host"]:
+        """What copies gradients to shadow nodes: hosts, if all hang on the management network's bridge."""
+        return "switch" if self.switches else "host"
+
+    @property
     def jobs(self) -> tuple[Topology, ...]:
         """This job, and those beside it."""
         return (self, *self.beside)
@@ -217,43 +223,56 @@ def load(name: str) -> Topology:
         document = read_document(file, "title: and switches:")
     except JobError as error:
         raise BadTopology(error.faults) from None
-    return _Builder(_validated(document.data, document.locate)).build(file.stem)
+    return _builder(document.data, document.locate).build(file.stem)
 
 
 def build(name: str, data: object) -> Topology:
     """Return a lab from the data of its YAML; raise `BadTopology` with every fault in it."""
-    return _Builder(_read(name, data)).build(name)
+    return _builder(data, _located(name)).build(name)
 
 
 def together(jobs: Mapping[str, Mapping[str, Any]]) -> Topology:
     """Return the lab of the first job, with the others beside it on its switches; names of jobs are the keys.
 
-    `jobs` are data of YAML. Only the first has `switches` and `links`. Names of the second one's hosts begin
-    with `b_`, of the third one's with `c_`. Raises `BadTopology` with every fault in one of them.
+    `jobs` are data of YAML. Only the first has `switches` and `links`; jobs with copies by hosts have none.
+    Names of the second one's hosts begin with `b_`, of the third one's with `c_`. Raises `BadTopology` with
+    every fault in one of them.
     """
     (name, first), *beside = jobs.items()
     shared = {key: first[key] for key in ("switches", "links") if key in first}
-    main = [_Builder(_read(name, first))]
-    topologies = [main[0].build(name)]
+    main = _builder(first, _located(name))
+    topologies = [main.build(name)]
     for number, (name, data) in enumerate(beside, start=1):
-        earlier = tuple(host for topology in topologies for host in topology.hosts)
-        prefix = f"{chr(ord('a') + number)}_"
-        builder = _Builder(_read(name, {**data, **shared}), main[0].used, earlier, prefix)
+        whole_data = data if host_copies.is_chosen(data) else {**data, **shared}
+        builder = _builder(whole_data, _located(name))
+        builder.used, builder.prefix = main.used, f"{chr(ord('a') + number)}_"
+        builder.come_after(tuple(host for topology in topologies for host in topology.hosts))
         topologies.append(builder.build(name, cabled=topologies[0].links))
-    switches = topologies[-1].switches
-    whole = [replace(topology, switches=switches) for topology in topologies]
+    switches = main.switches()  # with the ports of all jobs
+    whole = [
+        replace(topology, switches=switches) if topology.switches else topology for topology in topologies
+    ]
     return replace(whole[0], beside=tuple(whole[1:]))
 
 
-def _read(name: str, data: object) -> LabFile:
-    return _validated(data, lambda fault: Located(Path(name), 0, show_path(fault.path), fault.message))
+def _located(name: str) -> Callable[[Fault], Located]:
+    return lambda fault: Located(Path(name), 0, show_path(fault.path), fault.message)
 
 
-def _validated(data: object, locate: Callable[[Fault], Located]) -> LabFile:
-    lab, faults = lab_file.read(data, reserved=(CONTROLLER, CABLES))
-    if lab is None:
+def _builder(data: object, locate: Callable[[Fault], Located]) -> _Builder:
+    """Return the builder of a lab with switches or without; raise `BadTopology` with every fault."""
+    bridged: BridgeLabFile | None = None
+    switched: LabFile | None = None
+    if host_copies.is_chosen(data):
+        bridged, faults = host_copies.read(data)
+    else:
+        switched, faults = lab_file.read(data, reserved=(CONTROLLER, CABLES))
+    if faults:
         raise BadTopology(sorted(map(locate, faults), key=lambda fault: fault.line))
-    return lab
+    if bridged is not None:
+        return _BridgeBuilder(bridged)
+    assert switched is not None
+    return _SwitchBuilder(switched)
 
 
 def _example(groups: Sequence[LabGroup], mesh: Mesh | None) -> Example | None:
@@ -271,27 +290,76 @@ def _example(groups: Sequence[LabGroup], mesh: Mesh | None) -> Example | None:
 
 @dataclass
 class _Builder:
-    """Builder of a topology, which allocates ports in the order of requests.
+    """Builder of a topology, whose hosts get names and addresses in the order of requests.
 
-    `used` has ports, and `earlier` hosts, of jobs that are there before; `prefix` is for names of hosts.
+    `used` has the ports of each switch that are taken; `prefix` is for names of hosts.
     """
 
-    lab: LabFile
-    used: dict[str, int] = field(default_factory=dict)
-    earlier: tuple[LabHost, ...] = ()
-    prefix: str = ""
-    nics: int = field(init=False)
+    used: dict[str, int] = field(default_factory=dict, kw_only=True)
+    prefix: str = field(default="", kw_only=True)
+    earlier: tuple[LabHost, ...] = field(default=(), kw_only=True)
+    """Hosts of jobs that are there before."""
+    nics: int = field(default=0, kw_only=True)
     """Training NICs so far."""
 
-    def __post_init__(self) -> None:
-        self.nics = sum(len(host.interfaces) for host in self.earlier if host.role == "rank")
+    def come_after(self, hosts: tuple[LabHost, ...]) -> None:
+        """Leave the addresses of these hosts to them."""
+        self.earlier = hosts
+        self.nics = sum(len(host.interfaces) for host in hosts if host.role == "rank")
+
+    def build(self, name: str, cabled: tuple[Link, ...] | None = None) -> Topology:
+        """Return the topology; `cabled` are its links if they have ports already."""
+        raise NotImplementedError
+
+    def switches(self) -> tuple[SwitchNode, ...]:
+        """Return the switches, with the ports that are taken so far."""
+        return ()
 
     def port(self, switch: str) -> int:
         self.used[switch] = self.used.get(switch, 0) + 1
         return self.used[switch]
 
+    def trainer(self, name: str, number: int, switches: tuple[str, ...]) -> LabHost:
+        """Return a training host with a NIC at each of these switches."""
+        nics = []
+        for index, switch in enumerate(switches):
+            self.nics += 1
+            mac = f"02:00:00:00:01:{self.nics:02x}"
+            nics.append(
+                Interface(f"data{index}", DATA_NET[0x100 + self.nics], mac, switch, self.port(switch))
+            )
+        # Starting at 101, addresses sort as text in numerical order; torchrun sorts them as text.
+        mgmt = MGMT_NET[0x100 + self.before("rank") + number + 101]
+        return LabHost(f"{self.prefix}{name}", "rank", number, mgmt, tuple(nics))
+
+    def shadow(self, node: int, nics: tuple[str, ...]) -> LabHost:
+        place = self.before("shadow") + node
+        interfaces = tuple(
+            Interface(
+                f"data{i}",
+                DATA_NET[0x200 + 2 * place + i + 1],
+                f"02:00:00:00:02:{2 * place + i + 1:02x}",
+                switch,
+                self.port(switch),
+            )
+            for i, switch in enumerate(nics)
+        )
+        name = f"{self.prefix}shadow{node}"
+        return LabHost(name, "shadow", node, MGMT_NET[0x200 + place + 1], interfaces)
+
+    def before(self, role: str) -> int:
+        """Return the number of hosts of a role that there are before."""
+        return sum(host.role == role for host in self.earlier)
+
+
+@dataclass
+class _SwitchBuilder(_Builder):
+    """Builder of a lab with switches."""
+
+    lab: LabFile
+
     def build(self, name: str, cabled: tuple[Link, ...] | None = None) -> Topology:
-        """Return the topology; `cabled` are its links if they have ports already."""
+        """Return the topology, with the links' ports after those of hosts."""
         groups = tuple(self.meshed() if self.lab.mesh else self.placed() if self.lab.hosts else self.groups())
         shadows = tuple(self.shadow(node, nics) for node, nics in enumerate(self.lab.shadow_nodes))
         new = (Link((a, self.port(a)), (b, self.port(b))) for a, b in self.lab.links)
@@ -302,13 +370,17 @@ class _Builder:
             self.lab.channels,
             self.lab.replicas,
             self.lab.collective,
-            tuple(self.switch(index, switch) for index, switch in enumerate(self.lab.switches)),
+            self.switches(),
             links,
             groups,
             shadows,
             self.lab.mesh,
             self.lab.example or _example(groups, self.lab.mesh),
         )
+
+    def switches(self) -> tuple[SwitchNode, ...]:
+        """Return the switches, with the ports that are taken so far."""
+        return tuple(self.switch(index, switch) for index, switch in enumerate(self.lab.switches))
 
     def groups(self) -> Iterator[LabGroup]:
         """Yield groups whose ranks have a host each."""
@@ -345,38 +417,6 @@ class _Builder:
         """Return the hosts that the lab lists."""
         return [self.trainer(f"host{i}", i, switches) for i, switches in enumerate(self.lab.hosts)]
 
-    def trainer(self, name: str, number: int, switches: tuple[str, ...]) -> LabHost:
-        """Return a training host with a NIC at each of these switches."""
-        nics = []
-        for index, switch in enumerate(switches):
-            self.nics += 1
-            mac = f"02:00:00:00:01:{self.nics:02x}"
-            nics.append(
-                Interface(f"data{index}", DATA_NET[0x100 + self.nics], mac, switch, self.port(switch))
-            )
-        # Starting at 101, addresses sort as text in numerical order; torchrun sorts them as text.
-        mgmt = MGMT_NET[0x100 + self.before("rank") + number + 101]
-        return LabHost(f"{self.prefix}{name}", "rank", number, mgmt, tuple(nics))
-
-    def shadow(self, node: int, nics: tuple[str, ...]) -> LabHost:
-        place = self.before("shadow") + node
-        interfaces = tuple(
-            Interface(
-                f"data{i}",
-                DATA_NET[0x200 + 2 * place + i + 1],
-                f"02:00:00:00:02:{2 * place + i + 1:02x}",
-                switch,
-                self.port(switch),
-            )
-            for i, switch in enumerate(nics)
-        )
-        name = f"{self.prefix}shadow{node}"
-        return LabHost(name, "shadow", node, MGMT_NET[0x200 + place + 1], interfaces)
-
-    def before(self, role: str) -> int:
-        """Return the number of hosts of a role that there are before."""
-        return sum(host.role == role for host in self.earlier)
-
     def switch(self, index: int, name: str) -> SwitchNode:
         return SwitchNode(
             name,
@@ -385,4 +425,38 @@ class _Builder:
             DATA_NET[0x300 + index + 1],
             f"02:00:00:00:03:{index + 1:02x}",
             self.used.get(name, 0),
+        )
+
+
+@dataclass
+class _BridgeBuilder(_Builder):
+    """Builder of a lab with copies by hosts, which have no NICs but those of the management network."""
+
+    lab: BridgeLabFile
+
+    def build(self, name: str, cabled: tuple[Link, ...] | None = None) -> Topology:
+        """Return the topology, without switches and links."""
+        lab = self.lab
+        hosts = [self.trainer(f"host{number}", number, ()) for number in range(lab.hosts)]
+        groups = tuple(
+            LabGroup(tuple(LabRank(rank, hosts[rank // lab.gpus_per_host]) for rank in ranks), nodes)
+            for ranks, nodes in lab.groups()
+        )
+        mesh = None if lab.mesh is None else lab.whole_mesh
+        # The example of HSDP leaves the sum over replicas to the copies of a switch.
+        suitable = (
+            None if mesh is not None and min(mesh.dp_replicate, mesh.dp_shard) > 1 else _example(groups, mesh)
+        )
+        return Topology(
+            name,
+            lab.title,
+            channels=1,
+            replicas=lab.replicas,
+            collective="ring",
+            switches=(),
+            links=(),
+            groups=groups,
+            shadow_nodes=tuple(self.shadow(node, ()) for node in range(lab.shadow_nodes)),
+            mesh=mesh,
+            example=lab.example or suitable,
         )

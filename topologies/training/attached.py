@@ -17,7 +17,7 @@ from typing import Final
 from rich.console import Console
 
 from topologies import state
-from topologies.crew import TEMPORARY, Crew, Member, serving
+from topologies.crew import TEMPORARY, Crew, Member, controlled
 from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, LabError, LabHost
 from topologies.kernel import namespaces
 from topologies.kernel.namespaces import entered
@@ -162,8 +162,9 @@ def training_in(
         with StepProgress(console) as steps:
             steps("processes of an earlier training")
             _end_remains(lab)
-            steps("controller")
-            stack.enter_context(serving(crew, unless_served=True))
+            if lab.switches:
+                steps("controller")
+            stack.enter_context(controlled(crew, unless_served=True))
             steps("shadow nodes")
             job = JobProcesses(crew)
             job.start_shadow_nodes(without=[h for h in lab.topology.shadow_nodes if _serves(lab, h)])

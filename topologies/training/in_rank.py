@@ -75,7 +75,7 @@ class RankHooks:
             return restored
 
         def protecting(model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-            trained = model_of(model)
+            trained = model_of(model, named_job().copies, optimizer)
             self._state = lambda: {
                 "model": trained.inner.state_dict(),
                 "optimizer": optimizer.state_dict(),

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from topologies.crew import TEMPORARY, Crew, checkmate, serving
+from topologies.crew import TEMPORARY, Crew, checkmate, controlled
 from topologies.describe.job_files import Target
 from topologies.describe.topology import LabError, LabRank, Topology
 from topologies.lab import Lab
@@ -190,14 +190,14 @@ def training_lab(
     *,
     pinned: bool = True,
 ) -> Iterator[TrainingJob]:
-    """Yield a job in a new lab, with controller and, if needed, shadow nodes; training is not started.
+    """Yield a job in a new lab, with controller and shadow nodes if needed; training is not started.
 
     If `pinned`, trainers share one CPU, and all else shares another, if this machine has two for us.
     """
     usable = sorted(os.sched_getaffinity(0))
     trainers, other_cpus = ({usable[0]}, {usable[1]}) if pinned and len(usable) > 1 else (None, None)
     lab = Lab(topology, target, name=name, switch_cpus=other_cpus, progress=progress)
-    with lab, Crew(lab) as crew, serving(crew, cpus=other_cpus):
+    with lab, Crew(lab) as crew, controlled(crew, cpus=other_cpus):
         training = TrainingJob(crew, plan, folder, cpus=trainers, shadow_cpus=other_cpus)
         try:
             if plan.reduce == "checkmate":

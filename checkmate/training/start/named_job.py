@@ -58,7 +58,8 @@ def job_mesh(device_type: str) -> DeviceMesh:
     """Return the mesh of the job's ranks, whose parts are for `parallelize_module` and `fully_shard`.
 
     All ranks call it, once, because it makes process groups. `job_mesh("cuda")["dp_shard"]` is what
-    `shard_mesh` returns. Do not give `fully_shard` the dimension `dp_replicate`: Checkmate reduces over it.
+    `shard_mesh` returns. Give `fully_shard` the dimension `dp_replicate` only with copies by hosts: else
+    Checkmate reduces over it.
 
     Args:
         device_type: The devices of the ranks: `cuda` or `cpu`.
@@ -89,8 +90,14 @@ def shard_mesh(device_type: str) -> DeviceMesh:
         A mesh of one dimension, `dp_shard`.
 
     Raises:
-        SessionError: As `job_mesh`.
+        SessionError: As `job_mesh`; or nobody would reduce over the replicas, because hosts copy gradients.
     """
+    job = named_job()
+    if job.copies == "host" and any(len(group.ranks) > 1 for group in job.dp_groups):
+        raise SessionError(
+            f"job {job.job} has copies by hosts, with which FSDP itself reduces over the replicas: give "
+            f'fully_shard both dimensions, checkmate.job_mesh("{device_type}")["dp_replicate", "dp_shard"]'
+        )
     return job_mesh(device_type)["dp_shard"]
 
 
