@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,8 @@ from benchmarks.training import twins
 from checkmate.examples.gpt import train
 from checkmate.examples.gpt.model import Gpt
 from checkmate.output.consoles import progress, text_console
+from checkmate.state import local_of
+from checkmate.training.gradients.part_route import Channel
 from testbed.ports import free_port
 from topologies.training.record import TimedBlock
 
@@ -70,14 +74,18 @@ def measure() -> list[Result]:
         task = bar.add_task("copies by hosts", total=len(KINDS) * STARTS * TURNS)
         for kind in KINDS:
             blocks: dict[str, list[TimedBlock]] = {}
+            shares: list[float] = []
             for seed in range(STARTS):
                 before = int(bar.tasks[0].completed)
                 with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
                     race = _Race(Path(folder), kind, seed, cores)
                     timed = race.run(lambda turns: bar.update(task, completed=before + turns))  # noqa: B023
+                    shares.append(race.share())
                 for twin, more in timed.items():
                     blocks.setdefault(twin, []).extend(more)
             results += _results(kind, blocks)
+            title = f"{kind}: bytes sent for copies / bytes of gradients"
+            results.append(Figure(title, tuple(shares), "", 1.0, 1.01, smaller=True))
     return results
 
 
@@ -121,6 +129,14 @@ class _Race:
                 self._await(training, "ranks", is_over, _RUN_SECONDS)
         return twins.read(self._folder, RANKS, one_core=True)
 
+    def share(self) -> float:
+        """Return the bytes that all ranks gave their kernels for copies, for each byte of gradients."""
+        files = [json.loads((self._folder / f"bytes{rank}.json").read_text()) for rank in range(RANKS)]
+        gradients = [size for _, size in files]
+        # FSDP's ranks have a shard each, and DDP's all have the same gradients.
+        whole = sum(gradients) if "mesh" in KINDS[self._kind][1] else gradients[0]
+        return float(sum(written for written, _ in files) / whole)
+
     @contextlib.contextmanager
     def _process(self, name: str, arguments: Sequence[str], core: int) -> Iterator[subprocess.Popen[bytes]]:
         more = {"CHECKMATE_JOB": str(self._job), "CHECKMATE_INSECURE": "1", "OMP_NUM_THREADS": "1"}
@@ -152,11 +168,29 @@ class _Race:
 
 
 def main() -> None:
-    """Train one twin of each kind, and write the time of each turn to --out."""
+    """Train one twin of each kind; write the time of each turn, and the bytes of copies, to --out."""
     kind = sys.argv.pop(1)
     options = train.parse()
     dist.init_process_group("gloo")
-    twins.race(options, lambda: KINDS[kind][0](options), stock=True)
+    make, models = KINDS[kind][0], []
+    written = 0
+    write = Channel.write
+
+    def count(channel: Channel, data: memoryview) -> int:
+        nonlocal written
+        taken = write(channel, data)
+        written += taken
+        return taken
+
+    def make_twin() -> twins.GptTwin:
+        twin = make(options)
+        models.append(twin.model)
+        return twin
+
+    with mock.patch.object(Channel, "write", count):
+        turns = twins.race(options, make_twin, stock=True)
+    gradients = sum(local_of(parameter).nbytes for parameter in models[0].parameters())
+    (options.out / f"bytes{dist.get_rank()}.json").write_text(json.dumps([written, turns * gradients]))
     dist.destroy_process_group()
 
 

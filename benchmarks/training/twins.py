@@ -96,8 +96,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def race(options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool = False) -> None:
+def race(options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool = False) -> int:
     """Train one twin of each kind in turns, and write the time of each turn to `options.out`.
+
+    Return the number of turns, with those that are not timed.
 
     With `stock`, the others reduce as PyTorch does, so sums may differ in their last bits.
     """
@@ -120,6 +122,7 @@ def race(options: argparse.Namespace, make: Callable[[], Twin], *, stock: bool =
             if turn >= 0:
                 print(json.dumps(times), file=log, flush=True)
         print(json.dumps({_STANDING: _idle() - before}), file=log)
+    return _WARM_UP + int(options.iterations)
 
 
 def order(turn: int) -> Sequence[str]:

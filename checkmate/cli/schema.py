@@ -38,6 +38,8 @@ DOCUMENTS: Final = {
 }
 """The model of each document. They load on demand, because some need the switch commands' libraries."""
 
+_LAB_FILES: Final = ("topologies.describe.lab_file", "topologies.describe.host_copies")
+
 
 def names() -> list[str]:
     """Return the names of all schemas."""
@@ -52,7 +54,9 @@ def schema_of(name: str) -> dict[str, Any]:
         case "fabric":
             return editor_schema.of_fabric()
         case "lab":
-            module, kind = "topologies.describe.lab_file", "LabFile"
+            switches, bridge = map(import_module, _LAB_FILES)
+            both = editor_schema.of_model(switches.LabFile), editor_schema.of_model(bridge.BridgeLabFile)
+            return editor_schema.of_both_ways(*both)
         case _:
             module, _, kind = f"checkmate.cli.documents.{DOCUMENTS[name]}".partition(":")
     return editor_schema.of_model(getattr(import_module(module), kind))

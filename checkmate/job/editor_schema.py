@@ -48,17 +48,16 @@ def of_job() -> dict[str, Any]:
     schema["required"].remove("dp_groups")
     schema["oneOf"] = [{"required": ["dp_groups"]}, {"required": ["mesh", "hosts", "gpus_per_host"]}]
     schema["properties"]["fabric"] = {"anyOf": [schema["properties"]["fabric"], path]}
-    return _with_host_copies(schema)
+    return of_both_ways(schema, of_model(HostCopiesFile))
 
 
-def _with_host_copies(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of jobs whose copies are by switches, or by hosts."""
-    by_hosts = of_model(HostCopiesFile)
+def of_both_ways(schema: dict[str, Any], by_hosts: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of files whose copies are by switches, or by hosts."""
     by_switches = {key: value for key, value in schema.items() if key not in ("$schema", "$defs")}
     is_host = {"properties": {"copies": {"const": "host"}}, "required": ["copies"]}
     return {
         "$schema": schema["$schema"],
-        "$defs": {**schema["$defs"], **by_hosts.pop("$defs")},
+        "$defs": {**schema["$defs"], **by_hosts.pop("$defs", {})},
         "if": is_host,
         "then": {key: value for key, value in by_hosts.items() if key != "$schema"},
         "else": by_switches,
