@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,7 +166,8 @@ def require_switches(jobs: Sequence[Job], command: str) -> None:
 def readable_role(job: Job) -> Role:
     """Return the first role whose keys this host has: all of them may read status and events."""
     folders = {} if job.keys is None else {role: role_folder(job.keys, job.job, role) for role in _ROLES}
-    return next((role for role, folder in folders.items() if folder.is_dir()), Role.READER)
+    # `Path.is_dir` raises an error if a folder above is another user's, which reading the keys says better.
+    return next((role for role, folder in folders.items() if os.path.isdir(folder)), Role.READER)
 
 
 def print_error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Final
 
 import typer
@@ -94,7 +95,8 @@ def _subjects(job: Job | None, role: Role | None, number: int | None, host: str 
         return [subjects.any_host(host_role) for host_role in ROLES if role in (None, host_role)]
     if number is not None or host is not None or role is Role.CONTROLLER:
         return [subjects.choose(job, role, number, host)]
-    controls = job.keys is not None and role_folder(job.keys, job.job, Role.CONTROLLER).is_dir()
+    keys = None if job.keys is None else role_folder(job.keys, job.job, Role.CONTROLLER)
+    controls = keys is not None and os.path.isdir(keys)
     return [subjects.guess(job, is_here, role=role, controls=controls)]
 
 

@@ -162,7 +162,7 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None, granted: Grant
             continue
         if source.fabric is not None and granted is None:
             order.append(source.fabric.file)
-        if isinstance(source.raw, dict) and source.raw.get("copies") == "host":
+        if host_copies.concerns(source.raw):
             job, wrong = host_copies.read(source.raw)
             faults += [source.locate(fault) for fault in wrong]
             sources.append(source)

@@ -6,11 +6,11 @@ switches, whose ranks have no address, and whose shadow nodes have no NICs of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
-from checkmate.base.wording import counted
+from checkmate.base.wording import counted, did_you_mean
 from checkmate.job.faults import Fault
 from checkmate.job.fields import RANKS_LAST, FilePath, Flag, HostPort, Name, ShadowNodeId, Size, items, whole
 from checkmate.job.mesh_groups import replica_lines, serving
@@ -65,8 +65,29 @@ class HostCopiesFile(Frozen):
     shadow_nodes: Annotated[tuple[CopyNode, ...], items(1)]
 
 
+def concerns(raw: Any) -> bool:
+    """Return whether `read` reads a file's data: hosts copy, or it does not say well who does."""
+    return isinstance(raw, dict) and (raw.get("copies") == "host" or _way_fault(raw) is not None)
+
+
+def _way_fault(raw: Mapping[str, Any]) -> Fault | None:
+    """Return the fault of a file that names no way of copies, or none that there is, but means one.
+
+    Other faults of it would be about the keys of the wrong way.
+    """
+    copies = raw.get("copies")
+    if isinstance(copies, str) and copies not in _WAYS:
+        hint = did_you_mean(copies, _WAYS)
+        return Fault(("copies",), f"must be 'switch' or 'host', not {copies[:40]!r}{hint}")
+    if copies is None and "ranks" in raw and "fabric" not in raw:
+        return Fault(("copies",), "is missing: with ranks and without a fabric, hosts copy, copies: host")
+    return None
+
+
 def read(raw: Any) -> tuple[Job | None, list[Fault]]:
     """Return the job of a file's data, or all its faults."""
+    if fault := _way_fault(raw):
+        return None, [fault]
     file, faults = validated(HostCopiesFile, raw)
     if file is None:
         return None, [replace(fault, message=_FOREIGN) if _is_foreign(fault) else fault for fault in faults]
@@ -74,6 +95,8 @@ def read(raw: Any) -> tuple[Job | None, list[Fault]]:
         return None, faults
     return _job(file), []
 
+
+_WAYS: Final = ("switch", "host")
 
 _OF_SWITCHES: Final = frozenset(
     ("fabric", "tag", "collective", "channels", "hosts", "gpus_per_host", "dp_groups", "nics")

@@ -173,3 +173,18 @@ def test_sysctl_and_keys_speak_of_no_switch(tmp_path: Path) -> None:
     code, output = invoke("keys", file)
     assert (code, "checkmate run" in output) == (0, False), output
     assert "nowhere: with" in output  # the rest may be folded
+
+
+@needs_root
+@pytest.mark.parametrize("command", ["status", "doctor", "report"])
+def test_keys_of_another_user_are_named(command: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        file = write(folder, f"127.0.0.1:{free_port()}", keys="keys")
+        assert invoke("keys", file)[0] == 0
+        argv = [*USER, python(), "-m", "checkmate.cli.entry", command, str(file)]
+        result = subprocess.run(argv, env=environment(folder), capture_output=True, text=True, check=False)
+        assert result.returncode != 0
+        assert "Traceback" not in result.stderr
+        assert "by this user" in " ".join((result.stdout + result.stderr).split())

@@ -140,3 +140,23 @@ def test_which_node_a_machine_is_must_be_clear(tmp_path: Path, hosts: tuple[str,
     nodes = [{"id": node, "mgmt": host} for node, host in enumerate(hosts)]
     status, output = invoke("shadow", write(tmp_path, shadow_nodes=nodes))
     assert (status, words in " ".join(output.split())) == (2, True), output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"copies": "hosts"}, "must be 'switch' or 'host', not 'hosts'; did you mean host?"),
+        ({"copies": None}, "is missing: with ranks and without a fabric, hosts copy, copies: host"),
+    ],
+)
+def test_a_way_that_is_not_there_is_the_only_fault(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    node = {"id": 0, "mgmt": "cpu0:7000"}
+    data = {"job": "mine", "copies": "host", "ranks": 2, "shadow_nodes": [node], **changes}
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({key: value for key, value in data.items() if value is not None}))
+    with pytest.raises(JobError) as caught:
+        read_job(file)
+    (fault,) = caught.value.faults
+    assert (fault.path, fault.message) == ("copies", message)

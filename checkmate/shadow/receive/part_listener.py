@@ -64,6 +64,13 @@ def buffer_of(streams: int) -> int:
     return min(MOST_BUFFER, max(LEAST_BUFFER, BUDGET_BYTES // max(1, streams)))
 
 
+_NOT_BEGUN: Final = "this start of training has not begun here"
+
+
+class _NotBegun(PartsRefused):
+    """A rank is early, as at each start. It tries again, and says so itself if that lasts."""
+
+
 class PartListener:
     """The streams of copies by hosts, which come to one address."""
 
@@ -143,7 +150,7 @@ class PartListener:
         inlet, why = self._find(greeting)
         if inlet is None:
             sock.send(NodeAnswer(-1, why, mac).pack())
-            raise PartsRefused(f"{_label(greeting)}: {why}")
+            raise (_NotBegun if why == _NOT_BEGUN else PartsRefused)(f"{_label(greeting)}: {why}")
         tcp.notice_vanished(sock, _VANISHED_SECONDS)
         half = buffer_of(len(self._streams)) // 2  # Linux doubles it
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, half)
@@ -171,7 +178,7 @@ class PartListener:
         with self._lock:
             inlet, start = self._streams.get(_key(greeting), (None, b""))
         if inlet is None or start != greeting.start or inlet.closed:
-            return None, "this start of training has not begun here"
+            return None, _NOT_BEGUN
         if inlet.socket is not None:  # its reader has not dropped it yet, even if it is broken
             return None, (
                 "the stream's earlier connection has not ended: another process may be the same rank, "
@@ -297,7 +304,8 @@ class _Greetings:
             del self._newcomers[fd]
             self._on_end(end.value)
         except (PartsRefused, CallerRefused) as error:
-            self._strangers.line(f"gradients from {newcomer.host}: {error}")
+            if not isinstance(error, _NotBegun):
+                self._strangers.line(f"gradients from {newcomer.host}: {error}")
             newcomer.leaving = True  # closing with unread bytes would discard the reason
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(newcomer.sock, socket.SHUT_WR)

@@ -54,6 +54,8 @@ COPY_SECONDS: Final = 20.0
 LATE_SECONDS: Final = 5.0
 """Each call to nodes that have answered before may exceed the restart's timeout by this much."""
 _AGAIN_SECONDS: Final = 0.25
+_SILENT_SECONDS: Final = 3.0
+"""Time after which it is logged for which nodes a start waits."""
 
 
 class Fence:
@@ -94,15 +96,30 @@ class Fence:
     def wait(self, enough: Callable[[], bool]) -> None:
         """Wait for all nodes, but only for `PATIENCE_SECONDS` more once `enough` returns true."""
         patience = None
+        silent_until = time.monotonic() + _SILENT_SECONDS
         with self._condition:
             while not self.complete:
                 now = time.monotonic()
+                if now > silent_until and self.failures:
+                    silent_until = float("inf")
+                    self._say_missing(self._deadline - now)
                 if patience is None and enough():
                     patience = now + PATIENCE_SECONDS
                 seconds = min(self._deadline, patience or self._deadline) - now
                 if seconds <= 0:
                     return
-                self._condition.wait(seconds)
+                self._condition.wait(min(seconds, max(silent_until - now, 0) + _AGAIN_SECONDS))
+
+    def _say_missing(self, seconds: float) -> None:
+        """Log for which nodes a start waits."""
+        for node, why in sorted(self.failures.items()):
+            _log.warning(
+                "waiting up to %.0f s for %s: %s. Has `checkmate shadow JOB --id %d` been started there?",
+                max(seconds, 0),
+                node_name(self._job, node),
+                why,
+                node,
+            )
 
     def close(self) -> None:
         """Stop asking. A call that has not been answered must not fence the training that begins next."""

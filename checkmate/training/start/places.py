@@ -166,7 +166,7 @@ def place_of(job: Job, rank: int, world: int, together: Sequence[int] | None) ->
     if world != total:
         raise SessionError(
             f"the job {job.job} has {counted(total, 'rank')}, but the process group has {world} "
-            "(WORLD_SIZE): start the number of ranks in the job's dp_groups"
+            f"(WORLD_SIZE): start {total} with torchrun, or correct the job file"
         )
     group = next((i for i, ranks in enumerate(members) if rank in ranks), None)
     if group is None:
@@ -185,11 +185,10 @@ def join(model: TrainedModel, job: Job) -> Place:
         SessionError: It has none, or DP groups contradict the model's shards.
     """
     expected, count = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if (
-        not dist.is_initialized()
-        and (int(count) if count else sum(len(group.ranks) for group in job.dp_groups)) != 1
-    ):
-        raise SessionError("call torch.distributed.init_process_group() first")
+    total = sum(len(group.ranks) for group in job.dp_groups)
+    if not dist.is_initialized() and (int(count) if count else total) != 1:
+        alone = f"; or, if this process trains alone, give the job {job.job} one rank, not {total}"
+        raise SessionError(f"call torch.distributed.init_process_group() first{'' if count else alone}")
     rank, world = exchange.rank_and_world()
     if expected not in (None, str(rank)):
         raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")

@@ -19,6 +19,7 @@ from checkmate.training.start import fence, plans
 from checkmate.training.start.plans import FromNodes, NewRun, RefusedStart, WithoutState
 from testbed.copies import local_job
 from testbed.jobs import job_data
+from testbed.ports import free_port
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.held_back import HeldBack
 from tests.support.shadow.recording_node import RecordingNode
@@ -292,3 +293,16 @@ def test_why_the_last_start_was_refused_is_the_first_line(
     reason = "the last start was refused in iteration 7 on rank 0 (host-a): a hook changes p0"
     assert caplog.messages[0] == reason
     assert caplog.messages.count(reason) == 1
+
+
+def test_a_start_says_for_which_nodes_it_waits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fence, "_SILENT_SECONDS", 0.1)
+    absent = job_at([f"127.0.0.1:{free_port()}"])
+    job_stubs = Stubs(absent, None)
+    with caplog.at_level(logging.WARNING, "checkmate"):
+        fence.plan_restore(absent, job_stubs, 1.0)
+    job_stubs.close()
+    (text,) = [text for text in caplog.messages if text.startswith("waiting up to")]
+    assert "Has `checkmate shadow JOB --id 0` been started there?" in text
