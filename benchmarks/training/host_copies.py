@@ -85,7 +85,7 @@ def measure() -> list[Result]:
                     blocks.setdefault(twin, []).extend(more)
             results += _results(kind, blocks)
             title = f"{kind}: bytes sent for copies / bytes of gradients"
-            results.append(Figure(title, tuple(shares), "", 1.0, 1.01, smaller=True))
+            results.append(Figure(title, tuple(shares), "", 1.01, 1.01, smaller=True))
     return results
 
 
