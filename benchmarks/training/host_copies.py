@@ -178,9 +178,9 @@ def main() -> None:
 
     def count(channel: Channel, data: memoryview) -> int:
         nonlocal written
-        taken = write(channel, data)
-        written += taken
-        return taken
+        nbytes = write(channel, data)
+        written += nbytes
+        return nbytes
 
     def make_twin() -> twins.GptTwin:
         twin = make(options)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from checkmate.base.wording import counted, did_you_mean
 from checkmate.job.faults import Fault
 from checkmate.job.fields import RANKS_LAST, FilePath, Flag, HostPort, Name, ShadowNodeId, Size, items, whole
-from checkmate.job.mesh_groups import replica_lines, serving
+from checkmate.job.mesh_groups import served_lines
 from checkmate.job.schema import (
     DEFAULT_SENDING,
     NO_ADDRESS,
@@ -150,16 +150,10 @@ def _node(node: CopyNode) -> ShadowNode:
 def _job(file: HostCopiesFile) -> Job:
     mesh = Mesh(dp_replicate=file.ranks or 1) if file.mesh is None else Mesh(**asdict(file.mesh))
     nodes = tuple(map(_node, file.shadow_nodes))
-    lines = list(replica_lines(mesh))
-    groups = []
-    for number, ranks in enumerate(lines):
-        holders = serving(number, len(lines), len(nodes), file.replicas)
-        groups.append(
-            DpGroup(
-                ranks=tuple(map(_rank, ranks)),
-                shadow_nodes=tuple(nodes[holder].id for holder in holders),
-            )
-        )
+    groups = tuple(
+        DpGroup(ranks=tuple(map(_rank, ranks)), shadow_nodes=tuple(nodes[holder].id for holder in holders))
+        for ranks, holders in served_lines(mesh, len(nodes), file.replicas)
+    )
     return Job(
         job=file.job,
         copies="host",
@@ -169,7 +163,7 @@ def _job(file: HostCopiesFile) -> Job:
         encrypt=file.encrypt,
         sending=file.sending,
         mesh=None if file.mesh is None else mesh,
-        dp_groups=tuple(groups),
+        dp_groups=groups,
         shadow_nodes=nodes,
     )
 

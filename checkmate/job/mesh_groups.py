@@ -93,6 +93,13 @@ def replica_lines(mesh: Mesh, local: int = 1) -> Iterator[range]:
         yield range(first, first + mesh.dp_replicate * apart // local, apart)
 
 
+def served_lines(mesh: Mesh, nodes: int, replicas: int) -> Iterator[tuple[range, tuple[int, ...]]]:
+    """Yield the ranks of each DP group, and the positions of its shadow nodes in the job's list."""
+    lines = list(replica_lines(mesh))
+    for group, ranks in enumerate(lines):
+        yield ranks, tuple(serving(group, len(lines), nodes, replicas))
+
+
 def _rank(number: int, hosts: list[tuple[str, int]], gpus: int) -> dict[str, Any]:
     """Return a rank. The GPUs of a host share its NICs evenly, in order."""
     at, local = divmod(number, gpus)

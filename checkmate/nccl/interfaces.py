@@ -1,4 +1,4 @@
-"""The network interface that has an address, and its speed."""
+"""The network interfaces that have this host's addresses, and their speed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ def interface_of(address: IPv4Address) -> str:
     """Return the name of the interface that has an address. Raise `ValueError` if none has."""
     if address.is_loopback:  # the whole network is its
         return "lo"
+    names = interface_names()
+    if address not in names:
+        raise ValueError(f"no interface of this host has the address {address}: correct ip in the job file")
+    return names[address]
+
+
+def interface_names() -> dict[IPv4Address, str]:
+    """Return the name of the interface that has each of this host's IPv4 addresses, in the kernel's order."""
     room = array.array("B", bytes(_ROOM))
     place, _ = room.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock, _SIOCGIFCONF, struct.pack("iL", _ROOM, place))
     data = room.tobytes()[: struct.unpack_from("i", answer)[0]]
     entries = [data[start : start + _ENTRY] for start in range(0, len(data), _ENTRY)]
-    names = {entry[20:24]: entry[:16].split(b"\0")[0].decode().partition(":")[0] for entry in entries}
-    if address.packed not in names:
-        raise ValueError(f"no interface of this host has the address {address}: correct ip in the job file")
-    return names[address.packed]
+    return {
+        IPv4Address(entry[20:24]): entry[:16].split(b"\0")[0].decode().partition(":")[0] for entry in entries
+    }
 
 
 def speed_of(interface: str) -> int:

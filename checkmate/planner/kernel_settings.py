@@ -99,10 +99,10 @@ def trainer_settings(job: Job, now: Present = present) -> list[Setting]:
 
 def _part_buffers(key: str, now: Present) -> list[Setting]:
     """Return the limit of what the kernel gives a stream's buffer by itself, if it is known and too low."""
-    *others, most = (now(key) or "").split() or [""]
-    if not most.isdecimal() or int(most) >= ORDINARY_BUFFER:
+    *sizes, limit = (now(key) or "").split() or [""]
+    if not limit.isdecimal() or int(limit) >= ORDINARY_BUFFER:
         return []
-    return [Setting(key, " ".join([*others, str(ORDINARY_BUFFER)]), "a stream's buffer may be 4 MB")]
+    return [Setting(key, " ".join([*sizes, str(ORDINARY_BUFFER)]), "a stream's buffer may be 4 MB")]
 
 
 def _several_nics(now: Present) -> list[Setting]:

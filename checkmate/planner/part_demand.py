@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Final
 
 from checkmate.planner.demand import Demand, NicDemand
 from checkmate.planner.models.named import Model
+from checkmate.wire.copies import KEPT_ITERATIONS
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.parts import PartSlicing
 from checkmate.wire.schedule import StreamName
-
-ITERATIONS_KEPT: Final = 2
-"""Iterations for whose parts a rank has memory of its own, for each holder."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class RankDemand:
     @property
     def host_memory(self) -> int:
         """Bytes of host memory for parts, pinned if gradients are on a GPU, while no node is slow."""
-        return ITERATIONS_KEPT * self.sent_bytes
+        return KEPT_ITERATIONS * self.sent_bytes
 
 
 @dataclass(frozen=True)

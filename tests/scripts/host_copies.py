@@ -16,7 +16,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,45 +83,43 @@ def average(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def simple_turn(
-    kind: str,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    data: torch.Tensor,
-    scaler: torch.amp.GradScaler,
-) -> torch.Tensor:
-    """Take one step; return the loss."""
-    for half in data.chunk(2) if kind in SHARDED else (data,):
-        loss: torch.Tensor = model(half).float().square().mean()
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    if kind == "bare":
-        average(model)
-    for parameter in model.parameters() if kind == "hooked" else ():
-        if parameter.grad is not None:
-            parameter.grad *= 0.5
-    if kind != "mixed":
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    scaler.step(optimizers[0])
-    scaler.update()
-    return loss
+@dataclass
+class Turns:
+    """The turns of a kind of script."""
 
+    kind: str
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
 
-def adversarial_turn(
-    kind: str,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    data: torch.Tensor,
-    scaler: torch.amp.GradScaler,
-) -> torch.Tensor:
-    """Let both halves of a model step, each after a backward of its own; return the loss."""
-    for optimizer, sign in zip(optimizers, (1, -1), strict=True):
-        for each in optimizers:
-            each.zero_grad()
-        loss: torch.Tensor = sign * model(data).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        average(model)
-        optimizer.step()
-    return loss
+    def take(self, data: torch.Tensor) -> torch.Tensor:
+        """Take the steps of a turn; return the loss."""
+        return self._adversarial(data) if self.kind == "gan" else self._simple(data)
+
+    def _simple(self, data: torch.Tensor) -> torch.Tensor:
+        for half in data.chunk(2) if self.kind in SHARDED else (data,):
+            loss: torch.Tensor = self.model(half).float().square().mean()
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if self.kind == "bare":
+            average(self.model)
+        for parameter in self.model.parameters() if self.kind == "hooked" else ():
+            if parameter.grad is not None:
+                parameter.grad *= 0.5
+        if self.kind != "mixed":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.scaler.step(self.optimizers[0])
+        self.scaler.update()
+        return loss
+
+    def _adversarial(self, data: torch.Tensor) -> torch.Tensor:
+        """Let both halves of a model step, each after a backward of its own."""
+        for optimizer, sign in zip(self.optimizers, (1, -1), strict=True):
+            self.model.zero_grad()
+            loss: torch.Tensor = sign * self.model(data).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            average(self.model)
+            optimizer.step()
+        return loss
 
 
 def main() -> None:
@@ -140,9 +139,9 @@ def main() -> None:
     if kind == "zero":
         optimizers = [ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5) for optimizer in optimizers]
-    take_turn: Callable[..., torch.Tensor] = adversarial_turn if kind == "gan" else simple_turn
     torch.manual_seed(rank + 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled=kind == "mixed")
+    turns = Turns(kind, model, optimizers, scaler)
     parts_of: dict[str, Any] = {"scheduler": schedulers, "scaler": scaler}
     if len(optimizers) == 1:  # several can't have a scaler
         parts_of["scheduler"] = schedulers[0]
@@ -157,7 +156,7 @@ def main() -> None:
             data = batch(iteration, rank // 2 if kind == "tensor" else rank)
             if kind == "mixed" and iteration == OVERFLOW_AT:
                 data = data * float("inf")
-            loss = take_turn(kind, model, optimizers, data, scaler)
+            loss = turns.take(data)
             for scheduler in schedulers:
                 scheduler.step()
             model.zero_grad()

@@ -29,18 +29,12 @@ from checkmate.training.gradients import part_stream
 from checkmate.training.gradients.part_stream import PartStream
 from checkmate.wire import copies, tcp
 from checkmate.wire.copies import PartHeader
-from tests.shadow.test_part_streams import KEY, Node, send
+from tests.shadow.test_part_streams import KEY, Node, node, send
 from tests.support.waiting import wait_until
 
+__all__ = ["node"]
+
 NONCE = b"n" * 16
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    receiving = Node()
-    yield receiving
-    receiving.inlet.close()
-    receiving.listener.stop()
 
 
 @contextlib.contextmanager

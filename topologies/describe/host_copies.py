@@ -1,7 +1,7 @@
 """Labs with `copies: host`: hosts and shadow nodes on one kernel bridge, without a switch. Pure.
 
 Such a file has numbers in place of switches' names. Training, gradients and records all go over the
-management network, whose bridge is there in any lab.
+management network, whose bridge each lab has.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from checkmate.base.wording import counted
 from checkmate.job.faults import Fault
 from checkmate.job.fields import GPUS_MOST, items, whole
 from checkmate.job.host_copies import RankMesh
-from checkmate.job.mesh_groups import replica_lines, serving
+from checkmate.job.mesh_groups import served_lines
 from checkmate.job.schema import Frozen, Mesh
 from checkmate.job.validation import validated
 from topologies.describe.lab_file import RANKS_MAX, SHARDS_MAX, Example
@@ -43,14 +43,12 @@ class BridgeLabFile(Frozen):
 
     @property
     def whole_mesh(self) -> Mesh:
-        """The mesh of the ranks; without one in the file, all are replicas."""
+        """The mesh of the ranks, which are replicas if the file has no mesh."""
         return Mesh(dp_replicate=self.ranks) if self.mesh is None else Mesh(**asdict(self.mesh))
 
     def groups(self) -> Iterator[tuple[range, tuple[int, ...]]]:
-        """Yield the ranks of each DP group, and its shadow nodes by number, as the job file has them."""
-        lines = list(replica_lines(self.whole_mesh))
-        for number, ranks in enumerate(lines):
-            yield ranks, tuple(serving(number, len(lines), self.shadow_nodes, self.replicas))
+        """Return the ranks of each DP group, and its shadow nodes by number, as the job file has them."""
+        return served_lines(self.whole_mesh, self.shadow_nodes, self.replicas)
 
 
 def read(raw: object) -> tuple[BridgeLabFile | None, list[Fault]]:

@@ -136,15 +136,26 @@ class MisfitPart(DocumentPart):
     message: str
 
 
-class CapacityDocument(JsonDocument):
-    """`plan --capacity`."""
+class AnyCapacityDocument(JsonDocument):
+    """What `plan --capacity` says of each job."""
 
     job: str
     models: list[ModelPart]
     dp_groups: int
     replicas: int
-    channels: int
     streams: int
+    shards: list[ShardDemand]
+    balance: list[float]
+    checks: list[CheckPart]
+    not_checked: list[str]
+    fits: bool
+    misfits: list[MisfitPart]
+
+
+class CapacityDocument(AnyCapacityDocument):
+    """`plan --capacity` of a job with copies by switches."""
+
+    channels: int
     multicast_groups: int
     shadow_nics: int
     switch_ports: int
@@ -153,12 +164,6 @@ class CapacityDocument(JsonDocument):
     switches: list[SwitchUse]
     nics: list[NicPart]
     nodes: list[NodePart]
-    shards: list[ShardDemand]
-    balance: list[float]
-    checks: list[CheckPart]
-    not_checked: list[str]
-    fits: bool
-    misfits: list[MisfitPart]
 
 
 class RankPart(DocumentPart):
@@ -180,20 +185,9 @@ class ReceivingNodePart(NodePart):
     receive_seconds: float
 
 
-class HostCapacityDocument(JsonDocument):
+class HostCapacityDocument(AnyCapacityDocument):
     """`plan --capacity` of a job with copies by hosts."""
 
-    job: str
-    models: list[ModelPart]
-    dp_groups: int
-    replicas: int
-    streams: int
     gpus_per_host: int
     ranks: list[RankPart]
     nodes: list[ReceivingNodePart]
-    shards: list[ShardDemand]
-    balance: list[float]
-    checks: list[CheckPart]
-    not_checked: list[str]
-    fits: bool
-    misfits: list[MisfitPart]

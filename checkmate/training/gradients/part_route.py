@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
 import ssl
-import struct
 from dataclasses import dataclass, replace
-from ipaddress import IPv4Address, IPv6Address, ip_network
+from ipaddress import IPv6Address, ip_network
 from pathlib import Path
 from typing import Final
 
 from checkmate.job.schema import DEFAULT_SENDING, Job, Sending
 from checkmate.keys.access import Access
 from checkmate.keys.contexts import client_context
+from checkmate.nccl.interfaces import interface_names
 from checkmate.wire import tcp
 
 _ENCRYPTED_AT_ONCE: Final = 1 << 18
 _READ_BYTES: Final = 1 << 14
-_SIOCGIFADDR: Final = 0x8915
 _IF_INET6: Final = Path("/proc/net/if_inet6")
 
 
@@ -179,21 +177,8 @@ def _without_tls(error: OSError) -> OSError:
 def _address_in(network: str, family: int) -> str | None:
     """Return the first address of this host that is in a network."""
     within = ip_network(network)
-    addresses = _ipv6_addresses() if family == socket.AF_INET6 else _ipv4_addresses()
+    addresses = _ipv6_addresses() if family == socket.AF_INET6 else interface_names()
     return next((str(address) for address in addresses if address in within), None)
-
-
-def _ipv4_addresses() -> list[IPv4Address]:
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                answer = fcntl.ioctl(sock, _SIOCGIFADDR, request)
-            except OSError:
-                continue  # it has none
-            addresses.append(IPv4Address(answer[20:24]))
-    return addresses
 
 
 def _ipv6_addresses() -> list[IPv6Address]:

@@ -117,8 +117,9 @@ class Recorder:
             for member in self._members
         }
         # Which `check_schedulers` has let pass: another one that is made later was not given.
-        scripts_own = scripts_optimizers(watched.optimizer)
-        self._scheduled = watched.scheduler is not None or any(map(is_scheduled, scripts_own))
+        optimizers = scripts_optimizers(watched.optimizer)
+        self._scheduled = watched.scheduler is not None or any(map(is_scheduled, optimizers))
+        self._scripts_optimizers = dict(zip(map(id, self._members), optimizers, strict=True))
         self._stepped_ids = {id(p) for member in self._members for p in parameters_of(member)}
         self._checks = StepChecks(
             watched.optimizer, names, slices, watched.model.frozen(), watched.model.slots()
@@ -449,8 +450,7 @@ class Recorder:
                     + self._checks.hint_of_unused()
                 )
             if not self._scheduled:
-                for scripts_own in scripts_optimizers(self._watched.optimizer):
-                    check_unscheduled(scripts_own)
+                check_unscheduled(self._scripts_optimizers[id(optimizer)])
             if self._watched.scaler is None:
                 check_unscaled(optimizer)
             draft.resume()
@@ -484,9 +484,8 @@ class Recorder:
         if draft is not None:
             draft.stepped_by.append(optimizer)
             if self._copies is not None:
-                if len(draft.stepped_by) == len(
-                    self._members
-                ):  # not before: a step that fails may come again
+                # Not before the last step, which may fail, and be tried again.
+                if len(draft.stepped_by) == len(self._members):
                     self._copies.complete()
                 self._move_to_end()
             self._take_slices(draft)
