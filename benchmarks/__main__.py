@@ -48,6 +48,7 @@ SUITES = {
     "metrics": "training.scraped",
     "batches": "shadow.batches",
     "recovery": "training.recovery",
+    "in_place": "training.in_place",
 }
 """The module of each benchmark."""
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from checkmate.state import StateError
     from checkmate.tagger import TaggerUnavailable
     from checkmate.training.errors import RefusedError, SessionError
+    from checkmate.training.in_place.attendance import MeetingError
+    from checkmate.training.in_place.resilient import resilient
     from checkmate.training.loop import Batches
     from checkmate.training.protect import Protection, protect
     from checkmate.training.record.wrapped import clip_grad_norm_, clip_grads_with_norm_
@@ -41,6 +43,7 @@ __all__ = [
     "CheckmateError",
     "KeysError",
     "LayoutError",
+    "MeetingError",
     "Protection",
     "RefusedError",
     "RestoreError",
@@ -55,6 +58,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "job_mesh",
     "protect",
+    "resilient",
     "restore",
     "shard_mesh",
 ]
@@ -66,10 +70,12 @@ _WHERE: Final = {
     "job_mesh": "checkmate.training.start.named_job",
     "KeysError": "checkmate.keys.errors",
     "LayoutError": "checkmate.wire.parameter",
+    "MeetingError": "checkmate.training.in_place.attendance",
     "Protection": "checkmate.training.protect",
     "protect": "checkmate.training.protect",
     "RefusedError": "checkmate.training.errors",
     "RestoreError": "checkmate.training.start.all_ranks",
+    "resilient": "checkmate.training.in_place.resilient",
     "Restored": "checkmate.training.restore",
     "restore": "checkmate.training.restore",
     "RingError": "checkmate.ring.place",

@@ -92,6 +92,29 @@ def _command(
     ]
 
 
+def in_place(
+    topology: Topology, host: LabHost, script: Sequence[str | Path], *, restarts: int = RESTARTS
+) -> list[str | Path]:
+    """Return the command line of one host's `checkmate launch`, which starts a dead rank alone.
+
+    The arguments are those of `command`.
+    """
+    hosts = topology.trainers
+    return [
+        *PYTHON,
+        "-m",
+        "checkmate.cli.entry",
+        "launch",
+        f"--nnodes={len(hosts)}",
+        f"--node-rank={hosts.index(host)}",
+        f"--nproc-per-node={len(topology.ranks) // len(hosts)}",
+        f"--max-restarts={restarts}",
+        "--spare",
+        "--",
+        *script,
+    ]
+
+
 def loop(topology: Topology, inside: str, script: Sequence[str | Path]) -> str:
     """Return one line of sh that starts every host's torchrun and waits for them.
 

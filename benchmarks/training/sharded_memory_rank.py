@@ -26,7 +26,8 @@ _WARM_UP: Final = 3
 def main() -> None:
     """Train, and write this rank's memory in bytes to --out."""
     options = hsdp.parse()
-    device = hsdp.join(options.device)
+    device = hsdp.device_of(options.device)
+    dist.init_process_group(hsdp.backend_of(device))
     trainer = hsdp.Trainer(options, device, _mesh(device.type))
     peaks, rests = [], []
     with contextlib.ExitStack() as stack:

@@ -16,7 +16,8 @@ from checkmate.examples import hsdp
 def main() -> None:
     """Train all, and write the time of each turn to --out."""
     options = hsdp.parse()
-    device = hsdp.join(options.device)
+    device = hsdp.device_of(options.device)
+    dist.init_process_group(hsdp.backend_of(device))
     mesh = checkmate.shard_mesh(device.type)
     race(options, lambda: hsdp.Trainer(options, device, mesh))
     dist.destroy_process_group()

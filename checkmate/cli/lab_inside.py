@@ -85,6 +85,12 @@ def train(
     restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="How often training restarts after deaths of ranks.")
     ] = torchrun.RESTARTS,
+    in_place: Annotated[
+        bool,
+        typer.Option(
+            "--in-place", help="Start a dead rank alone (`checkmate launch`); others keep their processes."
+        ),
+    ] = False,
 ) -> None:
     """Train in a lab: start shadow nodes, a controller if none serves, and a script on all ranks.
 
@@ -94,7 +100,7 @@ def train(
 
     Example: checkmate lab train single_tor -- train.py --epochs 2
     """
-    with unwinding(), training_in(lab, script, restarts=restarts, console=err) as training:
+    with unwinding(), training_in(lab, script, restarts=restarts, console=err, in_place=in_place) as training:
         training.follow(
             _show_line,
             lambda text: err.print(text, soft_wrap=True),

@@ -20,6 +20,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "keys": "keys",
         "run": "run",
         "shadow": "shadow",
+        "launch": "launch",
         "status": "status",
         "consolidate": "consolidate",
         "report": "report",

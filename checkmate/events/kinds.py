@@ -190,6 +190,11 @@ TRAINER_OVERLAPS: Final = _kind(
     "trainer.overlaps", "shadow nodes follow this start, and an older one of the job goes on", "why"
 )
 TRAINER_RING_BROKEN: Final = _kind("trainer.ring.broken", "gradients can't be reduced", "iteration", "why")
+TRAINER_RANK_LOST: Final = _kind(
+    "trainer.rank.lost",
+    "a shadow node says that another rank is lost; this one goes on in its process",
+    *("rank", "why"),
+)
 TRAINER_ENDED: Final = _kind(
     "trainer.ended", "a rank's protection has ended", "iteration", "completed", "why"
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import checkmate
 
 
 def parser(module: str, doc: str | None, iterations: int) -> argparse.ArgumentParser:
@@ -38,6 +40,23 @@ def _device(text: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise argparse.ArgumentTypeError(f"{text} can't be used here: {reason}") from None
+
+
+def add_in_place(arg_parser: argparse.ArgumentParser) -> None:
+    """Add the option `--in-place`."""
+    arg_parser.add_argument(
+        "--in-place", action="store_true", help="keep this process when another rank dies: `checkmate launch`"
+    )
+
+
+def run(train: Callable[[], None], *, in_place: bool, backend: str = "gloo") -> None:
+    """Train with a default process group, which recovery in place makes for each attempt."""
+    if in_place:
+        checkmate.resilient(train, backend=backend)
+        return
+    dist.init_process_group(backend)
+    train()
+    dist.destroy_process_group()
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

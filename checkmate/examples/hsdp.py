@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
-from checkmate.examples.common import LossLog, parser, whole_state
+from checkmate.examples.common import LossLog, add_in_place, parser, run, whole_state
 from checkmate.examples.gpt import text
 from checkmate.examples.gpt.model import Gpt, Shape
 from checkmate.examples.gpt.train import warm_up_then_cosine
@@ -85,15 +85,18 @@ class Trainer:
         return total
 
 
-def join(device_type: str) -> torch.device:
-    """Make the default process group; return this rank's device."""
+def device_of(device_type: str) -> torch.device:
+    """Return this rank's device."""
     if device_type == "cpu":
-        dist.init_process_group("gloo")
         return torch.device("cpu")
-    dist.init_process_group("cpu:gloo,cuda:nccl")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the backend of the default process group for models on a device."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def parse() -> argparse.Namespace:
@@ -113,6 +116,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="FSDP reduces over both dimensions of the mesh: for copies by hosts",
     )
+    add_in_place(arg_parser)
     options = arg_parser.parse_args()
     if options.offload and options.device == "cpu":
         arg_parser.error("--offload needs --device cuda: on CPUs, parameters are in the host's memory anyway")
@@ -122,13 +126,16 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Train, and print the loss of each iteration."""
     options = parse()
-    device = join(options.device)
-    if options.both:
-        mesh = checkmate.job_mesh(device.type)["dp_replicate", "dp_shard"]
-    else:
-        mesh = checkmate.shard_mesh(device.type)
-    Trainer(options, device, mesh).train()
-    dist.destroy_process_group()
+    device = device_of(options.device)
+
+    def train() -> None:
+        if options.both:
+            mesh = checkmate.job_mesh(device.type)["dp_replicate", "dp_shard"]
+        else:
+            mesh = checkmate.shard_mesh(device.type)
+        Trainer(options, device, mesh).train()
+
+    run(train, in_place=options.in_place, backend=backend_of(device))
 
 
 if __name__ == "__main__":

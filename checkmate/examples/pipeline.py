@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
-from checkmate.examples.common import LossLog, parser, whole_state
+from checkmate.examples.common import LossLog, add_in_place, parser, run, whole_state
 
 BATCH, INPUTS, WIDTH = 32, 64, 128
 MICROS = 4
@@ -116,25 +116,28 @@ def main() -> None:
     arg_parser.add_argument(
         "--schedule", action="store_true", help="with --shard: train by PyTorch's Schedule1F1B"
     )
+    add_in_place(arg_parser)
     options = arg_parser.parse_args()
     if options.schedule and not options.shard:
         arg_parser.error("--schedule needs --shard")
-    dist.init_process_group("gloo")
-    stage = ScheduledStage(options.seed) if options.schedule else Stage(options.seed, shard=options.shard)
-    model, optimizer = stage.model, torch.optim.AdamW(stage.model.parameters(), lr=1e-2)
 
-    start, _ = checkmate.restore(model, optimizer)
-    protection = checkmate.protect(model, optimizer)
-    log = LossLog(options.out)
+    def train() -> None:
+        stage = ScheduledStage(options.seed) if options.schedule else Stage(options.seed, shard=options.shard)
+        model, optimizer = stage.model, torch.optim.AdamW(stage.model.parameters(), lr=1e-2)
 
-    with protection:
-        for iteration in protection.steps(range(start, options.iterations)):
-            loss = stage.train(iteration)
-            optimizer.step()
-            optimizer.zero_grad()
-            log(iteration, loss.item())
-    log.save(whole_state(model, optimizer))
-    dist.destroy_process_group()
+        start, _ = checkmate.restore(model, optimizer)
+        protection = checkmate.protect(model, optimizer)
+        log = LossLog(options.out)
+
+        with protection:
+            for iteration in protection.steps(range(start, options.iterations)):
+                loss = stage.train(iteration)
+                optimizer.step()
+                optimizer.zero_grad()
+                log(iteration, loss.item())
+        log.save(whole_state(model, optimizer))
+
+    run(train, in_place=options.in_place)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from checkmate.events.kinds import (
     PEER_LOST,
     TRAINER_NODE_BACK,
     TRAINER_NODE_LOST,
+    TRAINER_RANK_LOST,
     TRAINER_RING_BROKEN,
 )
 from checkmate.report.processes import Process, is_rank, node_of, node_source
@@ -162,8 +163,15 @@ def _followed(process: Process, events: Iterable[Event]) -> tuple[float | None, 
     return primary, _Notice(claims[0].time, f"a controller on {claims[0].host}", message)
 
 
+def _tells_of(rank: str, event: Event) -> bool:
+    """Return whether an event may be of a rank's death: a broken ring names only the neighbour."""
+    if event.name == TRAINER_RANK_LOST.name:
+        return rank == f"rank {event.fields.get('rank')}"
+    return event.name == TRAINER_RING_BROKEN.name
+
+
 def _ring(process: Process, events: Iterable[Event], until: float | None) -> _Notice | None:
-    """Return who noticed that the ring broke, after a rank's last event and before it began again.
+    """Return who noticed a rank's death, after its last event and before it began again.
 
     A rank whose connection to this one ended knows more than one that only saw others give up.
     """
@@ -171,7 +179,7 @@ def _ring(process: Process, events: Iterable[Event], until: float | None) -> _No
     notices = [
         _Notice(event.time, event.source, str(event.fields.get("why", "")))
         for event in events
-        if event.name == TRAINER_RING_BROKEN.name and event.source != process.source
+        if event.source != process.source and _tells_of(process.source, event)
         if process.last - MAX_CLOCK_DIFFERENCE <= event.time <= latest
     ]
     return next(

@@ -12,6 +12,7 @@ from checkmate.events.kinds import (
     CONTROLLER_STARTED,
     NODE_ENDED,
     NODE_STARTED,
+    PROTECT_STARTED,
     RESTORE_FAILED,
     TRAINER_ENDED,
     TRAINER_RING_BROKEN,
@@ -58,9 +59,13 @@ class Process:
 
     @property
     def ring_break(self) -> Event | None:
-        """The event of a rank whose ring broke, so that it could not go on."""
-        breaks = [event for event in self.events if event.name == TRAINER_RING_BROKEN.name]
-        return breaks[-1] if breaks else None
+        """The event of a rank whose ring broke, unless it has gone on in place since."""
+        for event in reversed(self.events):
+            if event.name == TRAINER_RING_BROKEN.name:
+                return event
+            if event.name == PROTECT_STARTED.name:
+                break
+        return None
 
 
 def processes(events: Iterable[Event], live: Iterable[tuple[str, str, int]] = ()) -> list[Process]:

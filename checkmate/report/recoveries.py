@@ -19,6 +19,7 @@ from checkmate.events.kinds import (
     RESTORE_STARTED,
     TRAINER_ENDED,
     TRAINER_FIRST,
+    TRAINER_RANK_LOST,
     TRAINER_RING_BROKEN,
     TRAINING_REFUSED,
 )
@@ -170,7 +171,7 @@ def _cause(
     if refusal is not None:
         iteration, rank, why = (refusal.fields.get(key, "") for key in ("iteration", "rank", "why"))
         return refusal.time, f"the script was refused in iteration {iteration} on {rank}: {why}"
-    breaks = [event for event in earlier if event.name == TRAINER_RING_BROKEN.name]
+    breaks = [event for event in earlier if event.name in (TRAINER_RING_BROKEN.name, TRAINER_RANK_LOST.name)]
     dead = [death for death in deaths if is_rank(death.who) and before <= (death.noticed or death.last) < now]
     if breaks:
         cause = f"{dead[0].who} died" if dead else "the ring broke"

@@ -1240,6 +1240,294 @@ class Refusal(google.protobuf.message.Message):
 Global___Refusal: typing_extensions.TypeAlias = Refusal
 
 @typing.final
+class MeetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    TRAINED_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    protocol: builtins.int
+    rank: builtins.int
+    token: builtins.bytes
+    """of the process, random, 16 bytes"""
+    trained: builtins.bool
+    """it has trained in an earlier meeting, so that it has state that others lack"""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        protocol: builtins.int = ...,
+        rank: builtins.int = ...,
+        token: builtins.bytes = ...,
+        trained: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "protocol", b"protocol", "rank", b"rank", "token", b"token", "trained", b"trained"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___MeetRequest: typing_extensions.TypeAlias = MeetRequest
+
+@typing.final
+class MeetEvent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: builtins.int
+    MEETING_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    CONCLUDED_FIELD_NUMBER: builtins.int
+    @property
+    def waiting(self) -> Global___Waiting: ...
+    @property
+    def meeting(self) -> Global___Meeting: ...
+    @property
+    def lost(self) -> Global___Lost: ...
+    @property
+    def concluded(self) -> Global___Concluded: ...
+    def __init__(
+        self,
+        *,
+        waiting: Global___Waiting | None = ...,
+        meeting: Global___Meeting | None = ...,
+        lost: Global___Lost | None = ...,
+        concluded: Global___Concluded | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["concluded", b"concluded", "kind", b"kind", "lost", b"lost", "meeting", b"meeting", "waiting", b"waiting"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["concluded", b"concluded", "kind", b"kind", "lost", b"lost", "meeting", b"meeting", "waiting", b"waiting"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: typing_extensions.TypeAlias = typing.Literal["waiting", "meeting", "lost", "concluded"]
+    _WhichOneofArgType_kind: typing_extensions.TypeAlias = typing.Literal["kind", b"kind"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___MeetEvent: typing_extensions.TypeAlias = MeetEvent
+
+@typing.final
+class Waiting(google.protobuf.message.Message):
+    """Ranks that have not come yet. Sent first, and whenever it changes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: builtins.int
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ranks", b"ranks"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Waiting: typing_extensions.TypeAlias = Waiting
+
+@typing.final
+class Meeting(google.protobuf.message.Message):
+    """All ranks have come."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    TRAINED_FIELD_NUMBER: builtins.int
+    id: builtins.bytes
+    """random, 16 bytes"""
+    @property
+    def trained(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the ranks whose MeetRequest said so"""
+
+    def __init__(
+        self,
+        *,
+        id: builtins.bytes = ...,
+        trained: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["id", b"id", "trained", b"trained"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Meeting: typing_extensions.TypeAlias = Meeting
+
+@typing.final
+class Lost(google.protobuf.message.Message):
+    """A rank has left the meeting, so that it is over."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    why: builtins.str
+    """in words that follow the rank's name"""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["rank", b"rank", "why", b"why"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Lost: typing_extensions.TypeAlias = Lost
+
+@typing.final
+class Concluded(google.protobuf.message.Message):
+    """All ranks are done; or `why` one can't go on, after which no meeting makes sense."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    why: builtins.str
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["rank", b"rank", "why", b"why"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Concluded: typing_extensions.TypeAlias = Concluded
+
+@typing.final
+class StoreRequest(google.protobuf.message.Message):
+    """Keys and values as torch.distributed.Store has them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Kind:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _KindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[StoreRequest._Kind.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        SET: StoreRequest._Kind.ValueType  # 0
+        GET: StoreRequest._Kind.ValueType  # 1
+        """waits until all keys have values"""
+        ADD: StoreRequest._Kind.ValueType  # 2
+        """`amount`"""
+        SWAP: StoreRequest._Kind.ValueType  # 3
+        """to the second value, if it has the first one; an absent key counts as an empty value"""
+        DELETE: StoreRequest._Kind.ValueType  # 4
+        CHECK: StoreRequest._Kind.ValueType  # 5
+        """whether all keys have values"""
+        COUNT: StoreRequest._Kind.ValueType  # 6
+        """of keys"""
+        APPEND: StoreRequest._Kind.ValueType  # 7
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    SET: StoreRequest.Kind.ValueType  # 0
+    GET: StoreRequest.Kind.ValueType  # 1
+    """waits until all keys have values"""
+    ADD: StoreRequest.Kind.ValueType  # 2
+    """`amount`"""
+    SWAP: StoreRequest.Kind.ValueType  # 3
+    """to the second value, if it has the first one; an absent key counts as an empty value"""
+    DELETE: StoreRequest.Kind.ValueType  # 4
+    CHECK: StoreRequest.Kind.ValueType  # 5
+    """whether all keys have values"""
+    COUNT: StoreRequest.Kind.ValueType  # 6
+    """of keys"""
+    APPEND: StoreRequest.Kind.ValueType  # 7
+
+    JOB_FIELD_NUMBER: builtins.int
+    MEETING_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    AMOUNT_FIELD_NUMBER: builtins.int
+    TIMEOUT_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    meeting: builtins.bytes
+    kind: Global___StoreRequest.Kind.ValueType
+    amount: builtins.int
+    timeout: builtins.float
+    """of GET, in seconds"""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        meeting: builtins.bytes = ...,
+        kind: Global___StoreRequest.Kind.ValueType = ...,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+        values: collections.abc.Iterable[builtins.bytes] | None = ...,
+        amount: builtins.int = ...,
+        timeout: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["amount", b"amount", "job", b"job", "keys", b"keys", "kind", b"kind", "meeting", b"meeting", "timeout", b"timeout", "values", b"values"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
+
+@typing.final
+class StoreReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRESENT_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    AMOUNT_FIELD_NUMBER: builtins.int
+    present: builtins.bool
+    """of GET, CHECK and DELETE: whether all keys had values"""
+    amount: builtins.int
+    """of ADD and COUNT"""
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """of GET and SWAP"""
+
+    def __init__(
+        self,
+        *,
+        present: builtins.bool = ...,
+        values: collections.abc.Iterable[builtins.bytes] | None = ...,
+        amount: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["amount", b"amount", "present", b"present", "values", b"values"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___StoreReply: typing_extensions.TypeAlias = StoreReply
+
+@typing.final
+class ConcludeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    MEETING_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    meeting: builtins.bytes
+    rank: builtins.int
+    why: builtins.str
+    """empty: it is done"""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        meeting: builtins.bytes = ...,
+        rank: builtins.int = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "meeting", b"meeting", "rank", b"rank", "why", b"why"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ConcludeRequest: typing_extensions.TypeAlias = ConcludeRequest
+
+@typing.final
+class ConcludeReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ConcludeReply: typing_extensions.TypeAlias = ConcludeReply
+
+@typing.final
 class Generators(google.protobuf.message.Message):
     """A rank's random generators when an iteration ended. Words are native uint32."""
 

@@ -104,6 +104,21 @@ class ShadowStub(object):
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.FetchRequest.SerializeToString,
                 response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.Seeds.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_stream(
+                '/checkmate.v1.Shadow/Meet',
+                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.MeetRequest.SerializeToString,
+                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.MeetEvent.FromString,
+                _registered_method=True)
+        self.Store = channel.unary_unary(
+                '/checkmate.v1.Shadow/Store',
+                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.StoreRequest.SerializeToString,
+                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.StoreReply.FromString,
+                _registered_method=True)
+        self.Conclude = channel.unary_unary(
+                '/checkmate.v1.Shadow/Conclude',
+                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.ConcludeRequest.SerializeToString,
+                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.ConcludeReply.FromString,
+                _registered_method=True)
         self.Commit = channel.stream_stream(
                 '/checkmate.v1.Shadow/Commit',
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.Progress.SerializeToString,
@@ -212,6 +227,28 @@ class ShadowServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Meet(self, request, context):
+        """Recovery in place: a rank waits until all ranks of the job have come, and then hears if one of them is lost, until
+        it ends the call. Any node may host a meeting, and is not trusted with anything but time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Store(self, request, context):
+        """The store of a meeting's ranks, which their process groups meet by: torch.distributed.Store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Conclude(self, request, context):
+        """A rank of a meeting is done, or can't go on for good.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Commit(self, request_iterator, context):
         """Between shadow nodes: each reports its progress to nodes with lower ids; the lowest live one decides what to step.
         """
@@ -291,6 +328,21 @@ def add_ShadowServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.FetchRequest.FromString,
                     response_serializer=checkmate_dot_rpc_dot_shadow__pb2.Seeds.SerializeToString,
+            ),
+            'Meet': grpc.unary_stream_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.MeetRequest.FromString,
+                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.MeetEvent.SerializeToString,
+            ),
+            'Store': grpc.unary_unary_rpc_method_handler(
+                    servicer.Store,
+                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.StoreRequest.FromString,
+                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.StoreReply.SerializeToString,
+            ),
+            'Conclude': grpc.unary_unary_rpc_method_handler(
+                    servicer.Conclude,
+                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.ConcludeRequest.FromString,
+                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.ConcludeReply.SerializeToString,
             ),
             'Commit': grpc.stream_stream_rpc_method_handler(
                     servicer.Commit,
@@ -676,6 +728,87 @@ class Shadow(object):
             '/checkmate.v1.Shadow/Fetch',
             checkmate_dot_rpc_dot_shadow__pb2.FetchRequest.SerializeToString,
             checkmate_dot_rpc_dot_shadow__pb2.Seeds.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/checkmate.v1.Shadow/Meet',
+            checkmate_dot_rpc_dot_shadow__pb2.MeetRequest.SerializeToString,
+            checkmate_dot_rpc_dot_shadow__pb2.MeetEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Store(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/checkmate.v1.Shadow/Store',
+            checkmate_dot_rpc_dot_shadow__pb2.StoreRequest.SerializeToString,
+            checkmate_dot_rpc_dot_shadow__pb2.StoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Conclude(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/checkmate.v1.Shadow/Conclude',
+            checkmate_dot_rpc_dot_shadow__pb2.ConcludeRequest.SerializeToString,
+            checkmate_dot_rpc_dot_shadow__pb2.ConcludeReply.FromString,
             options,
             channel_credentials,
             insecure,

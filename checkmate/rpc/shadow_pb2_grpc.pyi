@@ -56,6 +56,14 @@ class ShadowStub:
     Release: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ReleaseRequest, checkmate.rpc.shadow_pb2.ReleaseReply]
     Fetch: grpc.UnaryStreamMultiCallable[checkmate.rpc.shadow_pb2.FetchRequest, checkmate.rpc.shadow_pb2.Seeds]
     """The state after a reserved iteration, once it is stepped, or the one at which a fenced node is settled."""
+    Meet: grpc.UnaryStreamMultiCallable[checkmate.rpc.shadow_pb2.MeetRequest, checkmate.rpc.shadow_pb2.MeetEvent]
+    """Recovery in place: a rank waits until all ranks of the job have come, and then hears if one of them is lost, until
+    it ends the call. Any node may host a meeting, and is not trusted with anything but time.
+    """
+    Store: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.StoreRequest, checkmate.rpc.shadow_pb2.StoreReply]
+    """The store of a meeting's ranks, which their process groups meet by: torch.distributed.Store."""
+    Conclude: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ConcludeRequest, checkmate.rpc.shadow_pb2.ConcludeReply]
+    """A rank of a meeting is done, or can't go on for good."""
     Commit: grpc.StreamStreamMultiCallable[checkmate.rpc.shadow_pb2.Progress, checkmate.rpc.shadow_pb2.Decision]
     """Between shadow nodes: each reports its progress to nodes with lower ids; the lowest live one decides what to step."""
 
@@ -91,6 +99,14 @@ class ShadowAsyncStub(ShadowStub):
     Release: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ReleaseRequest, checkmate.rpc.shadow_pb2.ReleaseReply]  # type: ignore[assignment]
     Fetch: grpc.aio.UnaryStreamMultiCallable[checkmate.rpc.shadow_pb2.FetchRequest, checkmate.rpc.shadow_pb2.Seeds]  # type: ignore[assignment]
     """The state after a reserved iteration, once it is stepped, or the one at which a fenced node is settled."""
+    Meet: grpc.aio.UnaryStreamMultiCallable[checkmate.rpc.shadow_pb2.MeetRequest, checkmate.rpc.shadow_pb2.MeetEvent]  # type: ignore[assignment]
+    """Recovery in place: a rank waits until all ranks of the job have come, and then hears if one of them is lost, until
+    it ends the call. Any node may host a meeting, and is not trusted with anything but time.
+    """
+    Store: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.StoreRequest, checkmate.rpc.shadow_pb2.StoreReply]  # type: ignore[assignment]
+    """The store of a meeting's ranks, which their process groups meet by: torch.distributed.Store."""
+    Conclude: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ConcludeRequest, checkmate.rpc.shadow_pb2.ConcludeReply]  # type: ignore[assignment]
+    """A rank of a meeting is done, or can't go on for good."""
     Commit: grpc.aio.StreamStreamMultiCallable[checkmate.rpc.shadow_pb2.Progress, checkmate.rpc.shadow_pb2.Decision]  # type: ignore[assignment]
     """Between shadow nodes: each reports its progress to nodes with lower ids; the lowest live one decides what to step."""
 
@@ -207,6 +223,32 @@ class ShadowServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[checkmate.rpc.shadow_pb2.Seeds], collections.abc.AsyncIterator[checkmate.rpc.shadow_pb2.Seeds]]:
         """The state after a reserved iteration, once it is stepped, or the one at which a fenced node is settled."""
+
+    @abc.abstractmethod
+    def Meet(
+        self,
+        request: checkmate.rpc.shadow_pb2.MeetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[checkmate.rpc.shadow_pb2.MeetEvent], collections.abc.AsyncIterator[checkmate.rpc.shadow_pb2.MeetEvent]]:
+        """Recovery in place: a rank waits until all ranks of the job have come, and then hears if one of them is lost, until
+        it ends the call. Any node may host a meeting, and is not trusted with anything but time.
+        """
+
+    @abc.abstractmethod
+    def Store(
+        self,
+        request: checkmate.rpc.shadow_pb2.StoreRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[checkmate.rpc.shadow_pb2.StoreReply, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.StoreReply]]:
+        """The store of a meeting's ranks, which their process groups meet by: torch.distributed.Store."""
+
+    @abc.abstractmethod
+    def Conclude(
+        self,
+        request: checkmate.rpc.shadow_pb2.ConcludeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[checkmate.rpc.shadow_pb2.ConcludeReply, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.ConcludeReply]]:
+        """A rank of a meeting is done, or can't go on for good."""
 
     @abc.abstractmethod
     def Commit(

@@ -26,6 +26,7 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
 from checkmate.shadow.calls import begin, events, fence, leave, transfer
 from checkmate.shadow.calls.begin import status
+from checkmate.shadow.calls.meet import MeetingRoom
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.logic.starts import StartEnded
 from checkmate.shadow.node import Node
@@ -49,11 +50,14 @@ _RECOVERY: Final = (
 )
 """Methods with workers of their own, so that transfers of state cannot delay them."""
 _SPARE: Final = 16
+_MEETING: Final = ("Meet", "Store", "Conclude")
+"""Methods by which ranks meet. A rank has one call of the first, and few of the second at a time."""
+_CALLS_OF_MEETING: Final = 4
 _READERS_OF_EVENTS: Final = 2
 """Workers that read files, which may take long."""
 _MIN_CALLS: Final = 1024
-_CALLS_OF_RANK: Final = 8
-"""Calls at a time: a rank reads all shards that a node has of its group, and asks for its status."""
+_CALLS_OF_RANK: Final = 12
+"""Calls at a time: a rank reads all shards that a node has of its group, asks for its status, and meets."""
 _OPTIONS: Final = (*OPTIONS, ("grpc.max_concurrent_streams", 128))
 """The second is the most calls of one connection at a time."""
 _MIN_CONNECTIONS: Final = 256
@@ -66,8 +70,8 @@ _BACKLOG: Final = 128
 class ShadowService(rpc.ShadowServicer):
     """Translation of RPCs to functions over the node."""
 
-    def __init__(self, node: Node, peers: Peers, log: EventLog | None) -> None:
-        self._node, self._peers, self._log = node, peers, log
+    def __init__(self, node: Node, peers: Peers, log: EventLog | None, room: MeetingRoom) -> None:
+        self._node, self._peers, self._log, self._room = node, peers, log, room
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self._answer(context, lambda: status(self._node, request))
@@ -137,6 +141,18 @@ class ShadowService(rpc.ShadowServicer):
             yield from self._peers.answer(request_iterator, call_end)
         except CallRefused as error:
             _abort(context, error)
+
+    def Meet(self, request: pb.MeetRequest, context: grpc.ServicerContext) -> Iterator[pb.MeetEvent]:
+        try:
+            yield from self._room.meet(request, context.is_active, context.add_callback)
+        except CallRefused as error:
+            _abort(context, error)
+
+    def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:
+        return self._answer(context, lambda: self._room.store(request))
+
+    def Conclude(self, request: pb.ConcludeRequest, context: grpc.ServicerContext) -> pb.ConcludeReply:
+        return self._answer(context, lambda: self._room.conclude(request))
 
     def _answer(self, context: grpc.ServicerContext, call: Callable[[], R]) -> R:
         try:
@@ -263,6 +279,8 @@ class Server:
         self._pool = ThreadPoolExecutor(2 * ranks + _SPARE, thread_name_prefix="fetches")
         self._recovery = ThreadPoolExecutor(recovery, thread_name_prefix="recovery")
         self._seeds = ThreadPoolExecutor(ranks + _SPARE, thread_name_prefix="seeds")
+        meeting = _CALLS_OF_MEETING * ranks + _SPARE
+        self._meeting = ThreadPoolExecutor(meeting, thread_name_prefix="meeting")
         self._events = ThreadPoolExecutor(_READERS_OF_EVENTS, thread_name_prefix="events")
         keys = node.access.keys
         checks: list[grpc.ServerInterceptor] = [] if keys is None else [CallerCheck(job)]
@@ -271,7 +289,8 @@ class Server:
             self._pool, interceptors=checks, options=options, maximum_concurrent_rpcs=max_calls(ranks)
         )
         self._calls = CallGuard(CrowdsRefused(IDLE_SECONDS))
-        self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers, log))
+        self._room = MeetingRoom(job)
+        self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers, log, self._room))
         self._health = health.HealthServicer()
         self._add(_HEALTH, health_pb2_grpc.add_HealthServicer_to_server, self._health)
         address = job.node(node.id).mgmt
@@ -288,7 +307,12 @@ class Server:
         collected = Handlers()
         add(servicer, collected)
         handlers = {method: handler for method, handler in collected.by_method.items() if method != "Watch"}
-        pools = {**dict.fromkeys(_RECOVERY, self._recovery), "Seed": self._seeds, "Events": self._events}
+        pools = {
+            **dict.fromkeys(_RECOVERY, self._recovery),
+            **dict.fromkeys(_MEETING, self._meeting),
+            "Seed": self._seeds,
+            "Events": self._events,
+        }
         guarded = RequestGuard(self._calls).handlers(handlers, pools)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, guarded),))
 
@@ -301,7 +325,8 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._health.enter_graceful_shutdown()
+        self._room.stop()
         self._server.stop(0.2).wait()
         self._calls.stop()
-        for pool in (self._pool, self._recovery, self._seeds, self._events):
+        for pool in (self._pool, self._recovery, self._seeds, self._meeting, self._events):
             pool.shutdown()

@@ -11,7 +11,7 @@ import struct
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from checkmate.base.privileges import Capability, give_up
 from checkmate.tagger import cgroups
@@ -77,6 +77,18 @@ class Tagger(AbstractContextManager["Tagger"]):
         self._sockets = loaded.map_descriptor("sockets", ctypes.sizeof(SocketState))
         self._faults = loaded.map_descriptor("faults", ctypes.sizeof(ctypes.c_uint64))
         self._warned = 0
+
+    _resident: ClassVar[Tagger | None] = None
+
+    @classmethod
+    def resident(cls) -> Tagger:
+        """Return this process's own, which is attached once and stays until the process ends.
+
+        Capabilities that it takes to attach may be given up afterwards. The errors are those of `attach`.
+        """
+        if cls._resident is None:
+            cls._resident = cls.attach()
+        return cls._resident
 
     @classmethod
     def attach(cls) -> Tagger:

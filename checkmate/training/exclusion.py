@@ -25,6 +25,11 @@ class StepExclusion:
         self._trainer_waits = False
         self._stepping = False
 
+    @property
+    def settled(self) -> int | None:
+        """The iteration that the state reflects; `None` while a step is under way, or has failed half-way."""
+        return None if self._stepping else self.stepped
+
     def begin(self) -> None:
         """Lock before the optimizer steps. Calling it again after a failed step has no effect."""
         if not self._stepping:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from torch import nn
 
+from checkmate.base.wording import in_ranges
 from checkmate.errors import CheckmateError
 from checkmate.events.kinds import PROTECT_ENDED, PROTECT_STARTED
 from checkmate.events.process_log import say, seconds_since
@@ -55,11 +56,14 @@ from checkmate.training.start.named_job import named_job
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.training.start.places import Handover, Place, Start, join, lay_out_shares
 from checkmate.training.start.plans import NewRun
+from checkmate.training.start.survivor import Survivor
 from checkmate.wire.layout import Layout
 
 _log: Final = logging.getLogger("checkmate")
 
 WAIT: Final = 30.0
+IN_PLACE_SECONDS: Final = 3.0
+"""Seconds that a recovery in place waits for shadow nodes, of the `wait` for a start."""
 FLUSH_SECONDS: Final = 10.0
 """Seconds that `close` waits for the shadow nodes to step the last iteration."""
 HASTE_SECONDS: Final = 0.5
@@ -91,6 +95,7 @@ class ProtectionParts:
     loop: Loop
     publisher: Publisher
     followers: Followers
+    steps: StepExclusion
     waiting: str
     """Which shadow nodes do not follow from the start on, in words, on the first rank of a DP group."""
 
@@ -169,8 +174,11 @@ def protect(
         start = handover.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         handover.hold()
         undo.callback(handover.release)
+        if start.stayed:  # nodes that are there have kept their state, and others join while training goes on
+            deadline = min(deadline, time.monotonic() + IN_PLACE_SECONDS)
         run = ProtectedRun(place=place, start=start, watched=watched, layouts=layouts, optimizer=spec)
         protection = _assemble(run, stubs, deadline, undo, required=required)
+    _say_recovery(place, start)
     event = PROTECT_ENDED(
         iteration=start.next_iteration,
         incarnation=start.plan.incarnation,
@@ -181,13 +189,27 @@ def protect(
     return protection
 
 
+def _say_recovery(place: Place, start: Start) -> None:
+    """Log, on the first rank whose process has stayed, that training goes on after another one's failure."""
+    loss, Survivor.loss = Survivor.loss, None
+    if loss is None or place.rank != min(start.stayed, default=place.rank):
+        return
+    show_log()
+    seconds = time.monotonic() - loss.at
+    source = "all ranks have read the state"
+    if survivors := start.survivors:
+        ranks = f"ranks {in_ranges(survivors)} have" if len(survivors) > 1 else f"rank {survivors[0]} has"
+        source = f"{ranks} kept parameters and optimizer state"
+    _log.info("recovered in place in %.1f s: %s; %s", seconds, loss.words, source)
+
+
 def _start_afresh(place: Place, stubs: Stubs, timeout: float) -> Start:
     """Return a start of training without a `restore` before it.
 
     Raise `RestoreError` if the nodes have an earlier process's training, which would be lost.
     """
     plan = restore.plan_fresh(place, stubs, timeout)
-    if isinstance(plan, NewRun) and plan.trouble and not Handover.has_protected:
+    if isinstance(plan, NewRun) and plan.trouble and (Survivor.is_wanted or not Handover.has_protected):
         raise RestoreError(
             f"{plan.trouble}, and the script does not resume from it: call checkmate.restore before protect, "
             f"which changes nothing if nodes hold nothing; or discard it: {ANEW}"
@@ -255,6 +277,7 @@ def _assemble(
         loop=loop,
         publisher=publisher,
         followers=followers,
+        steps=steps,
         waiting=waiting,
     )
     return Protection(run, parts, undo)
@@ -284,12 +307,17 @@ class Protection:
     `RefusedError`, or `StateError` if some state can't be stored.
     """
 
+    present: ClassVar[Protection | None] = None
+    """The open one of this process."""
+
     def __init__(self, run: ProtectedRun, parts: ProtectionParts, undo: ExitStack) -> None:
         """Take over all parts, and `undo`, which closes them in any state."""
         self.waiting = parts.waiting
         """Which shadow nodes do not follow from the start on, in words, on the first rank of a DP group."""
         self.place = run.place
         self._incarnation = run.start.plan.incarnation
+        self._run = run
+        self._steps = parts.steps
         self._gradients = parts.gradients
         self._recorder = parts.recorder
         self._loop = parts.loop
@@ -300,6 +328,7 @@ class Protection:
         atexit.register(self._at_exit)
         undo.callback(atexit.unregister, self._at_exit)
         self._undo = undo.pop_all()
+        Protection.present = self
 
     @property
     def iteration(self) -> int:
@@ -351,6 +380,7 @@ class Protection:
         if self._closed:
             return
         self._closed = True
+        Protection.present = None
         last = last and well and self._recorder.refusal is None
         if not well:
             self._gradients.give_up()
@@ -360,6 +390,11 @@ class Protection:
         with self._undo, said_end(lambda: self._publisher.newest, broken, completed=lambda: last, well=well):
             with suppress(CheckmateError):  # the refusal, which is raised below
                 self._recorder.close(last)
+            if Survivor.is_wanted and not well:
+                run = self._run
+                Survivor.keep(
+                    run.start.plan.run, self._steps.settled, run.layouts[run.place.group], run.watched
+                )
             self._publisher.close(patience)
             self._followers.finish(deadline)
             iteration = self._publisher.newest
@@ -371,6 +406,10 @@ class Protection:
                 raise unpublished
             if last and self.place.first and iteration >= 0:
                 self._followers.await_stepped(iteration, deadline)
+
+    def fail(self) -> None:
+        """End the protection after a failure, if the script has not: what is complete still leaves."""
+        self._end(last=False, well=False)
 
     def __enter__(self) -> Protection:
         return self

@@ -53,6 +53,8 @@ from checkmate.training.start.plans import (
     WithoutState,
 )
 from checkmate.training.start.sharing import Readers
+from checkmate.training.start.survivor import Survivor
+from checkmate.wire.parameter import LayoutError
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -177,9 +179,22 @@ def _begin(
         return Start(plan), None
     if isinstance(plan, RefusedStart):
         raise RestoreError(plan.trouble)
+    if Survivor.has_trained and not (isinstance(plan, FromNodes) and plan.iteration >= 0):
+        raise RestoreError(
+            "the shadow nodes hold no state that was trained, and this process has trained, so that it can't "
+            "begin again: it ends, and a new one takes its place"
+        )
     if isinstance(plan, FromNodes):
         start = Start(plan, plan.iteration + 1, keep=True)
-        extra, trouble = _from_nodes(place, watched, stubs, plan, start, timeout)
+        survivor = _survivor(place, watched, plan)
+        flags = exchange.gather([Survivor.loss is not None, survivor is not None], name_of=place.name_of)
+        start.stayed = [rank for rank, (has_stayed, _) in enumerate(flags) if has_stayed]
+        start.survivors = [rank for rank, (_, has_kept) in enumerate(flags) if has_kept]
+        extra, trouble = _from_nodes(place, watched, stubs, plan, start, timeout, survivor)
+        if trouble and start.survivors:
+            log_once(place, f"all ranks read the state from shadow nodes: {trouble}")
+            start.survivors = ()
+            extra, trouble = _from_nodes(place, watched, stubs, plan, start, timeout)
         if not trouble:
             parts = restored_parts(start.record)
             log_once(
@@ -230,15 +245,36 @@ def plan_fresh(place: Place, stubs: Stubs, timeout: float) -> RestartPlan:
     return agree(place, make, plans.from_message, subject="RestartPlan")
 
 
+def _survivor(place: Place, watched: Watched, plan: FromNodes) -> Survivor | None:
+    """Return what this process has kept of the planned iteration's state, if it has."""
+    survivor = Survivor.take()
+    if survivor is None:
+        return None
+    try:
+        layout = places.lay_out_shares(watched.model, place, slicing_of(place, watched.model))[place.group]
+    except LayoutError:  # which reading raises again, on all ranks
+        return None
+    return survivor if survivor.fits(plan.run, plan.iteration, layout) else None
+
+
 def _from_nodes(
-    place: Place, watched: Watched, stubs: Stubs, plan: FromNodes, start: Start, timeout: float
+    place: Place,
+    watched: Watched,
+    stubs: Stubs,
+    plan: FromNodes,
+    start: Start,
+    timeout: float,
+    survivor: Survivor | None = None,
 ) -> tuple[Any, str]:
-    """Read and install the planned iteration; return the user's `extra`, and the errors of all ranks."""
+    """Read and install the planned iteration; return the user's `extra`, and the errors of all ranks.
+
+    `survivor`: what this rank has kept of its state.
+    """
     began_at = time.monotonic()
-    readers = sharing.readers_of(place, watched.model)
+    readers = sharing.readers_of(place, watched.model, start.survivors)
 
     def read(readers: Readers | None) -> Fetched:
-        return from_nodes.read(place, watched, stubs, plan, timeout, readers)
+        return from_nodes.read(place, watched, stubs, plan, timeout, readers, survivor)
 
     fetched, trouble, unread = run_on_all_ranks(place, partial(read, readers))
     parts = None

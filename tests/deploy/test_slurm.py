@@ -79,6 +79,17 @@ def test_trainers_start_as_everywhere(tmp_path: Path) -> None:
     assert result.returncode and "CHECKMATE_JOB: name the job file" in result.stderr
 
 
+def test_trainers_recover_in_place_if_they_are_told(tmp_path: Path) -> None:
+    program(tmp_path, "checkmate", 'printf "%s\\n" "$@"')
+    variables = environment(
+        tmp_path, GLOO_SOCKET_IFNAME="lo", SLURM_STEP_NUM_NODES="2", SLURM_NODEID="1", IN_PLACE="1"
+    )
+    command = [str(FOLDER / "trainer.sh"), "gpu0", "train.py", "--epochs", "2"]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    arguments = ["launch", "--nnodes=2", "--node-rank=1", "--spare", "--", "train.py", "--epochs", "2"]
+    assert result.stdout.splitlines() == arguments
+
+
 def test_a_shadow_node_is_started_again_until_it_is_told_to_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program(

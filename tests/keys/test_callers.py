@@ -42,6 +42,7 @@ def test_each_role_may_do_what_it_needs_and_no_more() -> None:
     assert calls[Role.READER] == {"Status", "Events", "Reserve", "Release", "Fetch"}
     assert calls[Role.SHADOW] == calls[Role.READER] | {"Parts", "Commit"}
     changing = {"Fence", "Copy", "Settle", "Reset", "Leave", "Begin", "Refused", "Seed"}
+    changing |= {"Meet", "Store", "Conclude"}
     changing |= {STEP_RECORDS, GRADIENT_STREAM}
     assert calls[Role.TRAINER] == changing | {"Status", "Events", "Fetch"}
 

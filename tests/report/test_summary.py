@@ -35,6 +35,7 @@ from checkmate.events.kinds import (
     TRAINER_ENDED,
     TRAINER_FIRST,
     TRAINER_NODE_LOST,
+    TRAINER_RANK_LOST,
     TRAINER_RING_BROKEN,
     TRAINING_REFUSED,
     Occurrence,
@@ -141,6 +142,25 @@ def test_a_rank_that_was_killed_and_the_start_after_it(crash: History) -> None:
     assert steps["all of it, until the first iteration"] == (16.8, "rank 1")
     assert report.committed == 40
     assert report.unknown == ["no events of a controller: add the folder of its event log with --events"]
+
+
+def test_a_rank_that_dies_after_others_have_gone_on_in_place(crash: History) -> None:
+    """Rank 0 goes on in its process after rank 1's death, and is killed itself later."""
+    crash.events = [event for event in crash.events if event.time < START + 110 or event.source != "rank 0"]
+    crash.say(100.5, "rank 0", TRAINER_RANK_LOST(rank=1, why="its process has ended"), 10)
+    crash.rank(110, 0, pid=10, iteration=41, incarnation=8)
+    crash.say(200, "rank 1", TRAINER_RANK_LOST(rank=0, why="its process has ended"), 21)
+    crash.say(200.1, "rank 1", TRAINER_ENDED(iteration=60, completed=False, why="RingError"), 21)
+    crash.rank(201, 0, pid=30, iteration=61, incarnation=9)
+    crash.rank(201, 1, pid=21, iteration=61, incarnation=9)
+    report = crash.report(live=LIVE)
+    assert [(death.who, death.pid, death.noticed) for death in report.deaths] == [
+        ("rank 1", 11, at(100.2)),
+        ("rank 0", 10, at(200)),
+    ]
+    last = report.recoveries[-1]
+    assert last.after.startswith("rank 0 died, which rank 1 noticed at")
+    assert (last.next, last.trained, last.repeated) == (61, 60, 0)
 
 
 def test_who_lost_the_connection_to_the_dead_rank_knows_most(crash: History) -> None:

@@ -1,6 +1,6 @@
 """A script whose job has copies by hosts: clipping by torch, a scheduler, dropout, state of its own.
 
-Usage: python -m tests.scripts.host_copies KIND FOLDER ITERATIONS SECONDS
+Usage: python -m tests.scripts.host_copies KIND FOLDER ITERATIONS SECONDS [in-place]
 
 Kinds: `ddp`, in several buckets; `fsdp`, without replicas, and `hsdp`, with replicas that FSDP reduces,
 both of which reduce each of two micro-batches; `bare`, without a wrapper, whose script reduces gradients;
@@ -122,55 +122,95 @@ class Turns:
         return loss
 
 
+@dataclass
+class Training:
+    """A script of one kind: what it makes once in a process, and its loop."""
+
+    kind: str
+    folder: Path
+    iterations: int
+    seconds: float
+    rank: int
+    layers: nn.Sequential | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+
+    def make(self) -> tuple[nn.Sequential, Sequence[torch.optim.Optimizer]]:
+        """Make the model, and optimizers if they need no process group."""
+        torch.manual_seed(0)
+        layers = [nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU()]
+        layers += [nn.BatchNorm1d(128)] if self.kind in ("ddp", "zero") else []
+        model = nn.Sequential(*layers, nn.Linear(128, 16))
+        # There, as in long training, each rank has sent the record of the iteration before.
+        model[0].register_forward_hook(lambda *_: time.sleep(self.seconds))
+        return model, [] if self.kind in (*SHARDED, "zero") else self.make_optimizers(model)
+
+    def make_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        """Make the optimizers of a model."""
+        parameters = list(model.parameters())
+        if self.kind == "zero":
+            return [ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)]
+        parts = [parameters[:2], parameters[2:]] if self.kind == "gan" else [parameters]
+        return [torch.optim.AdamW(part, lr=1e-2) for part in parts]
+
+    def make_once(self) -> None:
+        """Make what is not sharded before the first call of `train`, which otherwise makes it each time."""
+        if self.kind not in (*SHARDED, "zero"):
+            self.layers, self.optimizers = self.make()
+
+    def train(self) -> None:
+        """Train, and note each iteration's loss to the bit."""
+        kind, rank, iterations = self.kind, self.rank, self.iterations
+        layers, optimizers = (self.layers, self.optimizers) if self.layers is not None else self.make()
+        model = wrapped(kind, layers)
+        optimizers = optimizers or self.make_optimizers(model)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5) for optimizer in optimizers]
+        torch.manual_seed(rank + 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled=kind == "mixed")
+        turns = Turns(kind, model, optimizers, scaler)
+        parts_of: dict[str, Any] = {"scheduler": schedulers, "scaler": scaler}
+        if len(optimizers) == 1:  # several can't have a scaler
+            parts_of["scheduler"] = schedulers[0]
+        optimizer = optimizers if len(optimizers) > 1 else optimizers[0]
+        begin, seen = checkmate.restore(model, optimizer, **parts_of)
+        count = seen or 0
+        with (
+            checkmate.protect(model, optimizer, **parts_of, extra=lambda: count) as protection,
+            (self.folder / f"rank{rank}.jsonl").open("a") as log,
+        ):
+            for iteration in protection.steps(range(begin, iterations)):
+                data = batch(iteration, rank // 2 if kind == "tensor" else rank)
+                if kind == "mixed" and iteration == OVERFLOW_AT:
+                    data = data * float("inf")
+                loss = turns.take(data)
+                for scheduler in schedulers:
+                    scheduler.step()
+                model.zero_grad()
+                count += 1
+                line = {
+                    "iteration": iteration,
+                    "loss": float(loss.detach()).hex(),
+                    "count": count,
+                    "begin": begin,
+                    "pid": os.getpid(),
+                    "time": time.time(),
+                }
+                print(json.dumps(line), file=log, flush=True)
+                while iteration == PAUSED_AT and (self.folder / "pause").exists():
+                    time.sleep(0.05)
+
+
 def main() -> None:
-    """Train, and note each iteration's loss to the bit."""
-    kind, folder = sys.argv[1], Path(sys.argv[2])
-    iterations, seconds = int(sys.argv[3]), float(sys.argv[4])
+    """Train, in place of a failure or without."""
+    kind, folder, iterations, seconds, *in_place = sys.argv[1:]
+    rank = int(os.environ.get("RANK", "0"))
+    training = Training(kind, Path(folder), int(iterations), float(seconds), rank)
+    if in_place:
+        training.make_once()
+        checkmate.resilient(training.train)
+        return
     if kind != "alone":
         dist.init_process_group("gloo")
-    rank = int(os.environ.get("RANK", "0"))
-    torch.manual_seed(0)
-    layers = [nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU()]
-    layers += [nn.BatchNorm1d(128)] if kind in ("ddp", "zero") else []
-    model = wrapped(kind, nn.Sequential(*layers, nn.Linear(128, 16)))
-    parameters = list(model.parameters())
-    parts = [parameters[:2], parameters[2:]] if kind == "gan" else [parameters]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(part, lr=1e-2) for part in parts]
-    if kind == "zero":
-        optimizers = [ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)]
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5) for optimizer in optimizers]
-    torch.manual_seed(rank + 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled=kind == "mixed")
-    turns = Turns(kind, model, optimizers, scaler)
-    parts_of: dict[str, Any] = {"scheduler": schedulers, "scaler": scaler}
-    if len(optimizers) == 1:  # several can't have a scaler
-        parts_of["scheduler"] = schedulers[0]
-    optimizer = optimizers if len(optimizers) > 1 else optimizers[0]
-    begin, seen = checkmate.restore(model, optimizer, **parts_of)
-    count = seen or 0
-    with (
-        checkmate.protect(model, optimizer, **parts_of, extra=lambda: count) as protection,
-        (folder / f"rank{rank}.jsonl").open("a") as log,
-    ):
-        for iteration in protection.steps(range(begin, iterations)):
-            data = batch(iteration, rank // 2 if kind == "tensor" else rank)
-            if kind == "mixed" and iteration == OVERFLOW_AT:
-                data = data * float("inf")
-            loss = turns.take(data)
-            for scheduler in schedulers:
-                scheduler.step()
-            model.zero_grad()
-            count += 1
-            line = {
-                "iteration": iteration,
-                "loss": float(loss.detach()).hex(),
-                "count": count,
-                "begin": begin,
-            }
-            print(json.dumps(line), file=log, flush=True)
-            time.sleep(seconds)
-            while iteration == PAUSED_AT and (folder / "pause").exists():
-                time.sleep(0.05)
+    training.train()
     if kind != "alone":
         dist.destroy_process_group()
 

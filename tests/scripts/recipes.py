@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,6 +27,11 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import checkmate
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role
+from checkmate.nodes import reset
+from checkmate.nodes.stubs import Stubs
+from checkmate.training.start.named_job import named_job
 
 GUIDE: Final = Path(__file__).parents[2] / "docs" / "training.md"
 PHASES: Final = ("undisturbed", "killed", "resumed")
@@ -68,6 +74,20 @@ class Undisturbed:
         """Do nothing."""
 
 
+def discard_all() -> None:
+    """Have the nodes discard what they hold of the recipe before. All ranks call it."""
+    if dist.get_rank() == 0:
+        job = named_job()
+        with Stubs(job, access(job, Role.TRAINER).keys) as stubs:
+            statuses = stubs.statuses().values()
+            while any(isinstance(status, str) or status.trainers for status in statuses):
+                time.sleep(0.05)  # connections of the phase before
+                statuses = stubs.statuses().values()
+            if not all(getattr(status, "holds_nothing", False) for status in statuses):
+                reset.discard(job, stubs, reset.ask(job, stubs))
+    dist.barrier()
+
+
 def recipe_names(code: str, phase: str, forwards: list[float], starts: list[int]) -> dict[str, Any]:
     """Return a recipe's names: model, optimizer and data, which differ between phases until restored."""
     torch.manual_seed({"undisturbed": 1, "killed": 1, "resumed": 77}[phase])
@@ -84,9 +104,8 @@ def recipe_names(code: str, phase: str, forwards: list[float], starts: list[int]
     if phase != "undisturbed":
 
         def restore(*arguments: Any, **options: Any) -> checkmate.Restored:
-            if phase == "killed":  # `protect` alone begins with iteration 0
-                starts.append(0)
-                return checkmate.Restored(0)
+            if phase == "killed":
+                discard_all()
             restored = checkmate.restore(*arguments, **options)
             starts.append(restored.iteration)
             return restored

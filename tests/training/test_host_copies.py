@@ -42,6 +42,8 @@ class LoopbackJob:
     def __init__(self, folder: Path, kind: str, **job: Any) -> None:
         """Write its file, and make its keys."""
         self.folder, self.kind = folder, kind
+        self.iterations = ITERATIONS
+        self._nodes: list[subprocess.Popen[bytes]] = []
         nodes = [{"id": node, "mgmt": f"127.0.0.1:{free_port()}"} for node in range(2)]
         data = {"job": "mine", "copies": "host", "shadow_nodes": nodes, **job}
         self.file = folder / "job.yaml"
@@ -83,7 +85,7 @@ class LoopbackJob:
     def nodes(self) -> Iterator[None]:
         """Run the shadow nodes."""
         names = [f"shadow{node}" for node in range(2)]
-        processes = [
+        self._nodes = processes = [
             self.start(name, "checkmate.cli.entry", "shadow", str(self.file), "--id", name[-1])
             for name in names
         ]
@@ -96,17 +98,35 @@ class LoopbackJob:
             for process in processes:
                 process.wait(20)
 
+    def node_process(self, node: int) -> subprocess.Popen[bytes]:
+        """Return a shadow node's process."""
+        return self._nodes[node]
+
     def train(self, name: str, seconds: float = 0.0) -> subprocess.Popen[bytes]:
         """Start torchrun; its ranks write to the folder NAME."""
         results = self.folder / name
         results.mkdir(exist_ok=True)
         (results / "pause").touch()
         os.chown(results, NOBODY, NOBODY)
-        script = ["tests.scripts.host_copies", self.kind, str(results), str(ITERATIONS), str(seconds)]
+        script = ["tests.scripts.host_copies", self.kind, str(results), str(self.iterations), str(seconds)]
         if self.kind == "alone":
             return self.start(name, *script)
         options = [f"--nproc-per-node={RANKS}", "--standalone", "--max-restarts=10", "--monitor-interval=0.1"]
         return self.start(name, "torch.distributed.run", *options, "-m", *script)
+
+    def launch(self, name: str, seconds: float = 0.0, *options: str) -> subprocess.Popen[bytes]:
+        """Start `checkmate launch`; its ranks write to the folder NAME, and recover in place."""
+        (results := self.folder / name).mkdir(exist_ok=True)
+        os.chown(results, NOBODY, NOBODY)
+        script = [
+            "-m",
+            "tests.scripts.host_copies",
+            self.kind,
+            str(results),
+            str(self.iterations),
+            str(seconds),
+        ]
+        return self.start(name, "checkmate.cli.entry", "launch", *options, "--", *script, "in-place")
 
     def example(self, name: str, module: str, *options: str) -> subprocess.Popen[bytes]:
         """Start torchrun with an example of ours; its ranks write to the folder NAME."""

@@ -33,6 +33,8 @@ _OF_TORCHRUN: Final = re.compile(r"\[rank\d+\]:|[WE]\d{4} .*torch/distributed/el
 """The prefix of a script's traceback, and of torchrun's own log."""
 _FOLLOWED: Final = re.compile(r", from iteration \d+ on$")
 """The end of the line in which rank 0 reports that shadow nodes follow."""
+_LAUNCHED: Final = re.compile(r"rank \d+ is process (\d+)$", re.MULTILINE)
+"""What `checkmate launch` logs of each process that it starts; a warm spare is its child, too."""
 _SILENCE_SECONDS: Final = 30.0
 """After which a script that writes, but has not called Checkmate, is named."""
 _LOOK_SECONDS: Final = 1.0
@@ -74,7 +76,8 @@ class LabTraining:
             if self._show(show, alarm, whole=True):
                 name, member = list(self._job.ranks.items())[-1]
                 rank_name = name if name.startswith("rank") else f"a rank on {name}"
-                for worker in member.children()[:1]:
+                launched = _LAUNCHED.findall(member.error_text())
+                for worker in map(int, launched[-1:] or member.children()[:1]):
                     if worker != self._announced:  # rank 0's host may follow several DP groups
                         tell(f"{rank_name} is process {worker}; after kill -9 {worker}, training resumes")
                     self._announced = worker
@@ -139,7 +142,7 @@ class LabTraining:
 
 @contextlib.contextmanager
 def training_in(
-    name: str, script: Sequence[str] | None, *, restarts: int, console: Console
+    name: str, script: Sequence[str] | None, *, restarts: int, console: Console, in_place: bool = False
 ) -> Iterator[LabTraining]:
     """Start a script on all ranks of a lab, which is locked meanwhile; at the end everything is stopped.
 
@@ -148,9 +151,12 @@ def training_in(
         script: The script and its arguments, as for torchrun; the topology's own by default.
         restarts: The number of restarts after deaths of ranks.
         console: Where the steps are shown.
+        in_place: Whether a rank that dies is started alone, so that the others keep their processes.
     """
     state.require_root()
     lab = Lab.attached(name)
+    if not script and lab.topology.script and in_place:
+        script = [*lab.topology.script, "--in-place"]
     if not (script := script or lab.topology.script):
         raise BadDescription(
             f"none of Checkmate's examples trains the DP groups of lab {name}: name a script, as in "
@@ -168,8 +174,9 @@ def training_in(
             steps("shadow nodes")
             job = JobProcesses(crew)
             job.start_shadow_nodes(without=[h for h in lab.topology.shadow_nodes if _serves(lab, h)])
-            steps(f"torchrun starts {len(lab.topology.ranks)} ranks")
-            job.start_ranks(script, restarts=restarts)
+            starter = "checkmate launch" if in_place else "torchrun"
+            steps(f"{starter} starts {len(lab.topology.ranks)} ranks")
+            job.start_ranks(script, restarts=restarts, in_place=in_place)
             training = LabTraining(job)
             training.await_output()
         yield training

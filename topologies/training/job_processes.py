@@ -72,8 +72,9 @@ class JobProcesses:
         restarts: int = torchrun.RESTARTS,
         environment: Mapping[str, str] | None = None,
         alone: bool = False,
+        in_place: bool = False,
     ) -> None:
-        """Start each host's torchrun of a script with its arguments.
+        """Start each host's torchrun of a script with its arguments, or its `checkmate launch` if `in_place`.
 
         With `alone`, each host's ranks are a job of their own, which torchrun restarts alone, and the number
         of the host's first rank is the script's last argument.
@@ -84,7 +85,8 @@ class JobProcesses:
                 first = number * len(topology.ranks) // len(topology.trainers)
                 command = torchrun.alone(topology, host, [*script, str(first)], restarts=restarts)
             else:
-                command = torchrun.command(topology, host, script, restarts=restarts)
+                command_of = torchrun.in_place if in_place else torchrun.command
+                command = command_of(topology, host, script, restarts=restarts)
             self.ranks[host.name] = self.crew.start(host.name, host.name, command, environment=environment)
 
     def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:

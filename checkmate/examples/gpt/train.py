@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
-from checkmate.examples.common import LossLog, add_device, parser
+from checkmate.examples.common import LossLog, add_device, add_in_place, parser, run
 from checkmate.examples.gpt import text
 from checkmate.examples.gpt.model import Gpt, Shape
 
@@ -23,33 +23,35 @@ from checkmate.examples.gpt.model import Gpt, Shape
 def main() -> None:
     """Train, and print the loss of each iteration."""
     options = parse()
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
     torch.manual_seed(options.seed)  # the same model on all ranks
     model = Gpt(Shape(options.layers, options.width, options.heads, options.context, options.dropout))
     model.to(options.device)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.1)
-    scheduler = LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.iterations))
     data = text.read(options.text)
-    torch.manual_seed(options.seed + 1 + rank)  # different batches and dropout on each rank
 
-    start, _ = checkmate.restore(ddp, optimizer, scheduler=scheduler)
-    protection = checkmate.protect(ddp, optimizer, scheduler=scheduler)
-    log = LossLog(options.out)
+    def train() -> None:
+        rank = dist.get_rank()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
+        scheduler = LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.iterations))
+        torch.manual_seed(options.seed + 1 + rank)  # different batches and dropout on each rank
 
-    with protection:
-        for iteration in protection.steps(range(start, options.iterations)):
-            batch = data.batch(options.batch, options.context)
-            loss = ddp(*(tokens.to(options.device) for tokens in batch))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            log(iteration, loss.item())
-    log.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    dist.destroy_process_group()
+        start, _ = checkmate.restore(ddp, optimizer, scheduler=scheduler)
+        protection = checkmate.protect(ddp, optimizer, scheduler=scheduler)
+        log = LossLog(options.out)
+
+        with protection:
+            for iteration in protection.steps(range(start, options.iterations)):
+                batch = data.batch(options.batch, options.context)
+                loss = ddp(*(tokens.to(options.device) for tokens in batch))
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                log(iteration, loss.item())
+        log.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    run(train, in_place=options.in_place)
 
 
 def warm_up_then_cosine(step: int, steps: int, warm_up: int = 10) -> float:
@@ -70,6 +72,7 @@ def parse() -> argparse.Namespace:
     arg_parser.add_argument("--dropout", type=float, default=0.1)
     arg_parser.add_argument("--learning-rate", type=float, default=1e-3)
     add_device(arg_parser)
+    add_in_place(arg_parser)
     arg_parser.add_argument("--bucket-mb", type=float, default=4, help="size of gradient buckets in MiB")
     return arg_parser.parse_args()
 

@@ -34,7 +34,7 @@ class GradientHook:
 
     def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
         self.buckets = buckets
-        self._ddp = ddp
+        self._ddp: DistributedDataParallel | None = ddp
         self._numbers: dict[torch.Tensor, int] = {
             parameter: number for number, parameter in enumerate(buckets.parameters)
         }
@@ -45,12 +45,16 @@ class GradientHook:
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         """Have DDP call the hook from now on, for good. DDP raises RuntimeError if it has another hook."""
+        assert self._ddp is not None
         self.on_reduced, self.on_begun = on_reduced, on_begun
         self._ddp.register_comm_hook(self, type(self).run)
+        # DDP's C++ part holds the hook, where the garbage collector can't see that the hook holds DDP.
+        self._ddp = None
 
     def close(self) -> None:
-        """End the threads and the reducer. DDP keeps the hook, which fails."""
+        """End the threads and the reducer. DDP keeps the hook, which fails, and nothing else by it."""
         self.buckets.close()
+        self.on_reduced, self.on_begun = lambda iteration: None, lambda: None
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
@@ -110,7 +114,8 @@ class RebuiltReduction:
     """
 
     def __init__(self, ddp: DistributedDataParallel, first_iteration: int) -> None:
-        self._ddp = ddp
+        self._ddp: DistributedDataParallel | None = ddp
+        self._group = ddp.process_group
         undivided = 2 if ddp.static_graph else 1  # iterations of each process with DDP's first buckets
         process = range(first_iteration, first_iteration + undivided)
         self._due = [iteration >= undivided for iteration in process]  # whether a run had others by then
@@ -123,16 +128,19 @@ class RebuiltReduction:
 
     def register(self) -> None:
         """Watch in which order gradients get ready, and have DDP call the hook from now on, for good."""
+        assert self._ddp is not None
         self._ddp.register_comm_hook(self, type(self).run)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._note) for parameter in self._parameters
         ]
 
     def close(self) -> None:
-        """Watch no more."""
+        """Watch no more, and reduce as DDP does without a hook."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._due = []
+        self._ddp = None  # as of `GradientHook.register`
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
@@ -163,7 +171,7 @@ class RebuiltReduction:
 
     def _reduced(self, flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Average a flat tensor in place, with the bits of a DDP without a hook, which multiplies."""
-        group = self._ddp.process_group
+        group = self._group
         work = dist.all_reduce(flat.mul_(1 / group.size()), group=group, async_op=True)
         future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
         return future.then(lambda reduced: reduced.value()[0])
@@ -183,6 +191,7 @@ class RebuiltReduction:
         """Return the parameters, by number, of DDP's later buckets."""
         order = self._first_ranks_order()
         ddp, places = self._ddp, list(range(len(order)))
+        assert ddp is not None  # until the last iteration that is due
         first = _DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
         limits = [first, ddp.bucket_bytes_cap]
         tensors = [self._parameters[number] for number in order]
@@ -191,7 +200,7 @@ class RebuiltReduction:
 
     def _first_ranks_order(self) -> list[int]:
         """Return the order in which the first rank's gradients got ready, as DDP does: others may differ."""
-        group = self._ddp.process_group
+        group = self._group
         missing = [number for number in self._flats if number not in self._ready]
         numbers = torch.tensor([*self._ready, *missing], dtype=torch.int64)
         numbers = numbers.to(next(iter(self._flats.values())).device)

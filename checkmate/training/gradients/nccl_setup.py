@@ -31,6 +31,7 @@ from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import exchange, nccl_runtime
 from checkmate.training.start.nccl_runtime import Communicator
 from checkmate.training.start.places import Place, Start
+from checkmate.training.start.survivor import Survivor
 from checkmate.wire.layout import Layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import stream_layout
@@ -105,7 +106,9 @@ class NcclMaker:
             library = NcclLibrary(plugin)
             key = access(self.place.job, Role.TRAINER).secret(Secret.RING)
             if self.place.side is not None:
-                self.tagger = self.undo.enter_context(Tagger.attach())
+                self.tagger = (
+                    Tagger.resident() if Survivor.is_wanted else self.undo.enter_context(Tagger.attach())
+                )
         except (KeysError, PluginError, ValueError, OSError) as error:
             return str(error)
         except TaggerUnavailable as error:

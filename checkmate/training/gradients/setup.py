@@ -24,6 +24,7 @@ from checkmate.training.model.ddp import DdpModel
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
 from checkmate.training.start.places import Place, Start
+from checkmate.training.start.survivor import Survivor
 from checkmate.wire.layout import Layout
 
 
@@ -172,7 +173,8 @@ def connect(place: Place, layout: Layout, start: Start, undo: ExitStack) -> Ring
     tagger, trouble = None, None
     if place.side is not None:
         try:
-            tagger = undo.enter_context(Tagger.attach())
+            # Who restarts in place has given up what it takes to attach another one.
+            tagger = Tagger.resident() if Survivor.is_wanted else undo.enter_context(Tagger.attach())
         except TaggerUnavailable as error:
             trouble = (f"{place.name}: {error.missing}", error.remedy)
     troubles = [trouble for trouble in exchange.gather(trouble, name_of=place.name_of) if trouble is not None]

@@ -21,6 +21,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import from_held
 from checkmate.training.record.capture import Watched
 from checkmate.training.start.install import (
+    InstallError,
     check_optimizer,
     check_record,
     install_gradients,
@@ -33,6 +34,7 @@ from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.training.start.places import Place, Start, lay_out_shares
 from checkmate.training.start.plans import FromNodes
 from checkmate.training.start.sharing import Readers, part_of_all
+from checkmate.training.start.survivor import Survivor
 from checkmate.wire.layout import Layout
 from checkmate.wire.parameter import Parameter
 
@@ -44,8 +46,11 @@ def read(
     plan: FromNodes,
     timeout: float,
     readers: Readers | None,
+    survivor: Survivor | None = None,
 ) -> Fetched:
     """Read the planned iteration: this rank's part if it has other readers, else all; check that it fits.
+
+    A `survivor` has the state already, and reads the record alone.
 
     Raises:
         FetchError: It can't be read, or is not of this model, or its record is missing.
@@ -62,9 +67,15 @@ def read(
     needed_numbers = frozenset(
         n for request in requests for n in layouts[request.group].of_shard(request.shard)
     )
+    own_numbers = needed_numbers
     if readers:
         requests = part_of_all(requests, layouts, readers)
+        own_numbers = frozenset(n for request in requests for n in request.parameters or ())
+    if survivor is not None:
+        requests = {replace(request, parameters=()): nodes for request, nodes in requests.items()}
     fetched = fetch(requests, layouts, stubs, place, timeout)
+    if survivor is not None:
+        fetched = replace(fetched, states=survivor.as_held(own_numbers), survivor=survivor)
     if plan.iteration >= 0 and not fetched.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")
     check_optimizer(fetched.optimizer, spec_of(watched.optimizer, numbers))
@@ -88,6 +99,10 @@ def install(place: Place, watched: Watched, start: Start, fetched: Fetched) -> A
     parameters = list(watched.model.trained().values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     states = {n: from_held(fetched.parameters[n], *values) for n, values in fetched.states.items()}
+    if (survivor := fetched.survivor) is not None:
+        if (number := survivor.differs(states)) is not None:
+            raise InstallError(f"what survivors have kept differs in {fetched.parameters[number].name}")
+        states = survivor.values
     install_parameters(parameters, states)
     recorded = [group.options for group in fetched.optimizer.groups]
     options = part_of(fetched.record, 0).step.next_options or recorded
@@ -118,6 +133,8 @@ class Fetched:
     """Whether buckets and memory order are the same, so that the nodes can continue with their own state."""
     needed_numbers: frozenset[int] = frozenset()
     """The parameters that this rank needs; other ranks may have read some of them."""
+    survivor: Survivor | None = None
+    """What this rank has kept of the state, if it has."""
 
 
 def fetch(

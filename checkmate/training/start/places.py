@@ -275,6 +275,10 @@ class Start:
     """Whether nodes may go on with the holds that they have: known once layouts and buffers are compared."""
     record: pb.IterationRecord = field(default_factory=pb.IterationRecord)
     extra: RestoredTensors = field(default_factory=lambda: RestoredTensors(None))
+    stayed: Sequence[int] = ()
+    """The ranks whose processes have stayed over a failure, after which they restart in place."""
+    survivors: Sequence[int] = ()
+    """Those of them that have kept parameters and optimizer state."""
 
 
 class Handover(AttachedData):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
@@ -43,16 +43,22 @@ class Readers:
     """PyTorch's group of these ranks."""
     device: torch.device
     """The device on which the group takes tensors."""
+    survivors: Sequence[int] = ()
+    """The indices of those that have the state already and share it out; if there are none, all read it."""
 
 
-def readers_of(place: Place, model: TrainedModel) -> Readers | None:
-    """Return the ranks that need the same state as this one; `None` if PyTorch has no group of them."""
+def readers_of(place: Place, model: TrainedModel, survivors: Collection[int] = ()) -> Readers | None:
+    """Return the ranks that need the same state as this one; `None` if PyTorch has no group of them.
+
+    `survivors`: the ranks that have the state already, and share it out instead of reading it from nodes.
+    """
     if model.process_group is None:
         return None
     group = model.process_group
     ranks = dist.get_process_group_ranks(group)
     first = next(iter(model.trained().values()))
-    return Readers(ranks, ranks.index(place.rank), group, exchange.device(group, first.device))
+    have_it = [index for index, rank in enumerate(ranks) if rank in survivors]
+    return Readers(ranks, ranks.index(place.rank), group, exchange.device(group, first.device), have_it)
 
 
 def divide(
@@ -78,7 +84,10 @@ def part_of_all(
 ) -> dict[ShardRequest, Sequence[int]]:
     """Return the requests for this rank's part of the shards: of some only the header. Pure."""
     order = sorted(requests, key=lambda request: (request.group, request.shard))
-    part = divide(order, layouts, len(readers.ranks))[readers.index]
+    sources = readers.survivors or range(len(readers.ranks))
+    part: dict[int, list[int]] = {}
+    if readers.index in sources:
+        part = divide(order, layouts, len(sources))[sources.index(readers.index)]
     return {
         replace(request, parameters=tuple(sorted(part.get(at, ())))): requests[request]
         for at, request in enumerate(order)

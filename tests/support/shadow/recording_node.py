@@ -137,6 +137,15 @@ class RecordingNode(rpc.ShadowServicer):
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is nothing to fetch")
 
+    def Meet(self, request: pb.MeetRequest, context: grpc.ServicerContext) -> Iterator[pb.MeetEvent]:
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "nobody meets here")
+
+    def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "nobody has met here")
+
+    def Conclude(self, request: pb.ConcludeRequest, context: grpc.ServicerContext) -> pb.ConcludeReply:
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "nobody has met here")
+
     def Commit(
         self, request_iterator: Iterator[pb.Progress], context: grpc.ServicerContext
     ) -> Iterator[pb.Decision]:

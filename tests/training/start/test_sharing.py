@@ -214,7 +214,7 @@ def _restored(
     with_readers: list[bool] = []
 
     def read(place: Place, *arguments: Any) -> Fetched:
-        seconds, readers = arguments[-2:]
+        seconds, readers, _ = arguments[-3:]
         assert seconds == 1.0, "each attempt has the whole timeout"
         with_readers.append(readers is not None)
         if readers and rank == bad:

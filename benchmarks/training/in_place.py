@@ -1,0 +1,168 @@
+"""Recovery in place: time from kill -9 of a rank to the end of the next trained iteration, in parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from rich.progress import Progress
+
+from benchmarks.figures import Figure, Result, Skipped
+from topologies.crew import Crew, controlled
+from topologies.describe.topology import load
+from topologies.kernel.processes import PYTHON
+from topologies.lab import Lab
+from topologies.training.job_processes import JobProcesses
+
+TITLE: Final = (
+    "Recovery in place: kill -9 of a rank to the next trained iteration, "
+    "a GPT of 5 million parameters on 4 ranks"
+)
+KILLS: Final = 20
+RANKS: Final = 4
+_PROCESS: Final = re.compile(r"rank \d+ is process (\d+)$", re.MULTILINE)
+"""What `checkmate launch` logs of each process that it starts."""
+_APART: Final = 6
+"""Iterations between two kills."""
+_SECONDS: Final = 60.0
+_AIMS: Final = {False: (2.5, 3.5), True: (1.5, 2.5)}
+"""Aim and limit of the median in seconds, without a spare and with one."""
+_MARKS: Final = {
+    "the others notice, and a process takes its place": "trainer.restore.started",
+    "checkmate.restore": "trainer.restore.ended",
+    "checkmate.protect": "trainer.protect.ended",
+    "the first iteration": "",
+}
+"""Parts, in order, each with the event of the new process that ends it."""
+
+
+def measure() -> list[Result]:
+    """Return every figure of this module, with a sample for each kill."""
+    if os.geteuid() != 0:
+        return [Skipped("recovery in place", "needs root, for network namespaces")]
+    results: list[Result] = []
+    with Progress(transient=True) as bar:
+        for spare in (False, True):
+            words = "a warm spare" if spare else "no spare"
+            task = bar.add_task(words, total=KILLS)
+            recoveries = []
+            with _training(spare) as training:
+                for number in range(KILLS):
+                    recoveries.append(training.kill(number % RANKS))
+                    bar.update(task, advance=1)
+                repeated = training.repeated()
+            aim, limit = _AIMS[spare]
+            together = tuple(sum(parts.values()) for parts in recoveries)
+            results.append(Figure(f"together, {words}", together, "s", aim, limit, smaller=True))
+            results += [
+                Figure(f"{part}, {words}", tuple(parts[part] for parts in recoveries), "s") for part in _MARKS
+            ]
+            results.append(Figure(f"completed iterations repeated, all kills, {words}", (repeated,), ""))
+    return results
+
+
+@contextmanager
+def _training(spare: bool) -> Iterator[_Training]:
+    """Train in the demo's lab, pinned as there: ranks share one CPU, and all else the other."""
+    usable = sorted(os.sched_getaffinity(0))
+    trainers, others = ({usable[0]}, {usable[1]}) if len(usable) > 1 else (None, None)
+    lab = Lab(load("single_tor"), "softswitch", name="bench_in_place", switch_cpus=others)
+    with (
+        tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder,
+        lab,
+        Crew(lab) as crew,
+        controlled(crew, cpus=others),
+    ):
+        job = JobProcesses(crew, shadow_cpus=others)
+        job.start_shadow_nodes()
+        script = [
+            "-m",
+            "checkmate.examples.gpt.train",
+            "--in-place",
+            "--iterations",
+            "100000",
+            "--out",
+            folder,
+        ]
+        environment = {"CHECKMATE_EVENTS": str(Path(folder, "events")), "PYTHONDONTWRITEBYTECODE": ""}
+        for host in lab.topology.trainers:
+            launch = [*PYTHON, "-m", "checkmate.cli.entry", "launch", "--nnodes", str(RANKS)]
+            options = ["--node-rank", str(host.number), "--nproc-per-node", "1", *["--spare"][: int(spare)]]
+            job.ranks[host.name] = crew.start(
+                host.name,
+                host.name,
+                [*launch, *options, "--", *script],
+                cpus=trainers,
+                environment=environment,
+            )
+        training = _Training(job, Path(folder))
+        training.await_iteration(10 * _APART)  # also until spares are ready
+        yield training
+        job.stop()
+
+
+class _Training:
+    """A training that recovers from one kill after another."""
+
+    def __init__(self, job: JobProcesses, folder: Path) -> None:
+        self._job, self._folder = job, folder
+
+    def kill(self, rank: int) -> Mapping[str, float]:
+        """Kill a rank, and return the parts of the recovery, once training has gone on for a while."""
+        self.await_iteration(self._newest(rank) + _APART)
+        *_, process = _PROCESS.findall(self._job.ranks[f"rank{rank}"].error_text())
+        before = self._count(rank)
+        killed_at, monotonic = time.time(), time.monotonic()
+        os.kill(int(process), signal.SIGKILL)
+        deadline = time.monotonic() + _SECONDS
+        while self._count(rank) == before:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {rank} has not trained within {_SECONDS:g} s after it was killed")
+            time.sleep(0.002)
+        ends = {"": killed_at + time.monotonic() - monotonic}
+        for line in Path(self._folder, "events", f"{self._name}.rank-{rank}.jsonl").read_text().splitlines():
+            with suppress(ValueError):  # a line that the kill has torn
+                event = json.loads(line)
+                at = datetime.fromisoformat(event["time"]).timestamp()
+                if at > killed_at:
+                    ends.setdefault(event["event"], at)
+        parts, last = {}, killed_at
+        for part, mark in _MARKS.items():
+            parts[part], last = ends[mark] - last, ends[mark]
+        return parts
+
+    @property
+    def _name(self) -> str:
+        return self._job.crew.lab.name
+
+    def repeated(self) -> float:
+        """Return how many completed iterations were repeated."""
+        lines = [json.loads(line) for line in self._file(0).read_text().splitlines() if line]
+        return float(len(lines) - len({line["iteration"] for line in lines}))
+
+    def await_iteration(self, iteration: int) -> None:
+        """Wait until all ranks have completed an iteration."""
+        self._job.crew.wait(
+            lambda: all(self._newest(rank) >= iteration for rank in range(RANKS)), "iterations", _SECONDS
+        )
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.jsonl"
+
+    def _count(self, rank: int) -> int:
+        file = self._file(rank)
+        return file.read_text().count("\n") if file.exists() else 0
+
+    def _newest(self, rank: int) -> int:
+        file = self._file(rank)
+        lines = file.read_text().splitlines() if file.exists() else []
+        return int(json.loads(lines[-1])["iteration"]) if lines else -1

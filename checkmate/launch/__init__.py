@@ -1,0 +1,1 @@
+"""Starts a host's ranks, and starts each one that dies again, alone (design, section 7, *In place*)."""

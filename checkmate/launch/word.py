@@ -1,0 +1,58 @@
+"""Words that a rank sends to its launcher, on a pipe that the environment names."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from enum import StrEnum
+from typing import Final
+
+PIPE_VARIABLE: Final = "CHECKMATE_LAUNCHER_PIPE"
+"""The descriptor to which a rank writes."""
+BEAT_SECONDS: Final = 1.0
+
+
+class Word(StrEnum):
+    """A line on the pipe."""
+
+    ALIVE = "alive"
+    """It runs: each second."""
+    MET = "met"
+    """It has met the other ranks, so its script works that far."""
+    FINAL = "final"
+    """It can't go on, and no process in its place could."""
+
+
+class Speaker:
+    """A rank's end of the pipe. Without a launcher, it says nothing."""
+
+    def __init__(self) -> None:
+        number = os.environ.get(PIPE_VARIABLE, "")
+        self._pipe = int(number) if number.isdecimal() else None
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Say each second that the process runs, until `close`."""
+        if self._pipe is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._beat, name="launcher", daemon=True)
+            self._thread.start()
+
+    def say(self, word: Word) -> None:
+        """Send a word."""
+        if self._pipe is not None:
+            with suppress(OSError):  # the launcher has ended
+                os.write(self._pipe, f"{word}\n".encode())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _beat(self) -> None:
+        while True:
+            self.say(Word.ALIVE)
+            if self._closing.wait(BEAT_SECONDS):
+                return

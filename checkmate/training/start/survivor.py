@@ -1,0 +1,130 @@
+"""State that a process has trained, and keeps over a restart in place, so that it need not be read again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from checkmate import state
+from checkmate.nodes.reader import States
+from checkmate.training.record.capture import Watched
+from checkmate.wire.layout import Layout
+
+Values = dict[int, tuple[torch.Tensor, dict[str, object]]]
+"""Parameters and their optimizer state, by number, with the shapes of the script's own parameters."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A failure elsewhere, after which this process goes on."""
+
+    words: str
+    """The rank that is lost, and why."""
+    iteration: int
+    """The last one that this process has trained, or -1."""
+    at: float
+    """When it was known, on the monotonic clock."""
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """Parameters and optimizer state of a protection that has ended by a failure elsewhere."""
+
+    present: ClassVar[Survivor | None] = None
+    """Of this process, until the next `restore`."""
+    is_wanted: ClassVar[bool] = False
+    """Whether this process restarts in place, so that the next protection that fails leaves one."""
+
+    has_trained: ClassVar[bool] = False
+    """Whether this process has trained, so that it can't begin a run again."""
+
+    loss: ClassVar[Loss | None] = None
+    """Why this process restarts, until it trains again."""
+
+    run: str
+    iteration: int
+    """The last one whose step they have."""
+    layout: Layout
+    values: Values
+    versions: Mapping[int, list[int]]
+
+    @classmethod
+    def keep(cls, run: str, iteration: int | None, layout: Layout, watched: Watched) -> None:
+        """Keep a script's present state for the next `restore`.
+
+        Args:
+            run: The run.
+            iteration: The last one whose step the state has; `None` if a step is half done.
+            layout: The layout of the model.
+            watched: The script's objects.
+        """
+        cls.present = None
+        cls.has_trained |= iteration is None or iteration >= 0
+        parameters = watched.model.trained().values()
+        # Steps of iterations that have failed may be queued on a GPU, with whatever NCCL has left behind.
+        if iteration is None or any(parameter.device.type != "cpu" for parameter in parameters):
+            return
+        values = {number: _values(p, watched.optimizer) for number, p in enumerate(parameters)}
+        versions = {number: _versions(*values[number]) for number in values}
+        cls.present = cls(run, iteration, layout, values, versions)
+
+    @classmethod
+    def take(cls) -> Survivor | None:
+        """Return what was kept, and forget it."""
+        survivor, cls.present = cls.present, None
+        return survivor
+
+    def fits(self, run: str, iteration: int, layout: Layout) -> bool:
+        """Return whether this is the state after an iteration, and nothing has written to it since."""
+        unwritten = all(_versions(*values) == self.versions[number] for number, values in self.values.items())
+        described = self.layout.parameters == layout.parameters
+        return unwritten and described and (run, iteration) == (self.run, self.iteration)
+
+    def as_held(self, numbers: Collection[int]) -> States:
+        """Return copies of parameters as shadow nodes hold them."""
+        return {
+            number: state.to_held(
+                self.layout.parameters[number],
+                tensor.detach().clone(),
+                {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()},
+            )
+            for number in sorted(numbers)
+            for tensor, values in [self.values[number]]
+        }
+
+    def differs(self, states: Values) -> int | None:
+        """Return a parameter of which others have other bits, or whose optimizer state they have so."""
+        for number, (tensor, values) in states.items():
+            own_tensor, own_values = self.values[number]
+            pairs = [(tensor, own_tensor), *((values.get(name), own_values.get(name)) for name in own_values)]
+            if values.keys() != own_values.keys() or not all(_same(*pair) for pair in pairs):
+                return number
+        return None
+
+
+def _values(
+    parameter: nn.Parameter, optimizer: torch.optim.Optimizer
+) -> tuple[torch.Tensor, dict[str, object]]:
+    values = {
+        name: state.local_of(value).detach() if isinstance(value, torch.Tensor) else value
+        for name, value in optimizer.state.get(parameter, {}).items()
+    }
+    return state.local_of(parameter).detach(), values
+
+
+def _versions(tensor: torch.Tensor, values: Mapping[str, object]) -> list[int]:
+    """Return what grows with each write to the tensors: a detached tensor shares it with its source."""
+    tensors = [tensor, *(value for value in values.values() if isinstance(value, torch.Tensor))]
+    return [entry._version for entry in tensors]
+
+
+def _same(value: object, expected: object) -> bool:
+    """Return whether two values have the same bits."""
+    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
+        same_kind = value.shape == expected.shape and value.dtype == expected.dtype
+        return same_kind and bytes(state.bytes_of(value)) == bytes(state.bytes_of(expected))
+    return type(value) is type(expected) and repr(value) == repr(expected)

@@ -1,0 +1,235 @@
+"""Pieces of recovery in place: meetings at several nodes, their store, gloo's sockets, attempts, DDP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.job.schema import Job
+from checkmate.nodes.stubs import Stubs
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.calls.meet import MeetingRoom
+from checkmate.shadow.logic.group import CallRefused
+from checkmate.training.errors import SessionError
+from checkmate.training.in_place.attendance import Attendance, MeetingError
+from checkmate.training.in_place.groups import ProcessGroups
+from checkmate.training.in_place.resilient import FailedAttempts, own_parameters, resilient
+from checkmate.training.start.survivor import Loss
+from testbed.jobs import job as job_of
+from testbed.ports import free_port
+from tests.support.shadow.recording_node import RecordingNode
+from tests.support.waiting import wait_until
+
+RANKS = 3
+
+
+class HostNode(RecordingNode):
+    """A node that does nothing but host meetings."""
+
+    def __init__(self, job: Job, address: str) -> None:
+        self._room = MeetingRoom(job)
+        super().__init__(address)
+
+    def Meet(self, request: pb.MeetRequest, context: grpc.ServicerContext) -> Iterator[pb.MeetEvent]:
+        yield from self._room.meet(request, context.is_active, context.add_callback)
+
+    def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:
+        try:
+            return self._room.store(request)
+        except CallRefused as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    def Conclude(self, request: pb.ConcludeRequest, context: grpc.ServicerContext) -> pb.ConcludeReply:
+        return self._room.conclude(request)
+
+    def stop(self) -> None:
+        self._room.stop()
+        super().stop()
+
+
+class Hosts:
+    """The nodes of a job of three ranks, and the ranks that attend."""
+
+    def __init__(self, nodes: int) -> None:
+        whole = job_of("mine", ranks=RANKS, nodes=nodes)
+        addresses = [f"127.0.0.1:{free_port()}" for _ in range(nodes)]
+        shadow_nodes = [
+            replace(node, mgmt=address) for node, address in zip(whole.shadow_nodes, addresses, strict=True)
+        ]
+        self.job = replace(whole, shadow_nodes=tuple(shadow_nodes))
+        self.nodes: dict[int, HostNode] = {}
+        self._stubs: list[Stubs] = []
+        self._attendances: list[Attendance] = []
+
+    def serve(self, node: int) -> HostNode:
+        """Serve a node."""
+        self.nodes[node] = HostNode(self.job, self.job.node(node).mgmt)
+        return self.nodes[node]
+
+    def attend(self, rank: int, *, trained: bool = False) -> Attendance:
+        """Have a new process of a rank wait."""
+        stubs = Stubs(self.job, None)
+        token = bytes([rank, len(self._stubs)] * 8)
+        attendance = Attendance(self.job, rank, stubs, token, trained=trained)
+        self._stubs.append(stubs)
+        self._attendances.append(attendance)
+        return attendance
+
+    def meet(self) -> list[Attendance]:
+        """Have all ranks meet; fail unless they have met in the same place."""
+        attendances = [self.attend(rank) for rank in range(RANKS)]
+        with ThreadPoolExecutor(RANKS) as pool:
+            meetings = [*pool.map(lambda attendance: attendance.await_meeting(20), attendances)]
+        assert len({meeting.id for meeting in meetings}) == 1
+        return attendances
+
+    def close(self) -> None:
+        """End all."""
+        for attendance in self._attendances:
+            attendance.close()
+        for stubs in self._stubs:
+            stubs.close()
+        for node in self.nodes.values():
+            node.stop()
+
+
+@contextmanager
+def hosts(nodes: int, without: int | None = None) -> Iterator[Hosts]:
+    here = Hosts(nodes)
+    try:
+        for node in range(nodes):
+            if node != without:
+                here.serve(node)
+        yield here
+    finally:
+        here.close()
+
+
+@pytest.mark.parametrize("without", [None, 0, 1])
+def test_ranks_meet_at_the_first_node_that_all_reach(without: int | None) -> None:
+    with hosts(2, without) as here:
+        attendances = here.meet()
+        stores = [attendance.store(20) for attendance in attendances]
+        stores[0].set("key", b"value")
+        assert [store.get("key") for store in stores] == [b"value"] * RANKS
+        stores[1].multi_set(["a", "b"], [b"1", b"2"])
+        assert stores[2].multi_get(["a", "b"]) == [b"1", b"2"]
+        assert stores[2].add("count", 2) + stores[1].add("count", 3) == 7
+        assert stores[0].compare_set("key", b"value", b"other") == b"other"
+        assert stores[0].check(["key"]) and not stores[0].check(["none"])
+        assert stores[0].delete_key("key") and stores[0].num_keys() == 3
+        with pytest.raises(MeetingError, match=r"no value for none within 0.3 s"):
+            stores[0].wait(["none"], timedelta(seconds=0.3))
+
+
+def test_survivors_hear_of_a_loss_and_their_store_fails() -> None:
+    with hosts(1) as here:
+        attendances = here.meet()
+        heard = [threading.Event() for _ in attendances]
+        for attendance, event in zip(attendances, heard, strict=True):
+            attendance.when_lost(event.set)
+        store = attendances[1].store(30)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(store.get, "never")
+            attendances[0].close()
+            assert heard[1].wait(10)
+            assert heard[2].wait(10)
+            with pytest.raises(MeetingError, match="rank 0: its process has ended"):
+                waiting.result(10)
+        assert attendances[1].loss == "rank 0: its process has ended, or its host is away"
+        assert attendances[2].await_loss(5)
+
+
+def test_the_end_of_a_host_is_no_loss_but_leaves_ranks_blind() -> None:
+    with hosts(2) as here:
+        attendances = here.meet()
+        here.nodes.pop(0).stop()
+        wait_until(lambda: all(attendance.is_blind for attendance in attendances), "the end to be noticed")
+        assert [attendance.loss for attendance in attendances] == [None] * RANKS
+        for attendance in attendances:
+            attendance.close()
+        here.meet()
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with hosts(2, without=1) as here, pytest.raises(MeetingError) as error:
+        here.attend(1).await_meeting(2.0)
+    assert "not met within 2 s: shadow node 0" in str(error.value)
+    assert "waiting for ranks 0, 2; shadow node 1" in str(error.value)
+    assert "can't be reached" in str(error.value)
+
+
+def test_a_collective_fails_once_groups_are_aborted() -> None:
+    """gloo has no abort: a rank waits for one that never comes, until another thread ends the wait."""
+    with hosts(1) as here:
+        attendance, *_ = here.meet()
+        store = attendance.store(60)
+        peers = dist.ProcessGroupGloo
+
+        def peer() -> Any:
+            prefix = dist.PrefixStore("checkmate/0//cpu/", there)  # type: ignore[attr-defined]
+            return peers(prefix, 1, 2, timedelta(seconds=60))
+
+        there = attendance.store(60)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(peer)
+            groups = ProcessGroups(store, 0, 2, "gloo", 60)
+            other_group = other.result(60)
+            timer = threading.Timer(0.5, groups.abort)
+            timer.start()
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(3))
+            timer.join()
+            groups.release()
+            del other_group
+        assert not dist.is_initialized()
+
+
+def test_attempts_in_a_row_are_limited_unless_one_completes_an_iteration() -> None:
+    failures = FailedAttempts(3)
+    for iteration in (-1, 5, 5, 6, 6):
+        failures.add(Loss("rank 1 is lost", iteration, 0.0))
+    with pytest.raises(MeetingError, match="3 attempts in a row have failed .* rank 1 is lost"):
+        failures.add(Loss("rank 1 is lost", 6, 0.0))
+    assert failures.count == 6
+
+
+def test_ddp_does_not_broadcast_what_a_new_process_has(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.parallel.distributed, "_sync_module_states", lambda **_: calls.append(1))
+            for active in (True, False):
+                with own_parameters(active=active):
+                    DistributedDataParallel(nn.Linear(2, 2))
+                    DistributedDataParallel(nn.Linear(2, 2), init_sync=True)
+        assert len(calls) == 1 + 2, "what the script asks for counts"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_environment_that_contradicts_the_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of("mine", ranks=RANKS)
+    monkeypatch.setattr("checkmate.training.in_place.resilient.named_job", lambda: job)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SessionError, match="WORLD_SIZE 2, but the job mine has 3 ranks"):
+        resilient(lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(SessionError, match="use `checkmate launch`, or an agent for each rank"):
+        resilient(lambda: None)
