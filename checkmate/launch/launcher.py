@@ -23,6 +23,8 @@ from checkmate.launch.word import PIPE_VARIABLE
 
 _log: Final = logging.getLogger("checkmate")
 
+FORK_SECONDS: Final = 10.0
+"""Seconds that a spare has to fork a process; then it is not used any more."""
 END_SECONDS: Final = 10.0
 """Seconds that ranks have to end after SIGTERM."""
 _TICK_SECONDS: Final = 0.5
@@ -288,6 +290,7 @@ class Spare:
 
     def fork(self, environment: Mapping[str, str], pipe: int) -> int | None:
         """Return the number of a new process that runs the script; `None` if there is none."""
+        self.socket.settimeout(FORK_SECONDS)
         try:
             socket.send_fds(self.socket, [json.dumps(dict(environment)).encode()], [pipe])
             data = self.socket.recv(MESSAGE_BYTES)

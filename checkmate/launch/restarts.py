@@ -6,8 +6,12 @@ import signal
 from dataclasses import dataclass, field
 from typing import Final
 
+from checkmate.launch.word import Word
+
 MAX_UNMET: Final = 3
 """Processes in a row of one rank that may end before they have met the others."""
+MAX_UNTRAINED: Final = 6
+"""The same, before they have trained an iteration."""
 
 
 @dataclass
@@ -19,8 +23,12 @@ class RankHistory:
     """Whether the present process has met the other ranks."""
     is_final: bool = False
     """Whether it has said that no process in its place could go on."""
+    has_trained: bool = False
+    """Whether it has trained an iteration."""
     unmet: int = 0
     """Processes in a row that have ended without having met the others."""
+    untrained: int = 0
+    """Processes in a row that have ended without having trained."""
     heard_at: float | None = None
     """When it was heard last, if it was."""
 
@@ -38,9 +46,10 @@ class Restarts:
     def hear(self, rank: int, word: str, now: float) -> None:
         """Take a word from a rank."""
         history = self.ranks.setdefault(rank, RankHistory())
-        history.heard_at = now
-        history.has_met |= word == "met"
-        history.is_final |= word == "final"
+        history.heard_at = None if word == Word.END else now
+        history.has_met |= word == Word.MET
+        history.has_trained |= word == Word.TRAINED
+        history.is_final |= word == Word.FINAL
 
     def silent(self, now: float) -> list[int]:
         """Return ranks that were heard before, and not for longer than the patience lasts."""
@@ -57,12 +66,15 @@ class Restarts:
         """
         history = self.ranks.setdefault(rank, RankHistory())
         history.unmet = 0 if history.has_met else history.unmet + 1
-        final, history.heard_at, history.has_met = history.is_final, None, False
+        history.untrained = 0 if history.has_trained else history.untrained + 1
+        history.heard_at, history.has_met, history.has_trained = None, False, False
         how = exit_words(status)
-        if final:
+        if history.is_final:
             return f"rank {rank} {how}, and can't go on: see its error above"
         if history.unmet >= MAX_UNMET:
             return f"rank {rank} {how}, as {MAX_UNMET} in a row did before they had met the other ranks"
+        if history.untrained >= MAX_UNTRAINED:
+            return f"rank {rank} {how}, as {MAX_UNTRAINED} in a row did before they had trained an iteration"
         if history.restarts >= self.most:
             return f"rank {rank} {how}, and was started again {self.most} times already (--max-restarts)"
         history.restarts += 1

@@ -78,8 +78,8 @@ def _fork(
         return
     if os.fork():
         os._exit(0)
-    while os.getppid() != launcher:
-        if os.getppid() == 1:  # the launcher has ended
+    while (parent := os.getppid()) != launcher:
+        if parent == 1:  # the launcher has ended
             os._exit(1)
     die_with_parent()
     connection.send(json.dumps({"pid": os.getpid()}).encode())

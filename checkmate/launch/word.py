@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 from typing import Final
@@ -20,6 +21,10 @@ class Word(StrEnum):
     """It runs: each second."""
     MET = "met"
     """It has met the other ranks, so its script works that far."""
+    TRAINED = "trained"
+    """It has trained an iteration."""
+    END = "end"
+    """It says no more, and what it still does takes as long as it takes."""
     FINAL = "final"
     """It can't go on, and no process in its place could."""
 
@@ -30,11 +35,13 @@ class Speaker:
     def __init__(self) -> None:
         number = os.environ.get(PIPE_VARIABLE, "")
         self._pipe = int(number) if number.isdecimal() else None
+        self._has_trained: Callable[[], bool] = lambda: False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Say each second that the process runs, until `close`."""
+    def start(self, has_trained: Callable[[], bool]) -> None:
+        """Say each second that the process runs, and whether it has trained an iteration, until `close`."""
+        self._has_trained = has_trained
         if self._pipe is not None and self._thread is None:
             self._thread = threading.Thread(target=self._beat, name="launcher", daemon=True)
             self._thread.start()
@@ -50,9 +57,10 @@ class Speaker:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
+        self.say(Word.END)
 
     def _beat(self) -> None:
         while True:
-            self.say(Word.ALIVE)
+            self.say(Word.TRAINED if self._has_trained() else Word.ALIVE)
             if self._closing.wait(BEAT_SECONDS):
                 return

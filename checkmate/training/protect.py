@@ -68,6 +68,7 @@ FLUSH_SECONDS: Final = 10.0
 """Seconds that `close` waits for the shadow nodes to step the last iteration."""
 HASTE_SECONDS: Final = 0.5
 """Seconds that it waits after an error: the job will be restarted."""
+_SPENT: Final = "and this process has trained, so that it can't begin again: call checkmate.restore first"
 _UNTAGGED: Final = (
     "gradients are not tagged, so shadow nodes don't follow: %s. Training goes on without checkpoints; "
     "protect(required=True) makes this an error"
@@ -208,6 +209,8 @@ def _start_afresh(place: Place, stubs: Stubs, timeout: float) -> Start:
 
     Raise `RestoreError` if the nodes have an earlier process's training, which would be lost.
     """
+    if Survivor.has_trained:
+        raise RestoreError(f"the script calls checkmate.protect without checkmate.restore, {_SPENT}")
     plan = restore.plan_fresh(place, stubs, timeout)
     if isinstance(plan, NewRun) and plan.trouble and (Survivor.is_wanted or not Handover.has_protected):
         raise RestoreError(
@@ -336,6 +339,11 @@ class Protection:
         return self._gradients.iteration
 
     @property
+    def has_trained(self) -> bool:
+        """Whether an iteration has ended since it began."""
+        return self._steps.stepped >= self._run.start.next_iteration
+
+    @property
     def incarnation(self) -> int:
         """Number of this start of training, 0 to 255."""
         return self._incarnation
@@ -390,6 +398,8 @@ class Protection:
         with self._undo, said_end(lambda: self._publisher.newest, broken, completed=lambda: last, well=well):
             with suppress(CheckmateError):  # the refusal, which is raised below
                 self._recorder.close(last)
+            if Survivor.is_wanted:
+                Survivor.note_progress(self._steps.stepped)
             if Survivor.is_wanted and not well:
                 run = self._run
                 Survivor.keep(

@@ -134,6 +134,8 @@ def restore(
         event = RESTORE_FAILED(why=f"{type(error).__name__}: {error}", seconds=seconds_since(began_at))
         say(logging.DEBUG, event, "restore fails: %s", error)
         raise
+    if Survivor.is_wanted and start.next_iteration:
+        Survivor.note_progress(start.next_iteration - 1)
     start.extra = RestoredTensors(extra)
     handover.restored(start, stubs, first=place.first)
     if place.rank == 0:
@@ -174,16 +176,16 @@ def _begin(
         plan.kind,
         at_iteration(message["iteration"]),
     )
-    if isinstance(plan, AfterReset):
-        log_once(place, _RESET)
-        return Start(plan), None
-    if isinstance(plan, RefusedStart):
-        raise RestoreError(plan.trouble)
     if Survivor.has_trained and not (isinstance(plan, FromNodes) and plan.iteration >= 0):
         raise RestoreError(
             "the shadow nodes hold no state that was trained, and this process has trained, so that it can't "
             "begin again: it ends, and a new one takes its place"
         )
+    if isinstance(plan, AfterReset):
+        log_once(place, _RESET)
+        return Start(plan), None
+    if isinstance(plan, RefusedStart):
+        raise RestoreError(plan.trouble)
     if isinstance(plan, FromNodes):
         start = Start(plan, plan.iteration + 1, keep=True)
         survivor = _survivor(place, watched, plan)

@@ -6,15 +6,17 @@ import signal
 
 import pytest
 
-from checkmate.launch.restarts import MAX_UNMET, Restarts, exit_words
+from checkmate.launch.restarts import MAX_UNMET, MAX_UNTRAINED, Restarts, exit_words
 
 
 def test_a_rank_that_has_met_the_others_is_started_again_up_to_a_limit() -> None:
     restarts = Restarts(5, patience=10)
     for _ in range(5):
         restarts.hear(1, "met", 0.0)
+        restarts.hear(1, "trained", 0.0)
         assert restarts.end(1, -9) == ""
     restarts.hear(1, "met", 0.0)
+    restarts.hear(1, "trained", 0.0)
     assert "rank 1 was killed by SIGKILL, and was started again 5 times already" in restarts.end(1, -9)
     assert restarts.end(0, 1) == ""
 
@@ -23,6 +25,20 @@ def test_a_rank_that_never_meets_the_others_is_given_up() -> None:
     restarts = Restarts(100, patience=10)
     assert [restarts.end(0, 1) for _ in range(MAX_UNMET - 1)] == [""] * (MAX_UNMET - 1)
     assert "rank 0 has ended with status 1, as 3 in a row did before" in restarts.end(0, 1)
+
+
+def test_a_rank_that_never_trains_is_given_up_later() -> None:
+    """Its restore fails each time, for example; deaths in recoveries are fewer."""
+    restarts = Restarts(100, patience=10)
+    for _ in range(MAX_UNTRAINED - 1):
+        restarts.hear(0, "met", 0.0)
+        assert restarts.end(0, 1) == ""
+    restarts.hear(0, "met", 0.0)
+    assert "as 6 in a row did before they had trained" in restarts.end(0, 1)
+    for _ in range(20):
+        restarts.hear(1, "met", 0.0)
+        restarts.hear(1, "trained", 0.0)
+        assert restarts.end(1, -9) == ""
 
 
 def test_a_rank_that_cannot_go_on_is_not_started_again() -> None:
@@ -38,6 +54,9 @@ def test_a_rank_is_silent_only_once_it_was_heard() -> None:
     restarts.hear(1, "alive", 105.0)
     assert restarts.silent(109.0) == []
     assert restarts.silent(111.0) == [0]
+    restarts.hear(0, "end", 112.0)
+    assert restarts.silent(114.0) == [], "the script goes on after its training"
+    restarts.hear(0, "alive", 115.0)
     restarts.end(0, -9)
     assert restarts.silent(1000.0) == [1], "a new process has said nothing yet"
 

@@ -1,6 +1,6 @@
 """A script whose job has copies by hosts: clipping by torch, a scheduler, dropout, state of its own.
 
-Usage: python -m tests.scripts.host_copies KIND FOLDER ITERATIONS SECONDS [in-place]
+Usage: python -m tests.scripts.host_copies KIND FOLDER ITERATIONS SECONDS [in-place | keep]
 
 Kinds: `ddp`, in several buckets; `fsdp`, without replicas, and `hsdp`, with replicas that FSDP reduces,
 both of which reduce each of two micro-batches; `bare`, without a wrapper, whose script reduces gradients;
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -140,9 +141,18 @@ class Training:
         layers = [nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU()]
         layers += [nn.BatchNorm1d(128)] if self.kind in ("ddp", "zero") else []
         model = nn.Sequential(*layers, nn.Linear(128, 16))
-        # There, as in long training, each rank has sent the record of the iteration before.
-        model[0].register_forward_hook(lambda *_: time.sleep(self.seconds))
+        model[0].register_forward_hook(self.pause)
         return model, [] if self.kind in (*SHARDED, "zero") else self.make_optimizers(model)
+
+    def pause(self, *_: object) -> None:
+        """Wait in a forward: as in long training, each rank then has sent the record of the iteration before.
+
+        Die there if the folder has a file with this rank's number.
+        """
+        time.sleep(self.seconds)
+        if (order := self.folder / f"die{self.rank}").exists():
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def make_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         """Make the optimizers of a model."""
@@ -206,7 +216,7 @@ def main() -> None:
     training = Training(kind, Path(folder), int(iterations), float(seconds), rank)
     if in_place:
         training.make_once()
-        checkmate.resilient(training.train)
+        checkmate.resilient(training.train, keep=in_place == ["keep"])
         return
     if kind != "alone":
         dist.init_process_group("gloo")

@@ -63,7 +63,7 @@ class Followed:
         self.alarms: list[str] = []
         self.news: list[str] = []
         self.ticks: list[list[tuple[str, str, str]]] = []
-        ranks = {"rank0": SimpleNamespace(children=lambda: [4711])}
+        ranks = {"rank0": SimpleNamespace(error_text=lambda: "", children=lambda: [4711])}
         job: Any = SimpleNamespace(crew=SimpleNamespace(lab=lab), ranks=ranks, finish=self._finish)
         self.training = LabTraining(job)
 

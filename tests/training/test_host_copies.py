@@ -114,7 +114,9 @@ class LoopbackJob:
         options = [f"--nproc-per-node={RANKS}", "--standalone", "--max-restarts=10", "--monitor-interval=0.1"]
         return self.start(name, "torch.distributed.run", *options, "-m", *script)
 
-    def launch(self, name: str, seconds: float = 0.0, *options: str) -> subprocess.Popen[bytes]:
+    def launch(
+        self, name: str, seconds: float = 0.0, *options: str, keep: bool = False
+    ) -> subprocess.Popen[bytes]:
         """Start `checkmate launch`; its ranks write to the folder NAME, and recover in place."""
         (results := self.folder / name).mkdir(exist_ok=True)
         os.chown(results, NOBODY, NOBODY)
@@ -126,7 +128,9 @@ class LoopbackJob:
             str(self.iterations),
             str(seconds),
         ]
-        return self.start(name, "checkmate.cli.entry", "launch", *options, "--", *script, "in-place")
+        return self.start(
+            name, "checkmate.cli.entry", "launch", *options, "--", *script, "keep" if keep else "in-place"
+        )
 
     def example(self, name: str, module: str, *options: str) -> subprocess.Popen[bytes]:
         """Start torchrun with an example of ours; its ranks write to the folder NAME."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.units import NOBODY
 from tests.support.waiting import wait_until
 from tests.training.test_host_copies import ITERATIONS, JOBS, RANKS, LoopbackJob, folder
 
@@ -52,17 +53,19 @@ def finish(job: LoopbackJob, killed: subprocess.Popen[bytes], recoveries: int = 
     assert "Traceback" not in job.log("shadow0") + job.log("shadow1")
 
 
+@pytest.mark.parametrize("keep", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in JOBS if kind != "ddp")]
 )
-def test_survivors_keep_their_processes(folder: Path, kind: str) -> None:
+def test_survivors_keep_their_processes(folder: Path, kind: str, keep: bool) -> None:
     """The first rank dies, whose parameters DistributedDataParallel would broadcast to all others."""
     job = LoopbackJob(folder, kind, **JOBS[kind])
     with job.nodes():
         train_undisturbed(job)
-        killed = job.launch("killed", 0.2, "--spare")
+        killed = job.launch("killed", 0.2, "--spare", keep=keep)
         wait_until(lambda: reached(job, KILLED_AT), "iterations", 60)
-        os.kill(pid_of(job, 0), signal.SIGKILL)
+        (folder / "killed" / "die0").touch()
+        os.chown(folder / "killed" / "die0", NOBODY, NOBODY)
         finish(job, killed)
     for rank in range(RANKS):
         pids = list(dict.fromkeys(line["pid"] for line in job.lines("killed", rank)))
@@ -71,7 +74,11 @@ def test_survivors_keep_their_processes(folder: Path, kind: str) -> None:
     log = job.log("killed")
     assert len(re.findall("is started again", log)) == 1
     assert re.search(r"recovered in place in [\d.]+ s: rank 0: its process has ended", log)
-    assert "ranks 1-3 have kept parameters and optimizer state" in log
+    sources = {
+        True: "ranks 1-3 have kept parameters and optimizer state",
+        False: "all ranks have read the state",
+    }
+    assert sources[keep] in log
     assert "rank 0 was killed by SIGKILL, and is started again" in log
 
 

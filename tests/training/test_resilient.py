@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.job.schema import Job
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls.meet import MeetingRoom
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.training.errors import SessionError
@@ -150,6 +151,57 @@ def test_survivors_hear_of_a_loss_and_their_store_fails() -> None:
                 waiting.result(10)
         assert attendances[1].loss == "rank 0: its process has ended, or its host is away"
         assert attendances[2].await_loss(5)
+
+
+def test_a_loss_before_a_meeting_is_taken_has_ranks_come_again() -> None:
+    with hosts(1) as here:
+        first, second, third = (here.attend(rank) for rank in range(RANKS))
+        third.await_meeting(20)
+        third.close()  # before the others have looked
+        wait_until(lambda: first._tables[0].meeting is None, "the loss to be heard")
+        with ThreadPoolExecutor(RANKS) as pool:
+            waiting = [pool.submit(attendance.await_meeting, 20) for attendance in (first, second)]
+            meetings = [here.attend(2).await_meeting(20), *(future.result() for future in waiting)]
+        assert len({meeting.id for meeting in meetings}) == 1
+
+
+def test_a_second_process_of_a_rank_ends_the_first() -> None:
+    with hosts(1) as here:
+        first, *_ = here.meet()
+        here.attend(0)
+        wait_until(lambda: first.verdict, "the first to be told")
+        assert first.verdict == "rank 0: another process has taken its place"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kind": pb.StoreRequest.GET, "keys": ["k", "k"]}, "a key is there twice"),
+        (
+            {"kind": pb.StoreRequest.SET, "keys": ["k"], "values": [b"x" * (1 << 20) + b"x"]},
+            "bytes of a value",
+        ),
+        ({"kind": pb.StoreRequest.APPEND, "keys": ["big"], "values": [b"x"]}, "bytes of a value"),
+        ({"kind": pb.StoreRequest.GET, "keys": [f"big{n}" for n in range(5)]}, "bytes of all values"),
+        ({"kind": pb.StoreRequest.SWAP, "keys": ["k"], "values": [b""]}, "number of values"),
+        ({"kind": pb.StoreRequest.ADD, "keys": ["k"], "amount": 1 << 41}, "the amount"),
+    ],
+)
+def test_a_store_refuses_what_would_not_end_well(fields: dict[str, Any], words: str) -> None:
+    job = job_of("mine", ranks=2)
+    room = MeetingRoom(job)
+    calls = []
+    for rank in range(2):
+        request = pb.MeetRequest(job=job.job, protocol=PROTOCOL, rank=rank, token=b"t" * 16)
+        calls.append(room.meet(request, lambda: True, lambda _: None))
+        event = next(calls[-1])
+    meeting = event.meeting.id
+    large = b"x" * (1 << 20)
+    for key in ("big", *(f"big{n}" for n in range(5))):
+        store = pb.StoreRequest(job=job.job, meeting=meeting, keys=[key], values=[large])
+        room.store(store)
+    with pytest.raises(CallRefused, match=words):
+        room.store(pb.StoreRequest(job=job.job, meeting=meeting, **fields))
 
 
 def test_the_end_of_a_host_is_no_loss_but_leaves_ranks_blind() -> None:

@@ -22,6 +22,8 @@ MAX_KEY: Final = 1024
 """Characters of a key."""
 MAX_VALUE: Final = 1 << 20
 """Bytes of a value."""
+MAX_ANSWER: Final = 4 << 20
+"""Bytes of all values of an answer, as of any answer (`checkmate.rpc.protocol`)."""
 MAX_AMOUNT: Final = 1 << 40
 MAX_WHY: Final = 4096
 """Characters of the reason why a rank can't go on."""
@@ -131,6 +133,8 @@ def _check_store(request: pb.StoreRequest) -> None:
     check_number("the number of keys", len(request.keys), MAX_KEYS, 0 if request.kind == kinds.COUNT else 1)
     check_number("the amount", request.amount, MAX_AMOUNT, -MAX_AMOUNT)
     check_seconds("timeout", request.timeout, 1e9)
+    if len(set(request.keys)) < len(request.keys):
+        raise CallRefused("a key is there twice")
     for key in request.keys:
         check_text("a key", key, MAX_KEY)
     for value in request.values:
@@ -148,8 +152,10 @@ def _carry_out(store: RankStore, request: pb.StoreRequest) -> pb.StoreReply:
                 store.set(key, value)
             return pb.StoreReply(present=True)
         case kinds.GET:
-            present = store.has(keys)
-            return pb.StoreReply(present=present, values=store.get(keys) if present else [])
+            if not store.has(keys):
+                return pb.StoreReply()
+            check_number("the bytes of all values", store.nbytes(keys), MAX_ANSWER)
+            return pb.StoreReply(present=True, values=store.get(keys))
         case kinds.ADD:
             return pb.StoreReply(present=True, amount=store.add(keys[0], request.amount))
         case kinds.SWAP:
@@ -161,6 +167,7 @@ def _carry_out(store: RankStore, request: pb.StoreRequest) -> pb.StoreReply:
         case kinds.COUNT:
             return pb.StoreReply(present=True, amount=len(store))
         case kinds.APPEND:
+            check_number("the bytes of a value", store.nbytes(keys) + len(values[0]), MAX_VALUE)
             store.append(keys[0], values[0])
             return pb.StoreReply(present=True)
         case _:

@@ -165,6 +165,10 @@ class RankStore:
         """Return the values of keys that are there."""
         return [self._values[key] for key in keys]
 
+    def nbytes(self, keys: Sequence[str]) -> int:
+        """Return the bytes of the values of keys, of those that are there."""
+        return sum(len(self._values.get(key, b"")) for key in keys)
+
     def set(self, key: str, value: bytes) -> None:
         """Set a value. Raise `CallRefused` if there is not room enough."""
         before = self._values.get(key)

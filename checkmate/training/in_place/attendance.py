@@ -32,6 +32,7 @@ PREFERENCE_SECONDS: Final = 1.0
 _AGAIN_SECONDS: Final = 0.25
 _NEWS_SECONDS: Final = 5.0
 _CALL_SECONDS: Final = 5.0
+_TRIES: Final = 3
 _TEXT_MAX: Final = 1000
 
 
@@ -115,6 +116,8 @@ class Attendance:
         news_at = time.monotonic() + _NEWS_SECONDS
         with self._changed:
             while (table := self._choice()) is None:
+                if self._verdict:
+                    raise MeetingError(f"training ends, because a rank can't go on: {self._verdict}")
                 now = time.monotonic()
                 if now >= deadline or all(table.is_refused for table in self._tables):
                     raise MeetingError(self._unmet(timeout))
@@ -144,22 +147,31 @@ class Attendance:
             threading.Thread(target=act, name="abort", daemon=True).start()
 
     def conclude(self, why: str = "") -> None:
-        """Tell the others that this rank is done, or why it can't go on. Never raises."""
+        """Tell the others that this rank is done, or why it can't go on. Never raises; may be repeated."""
         if self._chosen is None or self._chosen.meeting is None:
             return
         request = pb.ConcludeRequest(
             job=self._job.job, meeting=self._chosen.meeting.id, rank=self._rank, why=shortened(why, _TEXT_MAX)
         )
-        try:
-            self._chosen.stub.Conclude(request, timeout=_CALL_SECONDS)
-        except grpc.RpcError as error:
-            _log.debug("shadow node %d: %s", self._chosen.node.id, reason(error))
+        for _ in range(_TRIES):
+            try:
+                self._chosen.stub.Conclude(request, timeout=_CALL_SECONDS)
+                return
+            except grpc.RpcError as error:
+                _log.debug("shadow node %d: %s", self._chosen.node.id, reason(error))
+                if refusal(error) or self.is_blind:
+                    return
 
     def await_all_done(self) -> bool:
         """Wait until all ranks have concluded; return false if one is lost before."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_done or self._loss or self._verdict or self.is_blind)
-            return self._loss is None and not self._verdict
+        while True:
+            with self._changed:
+                is_told = self._changed.wait_for(
+                    lambda: self._is_done or self._loss or self._verdict or self.is_blind, 2 * _CALL_SECONDS
+                )
+                if is_told:
+                    return self._loss is None and not self._verdict
+            self.conclude()  # the node may have been too busy to hear it
 
     def store(self, timeout: float) -> NodeStore:
         """Return the store of the meeting."""
@@ -213,6 +225,7 @@ class Attendance:
 
     def _hear(self, table: _Table, event: pb.MeetEvent) -> None:
         act: Callable[[], None] | None = None
+        again = False
         with self._changed:
             table.why = ""
             match event.WhichOneof("kind"):
@@ -220,21 +233,27 @@ class Attendance:
                     table.missing = list(event.waiting.ranks)
                 case "meeting" if len(event.meeting.id) == START_BYTES:
                     table.meeting, table.met_at, table.missing = event.meeting, time.monotonic(), ()
+                case "lost" if event.lost.rank == self._rank:
+                    self._verdict = f"rank {self._rank}: another process has taken its place"
+                    act = self._on_loss
                 case "lost" if self._chosen is table and self._loss is None:
                     self.lost_rank = event.lost.rank
                     self._loss = f"rank {event.lost.rank}: {shortened(event.lost.why, _TEXT_MAX)}"
                     act = self._on_loss
-                case "lost" if table.meeting is not None and self._chosen is None:
+                case "lost" if self._chosen is None:  # over before it was taken: come again
                     table.meeting, table.why = None, "a rank has left its meeting"
+                    again = True
                 case "concluded" if not event.concluded.why:
                     self._is_done = True
-                case "concluded" if self._chosen is table:
+                case "concluded" if self._chosen in (None, table):
                     why = shortened(event.concluded.why, _TEXT_MAX)
                     self._verdict = f"rank {event.concluded.rank}: {why}"
                     act = self._on_loss
             self._changed.notify_all()
         if act is not None:
             act()
+        if again:
+            table.call.cancel()
 
     def _unmet(self, timeout: float) -> str:
         """Return why the ranks have not met, in words."""
@@ -304,7 +323,7 @@ class NodeStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys have values."""
-        return self._ask(pb.StoreRequest.CHECK, keys).present
+        return self._ask(pb.StoreRequest.CHECK, list(dict.fromkeys(keys))).present
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have values."""
@@ -336,9 +355,10 @@ class NodeStore(Store):
     def _get(self, keys: list[str], seconds: float) -> list[bytes]:
         deadline = time.monotonic() + seconds
         while (remaining := deadline - time.monotonic()) > 0:
-            reply = self._ask(pb.StoreRequest.GET, keys, timeout=remaining)
+            reply = self._ask(pb.StoreRequest.GET, list(dict.fromkeys(keys)), timeout=remaining)
             if reply.present:
-                return list(reply.values)
+                values = dict(zip(dict.fromkeys(keys), reply.values, strict=True))
+                return [values[key] for key in keys]
         raise MeetingError(f"no value for {', '.join(keys[:3])} within {seconds:g} s")
 
     def _ask(

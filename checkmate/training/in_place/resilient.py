@@ -64,6 +64,7 @@ def resilient(
     wait: float = MEETING_SECONDS,
     patience: float = PATIENCE,
     attempts: int = ATTEMPTS,
+    keep: bool = False,
 ) -> T:
     """Call a training function, and call it again in this process when another rank is lost.
 
@@ -81,8 +82,8 @@ def resilient(
         checkmate.resilient(train)
 
     Args:
-        train: Wraps the model, calls `restore` and `protect`, and trains. It may make the model, too: its
-            state is then copied from that of the call before.
+        train: Wraps the model, calls `restore` and `protect`, and trains. It may make model and
+            optimizer, too.
         backend: Of the default process group, as for `torch.distributed.init_process_group`: by default gloo,
             and NCCL for tensors on GPUs.
         timeout: Seconds that a collective may take.
@@ -91,6 +92,9 @@ def resilient(
         patience: Seconds in which the function must have ended after another rank was lost. Then the process
             is ended: it hangs, or catches every error.
         attempts: Calls that may fail without a newly completed iteration between them.
+        keep: Whether survivors keep parameters and optimizer state, if the nodes have the same iteration, and
+            share out what a new process lacks; else all ranks read them from the nodes. On CPUs only. The
+            script must not change parameters other than by the optimizer's step, not even for a forward.
 
     Returns:
         The function's result, once all ranks have one.
@@ -109,8 +113,8 @@ def resilient(
     failures = FailedAttempts(attempts)
     token = secrets.token_bytes(START_BYTES)
     speaker = Speaker()
-    speaker.start()
-    Survivor.is_wanted = True
+    speaker.start(_has_trained)
+    Survivor.is_wanted, Survivor.is_kept = True, keep
     thaws = not gc.get_freeze_count()
     gc.freeze()  # what imports have created stays, and to search it takes a second at each release
     try:
@@ -157,6 +161,12 @@ def _own_rank(job: Job) -> tuple[int, int]:
             "--nproc-per-node 1, without --rdzv-backend"
         )
     return int(rank), total
+
+
+def _has_trained() -> bool:
+    """Return whether this process has trained an iteration, in this attempt or another."""
+    protection = Protection.present
+    return Survivor.has_trained or (protection is not None and protection.has_trained)
 
 
 class FailedAttempts:
@@ -206,7 +216,6 @@ class Attempt:
         self, train: Callable[[], T], backend: str | None, timeout: float, wait: float
     ) -> Completion[T] | Loss:
         """Meet, and call the function; return its result, or why it has failed if that is elsewhere."""
-        newest = -1
         try:
             meeting = self._attendance.await_meeting(wait)
             self._speaker.say(Word.MET)
@@ -240,10 +249,8 @@ class Attempt:
             raise MeetingError(f"training ends, because a rank can't go on: {self._attendance.verdict}")
         event = TRAINER_RANK_LOST(rank=self._attendance.lost_rank, why=words)
         say(logging.WARNING if self._rank == 0 else logging.DEBUG, event, "%s; recovering in place", words)
-        if (survivor := Survivor.present) is not None:
-            newest = survivor.iteration
         self._release()
-        return Loss(words, newest, time.monotonic())
+        return Loss(words, Survivor.reached, time.monotonic())
 
     def close(self) -> None:
         """Leave the meeting, and end what watches over it."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import xxhash
 from torch import nn
 
 from checkmate import state
 from checkmate.nodes.reader import States
+from checkmate.state import bytes_of
 from checkmate.training.record.capture import Watched
 from checkmate.wire.layout import Layout
 
@@ -39,8 +41,12 @@ class Survivor:
     is_wanted: ClassVar[bool] = False
     """Whether this process restarts in place, so that the next protection that fails leaves one."""
 
+    is_kept: ClassVar[bool] = False
+    """Whether it leaves its state, and not only word of how far it has come."""
     has_trained: ClassVar[bool] = False
-    """Whether this process has trained, so that it can't begin a run again."""
+    """Whether this process's model may not be as it was made, so that it can't begin a run again."""
+    reached: ClassVar[int] = -1
+    """The last iteration that this process has trained."""
 
     loss: ClassVar[Loss | None] = None
     """Why this process restarts, until it trains again."""
@@ -50,7 +56,8 @@ class Survivor:
     """The last one whose step they have."""
     layout: Layout
     values: Values
-    versions: Mapping[int, list[int]]
+    digest: bytes
+    """Of all bytes, because a script may write to them before the restart."""
 
     @classmethod
     def keep(cls, run: str, iteration: int | None, layout: Layout, watched: Watched) -> None:
@@ -63,14 +70,19 @@ class Survivor:
             watched: The script's objects.
         """
         cls.present = None
-        cls.has_trained |= iteration is None or iteration >= 0
         parameters = watched.model.trained().values()
         # Steps of iterations that have failed may be queued on a GPU, with whatever NCCL has left behind.
-        if iteration is None or any(parameter.device.type != "cpu" for parameter in parameters):
+        on_device = any(parameter.device.type != "cpu" for parameter in parameters)
+        if not cls.is_kept or iteration is None or on_device:
             return
         values = {number: _values(p, watched.optimizer) for number, p in enumerate(parameters)}
-        versions = {number: _versions(*values[number]) for number in values}
-        cls.present = cls(run, iteration, layout, values, versions)
+        cls.present = cls(run, iteration, layout, values, _digest(values))
+
+    @classmethod
+    def note_progress(cls, stepped: int) -> None:
+        """Note the last iteration that this process has trained, or that was restored."""
+        cls.has_trained = True
+        cls.reached = max(cls.reached, stepped)
 
     @classmethod
     def take(cls) -> Survivor | None:
@@ -80,9 +92,9 @@ class Survivor:
 
     def fits(self, run: str, iteration: int, layout: Layout) -> bool:
         """Return whether this is the state after an iteration, and nothing has written to it since."""
-        unwritten = all(_versions(*values) == self.versions[number] for number, values in self.values.items())
         described = self.layout.parameters == layout.parameters
-        return unwritten and described and (run, iteration) == (self.run, self.iteration)
+        is_same = described and (run, iteration) == (self.run, self.iteration)
+        return is_same and _digest(self.values) == self.digest
 
     def as_held(self, numbers: Collection[int]) -> States:
         """Return copies of parameters as shadow nodes hold them."""
@@ -116,15 +128,19 @@ def _values(
     return state.local_of(parameter).detach(), values
 
 
-def _versions(tensor: torch.Tensor, values: Mapping[str, object]) -> list[int]:
-    """Return what grows with each write to the tensors: a detached tensor shares it with its source."""
-    tensors = [tensor, *(value for value in values.values() if isinstance(value, torch.Tensor))]
-    return [entry._version for entry in tensors]
+def _digest(values: Values) -> bytes:
+    """Return XXH3 of all tensors' bytes."""
+    hashed = xxhash.xxh3_128()
+    for tensor, entries in values.values():
+        for value in (tensor, *entries.values()):
+            if isinstance(value, torch.Tensor):
+                hashed.update(bytes_of(value.contiguous()))
+    return hashed.digest()
 
 
 def _same(value: object, expected: object) -> bool:
     """Return whether two values have the same bits."""
     if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
         same_kind = value.shape == expected.shape and value.dtype == expected.dtype
-        return same_kind and bytes(state.bytes_of(value)) == bytes(state.bytes_of(expected))
+        return same_kind and bytes(bytes_of(value)) == bytes(bytes_of(expected))
     return type(value) is type(expected) and repr(value) == repr(expected)
