@@ -6,6 +6,7 @@ the hosts' management addresses sort like their ranks.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from topologies.kernel.processes import PYTHON
 PORT: Final = 29400
 RESTARTS: Final = 10
 """Restarts of a job: one crash may use up two, if some ranks come back before the others have noticed."""
+LAUNCHED: Final = re.compile(r"rank \d+ is process (\d+)$", re.MULTILINE)
+"""What `checkmate launch` logs of each process that it starts; a warm spare is its child, too."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "GLOO_SOCKET_IFNAME": MGMT_INTERFACE,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -93,11 +96,16 @@ def _command(
 
 
 def in_place(
-    topology: Topology, host: LabHost, script: Sequence[str | Path], *, restarts: int = RESTARTS
+    topology: Topology,
+    host: LabHost,
+    script: Sequence[str | Path],
+    *,
+    restarts: int = RESTARTS,
+    spare: bool = True,
 ) -> list[str | Path]:
     """Return the command line of one host's `checkmate launch`, which starts a dead rank alone.
 
-    The arguments are those of `command`.
+    The arguments are those of `command`. `spare`: whether it holds a warm spare.
     """
     hosts = topology.trainers
     return [
@@ -109,7 +117,7 @@ def in_place(
         f"--node-rank={hosts.index(host)}",
         f"--nproc-per-node={len(topology.ranks) // len(hosts)}",
         f"--max-restarts={restarts}",
-        "--spare",
+        *(["--spare"] if spare else []),
         "--",
         *script,
     ]

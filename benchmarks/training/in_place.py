@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import tempfile
 import time
@@ -17,9 +16,9 @@ from typing import Final
 from rich.progress import Progress
 
 from benchmarks.figures import Figure, Result, Skipped
+from topologies import torchrun
 from topologies.crew import Crew, controlled
 from topologies.describe.topology import load
-from topologies.kernel.processes import PYTHON
 from topologies.lab import Lab
 from topologies.training.job_processes import JobProcesses
 
@@ -29,8 +28,6 @@ TITLE: Final = (
 )
 KILLS: Final = 20
 RANKS: Final = 4
-_PROCESS: Final = re.compile(r"rank \d+ is process (\d+)$", re.MULTILINE)
-"""What `checkmate launch` logs of each process that it starts."""
 _APART: Final = 6
 """Iterations between two kills."""
 _SECONDS: Final = 60.0
@@ -74,35 +71,23 @@ def measure() -> list[Result]:
 def _training(spare: bool) -> Iterator[_Training]:
     """Train in the demo's lab, pinned as there: ranks share one CPU, and all else the other."""
     usable = sorted(os.sched_getaffinity(0))
-    trainers, others = ({usable[0]}, {usable[1]}) if len(usable) > 1 else (None, None)
-    lab = Lab(load("single_tor"), "softswitch", name="bench_in_place", switch_cpus=others)
+    rank_cpus, other_cpus = ({usable[0]}, {usable[1]}) if len(usable) > 1 else (None, None)
+    lab = Lab(load("single_tor"), "softswitch", name="bench_in_place", switch_cpus=other_cpus)
     with (
         tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder,
         lab,
         Crew(lab) as crew,
-        controlled(crew, cpus=others),
+        controlled(crew, cpus=other_cpus),
     ):
-        job = JobProcesses(crew, shadow_cpus=others)
+        job = JobProcesses(crew, shadow_cpus=other_cpus)
         job.start_shadow_nodes()
-        script = [
-            "-m",
-            "checkmate.examples.gpt.train",
-            "--in-place",
-            "--iterations",
-            "100000",
-            "--out",
-            folder,
-        ]
+        options = ("--in-place", "--iterations", "100000", "--out", folder)
+        script = ["-m", "checkmate.examples.gpt.train", *options]
         environment = {"CHECKMATE_EVENTS": str(Path(folder, "events")), "PYTHONDONTWRITEBYTECODE": ""}
         for host in lab.topology.trainers:
-            launch = [*PYTHON, "-m", "checkmate.cli.entry", "launch", "--nnodes", str(RANKS)]
-            options = ["--node-rank", str(host.number), "--nproc-per-node", "1", *["--spare"][: int(spare)]]
+            command = torchrun.in_place(lab.topology, host, script, restarts=KILLS, spare=spare)
             job.ranks[host.name] = crew.start(
-                host.name,
-                host.name,
-                [*launch, *options, "--", *script],
-                cpus=trainers,
-                environment=environment,
+                host.name, host.name, command, cpus=rank_cpus, environment=environment
             )
         training = _Training(job, Path(folder))
         training.await_iteration(10 * _APART)  # also until spares are ready
@@ -119,7 +104,7 @@ class _Training:
     def kill(self, rank: int) -> Mapping[str, float]:
         """Kill a rank, and return the parts of the recovery, once training has gone on for a while."""
         self.await_iteration(self._newest(rank) + _APART)
-        *_, process = _PROCESS.findall(self._job.ranks[f"rank{rank}"].error_text())
+        *_, process = torchrun.LAUNCHED.findall(self._job.ranks[f"rank{rank}"].error_text())
         before = self._count(rank)
         killed_at, monotonic = time.time(), time.monotonic()
         os.kill(int(process), signal.SIGKILL)

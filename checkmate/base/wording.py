@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Final
@@ -87,3 +88,11 @@ def in_ranges(names: Iterable[object]) -> str:
         else:
             words += [f"{prefix}{'' if value is None else value}" for prefix, value in run]
     return ", ".join(words)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL, or its number in words."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

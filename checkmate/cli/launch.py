@@ -73,7 +73,7 @@ def launch(
     Example: checkmate launch --job jobs/gpt.yaml --nnodes 16 --node-rank 3 --spare -- train.py --lr 1e-3
     """
     loaded = read_job(job)
-    world = sum(len(group.ranks) for group in loaded.dp_groups)
+    world = loaded.rank_count
     if nproc is None:
         if world % nnodes:
             raise UsageFault(

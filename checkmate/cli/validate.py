@@ -59,7 +59,7 @@ def validate(
         print_json(data)
         return
     for job in loaded:
-        ranks = sum(len(group.ranks) for group in job.dp_groups)
+        ranks = job.rank_count
         streams = sum(s.boundary.job == job.job for plan in plans.values() for s in plan.streams.values())
         copies = (
             ((job.channels, "channel"), (streams, "stream"))

@@ -162,7 +162,7 @@ def _capacity(subject: Subject, facts: Facts, receive_buffer: int) -> Iterator[F
     if subject.job is None:
         return
     streams = role_checks.count_streams(subject)
-    ranks = sum(len(group.ranks) for group in subject.job.dp_groups)
+    ranks = subject.job.rank_count
     yield host_checks.memory(facts.memory, streams + 1, receive_buffer)
     yield host_checks.open_files(facts.files, streams, ranks)
 

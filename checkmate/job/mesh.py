@@ -63,7 +63,7 @@ def _beyond_nccl(collective: object, mesh: Mesh, gpus: int) -> Iterator[Fault]:
 def fits(job: Job, mesh: Mesh) -> bool:
     """Return whether a job's ranks and hosts could have this mesh instead of their own."""
     gpus = job.gpus_per_host or 1
-    hosts = sum(len(group.ranks) for group in job.dp_groups) // gpus
+    hosts = job.rank_count // gpus
     return not any(impossible(mesh, hosts, gpus, job.collective))
 
 

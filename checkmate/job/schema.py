@@ -336,6 +336,11 @@ class Job(Frozen):
                 yield f"shadow node {node.id} of {self.job}", nic
 
     @property
+    def rank_count(self) -> int:
+        """The number of its ranks, in all DP groups."""
+        return sum(len(group.ranks) for group in self.dp_groups)
+
+    @property
     def groups(self) -> range:
         """The indices of its DP groups."""
         return range(len(self.dp_groups))

@@ -155,7 +155,6 @@ class Launcher(AbstractContextManager["Launcher"]):
             _log.warning("no warm spare: %s; a rank that dies is started by a new interpreter", spare.trouble)
             spare.close()
             self._spare = None
-            self._with_spare = False
 
     def _forget_pipe(self, local: int) -> None:
         self._partial.pop(local, None)

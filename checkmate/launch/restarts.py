@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass, field
 from typing import Final
 
+from checkmate.base.wording import signal_name
 from checkmate.launch.word import Word
 
 MAX_UNMET: Final = 3
@@ -85,7 +85,4 @@ def exit_words(status: int) -> str:
     """Return how a process has ended, in words that follow its name."""
     if status >= 0:
         return f"has ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+    return f"was killed by {signal_name(-status)}"

@@ -127,7 +127,7 @@ class Serving:
                 if shortfall != TCP_MEM_UNSEEN:  # which is not a problem of the node
                     self.node.state.note_trouble(shortfall)
             # Two of each rank, because an old connection may linger.
-            most = 2 * sum(len(group.ranks) for group in job.dp_groups) + _SPARE_CONNECTIONS
+            most = 2 * job.rank_count + _SPARE_CONNECTIONS
             self._inbox = Inbox(listener, partial(take, self.node), gate, most)
             self.node.also_unread.append(self._inbox.unread)
             self.node.trainers = self._inbox.trainers

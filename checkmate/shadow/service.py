@@ -205,7 +205,7 @@ def records_listener(job: Job, node_id: int, receive_buffer: int | None) -> sock
     if receive_buffer is not None:
         return _listen((host, port), label, node_id, {tcp.SO_RCVBUFFORCE: receive_buffer})
     # The kernel doubles the value for its own overhead (man 7 socket).
-    half = buffer_of(sum(len(group.ranks) for group in job.dp_groups)) // 2
+    half = buffer_of(job.rank_count) // 2
     return _listen((host, port), label, node_id, {socket.SO_RCVBUF: half})
 
 
@@ -274,7 +274,7 @@ class Server:
     def __init__(self, node: Node, peers: Peers, log: EventLog | None = None) -> None:
         """Bind the address, to serve also the events of `log`. Raise `ServeError` if that fails."""
         job = node.job
-        ranks = sum(len(group.ranks) for group in job.dp_groups)
+        ranks = job.rank_count
         recovery = 2 * len(job.shadow_nodes) + _SPARE
         self._pool = ThreadPoolExecutor(2 * ranks + _SPARE, thread_name_prefix="fetches")
         self._recovery = ThreadPoolExecutor(recovery, thread_name_prefix="recovery")

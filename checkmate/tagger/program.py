@@ -79,24 +79,21 @@ class Tagger(AbstractContextManager["Tagger"]):
         self._warned = 0
 
     _resident: ClassVar[Tagger | None] = None
+    """The one that stays."""
 
     @classmethod
-    def resident(cls) -> Tagger:
-        """Return this process's own, which is attached once and stays until the process ends.
-
-        Capabilities that it takes to attach may be given up afterwards. The errors are those of `attach`.
-        """
-        if cls._resident is None:
-            cls._resident = cls.attach()
-        return cls._resident
-
-    @classmethod
-    def attach(cls) -> Tagger:
+    def attach(cls, *, stays: bool = False) -> Tagger:
         """Load the program and attach it to this process's cgroup (v2).
+
+        Args:
+            stays: Whether the end of its block leaves it attached, and the next such call returns it: the
+                capabilities that it takes may be given up after the first.
 
         Raises:
             TaggerUnavailable: The kernel or privileges do not suffice, or clang or libbpf is missing.
         """
+        if stays and cls._resident is not None:
+            return cls._resident
         if sys.platform != "linux":
             raise TaggerUnavailable(f"{sys.platform} has no eBPF", "run it on Linux")
         loaded = BpfObject(object_file())
@@ -106,10 +103,13 @@ class Tagger(AbstractContextManager["Tagger"]):
                 loaded.attach(PROGRAM, directory)
             finally:
                 os.close(directory)
-            return cls(loaded)
+            tagger = cls(loaded)
         except BaseException:
             loaded.close()
             raise
+        if stays:
+            cls._resident = tagger
+        return tagger
 
     @property
     def program_id(self) -> int:
@@ -177,7 +177,8 @@ class Tagger(AbstractContextManager["Tagger"]):
             self._object = None
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self is not Tagger._resident:
+            self.close()
 
     @property
     def _loaded(self) -> BpfObject:

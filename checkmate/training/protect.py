@@ -68,7 +68,6 @@ FLUSH_SECONDS: Final = 10.0
 """Seconds that `close` waits for the shadow nodes to step the last iteration."""
 HASTE_SECONDS: Final = 0.5
 """Seconds that it waits after an error: the job will be restarted."""
-_SPENT: Final = "and this process has trained, so that it can't begin again: call checkmate.restore first"
 _UNTAGGED: Final = (
     "gradients are not tagged, so shadow nodes don't follow: %s. Training goes on without checkpoints; "
     "protect(required=True) makes this an error"
@@ -210,7 +209,10 @@ def _start_afresh(place: Place, stubs: Stubs, timeout: float) -> Start:
     Raise `RestoreError` if the nodes have an earlier process's training, which would be lost.
     """
     if Survivor.has_trained:
-        raise RestoreError(f"the script calls checkmate.protect without checkmate.restore, {_SPENT}")
+        raise RestoreError(
+            "the script calls checkmate.protect without checkmate.restore, and this process has trained, so "
+            "that it can't begin again: call checkmate.restore first"
+        )
     plan = restore.plan_fresh(place, stubs, timeout)
     if isinstance(plan, NewRun) and plan.trouble and (Survivor.is_wanted or not Handover.has_protected):
         raise RestoreError(

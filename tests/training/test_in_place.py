@@ -39,6 +39,14 @@ def train_undisturbed(job: LoopbackJob) -> None:
     job.command("reset", "--yes")
 
 
+def train_to_kill(job: LoopbackJob) -> subprocess.Popen[bytes]:
+    """Train undisturbed, and then up to an iteration at which something is killed."""
+    train_undisturbed(job)
+    killed = job.launch("killed", 0.2)
+    wait_until(lambda: reached(job, KILLED_AT), "iterations", 60)
+    return killed
+
+
 def finish(job: LoopbackJob, killed: subprocess.Popen[bytes], recoveries: int = 1) -> None:
     """Wait for the end; fail unless each rank has the undisturbed run's losses."""
     assert killed.wait(150) == 0, job.log("killed")
@@ -86,9 +94,7 @@ def test_survivors_keep_their_processes(folder: Path, kind: str, keep: bool) -> 
 def test_two_ranks_die_at_once(folder: Path) -> None:
     job = LoopbackJob(folder, "ddp", **JOBS["ddp"])
     with job.nodes():
-        train_undisturbed(job)
-        killed = job.launch("killed", 0.2)
-        wait_until(lambda: reached(job, KILLED_AT), "iterations", 60)
+        killed = train_to_kill(job)
         for rank in (1, 3):
             os.kill(pid_of(job, rank), signal.SIGKILL)
         finish(job, killed)
@@ -106,9 +112,7 @@ def test_two_ranks_die_at_once(folder: Path) -> None:
 def test_a_survivor_dies_during_a_recovery(folder: Path, moment: str) -> None:
     job = LoopbackJob(folder, "ddp", **JOBS["ddp"])
     with job.nodes():
-        train_undisturbed(job)
-        killed = job.launch("killed", 0.2)
-        wait_until(lambda: reached(job, KILLED_AT), "iterations", 60)
+        killed = train_to_kill(job)
         survivor = pid_of(job, 2)
         os.kill(pid_of(job, 0), signal.SIGKILL)
         wait_until(lambda: re.search(moment, job.log("killed")), "the moment", 60)
@@ -121,9 +125,7 @@ def test_a_shadow_node_and_a_rank_die(folder: Path) -> None:
     """The node that dies hosts the meeting."""
     job = LoopbackJob(folder, "ddp", **JOBS["ddp"])
     with job.nodes():
-        train_undisturbed(job)
-        killed = job.launch("killed", 0.2)
-        wait_until(lambda: reached(job, KILLED_AT), "iterations", 60)
+        killed = train_to_kill(job)
         os.kill(job.node_process(0).pid, signal.SIGKILL)
         os.kill(pid_of(job, 1), signal.SIGKILL)
         finish(job, killed, recoveries=2)

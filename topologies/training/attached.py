@@ -16,7 +16,7 @@ from typing import Final
 
 from rich.console import Console
 
-from topologies import state
+from topologies import state, torchrun
 from topologies.crew import TEMPORARY, Crew, Member, controlled
 from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, LabError, LabHost
 from topologies.kernel import namespaces
@@ -33,8 +33,6 @@ _OF_TORCHRUN: Final = re.compile(r"\[rank\d+\]:|[WE]\d{4} .*torch/distributed/el
 """The prefix of a script's traceback, and of torchrun's own log."""
 _FOLLOWED: Final = re.compile(r", from iteration \d+ on$")
 """The end of the line in which rank 0 reports that shadow nodes follow."""
-_LAUNCHED: Final = re.compile(r"rank \d+ is process (\d+)$", re.MULTILINE)
-"""What `checkmate launch` logs of each process that it starts; a warm spare is its child, too."""
 _SILENCE_SECONDS: Final = 30.0
 """After which a script that writes, but has not called Checkmate, is named."""
 _LOOK_SECONDS: Final = 1.0
@@ -76,7 +74,7 @@ class LabTraining:
             if self._show(show, alarm, whole=True):
                 name, member = list(self._job.ranks.items())[-1]
                 rank_name = name if name.startswith("rank") else f"a rank on {name}"
-                launched = _LAUNCHED.findall(member.error_text())
+                launched = torchrun.LAUNCHED.findall(member.error_text())
                 for worker in map(int, launched[-1:] or member.children()[:1]):
                     if worker != self._announced:  # rank 0's host may follow several DP groups
                         tell(f"{rank_name} is process {worker}; after kill -9 {worker}, training resumes")

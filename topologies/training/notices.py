@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections import Counter
 from typing import Final
 
+from checkmate.base.wording import signal_name
 from topologies.logs import LogLine
 
 _ERROR: Final = re.compile(
@@ -70,9 +70,7 @@ class Notices:
         """Return what to tell of a script's end on a node."""
         if code < 0:
             self._last.pop(node, None)
-            is_known = -code in {number.value for number in signal.Signals}
-            by = signal.Signals(-code).name if is_known else f"signal {-code}"
-            return f"{_spaced(node)}: process {pid} was ended by {by}"
+            return f"{_spaced(node)}: process {pid} was ended by {signal_name(-code)}"
         error, kind = self._last.pop(node, ("", ""))
         before = self._ended_by.get((node, error))
         # Another error of Checkmate's is of nodes, switches or other ranks, which may be back later.

@@ -8,6 +8,7 @@ from typing import Final
 
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import ANSWER_BYTES, REFUSAL_MAX
 from checkmate.shadow import locks
 from checkmate.shadow.logic.bounds import check_number, check_protocol, check_seconds, check_start, check_text
 from checkmate.shadow.logic.group import CallRefused, check_job
@@ -22,11 +23,7 @@ MAX_KEY: Final = 1024
 """Characters of a key."""
 MAX_VALUE: Final = 1 << 20
 """Bytes of a value."""
-MAX_ANSWER: Final = 4 << 20
-"""Bytes of all values of an answer, as of any answer (`checkmate.rpc.protocol`)."""
 MAX_AMOUNT: Final = 1 << 40
-MAX_WHY: Final = 4096
-"""Characters of the reason why a rank can't go on."""
 
 
 class MeetingRoom:
@@ -113,7 +110,7 @@ class MeetingRoom:
     def conclude(self, request: pb.ConcludeRequest) -> pb.ConcludeReply:
         """Take note that a rank is done, or can't go on. Raise `CallRefused` if the meeting is over."""
         check_job(self._job, request.job)
-        check_text("why", request.why, MAX_WHY)
+        check_text("why", request.why, REFUSAL_MAX)
         with self._changed:
             self._meetings.conclude(request.meeting, request.rank, request.why)
             self._changed.notify_all()
@@ -139,8 +136,8 @@ def _check_store(request: pb.StoreRequest) -> None:
         check_text("a key", key, MAX_KEY)
     for value in request.values:
         check_number("the bytes of a value", len(value), MAX_VALUE)
-    needed = {kinds.SET: len(request.keys), kinds.APPEND: 1, kinds.SWAP: 2}.get(request.kind, 0)
-    check_number("the number of values", len(request.values), needed, needed)
+    value_count = {kinds.SET: len(request.keys), kinds.APPEND: 1, kinds.SWAP: 2}.get(request.kind, 0)
+    check_number("the number of values", len(request.values), value_count, value_count)
 
 
 def _carry_out(store: RankStore, request: pb.StoreRequest) -> pb.StoreReply:
@@ -154,7 +151,7 @@ def _carry_out(store: RankStore, request: pb.StoreRequest) -> pb.StoreReply:
         case kinds.GET:
             if not store.has(keys):
                 return pb.StoreReply()
-            check_number("the bytes of all values", store.nbytes(keys), MAX_ANSWER)
+            check_number("the bytes of all values", store.nbytes(keys), ANSWER_BYTES)
             return pb.StoreReply(present=True, values=store.get(keys))
         case kinds.ADD:
             return pb.StoreReply(present=True, amount=store.add(keys[0], request.amount))

@@ -166,7 +166,7 @@ def check_copies(iterations: int, nbytes: int, memory: int) -> None:
 
 def check_waiting(job: Job, waiting: int) -> None:
     """Refuse a `Fetch` that would wait, if many do, because each occupies a worker."""
-    most = sum(len(group.ranks) for group in job.dp_groups) + SPARE_FETCHES
+    most = job.rank_count + SPARE_FETCHES
     if waiting >= most:
         raise CallRefused(
             f"{counted(waiting, 'call waits', 'calls wait')} for iterations, the most possible: wait",

@@ -106,9 +106,7 @@ class NcclMaker:
             library = NcclLibrary(plugin)
             key = access(self.place.job, Role.TRAINER).secret(Secret.RING)
             if self.place.side is not None:
-                self.tagger = (
-                    Tagger.resident() if Survivor.is_wanted else self.undo.enter_context(Tagger.attach())
-                )
+                self.tagger = self.undo.enter_context(Tagger.attach(stays=Survivor.is_wanted))
         except (KeysError, PluginError, ValueError, OSError) as error:
             return str(error)
         except TaggerUnavailable as error:

@@ -173,8 +173,7 @@ def connect(place: Place, layout: Layout, start: Start, undo: ExitStack) -> Ring
     tagger, trouble = None, None
     if place.side is not None:
         try:
-            # Who restarts in place has given up what it takes to attach another one.
-            tagger = Tagger.resident() if Survivor.is_wanted else undo.enter_context(Tagger.attach())
+            tagger = undo.enter_context(Tagger.attach(stays=Survivor.is_wanted))
         except TaggerUnavailable as error:
             trouble = (f"{place.name}: {error.missing}", error.remedy)
     troubles = [trouble for trouble in exchange.gather(trouble, name_of=place.name_of) if trouble is not None]

@@ -130,9 +130,8 @@ def resilient(
                     attempt.close()
             if not isinstance(outcome, Loss):
                 return outcome.result
-            loss = outcome
-            failures.add(loss)
-            Survivor.loss = loss
+            failures.add(outcome)
+            Survivor.loss = outcome
     finally:
         Survivor.is_wanted = False
         speaker.close()
@@ -147,7 +146,7 @@ def _own_rank(job: Job) -> tuple[int, int]:
             "checkmate.resilient makes the default process group itself, again after each failure: leave out "
             "torch.distributed.init_process_group"
         )
-    total = sum(len(group.ranks) for group in job.dp_groups)
+    total = job.rank_count
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and world.isdecimal()) or int(world) != total or int(rank) >= total:
         raise SessionError(
@@ -314,6 +313,9 @@ def own_parameters(*, active: bool) -> Iterator[None]:
     The first rank may be a new process, whose parameters would replace those that survivors have trained.
     `restore` gives all ranks the same state.
     """
+    if not active:
+        yield
+        return
     original = DistributedDataParallel.__init__
     signature = inspect.signature(original)
 
@@ -323,8 +325,7 @@ def own_parameters(*, active: bool) -> Iterator[None]:
             keywords["init_sync"] = False
         original(self, *args, **keywords)
 
-    if active:
-        DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -57,10 +57,7 @@ class SeedSource:
                     break
                 at = iteration
                 parameter = self.parameters[number]
-                values = {
-                    name: _copy(value) for name, value in self.optimizer.state.get(parameter, {}).items()
-                }
-                tensor = _copy_tensor(parameter)
+                tensor, values = copied(parameter, self.optimizer.state.get(parameter, {}))
             copies.append((number, *state.to_held(self.layout.parameters[number], tensor, values)))
             nbytes += sum(
                 value.nbytes for value in [tensor, *values.values()] if isinstance(value, torch.Tensor)
@@ -70,8 +67,12 @@ class SeedSource:
         return None if at is None else (at, copies)
 
 
-def _copy(value: object) -> object:
-    return _copy_tensor(value) if isinstance(value, torch.Tensor) else value
+def copied(tensor: torch.Tensor, values: Mapping[str, object]) -> tuple[torch.Tensor, dict[str, object]]:
+    """Return copies of what this rank has of a parameter and of its optimizer state, in host memory."""
+    return _copy_tensor(tensor), {
+        name: _copy_tensor(value) if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
 
 
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:

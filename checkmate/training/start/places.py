@@ -185,7 +185,7 @@ def join(model: TrainedModel, job: Job) -> Place:
         SessionError: It has none, or DP groups contradict the model's shards.
     """
     expected, count = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    total = sum(len(group.ranks) for group in job.dp_groups)
+    total = job.rank_count
     if not dist.is_initialized() and (int(count) if count else total) != 1:
         alone = f"; or, if this process trains alone, give the job {job.job} one rank, not {total}"
         raise SessionError(f"call torch.distributed.init_process_group() first{'' if count else alone}")

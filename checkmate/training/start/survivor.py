@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import xxhash
 from torch import nn
 
 from checkmate import state
 from checkmate.nodes.reader import States
-from checkmate.state import bytes_of
-from checkmate.training.record.capture import Watched
+from checkmate.training.lines.seeder import copied
+from checkmate.training.record.capture import Watched, same
+from checkmate.training.start.sharing import TensorBytes
 from checkmate.wire.layout import Layout
 
 Values = dict[int, tuple[torch.Tensor, dict[str, object]]]
@@ -56,7 +56,7 @@ class Survivor:
     """The last one whose step they have."""
     layout: Layout
     values: Values
-    digest: bytes
+    digest: str
     """Of all bytes, because a script may write to them before the restart."""
 
     @classmethod
@@ -99,21 +99,15 @@ class Survivor:
     def as_held(self, numbers: Collection[int]) -> States:
         """Return copies of parameters as shadow nodes hold them."""
         return {
-            number: state.to_held(
-                self.layout.parameters[number],
-                tensor.detach().clone(),
-                {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()},
-            )
+            number: state.to_held(self.layout.parameters[number], *copied(*self.values[number]))
             for number in sorted(numbers)
-            for tensor, values in [self.values[number]]
         }
 
     def differs(self, states: Values) -> int | None:
         """Return a parameter of which others have other bits, or whose optimizer state they have so."""
         for number, (tensor, values) in states.items():
             own_tensor, own_values = self.values[number]
-            pairs = [(tensor, own_tensor), *((values.get(name), own_values.get(name)) for name in own_values)]
-            if values.keys() != own_values.keys() or not all(_same(*pair) for pair in pairs):
+            if not same({"": tensor, **values}, {"": own_tensor, **own_values}):
                 return number
         return None
 
@@ -128,19 +122,7 @@ def _values(
     return state.local_of(parameter).detach(), values
 
 
-def _digest(values: Values) -> bytes:
+def _digest(values: Values) -> str:
     """Return XXH3 of all tensors' bytes."""
-    hashed = xxhash.xxh3_128()
-    for tensor, entries in values.values():
-        for value in (tensor, *entries.values()):
-            if isinstance(value, torch.Tensor):
-                hashed.update(bytes_of(value.contiguous()))
-    return hashed.digest()
-
-
-def _same(value: object, expected: object) -> bool:
-    """Return whether two values have the same bits."""
-    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
-        same_kind = value.shape == expected.shape and value.dtype == expected.dtype
-        return same_kind and bytes(bytes_of(value)) == bytes(bytes_of(expected))
-    return type(value) is type(expected) and repr(value) == repr(expected)
+    tensors = (value for tensor, entries in values.values() for value in (tensor, *entries.values()))
+    return TensorBytes(value for value in tensors if isinstance(value, torch.Tensor)).digest()
