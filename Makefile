@@ -11,7 +11,7 @@ help: ## This list
 setup: ## Virtual environment, of PYTHON=python3.12 for example; Debian packages when root
 	@tools/setup.sh
 
-demo: setup ## Training loses a rank to kill -9, and ends as if nothing had happened; 3 minutes
+demo: setup ## Training loses two ranks to kill -9, and ends as if nothing had happened; 3 minutes
 	@$(RUN) -m topologies.training.demo --target $(TARGET)
 
 demo-switch: setup ## The switch alone: a lab, a job, verified shadow streams

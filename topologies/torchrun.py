@@ -101,7 +101,7 @@ def in_place(
     script: Sequence[str | Path],
     *,
     restarts: int = RESTARTS,
-    spare: bool = True,
+    spare: bool = False,
 ) -> list[str | Path]:
     """Return the command line of one host's `checkmate launch`, which starts a dead rank alone.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -33,6 +34,10 @@ class Schedule:
         """Return whether no event is in progress, and everything that was killed has been restarted."""
         return not self._schedule and not self._again
 
+    def is_down(self, target: str) -> bool:
+        """Return whether a process has been killed, and is not yet started again."""
+        return target in self._again
+
     def tick(self, completed: int) -> None:
         """Trigger the events that are due; `completed` is the newest iteration that rank 0 ever completed."""
         now = time.monotonic()
@@ -50,7 +55,8 @@ class Schedule:
         world, target, now = self._world, event.who, time.monotonic()
         if target in self._again:
             return  # it has already ended
-        self.begun_events.append(f"{event} (start {world.attempt})")
+        phase = f", {world.phase(target)}" if world.scenario.network.in_place else ""
+        self.begun_events.append(f"{event} (start {world.attempt}{phase})")
         for node in loses(event, world.scenario.network, world.controller_is_down):
             self.watch.lose(node, now + event.seconds + settles(event))
         if event.kind == "stall":
@@ -60,7 +66,7 @@ class Schedule:
         elif event.kind == "down":
             world.set_link(target, up=False)
             self._after(event.seconds, lambda: world.set_link(target, up=True))
-        elif target.startswith("rank"):
+        elif target.startswith(("rank", "spare")):
             self.struck = True
             world.signal(target, signal.SIGTERM if event.kind == "terminate" else signal.SIGKILL)
         else:
@@ -70,7 +76,12 @@ class Schedule:
         """Kill a process that its supervisor restarts."""
         world, target = self._world, event.who
         self._again.add(target)
-        if target == "ctl":
+        if target.startswith("host"):
+            host = int(target.removeprefix("host"))
+            launcher = world.ranks[host]
+            launcher.kill()
+            self._after(event.seconds, lambda: self._restart_launcher(host, launcher))
+        elif target == "ctl":
             controller = world.controller
             assert controller is not None
             world.controller_is_down = True
@@ -91,6 +102,12 @@ class Schedule:
     def _restart_shadow_node(self, number: int) -> None:
         self._world.start_shadow_node(number)
         self._again.discard(f"shadow{number}")
+
+    def _restart_launcher(self, host: int, killed: subprocess.Popen[bytes]) -> None:
+        """Start a launcher again, unless all ranks have been started again meanwhile."""
+        if self._world.ranks[host] is killed:
+            self._world.ranks[host] = self._world.start_launcher(host)
+        self._again.discard(f"host{host}")
 
     def _after(self, seconds: float, do: Callable[[], None]) -> None:
         self._schedule.append((time.monotonic() + seconds, do))

@@ -50,6 +50,8 @@ _COMPOUND: Final = ("sequential", "chained", "plateau")
 _RANKS: Final = (2, 2, 2, 3, 3, 4, 5)
 _BY_HOSTS: Final = 0.3
 """Share of scenarios whose hosts copy gradients."""
+_IN_PLACE: Final = 0.35
+"""Share of scenarios whose ranks recover in place."""
 _DENSE_EVENTS: Final = ("rank-kills", "rank-kills", "stalls", "stalled-kills", "shadow-kills", "closes")
 _RARE_EVENTS: Final = (
     *("double-kills", "terminations", "errors", "switch-kills", "controller-kills", "links", "stalls"),
@@ -71,6 +73,7 @@ def generate(seed: int, without: Collection[str] = ()) -> Scenario:
     if network.sharded:
         model = _sharded(draw, model)
     events = _events(draw, network, model.iterations)
+    events += _events_in_place(draw, network, model.iterations) if network.in_place else ()
     if draw.has("lost-shards", 0.15):
         events += _lost_shards(draw.of("which lost shards"), network, model.iterations)
     return Scenario(seed, model, network, tuple(sorted(events, key=lambda event: (event.at, event.delay))))
@@ -98,7 +101,11 @@ class _Draw:
 
 def _network(draw: _Draw) -> NetworkSpec:
     network = _switched(draw)
-    return _copied_by_hosts(draw, network) if draw.has("by-hosts", _BY_HOSTS) else network
+    network = _copied_by_hosts(draw, network) if draw.has("by-hosts", _BY_HOSTS) else network
+    if not draw.has("in-place", _IN_PLACE):
+        return network
+    recovery = "spare" if draw.has("spares", 0.6) else "in-place"
+    return replace(network, recovery=recovery, keeping=draw.has("keeping", 0.5))
 
 
 def _copied_by_hosts(draw: _Draw, network: NetworkSpec) -> NetworkSpec:
@@ -251,6 +258,33 @@ def _lost_shards(draw: random.Random, network: NetworkSpec, iterations: int) -> 
     at, seconds = draw.randrange(iterations // 2, iterations - 4), round(draw.uniform(0.2, 3), 2)
     node, rank = f"shadow{draw.randrange(len(network.nodes))}", f"rank{draw.randrange(network.world)}"
     return Event(at, "kill", node, 0.0, seconds), Event(at, "kill", rank, 0.005)
+
+
+def _events_in_place(draw: _Draw, network: NetworkSpec, iterations: int) -> tuple[Event, ...]:
+    """Return one or two more incidents, which only recovery in place has."""
+    choices = draw.of("events in place")
+    events: list[Event] = []
+    for index in range(choices.choice((1, 1, 2))):
+        kinds = ["recovery-kills", "recovery-kills", "host-kills"]
+        kind = choices.choice([*kinds, *(["spare-kills"] if network.recovery == "spare" else [])])
+        incident = _happening_in_place(kind, draw.of(f"event in place {index}"), network, iterations)
+        events += incident if draw.allows(kind) else []
+    return tuple(events)
+
+
+def _happening_in_place(kind: str, draw: random.Random, network: NetworkSpec, iterations: int) -> list[Event]:
+    at, delay = draw.randrange(2, iterations - 4), round(draw.uniform(0, 0.1), 3)
+    ranks = [f"rank{draw.randrange(network.world)}" for _ in range(3)]
+    seconds = [round(draw.uniform(0, 2 if network.recovery == "spare" else 5), 2) for _ in range(2)]
+    first = Event(at, "kill", ranks[0], delay)
+    if kind == "recovery-kills":
+        later = zip(ranks[1:], seconds[: draw.choice((1, 1, 2))], strict=False)
+        return [first, *(Event(at, "kill", rank, round(delay + after, 3)) for rank, after in later)]
+    host = draw.randrange(network.by_host[0])
+    if kind == "host-kills":
+        return [Event(at, "kill", f"host{host}", delay, draw.choice((0.2, 1.0, 3.0)))]
+    spare = Event(at, "kill", f"spare{host}", delay)
+    return [spare, first] if draw.random() < 0.6 else [spare]
 
 
 def _happening(kind: str, draw: random.Random, network: NetworkSpec, iterations: int) -> list[Event]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from topologies.kernel.links import MGMT_INTERFACE
 PORT = 29500
 _RESET_SECONDS: Final = 60
 """Time for `checkmate reset`, which waits for nodes that were killed."""
+_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class JobWorld:
@@ -42,6 +44,7 @@ class JobWorld:
         self.job_file = lab.job_file_of(self.topology)
         self.shadows: dict[int, Member] = {}
         self.ranks: list[subprocess.Popen[bytes]] = []
+        """Each rank's process, or each host's launcher if ranks recover in place."""
         self.attempt = -1
         self.keeper: Member | None = None
 
@@ -103,10 +106,32 @@ class JobWorld:
             self.crew.run(f"{self.prefix}reset{self.attempt}", CONTROLLER, argv, _RESET_SECONDS)
         first = self.topology.ranks[0]
         orders = self._orders(f"orders{self.attempt}", self.folder, fresh=fresh, reference=False)
+        self._orders_file = orders
         environment = {"MASTER_ADDR": str(first.mgmt), "GLOO_SOCKET_IFNAME": MGMT_INTERFACE}
+        if self.scenario.network.in_place:
+            self.ranks = [self.start_launcher(host) for host in range(self.scenario.network.by_host[0])]
+            return
         self.ranks = [
             self._rank(rank.number, rank.host.name, orders, environment) for rank in self.topology.ranks
         ]
+
+    def start_launcher(self, host: int) -> subprocess.Popen[bytes]:
+        """Start `checkmate launch` on a host."""
+        hosts, ranks = self.scenario.network.by_host
+        argv: list[str | Path] = [*CHECKMATE, "launch", "--nnodes", str(hosts), "--node-rank", str(host)]
+        argv += ["--nproc-per-node", str(ranks)]
+        argv += ["--spare"] if self.scenario.network.recovery == "spare" else []
+        argv += ["--", "-m", "tests.chaos.script", self._orders_file]
+        environment = {"GLOO_SOCKET_IFNAME": MGMT_INTERFACE, **_ENVIRONMENT}
+        node = self.topology.ranks[host * ranks].host.name
+        with self.lab.log(self._log(host)).open("ab") as file:
+            return self.lab.start(node, argv, stdout=file, stderr=subprocess.STDOUT, environment=environment)
+
+    def launched_pid(self, rank: int) -> int | None:
+        """Return the last process of a rank, as its launcher tells."""
+        log = self.lab.log(self._log(rank // self.scenario.network.by_host[1])).read_text(errors="replace")
+        pids = re.findall(rf"^.*rank {rank} is process (\d+)$", log, re.MULTILINE)
+        return int(pids[-1]) if pids else None
 
     def start_reference(self) -> list[subprocess.Popen[bytes]]:
         """Start the same training undisturbed, on the loopback interface of the controller's namespace."""
@@ -127,7 +152,7 @@ class JobWorld:
         return len(statuses), bool(holds) and all(hold["live"] for hold in holds)
 
     def end_ranks(self) -> None:
-        """End remaining ranks like torchrun: by SIGTERM, then by SIGKILL."""
+        """End remaining ranks like torchrun: by SIGTERM, then by SIGKILL. They die with their launcher."""
         for process in self.ranks:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 1.0
@@ -138,7 +163,7 @@ class JobWorld:
             process.wait()
 
     def last_words(self, rank: int) -> str:
-        """Return the end of a rank's standard error in this start."""
+        """Return the end of a rank's standard error in this start, or of its host's if it has a launcher."""
         text = self.lab.log(self._log(rank)).read_text(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
         error_lines = [line for line in lines if "Error" in line]
@@ -169,8 +194,7 @@ class JobWorld:
             "RANK": str(rank),
             "WORLD_SIZE": str(self.scenario.network.world),
             "MASTER_PORT": str(PORT + max(self.attempt, 0)),
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **_ENVIRONMENT,
         }
         argv: list[str | Path] = [sys.executable, "-m", "tests.chaos.script", orders]
         with self.lab.log(log or self._log(rank)).open("ab") as file:

@@ -19,6 +19,8 @@ def describe(scenario: Scenario) -> list[tuple[str, str]]:
     extras += [f"shards {network.shards}"] if network.shards > 1 else []
     extras += ["together"] if network.together else []
     extras += ["copies by hosts"] if network.copies == "host" else []
+    extras += [f"recovery {network.recovery}"] if network.in_place else []
+    extras += ["keeping"] if network.keeping else []
     extras += [f"loss {network.loss:g}"] if network.loss else []
     extras += [f"consolidate --every {network.every}"] if network.every else []
     training = [f"{model.iterations} iterations", f"pause {model.pause:g} s", f"boundary {model.boundary}"]
@@ -45,6 +47,7 @@ def table(outcome: TrialOutcome) -> str:
     rows += [("promised", line) for line in outcome.promises]
     rows += [("seen", line) for line in outcome.seen]
     rows += [("repeated", f"{outcome.repeated} iterations")]
+    rows += [("longest", f"{outcome.longest:.1f} s between two iterations")]
     rows += [("problem", line) for line in outcome.problems]
     rows += [("logs", outcome.logs)] if outcome.logs else []
     rows += [("verdict", f"{verdict}, {outcome.seconds:.1f} s")]
@@ -55,7 +58,9 @@ def line(outcome: TrialOutcome) -> str:
     """Return one scenario in a line."""
     events = "; ".join(map(str, outcome.scenario.events)) or "no events"
     verdict = "pass" if outcome.has_passed else "FAIL"
-    figures = f"{verdict}  {outcome.seconds:5.1f} s  repeated {outcome.repeated}"
+    figures = (
+        f"{verdict}  {outcome.seconds:5.1f} s  repeated {outcome.repeated}  longest {outcome.longest:.1f} s"
+    )
     return f"seed {outcome.scenario.seed:>6}  {figures}  {events}"
 
 

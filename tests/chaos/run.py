@@ -8,16 +8,16 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.events import Schedule
 from tests.chaos.forked import ForkedLab
-from tests.chaos.oracle import PastStart, ResumePromise, promise
+from tests.chaos.oracle import ResumePromise, promise
 from tests.chaos.scenario import Scenario
 from tests.chaos.script import ANEW
-from tests.chaos.training_log import TrainingLog
 from tests.chaos.world import ChaosWorld
 from topologies import lab as labs
 from topologies.crew import Crew, controlled
@@ -44,6 +44,8 @@ class TrialOutcome:
     happened: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     repeated: int = 0
+    longest: float = 0.0
+    """The longest time between two iterations, in seconds."""
     seconds: float = 0.0
     logs: str = ""
 
@@ -113,8 +115,15 @@ class Trial:
     def __init__(self, world: ChaosWorld, outcome: TrialOutcome, progress: Callable[[str], None]) -> None:
         self._world, self._outcome, self._progress = world, outcome, progress
         self._scenario = world.scenario
-        self._log = TrainingLog(world.folder, self._scenario.network.world)
-        self._before: PastStart | None = None
+        self._log = world.log
+        self._clean: set[int] = set()
+        """Attempts that have ended by a clean stop."""
+        self._since = 0
+        """The first attempt whose state can be resumed: before it, nodes were reset."""
+        self._resumed: int | None = None
+        """The first iteration of this start, or of its last recovery in place."""
+        self._is_unrestorable = False
+        """Whether all ranks have to be started again, with nodes that were reset."""
         self._progressed = (-1, time.monotonic())
         """The newest iteration, and when it was trained: on a busy machine all takes long."""
         self._fresh = False
@@ -143,7 +152,7 @@ class Trial:
         self._compare()
 
     def _start(self) -> None:
-        self._log.begin()
+        self._resumed, self._is_unrestorable = None, False
         self._schedule.struck = False
         if self._world.attempt + 1 >= _STARTS:
             self._outcome.problems.append(f"not through after {_STARTS} starts")
@@ -152,18 +161,19 @@ class Trial:
 
     def _follow(self) -> bool:
         """Wait until this start has ended; return whether all ranks exited with 0."""
-        ranks = self._world.ranks
         while True:
             self._tick()
-            statuses = [process.poll() for process in ranks]
-            if self._outcome.problems:
+            statuses = [
+                None if self._schedule.is_down(f"host{number}") else process.poll()
+                for number, process in enumerate(self._world.ranks)
+            ]
+            if self._outcome.problems or self._is_unrestorable:
                 self._world.end_ranks()
                 return False
             if all(status == 0 for status in statuses):
                 self._tick()
                 return True
             if any(statuses):
-                self._end_time = time.monotonic()
                 self._failed(statuses)
                 self._world.end_ranks()
                 self._tick()
@@ -178,48 +188,68 @@ class Trial:
         words = [self._world.last_words(r) for r in range(len(statuses))]
         self._fresh = False
         nothing = [word for word in words if "RestoreError" in word]
-        if nothing and self._log.resumed is None:
-            self._check(None)
+        if self._scenario.network.in_place:
+            self._ended_by_itself(rank, statuses[rank], words)
+        elif nothing and self._resumed is None:
+            self._check(self._world.attempt, None)
             self._outcome.seen.append(nothing[0][:_QUOTED])
             self._fresh = True
         elif statuses[rank] == ANEW:
             self._fresh = True
         elif not self._schedule.struck and not any("as ordered" in word for word in words):
-            last_words = "; ".join(f"rank{r} said last: {word}" for r, word in enumerate(words))
-            self._outcome.problems.append(
-                f"rank{rank} ended with status {statuses[rank]} by itself; {last_words}"
-            )
+            self._ended_by_itself(rank, statuses[rank], words)
+
+    def _ended_by_itself(self, rank: int, status: int | None, words: list[str]) -> None:
+        name = "host" if self._scenario.network.in_place else "rank"
+        last_words = "; ".join(f"{name}{r} said last: {word}" for r, word in enumerate(words))
+        self._outcome.problems.append(f"{name}{rank} ended with status {status} by itself; {last_words}")
 
     def _note(self, clean: bool) -> None:
-        """Record a start that has ended, if it resumed."""
-        if self._log.resumed is not None and not (self._fresh and not clean):
-            end = time.monotonic() if clean else self._end_time
-            self._before = PastStart(self._log.resumed, self._log.completed, end, clean)
+        """Record a start that has ended."""
+        if self._fresh and not clean:
+            self._since = self._next_attempt
         if clean:
+            self._clean.add(self._next_attempt - 1)
             self._fresh = False
 
+    @property
+    def _next_attempt(self) -> int:
+        """The next attempt's number: each recovery in place is one, too."""
+        return self._log.next_attempt if self._scenario.network.in_place else self._world.attempt + 1
+
     def _tick(self) -> None:
-        for event in self._log.look(self._world.attempt):
-            if event == "error":
-                self._schedule.struck = True
-            elif event == "resumed":
-                self._check(self._log.resumed)
-            elif event == "protected":
-                self._schedule.watch.protected()
-        self._outcome.repeated = self._log.repeated
+        for line in self._log.look():
+            if line["event"] == "resumed":
+                self._resumed = int(line["iteration"])
+                self._check(line["attempt"], self._resumed)
+            elif line["event"] == "protected":
+                self._schedule.watch.protected(line["at"])
+            elif self._scenario.network.in_place and line["event"] in ("anew", "unrestorable"):
+                self._begin_anew(line)
+        self._outcome.repeated, self._outcome.longest = self._log.repeated, self._log.longest
         self._schedule.tick(self._log.newest)
 
-    def _check(self, resumed: int | None) -> None:
-        """Check a start against its promise."""
-        if self._before is None or self._fresh:
+    def _begin_anew(self, line: Mapping[str, Any]) -> None:
+        """Have all ranks started with nodes that were reset, if one can't resume in place."""
+        if line["event"] == "unrestorable":
+            promised = self._promise(line["attempt"])
+            if promised is None or not promised.lost or promised.on_disk:
+                return  # another rank died meanwhile, or only new processes can use the checkpoint on disk
+            self._outcome.seen.append(str(line["why"])[:_QUOTED])
+        self._is_unrestorable = self._fresh = True
+
+    def _promise(self, attempt: int) -> ResumePromise | None:
+        """Return the promise for an attempt; `None` for the first one."""
+        before = self._log.past_start(self._since, attempt, self._clean)
+        if before is None:
+            return None
+        facts = self._schedule.watch.facts
+        return promise(self._scenario.network, facts, before, time.monotonic(), on_disk=self._world.on_disk)
+
+    def _check(self, attempt: int, resumed: int | None) -> None:
+        """Check an attempt against its promise."""
+        if (promised := self._promise(attempt)) is None:
             return
-        promised: ResumePromise = promise(
-            self._scenario.network,
-            self._schedule.watch.facts,
-            self._before,
-            time.monotonic(),
-            on_disk=self._world.on_disk,
-        )
         self._outcome.promises.append(f"start {self._world.attempt}: {promised}")
         self._outcome.seen.append(f"start {self._world.attempt}: resumed with {resumed}")
         if wrong := promised.broken_by(resumed, silent=resumed == 0):

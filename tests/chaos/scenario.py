@@ -40,6 +40,9 @@ FEATURES: Final[Mapping[str, str]] = {
     "shards": "FSDP2 with replicas, in two or three shards, which are the ranks of a host",
     "together": "these ranks train one model under DDP instead, each a share of it",
     "by-hosts": "hosts that copy gradients themselves, without a switch and a controller",
+    "in-place": "recovery in place: `checkmate launch` starts a dead rank alone",
+    "spares": "recovery in place with a warm spare on each host",
+    "keeping": "recovery in place by survivors that keep parameters and optimizer state",
     "switches": "two or three switches",
     "channels": "two channels",
     "replicas": "two holders of each shard",
@@ -50,6 +53,9 @@ FEATURES: Final[Mapping[str, str]] = {
     "terminations": "SIGTERM to a rank",
     "errors": "a script that raises",
     "closes": "clean stops",
+    "recovery-kills": "kill -9 of a rank and, while that is recovered from in place, of others or the same",
+    "host-kills": "kill -9 of all ranks of a host with their launcher, which is started again",
+    "spare-kills": "kill -9 of a warm spare, alone or with a rank",
     "stalls": "SIGSTOP and SIGCONT of a shadow node, a rank or a switch",
     "stalled-kills": "kill -9 of a rank while a shadow node is stopped",
     "shadow-kills": "kill -9 of a shadow node, which comes back",
@@ -96,6 +102,7 @@ class NetworkSpec:
     A ring has `ranks` ranks. With several `shards`, each is a DP group, and a host has a rank of each. The
     model is sharded then; if the groups train one `together` instead, each has a share of it.
 
+    `recovery` is a "restart" of all ranks, "in-place", or in place with a warm "spare" on each host.
     With `copies` by hosts, `switches` is 0. A sharded model may have one replica (`ranks`) then, whose ranks
     have a host each, and ranks that train `together` are one DP group.
     """
@@ -110,6 +117,13 @@ class NetworkSpec:
     every: int = 0
     together: bool = False
     copies: str = "switch"
+    recovery: str = "restart"
+    keeping: bool = False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether survivors keep their processes."""
+        return self.recovery != "restart"
 
     @property
     def groups(self) -> int:
@@ -149,8 +163,14 @@ class NetworkSpec:
             "shadow_nodes": [[names[node % self.switches]] * count for node, count in enumerate(self.nodes)],
         }
 
+    @property
+    def by_host(self) -> tuple[int, int]:
+        """The number of hosts, and that of each host's ranks."""
+        one_each = self.copies == "host" and self.ranks == 1
+        return (self.world, 1) if one_each else (self.ranks, self.shards)
+
     def _topology_without_switches(self) -> dict[str, Any]:
-        hosts, ranks_of_host = (self.ranks, self.shards) if self.ranks > 1 else (self.world, 1)
+        hosts, ranks_of_host = self.by_host
         mesh = {"dp_replicate": self.ranks, "dp_shard": self.shards}
         return {
             "title": f"{self.ranks} x {self.shards} ranks, whose hosts copy gradients",
@@ -179,7 +199,7 @@ class Event:
 
     Attributes:
         kind: kill, terminate, error, close, stall, down.
-        who: `rank1`, `shadow0`, `tor0`, `ctl`; `job` for a close.
+        who: `rank1`, `shadow0`, `tor0`, `ctl`, a rank's `host1` or `spare1`; `job` for a close.
         seconds: Duration of a stall or of a link's failure, or time until a killed process is restarted.
     """
 

@@ -1,7 +1,8 @@
 """A rank of a scenario's job: `python -m tests.chaos.script ORDERS.json`, with torchrun's environment.
 
-It writes rank{r}.jsonl: begin and end, and each iteration's loss with a digest of all state. With
-`reference`, it trains over the same ring without tags, on loopback, without any other part of Checkmate.
+It writes rank{r}.jsonl: begin and end, and each iteration's loss with a digest of all state. Jobs that
+recover in place call `ChaosRank.run` again after another rank's death.
+With `reference`, it trains over the same ring without tags, on loopback, without any other part of Checkmate.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from topologies.training.unprotected import Unprotected, Untagged
 from topologies.training.verdict import digest
 
 TIMEOUT = 12.0
+_MEETING, _PATIENCE, _ATTEMPTS = 90.0, 20.0, 8
 ANEW = 3
 """Exit status of a rank that cannot resume: it has to be started with `fresh`."""
 
@@ -42,14 +44,20 @@ class ChaosRank:
 
     def __init__(self, scenario: Scenario, orders: Mapping[str, Any]) -> None:
         self.scenario, self.orders, self.training = scenario, orders, scenario.model
-        self.rank, self.attempt = dist.get_rank(), int(orders["attempt"])
+        self.rank, self.attempt = int(os.environ["RANK"]), int(orders["attempt"])
         self.folder = Path(orders["folder"])
         self.stop = Path(orders["stop"])
         self.reference = bool(orders["reference"])
-        begins = 0 if orders["fresh"] else self.attempt  # restored state always differs from initial state
+        self.in_place = scenario.network.in_place and not self.reference
+        calls = self._calls()
+        is_first = bool(orders["fresh"]) and self.attempt not in calls
+        begins = 0 if is_first else 1 + len(calls)  # restored state always differs from initial state
+        self.has_initial_state = not begins
         torch.manual_seed(scenario.seed + 1000 * begins)
         self.model = RandomNet(self.training)
-        self.wrapped = wrap(self.model, scenario)
+        self.wrapped: Any = self.model
+        if scenario.network.sharded:  # it replaces parameters, and so comes before the optimizer
+            self.wrapped = wrap(self.model, scenario)
         self.optimizer = make_optimizer(self.model, self.training)
         self.scheduler = make_scheduler(self.optimizer, self.training)
         self.scaler = (
@@ -68,7 +76,13 @@ class ChaosRank:
 
     def run(self) -> None:
         """Restore, protect, and train to the end or to a clean stop."""
-        self.say("started", pid=os.getpid())
+        self.say("called", start=self.orders["attempt"], pid=os.getpid())
+        if self.in_place:  # the ranks' numbers differ, if one is a new process
+            agreed = torch.tensor([len(self._calls()) if self.rank == 0 else 0, not self.has_initial_state])
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)
+            self.attempt, self.has_initial_state = int(agreed[0]) - 1, not agreed[1]
+        if not self.scenario.network.sharded:
+            self.wrapped = wrap(self.model, self.scenario)
         first, protection = self._begin()
         self.say("protected")
         iteration = first - 1
@@ -120,8 +134,12 @@ class ChaosRank:
         if self.orders["checkpoints"]:
             os.environ["CHECKMATE_CHECKPOINTS"] = self.orders["checkpoints"]
         first, extra = 0, None
-        if not self.orders["fresh"]:
-            first, extra = checkmate.restore(self.wrapped, self.optimizer, **parts, timeout=TIMEOUT)
+        if self.in_place or not self.orders["fresh"]:
+            try:
+                first, extra = checkmate.restore(self.wrapped, self.optimizer, **parts, timeout=TIMEOUT)
+            except checkmate.RestoreError as error:
+                self.say("unrestorable", why=str(error))
+                raise
         if extra is not None:
             self.best = extra["best"]
             if "ema" in extra:
@@ -129,7 +147,8 @@ class ChaosRank:
             if "loader" in extra:
                 self.loader.load_state_dict(extra["loader"])
         self.say("resumed", iteration=first, digest=self.digest() if first else "")
-        if first == 0 and self.attempt and not self.orders["fresh"]:
+        if first == 0 and not self.has_initial_state:
+            self.say("anew")
             sys.exit(ANEW)
         return first, checkmate.protect(self.wrapped, self.optimizer, **parts, extra=self.extra, wait=20.0)
 
@@ -212,10 +231,23 @@ class ChaosRank:
                     return True
         return False
 
+    def _calls(self) -> list[int]:
+        """Return the starts of the job in which this rank has been called, one for each call."""
+        try:
+            text = self._log.read_text()
+        except FileNotFoundError:
+            return []
+        lines = [json.loads(line) for line in text.splitlines()]
+        return [int(line["start"]) for line in lines if line["event"] == "called"]
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / f"rank{self.rank}.jsonl"
+
     def say(self, event: str, **more: Any) -> None:
         """Write a line to this rank's log."""
         entry = {"event": event, "attempt": self.attempt, "at": time.monotonic(), **more}
-        with self.folder.joinpath(f"rank{self.rank}.jsonl").open("a") as log:
+        with self._log.open("a") as log:
             print(json.dumps(entry), file=log)
 
 
@@ -243,11 +275,26 @@ def main() -> None:
     orders = json.loads(Path(sys.argv[1]).read_text())
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
+    scenario = Scenario.from_json(orders["scenario"])
+    if scenario.network.in_place and not orders["reference"]:
+        _recover_in_place(scenario, orders)
+        return
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     try:
-        ChaosRank(Scenario.from_json(orders["scenario"]), orders).run()
+        ChaosRank(scenario, orders).run()
     finally:
         dist.destroy_process_group()
+
+
+def _recover_in_place(scenario: Scenario, orders: Mapping[str, Any]) -> None:
+    """Train, again after each death of another rank. Only a model that FSDP2 shards is made anew."""
+    ranks = [] if scenario.network.sharded else [ChaosRank(scenario, orders)]
+
+    def train() -> None:
+        (ranks[0] if ranks else ChaosRank(scenario, orders)).run()
+
+    keep = scenario.network.keeping
+    checkmate.resilient(train, timeout=60, wait=_MEETING, patience=_PATIENCE, attempts=_ATTEMPTS, keep=keep)
 
 
 if __name__ == "__main__":

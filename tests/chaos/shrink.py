@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tests.chaos.run import TrialOutcome
-from tests.chaos.scenario import ModelSpec, NetworkSpec, Scenario
+from tests.chaos.scenario import Event, ModelSpec, NetworkSpec, Scenario
 
 _TRIES = 2
 """Runs of a smaller scenario before it counts as passing, because the timing of faults varies."""
@@ -44,7 +44,7 @@ def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     for name in ("turned", "schedule", "clip", "accumulate", "precision", "boundary"):
         if getattr(model, name) != getattr(plain, name):
             yield name, replace(scenario, model=replace(model, **{name: getattr(plain, name)}))
-    for name in ("loss", "every", "channels", "replicas"):
+    for name in ("loss", "every", "channels", "replicas", "keeping", *_recovery(events)):
         if getattr(network, name) != getattr(NetworkSpec(), name):
             smaller = replace(network, **{name: getattr(NetworkSpec(), name)})
             yield name, replace(scenario, network=smaller)
@@ -63,6 +63,11 @@ def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     last = len(network.nodes) - 1
     if last >= network.replicas and f"shadow{last}" not in targets:
         yield "a shadow node", replace(scenario, network=replace(network, nodes=network.nodes[:-1]))
+
+
+def _recovery(events: Sequence[Event]) -> tuple[str, ...]:
+    """Return the name of the way to recover, unless an event needs it."""
+    return () if any(event.who.startswith(("host", "spare")) for event in events) else ("recovery",)
 
 
 def _fails(scenario: Scenario, attempt: Callable[[Scenario], TrialOutcome]) -> TrialOutcome | None:

@@ -41,10 +41,9 @@ class SoundnessWatch:
                 del self._unsure[node]
                 self.facts.append(Fact(now, "live", node))
 
-    def protected(self) -> None:
-        """Note that training has begun: nodes without events since their start are live."""
-        now = time.monotonic()
+    def protected(self, at: float) -> None:
+        """Note that training has begun at that time: nodes without events since their start are live."""
         lost_nodes = {fact.node for fact in self.facts if fact.kind == "lost"}
         for node in set(self._unsure) - lost_nodes:
             del self._unsure[node]
-            self.facts.append(Fact(now, "live", node))
+            self.facts.append(Fact(at, "live", node))

@@ -102,6 +102,11 @@ def test_a_seed_gives_one_scenario_that_a_lab_can_have(seed: int) -> None:
         *(shard_group.name for shard_group in topology.ranks),
     }
     names |= {shard_group.name for shard_group in topology.shadow_nodes}
+    if scenario.network.in_place:
+        names |= {f"host{host}" for host in range(scenario.network.by_host[0])}
+    if scenario.network.recovery == "spare":
+        names |= {f"spare{host}" for host in range(scenario.network.by_host[0])}
+    assert len(topology.trainers) == scenario.network.by_host[0]
     assert {event.who for event in scenario.events} <= names
     nodes = range(len(scenario.network.nodes))
     groups = [group.shadow_nodes or tuple(nodes) for group in topology.groups]
@@ -112,7 +117,7 @@ def test_a_seed_gives_one_scenario_that_a_lab_can_have(seed: int) -> None:
 
 
 def test_seeds_have_every_kind_of_event_and_every_part() -> None:
-    scenarios = [generate(seed, ["by-hosts"]) for seed in range(400)]
+    scenarios = [generate(seed, ["by-hosts", "in-place"]) for seed in range(400)]
     kinds = {
         (event.kind, event.who.rstrip("0123456789")) for scenario in scenarios for event in scenario.events
     }
@@ -142,10 +147,10 @@ def test_seeds_have_every_kind_of_event_and_every_part() -> None:
 
 def test_a_third_has_no_switch_and_every_shape_and_event_that_needs_none() -> None:
     """The others are the scenarios that there are without the feature."""
-    scenarios = [generate(seed) for seed in range(400)]
+    scenarios = [generate(seed, ["in-place"]) for seed in range(400)]
     by_hosts = [scenario for scenario in scenarios if scenario.network.copies == "host"]
     assert len(scenarios) / 4 < len(by_hosts) < len(scenarios) / 2
-    assert all(s in by_hosts or s == generate(s.seed, ["by-hosts"]) for s in scenarios)
+    assert all(s in by_hosts or s == generate(s.seed, ["by-hosts", "in-place"]) for s in scenarios)
     networks = [scenario.network for scenario in by_hosts]
     assert {(network.ranks, network.shards, network.together) for network in networks} == {
         *((ranks, 1, False) for ranks in (2, 3, 4, 5)),  # DDP, a rank on each host
@@ -163,6 +168,24 @@ def test_a_third_has_no_switch_and_every_shape_and_event_that_needs_none() -> No
         assert len(build("chaos", network.topology()).groups) == network.groups
     unsharded = [generate(seed, ["shards", "together"]).network for seed in range(400)]
     assert {network.shards for network in unsharded} == {1}
+
+
+def test_a_third_recovers_in_place_with_every_shape_and_event_that_others_have() -> None:
+    """The others are the scenarios that there are without the feature."""
+    scenarios = [generate(seed) for seed in range(600)]
+    in_place = [scenario for scenario in scenarios if scenario.network.in_place]
+    assert len(scenarios) / 4 < len(in_place) < len(scenarios) / 2
+    assert all(s in in_place or s == generate(s.seed, ["in-place"]) for s in scenarios)
+    networks = [scenario.network for scenario in in_place]
+    ways = {(network.copies, network.recovery, network.keeping, network.sharded) for network in networks}
+    assert len(ways) == 2**4
+    kinds = {(event.kind, event.who.rstrip("0123456789")) for s in in_place for event in s.events}
+    assert kinds >= {("kill", name) for name in ("rank", "shadow", "host", "spare", "tor", "ctl")}
+    for scenario in in_place:
+        kills = [event for event in scenario.events if event.kind == "kill"]
+        assert any(event.who.startswith(("rank", "host", "spare")) for event in kills)
+    first = [generate(seed, ["spares"]).network.recovery for seed in range(100)]
+    assert set(first) == {"restart", "in-place"}
 
 
 def test_a_feature_that_is_left_out_changes_no_other() -> None:

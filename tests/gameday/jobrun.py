@@ -11,7 +11,7 @@ from typing import Final
 
 from tests.chaos.forked import ForkedLab
 from tests.chaos.job import JobWorld
-from tests.chaos.oracle import PastStart, promise
+from tests.chaos.oracle import promise
 from tests.chaos.sound import SoundnessWatch
 from tests.chaos.training_log import TrainingLog
 from tests.gameday.parties import PARTIES, Party
@@ -82,7 +82,6 @@ class JobRun:
         self.expects_disk = False
         """Whether the next start has to resume from disk."""
         self.protected = False
-        self._before: PastStart | None = None
 
     @property
     def on_its_way(self) -> bool:
@@ -92,7 +91,6 @@ class JobRun:
 
     def start(self) -> None:
         """Start all ranks."""
-        self.log.begin()
         self.struck = self.protected = False
         self.world.start_ranks(fresh=self.world.attempt < 0)
 
@@ -112,12 +110,9 @@ class JobRun:
         if not any(statuses):
             self.is_over = True
             return
-        end = time.monotonic()
         self._explain(statuses)
         self.world.end_ranks()
         self._look()
-        if self.log.resumed is not None:
-            self._before = PastStart(self.log.resumed, self.log.completed, end, clean=False)
         if not self.problems:
             self.start()
 
@@ -133,19 +128,20 @@ class JobRun:
         self.world.ranks = self.world.start_reference()
 
     def _look(self) -> None:
-        for event in self.log.look(self.world.attempt):
-            if event == "resumed" and self.log.resumed is not None:
-                self._check(self.log.resumed)
-            elif event == "protected":
+        for line in self.log.look():
+            if line["event"] == "resumed":
+                self._check(int(line["iteration"]))
+            elif line["event"] == "protected":
                 self.protected = True
-                self.watch.protected()
+                self.watch.protected(line["at"])
 
     def _check(self, resumed: int) -> None:
         """Check where a start resumes."""
-        if self._before is None:
+        before = self.log.past_start(0, self.world.attempt)
+        if before is None:
             return
         promised = promise(
-            self.party.network, self.watch.facts, self._before, time.monotonic(), on_disk=self.world.on_disk
+            self.party.network, self.watch.facts, before, time.monotonic(), on_disk=self.world.on_disk
         )
         generation, on_disk = self.world.newest()
         text = (

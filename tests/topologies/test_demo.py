@@ -42,7 +42,8 @@ def nothing_stays() -> bool:
 
 
 def test_training_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    process = demo(tmp_path, "--iterations", "25", "--kill", "1:12:reduce-scatter")
+    kills = ("--kill", "1:8:reduce-scatter", "--kill-in-place", "0:17:all-gather")
+    process = demo(tmp_path, "--iterations", "25", *kills)
     output, words = process.communicate()
     assert process.returncode == 0, words
     report = json.loads(output)
@@ -50,8 +51,10 @@ def test_training_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert [promise["kept"] for promise in report["promises"]] == [True] * 5
     assert report["losses"]["protected"] == report["losses"]["uninterrupted"]
     assert len(report["losses"]["protected"]) == 25
-    (recovery,) = report["recoveries"]
-    assert (recovery["rank"], recovery["iteration"]) == (1, 12)
+    restart, in_place = report["recoveries"]
+    assert (restart["rank"], restart["iteration"], restart["in_place"]) == (1, 8, False)
+    assert (in_place["rank"], in_place["iteration"], in_place["in_place"]) == (0, 17, True)
+    assert sum(in_place["parts"].values()) < sum(restart["parts"].values())
     assert Path(report["picture"]).read_bytes().startswith(b"\x89PNG")
     assert nothing_stays()
 

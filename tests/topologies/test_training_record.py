@@ -21,8 +21,9 @@ from topologies.training.verdict import cost, differences, digest, promises
 RANKS = 2
 
 
-def event(name: str, at: float, attempt: int = 0, **more: Any) -> RankEvent:
-    return RankEvent(name, attempt, 1, at, more)
+def event(name: str, at: float, attempt: int = 0, pid: int = 0, **more: Any) -> RankEvent:
+    """Return an event of a process, by default of the start's."""
+    return RankEvent(name, attempt, pid or 1 + attempt, at, more)
 
 
 def run(iterations: int, seconds: float, begin: float = 0.0, waits: float = 0.0, block: int = 5) -> JobRecord:
@@ -99,6 +100,28 @@ def test_a_recovery_is_split_into_its_parts() -> None:
     assert (recovery.rank, recovery.iteration, recovery.resumed_with) == (1, 6, 6)
     assert list(recovery.parts.values()) == [1.25, 0.25, 0.5, 2.25, 3.0, 1.0, 2.0]
     assert recovery.seconds == 10.25
+    assert not recovery.in_place
+
+
+def test_only_the_dead_rank_starts_if_it_is_recovered_in_place() -> None:
+    events = {}
+    for rank in range(RANKS):
+        pid = 7 + rank
+        before = [event("started", 1.0, pid=pid), event("iteration", 9.0, pid=pid, iteration=5, began=8.0)]
+        if rank == 1:
+            before.append(event("killed", 10.0, pid=pid, iteration=6, phase="forward"))
+            pid = 100
+            before.append(event("started", 12.0, pid=pid, process=11.0, torch=11.25, checkmate=11.75))
+        marks = [
+            event("group_ready", 14.0, pid=pid),
+            event("restored", 17.0, pid=pid, iteration=6),
+            event("protected", 18.0, pid=pid),
+            event("iteration", 20.0, pid=pid, iteration=6, began=19.0),
+        ]
+        events[rank] = [*before, *marks]
+    (recovery,) = JobRecord(events, {}).recoveries()
+    assert recovery.in_place
+    assert list(recovery.parts.values()) == [1.0, 0.25, 0.5, 2.25, 3.0, 1.0, 2.0]
 
 
 def test_a_kill_from_which_nothing_has_resumed_is_no_recovery() -> None:

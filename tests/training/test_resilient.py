@@ -25,8 +25,8 @@ from checkmate.shadow.calls.meet import MeetingRoom
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.training.errors import SessionError
 from checkmate.training.in_place.attendance import Attendance, MeetingError
-from checkmate.training.in_place.groups import ProcessGroups
-from checkmate.training.in_place.resilient import FailedAttempts, own_parameters, resilient
+from checkmate.training.in_place.groups import ProcessGroups, Wrappers
+from checkmate.training.in_place.resilient import FailedAttempts, resilient
 from checkmate.training.start.survivor import Loss
 from testbed.jobs import job as job_of
 from testbed.ports import free_port
@@ -258,19 +258,46 @@ def test_attempts_in_a_row_are_limited_unless_one_completes_an_iteration() -> No
     assert failures.count == 6
 
 
-def test_ddp_does_not_broadcast_what_a_new_process_has(tmp_path: Any) -> None:
+@pytest.fixture
+def alone(tmp_path: Any) -> Iterator[None]:
+    """A process group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        calls = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(nn.parallel.distributed, "_sync_module_states", lambda **_: calls.append(1))
-            for active in (True, False):
-                with own_parameters(active=active):
-                    DistributedDataParallel(nn.Linear(2, 2))
-                    DistributedDataParallel(nn.Linear(2, 2), init_sync=True)
-        assert len(calls) == 1 + 2, "what the script asks for counts"
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def test_ddp_does_not_broadcast_what_a_new_process_has(alone: None) -> None:
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.parallel.distributed, "_sync_module_states", lambda **_: calls.append(1))
+        for broadcast in (False, True):
+            with Wrappers().watch(broadcast=broadcast):
+                DistributedDataParallel(nn.Linear(2, 2))
+                DistributedDataParallel(nn.Linear(2, 2), init_sync=True)
+    assert len(calls) == 1 + 2, "what the script asks for counts"
+
+
+def fail(_: torch.Tensor) -> None:
+    raise RuntimeError("a rank is lost")
+
+
+def test_a_script_may_hold_a_wrapper_whose_backward_was_cut_off(alone: None) -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    wrappers = Wrappers()
+    with wrappers.watch(broadcast=True):
+        first = DistributedDataParallel(model)
+    cut = model[0].bias.register_hook(fail)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        first(x).sum().backward()
+    cut.remove()
+    with pytest.raises(RuntimeError, match="ready only once"):
+        model(x).sum().backward()
+    wrappers.release()
+    second = DistributedDataParallel(model)
+    for _ in range(2):
+        second(x).sum().backward()
 
 
 def test_an_environment_that_contradicts_the_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def training_in(
             job.start_shadow_nodes(without=[h for h in lab.topology.shadow_nodes if _serves(lab, h)])
             starter = "checkmate launch" if in_place else "torchrun"
             steps(f"{starter} starts {len(lab.topology.ranks)} ranks")
-            job.start_ranks(script, restarts=restarts, in_place=in_place)
+            job.start_ranks(script, restarts=restarts, in_place=in_place, spare=in_place)
             training = LabTraining(job)
             training.await_output()
         yield training

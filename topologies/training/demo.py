@@ -1,8 +1,9 @@
-"""The demo: training loses a rank to kill -9, and ends bit-identical to an uninterrupted run.
+"""The demo: training loses ranks to kill -9, and ends bit-identical to an uninterrupted run.
 
-A small GPT trains twice with the same seed, on four ranks started by torchrun, in two labs. One run is
-undisturbed, over the same ring without tags and shadow nodes. The other is protected by Checkmate. They take
-turns, so that their iteration times are comparable. `make demo` runs this.
+A small GPT trains twice with the same seed, on four ranks, in two labs. One run is undisturbed, over the same
+ring without tags and shadow nodes. The other is protected by Checkmate, and loses a rank twice: torchrun
+restarts all ranks; then, after all hosts have failed at once, `checkmate launch` starts the dead rank alone.
+They take turns, so that their iteration times are comparable. `make demo` runs this.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from topologies.progress import StepProgress
 from topologies.signals import unwinding
 from topologies.training import report
 from topologies.training.job import JobPlan, TrainingJob, start_all, take_turns, training_lab
-from topologies.training.orders import PHASES, Kill, Phase
+from topologies.training.orders import PHASES, Kill
 from topologies.training.record import JobRecord
 from topologies.training.verdict import Cost, Promise, cost, promises
 
@@ -45,7 +46,20 @@ class Story:
     target: Target
     iterations: int
     kill: Kill
+    """With a restart of all ranks, in the first half."""
+    kill_in_place: Kill
+    """With recovery in place, in the second half."""
     out: Path
+
+    @property
+    def half(self) -> int:
+        """The iteration before which all hosts of the protected run fail."""
+        return half_of(self.iterations)
+
+
+def half_of(iterations: int) -> int:
+    """Return the first iteration of the second half, which begins with a block."""
+    return _BLOCK * (iterations // (2 * _BLOCK))
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ def perform(story: Story, console: Console) -> Ending:
         arguments = ("--iterations", str(story.iterations))
         plans = {
             "uninterrupted": JobPlan(arguments, reduce="untagged", gated=True),
-            "protected": JobPlan(arguments, kills=(story.kill,), gated=True),
+            "protected": JobPlan(arguments, kills=(story.kill, story.kill_in_place), gated=True),
         }
         reference, protected = (
             labs.enter_context(
@@ -110,18 +124,27 @@ def perform(story: Story, console: Console) -> Ending:
 
 
 def _train(story: Story, reference: TrainingJob, protected: TrainingJob, steps: StepProgress) -> None:
-    killed = story.kill.iteration
-    steps(f"both train in turns; kill -9 of rank {story.kill.rank} in iteration {killed}")
-
     def tick(completed: int) -> None:
         loss = protected.record().curve[completed - 1]
         steps.advanced(
             completed, story.iterations, f"iteration {completed} of {story.iterations}, loss {loss:.3f}"
         )
 
-    take_turns((reference, protected), story.iterations, _BLOCK, tick)
+    both, half = (reference, protected), story.half
+    steps(f"both train in turns; kill -9 of {_described(story.kill)}: torchrun restarts all ranks")
+    take_turns(both, range(0, half, _BLOCK), tick)
+    steps(f"all hosts of the protected run fail before iteration {half}; checkmate launch starts the ranks")
+    protected.kill_ranks()
+    protected.start(in_place=True)
+    protected.await_ready(_END_SECONDS)
+    steps(f"both train in turns; kill -9 of {_described(story.kill_in_place)}: the others go on")
+    take_turns(both, range(half, story.iterations, _BLOCK), tick)
     for training in (reference, protected):
         training.finish(_END_SECONDS)
+
+
+def _described(kill: Kill) -> str:
+    return f"rank {kill.rank} in iteration {kill.iteration}"
 
 
 def _ending(story: Story, reference: JobRecord, protected: JobRecord, states: dict[str, object]) -> Ending:
@@ -130,7 +153,7 @@ def _ending(story: Story, reference: JobRecord, protected: JobRecord, states: di
     return Ending(
         reference,
         protected,
-        tuple(promises(reference, protected, story.iterations, 1, states)),
+        tuple(promises(reference, protected, story.iterations, 2, states)),
         cost(reference, protected, story.iterations, _BLOCK),
         file,
     )
@@ -140,17 +163,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m topologies.training.demo",
         description=__doc__,
-        epilog="example: python -m topologies.training.demo --kill 3:40:forward --iterations 60",
+        epilog="example: python -m topologies.training.demo --kill 3:10:forward --iterations 60",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--target", default="softswitch", help=", ".join(TARGETS))
-    parser.add_argument("--iterations", type=int, default=60, help="at least 20 (default: 60)")
-    parser.add_argument(
-        "--kill",
-        default="2:38:all-gather",
-        metavar="RANK:ITERATION:PHASE",
-        help=f"the rank to kill, the iteration and the phase: {', '.join(PHASES)}",
-    )
+    parser.add_argument("--iterations", type=int, default=50, help="at least 20 (default: 50)")
+    for option, default, words in (
+        ("--kill", "2:13:all-gather", "a rank to kill in the first half, after which all are restarted"),
+        ("--kill-in-place", "1:38:reduce-scatter", "a rank to kill in the second half, started alone"),
+    ):
+        parser.add_argument(
+            option,
+            default=default,
+            metavar="RANK:ITERATION:PHASE",
+            help=f"{words} (default: {default}); phases: {', '.join(PHASES)}",
+        )
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the plot and logs")
     parser.add_argument("--json", action="store_true", help="print data instead of text")
     return parser
@@ -158,22 +185,35 @@ def _parser() -> argparse.ArgumentParser:
 
 def _story(options: argparse.Namespace) -> Story:
     topology = describe.load("single_tor")
-    rank, _, rest = options.kill.partition(":")
-    iteration, _, phase = rest.partition(":")
-    ranks = len(topology.ranks)
-    if not (rank.isdigit() and iteration.isdigit() and phase in PHASES and int(rank) < ranks):
+    iterations = options.iterations
+    if iterations < 4 * _BLOCK:
+        raise describe.BadDescription(f"--iterations {iterations}: use at least {4 * _BLOCK}")
+    half, ranks = half_of(iterations), len(topology.ranks)
+    return Story(
+        topology,
+        target_of(options.target),
+        iterations,
+        # All ranks are restarted once, and all once more at half time: this is the third process of each.
+        kill=_kill("--kill", options.kill, range(1, half), ranks, attempt=0),
+        kill_in_place=_kill(
+            "--kill-in-place", options.kill_in_place, range(half + 1, iterations), ranks, attempt=2
+        ),
+        out=options.out.resolve(),
+    )
+
+
+def _kill(option: str, text: str, iterations: range, ranks: int, attempt: int) -> Kill:
+    rank, _, rest = text.partition(":")
+    iteration, _, name = rest.partition(":")
+    phase = next((phase for phase in PHASES if phase == name), None)
+    known = rank.isdecimal() and iteration.isdecimal() and int(rank) < ranks
+    if not known or phase is None or int(iteration) not in iterations:
         raise describe.BadDescription(
-            f"--kill {options.kill!r}: use RANK:ITERATION:PHASE, such as 2:38:all-gather; "
-            f"ranks are 0 to {ranks - 1}, phases {', '.join(PHASES)}"
+            f"{option} {text!r}: use RANK:ITERATION:PHASE, such as 2:{iterations.start}:all-gather; ranks "
+            f"are 0 to {ranks - 1}, iterations {iterations.start} to {iterations[-1]}, "
+            f"phases {', '.join(PHASES)}"
         )
-    if options.iterations < 4 * _BLOCK or not 0 < int(iteration) < options.iterations:
-        raise describe.BadDescription(
-            f"--iterations {options.iterations} with a kill in {iteration}: "
-            f"use at least {4 * _BLOCK} iterations, and a kill after the first and before the last"
-        )
-    when: Phase = phase
-    kill = Kill(int(rank), int(iteration), when)
-    return Story(topology, target_of(options.target), options.iterations, kill, options.out.resolve())
+    return Kill(int(rank), int(iteration), phase, attempt=attempt)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -67,6 +67,7 @@ class RankHooks:
 
         def restoring(*arguments: Any, **options: Any) -> Any:
             self.note("group_ready")
+            self._began, self._has_stepped = None, True  # after a recovery in place, an iteration was cut off
             restored = restore(*arguments, **options)
             self.iteration = restored.iteration - 1
             self.note("restored", iteration=restored.iteration)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,12 +77,17 @@ class TrainingJob(JobProcesses):
         for remnant in (*folder.glob("rank*.*"), folder / "final.pt"):
             remnant.unlink(missing_ok=True)
 
-    def start(self) -> None:
-        """Start the ranks. If the plan is gated, iterations begin only after `let`."""
+    def start(self, *, in_place: bool = False) -> None:
+        """Start the ranks. If the plan is gated, iterations begin only after `let`.
+
+        `in_place`: by `checkmate launch`, so that survivors of a kill keep their processes.
+        """
         self.let(0)
+        self._started_at = time.monotonic()
+        arguments = ("--in-place",) if in_place else ()
         orders = Orders(
             module=self.plan.module,
-            arguments=(*self.plan.arguments, "--out", str(self.folder)),
+            arguments=(*self.plan.arguments, *arguments, "--out", str(self.folder)),
             events=str(self.folder),
             reduce=self.plan.reduce,
             gate=str(self._gate) if self.plan.gated else None,
@@ -93,7 +99,18 @@ class TrainingJob(JobProcesses):
         file.write_text(orders.to_json())
         script: list[str | Path] = ["-m", "topologies.training.in_rank", file]
         plan = self.plan
-        self.start_ranks(script, restarts=plan.restarts, environment=plan.environment, alone=plan.alone)
+        self.start_ranks(
+            script,
+            restarts=plan.restarts,
+            environment=plan.environment,
+            alone=plan.alone,
+            in_place=in_place,
+        )
+
+    def kill_ranks(self) -> None:
+        """Kill all ranks and their launchers with SIGKILL, as if all their hosts failed."""
+        for member in self.ranks.values():
+            self.crew.kill(member)
 
     def let(self, iterations: int, mode: str = "") -> None:
         """Let the ranks begin all iterations below this one; `mode` is for the extension."""
@@ -112,10 +129,11 @@ class TrainingJob(JobProcesses):
             self.crew.wait(lambda: self.next_iteration() >= iterations, last, seconds)
 
     def await_ready(self, seconds: float) -> None:
-        """Wait until each rank is protected and about to begin."""
+        """Wait until each rank is protected in this start, and about to begin."""
         self.crew.wait(
             lambda: all(
-                any(e.name == "protected" for e in events) for events in self.record().events.values()
+                any(e.name == "protected" and e.at > self._started_at for e in events)
+                for events in self.record().events.values()
             ),
             "ranks to be ready",
             seconds,
@@ -219,14 +237,14 @@ def start_all(trainings: Collection[TrainingJob]) -> None:
 
 
 def take_turns(
-    trainings: tuple[TrainingJob, TrainingJob], iterations: int, block: int, tick: Callable[[int], None]
+    trainings: tuple[TrainingJob, TrainingJob], iterations: range, tick: Callable[[int], None]
 ) -> None:
-    """Train `block` iterations at a time in turn, alternating which job begins.
+    """Train the iterations, in turn as many as their step, alternating which job begins.
 
     `tick` is called with the number of iterations that both have completed.
     """
-    for number, begin in enumerate(range(0, iterations, block)):
-        until = min(begin + block, iterations)
+    for number, begin in enumerate(iterations):
+        until = min(begin + iterations.step, iterations.stop)
         for training in trainings if number % 2 == 0 else trainings[::-1]:
             training.let(until)
             training.await_iterations(until, _TURN_SECONDS)

@@ -73,20 +73,23 @@ class JobProcesses:
         environment: Mapping[str, str] | None = None,
         alone: bool = False,
         in_place: bool = False,
+        spare: bool = False,
     ) -> None:
-        """Start each host's torchrun of a script with its arguments, or its `checkmate launch` if `in_place`.
+        """Start each host's torchrun of a script with its arguments.
 
-        With `alone`, each host's ranks are a job of their own, which torchrun restarts alone, and the number
-        of the host's first rank is the script's last argument.
+        With `in_place`, it is `checkmate launch`, which has a warm spare if `spare`. With `alone`, each
+        host's ranks are a job of their own, which torchrun restarts alone, and the number of the host's first
+        rank is the script's last argument.
         """
         topology = self.crew.lab.topology
         for number, host in enumerate(topology.trainers):
             if alone:
                 first = number * len(topology.ranks) // len(topology.trainers)
                 command = torchrun.alone(topology, host, [*script, str(first)], restarts=restarts)
+            elif in_place:
+                command = torchrun.in_place(topology, host, script, restarts=restarts, spare=spare)
             else:
-                command_of = torchrun.in_place if in_place else torchrun.command
-                command = command_of(topology, host, script, restarts=restarts)
+                command = torchrun.command(topology, host, script, restarts=restarts)
             self.ranks[host.name] = self.crew.start(host.name, host.name, command, environment=environment)
 
     def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:

@@ -18,7 +18,8 @@ class Kill:
     """Kill of rank `rank` in iteration `iteration`, in this rank's start number `attempt` (0: the first).
 
     In phase "restore" it is killed when it has restored that iteration, before all others have.
-    In the ring's phases, it is killed while it sends Checkmate's bucket `bucket`.
+    In the ring's phases, it is killed while it sends Checkmate's bucket `bucket`. A process that recovers in
+    place has the same start number as before.
     """
 
     rank: int

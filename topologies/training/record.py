@@ -56,6 +56,8 @@ class RecoveryTime:
     phase: str
     resumed_with: int
     parts: Mapping[str, float]
+    in_place: bool = False
+    """Whether the other ranks' processes have gone on."""
 
     @property
     def seconds(self) -> float:
@@ -148,31 +150,37 @@ class JobRecord:
 
     def _recovery(self, at: float, rank: int, iteration: int, phase: str) -> RecoveryTime | None:
         """Return the recovery, or `None` if another kill came first."""
-        marks = {name: self._marks(name, at) for name in ("started", "group_ready", "restored", "protected")}
+        marks = {name: self._marks(name, at) for name in ("group_ready", "restored", "protected")}
         ends = [
             next((e.at for e in events if e.name in ("iteration", "ended") and e.at > at), None)
             for events in self.events.values()
         ]
         if not all(marks.values()) or None in ends:
             return None
+        ready = max(event.at for event in marks["group_ready"])
+        started = [e for events in self.events.values() for e in events if e.name == "started"]
+        new = [event for event in started if at < event.at < ready]
+        if not new:
+            return None
         times = [
             at,
-            *(max(float(event.more[name]) for event in marks["started"]) for name in _IN_STARTED),
+            *(max(float(event.more[name]) for event in new) for name in _IN_STARTED),
             *(max(event.at for event in marks[name]) for name in ("group_ready", "restored", "protected")),
             max(end for end in ends if end is not None),
         ]
         names = (
-            "torchrun notices, and restarts the processes",
+            "the launcher notices, and starts processes",
             "Python starts, PyTorch is imported",
             "checkmate is imported",
-            "the process group meets, the model is created",
+            "the ranks meet, the model is created",
             "checkmate.restore",
             "checkmate.protect",
             "the first iteration",
         )
         parts = {name: end - begin for name, (begin, end) in zip(names, pairwise(times), strict=True)}
         resumed = int(marks["restored"][0].more["iteration"])
-        return RecoveryTime(rank, iteration, phase, resumed, parts)
+        in_place = {event.pid for event in new} != {event.pid for event in marks["group_ready"]}
+        return RecoveryTime(rank, iteration, phase, resumed, parts, in_place)
 
     def _marks(self, name: str, after: float) -> list[RankEvent]:
         """Return each rank's first such event after a time; empty if a rank has none."""

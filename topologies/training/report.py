@@ -23,8 +23,7 @@ def show(
     """Print everything, in the order of events."""
     console.print()
     console.print(losses(reference, protected))
-    for recovery in protected.recoveries():
-        console.print(parts(recovery))
+    console.print(parts(protected.recoveries()))
     console.print(costs(cost))
     for promise in promises:
         mark = "[bold green]yes[/bold green]" if promise.is_kept else "[bold red]NO [/bold red]"
@@ -38,7 +37,7 @@ def losses(reference: JobRecord, protected: JobRecord) -> FittedTable:
     protected_curve, reference_curve = protected.curve, reference.curve
     notes = {}
     for r in protected.recoveries():
-        notes[r.iteration] = f"kill -9 of rank {r.rank}"
+        notes[r.iteration] = f"kill -9 of rank {r.rank}{', in place' if r.in_place else ''}"
         notes[r.resumed_with] = f"{notes.get(r.resumed_with, '')}; resumed here".lstrip("; ")
     step = max(len(reference_curve) // _ROWS, 1)
     for i in sorted(
@@ -51,13 +50,14 @@ def losses(reference: JobRecord, protected: JobRecord) -> FittedTable:
     return table
 
 
-def parts(recovery: RecoveryTime) -> FittedTable:
-    """Return a table of the parts of a recovery."""
-    title = f"from kill -9 of rank {recovery.rank} to the next trained iteration"
-    table = FittedTable(title, "part", "seconds", numbers=("seconds",))
-    for name, seconds in recovery.parts.items():
-        table.add_row(name, f"{seconds:.2f}")
-    table.add_row("total", f"{recovery.seconds:.2f}", style="bold")
+def parts(recoveries: Sequence[RecoveryTime]) -> FittedTable:
+    """Return a table of the parts of each recovery, with a column for each."""
+    columns = [f"rank {r.rank}: {'in place' if r.in_place else 'all restart'}" for r in recoveries]
+    title = "seconds from kill -9 to the next trained iteration"
+    table = FittedTable(title, "part", *columns, numbers=tuple(columns))
+    for name in recoveries[0].parts if recoveries else ():
+        table.add_row(name, *(f"{recovery.parts[name]:.2f}" for recovery in recoveries))
+    table.add_row("total", *(f"{recovery.seconds:.2f}" for recovery in recoveries), style="bold")
     return table
 
 
@@ -98,10 +98,11 @@ def draw_losses(
     axes = figure.add_subplot()
     axes.plot(*_points(reference), color="0.6", linewidth=4, label="uninterrupted")
     axes.plot(
-        *_points(protected), "o", color="C0", markersize=3.5, label="protected by Checkmate, a rank killed"
+        *_points(protected), "o", color="C0", markersize=3.5, label="protected by Checkmate, ranks killed"
     )
     for recovery in recoveries:
-        event = f"rank {recovery.rank}: kill -9 in {recovery.phase}\nresumed after {recovery.seconds:.1f} s"
+        way = "in place" if recovery.in_place else "all restarted"
+        event = f"rank {recovery.rank}: kill -9 in {recovery.phase}\n{way}: {recovery.seconds:.1f} s"
         axes.axvline(recovery.iteration, color="C3", linewidth=1)
         axes.annotate(
             f"{event}, at iteration {recovery.resumed_with}",

@@ -1,21 +1,25 @@
-"""The process groups of one attempt: made by way of a meeting, aborted when a rank is lost, and released."""
+"""Process groups and wrappers of one attempt: made after a meeting, aborted on a loss, and released."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import socket
 import struct
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed's, where mypy finds it
+from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.training.in_place.attendance import NodeStore
 
@@ -67,6 +71,48 @@ class ProcessGroups:
         self.abort()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class Wrappers:
+    """The DistributedDataParallel wrappers that one call of the training function makes."""
+
+    def __init__(self) -> None:
+        self._all: WeakSet[DistributedDataParallel] = WeakSet()
+
+    @contextmanager
+    def watch(self, *, broadcast: bool) -> Iterator[None]:
+        """Note what is made in this context.
+
+        Args:
+            broadcast: Whether wrappers broadcast the first rank's parameters. It may be a new process, whose
+                parameters would replace those that survivors have trained; `restore` gives all ranks the same
+                state then. What the script asks for itself counts.
+        """
+        original = DistributedDataParallel.__init__
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def init(wrapper: DistributedDataParallel, *args: Any, **keywords: Any) -> None:
+            asked = signature.bind_partial(wrapper, *args, **keywords).arguments
+            if not broadcast and "init_sync" not in asked:
+                keywords["init_sync"] = False
+            original(wrapper, *args, **keywords)
+            self._all.add(wrapper)
+
+        DistributedDataParallel.__init__ = init  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        """Have them take no gradient any more.
+
+        A script may hold the last wrapper until it has the next one, or longer. Its reducer waits in the
+        middle of a backward pass, and would fail with the first gradient of another.
+        """
+        for wrapper in self._all:
+            wrapper.reducer._remove_autograd_hooks()
 
 
 def _has_nccl() -> bool:

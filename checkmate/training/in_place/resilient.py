@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import os
 import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
 from checkmate.errors import CheckmateError
@@ -33,7 +30,7 @@ from checkmate.rpc.protocol import START_BYTES
 from checkmate.training.default_log import show_log
 from checkmate.training.errors import SessionError
 from checkmate.training.in_place.attendance import Attendance, MeetingError
-from checkmate.training.in_place.groups import ProcessGroups
+from checkmate.training.in_place.groups import ProcessGroups, Wrappers
 from checkmate.training.kept_events import keep_events
 from checkmate.training.protect import Protection
 from checkmate.training.record.generators import capture_generators, install_generators
@@ -207,6 +204,7 @@ class Attempt:
         self._rank, self._world = rank, world
         self._patience = patience
         self._groups: ProcessGroups | None = None
+        self._wrappers = Wrappers()
         self._overdue: threading.Timer | None = None
         self._undo = ExitStack()
         self._undo.callback(attendance.close)
@@ -224,7 +222,7 @@ class Attempt:
             )
             if self._attendance.loss is not None:  # before there was anything to abort
                 self._groups.abort()
-            with own_parameters(active=bool(meeting.trained)):
+            with self._wrappers.watch(broadcast=not meeting.trained):
                 result = train()
             if (protection := Protection.present) is not None:
                 protection.close()
@@ -289,6 +287,7 @@ class Attempt:
 
     def _release(self) -> None:
         """Destroy process groups, and what the function has left in memory."""
+        self._wrappers.release()
         if self._groups is not None:
             self._groups.release()
         gc.collect()
@@ -304,29 +303,3 @@ def _forget(error: BaseException) -> None:
         if link.__traceback__ is not None:
             traceback.clear_frames(link.__traceback__)
             link.__traceback__ = None
-
-
-@contextmanager
-def own_parameters(*, active: bool) -> Iterator[None]:
-    """Have DistributedDataParallel not broadcast the first rank's parameters, if `active`.
-
-    The first rank may be a new process, whose parameters would replace those that survivors have trained.
-    `restore` gives all ranks the same state.
-    """
-    if not active:
-        yield
-        return
-    original = DistributedDataParallel.__init__
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def init(self: DistributedDataParallel, *args: Any, **keywords: Any) -> None:
-        if "init_sync" not in signature.bind_partial(self, *args, **keywords).arguments:
-            keywords["init_sync"] = False
-        original(self, *args, **keywords)
-
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
