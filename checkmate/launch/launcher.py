@@ -86,6 +86,8 @@ class Launcher(AbstractContextManager["Launcher"]):
         self._before: list[tuple[int, Any]] = []
         self._ended_by: int | None = None
         self._trouble = ""
+        self._has_failed = False
+        """Whether a rank has failed after the training."""
 
     def __enter__(self) -> Launcher:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # of what the spare forks
@@ -125,7 +127,7 @@ class Launcher(AbstractContextManager["Launcher"]):
             return 1
         if self._ended_by is not None:
             return 128 + self._ended_by
-        return 0
+        return int(self._has_failed)
 
     def _note(self, number: int, _: object) -> None:
         if number in _ENDING:
@@ -197,6 +199,14 @@ class Launcher(AbstractContextManager["Launcher"]):
                 self._take(self._pipes[local])  # its last words
             rank = self._ranks.first + local
             if code == 0:
+                continue
+            if self._restarts.is_done(rank):
+                _log.error(
+                    "rank %d %s after all ranks were done with training: it is not started again",
+                    rank,
+                    exit_words(code),
+                )
+                self._has_failed = True
                 continue
             if why := self._restarts.end(rank, code):
                 self._trouble = self._trouble or why

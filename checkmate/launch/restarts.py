@@ -21,6 +21,8 @@ class RankHistory:
     restarts: int = 0
     has_met: bool = False
     """Whether the present process has met the other ranks."""
+    is_done: bool = False
+    """Whether all ranks are done with training."""
     is_final: bool = False
     """Whether it has said that no process in its place could go on."""
     has_trained: bool = False
@@ -49,7 +51,12 @@ class Restarts:
         history.heard_at = None if word == Word.END else now
         history.has_met |= word == Word.MET
         history.has_trained |= word == Word.TRAINED
+        history.is_done |= word == Word.DONE
         history.is_final |= word == Word.FINAL
+
+    def is_done(self, rank: int) -> bool:
+        """Return whether a rank has said that all ranks are done with training."""
+        return rank in self.ranks and self.ranks[rank].is_done
 
     def silent(self, now: float) -> list[int]:
         """Return ranks that were heard before, and not for longer than the patience lasts."""

@@ -224,7 +224,7 @@ class Trial:
                 self._check(line["attempt"], self._resumed)
             elif line["event"] == "protected":
                 self._schedule.watch.protected(line["at"])
-            elif self._scenario.network.in_place and line["event"] in ("anew", "unrestorable"):
+            elif self._scenario.network.in_place and line["event"] in ("unresumable", "unrestorable"):
                 self._begin_anew(line)
         self._outcome.repeated, self._outcome.longest = self._log.repeated, self._log.longest
         self._schedule.tick(self._log.newest)

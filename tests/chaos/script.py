@@ -148,7 +148,7 @@ class ChaosRank:
                 self.loader.load_state_dict(extra["loader"])
         self.say("resumed", iteration=first, digest=self.digest() if first else "")
         if first == 0 and not self.has_initial_state:
-            self.say("anew")
+            self.say("unresumable")
             sys.exit(ANEW)
         return first, checkmate.protect(self.wrapped, self.optimizer, **parts, extra=self.extra, wait=20.0)
 
@@ -287,7 +287,7 @@ def main() -> None:
 
 
 def _recover_in_place(scenario: Scenario, orders: Mapping[str, Any]) -> None:
-    """Train, again after each death of another rank. Only a model that FSDP2 shards is made anew."""
+    """Train, again after each death of another rank. Only a model that FSDP2 shards is made again."""
     ranks = [] if scenario.network.sharded else [ChaosRank(scenario, orders)]
 
     def train() -> None:

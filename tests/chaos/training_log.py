@@ -11,7 +11,7 @@ from typing import Any, Final
 from tests.chaos.compare import differences
 from tests.chaos.oracle import PastStart
 
-_OF_ANY_RANK: Final = ("anew", "unrestorable")
+_OF_ANY_RANK: Final = ("unresumable", "unrestorable")
 
 
 @dataclass

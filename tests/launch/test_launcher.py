@@ -175,6 +175,24 @@ def test_a_script_that_always_fails_ends_all_ranks(launched: list[LaunchedScript
     assert len(script.processes(1)) == 3
 
 
+def test_a_rank_that_dies_after_the_training_is_not_started_again(
+    launched: list[LaunchedScript], tmp_path: Path
+) -> None:
+    """It would wait for the others, which have ended; they finish what they do."""
+    script = script_of(
+        launched,
+        tmp_path,
+        "say('met')\nsay('done')\nif rank == 0:\n    os.kill(os.getpid(), 9)\nwait()\n",
+    )
+    launcher = script.start()
+    wait_until(lambda: script.has(0, 1) and not runs(script.processes(0)[0]), "rank 0 to die")
+    assert launcher.poll() is None, "rank 1 still saves its model"
+    errors = script.finish(1)
+    assert "rank 0 was killed by SIGKILL after all ranks were done" in errors
+    assert "is started again" not in errors
+    assert script.has(0, 1)
+
+
 def test_a_final_word_ends_all_ranks_at_once(launched: list[LaunchedScript], tmp_path: Path) -> None:
     script = script_of(
         launched, tmp_path, "say('met')\nif rank == 0:\n    say('final')\n    sys.exit(1)\nwait()\n"

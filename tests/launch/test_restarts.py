@@ -48,6 +48,16 @@ def test_a_rank_that_cannot_go_on_is_not_started_again() -> None:
     assert restarts.end(2, 1) == "rank 2 has ended with status 1, and can't go on: see its error above"
 
 
+def test_a_rank_is_done_once_all_are() -> None:
+    restarts = Restarts(100, patience=10)
+    assert not restarts.is_done(0)
+    restarts.hear(0, "trained", 0.0)
+    assert not restarts.is_done(0)
+    restarts.hear(0, "done", 1.0)
+    assert restarts.is_done(0)
+    assert restarts.silent(12.0) == [0], "it may hang at its end"
+
+
 def test_a_rank_is_silent_only_once_it_was_heard() -> None:
     restarts = Restarts(100, patience=10)
     restarts.hear(0, "alive", 100.0)

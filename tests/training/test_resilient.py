@@ -157,8 +157,10 @@ def test_a_loss_before_a_meeting_is_taken_has_ranks_come_again() -> None:
     with hosts(1) as here:
         first, second, third = (here.attend(rank) for rank in range(RANKS))
         third.await_meeting(20)
+        calls = [attendance._tables[0].call for attendance in (first, second)]
         third.close()  # before the others have looked
-        wait_until(lambda: first._tables[0].meeting is None, "the loss to be heard")
+        wait_until(lambda: first._tables[0].call is not calls[0], "rank 0 to come again")
+        wait_until(lambda: second._tables[0].call is not calls[1], "rank 1 to come again")
         with ThreadPoolExecutor(RANKS) as pool:
             waiting = [pool.submit(attendance.await_meeting, 20) for attendance in (first, second)]
             meetings = [here.attend(2).await_meeting(20), *(future.result() for future in waiting)]

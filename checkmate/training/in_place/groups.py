@@ -69,6 +69,10 @@ class ProcessGroups:
     def release(self) -> None:
         """Destroy all groups, after a failure."""
         self.abort()
+        self.end()
+
+    def end(self) -> None:
+        """Destroy all groups, as a script does at its end."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
