@@ -145,6 +145,22 @@ def test_a_slowdown_costs_checkmate_alone() -> None:
     assert with_["break_even_stall_s"] > without["break_even_stall_s"]
 
 
+def test_recovery_in_place_is_a_column_of_its_own() -> None:
+    """All GPUs wait after each failure; what the schemes lose besides is the paper's."""
+    report = data("--restart", "10min", "--restart-in-place", "30s", "--runs", "0")
+    best, checkmate, in_place = report["schemes"]
+    assert [scheme["name"] for scheme in report["schemes"]][1:] == ["Checkmate", "Checkmate, in place"]
+    waits = report["failures"] * 16_384 / 3600
+    assert best["restarting_gpu_hours"] == checkmate["restarting_gpu_hours"] == pytest.approx(600 * waits)
+    assert in_place["restarting_gpu_hours"] == pytest.approx(30 * waits)
+    assert checkmate["wasted_gpu_hours"] - in_place["wasted_gpu_hours"] == pytest.approx(570 * waits)
+    assert checkmate["repeated_gpu_hours"] == in_place["repeated_gpu_hours"]
+    without = data("--runs", "0")
+    assert report["saved_gpu_hours"] == pytest.approx(without["saved_gpu_hours"])
+    assert len(without["schemes"]) == 2
+    assert without["schemes"][0]["restarting_gpu_hours"] == 0
+
+
 def test_restarts_cost_both() -> None:
     report = data("--restart", "5min", "--runs", "100")
     for scheme in report["schemes"]:

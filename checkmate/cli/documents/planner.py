@@ -26,6 +26,7 @@ class CostDocument(JsonDocument):
     dp_groups: int
     replicas: int
     restart_s: float
+    restart_in_place_s: float | None
     failures_per_node_hour: float
     seeding_s: float
     disk_every_s: float

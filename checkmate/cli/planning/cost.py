@@ -76,7 +76,10 @@ def cost(
         _Value, _option("--disk-every", "Time between checkpoints that shadow nodes write to disk.", "1h")
     ] = None,
     restart: Annotated[
-        _Value, _option("--restart", "Time from a failure until training resumes; simulation only.", "0s")
+        _Value, _option("--restart", "Time from a failure until training resumes.", "0s")
+    ] = None,
+    restart_in_place: Annotated[
+        _Value, _option("--restart-in-place", "The same if only the dead rank's process starts.")
     ] = None,
     runs: Annotated[_Value, _option("--runs", "Number of simulated runs; 0 for none.", "10000")] = None,
     seed: Annotated[_Value, _option("--seed", "Seed of the simulation.", "0")] = None,

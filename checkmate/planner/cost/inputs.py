@@ -178,6 +178,7 @@ class CostInputs(_Model):
     seeding: _NoTime = _default("seeding")
     disk_every: _Time = _default("disk_every")
     restart: _NoTime = _default("restart")
+    restart_in_place: _NoTime | None = None
     runs: Annotated[int, _read(units.count, "0", "1,000,000")] = _default("runs")
     seed: Annotated[int, _read(units.count, "0", "4294967295")] = _default("seed")
 

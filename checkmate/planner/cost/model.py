@@ -9,7 +9,8 @@ Two notes on the paper's formulas:
   it, the units do not match; with it, the result is the paper's own 4,367 GPU-hours.
 - f, called a frequency, is the number of iterations between checkpoints: here `every_iterations`.
 
-The repair of a failure (detection, restart) is not included, because it is equal in both; `failures` has it.
+The paper leaves out the repair of a failure (detection, restart), because it is equal in both schemes. With
+recovery in place it is not, so `restarting_gpu_hours` has it, without failures during repairs.
 """
 
 from __future__ import annotations
@@ -71,16 +72,21 @@ class Prices:
 
 @dataclass(frozen=True)
 class Waste:
-    """Expected GPU-hours without progress: repeated after failures, stalled by checkpoints, and slowed."""
+    """Expected GPU-hours without progress.
+
+    They are repeated after failures, stalled by checkpoints, slowed, and spent in restarts.
+    """
 
     repeated_gpu_hours: float
     stalled_gpu_hours: float
     slowed_gpu_hours: float = 0.0
+    restarting_gpu_hours: float = 0.0
 
     @property
     def gpu_hours(self) -> float:
         """Sum of all."""
-        return self.repeated_gpu_hours + self.stalled_gpu_hours + self.slowed_gpu_hours
+        lost = self.repeated_gpu_hours + self.restarting_gpu_hours
+        return lost + self.stalled_gpu_hours + self.slowed_gpu_hours
 
 
 def conventional_waste(training: TrainingRun, stall_s: float, every_iterations: float) -> Waste:
@@ -111,6 +117,11 @@ def checkmate_waste(training: TrainingRun, slowdown: float = 0.0) -> Waste:
     slowed = training.slowed(slowdown)
     repeated = conventional_waste(slowed, stall_s=0.0, every_iterations=1).repeated_gpu_hours
     return Waste(repeated, 0.0, slowed.gpu_hours - training.gpu_hours)
+
+
+def restarting_gpu_hours(training: TrainingRun, restart_s: float) -> float:
+    """Return the GPU-hours from failures until training goes on: all GPUs wait."""
+    return training.failures * training.gpus * restart_s / HOUR_S
 
 
 def best_interval_iterations(training: TrainingRun, stall_s: float) -> float:

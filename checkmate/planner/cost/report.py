@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -51,6 +51,7 @@ class Scheme:
     stalled_gpu_hours: float
     slowed_gpu_hours: float
     """By which iterations take longer than without checkpoints."""
+    restarting_gpu_hours: float
     wasted_gpu_hours: float
     gpu_dollars: float
     node_hours: float
@@ -73,11 +74,14 @@ class CostReport:
     best: Scheme
     yours: Scheme | None
     checkmate: Scheme
+    in_place: Scheme | None = None
+    """Checkmate with recovery in place, if its time is given."""
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         """All schemes, in the order of the table."""
-        return tuple(scheme for scheme in (self.best, self.yours, self.checkmate) if scheme)
+        schemes = (self.best, self.yours, self.checkmate, self.in_place)
+        return tuple(scheme for scheme in schemes if scheme)
 
     def savings(self, scheme: Scheme) -> tuple[float, float]:
         """Return the GPU-hours and dollars that Checkmate saves against another scheme."""
@@ -102,6 +106,7 @@ class CostReport:
             "dp_groups": inputs.group_count,
             "replicas": inputs.replicas,
             "restart_s": inputs.restart,
+            "restart_in_place_s": inputs.restart_in_place,
             "failures_per_node_hour": inputs.node_failure_rate,
             "seeding_s": inputs.seeding,
             "disk_every_s": inputs.disk_every,
@@ -125,7 +130,11 @@ def report(inputs: CostInputs) -> CostReport:
     best = _conventional(inputs, "conventional, best", best_every)
     every = inputs.every_iterations
     yours = None if every is None else _conventional(inputs, "conventional, yours", every)
-    return CostReport(inputs, best, yours, _checkmate(inputs))
+    checkmate = _checkmate(inputs, "Checkmate", inputs.restart)
+    if inputs.restart_in_place is None:
+        return CostReport(inputs, best, yours, checkmate)
+    in_place = _checkmate(inputs, "Checkmate, in place", inputs.restart_in_place)
+    return CostReport(inputs, best, yours, checkmate, in_place)
 
 
 def _conventional(inputs: CostInputs, name: str, every: int) -> Scheme:
@@ -135,18 +144,18 @@ def _conventional(inputs: CostInputs, name: str, every: int) -> Scheme:
             inputs.training, inputs.stall_s, every, inputs.restart, inputs.runs, inputs.seed
         )
     waste = model.conventional_waste(inputs.training, inputs.stall_s, every)
+    waste = replace(waste, restarting_gpu_hours=model.restarting_gpu_hours(inputs.training, inputs.restart))
     return _scheme(inputs, inputs.training, name, every, inputs.stall_s, waste, 0.0, spread)
 
 
-def _checkmate(inputs: CostInputs) -> Scheme:
+def _checkmate(inputs: CostInputs, name: str, restart_s: float) -> Scheme:
     spread, training = None, inputs.training.slowed(inputs.slowdown)
     if inputs.runs:
-        spread = failures.simulate_checkmate(
-            training, inputs.shadow, inputs.restart, inputs.runs, inputs.seed
-        )
+        spread = failures.simulate_checkmate(training, inputs.shadow, restart_s, inputs.runs, inputs.seed)
     waste = model.checkmate_waste(inputs.training, inputs.slowdown)
+    waste = replace(waste, restarting_gpu_hours=model.restarting_gpu_hours(training, restart_s))
     node_hours = model.node_hours(training.duration_hours, inputs.node_count)
-    return _scheme(inputs, training, "Checkmate", 1, 0.0, waste, node_hours, spread)
+    return _scheme(inputs, training, name, 1, 0.0, waste, node_hours, spread)
 
 
 def _break_even_stall_s(inputs: CostInputs) -> float:
@@ -172,6 +181,7 @@ def _scheme(
         repeated_gpu_hours=waste.repeated_gpu_hours,
         stalled_gpu_hours=waste.stalled_gpu_hours,
         slowed_gpu_hours=waste.slowed_gpu_hours,
+        restarting_gpu_hours=waste.restarting_gpu_hours,
         wasted_gpu_hours=waste.gpu_hours,
         gpu_dollars=gpu_dollars,
         node_hours=node_hours,
@@ -220,12 +230,14 @@ def _values(inputs: CostInputs) -> list[tuple[str, str]]:
         ("shadow_nodes", f"{inputs.node_count:,}"),
         ("dp_groups", f"{inputs.group_count:,}"),
         ("replicas", f"{inputs.replicas:,}"),
+        ("restart", show_seconds(inputs.restart)),
     ]
+    if inputs.restart_in_place is not None:
+        rows.append(("restart_in_place", show_seconds(inputs.restart_in_place)))
     simulated = [
         ("node_failure_rate", f"{inputs.node_failure_rate:.3g} per node-hour"),
         ("seeding", show_seconds(inputs.seeding)),
         ("disk_every", show_seconds(inputs.disk_every)),
-        ("restart", show_seconds(inputs.restart)),
     ]
     return [*rows, *(simulated if inputs.runs else [])]
 
@@ -254,6 +266,7 @@ def _rows(scheme: Scheme) -> list[tuple[str, str]]:
         ("GPU-hours repeated", f"{scheme.repeated_gpu_hours:,.0f}"),
         ("GPU-hours stalled", f"{scheme.stalled_gpu_hours:,.0f}"),
         ("GPU-hours slowed", f"{scheme.slowed_gpu_hours:,.0f}"),
+        ("GPU-hours in restarts", f"{scheme.restarting_gpu_hours:,.0f}"),
         ("GPU-hours wasted", f"{scheme.wasted_gpu_hours:,.0f}"),
         ("CPU-node hours", f"{scheme.node_hours:,.0f}"),
         ("dollars", show_dollars(scheme.dollars)),
@@ -288,6 +301,11 @@ def sentences(report: CostReport) -> Iterator[str]:
         interval = counted(report.yours.every_iterations, "iteration")
         saved_words = _saving_words(*report.savings(report.yours))
         yield f"Compared with yours, a checkpoint every {interval}, Checkmate {saved_words}."
+    if report.in_place:
+        gpu_hours = report.checkmate.wasted_gpu_hours - report.in_place.wasted_gpu_hours
+        dollars = report.checkmate.dollars - report.in_place.dollars
+        saved_words = _saving_words(gpu_hours, dollars)
+        yield f"Compared with Checkmate and a restart of all ranks, recovery in place {saved_words}."
     share = model.extra_ports_share(inputs.group_count, inputs.gpus, inputs.replicas)
     yield (
         f"It needs {counted(inputs.node_count, 'shadow node')}, "
