@@ -51,7 +51,7 @@ class Restarts:
         history.heard_at = None if word == Word.END else now
         history.has_met |= word == Word.MET
         history.has_trained |= word == Word.TRAINED
-        history.is_done |= word == Word.DONE
+        history.is_done |= word == Word.CONCLUDED
         history.is_final |= word == Word.FINAL
 
     def is_done(self, rank: int) -> bool:

@@ -23,7 +23,7 @@ class Word(StrEnum):
     """It has met the other ranks, so its script works that far."""
     TRAINED = "trained"
     """It has trained an iteration."""
-    DONE = "done"
+    CONCLUDED = "concluded"
     """All ranks are done with training: a process in its place would wait for others that have ended."""
     END = "end"
     """It says no more, and what it still does takes as long as it takes."""

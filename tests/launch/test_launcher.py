@@ -182,7 +182,7 @@ def test_a_rank_that_dies_after_the_training_is_not_started_again(
     script = script_of(
         launched,
         tmp_path,
-        "say('met')\nsay('done')\nif rank == 0:\n    os.kill(os.getpid(), 9)\nwait()\n",
+        "say('met')\nsay('concluded')\nif rank == 0:\n    os.kill(os.getpid(), 9)\nwait()\n",
     )
     launcher = script.start()
     wait_until(lambda: script.has(0, 1) and not runs(script.processes(0)[0]), "rank 0 to die")

@@ -53,7 +53,7 @@ def test_a_rank_is_done_once_all_are() -> None:
     assert not restarts.is_done(0)
     restarts.hear(0, "trained", 0.0)
     assert not restarts.is_done(0)
-    restarts.hear(0, "done", 1.0)
+    restarts.hear(0, "concluded", 1.0)
     assert restarts.is_done(0)
     assert restarts.silent(12.0) == [0], "it may hang at its end"
 

@@ -206,8 +206,8 @@ def _kill(option: str, text: str, iterations: range, ranks: int, attempt: int) -
     rank, _, rest = text.partition(":")
     iteration, _, name = rest.partition(":")
     phase = next((phase for phase in PHASES if phase == name), None)
-    known = rank.isdecimal() and iteration.isdecimal() and int(rank) < ranks
-    if not known or phase is None or int(iteration) not in iterations:
+    is_rank_known = rank.isdecimal() and iteration.isdecimal() and int(rank) < ranks
+    if not is_rank_known or phase is None or int(iteration) not in iterations:
         raise describe.BadDescription(
             f"{option} {text!r}: use RANK:ITERATION:PHASE, such as 2:{iterations.start}:all-gather; ranks "
             f"are 0 to {ranks - 1}, iterations {iterations.start} to {iterations[-1]}, "

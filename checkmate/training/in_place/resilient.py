@@ -228,7 +228,7 @@ class Attempt:
                 protection.close()
             self._attendance.conclude()
             if self._attendance.await_all_done():
-                self._speaker.say(Word.DONE)
+                self._speaker.say(Word.CONCLUDED)
                 self._groups.end()
                 return Completion(result)
             words = self._attendance.loss or self._attendance.verdict
