@@ -17,10 +17,10 @@ from rich.progress import Progress
 
 from benchmarks.figures import Figure, Result, Skipped
 from topologies import torchrun
-from topologies.crew import Crew, Member, controlled
+from topologies.crew import Crew, controlled
 from topologies.describe.topology import load
 from topologies.lab import Lab
-from topologies.training.job_processes import JobProcesses
+from topologies.training.job_processes import JobProcesses, rank_process
 
 TITLE: Final = (
     "Recovery in place: kill -9 of a rank to the next trained iteration, "
@@ -115,7 +115,9 @@ class _Training:
     def kill(self, rank: int) -> Mapping[str, float]:
         """Kill a rank, and return the parts of the recovery, once training has gone on for a while."""
         self.await_iteration(self._newest(rank) + _APART)
-        process = self._process(self._job.ranks[f"rank{rank}"])
+        process = rank_process(self._job.ranks[f"rank{rank}"])
+        if process is None:
+            raise RuntimeError(f"rank {rank} has no process to kill")
         before = self._count(rank)
         killed_at, monotonic = time.time(), time.monotonic()
         os.kill(process, signal.SIGKILL)
@@ -135,12 +137,6 @@ class _Training:
         for part, mark in _MARKS.items():
             parts[part], last = ends[mark] - last, ends[mark]
         return parts
-
-    @staticmethod
-    def _process(member: Member) -> int:
-        """Return the process of a host's rank: `checkmate launch` logs it, and torchrun has one child."""
-        launched = torchrun.LAUNCHED.findall(member.error_text())
-        return int(launched[-1]) if launched else member.children()[0]
 
     @property
     def _name(self) -> str:

@@ -16,7 +16,7 @@ from typing import Final
 
 from rich.console import Console
 
-from topologies import state, torchrun
+from topologies import state
 from topologies.crew import TEMPORARY, Crew, Member, controlled
 from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, LabError, LabHost
 from topologies.kernel import namespaces
@@ -25,7 +25,7 @@ from topologies.kernel.processes import has_variable, kill_all
 from topologies.lab import Lab
 from topologies.logs import LabLogs, LogLine
 from topologies.progress import StepProgress
-from topologies.training.job_processes import JobProcesses
+from topologies.training.job_processes import JobProcesses, rank_process
 from topologies.training.notices import Notices
 
 _END_SECONDS: Final = 10.0
@@ -74,8 +74,7 @@ class LabTraining:
             if self._show(show, alarm, whole=True):
                 name, member = list(self._job.ranks.items())[-1]
                 rank_name = name if name.startswith("rank") else f"a rank on {name}"
-                launched = torchrun.LAUNCHED.findall(member.error_text())
-                for worker in map(int, launched[-1:] or member.children()[:1]):
+                if (worker := rank_process(member)) is not None:
                     if worker != self._announced:  # rank 0's host may follow several DP groups
                         tell(f"{rank_name} is process {worker}; after kill -9 {worker}, training resumes")
                     self._announced = worker

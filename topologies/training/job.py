@@ -107,11 +107,6 @@ class TrainingJob(JobProcesses):
             in_place=in_place,
         )
 
-    def kill_ranks(self) -> None:
-        """Kill all ranks and their launchers with SIGKILL, as if all their hosts failed."""
-        for member in self.ranks.values():
-            self.crew.kill(member)
-
     def let(self, iterations: int, mode: str = "") -> None:
         """Let the ranks begin all iterations below this one; `mode` is for the extension."""
         fresh = self._gate.with_name("gate.next")

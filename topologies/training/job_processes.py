@@ -97,10 +97,14 @@ class JobProcesses:
         with self.explained():
             self.crew.finish(list(self.ranks.values()), seconds, tick)
 
-    def stop(self) -> None:
-        """Kill ranks that are still training with SIGKILL, then stop the shadow nodes as Ctrl-C does."""
+    def kill_ranks(self) -> None:
+        """Kill all ranks and their launchers with SIGKILL, as if all their hosts failed."""
         for member in self.ranks.values():
             self.crew.kill(member)
+
+    def stop(self) -> None:
+        """Kill ranks that are still training with SIGKILL, then stop the shadow nodes as Ctrl-C does."""
+        self.kill_ranks()
         for member in self.shadows.values():
             self.crew.stop(member)
 
@@ -144,6 +148,15 @@ class JobProcesses:
         job = str(self.crew.lab.job_file)
         argv = [*program, "shadow", job, "--id", str(host.number), *self.options_of(host.number)]
         self.shadows[host.name] = self.crew.start(host.name, host.name, argv, cpus=self._shadow_cpus)
+
+
+def rank_process(member: Member) -> int | None:
+    """Return the newest process of a host's rank: `checkmate launch` logs it, and torchrun has one child.
+
+    `None` if it has none.
+    """
+    launched = torchrun.LAUNCHED.findall(member.error_text())
+    return next(map(int, launched[-1:] or member.children()[:1]), None)
 
 
 def script_errors(errors: str) -> list[str]:

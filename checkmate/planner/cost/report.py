@@ -302,9 +302,8 @@ def sentences(report: CostReport) -> Iterator[str]:
         saved_words = _saving_words(*report.savings(report.yours))
         yield f"Compared with yours, a checkpoint every {interval}, Checkmate {saved_words}."
     if report.in_place:
-        gpu_hours = report.checkmate.wasted_gpu_hours - report.in_place.wasted_gpu_hours
-        dollars = report.checkmate.dollars - report.in_place.dollars
-        saved_words = _saving_words(gpu_hours, dollars)
+        gpu_hours, dollars = report.savings(report.in_place)
+        saved_words = _saving_words(-gpu_hours, -dollars)
         yield f"Compared with Checkmate and a restart of all ranks, recovery in place {saved_words}."
     share = model.extra_ports_share(inputs.group_count, inputs.gpus, inputs.replicas)
     yield (

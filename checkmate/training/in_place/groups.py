@@ -85,7 +85,7 @@ class Wrappers:
 
     @contextmanager
     def watch(self, *, broadcast: bool) -> Iterator[None]:
-        """Note what is made in this context.
+        """Note the wrappers that the script makes in this context.
 
         Args:
             broadcast: Whether wrappers broadcast the first rank's parameters. It may be a new process, whose
@@ -97,8 +97,8 @@ class Wrappers:
 
         @wraps(original)
         def init(wrapper: DistributedDataParallel, *args: Any, **keywords: Any) -> None:
-            asked = signature.bind_partial(wrapper, *args, **keywords).arguments
-            if not broadcast and "init_sync" not in asked:
+            script_arguments = signature.bind_partial(wrapper, *args, **keywords).arguments
+            if not broadcast and "init_sync" not in script_arguments:
                 keywords["init_sync"] = False
             original(wrapper, *args, **keywords)
             self._all.add(wrapper)
