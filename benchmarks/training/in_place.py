@@ -34,6 +34,7 @@ RANKS: Final = 4
 _APART: Final = 6
 """Iterations between two kills."""
 _SECONDS: Final = 60.0
+_START_SECONDS: Final = 240.0
 _AIMS: Final = {_NO_SPARE: (2.5, 3.5), _SPARE: (1.5, 2.5)}
 """Aim and limit of the median in seconds."""
 _MARKS: Final = {
@@ -101,7 +102,7 @@ def _training(words: str) -> Iterator[_Training]:
                 host.name, host.name, command, cpus=rank_cpus, environment=environment
             )
         training = _Training(job, Path(folder))
-        training.await_iteration(10 * _APART)  # also until spares are ready
+        training.await_iteration(10 * _APART, _START_SECONDS)  # also until spares are ready
         yield training
         job.stop()
 
@@ -147,10 +148,10 @@ class _Training:
         lines = [json.loads(line) for line in self._file(0).read_text().splitlines() if line]
         return float(len(lines) - len({line["iteration"] for line in lines}))
 
-    def await_iteration(self, iteration: int) -> None:
+    def await_iteration(self, iteration: int, seconds: float = _SECONDS) -> None:
         """Wait until all ranks have completed an iteration."""
         self._job.crew.wait(
-            lambda: all(self._newest(rank) >= iteration for rank in range(RANKS)), "iterations", _SECONDS
+            lambda: all(self._newest(rank) >= iteration for rank in range(RANKS)), "iterations", seconds
         )
 
     def _file(self, rank: int) -> Path:
