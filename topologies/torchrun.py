@@ -1,4 +1,4 @@
-"""Command lines for training in a lab: one `torchrun` per host, in its namespace. Pure.
+"""Command lines for training in a lab: one `torchrun` or `checkmate launch` per host, in its namespace. Pure.
 
 They meet over the management network. torchrun numbers its nodes by their addresses, compared as text, so
 the hosts' management addresses sort like their ranks.
@@ -10,12 +10,18 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from topologies.describe.topology import LabHost, Topology
 from topologies.kernel.links import MGMT_INTERFACE
 from topologies.kernel.processes import PYTHON
 
+Starter = Literal["torchrun", "torchrun alone", "launch", "launch --spare"]
+"""The program that starts a host's ranks, and starts them again.
+
+torchrun restarts all ranks if one dies; with "torchrun alone", each host's ranks are a job of their own, and
+are restarted alone. `checkmate launch` starts only the rank that died, or has a warm spare take its place.
+"""
 PORT: Final = 29400
 RESTARTS: Final = 10
 """Restarts of a job: one crash may use up two, if some ranks come back before the others have noticed."""
@@ -44,32 +50,46 @@ def nccl_environment(host: str) -> dict[str, str]:
 
 
 def command(
-    topology: Topology, host: LabHost, script: Sequence[str | Path], *, restarts: int = RESTARTS
+    topology: Topology,
+    host: LabHost,
+    script: Sequence[str | Path],
+    *,
+    restarts: int = RESTARTS,
+    starter: Starter = "torchrun",
 ) -> list[str | Path]:
-    """Return the command line of one host's torchrun; the first host has the rendezvous.
+    """Return the command line that starts one host's ranks; the first host has torchrun's rendezvous.
 
     Args:
         topology: The lab.
         host: The host, of one rank or several.
         script: The training script and its arguments.
-        restarts: How often torchrun restarts the whole job when a rank dies. A host's
-            TORCHELASTIC_RESTART_COUNT counts only the deaths of its own ranks.
+        restarts: How often torchrun restarts the whole job when a rank dies, and how often `checkmate launch`
+            starts each rank of this host again. A host's TORCHELASTIC_RESTART_COUNT counts only the deaths
+            of its own ranks.
+        starter: The program.
     """
     hosts = topology.trainers
-    return _command(
-        hosts[0], host, len(hosts), len(topology.ranks) // len(hosts), topology.name, script, restarts
-    )
+    ranks = len(topology.ranks) // len(hosts)
+    if starter == "torchrun":
+        return _torchrun(hosts[0], host, len(hosts), ranks, topology.name, script, restarts)
+    if starter == "torchrun alone":
+        return _torchrun(host, host, 1, ranks, host.name, script, restarts)
+    return [
+        *PYTHON,
+        "-m",
+        "checkmate.cli.entry",
+        "launch",
+        f"--nnodes={len(hosts)}",
+        f"--node-rank={hosts.index(host)}",
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={restarts}",
+        *(["--spare"] if starter == "launch --spare" else []),
+        "--",
+        *script,
+    ]
 
 
-def alone(
-    topology: Topology, host: LabHost, script: Sequence[str | Path], *, restarts: int = RESTARTS
-) -> list[str | Path]:
-    """Return the command line of a torchrun of one host's ranks, which are a job of their own."""
-    ranks = len(topology.ranks) // len(topology.trainers)
-    return _command(host, host, 1, ranks, host.name, script, restarts)
-
-
-def _command(
+def _torchrun(
     first: LabHost,
     host: LabHost,
     hosts: int,
@@ -91,34 +111,6 @@ def _command(
         f"--local-addr={host.mgmt}",
         f"--max-restarts={restarts}",
         "--monitor-interval=0.1",
-        *script,
-    ]
-
-
-def in_place(
-    topology: Topology,
-    host: LabHost,
-    script: Sequence[str | Path],
-    *,
-    restarts: int = RESTARTS,
-    spare: bool = False,
-) -> list[str | Path]:
-    """Return the command line of one host's `checkmate launch`, which starts a dead rank alone.
-
-    The arguments are those of `command`. `spare`: whether it holds a warm spare.
-    """
-    hosts = topology.trainers
-    return [
-        *PYTHON,
-        "-m",
-        "checkmate.cli.entry",
-        "launch",
-        f"--nnodes={len(hosts)}",
-        f"--node-rank={hosts.index(host)}",
-        f"--nproc-per-node={len(topology.ranks) // len(hosts)}",
-        f"--max-restarts={restarts}",
-        *(["--spare"] if spare else []),
-        "--",
         *script,
     ]
 

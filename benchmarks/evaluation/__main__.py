@@ -2,6 +2,7 @@
 
 python -m benchmarks.evaluation                  all of it: up to 8 hours on two cores
 python -m benchmarks.evaluation --quick          30 minutes
+python -m benchmarks.evaluation --recovery       systems that keep processes, with kills: an hour
 python -m benchmarks.evaluation --only gpt --only failures --page docs/evaluation.md
 python -m benchmarks.evaluation --only "Gemini, blocking"
 
@@ -25,9 +26,9 @@ from typing import Final
 from rich.progress import Progress
 
 from benchmarks.evaluation.cache import Cache, Unusable
-from benchmarks.evaluation.cells import QUICK, WHOLE, Cell, MeasuredExtent, matrix
+from benchmarks.evaluation.cells import QUICK, RECOVERY, WHOLE, Cell, MeasuredExtent, matrix
 from benchmarks.evaluation.measure import Here, clear, file_system_of, measure
-from benchmarks.evaluation.page import write
+from benchmarks.evaluation.page import data_of, write
 from benchmarks.evaluation.record import Record
 from benchmarks.evaluation.systems import is_installed
 from benchmarks.report import commit, machine
@@ -43,7 +44,7 @@ def main() -> int:
     """Measure what is not measured yet; return 1 if a cell has failed, and 2 if nothing can be measured."""
     options = parse()
     use_plain_streams()
-    extent = QUICK if options.quick else WHOLE
+    extent = QUICK if options.quick else RECOVERY if options.recovery else WHOLE
     try:
         cells = _select(matrix(extent), options.only)
         cache = Cache(options.raw, extent)
@@ -56,7 +57,7 @@ def main() -> int:
         return 130
     if options.page is not None:
         write(options.page, cache.records(matrix(extent)), extent)
-        beside = options.page.with_suffix(".jsonl")
+        beside = data_of(options.page, extent).with_suffix(".jsonl")
         if options.raw.exists() and not (beside.exists() and beside.samefile(options.raw)):
             shutil.copyfile(options.raw, beside)
     return 1 if failed else 0
@@ -129,7 +130,9 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="few cells, measured once")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--quick", action="store_true", help="few cells, measured once")
+    choice.add_argument("--recovery", action="store_true", help="what recovers in place, and what does not")
     parser.add_argument(
         "--only", action="append", default=[], metavar="WORD", help="cells whose name has this word"
     )

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, LIVE, OWN_FREQUENCY, RING
+from benchmarks.evaluation.systems import (
+    CHECKMATE,
+    COMPARATORS,
+    GLOO,
+    LIVE,
+    OWN_FREQUENCY,
+    RING,
+    STARTERS,
+)
 
 Kind = Literal["throughput", "failures", "losses"]
 INTERVALS: Final = (1, 5, 20)
@@ -47,7 +55,7 @@ class MeasuredExtent:
 
     `starts` are those of the first workload, `other_starts` those of the others. `own_frequency`: a cell in
     which CheckFreq chooses its interval, which takes over 2 minutes. `losses`: the systems whose losses
-    after restores are compared, a minute each.
+    after restores are compared, a minute each. `failing`: the systems whose ranks are killed.
     """
 
     name: str
@@ -60,6 +68,7 @@ class MeasuredExtent:
     failing_starts: int = 1
     own_frequency: bool = True
     losses: Sequence[str] = (CHECKMATE, *COMPARATORS)
+    failing: Sequence[str] = (GLOO, LIVE, CHECKMATE, *COMPARATORS)
 
 
 # The least and the greatest of six are a 97% interval of the median.
@@ -67,6 +76,18 @@ WHOLE: Final = MeasuredExtent("whole", 6, INTERVALS, ("gpt", "batchnorm", "embed
 QUICK: Final = MeasuredExtent(
     "quick", 1, (1,), ("gpt",), 45.0, 20.0, own_frequency=False, losses=(CHECKMATE, *COMPARATORS[:3])
 )
+RECOVERY: Final = MeasuredExtent(
+    "recovery",
+    0,
+    (1,),
+    ("gpt",),
+    120.0,
+    40.0,
+    failing_starts=3,
+    losses=(),
+    failing=(CHECKMATE, *STARTERS, LIVE, "torch.save"),
+)
+"""Systems that keep processes, beside the best of those that restart all; each is killed."""
 
 
 def matrix(extent: MeasuredExtent) -> list[Cell]:
@@ -96,11 +117,9 @@ def _throughput(extent: MeasuredExtent, start: int) -> Iterator[Cell]:
 
 
 def _failures(extent: MeasuredExtent, start: int) -> Iterator[Cell]:
-    for system in (GLOO, LIVE):
-        yield Cell("failures", "gpt", system, 0, start)
-    yield Cell("failures", "gpt", CHECKMATE, 1, start)
-    for system in COMPARATORS:
-        for interval in extent.intervals:
+    for system in extent.failing:
+        intervals = (0,) if system in (GLOO, LIVE) else extent.intervals if system in COMPARATORS else (1,)
+        for interval in intervals:
             yield Cell("failures", "gpt", system, interval, start)
 
 

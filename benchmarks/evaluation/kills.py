@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks.evaluation.cells import Cell, MeasuredExtent
 from benchmarks.evaluation.record import Log, has_regained, log_of, parse_line, steps_of
 from topologies.describe.topology import LabError
 from topologies.training.job import TrainingJob
+from topologies.training.job_processes import rank_process
 
 LOSSES: Final = 8
 """Iterations of a job that is killed after every second one."""
@@ -70,8 +72,15 @@ def fail_every_second_iteration(job: TrainingJob, progress: Progress) -> list[fl
 
 
 def _kill(job: TrainingJob, rank: int) -> bool:
-    """Kill a rank's process with SIGKILL, if there is one; its torchrun goes on."""
-    return bool(job.crew.kill_children(job.ranks[f"rank{rank}"]))
+    """Kill a rank's process with SIGKILL, if there is one; what starts it again goes on, as does a spare."""
+    launcher = job.ranks[f"rank{rank}"]
+    if job.plan.starter.startswith("torchrun"):
+        return bool(job.crew.kill_children(launcher))
+    process = rank_process(launcher)
+    if process is None or process not in launcher.children():
+        return False
+    os.kill(process, signal.SIGKILL)
+    return True
 
 
 def _check(job: TrainingJob, kills: list[float]) -> None:

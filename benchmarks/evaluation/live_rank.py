@@ -15,7 +15,7 @@ import checkmate
 from benchmarks.comparators import packages
 from benchmarks.evaluation.rank_log import RankLog, parse
 from benchmarks.evaluation.turns import Turns, train
-from benchmarks.evaluation.workloads import Workload, make, plain_ddp
+from benchmarks.evaluation.workloads import Workload, build, plain_ddp
 from checkmate.training.start.named_job import named_job
 
 packages.use()
@@ -39,14 +39,16 @@ def main() -> None:
     else:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     live = LiveRecovery(rank, Meeting(options.lighthouse, str(place.mgmt), str(place.ip)))
-    workload = make(options.workload, live.parallel)
+    workload = build(options.workload).parallel(live.parallel)
     # Labs replace it. They learn here that the rank is ready.
     with checkmate.protect(workload.ddp, workload.optimizer), RankLog(options.out, rank) as log:
         workload = replace(workload, optimizer=live.attach(workload.ddp, workload.optimizer))
         log.say(resumed=live.recover())
         _await_all(options.out, len(ranks))
         if options.timed:
-            turns = Turns(workload, lambda _: None, lambda: None, lambda: make(options.workload, plain_ddp))
+            turns = Turns(
+                workload, lambda _: None, lambda: None, lambda: build(options.workload).parallel(plain_ddp)
+            )
             train(turns, log, warm_up=options.warm_up, plain_first=options.plain_first)
         else:
             _train(live, workload, log, options.iterations, len(ranks))

@@ -38,10 +38,10 @@ from benchmarks.evaluation.record import (
     since,
     steps_of,
 )
-from benchmarks.evaluation.systems import LIVE, OWN_FREQUENCY, reduce_of
+from benchmarks.evaluation.systems import IN_PLACE_HOSTS, LIVE, OWN_FREQUENCY, STARTERS, reduce_of
 from benchmarks.report import machine
 from testbed.process_memory import peak_resident
-from topologies.describe.topology import CONTROLLER, MGMT_NET, LabError, load
+from topologies.describe.topology import CONTROLLER, MGMT_NET, LabError, build, load
 from topologies.lab import down
 from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
 
@@ -53,6 +53,12 @@ _ADAPTING: Final = 40
 _LAB: Final = "evaluation"
 _TEMPORARY: Final = "checkmate-evaluation-"
 _TOPOLOGY: Final = "single_tor"
+_BY_HOSTS: Final = {
+    "title": "the ranks and shadow nodes of single_tor, without a switch",
+    "copies": "host",
+    "hosts": 4,
+    "shadow_nodes": 2,
+}
 _LIGHTHOUSE_PORT: Final = 29510
 _LIGHTHOUSE: Final = (
     *(sys.executable, packages.FOLDER / "bin" / "torchft_lighthouse"),
@@ -98,7 +104,8 @@ def measure(cell: Cell, extent: MeasuredExtent, here: Here, progress: Progress) 
     ):
         folders = Folders(Path(disk), Path(memory), Path(out))
         plan = _plan(cell, folders)
-        with training_lab(load(_TOPOLOGY), "softswitch", _LAB, plan, folders.out) as job:
+        topology = build(_LAB, _BY_HOSTS) if cell.system == IN_PLACE_HOSTS else load(_TOPOLOGY)
+        with training_lab(topology, "softswitch", _LAB, plan, folders.out) as job:
             if cell.system == LIVE:
                 cpus = {max(os.sched_getaffinity(0))}
                 environment = {"PYTHONPATH": str(packages.FOLDER)}
@@ -175,9 +182,9 @@ def _plan(cell: Cell, folders: Folders) -> JobPlan:
         module="benchmarks.evaluation.live_rank" if live else "benchmarks.evaluation.rank",
         reduce=reduce_of(cell.system),
         restarts=0 if cell.kind == "throughput" else 1000,
-        # All use the same links: gloo gets the training network, not mgmt.
-        environment={"GLOO_SOCKET_IFNAME": "data0"},
-        alone=live,
+        # All use the same links: gloo gets the training network, not mgmt, if there is one.
+        environment={} if cell.system == IN_PLACE_HOSTS else {"GLOO_SOCKET_IFNAME": "data0"},
+        starter="torchrun alone" if live else STARTERS.get(cell.system, "torchrun"),
     )
 
 

@@ -33,6 +33,8 @@ _COLUMNS: Final = ("kind", "workload", "system", "interval", "figure", "unit", "
 def write(page: Path, records: Mapping[Cell, Record], extent: MeasuredExtent) -> None:
     """Write tables and plots of the cells that there are, and the CSV.
 
+    An extent that has only cells with kills has a section of its own, and its CSV has the extent's name.
+
     Args:
         page: The Markdown file. It may be missing.
         records: The cells' data.
@@ -41,21 +43,31 @@ def write(page: Path, records: Mapping[Cell, Record], extent: MeasuredExtent) ->
     compared = comparable(records, matrix(extent))
     undisturbed = throughputs(compared)
     disturbed, differences = failures(compared, extent.seconds), losses(records)
+    measured = _measurement_section(records, len(records) - len(compared), extent)
+    sections = {
+        "short": _table(*_short_rows(undisturbed, disturbed)),
+        "measured": measured,
+        "throughput": _table(*_throughput_rows(undisturbed)) + _plot(page, undisturbed),
+        "failures": _table(*_failure_rows(disturbed)),
+        "resources": _table(*_resource_rows(undisturbed)),
+        "losses": _table(*_loss_rows(differences)),
+    }
+    if not extent.starts:
+        table = _table(*_failure_rows(disturbed))
+        sections = {extent.name: f"{measured}\n{table}{_recovery_plot(page, extent.name, disturbed)}"}
     text = page.read_text() if page.exists() else "# Evaluation\n"
-    for name, table in (
-        ("short", _table(*_short_rows(undisturbed, disturbed))),
-        ("measured", _measurement_section(records, len(records) - len(compared), extent)),
-        ("throughput", _table(*_throughput_rows(undisturbed)) + _plot(page, undisturbed)),
-        ("failures", _table(*_failure_rows(disturbed))),
-        ("resources", _table(*_resource_rows(undisturbed))),
-        ("losses", _table(*_loss_rows(differences))),
-    ):
-        text = replace_section(text, name, table)
+    for name, section in sections.items():
+        text = replace_section(text, name, section)
     beside = page.with_name("figures.json")
     if beside.exists():
         text = _with_figures(text, json.loads(beside.read_text()))
     page.write_text(text)
-    _write_csv(page.with_suffix(".csv"), undisturbed, disturbed, differences)
+    _write_csv(data_of(page, extent).with_suffix(".csv"), undisturbed, disturbed, differences)
+
+
+def data_of(page: Path, extent: MeasuredExtent) -> Path:
+    """Return the path of the extent's data beside a page, with the page's suffix."""
+    return page if extent.starts else page.with_stem(f"{page.stem}-{extent.name}")
 
 
 def _with_figures(text: str, everything: Mapping[str, Mapping[str, Any]]) -> str:
@@ -252,6 +264,31 @@ def _interval(interval: int) -> str:
     return str(interval) if interval else "never"
 
 
+def _recovery_plot(page: Path, name: str, failures: Sequence[Failures]) -> str:
+    """Draw the seconds that each kill cost, by system; return the page's link."""
+    if not failures:
+        return ""
+    picture = Picture(figsize=(8, 0.6 + 0.45 * len(failures)), layout="constrained")
+    axes = picture.add_subplot()
+    for row, failure in enumerate(failures):
+        places = [row] * len(failure.next_trained)
+        axes.plot(failure.next_trained, places, "o", color="0.45", alpha=0.5, markersize=5)
+        if failure.next_trained:
+            axes.plot(statistics.median(failure.next_trained), row, "|", color="black", markersize=18)
+    axes.set(xlabel="seconds from a kill to the next trained iteration; a line at the median", xlim=(0, None))
+    axes.set_yticks(range(len(failures)), [failure.system for failure in failures])
+    axes.invert_yaxis()
+    file = page.parent / "pictures" / f"evaluation-{name}.svg"
+    _save(picture, file)
+    return f"\n![Seconds from a kill to the next trained iteration, by system](pictures/{file.name})\n"
+
+
+def _save(picture: Picture, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "checkmate", "svg.fonttype": "none"}):
+        picture.savefig(file, metadata={"Date": None})
+
+
 def _plot(page: Path, throughputs: Sequence[Throughput]) -> str:
     """Draw throughput beside frequency, for each model; return the page's links."""
     links = ""
@@ -293,9 +330,7 @@ def _plot(page: Path, throughputs: Sequence[Throughput]) -> str:
         axes.set_xticks([], minor=True)
         axes.legend(fontsize="small")
         file = page.parent / "pictures" / f"evaluation-{workload}.svg"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context({"svg.hashsalt": "checkmate", "svg.fonttype": "none"}):
-            picture.savefig(file, metadata={"Date": None})
+        _save(picture, file)
         links += f"\n![Throughput beside the frequency of checkpoints, {workload}](pictures/{file.name})\n"
     return links
 

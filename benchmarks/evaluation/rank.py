@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch.distributed as dist
 
 import checkmate
@@ -9,15 +11,24 @@ from benchmarks.comparators.system import CheckpointFolders
 from benchmarks.evaluation.rank_log import RankLog, parse
 from benchmarks.evaluation.systems import reduce_of, system_of
 from benchmarks.evaluation.turns import Turns, train
-from benchmarks.evaluation.workloads import make, plain_ddp
+from benchmarks.evaluation.workloads import Workload, build, plain_ddp
 
 
 def main() -> None:
-    """Restore, and train to the end."""
+    """Train to the end, again after each failure of another rank if it recovers in place."""
     options = parse()
+    if options.in_place:
+        model = build(options.workload)
+        checkmate.resilient(lambda: _train(options, model.parallel(plain_ddp)), backend="gloo")
+        return
     dist.init_process_group("gloo")
+    _train(options, build(options.workload).parallel(plain_ddp))
+    dist.destroy_process_group()
+
+
+def _train(options: argparse.Namespace, workload: Workload) -> None:
+    """Restore, and train to the end."""
     rank = dist.get_rank()
-    workload = make(options.workload, plain_ddp)
     # Labs replace both unless Checkmate is evaluated.
     first, _ = checkmate.restore(workload.ddp, workload.optimizer)
     with (
@@ -37,7 +48,7 @@ def main() -> None:
 
         if options.timed:
             switchable = reduce_of(options.system) == "gloo" and system.switchable
-            twin = None if switchable else lambda: make(options.workload, plain_ddp)
+            twin = None if switchable else lambda: build(options.workload).parallel(plain_ddp)
             turns = Turns(workload, after, system.finish, twin)
             train(turns, log, warm_up=options.warm_up, plain_first=options.plain_first)
         else:
@@ -46,7 +57,6 @@ def main() -> None:
                 after(iteration)
         log.say(interval=system.interval)
         system.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -77,5 +77,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plain-first", action="store_true", help="in the opposite order")
     parser.add_argument("--warm-up", type=int, default=0, help="iterations that are not timed")
     parser.add_argument("--lighthouse", default="", help="the URL of torchft's")
+    parser.add_argument("--in-place", action="store_true", help="keep the process when another rank dies")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()

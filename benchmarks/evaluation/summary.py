@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.evaluation.cells import Cell
 from benchmarks.evaluation.record import Record, TrainedStep, missing_after
-from benchmarks.evaluation.systems import CHECKMATE, GLOO, LIVE, RING
+from benchmarks.evaluation.systems import CHECKMATE, GLOO, LIVE, RING, STARTERS, reduce_of
 
 Records = Mapping[Cell, Record]
 Samples = tuple[float, ...]
@@ -129,7 +129,7 @@ def losses(records: Records) -> dict[str, float]:
     """Return, by system, the greatest difference of a loss after restores from that of an undisturbed run."""
     differences = {}
     for cell, record in records.items():
-        base = Cell("throughput", cell.workload, GLOO if cell.system != CHECKMATE else RING, 0, 0)
+        base = Cell("throughput", cell.workload, GLOO if reduce_of(cell.system) == "gloo" else RING, 0, 0)
         if cell.kind == "losses" and base in records:
             pairs = zip(record.losses, records[base].losses, strict=True)
             differences[cell.system] = max(
@@ -173,5 +173,5 @@ def useful(record: Record) -> float:
 
 def _rank(system: str) -> int:
     """Return the place of a system in tables: Checkmate, those without checkpoints, then all others."""
-    first = (CHECKMATE, RING, GLOO)
+    first = (CHECKMATE, *STARTERS, RING, GLOO)
     return first.index(system) if system in first else len(first)

@@ -11,6 +11,7 @@ from benchmarks.comparators.concurrent import ConcurrentCheckpoints
 from benchmarks.comparators.gemini import Gemini, GeminiBlocking
 from benchmarks.comparators.saving import DcpAsyncSave, DcpSave, TorchSave
 from benchmarks.comparators.system import CheckpointFolders, CheckpointSystem, NoCheckpoints
+from topologies.torchrun import Starter
 from topologies.training.orders import Reduce
 
 CHECKMATE: Final = "Checkmate"
@@ -18,6 +19,16 @@ GLOO: Final = "no checkpoints"
 """DDP over gloo, as all comparators use it."""
 RING: Final = "no checkpoints, Checkmate's ring"
 """The ring that Checkmate uses, untagged, without shadow nodes."""
+IN_PLACE: Final = "Checkmate, in place"
+"""`checkmate launch` starts only the rank that died."""
+IN_PLACE_SPARES: Final = "Checkmate, in place, warm spares"
+IN_PLACE_HOSTS: Final = "Checkmate, in place, copies by hosts"
+STARTERS: Final[Mapping[str, Starter]] = {
+    IN_PLACE: "launch",
+    IN_PLACE_SPARES: "launch --spare",
+    IN_PLACE_HOSTS: "launch",
+}
+"""The programs that start ranks, where they are not torchrun."""
 LIVE: Final = "torchft"
 """Live recovery; its ranks come and go, and have a script of their own."""
 OWN_FREQUENCY: Final = CheckFreq.name
@@ -36,7 +47,7 @@ _PACKAGES: Final[Mapping[str, str]] = {LIVE: "torchft", _LM: "lm_resiliency"}
 
 def reduce_of(system: str) -> Reduce:
     """Return how the gradients of a job with this system are reduced."""
-    reductions: dict[str, Reduce] = {CHECKMATE: "checkmate", RING: "untagged"}
+    reductions: dict[str, Reduce] = {RING: "untagged", **dict.fromkeys((CHECKMATE, *STARTERS), "checkmate")}
     return reductions.get(system, "gloo")
 
 

@@ -20,13 +20,32 @@ _ROWS: Final = 200_000
 _SEED: Final = 1
 
 
+Parallel = Callable[[nn.Module, float], DistributedDataParallel]
+"""Makes DDP of a model; the number is its `bucket_cap_mb`."""
+BatchLoss = Callable[[DistributedDataParallel], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model of this process with its optimizer, which outlasts process groups, and the loss of a batch."""
+
+    module: nn.Module
+    bucket_mb: float
+    optimizer: torch.optim.Optimizer
+    loss: BatchLoss
+
+    def parallel(self, parallel: Parallel) -> Workload:
+        """Return it in a process group."""
+        return Workload(parallel(self.module, self.bucket_mb), self.optimizer, self.loss)
+
+
 @dataclass(frozen=True)
 class Workload:
-    """A model with its optimizer, and the loss of a random batch."""
+    """A model in DDP with its optimizer, and the loss of a random batch."""
 
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
-    loss: Callable[[DistributedDataParallel], torch.Tensor]
+    loss: BatchLoss
 
     def step(self, iteration: int, rank: int) -> float:
         """Train an iteration; return its loss. Random numbers that were drawn before do not matter."""
@@ -52,14 +71,10 @@ class Recommender(nn.Module):
         return out
 
 
-Parallel = Callable[[nn.Module, float], DistributedDataParallel]
-"""Makes DDP of a model; the number is its `bucket_cap_mb`."""
-
-
-def make(name: str, parallel: Parallel) -> Workload:
-    """Return a workload by name, the same on all ranks."""
+def build(name: str) -> LocalModel:
+    """Return a model by name, the same on all ranks."""
     torch.manual_seed(_SEED)
-    return WORKLOADS[name](parallel)
+    return WORKLOADS[name]()
 
 
 def plain_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:
@@ -67,9 +82,9 @@ def plain_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:
     return DistributedDataParallel(module, bucket_cap_mb=bucket_mb)
 
 
-def _gpt(parallel: Parallel) -> Workload:
-    ddp = parallel(Gpt(Shape()), 4)
-    return Workload(ddp, _adamw(ddp, 1e-3), partial(_gpt_loss, text.read()))
+def _gpt() -> LocalModel:
+    module = Gpt(Shape())
+    return LocalModel(module, 4, _adamw(module, 1e-3), partial(_gpt_loss, text.read()))
 
 
 def _gpt_loss(data: text.Text, ddp: DistributedDataParallel) -> torch.Tensor:
@@ -77,9 +92,9 @@ def _gpt_loss(data: text.Text, ddp: DistributedDataParallel) -> torch.Tensor:
     return loss
 
 
-def _batchnorm(parallel: Parallel) -> Workload:
-    ddp = parallel(resnet(48), 1)
-    return Workload(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9), _image_loss)
+def _batchnorm() -> LocalModel:
+    module = resnet(48)
+    return LocalModel(module, 1, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), _image_loss)
 
 
 def _image_loss(ddp: DistributedDataParallel) -> torch.Tensor:
@@ -87,9 +102,9 @@ def _image_loss(ddp: DistributedDataParallel) -> torch.Tensor:
     return functional.cross_entropy(ddp(pictures), labels)
 
 
-def _embeddings(parallel: Parallel) -> Workload:
-    ddp = parallel(Recommender(), 4)
-    return Workload(ddp, _adamw(ddp, 1e-3), _score_loss)
+def _embeddings() -> LocalModel:
+    module = Recommender()
+    return LocalModel(module, 4, _adamw(module, 1e-3), _score_loss)
 
 
 def _score_loss(ddp: DistributedDataParallel) -> torch.Tensor:
@@ -97,11 +112,11 @@ def _score_loss(ddp: DistributedDataParallel) -> torch.Tensor:
     return functional.mse_loss(ddp(bags), bags.float().mean(1) / _ROWS)
 
 
-def _adamw(ddp: DistributedDataParallel, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(ddp.parameters(), lr=rate, weight_decay=0.1)
+def _adamw(module: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=rate, weight_decay=0.1)
 
 
-WORKLOADS: Final[dict[str, Callable[[Parallel], Workload]]] = {
+WORKLOADS: Final[dict[str, Callable[[], LocalModel]]] = {
     "gpt": _gpt,
     "batchnorm": _batchnorm,
     "embeddings": _embeddings,

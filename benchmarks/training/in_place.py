@@ -20,6 +20,7 @@ from topologies import torchrun
 from topologies.crew import Crew, controlled
 from topologies.describe.topology import load
 from topologies.lab import Lab
+from topologies.torchrun import Starter
 from topologies.training.job_processes import JobProcesses, rank_process
 
 TITLE: Final = (
@@ -30,6 +31,11 @@ KILLS: Final = 20
 _RESTART: Final = "restart of all ranks by torchrun"
 _NO_SPARE: Final = "no spare"
 _SPARE: Final = "a warm spare"
+_STARTERS: Final[dict[str, Starter]] = {
+    _RESTART: "torchrun",
+    _NO_SPARE: "launch",
+    _SPARE: "launch --spare",
+}
 RANKS: Final = 4
 _APART: Final = 6
 """Iterations between two kills."""
@@ -53,7 +59,7 @@ def measure() -> list[Result]:
     results: list[Result] = []
     totals: dict[str, tuple[float, ...]] = {}
     with Progress(transient=True) as bar:
-        for words in (_RESTART, _NO_SPARE, _SPARE):
+        for words in _STARTERS:
             task = bar.add_task(words, total=KILLS)
             recoveries = []
             with _training(words) as training:
@@ -93,11 +99,11 @@ def _training(words: str) -> Iterator[_Training]:
         script = ["-m", "checkmate.examples.gpt.train", *options]
         environment = {"CHECKMATE_EVENTS": str(Path(folder, "events")), "PYTHONDONTWRITEBYTECODE": ""}
         for host in lab.topology.trainers:
-            if words == _RESTART:  # two of a restart may fail, because some ranks come back early
-                command = torchrun.command(lab.topology, host, script, restarts=3 * KILLS)
-            else:
-                spare = words == _SPARE
-                command = torchrun.in_place(lab.topology, host, script, restarts=KILLS, spare=spare)
+            # Two of three restarts by torchrun may fail, because some ranks come back early.
+            restarts = 3 * KILLS
+            command = torchrun.command(
+                lab.topology, host, script, restarts=restarts, starter=_STARTERS[words]
+            )
             job.ranks[host.name] = crew.start(
                 host.name, host.name, command, cpus=rank_cpus, environment=environment
             )

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.evaluation.__main__ import _select, main
 from benchmarks.evaluation.cache import Cache, Unusable
-from benchmarks.evaluation.cells import INTERVALS, QUICK, WHOLE, Cell, MeasuredExtent, matrix
+from benchmarks.evaluation.cells import INTERVALS, QUICK, RECOVERY, WHOLE, Cell, MeasuredExtent, matrix
 from benchmarks.evaluation.page import write
 from benchmarks.evaluation.record import (
     MeasuredBlock,
@@ -38,7 +38,7 @@ from benchmarks.evaluation.summary import (
     throughputs,
     useful,
 )
-from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, LIVE, RING
+from benchmarks.evaluation.systems import CHECKMATE, COMPARATORS, GLOO, IN_PLACE, LIVE, RING, STARTERS
 from benchmarks.evaluation.turns import BLOCK, first_of
 
 EXTENT = MeasuredExtent("some", 1, (1,), ("gpt",), 100.0, 30.0)
@@ -231,6 +231,21 @@ def test_a_page_keeps_its_words_and_has_every_sample_as_csv(tmp_path: Path) -> N
     assert "cells of throughput, of CheckFreq; Checkmate; DCP" in text, "what is missing is named"
     assert "<!-- losses -->\nNot measured yet.\n<!-- /losses -->" in text
     assert "failures,gpt,DCP,5,useful iterations an hour,,144" in page.with_suffix(".csv").read_text()
+
+
+def test_recovery_has_a_section_and_data_of_its_own(tmp_path: Path) -> None:
+    assert {cell.kind for cell in matrix(RECOVERY)} == {"failures"}
+    assert set(STARTERS) | {LIVE, CHECKMATE} < {cell.system for cell in matrix(RECOVERY)}
+    page = tmp_path / "evaluation.md"
+    page.write_text("# Words\n\n<!-- failures -->\nold\n<!-- /failures -->\n")
+    write(page, {Cell("failures", "gpt", IN_PLACE, 1, 0): DISTURBED}, RECOVERY)
+    text = page.read_text()
+    assert "<!-- failures -->\nold\n" in text, "those of the whole evaluation stay"
+    assert "<!-- recovery -->\n1 of 18 cells.\n" in text
+    assert f"| {IN_PLACE} | 1 | 1 | 2 (n=1) | 6.5 (n=1) | 8.5 (n=1) | 120 (n=1) |" in text
+    assert (tmp_path / "pictures" / "evaluation-recovery.svg").exists()
+    assert f'failures,gpt,"{IN_PLACE}",1' in (tmp_path / "evaluation-recovery.csv").read_text()
+    assert not page.with_suffix(".csv").exists()
 
 
 def test_cells_are_kept_whole(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.evaluation.cache import Cache
-from benchmarks.evaluation.cells import WHOLE, matrix
-from benchmarks.evaluation.page import write
+from benchmarks.evaluation.cells import RECOVERY, WHOLE, matrix
+from benchmarks.evaluation.page import data_of, write
 from benchmarks.report import with_tables
 from tests.docs.test_markdown import ROOT, text_of
 
@@ -69,14 +69,16 @@ def test_the_evaluation_is_what_its_data_say(tmp_path: Path) -> None:
     page = ROOT / "docs" / "evaluation.md"
     page_copy = Path(shutil.copy(page, tmp_path))
     shutil.copy(ROOT / "docs" / "figures.json", tmp_path)
-    records = Cache(page.with_suffix(".jsonl"), WHOLE).records(matrix(WHOLE))
-    assert all(re.fullmatch(COMMIT, record.commit) for record in records.values())
-    write(page_copy, records, WHOLE)
-    remedy = (
-        "python -m benchmarks.evaluation --page-only --raw docs/evaluation.jsonl --page docs/evaluation.md"
-    )
+    remedy = "python -m benchmarks.evaluation --page-only --page docs/evaluation.md --raw docs/{}.jsonl {}"
+    for extent, option in ((WHOLE, ""), (RECOVERY, "--recovery")):
+        data = data_of(page, extent)
+        records = Cache(data.with_suffix(".jsonl"), extent).records(matrix(extent))
+        assert records and all(re.fullmatch(COMMIT, record.commit) for record in records.values())
+        write(page_copy, records, extent)
+        remedy = remedy.format(data.stem, option)
+        csv_copy = data_of(page_copy, extent).with_suffix(".csv")
+        assert csv_copy.read_text() == data.with_suffix(".csv").read_text(), remedy
     assert page_copy.read_text() == page.read_text(), remedy
-    assert page_copy.with_suffix(".csv").read_text() == page.with_suffix(".csv").read_text()
     pictures_drawn = {file.name: file.read_text() for file in (tmp_path / "pictures").glob("*")}
     pictures = (ROOT / "docs" / "pictures").glob("evaluation-*")
     assert pictures_drawn == {file.name: file.read_text() for file in pictures}, remedy

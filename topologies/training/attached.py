@@ -25,6 +25,7 @@ from topologies.kernel.processes import has_variable, kill_all
 from topologies.lab import Lab
 from topologies.logs import LabLogs, LogLine
 from topologies.progress import StepProgress
+from topologies.torchrun import Starter
 from topologies.training.job_processes import JobProcesses, rank_process
 from topologies.training.notices import Notices
 
@@ -171,9 +172,10 @@ def training_in(
             steps("shadow nodes")
             job = JobProcesses(crew)
             job.start_shadow_nodes(without=[h for h in lab.topology.shadow_nodes if _serves(lab, h)])
-            starter = "checkmate launch" if in_place else "torchrun"
-            steps(f"{starter} starts {len(lab.topology.ranks)} ranks")
-            job.start_ranks(script, restarts=restarts, in_place=in_place, spare=in_place)
+            starter: Starter = "launch --spare" if in_place else "torchrun"
+            program = "checkmate launch" if in_place else starter
+            steps(f"{program} starts {len(lab.topology.ranks)} ranks")
+            job.start_ranks(script, restarts=restarts, starter=starter)
             training = LabTraining(job)
             training.await_output()
         yield training

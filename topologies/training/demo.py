@@ -135,7 +135,7 @@ def _train(story: Story, reference: TrainingJob, protected: TrainingJob, steps: 
     take_turns(both, range(0, half, _BLOCK), tick)
     steps(f"all hosts of the protected run fail before iteration {half}; checkmate launch starts the ranks")
     protected.kill_ranks()
-    protected.start(in_place=True)
+    protected.start("launch")
     protected.await_ready(_END_SECONDS)
     steps(f"both train in turns; kill -9 of {_described(story.kill_in_place)}: the others go on")
     take_turns(both, range(half, story.iterations, _BLOCK), tick)

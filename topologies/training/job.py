@@ -26,6 +26,7 @@ from topologies.crew import TEMPORARY, Crew, checkmate, controlled
 from topologies.describe.job_files import Target
 from topologies.describe.topology import LabError, LabRank, Topology
 from topologies.lab import Lab
+from topologies.torchrun import Starter
 from topologies.training.job_processes import JobProcesses
 from topologies.training.orders import Kill, Orders, Reduce
 from topologies.training.record import JobRecord, read_events, read_losses
@@ -37,7 +38,7 @@ SCRIPT: Final = "checkmate.examples.gpt.train"
 class JobPlan:
     """The training to run, and the ranks to kill. `arguments` are those of the script, without --out.
 
-    With `alone`, each host's ranks are a job of their own, which torchrun restarts alone.
+    The script of ranks that `checkmate launch` starts gets the argument --in-place.
     """
 
     arguments: tuple[str, ...] = ()
@@ -49,7 +50,7 @@ class JobPlan:
     shadow_options: tuple[str, ...] = ()
     extension: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    alone: bool = False
+    starter: Starter = "torchrun"
 
 
 class TrainingJob(JobProcesses):
@@ -77,35 +78,30 @@ class TrainingJob(JobProcesses):
         for remnant in (*folder.glob("rank*.*"), folder / "final.pt"):
             remnant.unlink(missing_ok=True)
 
-    def start(self, *, in_place: bool = False) -> None:
+    def start(self, starter: Starter | None = None) -> None:
         """Start the ranks. If the plan is gated, iterations begin only after `let`.
 
-        `in_place`: by `checkmate launch`, so that survivors of a kill keep their processes.
+        `starter` is used instead of the plan's.
         """
+        plan = self.plan
+        starter = starter or plan.starter
         self.let(0)
         self._started_at = time.monotonic()
-        arguments = ("--in-place",) if in_place else ()
+        in_place = ("--in-place",) if starter in ("launch", "launch --spare") else ()
         orders = Orders(
-            module=self.plan.module,
-            arguments=(*self.plan.arguments, *arguments, "--out", str(self.folder)),
+            module=plan.module,
+            arguments=(*plan.arguments, *in_place, "--out", str(self.folder)),
             events=str(self.folder),
-            reduce=self.plan.reduce,
-            gate=str(self._gate) if self.plan.gated else None,
-            kills=self.plan.kills,
+            reduce=plan.reduce,
+            gate=str(self._gate) if plan.gated else None,
+            kills=plan.kills,
             cpus=None if self._cpus is None else tuple(self._cpus),
-            extension=self.plan.extension,
+            extension=plan.extension,
         )
         file = self.folder / "orders.json"
         file.write_text(orders.to_json())
         script: list[str | Path] = ["-m", "topologies.training.in_rank", file]
-        plan = self.plan
-        self.start_ranks(
-            script,
-            restarts=plan.restarts,
-            environment=plan.environment,
-            alone=plan.alone,
-            in_place=in_place,
-        )
+        self.start_ranks(script, restarts=plan.restarts, environment=plan.environment, starter=starter)
 
     def let(self, iterations: int, mode: str = "") -> None:
         """Let the ranks begin all iterations below this one; `mode` is for the extension."""

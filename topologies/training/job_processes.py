@@ -15,6 +15,7 @@ from checkmate.ring.place import RingError, RingTimeout
 from topologies import torchrun
 from topologies.crew import CHECKMATE, Crew, Member
 from topologies.describe.topology import LabError, LabHost
+from topologies.torchrun import Starter
 
 _SCRIPT_ERROR: Final = re.compile(
     r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)"
@@ -71,25 +72,17 @@ class JobProcesses:
         *,
         restarts: int = torchrun.RESTARTS,
         environment: Mapping[str, str] | None = None,
-        alone: bool = False,
-        in_place: bool = False,
-        spare: bool = False,
+        starter: Starter = "torchrun",
     ) -> None:
-        """Start each host's torchrun of a script with its arguments.
+        """Start each host's ranks of a script with its arguments.
 
-        With `in_place`, it is `checkmate launch`, which has a warm spare if `spare`. With `alone`, each
-        host's ranks are a job of their own, which torchrun restarts alone, and the number of the host's first
-        rank is the script's last argument.
+        With "torchrun alone", the number of the host's first rank is the script's last argument.
         """
         topology = self.crew.lab.topology
         for number, host in enumerate(topology.trainers):
-            if alone:
-                first = number * len(topology.ranks) // len(topology.trainers)
-                command = torchrun.alone(topology, host, [*script, str(first)], restarts=restarts)
-            elif in_place:
-                command = torchrun.in_place(topology, host, script, restarts=restarts, spare=spare)
-            else:
-                command = torchrun.command(topology, host, script, restarts=restarts)
+            first = number * len(topology.ranks) // len(topology.trainers)
+            words = [*script, str(first)] if starter == "torchrun alone" else script
+            command = torchrun.command(topology, host, words, restarts=restarts, starter=starter)
             self.ranks[host.name] = self.crew.start(host.name, host.name, command, environment=environment)
 
     def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
