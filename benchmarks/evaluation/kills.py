@@ -73,7 +73,7 @@ def fail_every_second_iteration(job: TrainingJob, progress: Progress) -> list[fl
 
 def _kill(job: TrainingJob, rank: int) -> bool:
     """Kill a rank's process with SIGKILL, if there is one; what starts it again goes on, as does a spare."""
-    launcher = job.ranks[f"rank{rank}"]
+    launcher = list(job.ranks.values())[rank]  # each host has one rank
     if job.plan.starter.startswith("torchrun"):
         return bool(job.crew.kill_children(launcher))
     process = rank_process(launcher)
