@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from checkmate.errors import CheckmateError
+from checkmate.optim.kernel import powers_of
 from checkmate.optim.options import OptionsError, apply_options, options_of, parse_options
 from checkmate.optim.several import members_of
 from checkmate.rpc import shadow_pb2 as pb
@@ -134,6 +135,7 @@ def spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
     spec = pb.OptimizerSpec(threads=torch.get_num_threads(), default_dtype=default)
     for member in members_of(optimizer):
         _add_groups(spec, member, number)
+        _add_powers(spec, member)
     if any(group.optimizer != spec.groups[0].optimizer for group in spec.groups):
         return spec
     spec.name = spec.groups[0].optimizer
@@ -165,6 +167,19 @@ def _add_groups(
         spec.groups.add(
             parameters=numbers, options=options, names=group.get("param_names", ()), optimizer=name
         )
+
+
+def _add_powers(spec: pb.OptimizerSpec, optimizer: torch.optim.Optimizer) -> None:
+    """Add the powers of the betas of a fused Adam on a GPU."""
+    present = {powers.base for powers in spec.powers}
+    for group in optimizer.param_groups:
+        device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+        if not group.get("fused") or device.type != "cuda":
+            continue
+        for beta in {beta for beta in group.get("betas", ()) if type(beta) is float} - present:
+            if (values := powers_of(beta, device)) is not None:
+                present.add(beta)
+                spec.powers.add(base=beta, values=values.cpu().numpy().astype("<f4").tobytes())
 
 
 def kind_of(spec: pb.OptimizerSpec, group: pb.ParamGroup) -> str:

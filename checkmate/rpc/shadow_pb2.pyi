@@ -957,6 +957,7 @@ class OptimizerSpec(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     THREADS_FIELD_NUMBER: builtins.int
     DEFAULT_DTYPE_FIELD_NUMBER: builtins.int
+    POWERS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """such as torch.optim.AdamW; empty if groups have several"""
     threads: builtins.int
@@ -965,6 +966,10 @@ class OptimizerSpec(google.protobuf.message.Message):
     """torch's in training, which some state uses; empty: float32"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ParamGroup]: ...
+    @property
+    def powers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Powers]:
+        """of the betas of a fused Adam on a GPU, whose powers a CPU does not repeat"""
+
     def __init__(
         self,
         *,
@@ -972,11 +977,34 @@ class OptimizerSpec(google.protobuf.message.Message):
         groups: collections.abc.Iterable[Global___ParamGroup] | None = ...,
         threads: builtins.int = ...,
         default_dtype: builtins.str = ...,
+        powers: collections.abc.Iterable[Global___Powers] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["default_dtype", b"default_dtype", "groups", b"groups", "name", b"name", "threads", b"threads"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["default_dtype", b"default_dtype", "groups", b"groups", "name", b"name", "powers", b"powers", "threads", b"threads"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___OptimizerSpec: typing_extensions.TypeAlias = OptimizerSpec
+
+@typing.final
+class Powers(google.protobuf.message.Message):
+    """The powers of a number from the first on, as the trainers' GPU computes them in fp32, until they are below 2^-25."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    base: builtins.float
+    values: builtins.bytes
+    """fp32, little-endian"""
+    def __init__(
+        self,
+        *,
+        base: builtins.float = ...,
+        values: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["base", b"base", "values", b"values"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Powers: typing_extensions.TypeAlias = Powers
 
 @typing.final
 class ParamGroup(google.protobuf.message.Message):
@@ -1066,7 +1094,7 @@ class BeginRequest(google.protobuf.message.Message):
     torch: builtins.str
     capability: builtins.str
     device: builtins.str
-    """of the parameters: cpu or cuda"""
+    """of the parameters: cpu, or cuda with the architecture, such as "cuda sm_90" """
     ranks: builtins.int
     """of the group"""
     run: builtins.str

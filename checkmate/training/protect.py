@@ -20,6 +20,7 @@ from checkmate.errors import CheckmateError
 from checkmate.events.kinds import PROTECT_ENDED, PROTECT_STARTED
 from checkmate.events.process_log import say, seconds_since
 from checkmate.nodes.stubs import Stubs
+from checkmate.optim.kernel import described_device
 from checkmate.optim.several import OwnedShare
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
@@ -243,7 +244,7 @@ def _assemble(
     gradients = front.buckets
     generators = generators_of(place, start)
     steps, buffers = StepExclusion(start.next_iteration), _recorded_buffers(place, watched, parameters, start)
-    device = parameters[0].device.type
+    device = described_device(parameters[0].device)
     state_names = watched.model.state_names()
     opening = Opening(
         place, start, state_names, layout, run.optimizer, device, buffers, lambda: gradients.iteration

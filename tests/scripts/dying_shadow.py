@@ -51,7 +51,7 @@ def in_receive(when: int) -> None:
 
 def in_step(when: int) -> None:
     replica_step: Callable[..., Any] = Replica.step
-    batch_step: Callable[..., None] = Batch.step
+    batch_step: Callable[..., bool] = Batch.step
     now = -1
 
     def noting(replica: Replica, iteration: int, *arguments: Any) -> Any:
@@ -59,10 +59,11 @@ def in_step(when: int) -> None:
         now = iteration
         return replica_step(replica, iteration, *arguments)
 
-    def stopping(batch: Batch, *arguments: Any) -> None:
-        batch_step(batch, *arguments)
+    def stopping(batch: Batch, *arguments: Any) -> bool:
+        result = batch_step(batch, *arguments)
         if now == when:
             stop()
+        return result
 
     patch(Replica, step=noting)
     patch(Batch, step=stopping)

@@ -115,8 +115,9 @@ def _measure(
     """Return the median time of some steps, in seconds."""
     layout = make_layout(parameters, 1)
     with _threads(threads):
-        # Not exact, like a node for trainers with GPUs.
-        replica = Replica(layout, 0, optimizer.spec(len(parameters), threads), exact=False)
+        # Like a node for trainers with GPUs.
+        spec = optimizer.spec(len(parameters), threads)
+        replica = Replica(layout, 0, spec, exact=False, arithmetic="gpu")
         for number in layout.of_shard(0):
             parameter = parameters[number]
             replica.load(number, torch.zeros(parameter.shape, dtype=DTYPES[parameter.dtype]), {}, -1)

@@ -13,6 +13,7 @@ import torch
 from checkmate.base import machine_memory
 from checkmate.events.kinds import TRAINING_BEGUN
 from checkmate.events.process_log import say
+from checkmate.optim.kernel import Arithmetic, compile_for, is_recorded
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory
@@ -24,6 +25,7 @@ from checkmate.shadow.node import Node
 from checkmate.shadow.receive.hold_plans import HoldPlan, StreamTooLong
 from checkmate.shadow.replica.replica import Replica
 from checkmate.shadow.resources import HoldResources
+from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout
 
 
@@ -35,6 +37,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
     """
     shards = [plan.shard for plan in node.plans if plan.group == request.group]
     layout = check_begin(node.job, request, shards, machine_memory.total())
+    compile_for({DTYPES[parameter.dtype] for parameter in layout.parameters})  # not while others wait
     with node.moving() as state:
         start = start_of(request)
         state.leaving.check_here()
@@ -42,7 +45,7 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
         old = state.groups.get(request.group)
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
             old.reach(request.next_iteration)
-            return warnings(request)
+            return _warnings(node, old)
         reused = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
         records = Records(request.ranks, request.first_iteration, request.buffers)
         if old is not None and reused:
@@ -54,7 +57,12 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
     number, incarnation, first = request.group, request.incarnation, request.next_iteration
     event = TRAINING_BEGUN(group=number, incarnation=incarnation, iteration=first)
     say(logging.INFO, event, "DP group %d: incarnation %d begins at iteration %d", number, incarnation, first)
-    return warnings(request)
+    return _warnings(node, group)
+
+
+def _warnings(node: Node, group: ShadowGroup) -> list[str]:
+    replicas = [node.resources[hold].replica for hold in group.holds]
+    return warnings(group.begin, exact=all(replica.comparison.exact for replica in replicas))
 
 
 def _new_resources(
@@ -87,7 +95,10 @@ def _new_resources(
 
 def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replica:
     try:
-        return Replica(layout, plan.shard, request.optimizer, exact=not request.device.startswith("cuda"))
+        gpu = request.device.startswith("cuda")
+        exact = not gpu or is_recorded(request.torch, request.device)
+        arithmetic: Arithmetic = "gpu" if gpu else "cpu"
+        return Replica(layout, plan.shard, request.optimizer, exact=exact, arithmetic=arithmetic)
     except (RuntimeError, TypeError, ValueError) as error:  # torch checks options in its own ways
         raise CallRefused(f"unsupported optimizer: {error}") from None
 

@@ -2,7 +2,8 @@
 
 A step works element by element. A large parameter may therefore be stepped in pieces, and small ones
 together; each block has its own torch optimizer. Temporaries then need memory for one block only, whereas
-torch's own step may need as much memory as all parameters.
+torch's own step may need as much memory as all parameters. The step kernel has no temporaries, so its
+parameters are not cut.
 
 Results are bit-identical wherever the cut is, as long as it falls on a vector boundary.
 """
@@ -10,6 +11,7 @@ Results are bit-identical wherever the cut is, as long as it falls on a vector b
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +20,9 @@ from typing import Any, Final
 
 import torch
 
+from checkmate.optim.kernel import MAX_FACTORS, StepKernel
 from checkmate.optim.options import parse_options
-from checkmate.optim.supported import build, default_dtype, kind_of
+from checkmate.optim.supported import SUPPORTED, build, default_dtype, kind_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.parameter import ParameterPiece, StoredParameter
 from checkmate.state import DTYPES
@@ -42,15 +45,17 @@ class Block:
 
     optimizer: torch.optim.Optimizer
     pieces: list[tuple[int, ParameterPiece]]
+    kernel: StepKernel
 
-    def step(self, gradients: Gradients, step: pb.Step, beside: Iterable[torch.dtype] = ()) -> None:
+    def step(self, gradients: Gradients, step: pb.Step, beside: Iterable[torch.dtype] = ()) -> bool:
         """Scale gradients in place, and step the pieces of parameters that have one.
 
-        Step as if together with parameters of the types `beside` that have no state yet.
+        Step as if together with parameters of the types `beside` that have no state yet. Return whether bits
+        are those of the arithmetic that the kernel has: PyTorch's own step has a CPU's.
         """
         pieces = [(n, piece) for n, piece in self.pieces if n in gradients]
         if not pieces:
-            return
+            return True
         gradients_by_number = []
         for n, piece in pieces:
             bucket, start = gradients[n]
@@ -59,15 +64,56 @@ class Block:
             piece.tensor.grad = run if piece.tensor.dim() else run.view(())
             gradients_by_number.append((n, piece.tensor.grad))
         try:
+            if not step.skipped and (factors := self._kernel_factors(pieces, step.scalings)) is not None:
+                self._step_by_kernel([piece.tensor for _, piece in pieces], *factors)
+                return True
             scale(self.optimizer, gradients_by_number, step.scalings)
             if step.skipped:
                 skip(self.optimizer)
             with self._beside(beside):
                 self.optimizer.step()
+            return step.skipped or self.kernel.arithmetic == "cpu"
         finally:
             forget(self.optimizer)
             for _, piece in pieces:
                 piece.tensor.grad = None
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the kernel steps it, with the present options."""
+        options, kind = self.optimizer.param_groups[0], type(self.optimizer)
+        types = {piece.tensor.dtype for _, piece in self.pieces}
+        return all(self.kernel.covers(kind, options, dtype) for dtype in types)
+
+    def _kernel_factors(
+        self, pieces: Sequence[tuple[int, ParameterPiece]], scalings: Iterable[pb.Scaling]
+    ) -> tuple[list[list[float]], float] | None:
+        """Return factors of each gradient and the fused scale, or `None` if the kernel can't step these."""
+        if not self.by_kernel:
+            return None
+        factors: list[list[float]] = [[] for _ in pieces]
+        fused = 1.0
+        for scaling in scalings:
+            if DTYPES[scaling.dtype or "float32"].itemsize > 4:
+                return None
+            if scaling.kind == pb.Scaling.FUSED:
+                fused /= scaling.factor
+                if math.frexp(scaling.factor)[0] != 0.5 or type(self.optimizer) is torch.optim.SGD:
+                    return None  # only the inverse of a power of two is exact
+                continue
+            times = Counter(scaling.parameters)
+            for its_factors, (number, _) in zip(factors, pieces, strict=True):
+                its_factors.extend([scaling.factor] * (times[number] if times else 1))
+        return None if max(map(len, factors)) > MAX_FACTORS else (factors, fused)
+
+    def _step_by_kernel(
+        self, tensors: Sequence[torch.Tensor], factors: Sequence[Sequence[float]], fused: float
+    ) -> None:
+        for dtype in {tensor.dtype for tensor in tensors}:
+            members = [n for n, tensor in enumerate(tensors) if tensor.dtype is dtype]
+            self.kernel.step(
+                self.optimizer, [tensors[n] for n in members], [factors[n] for n in members], fused
+            )
 
     @contextmanager
     def _beside(self, types: Iterable[torch.dtype]) -> Iterator[None]:
@@ -97,16 +143,25 @@ class Batch:
     default: torch.dtype = torch.float32
     """The trainers' default type, which some optimizers use for numbers in their state."""
 
-    def step(self, gradients: Gradients, step: pb.Step) -> None:
-        """Scale gradients in place, and step the parameters that have one.
+    def step(self, gradients: Gradients, step: pb.Step) -> bool:
+        """Scale gradients in place, and step the parameters that have one. Return as `Block.step` does.
 
         If a GradScaler skips the step, fused optimizers still create their state; others are not called.
         """
         beside = [DTYPES[beginning.dtype] for beginning in step.beginnings if beginning.group == self.group]
         with _torch_set(self.threads, self.default):
-            for block in self.blocks:
-                if not step.skipped or block.optimizer.param_groups[0].get("fused"):
-                    block.step(gradients, step, beside)
+            called = [
+                block
+                for block in self.blocks
+                if not step.skipped or block.optimizer.param_groups[0].get("fused")
+            ]
+            repeated = [block.step(gradients, step, beside) for block in called]
+            return all(repeated)
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the kernel steps all of it, with the present options."""
+        return all(block.by_kernel for block in self.blocks)
 
     def put_options(self, options: Mapping[str, Any]) -> None:
         """Set hyperparameters for the next step."""
@@ -121,30 +176,40 @@ def block_elements(parameters: Iterable[Parameter]) -> int:
     return max(least, min(share, most)) // CUT_ELEMENTS * CUT_ELEMENTS
 
 
-def uncut(spec: pb.OptimizerSpec) -> set[int]:
-    """Return parameters that are not cut, because torch's fused steps have no temporaries."""
-    fused = [group for group in spec.groups if parse_options(group.options).get("fused")]
-    return {number for group in fused for number in group.parameters}
+def uncut(spec: pb.OptimizerSpec, parameters: Mapping[int, Parameter], kernel: StepKernel) -> set[int]:
+    """Return those parameters that are not cut, because their steps have no temporaries.
+
+    These are torch's fused steps and the kernel's.
+    """
+    numbers = set()
+    for group in spec.groups:
+        options, kind = parse_options(group.options), SUPPORTED.get(kind_of(spec, group))
+        for number in parameters.keys() & set(group.parameters):
+            dtype = DTYPES[parameters[number].dtype]
+            if options.get("fused") or (kind is not None and kernel.covers(kind, options, dtype)):
+                numbers.add(number)
+    return numbers
 
 
 def make_batches(
-    spec: pb.OptimizerSpec, parameters: Mapping[int, StoredParameter], block: int
+    spec: pb.OptimizerSpec, parameters: Mapping[int, StoredParameter], block: int, kernel: StepKernel
 ) -> list[Batch]:
     """Return the batches of a shard's parameters; parameters that no optimizer steps come last.
 
-    `block` limits the elements that `foreach` steps together, because it has temporaries of all of them.
+    `block` limits the elements that are stepped together, unless PyTorch's fused step has them: `foreach` has
+    temporaries of all of them, and readers wait for a batch.
     """
     batches: list[Batch] = []
     stepped: set[int] = set()
     default = default_dtype(spec)
     for index, group in enumerate(spec.groups):
         members = [number for number in group.parameters if number in parameters]
-        together = block if parse_options(group.options).get("foreach") else None
+        together = None if parse_options(group.options).get("fused") else block
         stepped.update(members)
         for threads in sorted({parameters[number].threads for number in members}):
             alike = [number for number in members if parameters[number].threads == threads]
             for numbers in _batches(alike, parameters, together):
-                blocks = list(_blocks(kind_of(spec, group), group.options, numbers, parameters))
+                blocks = list(_blocks(kind_of(spec, group), group.options, numbers, parameters, kernel))
                 batches.append(Batch(index, numbers, blocks, threads, default))
     if rest := [number for number in parameters if number not in stepped]:
         batches.append(Batch(None, rest))
@@ -169,7 +234,11 @@ def _batches(
 
 
 def _blocks(
-    name: str, options: str, numbers: list[int], parameters: Mapping[int, StoredParameter]
+    name: str,
+    options: str,
+    numbers: list[int],
+    parameters: Mapping[int, StoredParameter],
+    kernel: StepKernel,
 ) -> Iterator[Block]:
     """Yield one block of all pieces of several parameters, or a block for each piece of a single one."""
     pieces = [[(number, piece) for piece in parameters[number].pieces] for number in numbers]
@@ -180,7 +249,7 @@ def _blocks(
         optimizer = build(spec, {number: piece.tensor for number, piece in run})
         for _, piece in run:
             piece.optimizer = optimizer
-        yield Block(optimizer, run)
+        yield Block(optimizer, run, kernel)
 
 
 @contextmanager

@@ -7,13 +7,15 @@ continues with a copy.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from checkmate.optim.kernel import Arithmetic, StepKernel
 from checkmate.optim.options import parse_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
@@ -30,6 +32,8 @@ from checkmate.shadow.replica.parameter import OptimizerState, StoredParameter
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout
 from checkmate.wire.parts import PartSlicing
+
+_log: Final = logging.getLogger("checkmate")
 
 
 class ReplicaError(ValueError):
@@ -64,8 +68,18 @@ class _Reservation:
 class Replica:
     """Parameters and optimizer state of one shard."""
 
-    def __init__(self, layout: Layout, shard: int, spec: pb.OptimizerSpec, *, exact: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        shard: int,
+        spec: pb.OptimizerSpec,
+        *,
+        exact: bool,
+        arithmetic: Arithmetic = "cpu",
+    ) -> None:
         """Create an empty replica. `exact`: the trainers' own step gives the same bits.
+
+        `arithmetic`: the kind of device on which they step, whose bits the step kernel repeats.
 
         Raises `UnsupportedOptimizer` or `OptionsError` if the optimizer or its options are not supported.
         """
@@ -78,13 +92,16 @@ class Replica:
         threads = (spec.threads or torch.get_num_threads()) if exact else 0
         parameters = [layout.parameters[number] for number in self.numbers]
         block = block_elements(parameters)
-        whole = uncut(spec)
+        kernel = StepKernel.of(spec, arithmetic)
+        whole = uncut(spec, {number: layout.parameters[number] for number in self.numbers}, kernel)
         self._parameters = {
             n: StoredParameter(layout.parameters[n], 0 if n in whole else block, threads)
             for n in self.numbers
         }
         self._groups = len(spec.groups)
-        self._batches = make_batches(spec, self._parameters, block)
+        self._batches = make_batches(spec, self._parameters, block, kernel)
+        if arithmetic == "gpu":
+            self.comparison.exact &= all(batch.by_kernel for batch in self._batches)
         self._lock = locks.ordered_lock("replica")
         self._moving: set[int] = set()
         self._reservations: dict[int, _Reservation] = {}
@@ -255,7 +272,8 @@ class Replica:
             if options and batch.group is not None:
                 batch.put_options(options[batch.group])
             parameter_gradients = {number: gradients[number] for number in numbers if number in gradients}
-            batch.step(parameter_gradients, step)
+            if not batch.step(parameter_gradients, step):
+                self._tolerate()
             for number in parameter_gradients:
                 self._parameters[number].gather()
         except BaseException:
@@ -267,6 +285,14 @@ class Replica:
         with self._lock:
             self.at.update(dict.fromkeys(numbers, iteration))
             self._moving.difference_update(numbers)
+
+    def _tolerate(self) -> None:
+        """Compare with a tolerance from now on: the bits of this step stay in the state."""
+        if self.comparison.exact:
+            self.comparison.exact = False
+            _log.warning(
+                "shard %d: this step was not repeated bit for bit, nor can later ones be", self.shard
+            )
 
     def _keep(self, number: int, parameter: StoredParameter) -> bool:
         """Leave a parameter that will change to its remaining readers. Return whether there are any."""

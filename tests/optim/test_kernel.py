@@ -1,0 +1,231 @@
+"""The step kernel beside PyTorch's own steps on this machine's CPU, and where it does not step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkmate.optim import kernel as kernel_module
+from checkmate.optim.kernel import (
+    RECORDED,
+    StepKernel,
+    described_device,
+    is_recorded,
+    powers_of,
+    trouble,
+)
+from checkmate.optim.supported import spec_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.replica.replica import Replica
+from checkmate.wire.layout import make_layout
+from checkmate.wire.parameter import Parameter
+from tests.optim.test_vectors import differences, recorded_variants, vectors
+from tools.step_vectors import SIZES, Variant, as_bits, give_gradients, make
+
+needs_kernel = pytest.mark.skipif(bool(trouble()), reason=trouble())
+
+OPTIONS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.Adam, {"weight_decay": 0.1}),
+    (torch.optim.Adam, {"amsgrad": True, "maximize": True}),
+    (torch.optim.AdamW, {"lr": 0.1, "betas": (0.3, 0.9)}),
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory() -> Iterator[None]:
+    """Forget what was compiled and compared, before and after."""
+    for cached in (kernel_module._library, kernel_module._repeats):
+        cached.cache_clear()
+    yield
+    for cached in (kernel_module._library, kernel_module._repeats):
+        cached.cache_clear()
+
+
+def optimizers(kind: type[torch.optim.Optimizer], options: dict[str, Any], *sizes: int) -> list[Any]:
+    """Return two optimizers with equal parameters of these sizes."""
+    torch.manual_seed(1)
+    parameters = [torch.randn(size) * 0.01 for size in sizes]
+    return [kind([parameter.clone() for parameter in parameters], **options) for _ in range(2)]
+
+
+def give(both: list[Any]) -> None:
+    """Give the parameters of both the same new gradients."""
+    for pair in zip(*(optimizer.param_groups[0]["params"] for optimizer in both), strict=True):
+        gradient = torch.randn_like(pair[0])
+        for parameter in pair:
+            parameter.grad = gradient.clone()
+
+
+def assert_equal(both: list[Any]) -> None:
+    for mine, other in zip(*(optimizer.param_groups[0]["params"] for optimizer in both), strict=True):
+        states = [both[0].state[mine], both[1].state[other]]
+        assert states[0].keys() == states[1].keys()
+        for pair in ((mine, other), *((states[0][name], states[1][name]) for name in states[0])):
+            assert pair[0].dtype == pair[1].dtype
+            assert torch.equal(pair[0].view(torch.int32), pair[1].view(torch.int32))
+
+
+@needs_kernel
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("kind", "options"), OPTIONS)
+def test_steps_of_several_threads_have_the_bits_of_pytorch(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], foreach: bool
+) -> None:
+    both = optimizers(kind, {**options, "foreach": foreach}, 300_001, 3, 100_000, 0)
+    kernel = StepKernel("cpu")
+    assert kernel.covers(kind, both[1].param_groups[0], torch.float32)
+    threads = torch.get_num_threads()
+    for count in (1, 3, 4):
+        give(both)
+        torch.set_num_threads(count)
+        try:
+            both[0].step()
+            kernel.step(both[1], both[1].param_groups[0]["params"])
+        finally:
+            torch.set_num_threads(threads)
+        assert_equal(both)
+
+
+@needs_kernel
+def test_factors_round_the_gradient_one_after_another() -> None:
+    both = optimizers(torch.optim.AdamW, {}, 1000)
+    give(both)
+    both[0].param_groups[0]["params"][0].grad.mul_(0.3).mul_(0.7)
+    both[0].step()
+    StepKernel("cpu").step(both[1], both[1].param_groups[0]["params"], [[0.3, 0.7]])
+    assert_equal(both)
+
+
+@needs_kernel
+@pytest.mark.skipif(
+    kernel_module._mkl_square_roots() is None, reason="PyTorch takes square roots without MKL here"
+)
+def test_other_bits_than_pytorch_s_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = optimizers(torch.optim.Adam, {}, 3)[0].param_groups[0]
+    assert StepKernel("cpu").covers(torch.optim.Adam, options, torch.float32)
+    kernel_module._repeats.cache_clear()
+    monkeypatch.setattr(kernel_module, "_mkl_square_roots", lambda: None)
+    with caplog.at_level("INFO", "checkmate"):
+        assert not StepKernel("cpu").covers(torch.optim.Adam, options, torch.float32)
+    assert "Adam is stepped by PyTorch itself: here the step kernel has other bits" in caplog.text
+
+
+def test_without_a_compiler_steps_are_pytorch_s_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    options = optimizers(torch.optim.Adam, {}, 3)[0].param_groups[0]
+    with caplog.at_level("INFO", "checkmate"):
+        for _ in range(2):
+            assert not StepKernel("cpu").covers(torch.optim.Adam, options, torch.float32)
+            assert not StepKernel("gpu").covers(torch.optim.Adam, options, torch.float32)
+    assert [record.getMessage() for record in caplog.records] == [
+        "optimizer steps are PyTorch's own: the step kernel needs a C compiler: apt-get install gcc libc6-dev"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.NAdam, {}),
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.Adam, {"lr": torch.tensor(0.1)}),
+        (torch.optim.Adam, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}),
+    ],
+)
+def test_other_steps_are_not_covered(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    group = optimizers(kind, {"foreach": False, **options} if "fused" not in options else options, 3)[0]
+    assert not StepKernel("cpu").covers(kind, group.param_groups[0], torch.float32)
+
+
+def test_16_bit_types_of_a_cpu_are_pytorch_s_own() -> None:
+    options = optimizers(torch.optim.Adam, {}, 3)[0].param_groups[0]
+    assert not StepKernel("cpu").covers(torch.optim.Adam, options, torch.bfloat16)
+
+
+def test_powers_end_where_they_no_longer_matter() -> None:
+    powers = powers_of(0.999, torch.device("cpu"))
+    assert powers is not None and len(powers) < 20_000
+    assert 1 - np.float32(powers[-1]) == 1 != 1 - np.float32(powers[len(powers) // 2])
+    assert float(powers[1]) == pytest.approx(0.999**2)
+    assert powers_of(1.0, torch.device("cpu")) is None
+    assert powers_of(1 - 1e-7, torch.device("cpu")) is None
+    of_zero = powers_of(0.0, torch.device("cpu"))
+    assert of_zero is not None and of_zero.tolist() == [0.0]
+
+
+def test_what_is_recorded_is_known_by_its_versions() -> None:
+    assert ("2.11", "cu130", "cuda sm_90") in RECORDED
+    assert is_recorded("2.11.0+cu130", "cuda sm_90")
+    assert not is_recorded("2.11.0+cu126", "cuda sm_90")
+    assert not is_recorded("2.11.0+cu130", "cuda sm_80")
+    assert not is_recorded("2.11.0", "cpu")
+    assert described_device(torch.device("cpu")) == "cpu"
+
+
+@needs_kernel
+def test_a_replica_for_a_gpu_has_its_bits_by_defaults_of_a_script() -> None:
+    """A script that chooses no implementation gets `foreach` on a GPU, and neither on this CPU."""
+    variant = Variant("AdamW", {})
+    of_gpu = next(
+        recorded.number for recorded in recorded_variants() if recorded == Variant("AdamW", {"foreach": True})
+    )
+    optimizer, parameters = make(variant, "cpu")
+    replica = replica_of(optimizer, parameters)
+    assert replica.comparison.exact
+    for step in range(1, 11):
+        give_gradients(variant, step, optimizer, parameters)
+        replica.step(step - 1, gradients_of(replica, parameters), pb.Step())
+    read = sorted(replica.read(9), key=lambda entry: entry[0])  # not in order of numbers
+    for name, tensors in {
+        "p": [tensor for _, tensor, _ in read],
+        "exp_avg_sq": [state["exp_avg_sq"] for _, _, state in read],
+    }.items():
+        bits = as_bits(torch.cat(tensors))  # type: ignore[arg-type]
+        assert not len(differences(bits, vectors()[f"{of_gpu}/10/{name}"], torch.float32))
+
+
+@needs_kernel
+def test_a_replica_for_a_gpu_tolerates_what_the_kernel_cannot_step(caplog: pytest.LogCaptureFixture) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in SIZES]
+    assert not replica_of(torch.optim.NAdam(parameters), parameters).comparison.exact
+    replica = replica_of(torch.optim.Adam(parameters), parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for iteration, (dtype, exact) in enumerate((("float32", True), ("float64", False), ("float32", False))):
+        scaling = pb.Scaling(kind=pb.Scaling.CLIP, factor=0.5, dtype=dtype)
+        replica.step(iteration, gradients_of(replica, parameters), pb.Step(scalings=[scaling]))
+        assert replica.comparison.exact is exact
+    assert caplog.text.count("was not repeated bit for bit") == 1
+
+
+def replica_of(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Replica:
+    """Return a replica of a job on a GPU, before iteration 0."""
+    layout = make_layout([Parameter(f"p{n}", tuple(p.shape), "float32") for n, p in enumerate(parameters)], 1)
+    spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(parameters)})
+    replica = Replica(layout, 0, spec, exact=True, arithmetic="gpu")
+    for number, parameter in enumerate(parameters):
+        replica.load(number, parameter.detach().clone(), {}, -1)
+    return replica
+
+
+def gradients_of(replica: Replica, parameters: list[torch.nn.Parameter]) -> dict[int, torch.Tensor]:
+    """Return the parameters' gradients in buckets."""
+    buckets = {n: torch.zeros(bucket.elements) for n, bucket in enumerate(replica.layout.buckets)}
+    for number, parameter in enumerate(parameters):
+        index, place = replica.layout.where[number]
+        assert parameter.grad is not None
+        buckets[index][place.start : place.stop] = parameter.grad
+    return buckets
