@@ -61,7 +61,7 @@ comparators: setup ## The packages of others with which the evaluation compares,
 	@$(RUN) -m pip install --quiet --upgrade --no-deps --require-hashes --target build/comparators -r benchmarks/comparators/packages.txt
 
 EVALUATION = --raw out/$1.jsonl --page $2/$1.md
-evaluation: comparators ## Compare with other systems, in docs/evaluation.md: hours; QUICK=1: 30 minutes, in out/; RECOVERY=1: an hour
+evaluation: comparators ## Compare with other systems, in docs/evaluation.md: hours; QUICK=1: 30 minutes, in out/; RECOVERY=1: 30 minutes
 	@$(RUN) -m benchmarks.evaluation $(if $(RECOVERY),--recovery --raw out/recovery.jsonl --page docs/evaluation.md,$(if $(QUICK),--quick $(call EVALUATION,quick,out),$(call EVALUATION,evaluation,docs)))
 
 docs: setup ## The documentation as a site, in build/site; needs no network once set up

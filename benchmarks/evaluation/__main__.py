@@ -2,7 +2,7 @@
 
 python -m benchmarks.evaluation                  all of it: up to 8 hours on two cores
 python -m benchmarks.evaluation --quick          30 minutes
-python -m benchmarks.evaluation --recovery       systems that keep processes, with kills: an hour
+python -m benchmarks.evaluation --recovery       systems that keep processes, with kills: half an hour
 python -m benchmarks.evaluation --only gpt --only failures --page docs/evaluation.md
 python -m benchmarks.evaluation --only "Gemini, blocking"
 

@@ -83,7 +83,7 @@ RECOVERY: Final = MeasuredExtent(
     ("gpt",),
     120.0,
     40.0,
-    failing_starts=3,
+    failing_starts=2,
     losses=(),
     failing=(CHECKMATE, *STARTERS, LIVE, "torch.save"),
 )

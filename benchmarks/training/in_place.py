@@ -43,6 +43,7 @@ _SECONDS: Final = 60.0
 _START_SECONDS: Final = 240.0
 _AIMS: Final = {_NO_SPARE: (2.5, 3.5), _SPARE: (1.5, 2.5)}
 """Aim and limit of the median in seconds."""
+_READY_SECONDS: Final = 30.0
 _MARKS: Final = {
     "the others notice, and a process takes its place": "trainer.restore.started",
     "checkmate.restore": "trainer.restore.ended",
@@ -63,6 +64,8 @@ def measure() -> list[Result]:
             task = bar.add_task(words, total=KILLS)
             recoveries = []
             with _training(words) as training:
+                if words == _SPARE:
+                    results += training.readiness()
                 for number in range(KILLS):
                     recoveries.append(training.kill(number % RANKS))
                     bar.update(task, advance=1)
@@ -145,6 +148,32 @@ class _Training:
             parts[part], last = ends[mark] - last, ends[mark]
         return parts
 
+    def readiness(self) -> list[Figure]:
+        """Return what it costs to be ready: processor time of launchers and spares, and a spare's memory."""
+        ranks, helpers = [], []
+        for launcher in self._job.ranks.values():
+            rank = rank_process(launcher)
+            assert rank is not None
+            ranks.append(rank)
+            helpers += [launcher.process.pid, *(child for child in launcher.children() if child != rank)]
+        before = [sum(map(_processor_seconds, processes)) for processes in (helpers, ranks)]
+        time.sleep(_READY_SECONDS)
+        after = [sum(map(_processor_seconds, processes)) for processes in (helpers, ranks)]
+        used, trained = (end - begin for begin, end in zip(before, after, strict=True))
+        launchers = {member.process.pid for member in self._job.ranks.values()}
+        spares = tuple(_own_megabytes(process) for process in helpers if process not in launchers)
+        return [
+            Figure(
+                "processor time of launchers and spares / of the ranks",
+                (used / trained,),
+                "",
+                0.005,
+                0.005,
+                smaller=True,
+            ),
+            Figure("memory of a spare that no other process shares", spares, "MB", smaller=True),
+        ]
+
     @property
     def _name(self) -> str:
         return self._job.crew.lab.name
@@ -171,3 +200,15 @@ class _Training:
         file = self._file(rank)
         lines = file.read_text().splitlines() if file.exists() else []
         return int(json.loads(lines[-1])["iteration"]) if lines else -1
+
+
+def _processor_seconds(process: int) -> float:
+    """Return the processor time of all threads of a process."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_megabytes(process: int) -> float:
+    """Return the memory of a process that no other process has."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6

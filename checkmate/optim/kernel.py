@@ -272,8 +272,11 @@ _NUMBERS: Final[Mapping[type[torch.optim.Optimizer], tuple[str, ...]]] = {
 def _are_numbers(kind: type[torch.optim.Optimizer], options: Options) -> bool:
     """Return whether the options that a step computes with are there, as Python's numbers, not tensors."""
     values = [options.get(name) for name in _NUMBERS[kind]]
-    values += options.get("betas", (None,)) if kind is not torch.optim.SGD else ()
-    return all(type(value) in (bool, int, float) for value in values)
+    betas = options.get("betas", (None,)) if kind is not torch.optim.SGD else ()
+    # Also NumPy's double, which is a float; but its powers, of betas, need not be Python's.
+    return all(isinstance(value, (int, float)) for value in values) and all(
+        type(beta) is float for beta in betas
+    )
 
 
 def _is_decoupled(kind: type[torch.optim.Optimizer], options: Options) -> bool:

@@ -241,7 +241,7 @@ def test_recovery_has_a_section_and_data_of_its_own(tmp_path: Path) -> None:
     write(page, {Cell("failures", "gpt", IN_PLACE, 1, 0): DISTURBED}, RECOVERY)
     text = page.read_text()
     assert "<!-- failures -->\nold\n" in text, "those of the whole evaluation stay"
-    assert "<!-- recovery -->\n1 of 18 cells.\n" in text
+    assert "<!-- recovery -->\n1 of 12 cells.\n" in text
     assert f"| {IN_PLACE} | 1 | 1 | 2 (n=1) | 6.5 (n=1) | 8.5 (n=1) | 120 (n=1) |" in text
     assert (tmp_path / "pictures" / "evaluation-recovery.svg").exists()
     assert f'failures,gpt,"{IN_PLACE}",1' in (tmp_path / "evaluation-recovery.csv").read_text()

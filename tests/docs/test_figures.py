@@ -46,10 +46,10 @@ RING = "Checkmate / the same ring untagged"
         (
             "from kill -9 of a rank",
             [
-                ("recovery", "together"),
-                ("recovery", "checkmate is imported"),
-                ("recovery", "checkmate.restore"),
-                ("recovery", "checkmate.protect"),
+                ("in_place", "in place with no spare / restart of all ranks by torchrun"),
+                ("in_place", "together, no spare"),
+                ("in_place", "in place with a warm spare / restart of all ranks by torchrun"),
+                ("in_place", "together, a warm spare"),
             ],
         ),
         ("a shadow node's optimizer step", [("shadow_step", "AdamW")]),

@@ -150,6 +150,15 @@ def test_other_steps_are_not_covered(kind: type[torch.optim.Optimizer], options:
     assert not StepKernel("cpu").covers(kind, group.param_groups[0], torch.float32)
 
 
+@needs_kernel
+def test_a_learning_rate_may_be_numpy_s_double_and_betas_may_not() -> None:
+    """A schedule may compute with NumPy, which has powers of its own."""
+    kernel, kind = StepKernel("cpu"), torch.optim.AdamW
+    options = optimizers(kind, {"foreach": False, "lr": np.float64(0.1)}, 3)[0].param_groups[0]
+    assert kernel.covers(kind, options, torch.float32)
+    assert not kernel.covers(kind, {**options, "betas": (np.float64(0.9), 0.99)}, torch.float32)
+
+
 def test_16_bit_types_of_a_cpu_are_pytorch_s_own() -> None:
     options = optimizers(torch.optim.Adam, {}, 3)[0].param_groups[0]
     assert not StepKernel("cpu").covers(torch.optim.Adam, options, torch.bfloat16)

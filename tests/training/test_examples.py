@@ -11,6 +11,7 @@ from checkmate.examples import complete
 from tests.support.labs.made import on_one_switch
 from tests.support.training import faulty
 from topologies.describe.topology import Topology, build, load
+from topologies.torchrun import Starter
 from topologies.training.job import JobPlan, training_lab
 from topologies.training.orders import Kill
 from topologies.training.record import JobRecord
@@ -72,14 +73,38 @@ def needs(library: str) -> pytest.MarkDecorator:
 def test_an_example_resumes(
     name: str, tmp_path: Path, example: str, topology: Topology, options: tuple[str, ...]
 ) -> None:
+    lose_a_rank(name, tmp_path, example, topology, options, "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("example", "topology", "options"),
+    [
+        ("pipeline", load("two_stages"), ()),
+        ("pipeline", STAGES, ("--shard",)),
+        ("pipeline", STAGES, ("--shard", "--schedule")),
+        ("hsdp", load("hsdp"), ()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_example_recovers_in_place(
+    name: str, tmp_path: Path, example: str, topology: Topology, options: tuple[str, ...]
+) -> None:
+    lose_a_rank(name, tmp_path, example, topology, options, "launch")
+
+
+def lose_a_rank(
+    name: str, tmp_path: Path, example: str, topology: Topology, options: tuple[str, ...], starter: Starter
+) -> None:
+    """Train with a kill and without one, and compare."""
     module, arguments = f"checkmate.examples.{example}", ("--iterations", str(ITERATIONS), *options)
     forwards = complete.MICRO if example == "complete" else 1
     kill = Kill(1, forwards * (KILLED + 1) - 1, "before the step")  # it counts forwards
     undisturbed = JobPlan(arguments, module, reduce="untagged")
     reference, expected = train(name, topology, undisturbed, tmp_path / "undisturbed")
-    killed = JobPlan(arguments, module, kills=(kill,))
+    killed = JobPlan(arguments, module, kills=(kill,), starter=starter)
     record, state = train(name, topology, killed, tmp_path / "killed")
     (recovery,) = record.recoveries()
+    assert recovery.in_place is (starter == "launch")
     assert KILLED - 1 <= recovery.resumed_with <= KILLED
     resumed = {
         event.more["iteration"]
