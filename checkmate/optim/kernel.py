@@ -66,6 +66,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("rule", "decay", "momentum", "negated")),
         ("square_roots", ctypes.c_void_p),
+        ("set_mkl_threads", ctypes.c_void_p),
     ]
 
 
@@ -174,8 +175,8 @@ class StepKernel:
             decay = _DECOUPLED if _is_decoupled(kind, options) else _COUPLED
         if kind is torch.optim.SGD and options["momentum"]:
             momentum = _NESTEROV if options["nesterov"] else _MOMENTUM
-        roots = _mkl_square_roots() if rule == "cpu" else None
-        return _Step(_RULES[rule], decay, momentum, bool(options["maximize"]), roots)
+        mkl = _mkl() if rule == "cpu" else (None, None)
+        return _Step(_RULES[rule], decay, momentum, bool(options["maximize"]), *mkl)
 
     def _adam_numbers(
         self, kind: type[torch.optim.Optimizer], options: Options, count: float, scale: float
@@ -250,15 +251,17 @@ def trouble() -> str:
 
 
 @cache
-def _mkl_square_roots() -> int | None:
-    """Return the address of the function of MKL by which PyTorch takes square roots, if it has MKL."""
+def _mkl() -> tuple[int | None, int | None]:
+    """Return the addresses of MKL's square roots, and of its number of threads, if PyTorch has MKL here."""
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        return None
+        return None, None
     try:
-        function = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).vmsSqrt
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        functions = library.vmsSqrt, library.MKL_Set_Num_Threads_Local
     except (OSError, AttributeError):
-        return None
-    return ctypes.cast(function, ctypes.c_void_p).value
+        return None, None
+    square_roots, threads = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    return square_roots, threads
 
 
 _NUMBERS: Final[Mapping[type[torch.optim.Optimizer], tuple[str, ...]]] = {

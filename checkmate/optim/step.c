@@ -43,6 +43,7 @@ struct step {
 	// MKL's vmsSqrt, of which PyTorch takes square roots on many CPUs: it does not round all of them correctly. Or
 	// NULL.
 	void (*square_roots)(int, const float *, float *, long long);
+	int (*set_mkl_threads)(int); // of the calling thread; returns the number before. Or NULL.
 };
 
 // A tensor's part of a step. SGD has no `second`, and no `first` without momentum.
@@ -86,31 +87,42 @@ INLINE float opened_value(stored half)
 	return from_bits((uint32_t)half << 16);
 }
 
-// To nearest, ties to even. A NaN stays one.
-INLINE stored stored_value(float value)
+// To nearest, ties to even. A NaN stays one: its lower half is zero, so that nothing is carried into the sign.
+INLINE uint32_t rounded_bits(float value)
 {
 	uint32_t bits = to_bits(value);
-	bits = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
-	return (stored)(value != value ? 0x7fc0u : bits);
+	return bits + 0x7fffu + (bits >> 16 & 1);
+}
+
+INLINE stored stored_value(float value)
+{
+	return (stored)(rounded_bits(value) >> 16);
 }
 
 INLINE float rounded(float value)
 {
-	return opened_value(stored_value(value));
+	return from_bits(rounded_bits(value) & 0xffff0000u);
 }
 
 #elif TYPE == F16
 
 typedef uint16_t stored;
 
-// To nearest, ties to even: to 11 bits by Veltkamp's split, or, if subnormal, to a multiple of 2^-24.
+// One of two values, without a branch.
+INLINE uint32_t either(uint32_t first, uint32_t value, uint32_t otherwise)
+{
+	return (value & -first) | (otherwise & (first - 1));
+}
+
+// To nearest, ties to even: to 11 bits, or, if subnormal, to a multiple of 2^-24.
 INLINE float rounded(float value)
 {
-	float magnitude = fabsf(value), wide = magnitude * 8193.0f, result;
-	result = magnitude < 0x1p-14f ? (magnitude + 0.75f) - 0.75f : wide - (wide - magnitude);
-	result = magnitude >= 65520.0f ? INFINITY : result;
-	result = value != value ? value : result;
-	return copysignf(result, value);
+	uint32_t sign = to_bits(value) & 0x80000000u, bits = to_bits(value) ^ sign;
+	uint32_t subnormal = to_bits((from_bits(bits) + 0.75f) - 0.75f);
+	uint32_t normal = (bits + 0xfffu + (bits >> 13 & 1)) & ~0x1fffu;
+	uint32_t beyond = bits > 0x7f800000u ? bits : 0x7f800000u; // a NaN, or infinity
+	normal = either(normal >= 0x47800000u, beyond, normal);
+	return from_bits(either(bits < 0x38800000u, subnormal, normal) | sign);
 }
 
 // The exponents of half precision end at -14, those of fp32 at -126: a factor makes up for the difference.
@@ -194,51 +206,67 @@ static const float *prepared(float *restrict tile, const struct step *step, cons
 	return tile;
 }
 
-// The first half of Adam's step: the means, and the square roots under the step.
-INLINE void means(const float *restrict p, const float *restrict g, float *restrict m, float *restrict v,
-		  float *restrict x, float *restrict roots, size_t count, const float *numbers, int rule, int coupled,
-		  int greatest)
+// Advance the means of an element; return what its square root is taken of.
+INLINE float advanced(float parameter, float gradient, float *restrict m, float *restrict v, float *restrict x,
+		      size_t i, const float *numbers, int rule, int coupled, int greatest)
 {
-	const float decay = numbers[DECAY], weight = numbers[WEIGHT], beta_2 = numbers[BETA_2],
-		    rest_2 = numbers[REST_2];
+	const float weight = numbers[WEIGHT], rest_2 = numbers[REST_2];
 	const int near = fabsf(weight) < 0.5f;
-	const float slope = near ? weight : weight - 1.0f;
-	for (size_t i = 0; i < count; i++) {
-		float gradient = coupled ? rounded(fmaf(decay, p[i], g[i])) : g[i], square;
-		m[i] = rounded(fmaf(slope, gradient - m[i], near ? m[i] : gradient));
-		square = rounded(v[i] * beta_2);
-		square = rounded(rule == GPU ? fmaf(rest_2, gradient * gradient, square)
-					     : fmaf(rest_2 * gradient, gradient, square));
-		v[i] = square;
-		if (greatest) // torch.maximum, in which a NaN wins
-			x[i] = square = square > x[i] || square != square ? square : x[i];
-		roots[i] = rounded(sqrtf(square));
-	}
+	float square;
+	if (coupled)
+		gradient = rounded(fmaf(numbers[DECAY], parameter, gradient));
+	m[i] = rounded(fmaf(near ? weight : weight - 1.0f, gradient - m[i], near ? m[i] : gradient));
+	square = rounded(v[i] * numbers[BETA_2]);
+	square = rounded(rule == GPU ? fmaf(rest_2, gradient * gradient, square)
+				     : fmaf(rest_2 * gradient, gradient, square));
+	v[i] = square;
+	if (!greatest)
+		return square;
+	return x[i] = square > x[i] || square != square ? square : x[i]; // torch.maximum, in which a NaN wins
 }
 
-// Its second half: the parameters.
-INLINE void parameters_by(float *restrict p, const float *restrict m, const float *restrict roots, size_t count,
-			  const float *numbers, int rule, int coupled)
+// The parameter after the step, by its mean and the square root.
+INLINE float moved(float parameter, float mean, float root, const float *numbers, int rule, int coupled)
 {
-	const float decay = numbers[DECAY], root = numbers[ROOT], epsilon = numbers[EPSILON], size = numbers[SIZE];
-	const int is_reciprocal = numbers[IS_RECIPROCAL] != 0.0f;
-	for (size_t i = 0; i < count; i++) {
-		float parameter = coupled ? p[i] : rounded(p[i] * decay);
-		float by = rounded(is_reciprocal ? roots[i] * root : roots[i] / root);
-		by = rounded(by + epsilon);
-		p[i] = rounded(rule == GPU ? fmaf(size, m[i] / by, parameter) : size * m[i] / by + parameter);
-	}
+	const float size = numbers[SIZE];
+	if (!coupled)
+		parameter = rounded(parameter * numbers[DECAY]);
+	root = rounded(numbers[IS_RECIPROCAL] != 0.0f ? root * numbers[ROOT] : root / numbers[ROOT]);
+	root = rounded(root + numbers[EPSILON]);
+	return rounded(rule == GPU ? fmaf(size, mean / root, parameter) : size * mean / root + parameter);
+}
+
+// Have the next tile fetched from memory while this one is computed.
+INLINE void prefetch(const float *tile, size_t count)
+{
+	for (size_t i = 0; i < count; i += 64 / sizeof *tile)
+		__builtin_prefetch(tile + count + i);
 }
 
 INLINE void adam(const struct step *step, float *restrict p, const float *restrict g, float *restrict m,
-		 float *restrict v, float *restrict x, size_t count, const float *numbers, int rule, int coupled,
+		 float *restrict v, float *restrict x, size_t count, const float *all_numbers, int rule, int coupled,
 		 int greatest)
 {
-	float roots[TILE];
-	means(p, g, m, v, x, roots, count, numbers, rule, coupled, greatest);
-	if (rule == CPU && step->square_roots)
-		step->square_roots((int)count, greatest ? x : v, roots, MKL_MODE);
-	parameters_by(p, m, roots, count, numbers, rule, coupled);
+	float roots[TILE], numbers[8];
+	memcpy(numbers, all_numbers, sizeof numbers);
+	if (rule != CPU || !step->square_roots) {
+		for (size_t i = 0; i < count; i++) {
+			float most = advanced(p[i], g[i], m, v, x, i, numbers, rule, coupled, greatest);
+			p[i] = moved(p[i], m[i], rounded(sqrtf(most)), numbers, rule, coupled);
+		}
+		return;
+	}
+	for (size_t i = 0; i < count; i++)
+		advanced(p[i], g[i], m, v, x, i, numbers, rule, coupled, greatest);
+	if (TYPE == F32) {
+		prefetch(p, count);
+		prefetch(g, count);
+		prefetch(m, count);
+		prefetch(v, count);
+	}
+	step->square_roots((int)count, greatest ? x : v, roots, MKL_MODE);
+	for (size_t i = 0; i < count; i++)
+		p[i] = moved(p[i], m[i], roots[i], numbers, rule, coupled);
 }
 
 INLINE void fused_adam(float *restrict p, const float *restrict g, float *restrict m, float *restrict v,
@@ -345,6 +373,8 @@ static void step_run(const struct step *step, const struct run *run, uint64_t fr
 // Step the elements [from, to) of all runs, counted over them in order.
 EXPORT void checkmate_step(const struct step *step, const struct run *runs, uint64_t count, uint64_t from, uint64_t to)
 {
+	// MKL would start threads for each tile. These are threads already.
+	int threads = step->set_mkl_threads ? step->set_mkl_threads(1) : 0;
 	for (uint64_t i = 0; i < count && to; i++) {
 		uint64_t elements = runs[i].elements, stop = to < elements ? to : elements;
 		if (from < stop)
@@ -352,4 +382,6 @@ EXPORT void checkmate_step(const struct step *step, const struct run *runs, uint
 		from -= from < elements ? from : elements;
 		to -= stop;
 	}
+	if (step->set_mkl_threads)
+		step->set_mkl_threads(threads);
 }

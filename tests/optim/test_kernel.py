@@ -106,16 +106,14 @@ def test_factors_round_the_gradient_one_after_another() -> None:
 
 
 @needs_kernel
-@pytest.mark.skipif(
-    kernel_module._mkl_square_roots() is None, reason="PyTorch takes square roots without MKL here"
-)
+@pytest.mark.skipif(kernel_module._mkl()[0] is None, reason="PyTorch takes square roots without MKL here")
 def test_other_bits_than_pytorch_s_are_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = optimizers(torch.optim.Adam, {}, 3)[0].param_groups[0]
     assert StepKernel("cpu").covers(torch.optim.Adam, options, torch.float32)
     kernel_module._repeats.cache_clear()
-    monkeypatch.setattr(kernel_module, "_mkl_square_roots", lambda: None)
+    monkeypatch.setattr(kernel_module, "_mkl", lambda: (None, None))
     with caplog.at_level("INFO", "checkmate"):
         assert not StepKernel("cpu").covers(torch.optim.Adam, options, torch.float32)
     assert "Adam is stepped by PyTorch itself: here the step kernel has other bits" in caplog.text
