@@ -11,7 +11,9 @@ import ctypes
 import hashlib
 import logging
 import math
+import os
 import platform
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +47,8 @@ _CUT_ELEMENTS: Final = 64
 RECORDED: Final = frozenset({("2.11", "cu130", "cuda sm_90")})
 """PyTorch's version, CUDA's, and the device whose steps are recorded, and equal the kernel's in all bits."""
 MAX_POWERS: Final = 1 << 20
+_VERSION: Final = re.compile(r"(?P<release>\d+\.\d+)\.\d+\+(?P<cuda>cu\d+)")
+"""A version that was released, not one of those built each night."""
 _NEGLIGIBLE: Final = 2.0**-25
 """1 - x is 1 in fp32, from this x on."""
 _RULES: Final = {"cpu": 0, "gpu": 1, "gpu fused": 2}
@@ -162,7 +166,8 @@ class StepKernel:
                 run[name] = tensor.data_ptr()
             run["elements"] = parameter.numel()
             run["factors"] = len(of_gradient)
-            run["factor"][: len(of_gradient)] = of_gradient
+            # A NaN of a GPU has bits that rounding would carry into the sign: here is one that it does not.
+            run["factor"][: len(of_gradient)] = [math.nan if math.isnan(f) else f for f in of_gradient]
         dtype = parameters[0].dtype
         library = _library(dtype)
         assert library is not None
@@ -206,6 +211,29 @@ class StepKernel:
         return powers[count - 1] if count <= len(powers) else np.float32(0)
 
 
+def fits_kernel(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter's state, if it has any, is of its type, and as the kernel goes over it."""
+    state = optimizer.state.get(parameter)
+    if not state:
+        return True
+    (options,) = optimizer.param_groups
+    if type(optimizer) is torch.optim.SGD:
+        tensors = [state.get("momentum_buffer")] if options["momentum"] else []
+        tensors = [tensor for tensor in tensors if tensor is not None]
+    else:
+        names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else []))
+        tensors = [state.get(name) for name in names]
+        step = state.get("step")
+        if not isinstance(step, torch.Tensor) or step.numel() != 1 or not step.is_floating_point():
+            return False
+    return all(
+        isinstance(tensor, torch.Tensor)
+        and (tensor.dtype, tensor.shape) == (parameter.dtype, parameter.shape)
+        and tensor.is_contiguous()
+        for tensor in (parameter, *tensors)
+    )
+
+
 def described_device(device: torch.device) -> str:
     """Return the device as nodes are told it: a GPU with its architecture, such as "cuda sm_90"."""
     if device.type != "cuda":
@@ -216,8 +244,8 @@ def described_device(device: torch.device) -> str:
 
 def is_recorded(version: str, device: str) -> bool:
     """Return whether steps of a version of PyTorch are recorded, on a device as `described_device` has it."""
-    release, _, cuda = version.partition("+")
-    return (".".join(release.split(".")[:2]), cuda, device) in RECORDED
+    match = _VERSION.fullmatch(version)
+    return match is not None and (match["release"], match["cuda"], device) in RECORDED
 
 
 def powers_of(beta: float, device: torch.device) -> torch.Tensor | None:
@@ -264,6 +292,7 @@ def _mkl() -> tuple[int | None, int | None]:
     return square_roots, threads
 
 
+_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
 _NUMBERS: Final[Mapping[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     torch.optim.SGD: ("lr", "weight_decay", "momentum", "dampening", "maximize", "nesterov"),
     torch.optim.Adam: ("lr", "weight_decay", "eps", "maximize", "amsgrad"),
@@ -277,9 +306,12 @@ def _are_numbers(kind: type[torch.optim.Optimizer], options: Options) -> bool:
     values = [options.get(name) for name in _NUMBERS[kind]]
     betas = options.get("betas", (None,)) if kind is not torch.optim.SGD else ()
     # Also NumPy's double, which is a float; but its powers, of betas, need not be Python's.
-    return all(isinstance(value, (int, float)) for value in values) and all(
-        type(beta) is float for beta in betas
-    )
+    return all(map(_is_float32, values)) and all(type(beta) is float for beta in betas)
+
+
+def _is_float32(value: object) -> bool:
+    """Return whether a value is a number in fp32's range, beyond which PyTorch raises."""
+    return isinstance(value, (int, float)) and (not math.isfinite(value) or abs(value) <= _MAX_FLOAT32)
 
 
 def _is_decoupled(kind: type[torch.optim.Optimizer], options: Options) -> bool:
@@ -335,6 +367,9 @@ def _in_threads(library: ctypes.CDLL, step: _Step, runs: np.ndarray[Any, Any]) -
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "step")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
 
 
 @cache
@@ -394,6 +429,8 @@ def _signature(kind: type[torch.optim.Optimizer], options: Options) -> _Signatur
     switches = ("foreach", "amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
     signature = {name: options[name] for name in switches if name in options}
     signature |= {name: bool(options[name]) for name in ("weight_decay", "momentum") if name in options}
+    if not options.get("momentum"):
+        signature.pop("nesterov", None)  # which then does nothing, and which PyTorch's constructor refuses
     if "betas" in options:
         signature["near"] = 1 - options["betas"][0] < 0.5
     return tuple(sorted(signature.items(), key=lambda item: item[0]))
@@ -418,14 +455,21 @@ def _repeats(name: str, signature: _Signature) -> bool:
     if kind is torch.optim.AdamW:
         options.pop("decoupled_weight_decay", None)
     generator = torch.Generator().manual_seed(1)
+
+    def draw(size: int) -> torch.Tensor:
+        return torch.randn(
+            size, generator=generator, dtype=torch.float32
+        )  # whatever the trainers' default is
+
     sizes = (4099, 64, 7, 1)
-    both = [[torch.randn(size, generator=generator) * 0.01 for size in sizes]]
+    both = [[draw(size) * 0.01 for size in sizes]]
     both.append([tensor.clone() for tensor in both[0]])
     pytorch, kernel_stepped = (kind(tensors, **options) for tensors in both)
     for _ in range(3):
-        gradients = [torch.randn(size, generator=generator) for size in sizes]
+        gradients = [draw(size) for size in sizes]
         gradients[0][:64] *= 1e-38  # subnormal squares
-        gradients[0][64:70] = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 3e38])
+        special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 3e38], dtype=torch.float32)
+        gradients[0][64:70] = special
         for tensors in both:
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 tensor.grad = gradient.clone()
@@ -448,6 +492,8 @@ def _tensors(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> list[tor
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits; of NaNs there are several, which count as one."""
+    if first.dtype is not torch.float32:  # a number of steps
+        return torch.equal(first, second)
     both_nan = first.isnan() & second.isnan()
     bits = [tensor.view(torch.int32) for tensor in (first, second)]
     return bool(((bits[0] == bits[1]) | both_nan).all())

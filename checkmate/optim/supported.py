@@ -209,7 +209,8 @@ def _kind_of_step(spec: pb.OptimizerSpec) -> tuple[object, ...]:
     implementations = [(values.get("foreach"), values.get("fused")) for values in options]
     groups = [list(group.parameters) for group in spec.groups]
     kinds = [kind_of(spec, group) for group in spec.groups]
-    return kinds, spec.threads, spec.default_dtype or "float32", implementations, groups
+    powers = {(of_base.base, of_base.values) for of_base in spec.powers}
+    return kinds, spec.threads, spec.default_dtype or "float32", implementations, groups, powers
 
 
 def beginnings(optimizer: torch.optim.Optimizer, first_group: int = 0) -> list[pb.Beginning]:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Final
 
+import torch
+
 from checkmate.events.event_log import EventLog
 from checkmate.events.kinds import ITERATION_COMMITTED, Occurrence
 from checkmate.job.addresses import split_address
@@ -14,6 +16,7 @@ from checkmate.job.schema import Job
 from checkmate.keys.access import Access, access
 from checkmate.keys.callers import GRADIENT_STREAM
 from checkmate.keys.roles import Role, Secret
+from checkmate.optim.kernel import compile_for
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import memory
 from checkmate.shadow.admission import CallerGate
@@ -105,6 +108,7 @@ class Serving:
             check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
         memory.one_arena()
         memory.load_optimizers()
+        compile_for([torch.float32])  # before training begins: that takes seconds, once on a machine
         with ExitStack() as undo:
             listener = records_listener(job, node_id, None if by_hosts else receive_buffer)
             undo.callback(listener.close)

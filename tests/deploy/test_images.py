@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 
+import pytest
+
 from checkmate.base.extras import LIBRARIES
 from tests.support.environments import PROJECT
 from tests.test_lock import PINNED
@@ -26,10 +28,12 @@ def test_each_role_gets_its_extra_and_metrics_if_it_serves_them() -> None:
     assert lists == {"wheel": [], "base": [], **dict(expected)}
 
 
-def test_the_trainer_has_the_packages_of_the_guide() -> None:
-    (documented,) = re.findall(r"Debian: `apt-get install (.*?)`", (ROOT / "docs" / "install.md").read_text())
-    (installed,) = re.findall(r"--no-install-recommends (.*?) \\", STAGES["trainer"])
-    assert installed.split() == documented.split()
+@pytest.mark.parametrize(("stage", "section"), [("trainer", "Trainer"), ("shadow", "Shadow node")])
+def test_a_role_has_the_packages_of_the_guide(stage: str, section: str) -> None:
+    guide = (ROOT / "docs" / "install.md").read_text().partition(f"\n## {section}\n")[2]
+    documented = re.search(r"Debian: `apt-get install (.*?)`", guide)
+    (installed,) = re.findall(r"--no-install-recommends (.*?) \\", STAGES[stage])
+    assert documented is not None and installed.split() == documented[1].split()
 
 
 def test_versions_are_those_that_are_tested() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from checkmate.optim.kernel import (
     RECORDED,
     StepKernel,
     described_device,
+    fits_kernel,
     is_recorded,
     powers_of,
     trouble,
@@ -23,6 +27,7 @@ from checkmate.optim.kernel import (
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.replica import Replica
+from checkmate.state import DTYPES
 from checkmate.wire.layout import make_layout
 from checkmate.wire.parameter import Parameter
 from tests.optim.test_vectors import differences, recorded_variants, vectors
@@ -157,6 +162,103 @@ def test_a_learning_rate_may_be_numpy_s_double_and_betas_may_not() -> None:
     assert not kernel.covers(kind, {**options, "betas": (np.float64(0.9), 0.99)}, torch.float32)
 
 
+@needs_kernel
+def test_state_of_another_type_or_layout_is_not_the_kernel_s() -> None:
+    both = optimizers(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 100)
+    (parameter,) = both[1].param_groups[0]["params"]
+    assert fits_kernel(both[1], parameter), "it has no state yet"
+    for buffer in (torch.zeros(100, dtype=torch.bfloat16), torch.zeros(99), torch.zeros(200)[::2], 0.5):
+        both[1].state[parameter]["momentum_buffer"] = buffer
+        assert not fits_kernel(both[1], parameter)
+    adam = optimizers(torch.optim.Adam, {}, 100)[1]
+    (parameter,) = adam.param_groups[0]["params"]
+    adam.state[parameter].update(
+        step=torch.tensor(1.0), exp_avg=torch.zeros(100), exp_avg_sq=torch.zeros(100)
+    )
+    assert fits_kernel(adam, parameter)
+    adam.param_groups[0]["amsgrad"] = True
+    assert not fits_kernel(adam, parameter), "PyTorch misses that state, too"
+
+
+@needs_kernel
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_comparison_has_types_of_its_own(default: torch.dtype) -> None:
+    options = optimizers(torch.optim.Adam, {"weight_decay": 0.1}, 3)[0].param_groups[0]
+    torch.set_default_dtype(default)
+    try:
+        assert StepKernel("cpu").covers(torch.optim.Adam, options, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_kernel
+def test_nesterov_without_momentum_is_as_if_it_were_not_there() -> None:
+    options = optimizers(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, 3)[0].param_groups[
+        0
+    ]
+    assert StepKernel("cpu").covers(torch.optim.SGD, {**options, "momentum": 0}, torch.float32)
+
+
+@needs_kernel
+def test_numbers_beyond_fp32_are_left_to_pytorch_which_raises() -> None:
+    options = optimizers(torch.optim.SGD, {"lr": 0.1}, 3)[0].param_groups[0]
+    assert not StepKernel("cpu").covers(torch.optim.SGD, {**options, "lr": 1e39}, torch.float32)
+    assert StepKernel("cpu").covers(torch.optim.SGD, {**options, "lr": float("nan")}, torch.float32)
+
+
+@needs_kernel
+def test_a_forked_process_steps_with_threads_of_its_own() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        both = optimizers(torch.optim.SGD, {"lr": 0.1}, 300_000)
+        give(both)
+        StepKernel("cpu").step(both[0], both[0].param_groups[0]["params"])
+        child = os.fork()
+        if child == 0:
+            StepKernel("cpu").step(both[0], both[0].param_groups[0]["params"])
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+def test_a_clip_factor_of_a_gpu_is_in_the_gradient_s_type_and_may_be_a_nan() -> None:
+    """The factor of a mixed model is fp32; PyTorch converts it for 16-bit gradients before it multiplies."""
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))]
+    nan = struct.unpack("<f", struct.pack("<I", 0x7FFFFFFF))[0]  # a GPU's
+    replica = replica_of(torch.optim.SGD(parameters, lr=1.0), parameters)
+    for iteration, factor in enumerate((0.3, nan)):
+        parameters[0].grad = torch.full_like(parameters[0], 3.0)
+        scaling = pb.Scaling(kind=pb.Scaling.CLIP, factor=factor)
+        replica.step(iteration, gradients_of(replica, parameters), pb.Step(scalings=[scaling]))
+        ((_, tensor, _),) = replica.read(iteration)
+        expected = -3 * torch.tensor(factor, dtype=torch.bfloat16)
+        assert torch.equal(tensor, expected.expand(4)) or (iteration and tensor.isnan().all())
+    assert replica.comparison.exact
+
+
+@needs_kernel
+def test_a_replica_for_a_gpu_uses_all_threads_of_the_node() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))]
+    replica = replica_of(torch.optim.SGD(parameters, lr=1.0), parameters)
+    assert {batch.threads for batch in replica._batches} == {0}
+
+
+def test_all_nans_are_alike_in_a_comparison_of_bits() -> None:
+    parameters = [torch.nn.Parameter(torch.tensor([math.nan, 0.0, 1.0]))]
+    replica = replica_of(torch.optim.SGD(parameters), parameters)
+    for bits, messages in (
+        ([0x7FFFFFFF, 0, 0x3F800000], 0),
+        ([0xFFC00000, 0x80000000, 0x3F800000], 1),  # zeros of two signs are not
+        ([0x3F800000, 0, 0x3F800000], 1),
+    ):
+        part = pb.Slice(parameter=0, data=struct.pack("<3I", *bits))
+        differences_said = list(replica.comparison.compare(-1, [part], replica._parameters))
+        assert len(differences_said) == messages, bits
+
+
 def test_16_bit_types_of_a_cpu_are_pytorch_s_own() -> None:
     options = optimizers(torch.optim.Adam, {}, 3)[0].param_groups[0]
     assert not StepKernel("cpu").covers(torch.optim.Adam, options, torch.bfloat16)
@@ -179,6 +281,7 @@ def test_what_is_recorded_is_known_by_its_versions() -> None:
     assert not is_recorded("2.11.0+cu126", "cuda sm_90")
     assert not is_recorded("2.11.0+cu130", "cuda sm_80")
     assert not is_recorded("2.11.0", "cpu")
+    assert not is_recorded("2.11.0.dev20260101+cu130", "cuda sm_90")
     assert described_device(torch.device("cpu")) == "cpu"
 
 
@@ -220,7 +323,8 @@ def test_a_replica_for_a_gpu_tolerates_what_the_kernel_cannot_step(caplog: pytes
 
 def replica_of(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Replica:
     """Return a replica of a job on a GPU, before iteration 0."""
-    layout = make_layout([Parameter(f"p{n}", tuple(p.shape), "float32") for n, p in enumerate(parameters)], 1)
+    names = [str(parameter.dtype).removeprefix("torch.") for parameter in parameters]
+    layout = make_layout([Parameter(f"p{n}", tuple(p.shape), names[n]) for n, p in enumerate(parameters)], 1)
     spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(parameters)})
     replica = Replica(layout, 0, spec, exact=True, arithmetic="gpu")
     for number, parameter in enumerate(parameters):
@@ -230,7 +334,10 @@ def replica_of(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Param
 
 def gradients_of(replica: Replica, parameters: list[torch.nn.Parameter]) -> dict[int, torch.Tensor]:
     """Return the parameters' gradients in buckets."""
-    buckets = {n: torch.zeros(bucket.elements) for n, bucket in enumerate(replica.layout.buckets)}
+    buckets = {
+        n: torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype])
+        for n, bucket in enumerate(replica.layout.buckets)
+    }
     for number, parameter in enumerate(parameters):
         index, place = replica.layout.where[number]
         assert parameter.grad is not None

@@ -46,7 +46,10 @@ def begin(node: Node, request: pb.BeginRequest, caller: str = "") -> list[str]:
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
             old.reach(request.next_iteration)
             return _warnings(node, old)
-        reused = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
+        # Holders of a shard may have different bits, if a GPU's are repeated by one and not by another: the
+        # trainers have read only one of them.
+        alike = node.job.replicas == 1 or not request.device.startswith("cuda")
+        reused = {hold.plan.shard: hold for hold in reusable(old, request, layout) if alike}
         records = Records(request.ranks, request.first_iteration, request.buffers)
         if old is not None and reused:
             records.adopt(old.records.served(request.first_iteration - 1))

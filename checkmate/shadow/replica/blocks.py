@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from checkmate.optim.kernel import MAX_FACTORS, StepKernel
+from checkmate.optim.kernel import MAX_FACTORS, StepKernel, fits_kernel
 from checkmate.optim.options import parse_options
 from checkmate.optim.supported import SUPPORTED, build, default_dtype, kind_of
 from checkmate.rpc import shadow_pb2 as pb
@@ -89,7 +89,7 @@ class Block:
         self, pieces: Sequence[tuple[int, ParameterPiece]], scalings: Iterable[pb.Scaling]
     ) -> tuple[list[list[float]], float] | None:
         """Return factors of each gradient and the fused scale, or `None` if the kernel can't step these."""
-        if not self.by_kernel:
+        if not self.by_kernel or not all(fits_kernel(self.optimizer, piece.tensor) for _, piece in pieces):
             return None
         factors: list[list[float]] = [[] for _ in pieces]
         fused = 1.0
@@ -97,13 +97,16 @@ class Block:
             if DTYPES[scaling.dtype or "float32"].itemsize > 4:
                 return None
             if scaling.kind == pb.Scaling.FUSED:
-                fused /= scaling.factor
                 if math.frexp(scaling.factor)[0] != 0.5 or type(self.optimizer) is torch.optim.SGD:
                     return None  # only the inverse of a power of two is exact
+                fused /= scaling.factor
                 continue
             times = Counter(scaling.parameters)
-            for its_factors, (number, _) in zip(factors, pieces, strict=True):
-                its_factors.extend([scaling.factor] * (times[number] if times else 1))
+            for its_factors, (number, piece) in zip(factors, pieces, strict=True):
+                # On a GPU, a product with a 0-dimensional tensor has that one in the type of the other.
+                clips = scaling.kind == pb.Scaling.CLIP
+                factor = torch.tensor(scaling.factor, dtype=piece.tensor.dtype if clips else torch.float32)
+                its_factors.extend([factor.item()] * (times[number] if times else 1))
         return None if max(map(len, factors)) > MAX_FACTORS else (factors, fused)
 
     def _step_by_kernel(

@@ -22,6 +22,7 @@ CLOSE_ENOUGH: Final[Mapping[torch.dtype, tuple[float, float]]] = {
 }
 """Relative and absolute tolerance if the trainers step on another kind of device."""
 
+_INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 STEPS_TO_TRUST: Final = 2
 """Number of our own steps since seeding after which changes outside the optimizer's step show."""
 
@@ -124,7 +125,7 @@ class Comparison:
         return not part.HasField("number") and self._same_run(value, part)
 
     def _same_run(self, tensor: torch.Tensor, part: pb.Slice) -> bool:
-        """Return whether a tensor has this run, within a tolerance unless `exact`.
+        """Return whether a tensor has this run, within a tolerance unless `exact`. All NaNs are alike.
 
         For state the tolerance is relative to the run's largest value, because sums of values that cancel out
         keep the errors of their terms.
@@ -132,12 +133,19 @@ class Comparison:
         run = bytes_of(tensor)[part.offset : part.offset + len(part.data)]
         if len(run) != len(part.data) or len(run) % tensor.element_size():
             return False
-        if self.exact or not part.data or not tensor.is_floating_point():
-            return bytes(run) == part.data
+        if bytes(run) == part.data:
+            return True
+        if not part.data or not tensor.is_floating_point():
+            return False
         relative, absolute = CLOSE_ENOUGH[tensor.dtype]
         start = part.offset // tensor.element_size()
-        trainer_values = torch.frombuffer(bytearray(part.data), dtype=tensor.dtype).double()
-        replica_values = tensor.reshape(-1)[start : start + len(trainer_values)].double()
+        trainer_values = torch.frombuffer(bytearray(part.data), dtype=tensor.dtype)
+        replica_values = tensor.reshape(-1)[start : start + len(trainer_values)]
+        if self.exact:
+            integers = _INTEGERS[tensor.element_size()]  # zeros of different signs differ
+            differ = trainer_values.view(integers) != replica_values.view(integers)
+            return bool((trainer_values.isnan() & replica_values.isnan())[differ].all())
+        trainer_values, replica_values = trainer_values.double(), replica_values.double()
         if part.state:
             absolute = max(absolute, relative * float(trainer_values.abs().nan_to_num(0.0, 0.0).max()))
         return torch.allclose(replica_values, trainer_values, relative, absolute, equal_nan=True)

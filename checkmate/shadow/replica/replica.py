@@ -89,7 +89,8 @@ class Replica:
         self.numbers = tuple(layout.of_shard(shard))
         self.at: dict[int, int] = {}
         """Iteration of each parameter's last step; absent if it is not seeded."""
-        threads = (spec.threads or torch.get_num_threads()) if exact else 0
+        # Of PyTorch's own steps; the kernel's bits do not depend on it.
+        threads = (spec.threads or torch.get_num_threads()) if exact and arithmetic == "cpu" else 0
         parameters = [layout.parameters[number] for number in self.numbers]
         block = block_elements(parameters)
         kernel = StepKernel.of(spec, arithmetic)
@@ -102,6 +103,7 @@ class Replica:
         self._batches = make_batches(spec, self._parameters, block, kernel)
         if arithmetic == "gpu":
             self.comparison.exact &= all(batch.by_kernel for batch in self._batches)
+        self._begins_exact = self.comparison.exact
         self._lock = locks.ordered_lock("replica")
         self._moving: set[int] = set()
         self._reservations: dict[int, _Reservation] = {}
@@ -133,6 +135,7 @@ class Replica:
             for number, stored_parameter in self._parameters.items():
                 self._keep(number, stored_parameter)
             self.at.clear()
+            self.comparison.exact = self._begins_exact  # what comes next are the trainers' own bits
 
     def step(self, iteration: int, gradients: Mapping[int, torch.Tensor], step: pb.Step) -> list[str]:
         """Step parameters from `iteration - 1` to `iteration`, and compare them with the trainers' slices.
