@@ -133,6 +133,8 @@ def _host(subject: Subject, facts: Facts) -> Iterator[Finding]:
     yield from _of_host_copies(subject, facts) if by_hosts else _of_switch_copies(subject, facts)
     if role is Role.TRAINER:
         yield host_checks.rendezvous(facts)
+    if role is Role.SHADOW:
+        yield role_checks.step_kernel()
     yield host_checks.windows(role, facts, by_hosts=by_hosts)
     yield host_checks.clock(role, facts, by_hosts=by_hosts)
 

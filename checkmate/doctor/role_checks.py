@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 from collections.abc import Collection, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from checkmate.base.extras import ExtraMissing, check
@@ -60,6 +61,18 @@ def tagger(facts: Facts) -> Finding:
             return ok("BPF", "the tagger was compiled, attached and detached")
     except TaggerUnavailable as error:
         return failed("BPF", error.missing, error.remedy)
+
+
+def step_kernel() -> Finding:
+    """Compile the kernel of optimizer steps, as a shadow node does when it starts, unless it is cached."""
+    if find_spec("torch") is None:
+        return skipped("step kernel", "not tried without PyTorch")
+    from checkmate.optim.kernel import trouble  # noqa: PLC0415 - PyTorch takes seconds
+
+    detail, _, remedy = trouble().rpartition(": ")
+    if detail:
+        return warning("step kernel", f"{detail}; PyTorch steps, several times slower", remedy)
+    return ok("step kernel", "it can be compiled and loaded")
 
 
 def receive_buffers(facts: Facts, receive_buffer: int) -> Finding:

@@ -7,6 +7,7 @@ from contextlib import closing
 from ipaddress import IPv4Address
 from pathlib import Path
 
+import pytest
 from pyroute2.ethtool.ioctl import IoctlEthtool
 
 from checkmate.doctor import role_checks
@@ -117,3 +118,16 @@ def test_routes_and_source_addresses_are_checked_as_the_kernel_has_them(host: st
             index = ip.link_lookup(ifname="eth0")[0]
             ip.addr("add", index=index, address="10.255.0.9", prefixlen=24)
         assert [finding.outcome for finding in role_checks.routes(node, read(["10.77.0.1"]))] == [Outcome.OK]
+
+
+def test_a_host_without_a_compiler_is_told_that_steps_are_slower(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert role_checks.step_kernel().outcome is Outcome.OK
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    finding = role_checks.step_kernel()
+    assert finding.outcome is Outcome.WARNING
+    assert finding.detail == "the step kernel needs a C compiler; PyTorch steps, several times slower"
+    assert finding.remedy == "apt-get install gcc libc6-dev"
