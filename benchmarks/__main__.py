@@ -49,6 +49,7 @@ SUITES = {
     "batches": "shadow.batches",
     "recovery": "training.recovery",
     "in_place": "training.in_place",
+    "many_recoveries": "training.many_recoveries",
 }
 """The module of each benchmark."""
 

@@ -30,18 +30,18 @@ TITLE: Final = (
 KILLS: Final = 20
 _RESTART: Final = "restart of all ranks by torchrun"
 _NO_SPARE: Final = "no spare"
-_SPARE: Final = "a warm spare"
+SPARE: Final = "a warm spare"
 _STARTERS: Final[dict[str, Starter]] = {
     _RESTART: "torchrun",
     _NO_SPARE: "launch",
-    _SPARE: "launch --spare",
+    SPARE: "launch --spare",
 }
 RANKS: Final = 4
 _APART: Final = 6
 """Iterations between two kills."""
 _SECONDS: Final = 60.0
 _START_SECONDS: Final = 240.0
-_AIMS: Final = {_NO_SPARE: (2.5, 3.5), _SPARE: (1.5, 2.5)}
+_AIMS: Final = {_NO_SPARE: (2.5, 3.5), SPARE: (1.5, 2.5)}
 """Aim and limit of the median in seconds."""
 _READY_SECONDS: Final = 30.0
 _MARKS: Final = {
@@ -63,8 +63,8 @@ def measure() -> list[Result]:
         for words in _STARTERS:
             task = bar.add_task(words, total=KILLS)
             recoveries = []
-            with _training(words) as training:
-                if words == _SPARE:
+            with killed_training(words) as training:
+                if words == SPARE:
                     results += training.readiness()
                 for number in range(KILLS):
                     recoveries.append(training.kill(number % RANKS))
@@ -77,14 +77,14 @@ def measure() -> list[Result]:
                 Figure(f"{part}, {words}", tuple(parts[part] for parts in recoveries), "s") for part in _MARKS
             ]
             results.append(Figure(f"completed iterations repeated, all kills, {words}", (repeated,), ""))
-    for words in (_NO_SPARE, _SPARE):
+    for words in (_NO_SPARE, SPARE):
         pairs = zip(totals[words], totals[_RESTART], strict=True)
         results.append(Figure(f"in place with {words} / {_RESTART}", tuple(a / b for a, b in pairs), ""))
     return results
 
 
 @contextmanager
-def _training(words: str) -> Iterator[_Training]:
+def killed_training(words: str, kills: int = KILLS) -> Iterator[KilledTraining]:
     """Train in the demo's lab, pinned as there: ranks share one CPU, and all else the other."""
     usable = sorted(os.sched_getaffinity(0))
     rank_cpus, other_cpus = ({usable[0]}, {usable[1]}) if len(usable) > 1 else (None, None)
@@ -103,31 +103,36 @@ def _training(words: str) -> Iterator[_Training]:
         environment = {"CHECKMATE_EVENTS": str(Path(folder, "events")), "PYTHONDONTWRITEBYTECODE": ""}
         for host in lab.topology.trainers:
             # Two of three restarts by torchrun may fail, because some ranks come back early.
-            restarts = 3 * KILLS
+            restarts = 3 * kills
             command = torchrun.command(
                 lab.topology, host, script, restarts=restarts, starter=_STARTERS[words]
             )
             job.ranks[host.name] = crew.start(
                 host.name, host.name, command, cpus=rank_cpus, environment=environment
             )
-        training = _Training(job, Path(folder))
+        training = KilledTraining(job, Path(folder))
         training.await_iteration(10 * _APART, _START_SECONDS)  # also until spares are ready
         yield training
         job.stop()
 
 
-class _Training:
+class KilledTraining:
     """A training that recovers from one kill after another."""
 
     def __init__(self, job: JobProcesses, folder: Path) -> None:
         self._job, self._folder = job, folder
 
-    def kill(self, rank: int) -> Mapping[str, float]:
-        """Kill a rank, and return the parts of the recovery, once training has gone on for a while."""
-        self.await_iteration(self._newest(rank) + _APART)
+    def process(self, rank: int) -> int:
+        """Return a rank's process."""
         process = rank_process(self._job.ranks[f"rank{rank}"])
         if process is None:
-            raise RuntimeError(f"rank {rank} has no process to kill")
+            raise RuntimeError(f"rank {rank} has no process")
+        return process
+
+    def kill(self, rank: int, apart: int = _APART) -> Mapping[str, float]:
+        """Kill a rank, and return the parts of the recovery, once training has gone on for a while."""
+        self.await_iteration(self._newest(rank) + apart)
+        process = self.process(rank)
         before = self._count(rank)
         killed_at, monotonic = time.time(), time.monotonic()
         os.kill(process, signal.SIGKILL)
