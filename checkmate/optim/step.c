@@ -94,14 +94,15 @@ INLINE uint32_t rounded_bits(float value)
 	return bits + 0x7fffu + (bits >> 16 & 1);
 }
 
-INLINE stored stored_value(float value)
-{
-	return (stored)(rounded_bits(value) >> 16);
-}
-
 INLINE float rounded(float value)
 {
 	return from_bits(rounded_bits(value) & 0xffff0000u);
+}
+
+// A value that is rounded already.
+INLINE stored stored_value(float value)
+{
+	return (stored)(to_bits(value) >> 16);
 }
 
 #elif TYPE == F16
@@ -134,13 +135,13 @@ INLINE float opened_value(stored half)
 	return from_bits(bits | sign);
 }
 
+// A value that is rounded already.
 INLINE stored stored_value(float value)
 {
-	float magnitude = fabsf(rounded(value));
-	uint32_t bits = to_bits(magnitude * 0x1p-112f) >> 13;
-	bits = magnitude > 65504.0f ? 0x7c00u : bits;
-	bits = value != value ? 0x7e00u : bits;
-	return (stored)(bits | (to_bits(value) >> 16 & 0x8000u));
+	uint32_t sign = to_bits(value) & 0x80000000u, bits = to_bits(value) ^ sign;
+	uint32_t finite = to_bits(from_bits(bits) * 0x1p-112f) >> 13;
+	uint32_t beyond = bits > 0x7f800000u ? 0x7e00u : 0x7c00u; // a NaN, or infinity
+	return (stored)(either(bits >= 0x7f800000u, beyond, finite) | sign >> 16);
 }
 
 #else
@@ -177,14 +178,18 @@ static float *opened(float *tile, void *whole, size_t at, size_t count)
 #endif
 }
 
-static void closed(const float *restrict tile, void *whole, size_t at, size_t count)
+static void closed(const float *restrict tile, void *whole, size_t at, size_t count, int is_rounded)
 {
 #if TYPE == F32
-	(void)tile, (void)whole, (void)at, (void)count;
+	(void)tile, (void)whole, (void)at, (void)count, (void)is_rounded;
 #else
 	stored *restrict elements = (stored *)whole + at;
-	for (size_t i = 0; i < count; i++)
-		elements[i] = stored_value(tile[i]);
+	if (is_rounded)
+		for (size_t i = 0; i < count; i++)
+			elements[i] = stored_value(tile[i]);
+	else
+		for (size_t i = 0; i < count; i++)
+			elements[i] = stored_value(rounded(tile[i]));
 #endif
 }
 
@@ -348,6 +353,7 @@ static void sgd_tile(const struct step *step, const float *numbers, float *p, co
 
 static void step_run(const struct step *step, const struct run *run, uint64_t from, uint64_t to)
 {
+	const int is_rounded = step->rule != GPU_FUSED;
 	float gradients[TILE], parameters[TILE], firsts[TILE], seconds[TILE], greatests[TILE];
 	for (uint64_t at = from; at < to; at += TILE) {
 		size_t count = to - at < TILE ? to - at : TILE;
@@ -358,15 +364,15 @@ static void step_run(const struct step *step, const struct run *run, uint64_t fr
 			float *v = opened(seconds, run->second, at, count);
 			float *x = run->greatest ? opened(greatests, run->greatest, at, count) : NULL;
 			adam_tile(step, run->numbers, p, g, m, v, x, count);
-			closed(v, run->second, at, count);
+			closed(v, run->second, at, count, is_rounded);
 			if (x)
-				closed(x, run->greatest, at, count);
+				closed(x, run->greatest, at, count, is_rounded);
 		} else {
 			sgd_tile(step, run->numbers, p, g, m, count);
 		}
-		closed(p, run->parameter, at, count);
+		closed(p, run->parameter, at, count, is_rounded);
 		if (m)
-			closed(m, run->first, at, count);
+			closed(m, run->first, at, count, is_rounded);
 	}
 }
 
