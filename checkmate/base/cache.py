@@ -84,6 +84,11 @@ def check_own(path: Path) -> None:
         raise PermissionError(f"another user has made {path}")
 
 
+def c_compiler() -> str | None:
+    """Return the path of this machine's C compiler, or `None` if it has none."""
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
 class CompilerRefused(Exception):
     """The compiler failed; the message is the first line that it wrote."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Final
 
-from checkmate.base.cache import CompilerRefused, compiled
+from checkmate.base.cache import CompilerRefused, c_compiler, compiled
 
 SOURCES: Final = Path(__file__).with_name("plugin")
 SONAME: Final = "libnccl-net-checkmate.so"
@@ -47,7 +46,7 @@ def shared_object(cache: Path | None = None) -> Path:
 
 
 def _command() -> list[str]:
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    compiler = c_compiler()
     if compiler is None:
         raise PluginError(f"the NCCL plugin needs a C compiler: {PACKAGES}")
     return [compiler, *_FLAGS, *map(str, sorted(SOURCES.glob("*.c")))]

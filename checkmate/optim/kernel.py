@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from checkmate.base.cache import CompilerRefused, compiled
+from checkmate.base.cache import CompilerRefused, c_compiler, compiled
 from checkmate.rpc import shadow_pb2 as pb
 
 _log: Final = logging.getLogger("checkmate")
@@ -404,7 +403,7 @@ def _load(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def _command(flags: Sequence[str]) -> list[str]:
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    compiler = c_compiler()
     if compiler is None:
         raise KernelError(f"the step kernel needs a C compiler: {PACKAGES}")
     return [compiler, *flags, str(SOURCE), "-lm"]
