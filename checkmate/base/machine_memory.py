@@ -1,7 +1,11 @@
-"""Memory of this machine, or less if cgroups limit this process (the kernel's admin-guide/cgroup-v2)."""
+"""Memory of this machine, or less if cgroups limit this process (the kernel's admin-guide/cgroup-v2).
+
+Also the return of freed memory to the kernel.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -53,3 +57,15 @@ def _number(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):
         return None
+
+
+def trim() -> None:
+    """Return memory that this process has freed to the kernel."""
+    glibc("malloc_trim", 0)
+
+
+def glibc(name: str, *arguments: int) -> None:
+    """Call a function that only glibc has; do nothing with another C library."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*arguments)

@@ -1,12 +1,13 @@
-"""Memory of this process: its size, and the return of freed memory to the kernel."""
+"""Memory of this process: its size, and how it is allocated."""
 
 from __future__ import annotations
 
-import ctypes
 import resource
 from typing import Final
 
 import torch
+
+from checkmate.base.machine_memory import glibc
 
 _M_ARENA_MAX: Final = -8  # <malloc.h>
 
@@ -17,25 +18,13 @@ def resident() -> int:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def trim() -> None:
-    """Return freed memory to the kernel."""
-    _glibc("malloc_trim", 0)
-
-
 def one_arena() -> None:
     """Have future threads share the existing malloc arenas.
 
     Otherwise each stepping thread permanently keeps the temporaries of one parameter's step, which is a tenth
     of a node's memory with parameters of 8 MB.
     """
-    _glibc("mallopt", _M_ARENA_MAX, 1)
-
-
-def _glibc(name: str, *arguments: int) -> None:
-    """Call a glibc-specific function; do nothing with another C library."""
-    function = getattr(ctypes.CDLL(None), name, None)
-    if function is not None:
-        function(*arguments)
+    glibc("mallopt", _M_ARENA_MAX, 1)
 
 
 def load_optimizers() -> None:

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from checkmate.base.machine_memory import trim
 from checkmate.events.kinds import NODE_STALLED, STREAM_BROKEN, Occurrence
 from checkmate.events.process_log import say
 from checkmate.job.schema import Job
@@ -23,7 +24,7 @@ from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
 from checkmate.nodes.other_ranks import job_ranks
 from checkmate.output.log_lines import GatheredLog, first_and_count, left_out_words
-from checkmate.shadow import locks, memory
+from checkmate.shadow import locks
 from checkmate.shadow.clock import STALL, AwakeClock, Silence
 from checkmate.shadow.logic.effects import Close, Connect, DueStep, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.hold import Hold
@@ -292,7 +293,7 @@ class Node:
             self.step(step)
         self.step_seconds = time.monotonic() - start
         if [resources for resources in stepped if resources.take_loaded()]:
-            memory.trim()
+            trim()
         with self.moving() as state:
             state.tally.count_steps(self.step_seconds)
             self._stepping = False

@@ -381,10 +381,10 @@ def test_a_message_that_is_cut_is_refused_and_leaves_no_memory(job: Job) -> None
                 assert "Status: unreadable message of 3 bytes" in details
 
         send(200)
-        memory.trim()
+        machine_memory.trim()
         before = memory.resident()
         send(1000)
-        memory.trim()
+        machine_memory.trim()
         assert (memory.resident() - before) / 1000 < 4000
 
 

@@ -16,12 +16,12 @@ from typing import Final
 
 import torch
 
+from checkmate.base.machine_memory import trim
 from checkmate.base.wording import counted
 from checkmate.planner.models.named import Model, layers_of
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import StepTimes, dtype_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.memory import trim
 from checkmate.shadow.replica.replica import Replica
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout, make_layout

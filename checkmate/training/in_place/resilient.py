@@ -17,6 +17,7 @@ from typing import Final, Generic, TypeVar
 import torch.distributed as dist
 
 from checkmate import state
+from checkmate.base.machine_memory import trim
 from checkmate.errors import CheckmateError
 from checkmate.events.kinds import TRAINER_RANK_LOST
 from checkmate.events.process_log import say
@@ -292,6 +293,7 @@ class Attempt:
         if self._groups is not None:
             self._groups.release()
         gc.collect()
+        trim()  # buckets and buffers come again in other sizes, so that freed memory would add up
 
 
 def _forget(error: BaseException) -> None:
