@@ -15,6 +15,12 @@ def peak_resident(pid: int | None = None) -> int:
     return _status(pid, "VmHWM")
 
 
+def unshared(pid: int) -> int:
+    """Return the bytes that no other process shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
 def _status(pid: int | None, name: str) -> int:
     lines = Path(f"/proc/{pid or 'self'}/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))

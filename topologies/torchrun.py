@@ -44,6 +44,11 @@ DEFAULTS: Final[Mapping[str, str]] = {
 """The same, unless the user's own environment has them. c10d would log that addresses have no host names."""
 
 
+def keeps_processes(starter: Starter) -> bool:
+    """Return whether ranks keep their processes when another one dies, so that their script has to, too."""
+    return starter in ("launch", "launch --spare")
+
+
 def nccl_environment(host: str) -> dict[str, str]:
     """Return the environment in which NCCL takes a namespace for a host, so that ranks may share a GPU."""
     return {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": MGMT_INTERFACE}

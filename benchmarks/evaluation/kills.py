@@ -13,6 +13,7 @@ from typing import Final
 from benchmarks.evaluation.cells import Cell, MeasuredExtent
 from benchmarks.evaluation.record import Log, has_regained, log_of, parse_line, steps_of
 from topologies.describe.topology import LabError
+from topologies.torchrun import keeps_processes
 from topologies.training.job import TrainingJob
 from topologies.training.job_processes import rank_process
 
@@ -74,7 +75,7 @@ def fail_every_second_iteration(job: TrainingJob, progress: Progress) -> list[fl
 def _kill(job: TrainingJob, rank: int) -> bool:
     """Kill a rank's process with SIGKILL, if there is one; what starts it again goes on, as does a spare."""
     launcher = list(job.ranks.values())[rank]  # each host has one rank
-    if job.plan.starter.startswith("torchrun"):
+    if not keeps_processes(job.plan.starter):
         return bool(job.crew.kill_children(launcher))
     process = rank_process(launcher)
     if process is None or process not in launcher.children():

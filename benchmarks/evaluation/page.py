@@ -44,16 +44,17 @@ def write(page: Path, records: Mapping[Cell, Record], extent: MeasuredExtent) ->
     undisturbed = throughputs(compared)
     disturbed, differences = failures(compared, extent.seconds), losses(records)
     measured = _measurement_section(records, len(records) - len(compared), extent)
-    sections = {
-        "short": _table(*_short_rows(undisturbed, disturbed)),
-        "measured": measured,
-        "throughput": _table(*_throughput_rows(undisturbed)) + _plot(page, undisturbed),
-        "failures": _table(*_failure_rows(disturbed)),
-        "resources": _table(*_resource_rows(undisturbed)),
-        "losses": _table(*_loss_rows(differences)),
-    }
-    if not extent.starts:
-        table = _table(*_failure_rows(disturbed))
+    table = _table(*_failure_rows(disturbed))
+    if extent.starts:
+        sections = {
+            "short": _table(*_short_rows(undisturbed, disturbed)),
+            "measured": measured,
+            "throughput": _table(*_throughput_rows(undisturbed)) + _plot(page, undisturbed),
+            "failures": table,
+            "resources": _table(*_resource_rows(undisturbed)),
+            "losses": _table(*_loss_rows(differences)),
+        }
+    else:
         sections = {extent.name: f"{measured}\n{table}{_recovery_plot(page, extent.name, disturbed)}"}
     text = page.read_text() if page.exists() else "# Evaluation\n"
     for name, section in sections.items():

@@ -33,8 +33,8 @@ KINDS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters, **flags: torch.optim.AdamW(parameters, lr=1e-4, **flags),
 }
 FLAGS: Mapping[str, dict[str, Any]] = {"": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-TENSORS: Mapping[str, int] = {"SGD with momentum": 5, "Adam": 7, "AdamW": 7}
-"""How many tensors of the shard's size a step reads or writes."""
+ADAMW_TENSORS = 7
+"""How many tensors of the shard's size a step of AdamW reads or writes."""
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -141,14 +141,14 @@ def _bandwidth(dtype: str, arithmetic: Arithmetic, threads: int) -> list[Result]
         works = {"step": shard.shadow_step, "fused": fused.torch_step, "sums": sums.run}
         for round_ in range(ROUNDS + 2):
             for name, work in list(works.items())[:: 1 if round_ % 2 else -1]:
-                taken = work()
+                seconds = work()
                 if round_ >= 2:  # the first step creates the state
-                    times[name].append(taken)
+                    times[name].append(seconds)
     finally:
         torch.set_num_threads(before)
-    nbytes = TENSORS["AdamW"] * elements * DTYPES[dtype].itemsize
-    rates = [nbytes / taken for taken in times["step"]]
-    bare = [sums.nbytes / taken for taken in times["sums"]]
+    nbytes = ADAMW_TENSORS * elements * DTYPES[dtype].itemsize
+    step_rates = [nbytes / seconds for seconds in times["step"]]
+    sum_rates = [sums.nbytes / seconds for seconds in times["sums"]]
     words = f"AdamW for a {arithmetic.upper()}, {dtype}, {counted(threads, 'thread')}"
     note = f"{1e3 * statistics.median(times['step']):.1f} ms"
     return [
@@ -163,11 +163,11 @@ def _bandwidth(dtype: str, arithmetic: Arithmetic, threads: int) -> list[Result]
         ),
         Figure(
             f"{words}: bytes/s / a sum's",
-            ratios(rates, bare),
+            ratios(step_rates, sum_rates),
             "",
             0.8,
             0.6,
-            note=f"{statistics.median(bare) / 1e9:.1f} GB/s",
+            note=f"{statistics.median(sum_rates) / 1e9:.1f} GB/s",
         ),
     ]
 

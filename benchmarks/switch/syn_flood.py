@@ -26,6 +26,7 @@ from controlplane.network import Network
 from topologies.crew import Crew, LabController, serving
 from topologies.describe.topology import load
 from topologies.kernel import namespaces
+from topologies.kernel.processes import processor_seconds
 from topologies.lab import Lab
 
 TITLE = "SYN floods: seconds in which a shadow node connects a stream"
@@ -35,7 +36,6 @@ CONNECTS = 5
 TIMEOUT = 10.0
 """Seconds after which an attempt to connect has failed, and counts as these."""
 _LEAD = 1.0
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ class FloodStage:
         process = self._flood(origin, rate, seconds) if origin is not None else None
         try:
             time.sleep(_LEAD)
-            start, controller_start = time.monotonic(), _processor(self.controller)
-            before = _processor(process.pid) if process else 0.0
+            start, controller_start = time.monotonic(), processor_seconds(self.controller)
+            before = processor_seconds(process.pid) if process else 0.0
             times = tuple(self._connect(number) for number in range(CONNECTS))
             time.sleep(_LEAD)
             elapsed = time.monotonic() - start
-            share = (_processor(self.controller) - controller_start) / elapsed
-            generator = (_processor(process.pid) - before) / elapsed if process else 0.0
+            share = (processor_seconds(self.controller) - controller_start) / elapsed
+            generator = (processor_seconds(process.pid) - before) / elapsed if process else 0.0
         finally:
             if process is not None:
                 process.kill()
@@ -177,9 +177,3 @@ class FloodStage:
                 print(error, file=sys.stderr)
                 return TIMEOUT
         return time.monotonic() - start
-
-
-def _processor(pid: int) -> float:
-    """Return the seconds of processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS

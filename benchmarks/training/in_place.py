@@ -16,9 +16,11 @@ from typing import Final
 from rich.progress import Progress
 
 from benchmarks.figures import Figure, Result, Skipped
+from testbed.process_memory import unshared
 from topologies import torchrun
 from topologies.crew import Crew, controlled
 from topologies.describe.topology import load
+from topologies.kernel.processes import processor_seconds
 from topologies.lab import Lab
 from topologies.torchrun import Starter
 from topologies.training.job_processes import JobProcesses, rank_process
@@ -161,12 +163,12 @@ class KilledTraining:
             assert rank is not None
             ranks.append(rank)
             helpers += [launcher.process.pid, *(child for child in launcher.children() if child != rank)]
-        before = [sum(map(_processor_seconds, processes)) for processes in (helpers, ranks)]
+        before = [sum(map(processor_seconds, processes)) for processes in (helpers, ranks)]
         time.sleep(_READY_SECONDS)
-        after = [sum(map(_processor_seconds, processes)) for processes in (helpers, ranks)]
+        after = [sum(map(processor_seconds, processes)) for processes in (helpers, ranks)]
         used, trained = (end - begin for begin, end in zip(before, after, strict=True))
         launchers = {member.process.pid for member in self._job.ranks.values()}
-        spares = tuple(_own_megabytes(process) for process in helpers if process not in launchers)
+        spares = tuple(unshared(process) / 1e6 for process in helpers if process not in launchers)
         return [
             Figure(
                 "processor time of launchers and spares / of the ranks",
@@ -205,15 +207,3 @@ class KilledTraining:
         file = self._file(rank)
         lines = file.read_text().splitlines() if file.exists() else []
         return int(json.loads(lines[-1])["iteration"]) if lines else -1
-
-
-def _processor_seconds(process: int) -> float:
-    """Return the processor time of all threads of a process."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_megabytes(process: int) -> float:
-    """Return the memory of a process that no other process has."""
-    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6

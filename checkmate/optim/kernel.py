@@ -26,6 +26,7 @@ import torch
 
 from checkmate.base.cache import CompilerRefused, c_compiler, compiled
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import same_bits
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -456,9 +457,8 @@ def _repeats(name: str, signature: _Signature) -> bool:
     generator = torch.Generator().manual_seed(1)
 
     def draw(size: int) -> torch.Tensor:
-        return torch.randn(
-            size, generator=generator, dtype=torch.float32
-        )  # whatever the trainers' default is
+        # The present default type is the trainers'.
+        return torch.randn(size, generator=generator, dtype=torch.float32)
 
     sizes = (4099, 64, 7, 1)
     both = [[draw(size) * 0.01 for size in sizes]]
@@ -475,7 +475,7 @@ def _repeats(name: str, signature: _Signature) -> bool:
         pytorch.step()
         StepKernel("cpu").step(kernel_stepped, both[1])
     same = all(
-        _same_bits(*pair)
+        same_bits(*pair)
         for tensor, its_twin in zip(*both, strict=True)
         for pair in zip(_tensors(pytorch, tensor), _tensors(kernel_stepped, its_twin), strict=True)
     )
@@ -487,12 +487,3 @@ def _repeats(name: str, signature: _Signature) -> bool:
 def _tensors(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> list[torch.Tensor]:
     entries = optimizer.state[tensor]
     return [tensor, *(entries[name] for name in sorted(entries) if isinstance(entries[name], torch.Tensor))]
-
-
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits; of NaNs there are several, which count as one."""
-    if first.dtype is not torch.float32:  # a number of steps
-        return torch.equal(first, second)
-    both_nan = first.isnan() & second.isnan()
-    bits = [tensor.view(torch.int32) for tensor in (first, second)]
-    return bool(((bits[0] == bits[1]) | both_nan).all())

@@ -22,6 +22,7 @@ from checkmate.state.tensors import (
     load_generators,
     local_of,
     name_frozen,
+    same_bits,
     to_held,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "local_of",
     "name_frozen",
     "packed",
+    "same_bits",
     "to_held",
     "to_number",
     "to_seeds",

@@ -49,6 +49,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor as a writable view, without a copy."""
     flat = tensor.detach().reshape(-1)
@@ -58,6 +61,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         flat = flat.as_strided((1,), (1,))  # a single element may have any stride, and `view` wants 1
     data: Any = flat.view(torch.uint8).numpy()  # a buffer, though not according to NumPy's types
     return memoryview(data)
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether floating-point tensors of one type and shape have the same bits. All NaNs are alike."""
+    integers = _INTEGERS[first.element_size()]
+    differ = first.view(integers) != second.view(integers)
+    return bool((first.isnan() & second.isnan())[differ].all())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

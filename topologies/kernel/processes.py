@@ -36,6 +36,12 @@ def descendants(pid: int) -> list[int]:
     return family[1:]
 
 
+def processor_seconds(pid: int) -> float:
+    """Return the processor time that all threads of a process have used (proc_pid_stat(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def kill_tree(pid: int) -> None:
     """Send SIGKILL to a child of ours that has not been waited for, and to its descendants."""
     kill([pid], signal.SIGSTOP)  # so that it starts no others meanwhile

@@ -26,7 +26,7 @@ from topologies.crew import TEMPORARY, Crew, checkmate, controlled
 from topologies.describe.job_files import Target
 from topologies.describe.topology import LabError, LabRank, Topology
 from topologies.lab import Lab
-from topologies.torchrun import Starter
+from topologies.torchrun import Starter, keeps_processes
 from topologies.training.job_processes import JobProcesses
 from topologies.training.orders import Kill, Orders, Reduce
 from topologies.training.record import JobRecord, read_events, read_losses
@@ -87,7 +87,7 @@ class TrainingJob(JobProcesses):
         starter = starter or plan.starter
         self.let(0)
         self._started_at = time.monotonic()
-        in_place = ("--in-place",) if starter in ("launch", "launch --spare") else ()
+        in_place = ("--in-place",) if keeps_processes(starter) else ()
         orders = Orders(
             module=plan.module,
             arguments=(*plan.arguments, *in_place, "--out", str(self.folder)),

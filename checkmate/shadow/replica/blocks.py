@@ -102,11 +102,16 @@ class Block:
                 fused /= scaling.factor
                 continue
             times = Counter(scaling.parameters)
+            # A GPU converts a 0-dimensional factor to the type of the gradient before it clips.
+            types = {piece.tensor.dtype for _, piece in pieces}
+            rounded = {
+                dtype: torch.tensor(
+                    scaling.factor, dtype=dtype if scaling.kind == pb.Scaling.CLIP else torch.float32
+                ).item()
+                for dtype in types
+            }
             for its_factors, (number, piece) in zip(factors, pieces, strict=True):
-                # On a GPU, a product with a 0-dimensional tensor has that one in the type of the other.
-                clips = scaling.kind == pb.Scaling.CLIP
-                factor = torch.tensor(scaling.factor, dtype=piece.tensor.dtype if clips else torch.float32)
-                its_factors.extend([factor.item()] * (times[number] if times else 1))
+                its_factors.extend([rounded[piece.tensor.dtype]] * (times[number] if times else 1))
         return None if max(map(len, factors)) > MAX_FACTORS else (factors, fused)
 
     def _step_by_kernel(

@@ -12,7 +12,7 @@ import torch
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.parameter import StoredParameter
-from checkmate.state import bytes_of, to_number
+from checkmate.state import bytes_of, same_bits, to_number
 
 CLOSE_ENOUGH: Final[Mapping[torch.dtype, tuple[float, float]]] = {
     torch.float64: (1e-8, 1e-10),
@@ -22,7 +22,6 @@ CLOSE_ENOUGH: Final[Mapping[torch.dtype, tuple[float, float]]] = {
 }
 """Relative and absolute tolerance if the trainers step on another kind of device."""
 
-_INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 STEPS_TO_TRUST: Final = 2
 """Number of our own steps since seeding after which changes outside the optimizer's step show."""
 
@@ -142,9 +141,7 @@ class Comparison:
         trainer_values = torch.frombuffer(bytearray(part.data), dtype=tensor.dtype)
         replica_values = tensor.reshape(-1)[start : start + len(trainer_values)]
         if self.exact:
-            integers = _INTEGERS[tensor.element_size()]  # zeros of different signs differ
-            differ = trainer_values.view(integers) != replica_values.view(integers)
-            return bool((trainer_values.isnan() & replica_values.isnan())[differ].all())
+            return same_bits(trainer_values, replica_values)
         trainer_values, replica_values = trainer_values.double(), replica_values.double()
         if part.state:
             absolute = max(absolute, relative * float(trainer_values.abs().nan_to_num(0.0, 0.0).max()))
