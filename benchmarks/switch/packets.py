@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.figures import Figure, Result, Skipped, ratios
+from softswitch.frames.afpacket import ETH_P_ALL
 
 TITLE = "Packet by packet: frames of 1,500 bytes, closed loop, one shadow copy of each tagged frame"
 ROUNDS, SECONDS = 9, 0.8
@@ -127,8 +128,8 @@ def _processor_time(pid: int) -> float:
 
 
 def _raw(interface: str) -> socket.socket:
-    packet_socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-    packet_socket.bind((interface, 0))
+    packet_socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # receives nothing until bind
+    packet_socket.bind((interface, ETH_P_ALL))
     packet_socket.setblocking(False)
     return packet_socket
 

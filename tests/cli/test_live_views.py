@@ -60,6 +60,14 @@ def has(terminal: AtTerminal, words: str, times: int) -> bool:
     return terminal.words.count(words) == times
 
 
+def wait_for_words(terminal: AtTerminal, words: str, times: int) -> None:
+    """Wait until some words are at the terminal so often; a failure shows the whole terminal."""
+    try:
+        wait_until(partial(has, terminal, words, times), f"{words!r} {times} times")
+    except AssertionError as error:
+        raise AssertionError("\n".join([str(error), *terminal.lines])) from None
+
+
 def below(lines: list[str], title: str) -> list[str]:
     """Check that a view is there once, and return it."""
     (first,) = [number for number, line in enumerate(lines) if title in line]
@@ -79,9 +87,9 @@ def test_restarts_of_a_switch_leave_log_and_view_whole(tmp_path: Path, columns: 
         wait_until(lambda: "copies lost" in terminal.words, "the view")
         for number in range(1, restarts + 1):
             up.close()
-            wait_until(partial(has, terminal, "trying again", number))
+            wait_for_words(terminal, "trying again", number)
             up.enter_context(switch(port))
-            wait_until(partial(has, terminal, "is back: ", number))
+            wait_for_words(terminal, "is back: ", number)
             time.sleep(2.5)  # the view is drawn again, and again
         assert terminal.end() == 0
         lines = terminal.lines

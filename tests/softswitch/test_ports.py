@@ -16,7 +16,7 @@ from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
-from softswitch.frames.afpacket import LinkWatch, PacketPort
+from softswitch.frames.afpacket import ETH_P_ALL, LinkWatch, PacketPort
 from softswitch.frames.checksums import (
     GSO_ECN,
     GSO_TCPV4,
@@ -291,8 +291,8 @@ def test_gso_segment_arrives_whole_and_leaves_in_segments(pair: tuple[str, str])
     assert complete(data) == whole
     # An interface that cannot accept it whole gets segments with correct checksums.
     sh(f"ethtool -K {pair[0]} tso off gso off tx off")
-    listener = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-    listener.bind((pair[1], 0))
+    listener = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # receives nothing until bind
+    listener.bind((pair[1], ETH_P_ALL))
     listener.settimeout(2)
     assert near.send(blank(whole), work)
     payload = b""

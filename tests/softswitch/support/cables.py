@@ -21,7 +21,8 @@ RECEIVE_BUFFER = 16 << 20
 
 def open_cable(interface: str) -> socket.socket:
     """Return a socket that sends from an interface and receives what arrives there."""
-    cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+    # Protocol 0 receives nothing until bind: any other receives from all interfaces until then.
+    cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     cable.bind((interface, ETH_P_ALL))
     cable.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     cable.setsockopt(SOL_PACKET, PACKET_AUXDATA, 1)

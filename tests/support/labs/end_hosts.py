@@ -156,7 +156,7 @@ class PacketCapture:
 
     def __init__(self, namespace: str, device: str | None = None) -> None:
         with inside(namespace):
-            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 512 << 20)
         self._socket.bind((device or namespace, ETH_P_ALL))
         self._socket.settimeout(0.05)

@@ -27,7 +27,7 @@ class FakeStub:
         self.syn_options: list[str] = []
         self.window = 0
         with inside(namespace):
-            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         self._socket.bind((namespace, ETH_P_ALL))
         self._socket.settimeout(0.05)
         self._peer: Any = None
